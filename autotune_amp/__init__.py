@@ -1,0 +1,37 @@
+"""Measures the precision, batch size and loss scale to train with. Importing this imports neither torch nor optuna."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autotune_amp.api import recommend_config
+    from autotune_amp.config import AmpConfig, LossScale
+    from autotune_amp.hardware import probe
+    from autotune_amp.recommendation import Recommendation
+    from autotune_amp.workload import Workload
+
+__version__ = "0.1.0"
+
+__all__ = ["AmpConfig", "LossScale", "Recommendation", "Workload", "probe", "recommend_config"]
+
+_HOMES = {
+    "AmpConfig": "config",
+    "LossScale": "config",
+    "Recommendation": "recommendation",
+    "Workload": "workload",
+    "probe": "hardware",
+    "recommend_config": "api",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it exports {', '.join(__all__)}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,92 @@
+"""The error tree.
+
+AutotuneAmpError
+├── InvalidRequestError       the request itself is wrong: option, workload target, folder (exit code 2)
+│   ├── WorkloadError         the user's workload cannot be loaded, packed or described
+│   ├── DeviceError           the device asked for is not there
+│   ├── StudyError            the study folder or the storage cannot be used
+│   │   └── StudyBusyError    another search is running in the same folder
+│   └── FormatError           a file is damaged, or written by a newer format
+├── BudgetTooSmallError       nothing could be measured within the budget (exit code 2)
+├── NothingWorksError         every candidate failed; carries the reason of each (exit code 3)
+├── SearchInterruptedError    Ctrl-C; carries the best so far (exit code 130)
+└── RunnerError               our own trial processes cannot be started
+
+Every error carries `next_step`: what the reader can do about it, in one sentence.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autotune_amp.recommendation import Exclusion, Recommendation
+
+
+class AutotuneAmpError(Exception):
+    """Base of every error this package raises on purpose."""
+
+    def __init__(self, message: str, next_step: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.next_step = next_step
+
+    def __str__(self) -> str:
+        return f"{self.message}\nNext step: {self.next_step}"
+
+    @property
+    def kind(self) -> str:
+        """The error's name in JSON documents, e.g. ``invalid_request``."""
+        name = type(self).__name__.removesuffix("Error")
+        return "".join("_" + c.lower() if c.isupper() else c for c in name).lstrip("_")
+
+
+class InvalidRequestError(AutotuneAmpError):
+    """The request itself is wrong."""
+
+
+class WorkloadError(InvalidRequestError):
+    """The user's workload cannot be loaded, packed or described."""
+
+
+class DeviceError(InvalidRequestError):
+    """The device asked for is not there or cannot be used."""
+
+
+class StudyError(InvalidRequestError):
+    """The study folder or the Optuna storage cannot be used."""
+
+
+class StudyBusyError(StudyError):
+    """Another search is running in the same folder."""
+
+
+class FormatError(InvalidRequestError):
+    """A file is damaged, or written by a newer format."""
+
+
+class BudgetTooSmallError(AutotuneAmpError):
+    """Nothing could be measured within the budget."""
+
+
+class NothingWorksError(AutotuneAmpError):
+    """Every candidate failed; `excluded` holds the reason of each."""
+
+    def __init__(self, message: str, next_step: str, excluded: tuple[Exclusion, ...]) -> None:
+        super().__init__(message, next_step)
+        self.excluded = excluded
+
+
+class SearchInterruptedError(AutotuneAmpError):
+    """Ctrl-C ended the search; `best` is the recommendation that was saved, if any candidate was measured."""
+
+    def __init__(
+        self, message: str, next_step: str, excluded: tuple[Exclusion, ...], best: Recommendation | None
+    ) -> None:
+        super().__init__(message, next_step)
+        self.excluded = excluded
+        self.best = best
+
+
+class RunnerError(AutotuneAmpError):
+    """Our own trial processes cannot be started."""

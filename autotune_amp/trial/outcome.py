@@ -1,0 +1,71 @@
+"""What came back from a trial: a measurement or a failure; plain data, JSON both ways."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from autotune_amp.trial.spec import Candidate, Purpose
+
+FailureKind: TypeAlias = Literal[
+    "oom", "timeout", "nonfinite", "unsupported", "crash", "workload_error"
+]
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="measurement"):
+    """A candidate that ran.
+
+    `step_seconds` is one optimizer step (all its accumulation steps) with the wait for its data, which
+    `data_seconds` holds apart. `step_seconds_interval` is the trimmed 95 % interval within this process.
+    `raw_step_seconds` are the single steps as timed. `was_cut`: stopped early as clearly slower than the best.
+    `peak_memory_bytes` is the peak resident memory of the process on a CPU, the peak allocated on an accelerator;
+    `reserved_memory_bytes` is what counts against the limit. `num_skips`: measured steps that the loss scaler
+    skipped. `build_seconds` is model, data and optimizer; `context_seconds` starting the accelerator;
+    `first_step_seconds` the first training step, with its compilation.
+    """
+
+    step_seconds: float
+    step_seconds_interval: tuple[float, float]
+    samples_per_second: float
+    data_seconds: float
+    peak_memory_bytes: int
+    reserved_memory_bytes: int
+    raw_step_seconds: tuple[float, ...]
+    build_seconds: float
+    context_seconds: float
+    first_step_seconds: float
+    num_skips: int = 0
+    last_loss: float | None = None
+    was_cut: bool = False
+    num_samples_seen: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="failure"):
+    """A candidate that did not run; `message` is one sentence, `details` a traceback or the end of its output."""
+
+    kind: FailureKind
+    message: str
+    details: str | None = None
+
+
+Outcome: TypeAlias = Measurement | Failure
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of outcomes.jsonl: a trial and its outcome.
+
+    `search_id` tells the searches in one folder apart; only lines of the running search are resumed. `seconds` is
+    what the trial cost, process start and set-up included. `round` numbers the confirmation rounds from 0.
+    """
+
+    format: int = 1
+    search_id: str
+    number: int
+    candidate: Candidate
+    purpose: Purpose
+    outcome: Measurement | Failure
+    seconds: float
+    round: int | None = None
+    environment: dict[str, str] = {}

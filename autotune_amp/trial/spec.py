@@ -1,0 +1,62 @@
+"""What a trial is asked to do: plain data, JSON both ways."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from autotune_amp.config import LossScale, Precision
+
+Purpose: TypeAlias = Literal["search", "fallback", "confirm", "plain"]
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """One setting that can be tried.
+
+    `as_found` keeps the caller's own TF32 flags and autocast instead of the strict flags of `precision`: only the
+    baseline is run so, and only where the two differ.
+    """
+
+    precision: Precision
+    batch_size: int
+    accumulation_steps: int = 1
+    as_found: bool = False
+
+    @property
+    def effective_batch_size(self) -> int:
+        return self.batch_size * self.accumulation_steps
+
+    def __str__(self) -> str:
+        name = f"{self.precision} batch {self.batch_size}"
+        if self.accumulation_steps > 1:
+            name += f" x {self.accumulation_steps}"
+        return name + (" as found" if self.as_found else "")
+
+
+class TrialSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One isolated run of one candidate.
+
+    `num_steps` [low, high] bounds the measured optimizer steps: measuring stops between them once the trimmed
+    95 % interval of the step time is within `interval_share` of it, or after `measure_seconds`. After five steps
+    a median above `cut_step_seconds` ends the trial early. `first_step_seconds` and `step_seconds` are deadlines
+    that the parent enforces by killing the process: for a first step with its compilation, and for any other.
+    `torch_state` is the caller's global torch state as `torch_state.capture` gave it.
+    """
+
+    candidate: Candidate
+    device: str
+    purpose: Purpose = "search"
+    loss_scale: LossScale | None = None
+    seed: int = 0
+    num_warmup_steps: int = 3
+    num_steps: tuple[int, int] = (8, 40)
+    interval_share: float = 0.05
+    measure_seconds: float | None = None
+    cut_step_seconds: float | None = None
+    first_step_deadline_seconds: float | None = None
+    step_deadline_seconds: float | None = None
+    deadline_seconds: float | None = None
+    memory_limit_bytes: int | None = None
+    torch_state: dict[str, Any] = {}
+    hold_heap: bool = False
