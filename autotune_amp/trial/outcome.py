@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from autotune_amp.config import Precision
 from autotune_amp.trial.spec import Candidate, Purpose
 
 FailureKind: TypeAlias = Literal[
@@ -69,3 +70,25 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     round: int | None = None
     environment: dict[str, str] = {}
+
+
+class Description(msgspec.Struct, frozen=True, kw_only=True):
+    """What the workload is, found out in a child before the first trial.
+
+    `batch_size` is that of the user's own loader, None where the data has none. `num_samples` is the dataset's
+    length, None where it has none. `as_found_precision` is what the caller's own autocast and TF32 flags amount to;
+    `is_as_found_strict` says that they equal the strict flags of that precision, so that the baseline is an ordinary
+    candidate. `build_seconds` is one building of model, data and optimizer.
+    """
+
+    name: str
+    batch_size: int | None
+    num_samples: int | None
+    data: str
+    num_parameters: int
+    num_trainable_parameters: int
+    weights: Literal["fp32", "bf16", "frozen_low"]
+    as_found_precision: Precision
+    is_as_found_strict: bool
+    build_seconds: float
+    context_seconds: float

@@ -1,0 +1,41 @@
+"""What a search tells whoever watches it. The base class ignores everything: the tests' and --quiet's progress."""
+
+from __future__ import annotations
+
+from autotune_amp.hardware.types import Hardware
+from autotune_amp.trial.outcome import Record
+from autotune_amp.trial.spec import Candidate, Purpose
+
+
+class Progress:
+    """Called from the search's own thread, in order; `tick` at least four times a second."""
+
+    def started(self, study: str, folder: str, budget_seconds: float) -> None:
+        """The search has its folder and its budget."""
+
+    def phase(self, text: str) -> None:
+        """A new phase: ``loading the workload``, ``probing the device``, ``searching``, ``confirming``."""
+
+    def found_hardware(self, hardware: Hardware) -> None:
+        """The probe is back."""
+
+    def trial_started(self, number: int, candidate: Candidate, purpose: Purpose) -> None:
+        """A trial begins."""
+
+    def step(self, num_steps: int, step_seconds: float) -> None:
+        """The running trial finished a step."""
+
+    def trial_ended(self, record: Record, best: Record | None) -> None:
+        """A trial ended; `best` is the fastest measured so far."""
+
+    def tick(self, elapsed_seconds: float) -> None:
+        """Time passes."""
+
+    def output(self, text: str) -> None:
+        """What the user's own code printed, on either stream."""
+
+    def note(self, text: str) -> None:
+        """Something worth a line: resumed, cached, what changed, why a candidate is left out."""
+
+    def ended(self) -> None:
+        """The search is over, however it ended."""
