@@ -1,0 +1,26 @@
+"""What a device can do, and how it is recognised. Importing this imports no torch.
+
+`probe` is for everybody: it asks a fresh child process. `measure` is what that child calls; it uses the device.
+`identify` reads the static identity in milliseconds, in any process, and touches nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autotune_amp.hardware.identity import identify
+    from autotune_amp.hardware.measuring import measure
+    from autotune_amp.hardware.probing import probe
+
+__all__ = ["identify", "measure", "probe"]
+
+_HOMES = {"identify": "identity", "measure": "measuring", "probe": "probing"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it exports {', '.join(__all__)}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,1 @@
+"""What people see: progress, results, errors."""

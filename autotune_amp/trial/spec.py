@@ -8,7 +8,15 @@ import msgspec
 
 from autotune_amp.config import LossScale, Precision
 
+# search: a candidate tried; fallback: a plan for a lower rung; confirm: again in a fresh process in the recommended
+# environment (the baseline: in the user's own); plain: the winner once in the user's own environment.
 Purpose: TypeAlias = Literal["search", "fallback", "confirm", "plain"]
+
+# Micro-batches timed for a longer accumulation window; the window's time is composed from them, since windows of
+# hundreds of passes would cost more than the search has (measurement.md, Timing).
+MAX_TIMED_MICRO_BATCHES = 4
+# An accelerator runs ahead of the host, so steps between two synchronisations are timed together.
+STEPS_PER_SYNC = 4
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,3 +68,14 @@ class TrialSpec(msgspec.Struct, frozen=True, kw_only=True):
     memory_limit_bytes: int | None = None
     torch_state: dict[str, Any] = {}
     hold_heap: bool = False
+
+    @property
+    def num_timed_micro_batches(self) -> int:
+        """Forward and backward passes run for one timed step: a whole window only where it is confirmed."""
+        window = self.candidate.accumulation_steps
+        return window if self.purpose in ("confirm", "plain") else min(window, MAX_TIMED_MICRO_BATCHES)
+
+    @property
+    def num_steps_per_report(self) -> int:
+        """Steps timed, and reported, together."""
+        return 1 if self.device == "cpu" else STEPS_PER_SYNC

@@ -1,0 +1,74 @@
+"""The whole fingerprint, and the lines that say how two of them differ."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import sys
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from autotune_amp import __version__
+from autotune_amp.fingerprint.code import short_hex
+from autotune_amp.fingerprint.origin import version
+from autotune_amp.fingerprint.walk import Walk, workload_parts
+from autotune_amp.recommendation import Fingerprint
+
+if TYPE_CHECKING:
+    from autotune_amp.hardware.types import DeviceIdentity
+
+
+def versions() -> dict[str, str]:
+    """The versions a measurement depends on. Imports nothing: `cuda` is there only where torch is loaded and has it."""
+    found = {
+        "python": platform.python_version(),
+        "platform": f"{sys.platform} {platform.machine()}",
+        "torch": version("torch"),
+        "autotune_amp": __version__,
+        "optuna": version("optuna"),
+    }
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        found["cuda"] = torch.version.cuda
+    return {name: known for name, known in found.items() if known is not None}
+
+
+def compute(
+    workload: object, options: dict[str, object], identity: DeviceIdentity, torch_state: dict[str, object]
+) -> Fingerprint:
+    """The fingerprint of a search: workload, options, device, torch flags and versions. Runs nothing of the user's."""
+    parts, unknown = workload_parts(workload)
+    groups = {"option": options, "device": msgspec.structs.asdict(identity), "torch flag": torch_state}
+    for group, named in groups.items():
+        parts |= {f"{group} {name}": _setting(value) for name, value in named.items()}
+    parts |= {"platform" if name == "platform" else f"version of {name}": f"={v}" for name, v in versions().items()}
+    content = msgspec.json.encode(sorted(parts.items()))
+    return Fingerprint(digest=hashlib.sha256(content).hexdigest(), parts=parts, unknown=unknown)
+
+
+def _setting(value: object) -> str:
+    """Shown as it is where it is short; a URL may hold a password."""
+    if value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and "://" not in value):
+        shown = str(value)
+        if len(shown) <= 60:
+            return f"={shown}"
+    return short_hex(Walk().value(value))
+
+
+def changed(old: Fingerprint, new: Fingerprint) -> tuple[str, ...]:
+    """What differs, one readable line each; empty where nothing does and everything could be compared."""
+    lines = []
+    for name in {**new.parts, **old.parts}:
+        before, after = old.parts.get(name), new.parts.get(name)
+        if before == after:
+            continue
+        if before is None:
+            lines.append(f"{name} is new")
+        elif after is None:
+            lines.append(f"{name} is gone")
+        elif before.startswith("=") and after.startswith("="):
+            lines.append(f"{name} changed from {before[1:]} to {after[1:]}")
+        else:
+            lines.append(f"{name} changed")
+    return (*lines, *dict.fromkeys((*new.unknown, *old.unknown)))

@@ -1,0 +1,76 @@
+"""The memory limit of the container or job that this process lives in.
+
+Sources: Linux's admin-guide/cgroup-v2 (memory.max, memory.current) and cgroup-v1/memory (memory.limit_in_bytes,
+memory.usage_in_bytes).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class ContainerMemory(NamedTuple):
+    """Bytes: the lowest limit above this process, and the least that any limit above it leaves free."""
+
+    limit: int
+    available: int
+
+
+class _Files(NamedTuple):
+    limit: str
+    usage: str
+    cache: str  # the entry of memory.stat for file pages that the kernel drops before it kills
+
+
+_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Files("memory.max", "memory.current", "inactive_file")
+
+# Version 1 writes "no limit" as the largest page-aligned number, which depends on the page size.
+_NO_LIMIT = 2**60
+
+
+def container_memory(root: Path = Path("/")) -> ContainerMemory | None:
+    """What the cgroups of this process allow, None where nothing limits it; `root` is where proc and sys are found.
+
+    A limit on any ancestor binds too. Inside a container the path in /proc/self/cgroup may be the host's, and only
+    the top folder is there: folders that do not exist are passed over.
+    """
+    levels = [level for folder, files in _folders(root) if (level := _level(folder, files)) and level.limit < _NO_LIMIT]
+    if not levels:
+        return None
+    return ContainerMemory(min(level.limit for level in levels), min(level.available for level in levels))
+
+
+def _folders(root: Path) -> Iterator[tuple[Path, _Files]]:
+    """Every folder that may limit this process, its own and those above it."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            base, files = root / "sys/fs/cgroup", _V2
+        elif "memory" in controllers.split(","):
+            base, files = root / "sys/fs/cgroup/memory", _V1
+        else:
+            continue
+        own = base / path.lstrip("/")
+        yield from ((folder, files) for folder in (own, *own.parents) if folder.is_relative_to(base))
+
+
+def _level(folder: Path, files: _Files) -> ContainerMemory | None:
+    limit, usage = _read(folder / files.limit).strip(), _read(folder / files.usage).strip()
+    if not limit.isdigit() or not usage.isdigit():  # "max", or no such folder
+        return None
+    stat = dict(line.split(None, 1) for line in _read(folder / "memory.stat").splitlines())
+    # Usage counts the page cache: without this a machine that has read a large data set looks full.
+    used = int(usage) - int(stat.get(files.cache, 0))
+    return ContainerMemory(int(limit), min(int(limit), max(0, int(limit) - used)))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

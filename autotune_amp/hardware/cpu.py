@@ -1,0 +1,127 @@
+"""The CPU: what its instruction sets say of each precision, and its memory."""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING
+
+import torch
+
+from autotune_amp.hardware import host
+from autotune_amp.hardware import identity as identities
+from autotune_amp.hardware.cgroup import container_memory
+from autotune_amp.hardware.naming import only
+from autotune_amp.hardware.types import Capability, DeviceIdentity, DeviceMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Set as AbstractSet
+
+    from autotune_amp.config import Precision
+
+# Instruction sets that multiply in the format, as cpuinfo (x86, ARM) and torch.cpu.get_capabilities() name them.
+_BF16_ARITHMETIC = ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16")
+_FP16_ARITHMETIC = ("amx_fp16", "avx512_fp16", "fp16_arith", "asimdhp")
+
+
+def decide(flags: AbstractSet[str], *, has_onednn_fp16: bool) -> dict[Precision, Capability]:
+    """Every precision from the CPU's instruction sets and oneDNN's word on fp16; pure."""
+    bf16 = [flag for flag in _BF16_ARITHMETIC if flag in flags]
+    fp16 = [flag for flag in _FP16_ARITHMETIC if flag in flags] + ["oneDNN's fp16 kernels"] * has_onednn_fp16
+    return {
+        "fp32": Capability(level="native", reason="Every CPU computes in fp32."),
+        "tf32": Capability(level="unsupported", reason="TF32 is a mode of NVIDIA's tensor cores; a CPU has none."),
+        "bf16": Capability(level="native", reason=f"The CPU multiplies in bf16: {', '.join(bf16)}.")
+        if bf16
+        else Capability(
+            level="emulated",
+            reason="The CPU has no bf16 arithmetic (avx512_bf16, amx_bf16): PyTorch converts to fp32 and back, "
+            "which saves memory and may be slower than fp32.",
+        ),
+        "fp16": Capability(level="native", reason=f"The CPU computes in fp16: {', '.join(fp16)}.")
+        if fp16
+        else Capability(
+            level="emulated",
+            reason="The CPU has no fp16 arithmetic (avx512_fp16, amx_fp16): matrix products can be tens of times "
+            "slower than in fp32.",
+        ),
+        "fp8": Capability(level="unsupported", reason="PyTorch does not train in fp8 on CPUs."),
+    }
+
+
+def is_built() -> bool:
+    """Always."""
+    return True
+
+
+def resolve(index: int | None) -> str:
+    """``cpu``; raises `DeviceError` for an index above 0."""
+    return only("cpu", index)
+
+
+def identity(device: str) -> DeviceIdentity:
+    """The same as `identify` says."""
+    return identities.identify(device)
+
+
+def compute_capability(device: str) -> str | None:
+    """The architecture, e.g. ``x86_64``."""
+    del device
+    return platform.machine() or None
+
+
+def memory(device: str) -> DeviceMemory:
+    """Bytes of the machine, and what the container leaves of them."""
+    del device
+    container = container_memory()
+    total, free = host.total_memory_bytes(), host.available_memory_bytes()
+    return DeviceMemory(
+        total=total,
+        free=free,
+        available=free if container is None else min(free, container.available),
+        container_limit=None if container is None else container.limit,
+    )
+
+
+def capabilities(device: str) -> dict[Precision, Capability]:
+    """From torch's list of instruction sets (2.11 on), else from the operating system's."""
+    del device
+    if hasattr(torch.cpu, "get_capabilities"):
+        flags = frozenset(name for name, value in torch.cpu.get_capabilities().items() if value is True)
+    else:
+        flags = host.cpu_flags()
+    return decide(flags, has_onednn_fp16=_has_onednn_fp16())
+
+
+def _has_onednn_fp16() -> bool:
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call] # torch gives no types
+    return has_onednn and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+def notes_before(device: str) -> tuple[str, ...]:
+    """That torch's threads and the CPUs do not agree."""
+    del device
+    return thread_notes(torch.get_num_threads(), host.num_cpus())
+
+
+def thread_notes(num_threads: int, num_cpus: int) -> tuple[str, ...]:
+    """What it means that torch runs `num_threads` on `num_cpus`; nothing where it runs one on each core.
+
+    Half as many threads as CPUs is torch's own choice where every core has two hardware threads.
+    """
+    if num_threads > num_cpus:
+        return (
+            f"PyTorch runs {num_threads} threads on the {num_cpus} CPUs that this process may use: they take turns. "
+            f"Set OMP_NUM_THREADS={num_cpus}.",
+        )
+    if num_threads < num_cpus / 2:
+        return (
+            f"PyTorch runs {num_threads} of the {num_cpus} threads that this process may use; "
+            "OMP_NUM_THREADS or MKL_NUM_THREADS sets the number.",
+        )
+    return ()
+
+
+def notes_after(device: str) -> tuple[str, ...]:
+    """Nothing more: a CPU's load is read before."""
+    del device
+    return ()

@@ -1,0 +1,209 @@
+"""NVIDIA's GPUs, and AMD's through ROCm, which PyTorch calls ``cuda`` too.
+
+The thresholds are those of CUDA's table of compute capabilities: fp16 arithmetic 5.3, fp16 tensor cores 7.0,
+bf16 and TF32 tensor cores 8.0, fp8 tensor cores 8.9.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from autotune_amp.errors import DeviceError
+from autotune_amp.hardware import host, nvml
+from autotune_amp.hardware import identity as identities
+from autotune_amp.hardware.naming import numbered
+from autotune_amp.hardware.types import Capability, DeviceIdentity, DeviceMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from autotune_amp.config import Precision
+
+_GET_STARTED = "https://pytorch.org/get-started/locally/"
+_NO_FP8_AUTOCAST = "PyTorch's autocast has no fp8: training in it needs a library such as torchao"
+
+
+class CardFacts(NamedTuple):
+    """What the decision rests on; `arch_list` is what this PyTorch was built for, e.g. ``("sm_80", "compute_90")``."""
+
+    compute_capability: tuple[int, int]
+    name: str
+    arch_list: tuple[str, ...]
+    hip: str | None
+    is_bf16_native: bool
+    is_tf32_supported: bool
+
+
+def decide(card: CardFacts) -> dict[Precision, Capability]:
+    """Every precision from what is known of the card and of this PyTorch; pure."""
+    if card.hip is not None:
+        return _decide_rocm(card)
+    major, minor = card.compute_capability
+    if not has_kernels(card.compute_capability, card.arch_list):
+        reason = (
+            f"This PyTorch has no kernels for {card.name} (sm_{major}{minor}), only for {' '.join(card.arch_list)}: "
+            f"install a build that has them ({_GET_STARTED}; newer for a new card, older for an old one)."
+        )
+        return dict.fromkeys(("fp32", "tf32", "bf16", "fp16", "fp8"), Capability(level="unsupported", reason=reason))
+    has = f"compute capability {major}.{minor}"
+    return {
+        "fp32": Capability(level="native", reason="Every CUDA card computes in fp32."),
+        "tf32": Capability(level="native", reason=f"TF32 tensor cores ({has}).")
+        if card.is_tf32_supported
+        else Capability(level="unsupported", reason=f"TF32 tensor cores begin with 8.0; this card has {has}."),
+        "bf16": Capability(level="native", reason=f"bf16 tensor cores ({has}).")
+        if card.is_bf16_native
+        else Capability(
+            level="emulated",
+            reason=f"bf16 arithmetic begins with 8.0; this card has {has} and computes in fp32 with conversions.",
+        ),
+        "fp16": _decide_fp16(card),
+        "fp8": Capability(level="native", reason=f"fp8 tensor cores ({has}), but {_NO_FP8_AUTOCAST}.")
+        if card.compute_capability >= (8, 9)
+        else Capability(level="unsupported", reason=f"fp8 tensor cores begin with 8.9; this card has {has}."),
+    }
+
+
+def _decide_fp16(card: CardFacts) -> Capability:
+    major, minor = card.compute_capability
+    has = f"compute capability {major}.{minor}"
+    if re.search(r"\bGTX 16\d\d", card.name):
+        return Capability(
+            level="unsupported", reason=f"{card.name}: cards of the GTX 16 series give NaN in fp16 convolutions."
+        )
+    if card.compute_capability >= (7, 0):
+        return Capability(level="native", reason=f"fp16 tensor cores ({has}).")
+    if card.compute_capability >= (5, 3):
+        return Capability(
+            level="native",
+            reason=f"fp16 arithmetic without tensor cores ({has}): it saves memory and may be no faster than fp32.",
+        )
+    return Capability(level="emulated", reason=f"fp16 arithmetic begins with 5.3; this card has {has}.")
+
+
+def _decide_rocm(card: CardFacts) -> dict[Precision, Capability]:
+    rocm = f"ROCm {card.hip}"
+    return {
+        "fp32": Capability(level="native", reason=f"Every card under {rocm} computes in fp32."),
+        "tf32": Capability(level="native", reason=f"{rocm} has TF32 on this architecture (gfx94x, gfx95x).")
+        if card.is_tf32_supported
+        else Capability(level="unsupported", reason="TF32 on AMD cards begins with gfx94x."),
+        "bf16": Capability(
+            level="native",
+            reason=f"{rocm} answers yes for every card, emulated or not: the rate says what it is worth.",
+        ),
+        "fp16": Capability(level="native", reason=f"Every card under {rocm} computes in fp16."),
+        "fp8": Capability(level="unsupported", reason=f"fp8 is not probed under ROCm, and {_NO_FP8_AUTOCAST}."),
+    }
+
+
+def has_kernels(compute_capability: tuple[int, int], arch_list: Sequence[str]) -> bool:
+    """Whether code built for `arch_list` runs on a card: by a binary of its generation or by PTX of an older one.
+
+    Binaries run on the same major version from their minor version up; with an "a" behind the number on that very
+    card only, with an "f" on its family only. A build that names no architecture is taken at its word.
+    """
+    return not arch_list or any(_runs_on(compute_capability, arch) for arch in arch_list)
+
+
+def _runs_on(compute_capability: tuple[int, int], arch: str) -> bool:
+    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
+    if match is None:
+        return False
+    kind, built_for, suffix = match[1], (int(match[2]), int(match[3])), match[4]
+    if suffix == "a":
+        return built_for == compute_capability
+    is_same_major = built_for[0] == compute_capability[0]
+    return built_for <= compute_capability and (is_same_major or (kind == "compute" and not suffix))
+
+
+def is_built() -> bool:
+    """For CUDA or for ROCm."""
+    return torch.version.cuda is not None or torch.version.hip is not None
+
+
+def resolve(index: int | None) -> str:
+    """``cuda:N``; raises `DeviceError` with the driver's own reason, or with how many devices there are."""
+    if not is_built():
+        raise DeviceError(
+            f"No CUDA device: this PyTorch ({torch.__version__}) was built without CUDA.",
+            f"Install a CUDA build of PyTorch ({_GET_STARTED}), or pass device='cpu'.",
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of what is said here with a next step
+        if not torch.cuda.is_available():
+            raise DeviceError(
+                f"No CUDA device: {_why_unavailable()}",
+                "Run nvidia-smi to see whether the driver works, or pass device='cpu'.",
+            )
+        return numbered("cuda", torch.cuda.current_device() if index is None else index, torch.cuda.device_count())
+
+
+def _why_unavailable() -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = "" if visible is None else f" CUDA_VISIBLE_DEVICES is {visible!r}."
+    try:
+        torch.empty(0, device="cuda")
+    except RuntimeError as error:
+        return str(error).splitlines()[0] + hidden
+    return "PyTorch finds no card that it can use." + hidden
+
+
+def identity(device: str) -> DeviceIdentity:
+    """As NVML names the card with the UUID that torch sees, else as torch names it."""
+    index = torch.device(device).index
+    properties = torch.cuda.get_device_properties(index)
+    found = identities.cuda(index, str(properties.uuid))
+    if found.uuid is not None:
+        return found
+    return DeviceIdentity(
+        type="cuda",
+        name=properties.name,
+        index=index,
+        uuid=None if torch.version.hip else f"GPU-{properties.uuid}",
+        driver=f"ROCm {torch.version.hip}" if torch.version.hip else None,
+        num_cpus=host.num_cpus(),
+        total_memory_bytes=properties.total_memory,
+    )
+
+
+def compute_capability(device: str) -> str | None:
+    """E.g. ``8.9``; the architecture's name under ROCm."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.gcnArchName if torch.version.hip else f"{properties.major}.{properties.minor}"
+
+
+def memory(device: str) -> DeviceMemory:
+    """Bytes, as the driver counts them: what other processes hold is not free."""
+    free, total = torch.cuda.mem_get_info(device)
+    return DeviceMemory(total=total, free=free, available=free)
+
+
+def capabilities(device: str) -> dict[Precision, Capability]:
+    """What `decide` makes of this card."""
+    properties = torch.cuda.get_device_properties(device)
+    with torch.cuda.device(device):  # torch's own tests look at the current device
+        facts = CardFacts(
+            compute_capability=(properties.major, properties.minor),
+            name=properties.name,
+            arch_list=tuple(torch.cuda.get_arch_list()),
+            hip=torch.version.hip,
+            is_bf16_native=torch.cuda.is_bf16_supported(including_emulation=False),
+            is_tf32_supported=torch.cuda.is_tf32_supported(),
+        )
+    return decide(facts)
+
+
+def notes_before(device: str) -> tuple[str, ...]:
+    """Who else computes on the card; read before this process has a context of its own there."""
+    return nvml.process_notes(str(torch.cuda.get_device_properties(device).uuid))
+
+
+def notes_after(device: str) -> tuple[str, ...]:
+    """Why the card runs below its clocks."""
+    return nvml.slowdown_notes(str(torch.cuda.get_device_properties(device).uuid))

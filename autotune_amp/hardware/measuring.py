@@ -1,0 +1,81 @@
+"""measure(): everything about one device, by using it. Belongs into a child process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from autotune_amp.config import PRECISIONS
+from autotune_amp.errors import DeviceError
+from autotune_amp.hardware import cpu, cuda, host, matmul, mps, xpu
+from autotune_amp.hardware.naming import parse
+from autotune_amp.hardware.types import Capability, Hardware
+
+if TYPE_CHECKING:
+    from autotune_amp.config import Precision
+    from autotune_amp.hardware.backend import Backend
+
+_BACKENDS: dict[str, Backend] = {"cuda": cuda, "xpu": xpu, "mps": mps, "cpu": cpu}
+
+
+def measure(device: str, *, seconds: float = 1.0) -> Hardware:
+    """The device, its memory, and each precision's level, reason and matrix-product rate.
+
+    `auto` is the first of cuda, xpu, mps and cpu that can be used; a note says why it is not one that this PyTorch
+    was built for. `seconds` is shared by the micro-benchmarks of all
+    precisions, not counting the start of the device. Raises `DeviceError` with the reason where the device asked for
+    cannot be used.
+    """
+    backend, name, passed_over = _resolve(device)
+    notes = (*passed_over, *host.load_notes(), *backend.notes_before(name))  # before the rest makes the device busy
+    memory = backend.memory(name)
+    precisions = {
+        precision: _with_rate(
+            capability, name, precision, seconds=seconds / len(PRECISIONS), max_bytes=memory.available // 10
+        )
+        for precision, capability in backend.capabilities(name).items()
+    }
+    return Hardware(
+        device=name,
+        identity=backend.identity(name),
+        compute_capability=backend.compute_capability(name),
+        memory=memory,
+        precisions=precisions,
+        notes=(*notes, *backend.notes_after(name)),
+    )
+
+
+def _resolve(device: str) -> tuple[Backend, str, tuple[str, ...]]:
+    """The backend, the device string, and why `auto` passed over an accelerator."""
+    kind, index = parse(device)
+    if kind != "auto":
+        return _BACKENDS[kind], _BACKENDS[kind].resolve(index), ()
+    passed_over: list[str] = []
+    accelerators: tuple[Backend, ...] = (cuda, xpu, mps)
+    for backend in accelerators:
+        if backend.is_built():
+            try:
+                return backend, backend.resolve(None), tuple(passed_over)
+            except DeviceError as error:
+                passed_over.append(error.message)
+    return cpu, cpu.resolve(None), tuple(passed_over)
+
+
+def _with_rate(
+    capability: Capability, device: str, precision: Precision, *, seconds: float, max_bytes: int
+) -> Capability:
+    if capability.level == "unsupported":
+        return capability
+    try:
+        rate = matmul.flops_per_second(device, precision, seconds=seconds, max_bytes=max_bytes)
+    except torch.OutOfMemoryError:
+        return msgspec.structs.replace(
+            capability, reason=f"{capability.reason} Its rate was not measured: too little memory is free."
+        )
+    except RuntimeError as error:
+        return Capability(
+            level="unsupported", reason=f"PyTorch cannot multiply matrices in it here: {str(error).splitlines()[0]}"
+        )
+    return msgspec.structs.replace(capability, matmul_flops_per_second=rate)

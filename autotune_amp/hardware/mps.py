@@ -1,0 +1,81 @@
+"""Apple's GPU through Metal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from autotune_amp.errors import DeviceError
+from autotune_amp.hardware import host
+from autotune_amp.hardware import identity as identities
+from autotune_amp.hardware.naming import only
+from autotune_amp.hardware.types import Capability, DeviceIdentity, DeviceMemory
+
+if TYPE_CHECKING:
+    from autotune_amp.config import Precision
+
+
+def decide(*, is_macos_14: bool) -> dict[Precision, Capability]:
+    """Every precision from the system's version; pure."""
+    return {
+        "fp32": Capability(level="native", reason="Metal computes in fp32."),
+        "tf32": Capability(level="unsupported", reason="TF32 is a mode of NVIDIA's tensor cores."),
+        "bf16": Capability(level="native", reason="Metal has bf16 from macOS 14 on; the rate says what it is worth.")
+        if is_macos_14
+        else Capability(level="unsupported", reason="bf16 on MPS needs macOS 14 or newer: update macOS."),
+        "fp16": Capability(level="native", reason="Metal computes in fp16."),
+        "fp8": Capability(level="unsupported", reason="Metal has no fp8."),
+    }
+
+
+def is_built() -> bool:
+    """As torch's backend says."""
+    return torch.backends.mps.is_built()
+
+
+def resolve(index: int | None) -> str:
+    """``mps``; raises `DeviceError` where this build or this machine has none."""
+    next_step = "Pass device='cpu', or use an Apple silicon Mac with the macOS build of PyTorch."
+    if not is_built():
+        raise DeviceError(f"No MPS device: this PyTorch ({torch.__version__}) was built without MPS.", next_step)
+    if not torch.backends.mps.is_available():
+        raise DeviceError("No MPS device: this Mac has no GPU that Metal can use, or its macOS is too old.", next_step)
+    return only("mps", index)
+
+
+def identity(device: str) -> DeviceIdentity:
+    """The same as `identify` says."""
+    return identities.identify(device)
+
+
+def compute_capability(device: str) -> str | None:
+    """None: Metal has no such number."""
+    del device
+    return None
+
+
+def memory(device: str) -> DeviceMemory:
+    """Bytes: Metal's recommended maximum, less what is taken of it, and no more than the machine has free."""
+    del device
+    total = torch.mps.recommended_max_memory()
+    free = max(0, total - torch.mps.driver_allocated_memory())
+    return DeviceMemory(total=total, free=free, available=min(free, host.available_memory_bytes()))
+
+
+def capabilities(device: str) -> dict[Precision, Capability]:
+    """From the version of macOS: that `autocast("mps")` can be made proves nothing."""
+    del device
+    return decide(is_macos_14=torch.backends.mps.is_macos_or_newer(14, 0))
+
+
+def notes_before(device: str) -> tuple[str, ...]:
+    """Nothing that Metal would tell."""
+    del device
+    return ()
+
+
+def notes_after(device: str) -> tuple[str, ...]:
+    """Nothing that Metal would tell."""
+    del device
+    return ()

@@ -1,0 +1,151 @@
+"""What NVIDIA's management library says of the cards: it creates no context on any of them.
+
+Cards are told apart by UUID: NVML counts them by PCI bus, CUDA by CUDA_VISIBLE_DEVICES.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import sys
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# Bits of the clock event reasons that make a card slower than it is (nvml.h, nvmlClocksEventReason*).
+_SLOWDOWNS = {
+    0x08: "hardware slowdown (heat or power)",
+    0x20: "heat, limited by the driver",
+    0x40: "heat, limited by the card",
+    0x80: "power brake, asked for by the server",
+}
+
+
+class Card(NamedTuple):
+    """One card as NVML names it; memory in bytes, 0 where the card shares the machine's."""
+
+    uuid: str
+    name: str
+    driver: str | None
+    total_memory_bytes: int
+
+
+def visible_uuids() -> tuple[str, ...]:
+    """UUIDs of the cards that CUDA may use, at their CUDA index; empty where there is no NVIDIA driver.
+
+    Cards of different models may stand in another order in CUDA, fastest first, unless CUDA_DEVICE_ORDER is
+    PCI_BUS_ID.
+    """
+    handles = [_ask("nvmlDeviceGetHandleByIndex", index) for index in range(_ask("nvmlDeviceGetCount") or 0)]
+    uuids = [_ask("nvmlDeviceGetUUID", handle) for handle in handles if handle is not None]
+    return select_visible([uuid for uuid in uuids if uuid is not None], os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def select_visible(uuids: Sequence[str], visible: str | None) -> tuple[str, ...]:
+    """The cards that a value of CUDA_VISIBLE_DEVICES leaves, in its order; None is the variable not set.
+
+    CUDA's rules: the first entry that names no card ends the list, a card named twice empties it, an index ends at
+    its first letter, a UUID may be shortened while it stays unique. MIG instances are passed through as named.
+    """
+    if visible is None:
+        return tuple(uuids)
+    chosen: list[str] = []
+    for entry in visible.split(","):
+        uuid = _named(entry.strip(), uuids)
+        if uuid is None:
+            break
+        if uuid in chosen:
+            return ()
+        chosen.append(uuid)
+    return tuple(chosen)
+
+
+def _named(entry: str, uuids: Sequence[str]) -> str | None:
+    if entry.startswith("MIG-"):
+        return entry
+    if entry.startswith("GPU-"):
+        matches = [uuid for uuid in uuids if uuid.startswith(entry)]
+        return matches[0] if len(matches) == 1 else None
+    number = re.match(r"\+?\d+", entry)
+    return uuids[int(number[0])] if number and int(number[0]) < len(uuids) else None
+
+
+def card(uuid: str) -> Card | None:
+    """The card of a UUID, with or without its GPU- or MIG- in front; None where NVML does not know it."""
+    handle = _handle(uuid)
+    if handle is None:
+        return None
+    memory = _ask("nvmlDeviceGetMemoryInfo", handle)
+    return Card(
+        uuid=_ask("nvmlDeviceGetUUID", handle) or uuid,
+        name=_ask("nvmlDeviceGetName", handle) or "unknown",
+        driver=_ask("nvmlSystemGetDriverVersion"),
+        total_memory_bytes=0 if memory is None else int(memory.total),
+    )
+
+
+def process_notes(uuid: str) -> tuple[str, ...]:
+    """Who else computes on the card, with the memory they hold where the driver says."""
+    handle = _handle(uuid)
+    processes = None if handle is None else _ask("nvmlDeviceGetComputeRunningProcesses", handle)
+    return tuple(
+        _process_note(process.pid, process.usedGpuMemory) for process in processes or () if process.pid != os.getpid()
+    )
+
+
+def _process_note(pid: int, used_bytes: int | None) -> str:
+    who = f"Process {pid}" + (" (the one that asked for this probe)" if pid == os.getppid() else "")
+    holds = "memory" if used_bytes is None else f"{used_bytes / 2**30:.1f} GiB"
+    return f"{who} holds {holds} on this card; it is not available and its work slows what is measured."
+
+
+def slowdown_notes(uuid: str) -> tuple[str, ...]:
+    """Why the card runs below its clocks at this moment."""
+    handle = _handle(uuid)
+    # The old name of ...ClocksEventReasons: every driver has it.
+    reasons = 0 if handle is None else _ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
+    return slowdowns(reasons)
+
+
+def slowdowns(reasons: int) -> tuple[str, ...]:
+    """One note for each bit in NVML's clock event reasons that makes a measurement too slow."""
+    return tuple(
+        f"The card lowers its clocks: {name}; rates are too low." for bit, name in _SLOWDOWNS.items() if reasons & bit
+    )
+
+
+def _handle(uuid: str) -> Any | None:
+    names = (uuid,) if uuid.startswith(("GPU-", "MIG-")) else (f"GPU-{uuid}", f"MIG-{uuid}")
+    handles = (_ask("nvmlDeviceGetHandleByUUID", name) for name in names)
+    return next((handle for handle in handles if handle is not None), None)
+
+
+def _ask(function: str, *arguments: object) -> Any | None:
+    """NVML's answer, None where there is no NVML or it cannot say: old drivers, containers, integrated cards."""
+    nvml = _library()
+    if nvml is None:
+        return None
+    try:
+        return getattr(nvml, function)(*arguments)
+    except nvml.NVMLError:
+        return None
+
+
+@lru_cache(maxsize=1)
+def _library() -> Any | None:
+    """pynvml, initialised for the life of this process, or None."""
+    try:
+        # Importing pynvml takes 30 ms, most machines without a card need not pay them.
+        ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+    except OSError:
+        return None
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml

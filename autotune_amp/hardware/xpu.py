@@ -1,0 +1,107 @@
+"""Intel's GPUs through SYCL."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from autotune_amp.errors import DeviceError
+from autotune_amp.hardware import host
+from autotune_amp.hardware.naming import numbered
+from autotune_amp.hardware.types import Capability, DeviceIdentity, DeviceMemory
+
+if TYPE_CHECKING:
+    from autotune_amp.config import Precision
+
+
+def decide(*, has_fp16: bool, has_bf16: bool, can_hold_bf16: bool) -> dict[Precision, Capability]:
+    """Every precision from the device's properties; pure."""
+    no_bf16 = "The device has no bf16 conversions"
+    return {
+        "fp32": Capability(level="native", reason="Every XPU computes in fp32."),
+        "tf32": Capability(level="unsupported", reason="PyTorch's TF32 flags, as set here, do not reach XPUs."),
+        "bf16": Capability(level="native", reason="The device converts bf16 in hardware.")
+        if has_bf16
+        else Capability(level="emulated", reason=f"{no_bf16}: PyTorch emulates it in fp32.")
+        if can_hold_bf16
+        else Capability(level="unsupported", reason=f"{no_bf16}, and PyTorch holds no bf16 tensors on it."),
+        "fp16": Capability(level="native", reason="The device computes in fp16.")
+        if has_fp16
+        else Capability(level="unsupported", reason="The device has no fp16."),
+        "fp8": Capability(level="unsupported", reason="PyTorch does not train in fp8 on XPUs."),
+    }
+
+
+def is_built() -> bool:
+    """As torch's version says."""
+    return torch.version.xpu is not None
+
+
+def resolve(index: int | None) -> str:
+    """``xpu:N``; raises `DeviceError` where this build or this machine has none, or not that many."""
+    if not is_built():
+        raise DeviceError(
+            f"No XPU device: this PyTorch ({torch.__version__}) was built without XPU.",
+            "Install the XPU build of PyTorch (https://pytorch.org/get-started/locally/), or pass device='cpu'.",
+        )
+    if not torch.xpu.is_available():
+        raise DeviceError(
+            "No XPU device: PyTorch was built for XPUs, but Intel's GPU driver shows none.",
+            "Install Intel's GPU driver, check ZE_AFFINITY_MASK, or pass device='cpu'.",
+        )
+    return numbered("xpu", torch.xpu.current_device() if index is None else index, torch.xpu.device_count())
+
+
+def identity(device: str) -> DeviceIdentity:
+    """As the device's properties say."""
+    properties = torch.xpu.get_device_properties(device)
+    return DeviceIdentity(
+        type="xpu",
+        name=properties.name,
+        index=torch.device(device).index,
+        uuid=str(properties.uuid) if hasattr(properties, "uuid") else None,  # newer than torch 2.9
+        driver=properties.driver_version,
+        num_cpus=host.num_cpus(),
+        total_memory_bytes=properties.total_memory,
+    )
+
+
+def compute_capability(device: str) -> str | None:
+    """The runtime's version of the device."""
+    return str(torch.xpu.get_device_properties(device).version)
+
+
+def memory(device: str) -> DeviceMemory:
+    """Bytes; where the driver does not tell what is free, all of it counts as free."""
+    try:
+        free, total = torch.xpu.mem_get_info(device)
+    except RuntimeError:
+        free = total = torch.xpu.get_device_properties(device).total_memory
+    return DeviceMemory(total=total, free=free, available=free)
+
+
+def capabilities(device: str) -> dict[Precision, Capability]:
+    """From the device's properties and, from torch 2.10 on, the types that it can hold."""
+    properties = torch.xpu.get_device_properties(device)
+    can_hold_bf16 = True
+    if hasattr(torch.accelerator, "get_device_capability"):
+        can_hold_bf16 = torch.bfloat16 in torch.accelerator.get_device_capability(device)["supported_dtypes"]
+    return decide(
+        has_fp16=properties.has_fp16, has_bf16=properties.has_bfloat16_conversions, can_hold_bf16=can_hold_bf16
+    )
+
+
+def notes_before(device: str) -> tuple[str, ...]:
+    """Where memory that is free is not told."""
+    try:
+        torch.xpu.mem_get_info(device)
+    except RuntimeError:
+        return ("The driver does not tell how much of this device's memory is free; all of it is taken to be.",)
+    return ()
+
+
+def notes_after(device: str) -> tuple[str, ...]:
+    """Nothing that the driver would tell."""
+    del device
+    return ()

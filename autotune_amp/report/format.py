@@ -1,0 +1,71 @@
+"""Numbers and foreign text as people read them. ASCII only, so that every terminal and encoding can show them."""
+
+from __future__ import annotations
+
+
+def number(value: float) -> str:
+    """Three significant digits: ``1,234``, ``41.5``, ``0.852``."""
+    for limit, decimals in ((100, 0), (10, 1), (1, 2)):
+        if abs(value) >= limit:
+            return f"{value:,.{decimals}f}"
+    return f"{value:.3g}"
+
+
+def rate(samples_per_second: float) -> str:
+    """``412 samples/s``."""
+    return f"{number(samples_per_second)} samples/s"
+
+
+def size(num_bytes: float) -> str:
+    """``612 MiB``."""
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if num_bytes < 1024:
+            break
+        num_bytes, unit = num_bytes / 1024, larger
+    return f"{number(num_bytes)} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """``77.6 ms``, ``3.1 s``, ``42 s``, ``1 min 30 s``, ``2 h 05 min``."""
+    if seconds < 1:
+        return f"{number(seconds * 1e3)} ms"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+
+
+def clock(seconds: float) -> str:
+    """``1:05``: minutes and seconds, for a countdown."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+def flops(flops_per_second: float) -> str:
+    """``1.24 TFLOP/s``."""
+    unit, scale = next((pair for pair in (("T", 1e12), ("G", 1e9)) if flops_per_second >= pair[1]), ("M", 1e6))
+    return f"{number(flops_per_second / scale)} {unit}FLOP/s"
+
+
+def times(ratio: float) -> str:
+    """``1.34x``."""
+    return f"{ratio:.2f}x"
+
+
+def count(num: int, noun: str, plural: str = "") -> str:
+    """``1 trial``, ``3 trials``."""
+    return f"{num} {noun if num == 1 else plural or noun + 's'}"
+
+
+def one_line(text: str) -> str:
+    """Foreign text on one line, without control characters or lone surrogates that a terminal could act on."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def printable(text: str) -> str:
+    """Foreign text with its line breaks and tabs, and every other control character escaped."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)

@@ -1,0 +1,189 @@
+"""TerminalProgress: a running search on a terminal, or as plain lines where there is none."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TextIO
+
+from autotune_amp.report.format import duration, one_line, printable, rate, size
+from autotune_amp.search.progress import Progress
+from autotune_amp.trial.outcome import Failure, FailureKind, Measurement, Record
+
+if TYPE_CHECKING:
+    from autotune_amp.hardware.types import Hardware
+    from autotune_amp.trial.spec import Candidate, Purpose
+
+_FAILED: dict[FailureKind, str] = {
+    "oom": "out of memory",
+    "timeout": "timed out",
+    "nonfinite": "non-finite loss",
+    "unsupported": "unsupported",
+    "crash": "crashed",
+    "workload_error": "workload error",
+}
+
+
+@dataclass
+class View:
+    """What the live display shows."""
+
+    phase: str = ""
+    budget_seconds: float = 0.0
+    elapsed_seconds: float = 0.0
+    number: int = 0
+    candidate: Candidate | None = None
+    num_steps: int = 0
+    step_seconds: float = 0.0
+    best: Record | None = None
+
+
+class Screen:
+    """Plain lines as they come: for files, pipes and dumb terminals. A reader that went away does not end a search."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._is_mid_line = False
+
+    def line(self, text: str, style: str = "", is_cut: bool = False) -> None:  # noqa: ARG002 - all for a terminal
+        """One line of ours, never appended to an unfinished line of the user's; `is_cut` where it may be shortened."""
+        self.end_line()
+        self.write(text + "\n")
+
+    def output(self, text: str) -> None:
+        """The user's own text, unchanged."""
+        self.write(text)
+        self._is_mid_line = not text.endswith("\n")
+
+    def draw(self, view: View) -> None:
+        """Show `view`, where there is a way to."""
+
+    def close(self) -> None:
+        """Leave the stream as it was found."""
+        self.end_line()
+
+    def end_line(self) -> None:
+        """Finish the user's last line."""
+        if self._is_mid_line:
+            self.write("\n")
+            self._is_mid_line = False
+
+    def write(self, text: str) -> None:
+        """Write to the stream; bytes that were no characters go out as the bytes they were."""
+        buffer = getattr(self._stream, "buffer", None)
+        with suppress(OSError):
+            if buffer is None:
+                self._stream.write(text)
+            else:
+                self._stream.flush()
+                buffer.write(_encode(text, self._stream.encoding or "utf-8"))
+            self._stream.flush()
+
+
+class TerminalProgress(Progress):
+    """Shows a search on `stream`: live on a terminal, one line for each phase and finished trial elsewhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._screen = Screen(stream)
+        self._view = View()
+        self._shown_details: set[str] = set()
+
+    def started(self, study: str, folder: str, budget_seconds: float) -> None:  # noqa: ARG002
+        """Say where the results go; from here to `ended` a terminal is live."""
+        self._view.budget_seconds = budget_seconds
+        if self._stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+            # Only now: an answer from the cache, which never gets here, must not wait for rich.
+            from autotune_amp.report.live import LiveScreen
+
+            self._screen.close()
+            self._screen = LiveScreen(self._stream)
+        self._screen.line(f"Study {folder}: {duration(budget_seconds)}. Ctrl-C keeps the best so far.")
+
+    def phase(self, text: str) -> None:
+        """Head what follows."""
+        self._view.phase, self._view.candidate = text, None
+        self._screen.line(text[:1].upper() + text[1:], "bold")
+        self._screen.draw(self._view)
+
+    def found_hardware(self, hardware: Hardware) -> None:
+        """Say what the search runs on."""
+        usable = [name for name, capability in hardware.precisions.items() if capability.level != "unsupported"]
+        name = one_line(hardware.identity.name)
+        self._screen.line(
+            f"  {hardware.device}: {name}, {size(hardware.memory.available)} available, {', '.join(usable)}"
+        )
+
+    def trial_started(self, number: int, candidate: Candidate, purpose: Purpose) -> None:  # noqa: ARG002
+        """Show the trial being run."""
+        self._view.number, self._view.candidate = number, candidate
+        self._view.num_steps, self._view.step_seconds = 0, 0.0
+        self._screen.draw(self._view)
+
+    def step(self, num_steps: int, step_seconds: float) -> None:
+        """Show how far the trial is."""
+        self._view.num_steps, self._view.step_seconds = num_steps, step_seconds
+        self._screen.draw(self._view)
+
+    def trial_ended(self, record: Record, best: Record | None) -> None:
+        """One line for the trial, and once the traceback of an error in the user's own code."""
+        self._view.candidate, self._view.best = None, best
+        outcome = record.outcome
+        failed = isinstance(outcome, Failure)
+        self._screen.line(trial_line(record), "yellow" if failed else "green" if record == best else "", is_cut=True)
+        if isinstance(outcome, Failure) and outcome.kind in ("crash", "workload_error"):
+            self._show_details(outcome.details or "")
+        self._screen.draw(self._view)
+
+    def tick(self, elapsed_seconds: float) -> None:
+        """Move the bar."""
+        self._view.elapsed_seconds = elapsed_seconds
+        self._screen.draw(self._view)
+
+    def output(self, text: str) -> None:
+        """Pass the user's text on, above the display."""
+        if text:
+            self._screen.output(text)
+
+    def note(self, text: str) -> None:
+        """One line."""
+        self._screen.line(f"  {one_line(text)}")
+
+    def ended(self) -> None:
+        """Take the display down; what comes later is plain lines again."""
+        self._screen.close()
+        self._screen = Screen(self._stream)
+
+    def _show_details(self, details: str) -> None:
+        if details.strip() and details not in self._shown_details:
+            self._shown_details.add(details)
+            self._screen.output("".join(f"       {line}\n" for line in printable(details).splitlines()))
+
+
+def trial_line(record: Record) -> str:
+    """A finished trial in one line: number, candidate, outcome, cost."""
+    head = f"{record.number:>3}  {record.candidate!s:<18}"
+    outcome = record.outcome
+    if isinstance(outcome, Failure):
+        cost = duration(record.seconds)
+        return f"{head}  {_FAILED[outcome.kind]} after {cost}: {one_line(outcome.message)}"
+    purpose = "" if record.purpose == "search" else record.purpose
+    cut = "cut" if outcome.was_cut else ""
+    return f"{head}  {measured(outcome)}  {duration(record.seconds):>6}  {purpose}{cut}".rstrip()
+
+
+def measured(outcome: Measurement) -> str:
+    """Throughput, step time and memory, in columns."""
+    return (
+        f"{rate(outcome.samples_per_second):>17}  {duration(outcome.step_seconds):>8}  "
+        f"{size(outcome.peak_memory_bytes):>8}"
+    )
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    parts = re.split("([\udc80-\udcff]+)", text)  # every other part is bytes that were decoded with surrogateescape
+    return b"".join(
+        part.encode(encoding, "surrogateescape" if i % 2 else "backslashreplace") for i, part in enumerate(parts)
+    )

@@ -1,0 +1,167 @@
+"""The confirmation: winner, runner-up and baseline again, interleaved, each time in a fresh process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+from autotune_amp.config import PRECISIONS
+from autotune_amp.search.choose import Shortlist
+from autotune_amp.search.seeding import HOPELESS
+from autotune_amp.search.session import CONFIRM_SHARE, Session
+from autotune_amp.search.space import Space
+from autotune_amp.trial.outcome import Failure, Measurement, Record
+from autotune_amp.trial.runner import Runner
+from autotune_amp.trial.spec import Candidate, Purpose
+
+NUM_ROUNDS, MIN_ROUNDS = 5, 3  # five processes of twelve steps are within 5 % of the truth 97 % of the time
+NUM_STEPS = 12
+MAX_FALLBACK_TRIES = 3
+SAFETY = 1.1  # an estimate of a process's seconds that turns out short must not break the budget
+
+
+class Run(NamedTuple):
+    """One process of a round; an empty environment is the user's own."""
+
+    candidate: Candidate
+    purpose: Purpose
+    environment: dict[str, str]
+
+
+def measure_fallbacks(session: Session, runner: Runner, space: Space, winner: Candidate) -> None:
+    """Measure a plan for each precision with less to go wrong, at the winner's effective batch size.
+
+    The batch is halved and the accumulation doubled where it runs out of memory; what was measured already is left.
+    """
+    for precision in reversed(PRECISIONS[: PRECISIONS.index(winner.precision)]):
+        if not any(c.precision == precision for c in space.candidates):
+            continue
+        for _, candidate in zip(range(MAX_FALLBACK_TRIES), _halvings(winner, precision), strict=False):
+            outcome = session.outcomes.get(candidate)
+            if outcome is None:
+                if session.clock.left_for_search() <= 0:
+                    return
+                deadline = session.clock.left_for_search()
+                spec = session.spec(
+                    candidate, purpose="fallback", measure_seconds=deadline / 3, deadline_seconds=deadline
+                )
+                outcome = session.run(runner, spec).outcome
+            if not (isinstance(outcome, Failure) and outcome.kind == "oom"):
+                break
+
+
+def _halvings(winner: Candidate, precision: str) -> list[Candidate]:
+    halvings, factor = [], 1
+    while winner.batch_size % factor == 0:
+        halvings.append(
+            Candidate(
+                precision=precision,  # type: ignore[arg-type] # one of PRECISIONS
+                batch_size=winner.batch_size // factor,
+                accumulation_steps=winner.accumulation_steps * factor,
+            )
+        )
+        factor *= 2
+    return halvings
+
+
+def plan_rounds(
+    shortlist: Shortlist, environment: dict[str, str], seconds_of: Callable[[Candidate], float], budget_seconds: float
+) -> list[list[Run]]:
+    """The rounds that fit in `budget_seconds`: at most five, if need be without the runner-up to reach three.
+
+    The order alternates, so that a drift of the machine falls on all alike. The winner runs once in the user's own
+    environment too, unless it is the baseline, which always does.
+    """
+    winner = Run(shortlist.winner, "confirm", environment)
+    baseline = Run(shortlist.baseline, "confirm", {})
+    once = [Run(shortlist.winner, "plain", {})] if environment and shortlist.winner != shortlist.baseline else []
+    full = [winner, baseline]
+    if shortlist.runner_up is not None:
+        full.insert(1, Run(shortlist.runner_up, "confirm", environment))
+    for runs in (full, [winner, baseline]):
+        distinct = [run for number, run in enumerate(runs) if run not in runs[:number]]
+        left = budget_seconds - sum(seconds_of(run.candidate) for run in once)
+        num_rounds = int(left / sum(seconds_of(run.candidate) for run in distinct))
+        if num_rounds >= MIN_ROUNDS:
+            break
+    rounds = [distinct if number % 2 == 0 else distinct[::-1] for number in range(min(num_rounds, NUM_ROUNDS))]
+    if rounds:
+        rounds[0] = rounds[0] + once
+    return rounds
+
+
+def confirm(
+    session: Session,
+    runner_for: Callable[[dict[str, str]], Runner],
+    shortlist: Shortlist,
+    environment: dict[str, str],
+    start_seconds: float,
+) -> None:
+    """Run the rounds; `start_seconds` is what a fresh process takes before it builds the workload.
+
+    A resumed search runs only the rounds that are missing. A baseline that failed or is hopelessly slow in the search
+    is not run again.
+    """
+    budget_seconds = min(CONFIRM_SHARE * session.clock.budget_seconds, session.clock.left())
+    until = session.clock.left() - budget_seconds
+
+    def seconds_of(candidate: Candidate) -> float:
+        return SAFETY * _process_seconds(session, candidate, start_seconds)
+
+    rounds = plan_rounds(_runnable(session, shortlist), environment, seconds_of, budget_seconds)
+    for number, runs in enumerate(rounds):
+        for run in runs:
+            if _is_done(session.records, run, number) or _has_failed(session.records, run.candidate):
+                continue
+            left = session.clock.left() - until
+            if left < seconds_of(run.candidate):
+                return
+            spec = session.spec(
+                run.candidate,
+                purpose=run.purpose,
+                hold_heap=False,  # the process starts with the variables, or is meant to run without them
+                num_steps=(NUM_STEPS, NUM_STEPS),
+                measure_seconds=max(1.0, left / 4),
+                deadline_seconds=left,
+            )
+            with runner_for(run.environment) as runner:
+                session.run(runner, spec, round=number, environment=run.environment)
+
+
+def _runnable(session: Session, shortlist: Shortlist) -> Shortlist:
+    """The shortlist without a runner-up that a fresh process need not spend time on: one with no chance to win."""
+    if shortlist.runner_up is None:
+        return shortlist
+    winner, runner_up = session.outcomes[shortlist.winner], session.outcomes[shortlist.runner_up]
+    assert isinstance(winner, Measurement)
+    assert isinstance(runner_up, Measurement)
+    if runner_up.samples_per_second * HOPELESS < winner.samples_per_second:
+        return shortlist._replace(runner_up=None)
+    return shortlist
+
+
+def _process_seconds(session: Session, candidate: Candidate, start_seconds: float) -> float:
+    """What one fresh process of a candidate costs: as seen, else as the search's own trial foretells."""
+    seen = [r.seconds for r in session.records if r.candidate == candidate and r.round is not None]
+    if seen:
+        return fmean(seen)
+    outcome = session.outcomes.get(candidate)
+    if not isinstance(outcome, Measurement):
+        return start_seconds
+    steps = outcome.first_step_seconds + (session.spec(candidate).num_warmup_steps + NUM_STEPS) * outcome.step_seconds
+    return start_seconds + outcome.build_seconds + outcome.context_seconds + steps
+
+
+def _is_done(records: Sequence[Record], run: Run, number: int) -> bool:
+    return any(
+        r.candidate == run.candidate
+        and r.purpose == run.purpose
+        and r.environment == run.environment
+        and r.round == number
+        for r in records
+    )
+
+
+def _has_failed(records: Sequence[Record], candidate: Candidate) -> bool:
+    return any(r.candidate == candidate and isinstance(r.outcome, Failure) for r in records)

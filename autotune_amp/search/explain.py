@@ -1,0 +1,171 @@
+"""What is said about a choice: the reason in a sentence or two, the warnings, the table, what was left out. Pure."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING
+
+from autotune_amp.config import PRECISIONS
+from autotune_amp.recommendation import CandidateRow, Evidence, Exclusion
+from autotune_amp.search.evidence import MIN_PROCESSES, Runs, confirm_runs
+from autotune_amp.search.space import Space, without
+from autotune_amp.trial.outcome import Failure, Measurement, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from autotune_amp.trial.spec import Candidate
+
+MAX_DATA_SHARE = 0.10  # a wait of 5 to 10 % of a step: the loader sets the speed (measurement.md, Timing)
+WIDE_INTERVAL = 0.10  # plus and minus; quiet machines stay below it with three processes
+
+_UNTRIED = "not tried: less promising than what was measured"
+_BUDGET_SPENT = "not tried: the budget ended"
+
+
+def reason(
+    chosen: Candidate,
+    baseline: Candidate,
+    evidence: Evidence,
+    contenders: Mapping[Candidate, float],
+    *,
+    is_kept: bool,
+) -> str:
+    """Why this one: what it gains, and why nothing faster was taken. `contenders` are samples per second."""
+    why_not_faster = _why_not_the_fastest(chosen, evidence, contenders)
+    if is_kept:
+        return " ".join([f"Keep what you have: {baseline}; nothing measured is worth a change.", *why_not_faster])
+    speed = f"{chosen} reaches {evidence.samples_per_second:.4g} samples/s"
+    if evidence.speedup is None:
+        gain = f"{speed}; there is no speed-up to give, since the baseline, {baseline}, has no measurement "
+        gain += f"({evidence.baseline.reason})."
+    elif chosen == baseline:
+        gain = f"{speed} in the recommended environment, {evidence.speedup:.2f} times what it reaches without."
+    elif evidence.speedup < 1:
+        gain = f"{speed}, within 3 % of the baseline, {baseline}, and has less to go wrong."
+    else:
+        gain = f"{speed}, {evidence.speedup:.2f} times the baseline, {baseline}."
+    return " ".join([gain, *why_not_faster])
+
+
+def warnings(chosen: Runs, space: Space, evidence: Evidence, *, is_kept: bool) -> tuple[str, ...]:
+    """What the reader has to know before relying on the numbers or the config, the space's notes first."""
+    found = [*space.notes, *_doubts(chosen, evidence)]
+    if not is_kept:
+        found += _consequences(chosen.candidate, space.baseline)
+    return tuple(dict.fromkeys(found))
+
+
+def excluded(
+    records: Sequence[Record], space: Space, exclusions: Sequence[Exclusion], *, is_budget_spent: bool
+) -> tuple[Exclusion, ...]:
+    """Every candidate that failed, could not run or was left untried for want of time, each with its reason, once."""
+    failures = [
+        Exclusion(
+            precision=r.candidate.precision,
+            batch_size=r.candidate.batch_size,
+            reason=f"{r.outcome.kind}: {r.outcome.message}",
+        )
+        for r in records
+        if isinstance(r.outcome, Failure)
+    ]
+    known = [*space.excluded, *failures, *exclusions]
+    if is_budget_spent:
+        tried = {r.candidate for r in records}
+        untried = [c for c in without(space.candidates, known) if c not in tried]
+        known += [Exclusion(precision=c.precision, batch_size=c.batch_size, reason=_BUDGET_SPENT) for c in untried]
+    unique: dict[tuple[str, int | None], Exclusion] = {}
+    for exclusion in known:
+        unique.setdefault((exclusion.precision, exclusion.batch_size), exclusion)
+    return tuple(unique.values())
+
+
+def rows(
+    records: Sequence[Record], space: Space, exclusions: Sequence[Exclusion], environment: Mapping[str, str]
+) -> tuple[CandidateRow, ...]:
+    """The table of all candidates, the untried ones too; `exclusions` say why those were left out."""
+    candidates = dict.fromkeys([space.baseline, *space.candidates, *(r.candidate for r in records)])
+    ordered = sorted(candidates, key=lambda c: (PRECISIONS.index(c.precision), c.batch_size, c.accumulation_steps))
+    return tuple(_row(c, [r for r in records if r.candidate == c], exclusions, environment) for c in ordered)
+
+
+def _why_not_the_fastest(chosen: Candidate, evidence: Evidence, contenders: Mapping[Candidate, float]) -> list[str]:
+    fastest = max(contenders, key=lambda c: contenders[c])
+    gain = 100 * (contenders[fastest] / evidence.samples_per_second - 1)
+    if fastest.as_found or fastest == chosen or gain <= 0:
+        return []
+    drawback = "has more to go wrong" if fastest.precision != chosen.precision else "takes a larger batch"
+    return [f"{fastest} is only {gain:.1f} % faster and {drawback}."]
+
+
+def _doubts(chosen: Runs, evidence: Evidence) -> list[str]:
+    found = []
+    low, high = evidence.samples_per_second_interval
+    if not evidence.is_confirmed:
+        found.append(
+            f"Unconfirmed: fewer than {MIN_PROCESSES} fresh processes measured this config and the baseline. "
+            "A larger --budget confirms it."
+        )
+    elif high - low > 2 * WIDE_INTERVAL * evidence.samples_per_second:
+        found.append(
+            f"The processes disagree: a run is expected anywhere from {low:.4g} to {high:.4g} samples/s. "
+            "Stop what else runs on this machine and search again with --fresh."
+        )
+    if evidence.data_share > MAX_DATA_SHARE:
+        found.append(
+            f"{100 * evidence.data_share:.0f} % of a step is spent waiting for data: the loader sets the speed. "
+            "Give it more workers before anything else."
+        )
+    num_skips = sum(m.num_skips for m in chosen.measurements)
+    if num_skips:
+        found.append(
+            f"The loss scaler skipped {num_skips} of the measured steps because gradients overflowed: "
+            "the initial scale is too high for the start of this training."
+        )
+    return [*found, *(note for m in chosen.measurements for note in m.notes)]
+
+
+def _consequences(chosen: Candidate, baseline: Candidate) -> list[str]:
+    found = []
+    before, after = baseline.effective_batch_size, chosen.effective_batch_size
+    if before != after:
+        found.append(
+            f"The optimizer sees {after} samples a step instead of {before}: the learning rate may need another look. "
+            f"--effective-batch-size {before} keeps them."
+        )
+    if chosen.precision not in ("fp32", baseline.precision):
+        found.append(f"Under {chosen.precision} a finite loss was checked; whether it learns what fp32 learns was not.")
+    return found
+
+
+def _row(
+    candidate: Candidate,
+    records: Sequence[Record],
+    exclusions: Sequence[Exclusion],
+    environment: Mapping[str, str],
+) -> CandidateRow:
+    confirmed = confirm_runs(records, candidate, environment).measurements
+    failure = next((r.outcome for r in records if isinstance(r.outcome, Failure)), None)
+    measured = confirmed or tuple(r.outcome for r in records if isinstance(r.outcome, Measurement))
+    why: str | None = None
+    status: str
+    if failure is not None:
+        status, why, measured = failure.kind, failure.message, ()
+    elif confirmed:
+        status = "confirmed"
+    elif measured:
+        status = "cut" if any(m.was_cut for m in measured) else "measured"
+    else:
+        why = next((e.reason for e in exclusions if not without([candidate], [e])), _UNTRIED)
+        status = "untried" if why in (_UNTRIED, _BUDGET_SPENT) else "excluded"
+    return CandidateRow(
+        precision=candidate.precision,
+        batch_size=candidate.batch_size,
+        accumulation_steps=candidate.accumulation_steps,
+        as_found=candidate.as_found,
+        status=status,
+        samples_per_second=median(m.samples_per_second for m in measured) if measured else None,
+        step_seconds=median(m.step_seconds for m in measured) if measured else None,
+        peak_memory_bytes=max(m.peak_memory_bytes for m in measured) if measured else None,
+        reason=why,
+    )

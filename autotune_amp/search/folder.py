@@ -1,0 +1,130 @@
+"""The folder a search owns: its lock, its log of outcomes and its recommendation. What is read from it is data."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+import filelock
+import msgspec
+
+from autotune_amp.errors import FormatError, StudyBusyError, StudyError
+from autotune_amp.recommendation import Recommendation
+from autotune_amp.trial.outcome import Record
+
+RECORD_FORMAT = 1
+
+
+def study_name(target: str) -> str:
+    """A folder name for a target: ``train`` for "path/train.py:workload", ``train-tiny`` for "train.py:tiny"."""
+    place, _, function = target.rpartition(":")
+    stem = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
+    return folder_name(stem if function == "workload" else f"{stem}-{function}")
+
+
+def folder_name(name: str) -> str:
+    """`name` with everything replaced that does not belong into a folder's name."""
+    return re.sub(r"[^\w.-]", "_", name).strip(".") or "workload"
+
+
+class StudyFolder:
+    """`out`/`name`, made where it is missing and locked while it is used as a context manager.
+
+    Raises `StudyError` where the folder cannot be made, written or locked, `StudyBusyError` where another search
+    holds it, and `FormatError` for a damaged or newer file.
+    """
+
+    def __init__(self, out: str, name: str) -> None:
+        self.path = Path(out) / name
+        self._lock = filelock.FileLock(self.path / ".lock")
+
+    @property
+    def recommendation_path(self) -> Path:
+        return self.path / "recommendation.json"
+
+    @property
+    def _outcomes_path(self) -> Path:
+        return self.path / "outcomes.jsonl"
+
+    def cached(self) -> Recommendation | None:
+        """The finished recommendation in this folder, None where there is none yet."""
+        if not self.recommendation_path.exists():
+            return None
+        return Recommendation.load(self.recommendation_path)
+
+    def __enter__(self) -> StudyFolder:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.path).close()
+            self._lock.acquire(blocking=False)
+        except filelock.Timeout as error:
+            raise StudyBusyError(
+                f"Another search is running in {self.path}.", "Wait for it, or give this one a name with --study."
+            ) from error
+        except OSError as error:
+            raise StudyError(
+                f"The study folder {self.path} cannot be written: {error.strerror or error}.",
+                "Choose another with --out, or mend its permissions.",
+            ) from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+    def search_id(self, digest: str, *, is_fresh: bool) -> str:
+        """Names the search of this fingerprint that is to be gone on with, or a new one for `is_fresh`."""
+        prefix = digest[:12]
+        numbers = [int(r.search_id.rpartition("-")[2]) for r in self.records() if r.search_id.startswith(f"{prefix}-")]
+        number = max(numbers, default=0 if is_fresh else 1) + (1 if is_fresh else 0)
+        return f"{prefix}-{number}"
+
+    def records(self, search_id: str | None = None) -> list[Record]:
+        """What was measured, of one search or of all; a last line that a kill cut short is dropped from the file."""
+        if not self._outcomes_path.exists():
+            return []
+        data = self._outcomes_path.read_bytes()
+        whole, _, rest = data.rpartition(b"\n")
+        if rest:
+            with self._outcomes_path.open("r+b") as file:
+                file.truncate(len(data) - len(rest))
+        records = []
+        for number, line in enumerate(whole.splitlines(), start=1):
+            records.append(self._record(line, number))
+        return [r for r in records if search_id is None or r.search_id == search_id]
+
+    def _record(self, line: bytes, number: int) -> Record:
+        place = f"{self._outcomes_path} line {number}"
+        try:
+            document = msgspec.json.decode(line)
+            if isinstance(document, dict) and isinstance(found := document.get("format"), int) and found > RECORD_FORMAT:
+                raise FormatError(
+                    f"{place} has format {found}; this version reads up to {RECORD_FORMAT}.",
+                    "Upgrade autotune_amp, or give this search another name with --study.",
+                )
+            return msgspec.convert(document, Record)
+        except msgspec.MsgspecError as error:
+            raise FormatError(
+                f"{place} is damaged: {error}.", "Remove that line, or give this search another name with --study."
+            ) from error
+
+    def append(self, record: Record) -> None:
+        """Add one line and wait for the disk: a kill at any moment loses at most the trial in flight."""
+        try:
+            with self._outcomes_path.open("ab") as file:
+                file.write(msgspec.json.encode(record) + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise StudyError(
+                f"{self._outcomes_path} cannot be written: {error.strerror}.",
+                "Free some space, or choose another folder with --out; what is there stays valid.",
+            ) from error
+
+    def save(self, recommendation: Recommendation) -> None:
+        """Write recommendation.json in one step."""
+        recommendation.save(self.recommendation_path)

@@ -1,0 +1,119 @@
+"""Where a workload comes from: live objects of the calling process, or a name that a child imports."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from autotune_amp.errors import WorkloadError
+from autotune_amp.hardware.types import DeviceIdentity
+from autotune_amp.recommendation import Fingerprint
+from autotune_amp.search.folder import folder_name, study_name
+from autotune_amp.trial.runner import Payload, Runner
+
+
+class Origin(ABC):
+    """A workload that has not been loaded yet. `name` is what its study is called unless told otherwise."""
+
+    name: str
+
+    @abstractmethod
+    def payload(self) -> Payload:
+        """What a trial process needs to get the workload."""
+
+    @abstractmethod
+    def torch_state(self, found_by_child: dict[str, Any]) -> dict[str, Any]:
+        """The torch state that trials take over, given what a child found after loading."""
+
+    @abstractmethod
+    def fingerprint(
+        self, options: dict[str, Any], identity: DeviceIdentity, runner: Runner | None, state: dict[str, Any] | None
+    ) -> Fingerprint | None:
+        """What a recommendation would hold for; None if a child has to be asked and there is none yet."""
+
+    def held_bytes(self, device: str) -> int:
+        """What the calling process holds on the device."""
+        import psutil
+
+        return int(psutil.Process().memory_info().rss) if device == "cpu" else 0
+
+
+class _Target(Origin):
+    """Imported by the child, never by this process: user code may crash on import."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self.name = "embedded" if target.startswith("autotune_amp.workloads.transformer:") else study_name(target)
+
+    def payload(self) -> Payload:
+        # As `python -m` has it: modules are found from the working directory too.
+        return Payload(target=self._target, path=tuple(dict.fromkeys((str(Path.cwd()), *_import_path()))))
+
+    def torch_state(self, found_by_child: dict[str, Any]) -> dict[str, Any]:
+        return found_by_child
+
+    def fingerprint(
+        self, options: dict[str, Any], identity: DeviceIdentity, runner: Runner | None, state: dict[str, Any] | None
+    ) -> Fingerprint | None:
+        if runner is None:
+            return None
+        args = {"options": options, "identity": msgspec.to_builtins(identity), "torch_state": state}
+        value = runner.ask("fingerprint", args, deadline_seconds=60.0)
+        return msgspec.convert(value, Fingerprint)
+
+
+class _Live(Origin):
+    """Packed here and unpacked in the child; the fingerprint needs no child."""
+
+    def __init__(self, workload: Any) -> None:
+        self._workload = workload
+        self.name = folder_name(str(getattr(workload, "name", None) or getattr(workload, "__name__", "workload")))
+
+    def payload(self) -> Payload:
+        from autotune_amp.workload import pack
+
+        return Payload(target=None, packed=pack(self._workload), path=_import_path())
+
+    def torch_state(self, found_by_child: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002 - the caller's is what counts
+        from autotune_amp import torch_state
+
+        return torch_state.capture()
+
+    def fingerprint(
+        self, options: dict[str, Any], identity: DeviceIdentity, runner: Runner | None, state: dict[str, Any] | None
+    ) -> Fingerprint | None:
+        from autotune_amp import torch_state
+        from autotune_amp.fingerprint import compute
+
+        return compute(self._workload, options, identity, torch_state.capture())
+
+    def held_bytes(self, device: str) -> int:
+        torch = sys.modules.get("torch")
+        if device.startswith("cuda") and torch is not None and torch.cuda.is_initialized():
+            return int(torch.cuda.memory_reserved(device))
+        return super().held_bytes(device)
+
+
+def target(name: str) -> Origin:
+    """A workload named as "path/file.py:function" or "package.module:function"."""
+    if ":" not in name:
+        raise WorkloadError(
+            f"{name!r} names no workload.", "Give path/file.py:function or package.module:function."
+        )
+    return _Target(name)
+
+
+def live(workload: Any) -> Origin:
+    """A Workload of the calling process, or a function that returns one."""
+    from autotune_amp.workload import check_source
+
+    check_source(workload, "workload")
+    return _Live(workload)
+
+
+def _import_path() -> tuple[str, ...]:
+    return tuple(str(Path(entry).absolute()) for entry in sys.path)

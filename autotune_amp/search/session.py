@@ -1,0 +1,147 @@
+"""Session: what one running search shares: its clock, its outcomes, and the running of one trial."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from autotune_amp.config import LossScale
+from autotune_amp.hardware.types import Hardware
+from autotune_amp.search.folder import StudyFolder
+from autotune_amp.search.progress import Progress
+from autotune_amp.trial.outcome import Measurement, Outcome, Record
+from autotune_amp.trial.runner import Runner, Watcher
+from autotune_amp.trial.spec import Candidate, TrialSpec
+
+# The confirmation takes at most this share of the budget; what is left over of the search is not handed on.
+CONFIRM_SHARE = 0.4
+
+
+class Clock:
+    """The budget in wall-clock seconds, from the moment the search was asked for."""
+
+    def __init__(self, budget_seconds: float) -> None:
+        self.budget_seconds = budget_seconds
+        self._started = time.monotonic()
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self._started
+
+    def left(self) -> float:
+        return self.budget_seconds - self.elapsed()
+
+    def left_for_search(self) -> float:
+        return (1 - CONFIRM_SHARE) * self.budget_seconds - self.elapsed()
+
+
+class ProgressWatcher(Watcher):
+    """Passes what a runner says while it waits on to the progress."""
+
+    def __init__(self, progress: Progress, clock: Clock) -> None:
+        self._progress = progress
+        self._clock = clock
+        self.last_step_seconds: float | None = None
+
+    def tick(self) -> None:
+        self._progress.tick(self._clock.elapsed())
+
+    def step(self, num_steps: int, step_seconds: float) -> None:
+        self.last_step_seconds = step_seconds
+        self._progress.step(num_steps, step_seconds)
+
+    def output(self, text: str) -> None:
+        self._progress.output(text)
+
+
+class Session:
+    """One search as it goes: every outcome is in the folder before anything is decided on it."""
+
+    def __init__(
+        self,
+        *,
+        folder: StudyFolder,
+        search_id: str,
+        clock: Clock,
+        progress: Progress,
+        hardware: Hardware,
+        torch_state: dict[str, Any],
+        memory_limit_bytes: int,
+        loss_scale: LossScale,
+        holds_heap: bool,
+        seed: int,
+    ) -> None:
+        self.clock = clock
+        self.progress = progress
+        self.hardware = hardware
+        self.memory_limit_bytes = memory_limit_bytes
+        self.records = folder.records(search_id)
+        self._folder = folder
+        self._search_id = search_id
+        self._torch_state = torch_state
+        self._loss_scale = loss_scale
+        self._holds_heap = holds_heap
+        self._seed = seed
+
+    @property
+    def outcomes(self) -> dict[Candidate, Outcome]:
+        """What the search phase knows of each candidate."""
+        return {r.candidate: r.outcome for r in self.records if r.purpose in ("search", "fallback")}
+
+    def best(self) -> Record | None:
+        """The fastest measured so far."""
+        measured = [r for r in self.records if r.purpose == "search" and isinstance(r.outcome, Measurement)]
+        return max(measured, key=_samples_per_second, default=None)
+
+    def spec(self, candidate: Candidate, **fields: Any) -> TrialSpec:
+        """A trial of `candidate` under this search's conditions."""
+        return TrialSpec(
+            candidate=candidate,
+            device=self.hardware.device,
+            loss_scale=self._loss_scale if candidate.precision == "fp16" else None,
+            seed=self._seed,
+            memory_limit_bytes=self.memory_limit_bytes,
+            torch_state=self._torch_state,
+            **{"hold_heap": self._holds_heap, **fields},
+        )
+
+    def run(
+        self, runner: Runner, spec: TrialSpec, *, round: int | None = None, environment: dict[str, str] | None = None
+    ) -> Record:
+        """Run one trial, log it, tell the progress."""
+        number = 1 + max((r.number for r in self.records), default=0)
+        self.progress.trial_started(number, spec.candidate, spec.purpose)
+        started = time.monotonic()
+        outcome = runner.run(spec)
+        record = Record(
+            search_id=self._search_id,
+            number=number,
+            candidate=spec.candidate,
+            purpose=spec.purpose,
+            outcome=outcome,
+            seconds=time.monotonic() - started,
+            round=round,
+            environment=environment or {},
+        )
+        self._folder.append(record)
+        self.records.append(record)
+        self.progress.trial_ended(record, self.best())
+        return record
+
+
+def spent_on(records: Iterable[Record], precision: str) -> float:
+    """Seconds that trials of one precision have cost."""
+    return sum(record.seconds for record in records if record.candidate.precision == precision)
+
+
+def _samples_per_second(record: Record) -> float:
+    assert isinstance(record.outcome, Measurement)
+    return record.outcome.samples_per_second
+
+
+def with_held_memory(hardware: Hardware, held_by_caller: int) -> Hardware:
+    """The hardware with what the calling process itself holds on the device."""
+    memory = msgspec.structs.replace(hardware.memory, held_by_caller=held_by_caller)
+    return msgspec.structs.replace(hardware, memory=memory)

@@ -1,0 +1,279 @@
+"""The ask/tell loop around Optuna: the only file that imports it.
+
+One study, four parameters: `precision`, `batch_size` (an int on a log scale, snapped to the nearest legal size: an
+int range may change later and a category may not) and, under fp16, `init_scale` and `growth_interval`, for now with
+the values given. User attributes say the rest, since they are what optuna-dashboard shows: the candidate that was
+run, why it failed, its memory and step time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote
+
+import optuna
+import sqlalchemy
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.exceptions import StorageInternalError
+from optuna.samplers import TPESampler
+from optuna.storages import RDBStorage
+from optuna.trial import TrialState
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+
+from autotune_amp.config import PRECISIONS, LossScale
+from autotune_amp.errors import StudyError
+from autotune_amp.trial.outcome import Measurement, Outcome, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    from autotune_amp.search.space import Space
+    from autotune_amp.trial.spec import Candidate
+
+# TPE learns from a violated constraint and ignores a trial told as FAIL (shared/reference/measurement.md, Optuna 5).
+_RUNS = "runs"
+
+
+class Asked(NamedTuple):
+    """A trial that the study waits for: run `candidate`, then `Study.tell` its outcome."""
+
+    candidate: Candidate
+    trial: optuna.Trial
+
+
+class Study:
+    """One search in an Optuna storage: made by `Study.open`, used in a ``with`` statement or closed by hand.
+
+    Every method raises `StudyError` where the storage fails. To be used from one thread.
+    """
+
+    def __init__(self, url: str, study: optuna.Study, space: Space, loss_scale: LossScale) -> None:
+        self._url = url
+        self._study = study
+        self._loss_scale = loss_scale
+        self._cleanup = contextlib.ExitStack()
+        self._legal = (*space.candidates, space.baseline)
+        self._precisions = [p for p in PRECISIONS if any(c.precision == p for c in self._legal)]
+        self._sizes = min(c.batch_size for c in self._legal), max(c.batch_size for c in self._legal)
+
+    @classmethod
+    def open(
+        cls,
+        url: str,
+        name: str,
+        space: Space,
+        *,
+        search_id: str,
+        loss_scale: LossScale | None = None,
+        seed: int = 0,
+        records: Iterable[Record] = (),
+    ) -> Study:
+        """Create the study of a search, or go on with it.
+
+        It is called `name`, or `name-search_id` where another search has that name: Optuna cannot change the choices
+        of a study, and what an earlier search measured must not steer this one. Trials that a killed search left
+        running are told as failed, and the search records of `search_id` that the study lacks are added.
+        Raises `StudyError`, naming `url` without its password, where the storage cannot be used.
+        """
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(optuna.logging.set_verbosity, optuna.logging.get_verbosity())
+            optuna.logging.set_verbosity(optuna.logging.ERROR)
+            storage = _connect(url)
+            cleanup.callback(_disconnect, storage)
+            with _storage_errors(url):
+                study = _create_or_load(storage, name, search_id)
+                study.sampler = TPESampler(seed=seed + len(study.trials))  # resumed, it must not draw the same again
+                opened = cls(url, study, space, loss_scale or LossScale())
+                opened._fail_left_behind()
+                opened._add_missing(record for record in records if record.search_id == search_id)
+            opened._cleanup = cleanup.pop_all()
+        return opened
+
+    def close(self) -> None:
+        """Close every connection and give Optuna's logging its verbosity back."""
+        self._cleanup.close()
+
+    def __enter__(self) -> Study:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def name(self) -> str:
+        """The study's name in the storage."""
+        return self._study.study_name
+
+    def ask(self, candidate: Candidate | None = None) -> Asked:
+        """The next trial: of `candidate`, or of what TPE suggests, snapped to the nearest legal batch size.
+
+        A trial that somebody enqueued through the dashboard comes first, so run what is returned. What TPE suggests
+        may have been measured or ruled out: tell what is known, TPE learns from that too.
+        Raises `ValueError` for a candidate outside the space: enqueued, it would leave a running trial behind.
+        """
+        with _storage_errors(self._url):
+            if candidate is not None:
+                if candidate not in self._legal:
+                    raise ValueError(f"{candidate} is not in the space.")
+                self._study.enqueue_trial(self._parameters(candidate)[0])
+            trial = self._study.ask()
+            precision = trial.suggest_categorical("precision", self._precisions)
+            size = trial.suggest_int("batch_size", *self._sizes, log=True)
+            if precision == "fp16":
+                trial.suggest_float("init_scale", *2 * (self._loss_scale.init_scale,))
+                trial.suggest_int("growth_interval", *2 * (self._loss_scale.growth_interval,))
+            if candidate is None or (precision, size) != (candidate.precision, candidate.batch_size):
+                candidate = self._nearest(precision, size)
+            _set_attributes(trial, _described(candidate))
+            return Asked(candidate, trial)
+
+    def tell(self, asked: Asked, outcome: Outcome, *, number: int | None = None) -> None:
+        """Finish a trial: its throughput, or why there is none.
+
+        `number` is that of the record, written before this is called; None where the outcome was known already.
+        A failure becomes a pruned trial with a violated constraint, never a failed one, so that TPE learns from it.
+        """
+        with _storage_errors(self._url):
+            _set_attributes(asked.trial, _explained(outcome, number))
+            if isinstance(outcome, Measurement):
+                self._study.tell(asked.trial, outcome.samples_per_second)
+            else:
+                asked.trial.set_constraint(_RUNS, 1.0)
+                self._study.tell(asked.trial, state=TrialState.PRUNED)
+
+    def _parameters(self, candidate: Candidate) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
+        parameters: dict[str, Any] = {"precision": candidate.precision, "batch_size": candidate.batch_size}
+        distributions: dict[str, BaseDistribution] = {
+            "precision": CategoricalDistribution(self._precisions),
+            "batch_size": IntDistribution(*self._sizes, log=True),
+        }
+        if candidate.precision == "fp16":
+            scale, interval = self._loss_scale.init_scale, self._loss_scale.growth_interval
+            parameters |= {"init_scale": scale, "growth_interval": interval}
+            distributions["init_scale"] = FloatDistribution(scale, scale)
+            distributions["growth_interval"] = IntDistribution(interval, interval)
+        return parameters, distributions
+
+    def _nearest(self, precision: str, size: int) -> Candidate:
+        """The legal candidate with the nearest batch size; strict flags before as found where both have it."""
+        ours = (c for c in self._legal if c.precision == precision)
+        return min(ours, key=lambda c: (abs(math.log(c.batch_size / size)), c.as_found))
+
+    def _fail_left_behind(self) -> None:
+        """Heartbeats belong to `study.optimize`: with ask and tell, the next search marks the dead trials itself."""
+        for _ in self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            self._study.ask()  # only a running trial can be told
+        for left in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            trial = optuna.Trial(self._study, left._trial_id)
+            trial.set_user_attr("failure", "interrupted")
+            trial.set_user_attr("reason", "the search was killed while this trial was running")
+            self._study.tell(left.number, state=TrialState.FAIL)
+
+    def _add_missing(self, records: Iterable[Record]) -> None:
+        told = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+        known = {trial.user_attrs.get("record") for trial in told}
+        for record in records:
+            if record.purpose != "search" or record.number in known or record.candidate not in self._legal:
+                continue
+            parameters, distributions = self._parameters(record.candidate)
+            is_measured = isinstance(record.outcome, Measurement)
+            self._study.add_trial(
+                optuna.create_trial(
+                    state=TrialState.COMPLETE if is_measured else TrialState.PRUNED,
+                    value=record.outcome.samples_per_second if isinstance(record.outcome, Measurement) else None,
+                    params=parameters,
+                    distributions=distributions,
+                    user_attrs=_described(record.candidate) | _explained(record.outcome, record.number),
+                    constraints=None if is_measured else {_RUNS: 1.0},
+                )
+            )
+
+
+def sqlite_url(path: Path) -> str:
+    """The storage URL of a SQLite file, whatever characters its path has."""
+    plain = str(path.resolve())
+    if re.fullmatch(r"[\w./ -]+", plain):
+        return f"sqlite:///{plain}"
+    return f"sqlite:///file:{quote(plain)}?uri=true"  # '?' ends a path in a URL, and Optuna formats braces
+
+
+def _described(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "candidate": str(candidate),
+        "run_batch_size": candidate.batch_size,
+        "accumulation_steps": candidate.accumulation_steps,
+        "as_found": candidate.as_found,
+    }
+
+
+def _explained(outcome: Outcome, number: int | None) -> dict[str, Any]:
+    if isinstance(outcome, Measurement):
+        explained: dict[str, Any] = {
+            "step_seconds": outcome.step_seconds,
+            "peak_memory_bytes": outcome.peak_memory_bytes,
+            "reserved_memory_bytes": outcome.reserved_memory_bytes,
+            "was_cut": outcome.was_cut,
+        }
+    else:
+        explained = {"failure": outcome.kind, "reason": outcome.message}
+    return explained if number is None else explained | {"record": number}
+
+
+def _set_attributes(trial: optuna.Trial, attributes: dict[str, Any]) -> None:
+    for key, value in attributes.items():
+        trial.set_user_attr(key, value)
+
+
+def _create_or_load(storage: RDBStorage, name: str, search_id: str) -> optuna.Study:
+    for free_name in (name, f"{name}-{search_id}"):
+        study = optuna.create_study(storage=storage, study_name=free_name, direction="maximize", load_if_exists=True)
+        owner = study.user_attrs.get("search_id")
+        if owner is None and not study.trials:
+            study.set_user_attr("search_id", owner := search_id)
+        if owner == search_id:
+            break
+    return study
+
+
+def _connect(url: str) -> RDBStorage:
+    is_file = url.startswith("sqlite") and ":memory:" not in url and url.rstrip("/") != "sqlite:"
+    # Without a pool no connection outlives its session, not even one that Optuna's constructor failed on.
+    options = {"poolclass": sqlalchemy.NullPool} if is_file else {}
+    try:
+        return RDBStorage(url, engine_kwargs=options)
+    except Exception as error:  # a wrong URL, driver, host, password, file or schema: each has a type of its own
+        raise _study_error(url, error) from error
+
+
+def _disconnect(storage: RDBStorage) -> None:
+    storage.remove_session()
+    storage.engine.dispose()
+
+
+@contextlib.contextmanager
+def _storage_errors(url: str) -> Iterator[None]:
+    try:
+        yield
+    except (SQLAlchemyError, StorageInternalError) as error:
+        raise _study_error(url, error) from error
+
+
+def _study_error(url: str, error: Exception) -> StudyError:
+    cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
+    what = str(getattr(cause, "orig", None) or cause or type(cause).__name__).strip().split("\n")[0].rstrip(".")
+    try:
+        parsed = sqlalchemy.make_url(url)
+    except ArgumentError:
+        shown = re.sub(r"(?<=:)[^/:@][^:@]*(?=@)", "***", url)
+    else:
+        shown = parsed.render_as_string(hide_password=True)
+        what = what.replace(str(parsed.password), "***") if parsed.password else what
+    return StudyError(
+        f"The storage {shown} cannot be used: {what}.",
+        "Check that it is there and can be written, give another with --storage "
+        "(such as sqlite:////tmp/study.db), or leave --storage out to use a file in the study's folder.",
+    )

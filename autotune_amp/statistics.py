@@ -1,0 +1,1 @@
+from autotune_amp.search.statistics import *

@@ -1,0 +1,314 @@
+"""The process that trials run in or are forked from; started by runner.py, spoken to in lines of JSON.
+
+As a *template* (Linux) it imports torch, loads the workload once with one thread and forks a child for each call.
+As a *worker* it answers calls itself, one after the other, until it is told to end. Either way the parent speaks
+on standard input and hears on what was standard output when the process started; what the user's code prints goes
+to standard error. When the parent is gone, so is everything here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import queue
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+import msgspec
+import psutil
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_CANARY_SECONDS = 10.0
+
+
+class Channel:
+    """Lines of JSON in, lines of JSON out; every line out is one write with a newline before and after it, so that
+    the remains of a killed writer's line cannot spoil the next."""
+
+    def __init__(self) -> None:
+        self.input = os.dup(0)
+        self._output = os.dup(1)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+        os.dup2(2, 1)
+        self._buffer = b""
+
+    def send(self, message: dict[str, Any]) -> None:
+        data = b"\n" + msgspec.json.encode(message) + b"\n"
+        while data:
+            data = data[os.write(self._output, data) :]
+
+    def has_line(self) -> bool:
+        return b"\n" in self._buffer
+
+    def read_line(self) -> dict[str, Any] | None:
+        """The next message, None at the end of the input."""
+        while b"\n" not in self._buffer:
+            chunk = os.read(self.input, 1 << 16)
+            if not chunk:
+                return None
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def read_exactly(self, num_bytes: int) -> bytes:
+        parts = bytearray(self._buffer[:num_bytes])
+        self._buffer = self._buffer[num_bytes:]
+        while len(parts) < num_bytes:
+            chunk = os.read(self.input, min(1 << 20, num_bytes - len(parts)))
+            if not chunk:
+                break
+            parts += chunk
+        return bytes(parts)
+
+
+class Server:
+    """Loads the workload and answers calls."""
+
+    def __init__(self, channel: Channel, *, is_template: bool) -> None:
+        self._channel = channel
+        self._is_template = is_template
+        self._source: Any = None
+        self._origin = ""
+        self._bench: Any = None
+
+    def load(self, command: dict[str, Any]) -> None:
+        """Import or unpack the workload; a function that makes one is not called before `open`."""
+        import torch
+
+        from autotune_amp import torch_state, workload
+
+        sys.path[:] = command["path"]
+        self._origin = command["target"] or "workload"
+        num_threads = torch.get_num_threads()
+        packed = self._channel.read_exactly(command["num_packed_bytes"])
+        if self._is_template:
+            torch.set_num_threads(1)  # a thread pool does not survive a fork: children would hang
+        if command["target"]:
+            self._source = workload.import_target(command["target"])
+        else:
+            self._source = workload.unpack(packed)
+        state = torch_state.capture()
+        if self._is_template and state["num_threads"] == 1:
+            state["num_threads"] = num_threads
+        self._channel.send({"event": "result", "value": state})
+
+    def open(self, num_threads: int) -> None:
+        """Call the user's function once; then see whether children of this process can work."""
+        from autotune_amp.trial.worker import Bench
+        from autotune_amp.workload import make_workload
+
+        workload = make_workload(self._source, self._origin)
+        self._bench = Bench(workload, is_kept=not self._is_template)
+        reason = _why_not_fork(num_threads) if self._is_template else None
+        self._channel.send({"event": "result", "value": reason})
+
+    def call(self, command: dict[str, Any]) -> None:
+        """Answer one call in this process."""
+        value = self._answer(command["what"], command["args"])
+        self._channel.send({"event": "result", "value": value})
+
+    def _answer(self, what: str, args: dict[str, Any]) -> Any:
+        from autotune_amp.trial import worker
+        from autotune_amp.trial.spec import TrialSpec
+
+        if what == "probe":
+            from autotune_amp import torch_state
+            from autotune_amp.hardware import measure
+
+            torch_state.apply(args["torch_state"])
+            return measure(args["device"])
+        if what == "fingerprint":
+            from autotune_amp.fingerprint import compute
+            from autotune_amp.hardware.types import DeviceIdentity
+
+            identity = msgspec.convert(args["identity"], DeviceIdentity)
+            return compute(self._source, args["options"], identity, args["torch_state"])
+        if what == "describe":
+            return worker.describe(self._bench, args["device"], args["torch_state"])
+        return worker.run(self._bench, msgspec.convert(args, TrialSpec), self._channel.send)
+
+    def attempt(self, action: Any, *args: Any) -> None:
+        """Do it, or say what went wrong; the user's code may raise anything, SystemExit among it."""
+        from autotune_amp.errors import AutotuneAmpError
+        from autotune_amp.trial.outcome import Failure
+        from autotune_amp.trial.worker import classify
+
+        try:
+            action(*args)
+        except AutotuneAmpError as error:
+            self._channel.send(
+                {"event": "error", "type": type(error).__name__, "message": error.message, "next_step": error.next_step}
+            )
+        except SystemExit as error:
+            failure = Failure(kind="workload_error", message=f"the workload ended its process: sys.exit({error.code})")
+            self._channel.send({"event": "failed", "failure": failure})
+        except Exception as error:
+            self._channel.send({"event": "failed", "failure": classify(error)})
+
+    def handle(self, command: dict[str, Any]) -> None:
+        """Answer one command in this process."""
+        if command["cmd"] == "load":
+            self.attempt(self.load, command)
+        elif command["cmd"] == "open":
+            self.attempt(self.open, command["num_threads"])
+        else:
+            self.attempt(self.call, command)
+
+
+def run_template(channel: Channel, server: Server) -> None:
+    """Fork a child for each call and watch it and the parent at once."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a trial leaves running becomes ours, to end
+    while (command := channel.read_line()) is not None:
+        if command["cmd"] in ("load", "open"):
+            server.handle(command)
+        elif command["cmd"] == "call":
+            if not _watch(channel, _fork(server, command)):
+                return
+
+
+def _fork(server: Server, command: dict[str, Any]) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os.setsid()
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        _enter_trial()
+        server.handle(command)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _watch(channel: Channel, pid: int) -> bool:
+    """Wait for the child's end, killing it when told to; false when the parent is gone."""
+    pidfd = os.pidfd_open(pid)
+    is_parent_there = True
+    try:
+        while True:
+            ready, _, _ = select.select([pidfd, channel.input], [], [])
+            if pidfd in ready:
+                break
+            command = channel.read_line()
+            is_parent_there = command is not None
+            if command is None or command["cmd"] == "kill":
+                _kill_group(pid)
+                os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
+                break
+    finally:
+        os.close(pidfd)
+    _kill_group(pid)  # its loader workers; before it is reaped, so that the number is still its own
+    _, status = os.waitpid(pid, 0)
+    _end_orphans()
+    if is_parent_there:
+        channel.send({"event": "exit", "status": os.waitstatus_to_exitcode(status)})
+    return is_parent_there
+
+
+def _end_orphans() -> None:
+    """Kill and reap whatever the child left: as the subreaper, we have inherited it."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, 0):
+            pass
+
+
+def run_worker(channel: Channel, server: Server) -> None:
+    """Answer calls in this process, while a thread listens for the parent's end."""
+    commands: queue.Queue[dict[str, Any]] = queue.Queue()
+    done = threading.Event()
+
+    def listen() -> None:
+        while (command := channel.read_line()) is not None:
+            commands.put(command)
+            if command["cmd"] == "load":  # its packed bytes follow, and are the main thread's to read
+                done.wait()
+                done.clear()
+        _kill_group(os.getpid())
+        os._exit(1)
+
+    threading.Thread(target=listen, daemon=True).start()
+    _enter_trial()
+    while True:
+        command = commands.get()
+        server.handle(command)
+        if command["cmd"] == "load":
+            done.set()
+
+
+def _enter_trial() -> None:
+    import multiprocessing
+
+    from autotune_amp.trial.worker import raise_oom_score
+
+    raise_oom_score()
+    if sys.platform == "linux":
+        # A loader's workers cannot pickle classes of the user's __main__, which exists only as our copy.
+        multiprocessing.set_start_method("fork", force=True)
+
+
+def _why_not_fork(num_threads: int) -> str | None:
+    """None if a child of this process can use the accelerator and all threads; found out by trying."""
+    import torch
+
+    for device_type in ("cuda", "xpu"):
+        backend = getattr(torch, device_type)
+        if backend.is_initialized():
+            return f"loading the workload started {device_type} in its process"
+    pid = os.fork()
+    if pid == 0:
+        torch.set_num_threads(num_threads)
+        torch.ones(1 << 20).add_(1).sum()
+        os._exit(0)
+    deadline = time.monotonic() + _CANARY_SECONDS
+    while time.monotonic() < deadline:
+        if os.waitpid(pid, os.WNOHANG) != (0, 0):
+            return None
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return "loading the workload started threads in its process, and a forked child hung on them"
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def main(mode: str) -> None:
+    """Serve until the parent closes our input."""
+    channel = Channel()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a text stream: nobody replaced it yet
+    import torch
+    import torch._dynamo  # noqa: F401 # optimizers import it, and it takes a second that no trial should pay again
+
+    server = Server(channel, is_template=mode == "template")
+    channel.send({"event": "ready"})
+    if mode == "template":
+        run_template(channel, server)
+    else:
+        run_worker(channel, server)

@@ -1,0 +1,229 @@
+"""Child side of a trial: build, warm up, run, report."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotune_amp import precision, torch_state
+from autotune_amp.errors import AutotuneAmpError
+from autotune_amp.statistics import trimmed_interval
+from autotune_amp.trial import data
+from autotune_amp.trial.heap import hold_heap
+from autotune_amp.trial.memory import PeakMemory
+from autotune_amp.trial.outcome import Description, Failure, FailureKind, Measurement, Outcome
+from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.step import Training, make_model, make_optimizer
+from autotune_amp.trial.timing import NonFiniteError, Timing, time_steps
+from autotune_amp.workload import Workload
+
+Send = Callable[[dict[str, Any]], None]
+
+# By exception type first; then by text, because CPU and driver failures are plain RuntimeErrors.
+_OOM_TEXTS = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "bad_alloc",
+    "alloc_failed",
+    "not enough memory",
+)
+_UNSUPPORTED_TEXTS = (
+    "not implemented for 'half'",
+    "not implemented for 'bfloat16'",
+    "could not create a primitive",
+    "no kernel image is available",
+    "not supported for dtype",
+)
+_OWN_FILES = Path(__file__).parents[1]
+
+
+class Bench:
+    """What a trial process holds. A kept worker builds the model once and starts each trial from its first state."""
+
+    def __init__(self, workload: Workload, *, is_kept: bool) -> None:
+        self.workload = workload
+        self._is_kept = is_kept
+        self._kept: tuple[nn.Module, dict[str, torch.Tensor]] | None = None
+
+    def model(self, device: torch.device) -> nn.Module:
+        """The model on the device, as first built."""
+        if self._kept is not None:
+            model, first_state = self._kept
+            model.load_state_dict(first_state)
+            model.zero_grad(set_to_none=True)
+            return model
+        model = make_model(self.workload).to(device)
+        if self._is_kept:
+            self._kept = model, {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+        return model
+
+
+def describe(bench: Bench, device: str, state: dict[str, Any]) -> Description:
+    """What the workload is, from building it once."""
+    torch_state.apply(state)
+    kind, batch_size, num_samples = data.describe(bench.workload.data)
+    context_seconds = _start_accelerator(torch.device(device))
+    started = time.perf_counter()
+    model = bench.model(torch.device(device))
+    make_optimizer(bench.workload, model)
+    build_seconds = time.perf_counter() - started
+    parameters = list(model.parameters())
+    as_found, is_strict = precision.as_found(state, torch.device(device).type)
+    return Description(
+        name=bench.workload.name,
+        batch_size=batch_size,
+        num_samples=num_samples,
+        data=kind,
+        num_parameters=sum(p.numel() for p in parameters),
+        num_trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+        weights=_weights(parameters),
+        as_found_precision=as_found,
+        is_as_found_strict=is_strict,
+        build_seconds=build_seconds,
+        context_seconds=context_seconds,
+    )
+
+
+def run(bench: Bench, spec: TrialSpec, send: Send) -> Outcome:
+    """Run one trial; whatever goes wrong comes back as a `Failure`."""
+    try:
+        torch_state.apply(spec.torch_state)
+        if spec.hold_heap:
+            hold_heap()
+        return _measure(bench, spec, send)
+    except Exception as error:
+        failure = classify(error)
+        # A traceback holds the frames that hold the tensors: a kept worker would carry them into its next trial.
+        traceback.clear_frames(error.__traceback__)
+        return failure
+    finally:
+        gc.collect()
+        if bench.workload is not None and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+
+def _measure(bench: Bench, spec: TrialSpec, send: Send) -> Outcome:
+    device = torch.device(spec.device)
+    _seed(spec.seed)
+    context_seconds = _start_accelerator(device)
+    memory = PeakMemory(device, spec.memory_limit_bytes)
+    send({"event": "phase", "phase": "building"})
+    started = time.perf_counter()
+    training = Training(bench.workload, bench.model(device), spec)
+    build_seconds = time.perf_counter() - started
+    send({"event": "phase", "phase": "first step"})
+
+    def report(number: int, seconds: float) -> None:
+        memory.poll()
+        send({"event": "step", "number": number, "seconds": seconds})
+
+    retries = memory.num_allocator_retries()
+    timing = time_steps(training, report)
+    peak, reserved = memory.peak_bytes()
+    if memory.is_over_limit():
+        return Failure(
+            kind="oom", message=f"it took {reserved / 2**20:.0f} MiB, over the limit of {_mib(spec.memory_limit_bytes)}"
+        )
+    if memory.num_allocator_retries() > retries:
+        return Failure(kind="oom", message="the allocator had to flush its cache to make room: memory is full")
+    return _measurement(spec, timing, peak, reserved, build_seconds, context_seconds)
+
+
+def _measurement(
+    spec: TrialSpec, timing: Timing, peak: int, reserved: int, build_seconds: float, context_seconds: float
+) -> Measurement:
+    steps = timing.raw_step_seconds
+    # The mean, not the median: what a long run reaches includes its slow steps.
+    step_seconds = sum(steps) / len(steps)
+    return Measurement(
+        step_seconds=step_seconds,
+        step_seconds_interval=trimmed_interval(list(steps)) if len(steps) > 1 else (step_seconds, step_seconds),
+        samples_per_second=spec.candidate.effective_batch_size / step_seconds,
+        data_seconds=timing.data_seconds,
+        peak_memory_bytes=peak,
+        reserved_memory_bytes=reserved,
+        raw_step_seconds=steps,
+        build_seconds=build_seconds,
+        context_seconds=context_seconds,
+        first_step_seconds=timing.first_step_seconds,
+        num_skips=timing.num_skips,
+        last_loss=timing.last_loss,
+        was_cut=timing.was_cut,
+        num_samples_seen=timing.num_samples_seen,
+    )
+
+
+def classify(error: BaseException) -> Failure:
+    """The failure that an exception from the user's workload amounts to."""
+    message = f"{type(error).__name__}: {error}".splitlines()[0]
+    if isinstance(error, AutotuneAmpError):
+        return Failure(kind="workload_error", message=error.message, details=error.next_step)
+    if isinstance(error, NonFiniteError):
+        return Failure(kind="nonfinite", message=str(error))
+    return Failure(kind=_kind(error), message=message[:500], details=user_traceback(error))
+
+
+def _kind(error: BaseException) -> FailureKind:
+    text = str(error).lower()
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or getattr(error, "errno", None) == errno.ENOMEM:
+        return "oom"
+    if isinstance(error, RuntimeError):
+        if any(part in text for part in _OOM_TEXTS):
+            return "oom"
+        if isinstance(error, NotImplementedError) or any(part in text for part in _UNSUPPORTED_TEXTS):
+            return "unsupported"
+    return "workload_error"
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback without this package's own frames, which tell the user nothing; its last 8,000 characters."""
+    summary = traceback.TracebackException.from_exception(error, capture_locals=False)
+    kept = [f for f in summary.stack if not Path(f.filename).is_relative_to(_OWN_FILES) or "workloads" in f.filename]
+    summary.stack = traceback.StackSummary.from_list(kept)
+    return "".join(summary.format())[-8000:]
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+def _start_accelerator(device: torch.device) -> float:
+    """Seconds to bring the device up, which no step should pay for."""
+    if device.type == "cpu":
+        return 0.0
+    started = time.perf_counter()
+    torch.ones(1, device=device).add_(1)
+    torch.accelerator.synchronize(device)
+    return time.perf_counter() - started
+
+
+def _weights(parameters: list[nn.Parameter]) -> Any:
+    low = {torch.bfloat16, torch.float16}
+    if any(p.requires_grad and p.dtype in low for p in parameters):
+        return "bf16"
+    return "frozen_low" if any(p.dtype in low for p in parameters) else "fp32"
+
+
+def _mib(num_bytes: int | None) -> str:
+    return "none" if num_bytes is None else f"{num_bytes / 2**20:.0f} MiB"
+
+
+def raise_oom_score() -> None:
+    """Offer this process to the kernel's OOM killer before anybody else's."""
+    with contextlib.suppress(OSError):  # not Linux, or not allowed: then the kernel chooses as it would have
+        Path("/proc/self/oom_score_adj").write_text("1000")

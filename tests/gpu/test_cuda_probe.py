@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from autotune_amp.errors import DeviceError
+from autotune_amp.hardware import identify, measure, probe
+
+if TYPE_CHECKING:
+    from autotune_amp.hardware.types import Hardware
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.version.hip is not None,
+    reason="needs an NVIDIA GPU and a CUDA build of PyTorch: torch.cuda.is_available() is False, or this is ROCm",
+)
+
+
+@pytest.fixture(scope="module")
+def hardware() -> Hardware:
+    return probe("cuda")
+
+
+def test_the_probed_card_is_the_one_that_torch_sees(hardware: Hardware) -> None:
+    properties = torch.cuda.get_device_properties(0)
+    assert hardware.device == "cuda:0"
+    assert hardware.compute_capability == f"{properties.major}.{properties.minor}"
+    assert hardware.identity.name == properties.name
+    assert hardware.identity.uuid == f"GPU-{properties.uuid}"
+
+
+def test_identify_says_the_same_without_touching_the_card(hardware: Hardware) -> None:
+    if hardware.identity.driver is None:
+        pytest.skip("needs NVML (libnvidia-ml), which this machine does not show")
+    assert identify("cuda:0") == identify("cuda") == identify("auto") == hardware.identity
+
+
+def test_memory_is_the_cards(hardware: Hardware) -> None:
+    assert 0 < hardware.memory.available <= hardware.memory.free <= hardware.memory.total
+    assert hardware.memory.total <= hardware.identity.total_memory_bytes
+    assert hardware.memory.total == torch.cuda.mem_get_info(0)[1]
+
+
+def test_an_ampere_card_or_newer_has_everything_but_fp8(hardware: Hardware) -> None:
+    if torch.cuda.get_device_capability(0) < (8, 0):
+        pytest.skip("needs compute capability 8.0 or higher")
+    for precision in ("fp32", "tf32", "bf16", "fp16"):
+        capability = hardware.precisions[precision]
+        assert capability.level == "native", capability.reason
+        assert (capability.matmul_flops_per_second or 0) > 1e9, precision
+
+
+def test_an_ada_card_or_newer_has_fp8_without_autocast(hardware: Hardware) -> None:
+    if torch.cuda.get_device_capability(0) < (8, 9):
+        pytest.skip("needs compute capability 8.9 or higher")
+    capability = hardware.precisions["fp8"]
+    assert capability.level == "native", capability.reason
+    assert "autocast has no fp8" in capability.reason
+    assert (capability.matmul_flops_per_second or 0) > 1e9
+
+
+def test_an_index_out_of_range_says_how_many_cards_there_are() -> None:
+    with pytest.raises(DeviceError, match=f"PyTorch sees {torch.cuda.device_count()} cuda device"):
+        probe("cuda:63")
+
+
+def test_measuring_leaves_the_flags_as_found() -> None:
+    before = torch.backends.cuda.matmul.fp32_precision
+    measure("cuda", seconds=0.1)
+    assert torch.backends.cuda.matmul.fp32_precision == before

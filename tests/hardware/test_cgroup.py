@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune_amp.hardware.cgroup import ContainerMemory, container_memory
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+GIB = 2**30
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def v2(folder: str, limit: int | str, usage: int, inactive_file: int = 0) -> dict[str, str]:
+    base = f"sys/fs/cgroup/{folder}".rstrip("/")
+    return {
+        f"{base}/memory.max": f"{limit}\n",
+        f"{base}/memory.current": f"{usage}\n",
+        f"{base}/memory.stat": f"anon 5\ninactive_file {inactive_file}\n",
+    }
+
+
+def v1(folder: str, limit: int, usage: int, inactive_file: int = 0) -> dict[str, str]:
+    base = f"sys/fs/cgroup/memory/{folder}".rstrip("/")
+    return {
+        f"{base}/memory.limit_in_bytes": f"{limit}\n",
+        f"{base}/memory.usage_in_bytes": f"{usage}\n",
+        f"{base}/memory.stat": f"inactive_file 7\ntotal_inactive_file {inactive_file}\n",
+    }
+
+
+V1_MEMBERSHIP = {"proc/self/cgroup": "9:name=systemd:/\n4:cpuset,memory:/docker/abc\n3:cpu,cpuacct:/\n0::/\n"}
+
+
+def test_a_machine_without_cgroups_has_no_limit(tmp_path: Path) -> None:
+    assert container_memory(tmp_path) is None
+
+
+def test_v2_limit_of_the_own_group(tmp_path: Path) -> None:
+    write(tmp_path, {"proc/self/cgroup": "0::/job/step\n"} | v2("job/step", 4 * GIB, GIB))
+    assert container_memory(tmp_path) == ContainerMemory(limit=4 * GIB, available=3 * GIB)
+
+
+def test_v2_max_is_no_limit(tmp_path: Path) -> None:
+    write(tmp_path, {"proc/self/cgroup": "0::/job\n"} | v2("job", "max", GIB))
+    assert container_memory(tmp_path) is None
+
+
+def test_v2_ancestor_binds_where_the_own_group_says_max(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {"proc/self/cgroup": "0::/slice/job\n"} | v2("slice", 8 * GIB, 6 * GIB) | v2("slice/job", "max", GIB),
+    )
+    assert container_memory(tmp_path) == ContainerMemory(limit=8 * GIB, available=2 * GIB)
+
+
+def test_the_least_limit_and_the_least_headroom_may_stand_on_different_levels(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {"proc/self/cgroup": "0::/slice/job\n"} | v2("slice", 8 * GIB, 7 * GIB) | v2("slice/job", 4 * GIB, GIB),
+    )
+    assert container_memory(tmp_path) == ContainerMemory(limit=4 * GIB, available=GIB)
+
+
+def test_a_neighbour_group_does_not_count(tmp_path: Path) -> None:
+    write(tmp_path, {"proc/self/cgroup": "0::/job\n"} | v2("job", 4 * GIB, 0) | v2("other", GIB, 0))
+    assert container_memory(tmp_path) == ContainerMemory(limit=4 * GIB, available=4 * GIB)
+
+
+def test_inside_a_container_the_limit_stands_at_the_top(tmp_path: Path) -> None:
+    write(tmp_path, {"proc/self/cgroup": "0::/\n"} | v2("", 2 * GIB, GIB))
+    assert container_memory(tmp_path) == ContainerMemory(limit=2 * GIB, available=GIB)
+
+
+def test_droppable_page_cache_counts_as_available(tmp_path: Path) -> None:
+    write(tmp_path, {"proc/self/cgroup": "0::/job\n"} | v2("job", 4 * GIB, 4 * GIB, inactive_file=3 * GIB))
+    assert container_memory(tmp_path) == ContainerMemory(limit=4 * GIB, available=3 * GIB)
+
+
+def test_v1_limit_of_the_own_group(tmp_path: Path) -> None:
+    write(tmp_path, V1_MEMBERSHIP | v1("docker/abc", 4 * GIB, 3 * GIB, inactive_file=GIB))
+    assert container_memory(tmp_path) == ContainerMemory(limit=4 * GIB, available=2 * GIB)
+
+
+def test_v1_path_of_the_host_falls_back_to_the_top_folder(tmp_path: Path) -> None:
+    write(tmp_path, V1_MEMBERSHIP | v1("", 4 * GIB, GIB))
+    assert container_memory(tmp_path) == ContainerMemory(limit=4 * GIB, available=3 * GIB)
+
+
+def test_v1_largest_number_is_no_limit(tmp_path: Path) -> None:
+    write(tmp_path, V1_MEMBERSHIP | v1("docker/abc", 0x7FFFFFFFFFFFF000, GIB) | v1("docker", 0x7FFFFFFFFFFF0000, GIB))
+    assert container_memory(tmp_path) is None
+
+
+def test_a_group_above_its_limit_has_nothing_available(tmp_path: Path) -> None:
+    write(tmp_path, {"proc/self/cgroup": "0::/job\n"} | v2("job", GIB, 2 * GIB))
+    assert container_memory(tmp_path) == ContainerMemory(limit=GIB, available=0)
+
+
+LEVELS = st.lists(
+    st.tuples(st.one_of(st.just("max"), st.integers(1, 2**50)), st.integers(0, 2**50), st.integers(0, 2**50)),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(levels=LEVELS)
+def test_no_level_is_exceeded(
+    tmp_path_factory: pytest.TempPathFactory, levels: list[tuple[int | str, int, int]]
+) -> None:
+    root = tmp_path_factory.mktemp("cgroup")
+    folder = ""
+    for limit, usage, cache in levels:
+        folder = f"{folder}/g".lstrip("/")
+        write(root, v2(folder, limit, usage, cache))
+    write(root, {"proc/self/cgroup": f"0::/{folder}\n"})
+
+    found = container_memory(root)
+
+    limited = [(limit, usage, cache) for limit, usage, cache in levels if isinstance(limit, int)]
+    assert (found is None) == (not limited)
+    if found is not None:
+        assert found.limit == min(limit for limit, _, _ in limited)
+        assert 0 <= found.available <= found.limit
+        assert all(found.available <= max(0, limit - max(0, usage - cache)) for limit, usage, cache in limited)

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from autotune_amp.errors import DeviceError
+from autotune_amp.hardware import host, identify, nvml
+from autotune_amp.hardware import identity as identities
+from autotune_amp.hardware.cgroup import ContainerMemory
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_the_cpu_is_identified() -> None:
+    identity = identify("cpu")
+    assert (identity.type, identity.index, identity.uuid) == ("cpu", None, None)
+    assert identity.name == host.cpu_name() != ""
+    assert 1 <= identity.num_cpus <= (psutil.cpu_count() or 1)
+    assert 0 < identity.total_memory_bytes <= psutil.virtual_memory().total
+
+
+def test_the_same_machine_is_identified_alike() -> None:
+    assert identify("auto") == identify("auto")
+
+
+@pytest.mark.parametrize(("limit", "total"), [(2**20, 2**20), (2**59, host.total_memory_bytes())])
+def test_memory_is_the_least_of_machine_and_container(monkeypatch: pytest.MonkeyPatch, limit: int, total: int) -> None:
+    monkeypatch.setattr(identities, "container_memory", lambda: ContainerMemory(limit, 0))
+    assert identify("cpu").total_memory_bytes == total
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no CPU affinity")
+def test_only_the_cpus_that_this_process_may_use_count() -> None:
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert identify("cpu").num_cpus == 1
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:3", "xpu:1"])
+def test_what_only_its_own_runtime_can_see_is_unknown(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr(nvml, "_library", lambda: None)
+    identity = identify(device)
+    kind, _, index = device.partition(":")
+    assert (identity.type, identity.name, identity.index) == (kind, "unknown", int(index or 0))
+
+
+def test_what_is_no_device_name_is_refused() -> None:
+    with pytest.raises(DeviceError, match="'gpu' is no device"):
+        identify("gpu")
+
+
+def test_identifying_imports_neither_torch_nor_psutil() -> None:
+    code = (
+        "import sys; from autotune_amp.hardware import identify; identify('auto'); identify('cpu');"
+        "print(sorted({'torch', 'psutil', 'optuna'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_names_and_flags_are_read_from_cpuinfo(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(
+        "processor\t: 0\nmodel name\t: Made CPU @ 3 GHz\nflags\t\t: sse2 avx512_bf16\n\n"
+        "processor\t: 1\nmodel name\t: Another\nflags\t\t: none\n"
+    )
+    assert host.cpu_flags(tmp_path) == {"sse2", "avx512_bf16"}
+    if sys.platform != "darwin":
+        assert host.cpu_name(tmp_path) == "Made CPU @ 3 GHz"
+
+
+def test_arm_calls_its_flags_features(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text("processor\t: 0\nFeatures\t: fp asimdhp bf16\n")
+    assert host.cpu_flags(tmp_path) == {"fp", "asimdhp", "bf16"}
+    assert host.cpu_name(tmp_path) != ""
+
+
+def test_a_system_without_cpuinfo_has_no_flags(tmp_path: Path) -> None:
+    assert host.cpu_flags(tmp_path) == frozenset()
+
+
+@pytest.mark.parametrize(("load", "num_notes"), [(0.0, 0), (4.0, 0), (4.1, 1)])
+def test_a_load_above_half_the_cores_is_noted(monkeypatch: pytest.MonkeyPatch, load: float, num_notes: int) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    notes = host.load_notes()
+    assert len(notes) == num_notes
+    assert all("load average 4.1 on 8 CPUs" in note for note in notes)

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune_amp.hardware import matmul
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from autotune_amp.config import Precision
+
+
+class MadeDevice:
+    """A device on a clock of its own: a product takes `overhead_seconds` and its arithmetic at `rate`."""
+
+    def __init__(self, rate: float, overhead_seconds: float) -> None:
+        self.rate, self.overhead_seconds = rate, overhead_seconds
+        self.now = 0.0
+        self.sizes: list[int] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def product(self, device: str, precision: Precision, size: int) -> int:
+        del device, precision
+        self.sizes.append(size)
+        return size
+
+    def time(self, size: int, device: str) -> float:
+        del device
+        seconds: float = self.overhead_seconds + 2 * size**3 / self.rate
+        self.now += seconds
+        return seconds
+
+    def measured(self, *, seconds: float, max_bytes: int) -> float:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(matmul, "perf_counter", self.clock)
+            patch.setattr(matmul, "_product", self.product)
+            patch.setattr(matmul, "_time", self.time)
+            return matmul.flops_per_second("cpu", "fp16", seconds=seconds, max_bytes=max_bytes)
+
+
+@given(log_rate=st.floats(8, 16))
+def test_fast_or_slow_it_takes_its_time_and_little_more(log_rate: float) -> None:
+    device = MadeDevice(rate=10**log_rate, overhead_seconds=0)
+    assert device.measured(seconds=0.2, max_bytes=2**40) == pytest.approx(10**log_rate)
+    assert 0.2 <= device.now <= 0.3
+
+
+def test_overhead_does_not_pass_for_a_slow_device() -> None:
+    device = MadeDevice(rate=2e11, overhead_seconds=0.004)  # a core shared with another process
+    assert device.measured(seconds=0.2, max_bytes=2**40) > 0.4 * device.rate
+
+
+def test_it_keeps_within_the_memory_given() -> None:
+    device = MadeDevice(rate=1e16, overhead_seconds=0)
+    device.measured(seconds=0.2, max_bytes=3 * 4 * 1024**2)
+    assert device.sizes == [128, 256, 512, 1024]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])
+def test_real_products_have_a_rate(precision: Precision) -> None:
+    assert matmul.flops_per_second("cpu", precision, seconds=0.02, max_bytes=2**20) > 0
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_a_product_is_computed_in_its_precision(precision: Precision, dtype: torch.dtype) -> None:
+    result = matmul._product("cpu", precision, 16)()
+    assert result.dtype is dtype
+    assert result.float().std() > 1  # random data, not zeros
+
+
+@pytest.mark.parametrize(("precision", "mode"), [("fp32", "ieee"), ("tf32", "tf32"), ("bf16", "ieee")])
+def test_fp32_mode_is_set_and_put_back(monkeypatch: pytest.MonkeyPatch, precision: Precision, mode: str) -> None:
+    flags = torch.backends.cuda.matmul
+    seen: list[str] = []
+    real = matmul._product
+
+    def spy(device: str, precision: Precision, size: int) -> Callable[[], torch.Tensor]:
+        seen.append(flags.fp32_precision)
+        return real(device, precision, size)
+
+    monkeypatch.setattr(matmul, "_product", spy)
+    for found in ("tf32", "ieee", "none"):  # "none" is how torch starts: leave it so
+        flags.fp32_precision = found
+        matmul.flops_per_second("cpu", precision, seconds=0.0, max_bytes=0)
+        assert flags.fp32_precision == found
+    assert seen == [mode] * 3
+
+
+def test_fp32_mode_is_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("not implemented")
+
+    monkeypatch.setattr(matmul, "_product", refuse)
+    before = torch.backends.cuda.matmul.fp32_precision
+    with pytest.raises(RuntimeError, match="not implemented"):
+        matmul.flops_per_second("cpu", "tf32", seconds=0.0, max_bytes=0)
+    assert torch.backends.cuda.matmul.fp32_precision == before != "tf32"

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import psutil
+import pytest
+import torch
+
+from autotune_amp.config import PRECISIONS
+from autotune_amp.errors import DeviceError
+from autotune_amp.hardware import cpu, cuda, host, identify, matmul, measure
+from autotune_amp.hardware.cgroup import ContainerMemory
+
+
+def test_the_cpu_is_measured() -> None:
+    hardware = measure("cpu", seconds=0.1)
+    assert hardware.device == "cpu"
+    assert hardware.identity == identify("cpu")
+    assert tuple(hardware.precisions) == PRECISIONS
+    for precision, capability in hardware.precisions.items():
+        if capability.level == "unsupported":
+            assert capability.matmul_flops_per_second is None, precision
+        else:
+            assert (capability.matmul_flops_per_second or 0) > 0, precision
+    assert hardware.precisions["fp32"].level == "native"
+    assert 0 < hardware.memory.available <= hardware.memory.total == psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(
+    ("container", "available", "limit"),
+    [(None, 1000, None), (ContainerMemory(700, 300), 300, 700), (ContainerMemory(9000, 8000), 1000, 9000)],
+)
+def test_available_memory_is_the_least_of_machine_and_container(
+    monkeypatch: pytest.MonkeyPatch, container: ContainerMemory | None, available: int, limit: int | None
+) -> None:
+    monkeypatch.setattr(cpu, "container_memory", lambda: container)
+    monkeypatch.setattr(host, "available_memory_bytes", lambda: 1000)
+    memory = cpu.memory("cpu")
+    assert (memory.free, memory.available, memory.container_limit) == (1000, available, limit)
+
+
+def test_what_torch_cannot_multiply_is_unsupported_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> float:
+        del arguments, options
+        raise RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'\nand a stack trace")
+
+    monkeypatch.setattr(matmul, "flops_per_second", refuse)
+    capability = measure("cpu").precisions["fp16"]
+    assert capability.level == "unsupported"
+    assert capability.reason.endswith("not implemented for 'Half'")
+
+
+def test_a_full_device_keeps_its_level_without_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> float:
+        del arguments, options
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(matmul, "flops_per_second", refuse)
+    capability = measure("cpu").precisions["fp32"]
+    assert (capability.level, capability.matmul_flops_per_second) == ("native", None)
+    assert "too little memory is free" in capability.reason
+
+
+def test_auto_says_why_it_passed_over_an_accelerator_that_torch_is_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(index: int | None) -> str:
+        raise DeviceError(f"No CUDA device: the driver is too old ({index}).", "Update it.")
+
+    monkeypatch.setattr(cuda, "is_built", lambda: True)
+    monkeypatch.setattr(cuda, "resolve", broken)
+    hardware = measure("auto", seconds=0.0)
+    assert not hardware.device.startswith("cuda")
+    assert "No CUDA device: the driver is too old (None)." in hardware.notes
+
+
+@pytest.mark.skipif(cuda.is_built(), reason="this PyTorch is built for CUDA")
+def test_auto_says_nothing_of_what_torch_is_not_built_for() -> None:
+    assert not any("CUDA" in note for note in measure("auto", seconds=0.0).notes)
+
+
+@pytest.mark.skipif(cuda.is_built(), reason="this PyTorch is built for CUDA")
+@pytest.mark.parametrize("device", ["cuda", "cuda:7"])
+def test_cuda_without_a_cuda_build(device: str) -> None:
+    with pytest.raises(DeviceError, match="built without CUDA") as caught:
+        measure(device)
+    assert "pytorch.org/get-started" in caught.value.next_step
+
+
+def test_the_drivers_own_reason_and_the_variable_that_hides_cards_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        del arguments, options
+        raise RuntimeError("Found no NVIDIA driver on your system.\nPlease install one")
+
+    monkeypatch.setattr(cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "empty", refuse)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(DeviceError, match=r"Found no NVIDIA driver on your system\. CUDA_VISIBLE_DEVICES is ''"):
+        cuda.resolve(None)
+
+
+def test_a_cuda_index_out_of_range_says_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert (cuda.resolve(None), cuda.resolve(0)) == ("cuda:1", "cuda:0")
+    with pytest.raises(DeviceError, match="cuda:2 was asked for, but PyTorch sees 2 cuda devices"):
+        cuda.resolve(2)
+
+
+def test_a_busy_machine_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (1000.0, 0.0, 0.0))
+    assert any("load average 1000.0" in note for note in measure("cpu", seconds=0.0).notes)

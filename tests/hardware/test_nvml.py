@@ -1,0 +1,207 @@
+"""NVML is replaced by a made one: no card is needed."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune_amp.hardware import nvml
+from autotune_amp.hardware.identity import identify, is_cuda_build
+
+UUIDS = ("GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3")
+OTHER_PID = 2**22 + 1  # above the kernel's largest
+
+
+class NVMLError(Exception):
+    """Stands for pynvml's."""
+
+
+class MadeNvml:
+    """The part of pynvml that is used, over two cards; handles are UUIDs."""
+
+    NVMLError = NVMLError
+    names: ClassVar = {UUIDS[0]: "NVIDIA A", UUIDS[1]: "NVIDIA B"}
+
+    def __init__(self) -> None:
+        self.processes: list[tuple[int, int | None]] = []
+        self.reasons = 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"pynvml has {name}, the made one does not")
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return len(self.names)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:  # noqa: N802
+        return list(self.names)[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
+        if uuid not in self.names:
+            raise NVMLError("not found")
+        return uuid
+
+    def nvmlDeviceGetUUID(self, handle: str) -> str:  # noqa: N802
+        return handle
+
+    def nvmlDeviceGetName(self, handle: str) -> str:  # noqa: N802
+        return self.names[handle]
+
+    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
+        return "580.1"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:  # noqa: N802
+        if handle == UUIDS[1]:
+            raise NVMLError("not supported: the card shares the machine's memory")
+        return SimpleNamespace(total=24 * 2**30)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[SimpleNamespace]:  # noqa: N802
+        assert handle in self.names
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in self.processes]
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: str) -> int:  # noqa: N802
+        assert handle in self.names
+        return self.reasons
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> MadeNvml:
+    library = MadeNvml()
+    monkeypatch.setattr(nvml, "_library", lambda: library)
+    monkeypatch.setattr("autotune_amp.hardware.identity._torch_is_built_for_cuda", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return library
+
+
+@pytest.fixture
+def no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvml, "_library", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("visible", "cards"),
+    [
+        (None, (0, 1, 2)),
+        ("", ()),
+        ("-1", ()),
+        ("2,0", (2, 0)),
+        (" 1 , 2", (1, 2)),
+        ("0,-1,1", (0,)),
+        ("0,7,1", (0,)),
+        ("1,1", ()),
+        ("1gpu,2", (1, 2)),
+        ("none", ()),
+        ("GPU-cccc-3,GPU-aaaa-1", (2, 0)),
+        ("GPU-cc", (2,)),
+        ("GPU-aa", ()),  # fits two cards
+        ("GPU-cccc-3,GPU-dddd,GPU-aaaa-1", (2,)),
+    ],
+)
+def test_cuda_visible_devices(visible: str | None, cards: tuple[int, ...]) -> None:
+    assert nvml.select_visible(UUIDS, visible) == tuple(UUIDS[card] for card in cards)
+
+
+def test_mig_instances_are_passed_through() -> None:
+    assert nvml.select_visible(UUIDS, "MIG-1,MIG-2") == ("MIG-1", "MIG-2")
+
+
+@given(entries=st.lists(st.sampled_from(["0", "1", "2", "-1", "", "x", "2a", "+1"]), max_size=5))
+def test_indices_are_read_as_torch_reads_them(entries: list[str]) -> None:
+    visible = ",".join(entries)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        theirs = torch.cuda._parse_visible_devices()
+    assert nvml.select_visible(UUIDS, visible) == tuple(UUIDS[int(index)] for index in theirs)
+
+
+@given(entries=st.lists(st.sampled_from(["GPU-aaaa-1", "GPU-aabb", "GPU-a", "GPU-c", "GPU-x"]), min_size=1, max_size=4))
+def test_uuids_are_read_as_torch_reads_them(entries: list[str]) -> None:
+    visible = ",".join(entries)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        named = [str(entry) for entry in torch.cuda._parse_visible_devices()]
+    theirs = torch.cuda._transform_uuid_to_ordinals(named, list(UUIDS))
+    ours = nvml.select_visible(UUIDS, visible)
+    # torch empties the list where one entry stands twice even behind an invalid one; CUDA's rules do not say so.
+    assert ours == tuple(UUIDS[index] for index in theirs) or len(set(entries)) < len(entries)
+
+
+@pytest.mark.usefixtures("no_nvml")
+def test_without_nvml_there_are_no_cards_and_nothing_to_note() -> None:
+    assert nvml.visible_uuids() == ()
+    assert nvml.card(UUIDS[0]) is None
+    assert nvml.process_notes(UUIDS[0]) == nvml.slowdown_notes(UUIDS[0]) == ()
+
+
+@pytest.mark.usefixtures("made")
+def test_a_card_is_found_by_the_uuid_that_torch_prints() -> None:
+    card = nvml.card(UUIDS[0].removeprefix("GPU-"))
+    assert card == nvml.Card(UUIDS[0], "NVIDIA A", "580.1", 24 * 2**30)
+
+
+@pytest.mark.usefixtures("made")
+def test_a_card_without_memory_of_its_own_is_still_a_card() -> None:
+    assert nvml.card(UUIDS[1]) == nvml.Card(UUIDS[1], "NVIDIA B", "580.1", 0)
+
+
+def test_other_processes_are_noted_and_this_one_is_not(made: MadeNvml) -> None:
+    made.processes = [(os.getpid(), 2**30), (OTHER_PID, 3 * 2**29), (os.getppid(), None)]
+    other, parent = nvml.process_notes(UUIDS[0])
+    assert other.startswith(f"Process {OTHER_PID} holds 1.5 GiB")
+    assert parent.startswith(f"Process {os.getppid()} (the one that asked for this probe) holds memory")
+
+
+@pytest.mark.parametrize(
+    ("reasons", "words"),
+    [(0, []), (0x1 | 0x4 | 0x100, []), (0x20, ["driver"]), (0x40, ["by the card"]), (0x88, ["hardware", "brake"])],
+)
+def test_clock_event_reasons_that_slow_a_card(made: MadeNvml, reasons: int, words: list[str]) -> None:
+    made.reasons = reasons
+    notes = nvml.slowdown_notes(UUIDS[0])
+    assert len(notes) == len(words)
+    assert all(word in note for word, note in zip(words, notes, strict=True))
+
+
+@pytest.mark.usefixtures("made")
+def test_auto_identifies_the_first_visible_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert identify("auto").name == "NVIDIA A"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    first = identify("auto")
+    assert (first.type, first.name, first.index, first.uuid, first.driver) == ("cuda", "NVIDIA B", 0, UUIDS[1], "580.1")
+    assert identify("cuda") == identify("cuda:0") == first
+
+
+@pytest.mark.usefixtures("made")
+def test_auto_identifies_something_else_where_no_card_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert identify("auto").type != "cuda"
+
+
+@pytest.mark.usefixtures("made")
+def test_auto_passes_over_a_card_that_this_torch_is_not_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune_amp.hardware.identity._torch_is_built_for_cuda", lambda: False)
+    assert identify("auto").type != "cuda"
+    assert identify("cuda").name == "NVIDIA A"
+
+
+@pytest.mark.usefixtures("made")
+def test_a_card_that_is_not_there_is_unknown() -> None:
+    assert (identify("cuda:7").name, identify("cuda:7").index, identify("cuda:7").uuid) == ("unknown", 7, None)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_built"),
+    [
+        ("cuda: Optional[str] = '12.8'", True),
+        ('cuda = "12.8"', True),
+        ("cuda: Optional[str] = None", False),
+        ("cuda_home = '12.8'", False),
+    ],
+)
+def test_torch_version_file(line: str, is_built: bool) -> None:
+    assert is_cuda_build(f"__version__ = '2.13.0'\n{line}\nhip: Optional[str] = None\n") is is_built

@@ -1,0 +1,171 @@
+"""The decision which precision a device has is pure in every backend: tables, no devices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune_amp.config import PRECISIONS
+from autotune_amp.hardware import cpu, cuda, mps, xpu
+
+if TYPE_CHECKING:
+    from autotune_amp.config import Precision
+    from autotune_amp.hardware.types import Capability, Level
+
+N: Level = "native"
+E: Level = "emulated"
+U: Level = "unsupported"
+
+
+def card(
+    compute_capability: tuple[int, int],
+    name: str = "NVIDIA Made",
+    arch_list: tuple[str, ...] = (),
+    hip: str | None = None,
+    has_tf32: bool | None = None,
+) -> cuda.CardFacts:
+    is_ampere = compute_capability >= (8, 0)
+    return cuda.CardFacts(
+        compute_capability, name, arch_list, hip, is_ampere, is_ampere if has_tf32 is None else has_tf32
+    )
+
+
+def levels(capabilities: dict[Precision, Capability]) -> tuple[Level, ...]:
+    assert all(capability.reason for capability in capabilities.values())
+    return tuple(capabilities[precision].level for precision in PRECISIONS)
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),  # fp32 tf32 bf16 fp16 fp8
+    [
+        (card((5, 2), "GTX TITAN X"), (N, U, E, E, U)),
+        (card((6, 1), "NVIDIA GeForce GTX 1080 Ti"), (N, U, E, N, U)),
+        (card((7, 0), "Tesla V100-SXM2-16GB"), (N, U, E, N, U)),
+        (card((7, 5), "Tesla T4"), (N, U, E, N, U)),
+        (card((7, 5), "NVIDIA GeForce GTX 1660 Ti"), (N, U, E, U, U)),
+        (card((7, 5), "NVIDIA GeForce RTX 2080"), (N, U, E, N, U)),
+        (card((8, 0), "NVIDIA A100"), (N, N, N, N, U)),
+        (card((8, 9), "NVIDIA L4"), (N, N, N, N, N)),
+        (card((9, 0), "NVIDIA H100"), (N, N, N, N, N)),
+        (card((12, 0), "NVIDIA GeForce RTX 5090"), (N, N, N, N, N)),
+        (card((9, 4), "AMD Instinct MI300X", hip="6.4"), (N, N, N, N, U)),
+        (card((9, 0), "AMD Instinct MI250X", hip="6.4", has_tf32=False), (N, U, N, N, U)),
+    ],
+    ids=lambda value: value.name if isinstance(value, cuda.CardFacts) else "",
+)
+def test_cuda_levels(facts: cuda.CardFacts, expected: tuple[Level, ...]) -> None:
+    assert levels(cuda.decide(facts)) == expected
+
+
+@pytest.mark.parametrize(
+    ("facts", "precision", "words"),
+    [
+        (card((7, 5), "NVIDIA GeForce GTX 1650"), "fp16", "NaN"),
+        (card((6, 1)), "fp16", "without tensor cores"),
+        (card((7, 5)), "fp16", "fp16 tensor cores"),
+        (card((7, 5)), "bf16", "begins with 8.0; this card has compute capability 7.5"),
+        (card((9, 0)), "fp8", "autocast has no fp8"),
+        (card((9, 0), hip="6.4"), "bf16", "answers yes for every card"),
+        (card((5, 0), arch_list=("sm_80", "sm_90")), "fp32", "only for sm_80 sm_90: install a build that has them"),
+    ],
+)
+def test_cuda_reasons(facts: cuda.CardFacts, precision: Precision, words: str) -> None:
+    assert words in cuda.decide(facts)[precision].reason
+
+
+def test_a_torch_without_kernels_for_the_card_supports_nothing() -> None:
+    assert levels(cuda.decide(card((12, 0), arch_list=("sm_80", "sm_90")))) == (U, U, U, U, U)
+
+
+@pytest.mark.parametrize(
+    ("compute_capability", "arch_list", "runs"),
+    [
+        ((8, 6), ["sm_80"], True),
+        ((8, 0), ["sm_86"], False),
+        ((9, 0), ["sm_80"], False),
+        ((9, 0), ["sm_80", "compute_80"], True),
+        ((7, 5), ["compute_80"], False),
+        ((9, 0), ["sm_90a"], True),
+        ((10, 3), ["sm_100a"], False),
+        ((10, 3), ["sm_100f"], True),
+        ((12, 0), ["sm_100f"], False),
+        ((12, 1), ["sm_120"], True),
+        ((12, 0), ["compute_90a"], False),
+        ((8, 0), ["gfx90a"], False),
+        ((8, 0), [], True),  # a build that names none
+    ],
+)
+def test_kernels_for_a_card(compute_capability: tuple[int, int], arch_list: list[str], runs: bool) -> None:
+    assert cuda.has_kernels(compute_capability, arch_list) is runs
+
+
+CAPABILITIES = st.tuples(st.integers(5, 13), st.integers(0, 9))
+
+
+@given(card_has=CAPABILITIES, built_for=CAPABILITIES)
+def test_ptx_is_forward_compatible_and_nothing_is_backward_compatible(
+    card_has: tuple[int, int], built_for: tuple[int, int]
+) -> None:
+    number = f"{built_for[0]}{built_for[1]}"
+    assert cuda.has_kernels(card_has, [f"compute_{number}"]) is (built_for <= card_has)
+    assert cuda.has_kernels(card_has, [f"sm_{number}"]) is (built_for <= card_has and built_for[0] == card_has[0])
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_onednn_fp16", "expected"),
+    [
+        (set(), False, (N, U, E, E, U)),
+        ({"avx512_vnni"}, False, (N, U, E, E, U)),
+        ({"avx512_bf16"}, False, (N, U, N, E, U)),
+        ({"amx_bf16", "avx512_fp16"}, False, (N, U, N, N, U)),
+        ({"amx_fp16"}, False, (N, U, E, N, U)),
+        (set(), True, (N, U, E, N, U)),
+        ({"bf16", "asimdhp"}, False, (N, U, N, N, U)),
+        ({"bf16", "fp16_arith"}, False, (N, U, N, N, U)),
+    ],
+)
+def test_cpu_levels(flags: set[str], has_onednn_fp16: bool, expected: tuple[Level, ...]) -> None:
+    assert levels(cpu.decide(flags, has_onednn_fp16=has_onednn_fp16)) == expected
+
+
+def test_cpu_reasons_say_what_the_flag_is_and_what_its_absence_costs() -> None:
+    with_flags = cpu.decide({"avx512_bf16"}, has_onednn_fp16=False)
+    assert "avx512_bf16" in with_flags["bf16"].reason
+    assert "tens of times slower" in with_flags["fp16"].reason
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "num_cpus", "words"),
+    [(8, 8, ""), (4, 8, ""), (1, 1, ""), (3, 8, "3 of the 8"), (9, 8, "OMP_NUM_THREADS=8"), (64, 4, "take turns")],
+)
+def test_thread_notes(num_threads: int, num_cpus: int, words: str) -> None:
+    notes = cpu.thread_notes(num_threads, num_cpus)
+    assert len(notes) == bool(words)
+    assert all(words in note for note in notes)
+
+
+@pytest.mark.parametrize(("is_macos_14", "bf16"), [(True, N), (False, U)])
+def test_mps_levels(is_macos_14: bool, bf16: Level) -> None:
+    assert levels(mps.decide(is_macos_14=is_macos_14)) == (N, U, bf16, N, U)
+
+
+@pytest.mark.parametrize(
+    ("has_fp16", "has_bf16", "can_hold_bf16", "expected"),
+    [
+        (True, True, True, (N, U, N, N, U)),
+        (True, False, True, (N, U, E, N, U)),
+        (False, False, False, (N, U, U, U, U)),
+    ],
+)
+def test_xpu_levels(has_fp16: bool, has_bf16: bool, can_hold_bf16: bool, expected: tuple[Level, ...]) -> None:
+    assert levels(xpu.decide(has_fp16=has_fp16, has_bf16=has_bf16, can_hold_bf16=can_hold_bf16)) == expected
+
+
+def test_older_torch_reads_the_flags_of_the_operating_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    monkeypatch.setattr("autotune_amp.hardware.host.cpu_flags", lambda: frozenset({"amx_bf16"}))
+    assert "amx_bf16" in cpu.capabilities("cpu")["bf16"].reason

@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import math
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune_amp.config import Precision
+from autotune_amp.hardware.types import Capability, DeviceIdentity, DeviceMemory, Hardware, Level
+from autotune_amp.search.seeding import exclusions, fit_memory, fit_step_time, next_seed, smallest_on_plateau
+from autotune_amp.search.space import Space, without
+from autotune_amp.trial.outcome import Failure, FailureKind, Measurement, Outcome
+from autotune_amp.trial.spec import Candidate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16")
+SIZES = (4, 8, 16, 32, 64, 128, 256, 512)
+RATES = {"fp32": 1.0, "tf32": 3.0, "bf16": 5.0, "fp16": 4.0}
+
+
+def hardware(rates: dict[str, float | None] | None = None, **levels: Level) -> Hardware:
+    measured: dict[str, float | None] = {**RATES, **(rates or {})}
+    return Hardware(
+        device="cpu",
+        identity=DeviceIdentity(type="cpu", name="test", num_cpus=2, total_memory_bytes=1 << 30),
+        memory=DeviceMemory(total=1 << 30, free=1 << 30, available=1 << 30),
+        precisions={
+            p: Capability(level=levels.get(p, "native"), reason="", matmul_flops_per_second=measured[p])
+            for p in PRECISIONS
+        },
+    )
+
+
+def at(precision: Precision, batch_size: int, **more: Any) -> Candidate:
+    return Candidate(precision=precision, batch_size=batch_size, **more)
+
+
+def space(precisions: tuple[Precision, ...] = PRECISIONS, baseline: Candidate | None = None) -> Space:
+    return Space(
+        candidates=tuple(at(p, b) for p in precisions for b in SIZES), baseline=baseline or at("fp32", 32)
+    )
+
+
+def measured(speed: float, memory: int = 1) -> Measurement:
+    return Measurement(
+        step_seconds=1.0,
+        step_seconds_interval=(1.0, 1.0),
+        samples_per_second=speed,
+        data_seconds=0.0,
+        peak_memory_bytes=memory,
+        reserved_memory_bytes=memory,
+        raw_step_seconds=(1.0,),
+        build_seconds=0.1,
+        context_seconds=0.0,
+        first_step_seconds=1.0,
+    )
+
+
+def failed(kind: FailureKind = "oom") -> Failure:
+    return Failure(kind=kind, message=f"it was {kind}")
+
+
+def run(
+    measure: Callable[[Candidate], Outcome],
+    *,
+    found: Space | None = None,
+    device: Hardware | None = None,
+    limit: int | None = None,
+) -> dict[Candidate, Outcome]:
+    """Seeding played to its end; fails where it repeats itself or tries what it may not."""
+    found, device = found or space(), device or hardware()
+    outcomes: dict[Candidate, Outcome] = {}
+    while (seed := next_seed(device, found, outcomes, limit)) is not None:
+        assert seed not in outcomes
+        assert seed in (found.baseline, *without(found.candidates, exclusions(found, outcomes)))
+        outcomes[seed] = measure(seed)
+    return outcomes
+
+
+def saturating(seconds_per_sample: dict[str, float], overhead: float = 0.01) -> Callable[[Candidate], Measurement]:
+    def measure(candidate: Candidate) -> Measurement:
+        batch = candidate.batch_size
+        return measured(batch / (overhead + seconds_per_sample[candidate.precision] * batch), memory=100 + batch)
+
+    return measure
+
+
+@given(a=st.floats(0.0, 1.0), c=st.floats(1e-5, 1.0), sizes=st.sets(st.sampled_from(SIZES), min_size=2))
+def test_the_step_time_model_finds_what_made_the_points(a: float, c: float, sizes: set[int]) -> None:
+    model = fit_step_time([(b, b / (a + c * b)) for b in sizes])
+    assert model is not None
+    for size in SIZES:
+        assert model.samples_per_second(size) == pytest.approx(size / (a + c * size), rel=1e-3)
+
+
+@given(st.dictionaries(st.sampled_from(SIZES), st.floats(1.0, 1e5), min_size=2))
+def test_the_step_time_model_never_has_a_negative_time(points: dict[int, float]) -> None:
+    model = fit_step_time(points.items())
+    assert model is not None
+    assert model.a >= 0
+    assert model.c >= 0
+    assert model.a + model.c > 0
+
+
+def test_one_size_cannot_tell_overhead_from_slope() -> None:
+    assert fit_step_time([(32, 10.0)]) is None
+    assert fit_memory([(32, 100)]) is None
+
+
+@pytest.mark.parametrize(
+    ("points", "size", "expected"),
+    [
+        ([(32, 320), (64, 640)], 128, 1280),
+        ([(4, 1000), (32, 1000), (64, 1640)], 128, 2920),  # the plateau of the optimizer's step
+        ([(64, 1640), (4, 1000), (32, 1000)], 1, 1000),
+        ([(32, 640), (64, 600)], 512, 600),  # noise is no negative slope
+    ],
+)
+def test_the_memory_model(points: list[tuple[int, int]], size: int, expected: float) -> None:
+    model = fit_memory(points)
+    assert model is not None
+    assert model.bytes_at(size) == pytest.approx(expected)
+
+
+def test_the_baseline_comes_first_then_every_precision_by_its_measured_rate() -> None:
+    order = list(run(saturating({"fp32": 0.004, "tf32": 0.003, "bf16": 0.001, "fp16": 0.002})))
+    assert order[:4] == [at("fp32", 32), at("bf16", 32), at("fp16", 32), at("tf32", 32)]
+
+
+def test_slow_emulation_comes_last_and_unmeasured_before_it() -> None:
+    device = hardware({"fp16": 0.1, "tf32": None}, fp16="emulated")
+    order = list(run(saturating(dict.fromkeys(PRECISIONS, 0.001)), device=device))
+    assert [c.precision for c in order[:4]] == ["fp32", "bf16", "tf32", "fp16"]
+
+
+def test_a_baseline_as_found_is_run_beside_its_strict_candidate() -> None:
+    as_found = at("fp32", 32, as_found=True)
+    order = list(run(saturating(dict.fromkeys(PRECISIONS, 0.001)), found=space(baseline=as_found)))
+    assert order[0] == as_found
+    assert at("fp32", 32) in order[1:5]
+
+
+def test_the_batch_is_climbed_only_for_the_two_fastest_precisions() -> None:
+    outcomes = run(saturating({"fp32": 0.004, "tf32": 0.003, "bf16": 0.001, "fp16": 0.002}, overhead=0.1))
+    tried = {p: [c.batch_size for c in outcomes if c.precision == p] for p in PRECISIONS}
+    assert tried["tf32"] == [32]
+    assert tried["fp32"] == [32]
+    assert max(tried["bf16"]) == 512
+    assert len(tried["fp16"]) > 1
+
+
+def test_the_climb_ends_where_doubling_gains_nothing() -> None:
+    outcomes = run(lambda c: measured(100.0 if c.batch_size >= 32 else 50.0), found=space(("fp32",)))
+    assert max(c.batch_size for c in outcomes) == 64
+    assert at("fp32", 16) in outcomes  # the plateau's lower edge was looked for
+
+
+def test_a_hopeless_precision_is_excluded_with_its_number_and_left_alone() -> None:
+    outcomes = run(saturating({"fp32": 0.001, "tf32": 0.002, "bf16": 0.002, "fp16": 0.05}, overhead=0.0))
+    assert [c for c in outcomes if c.precision == "fp16"] == [at("fp16", 32)]
+    (exclusion,) = exclusions(space(), outcomes)
+    assert (exclusion.precision, exclusion.batch_size) == ("fp16", None)
+    assert exclusion.reason == "fp16 is 50 times slower than fp32 at batch 32"
+
+
+def test_four_times_slower_is_not_hopeless() -> None:
+    outcomes: dict[Candidate, Outcome] = {at("fp32", 32): measured(100.0), at("bf16", 32): measured(25.0)}
+    assert exclusions(space(), outcomes) == ()
+
+
+@pytest.mark.parametrize("kind", ["unsupported", "crash", "workload_error", "nonfinite", "timeout"])
+def test_a_precision_that_does_not_run_gets_one_try(kind: FailureKind) -> None:
+    fine = saturating(dict.fromkeys(PRECISIONS, 0.001))
+    outcomes = run(lambda c: failed(kind) if c.precision == "fp16" else fine(c))
+    assert [c for c in outcomes if c.precision == "fp16"] == [at("fp16", 32)]
+    assert [c for c in outcomes if c.precision == "bf16"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("oom", {("fp16", 64), ("fp16", 128), ("fp16", 256), ("fp16", 512)}),
+        ("timeout", {("fp16", 64), ("fp16", 128), ("fp16", 256), ("fp16", 512)}),
+        ("unsupported", {("fp16", None)}),
+        ("crash", set()),
+    ],
+)
+def test_what_a_failure_rules_out(kind: FailureKind, expected: set[tuple[str, int | None]]) -> None:
+    found = exclusions(space(), {at("fp16", 32): failed(kind)})
+    assert {(e.precision, e.batch_size) for e in found} == expected
+
+
+def test_out_of_memory_at_the_middle_steps_down() -> None:
+    def measure(candidate: Candidate) -> Outcome:
+        return failed() if candidate.batch_size > 8 else measured(10.0 * candidate.batch_size)
+
+    outcomes = run(measure)
+    best = max(outcomes, key=lambda c: o.samples_per_second if isinstance(o := outcomes[c], Measurement) else 0.0)
+    assert best.batch_size == 8
+
+
+def test_everything_failing_ends() -> None:
+    assert len(run(lambda _: failed("workload_error"))) == 4
+    assert len(run(lambda _: failed("oom"))) == 16
+
+
+def test_what_the_memory_model_puts_over_the_limit_is_skipped_but_not_excluded() -> None:
+    fine = saturating(dict.fromkeys(PRECISIONS, 0.001), overhead=1.0)
+    outcomes = run(fine, found=space(("fp32",)), limit=100 + 128)
+    assert max(c.batch_size for c in outcomes) == 128
+    assert exclusions(space(("fp32",)), outcomes) == ()
+    assert max(c.batch_size for c in run(fine, found=space(("fp32",)))) == 512
+
+
+def test_smallest_on_plateau() -> None:
+    assert smallest_on_plateau({8: 50.0, 16: 97.1, 32: 100.0, 64: 99.0}) == 16
+    assert smallest_on_plateau({8: 50.0, 16: 96.9, 32: 100.0, 64: 99.0}) == 32
+
+
+@settings(max_examples=200)
+@given(
+    st.dictionaries(
+        st.sampled_from([at(p, b) for p in PRECISIONS for b in SIZES]),
+        st.sampled_from(["oom", "timeout", "crash", "unsupported"]) | st.floats(1.0, 1e4),
+    ),
+    st.none() | st.integers(1, 1000),
+)
+def test_seeding_ends_and_never_repeats_on_any_landscape(
+    landscape: dict[Candidate, FailureKind | float], limit: int | None
+) -> None:
+    def measure(candidate: Candidate) -> Outcome:
+        given_outcome = landscape.get(candidate, 100.0)
+        memory = candidate.batch_size
+        return measured(given_outcome, memory) if isinstance(given_outcome, float) else failed(given_outcome)
+
+    outcomes = run(measure, limit=limit)
+    assert next(iter(outcomes)) == at("fp32", 32)
+
+
+def test_seeding_comes_within_five_percent_of_the_best_on_most_landscapes() -> None:
+    regrets = [_regret_and_cost(random.Random(seed)) for seed in range(200)]
+    assert sum(regret <= 0.05 for regret, _ in regrets) >= 0.9 * len(regrets)
+    assert sum(cost for _, cost in regrets) / len(regrets) <= 12
+
+
+def _regret_and_cost(rng: random.Random) -> tuple[float, int]:
+    """A landscape like those measured: overhead, a slope, a cache that large batches leave, a memory wall, 2 % noise."""
+    common, gain = rng.uniform(1, 60), rng.uniform(0, 1)
+    overhead = {p: common * rng.uniform(0.8, 1.4) for p in PRECISIONS}
+    slope = {p: rng.uniform(0.7, 1.0) / RATES[p] ** gain for p in PRECISIONS}
+    spill, memory = rng.choice([math.inf, rng.uniform(100, 500)]), rng.choice([64, 256, 1024])
+    wall = {p: memory * (1 if p in ("fp32", "tf32") else 1.7) for p in PRECISIONS}
+
+    def speed(candidate: Candidate) -> float:
+        p, b = candidate.precision, candidate.batch_size
+        return b / (overhead[p] + slope[p] * b * (1 + b / spill))
+
+    def measure(candidate: Candidate) -> Outcome:
+        if candidate.batch_size > wall[candidate.precision]:
+            return failed()
+        return measured(speed(candidate) * rng.uniform(0.98, 1.02), memory=candidate.batch_size)
+
+    found = space()
+    outcomes = run(measure, found=found)
+    ran = [c for c, outcome in outcomes.items() if isinstance(outcome, Measurement)]
+    best = max(speed(c) for c in found.candidates if c.batch_size <= wall[c.precision])
+    return 1 - max(speed(c) for c in ran) / best, len(outcomes)

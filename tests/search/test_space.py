@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from autotune_amp.config import PRECISIONS, Precision
+from autotune_amp.errors import InvalidRequestError
+from autotune_amp.hardware.types import Capability, DeviceIdentity, DeviceMemory, Hardware, Level
+from autotune_amp.recommendation import Exclusion
+from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.space import MAX_BATCH_SIZES, Space, build_space, excluded_by_oom, without
+from autotune_amp.trial.outcome import Description
+from autotune_amp.trial.spec import Candidate
+
+IDENTITY = DeviceIdentity(type="cpu", name="test", num_cpus=2, total_memory_bytes=1 << 30)
+
+
+def hardware(**levels: Level) -> Hardware:
+    precisions: dict[Precision, Capability] = {
+        p: Capability(level=levels.get(p, "native"), reason=f"the device says {levels.get(p, 'native')}")
+        for p in PRECISIONS
+    }
+    memory = DeviceMemory(total=1 << 30, free=1 << 30, available=1 << 30)
+    return Hardware(device="cpu", identity=IDENTITY, memory=memory, precisions=precisions)
+
+
+def description(**changes: Any) -> Description:
+    fields: dict[str, Any] = {
+        "name": "test",
+        "batch_size": 32,
+        "num_samples": 10_000,
+        "data": "a dataset",
+        "num_parameters": 10,
+        "num_trainable_parameters": 10,
+        "weights": "fp32",
+        "as_found_precision": "fp32",
+        "is_as_found_strict": True,
+        "build_seconds": 0.1,
+        "context_seconds": 0.0,
+    }
+    return Description(**{**fields, **changes})
+
+
+def space(*, levels: dict[str, Level] | None = None, about: dict[str, Any] | None = None, **options: Any) -> Space:
+    return build_space(hardware(**levels or {}), description(**about or {}), SearchOptions.from_user(**options))
+
+
+def sizes(found: Space, precision: str = "fp32") -> list[int]:
+    return [c.batch_size for c in found.candidates if c.precision == precision]
+
+
+@pytest.mark.parametrize(
+    ("about", "options", "expected"),
+    [
+        ({}, {}, [4, 8, 16, 32, 64, 128, 256, 512]),
+        ({"batch_size": 1}, {}, [1, 2, 4, 8, 16]),
+        ({"batch_size": 10}, {}, [1, 2, 5, 10, 20, 40, 80, 160]),
+        ({"num_samples": 100}, {}, [4, 8, 16, 32, 64]),
+        ({}, {"batch_size": "32:32"}, [32]),
+        ({}, {"batch_size": "10:50"}, [10, 16, 32, 50]),
+        ({"num_samples": 40}, {"batch_size": "10:50"}, [10, 16, 32, 40]),
+        ({}, {"effective_batch_size": 96, "baseline": "fp32:8"}, [1, 2, 3, 6, 8, 16, 32, 48, 96]),
+        ({}, {"effective_batch_size": 96, "batch_size": "5:50"}, [6, 8, 12, 16, 24, 32, 48]),
+    ],
+)
+def test_batch_sizes(about: dict[str, Any], options: dict[str, Any], expected: list[int]) -> None:
+    assert sizes(space(about=about, **options)) == expected
+
+
+@pytest.mark.parametrize(
+    ("about", "options", "expected"),
+    [
+        ({}, {}, Candidate(precision="fp32", batch_size=32)),
+        (
+            {"as_found_precision": "bf16", "is_as_found_strict": False},
+            {},
+            Candidate(precision="bf16", batch_size=32, as_found=True),
+        ),
+        ({"is_as_found_strict": False}, {"baseline": "tf32:48"}, Candidate(precision="tf32", batch_size=48)),
+        ({"batch_size": None}, {}, Candidate(precision="fp32", batch_size=32)),
+        ({"batch_size": None, "num_samples": 10}, {}, Candidate(precision="fp32", batch_size=10)),
+        ({}, {"effective_batch_size": 128}, Candidate(precision="fp32", batch_size=32, accumulation_steps=4)),
+        ({}, {"effective_batch_size": 90}, Candidate(precision="fp32", batch_size=30, accumulation_steps=3)),
+        ({}, {"effective_batch_size": 16}, Candidate(precision="fp32", batch_size=16)),
+    ],
+)
+def test_baseline(about: dict[str, Any], options: dict[str, Any], expected: Candidate) -> None:
+    assert space(about=about, **options).baseline == expected
+
+
+@pytest.mark.parametrize(
+    ("about", "options", "note"),
+    [
+        ({"batch_size": None}, {}, "--baseline PRECISION:BATCH"),
+        ({"num_samples": 10}, {}, "10 instead of 32"),
+        ({}, {"effective_batch_size": 90}, "32 does not divide the effective batch size 90"),
+        ({"weights": "bf16"}, {}, "kept in bf16"),
+        ({"weights": "frozen_low"}, {}, "kept in low precision"),
+    ],
+)
+def test_what_is_assumed_is_said(about: dict[str, Any], options: dict[str, Any], note: str) -> None:
+    (said,) = space(about=about, **options).notes
+    assert note in said
+
+
+def test_nothing_is_assumed_of_a_plain_workload() -> None:
+    assert space().notes == ()
+
+
+@pytest.mark.parametrize(
+    ("levels", "about", "options", "legal", "excluded"),
+    [
+        ({}, {}, {}, ["fp32", "tf32", "bf16", "fp16"], ["fp8"]),
+        ({"bf16": "emulated"}, {}, {"precision": ["bf16"]}, ["bf16"], []),
+        ({"tf32": "unsupported"}, {}, {}, ["fp32", "bf16", "fp16"], ["tf32", "fp8"]),
+        ({"fp16": "unsupported"}, {}, {"precision": ["fp16", "fp32"]}, ["fp32"], ["fp16"]),
+        ({}, {"weights": "bf16"}, {}, ["fp32", "bf16"], ["tf32", "fp16", "fp8"]),
+        ({}, {}, {"precision": ["bf16", "fp8"]}, ["bf16"], ["fp8"]),
+    ],
+)
+def test_precisions(
+    levels: dict[str, Level], about: dict[str, Any], options: dict[str, Any], legal: list[str], excluded: list[str]
+) -> None:
+    found = space(levels=levels, about=about, **options)
+    assert list(dict.fromkeys(c.precision for c in found.candidates)) == legal
+    assert [e.precision for e in found.excluded] == excluded
+    assert all(e.batch_size is None for e in found.excluded)
+    for exclusion in found.excluded:
+        if levels.get(exclusion.precision) == "unsupported":
+            assert exclusion.reason == "the device says unsupported"
+
+
+@pytest.mark.parametrize(
+    ("levels", "about", "options", "message", "next_step"),
+    [
+        ({"tf32": "unsupported"}, {}, {"precision": "tf32"}, "tf32: the device says unsupported", "fp32 or bf16"),
+        ({}, {}, {"precision": "fp8"}, "no fp8 training path", "fp32 or tf32"),
+        (dict.fromkeys(get_args(Precision), "unsupported"), {}, {}, "None of the precisions", "--device"),
+        ({}, {"num_samples": 20}, {"batch_size": "32:64"}, "only 20 samples", "20 or less"),
+        ({}, {}, {"batch_size": "33:47", "effective_batch_size": 96}, "No batch size from 33 to 47", "1, 2, 3"),
+        ({}, {}, {"baseline": "fp8:32"}, "no fp8 training path", "fp32, tf32, bf16 or fp16"),
+    ],
+)
+def test_a_request_that_leaves_nothing_is_an_error(
+    levels: dict[str, Level], about: dict[str, Any], options: dict[str, Any], message: str, next_step: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as raised:
+        space(levels=levels, about=about, **options)
+    assert message in raised.value.message
+    assert next_step in raised.value.next_step
+
+
+def test_sizes_above_the_dataset_are_excluded_with_the_reason() -> None:
+    found = space(about={"num_samples": 100}, precision=["fp32", "bf16"])
+    assert [(e.precision, e.batch_size) for e in found.excluded] == [("fp32", 128), ("bf16", 128)]
+    assert "100 samples" in found.excluded[0].reason
+
+
+@given(
+    base=st.none() | st.integers(1, 300),
+    num_samples=st.none() | st.integers(1, 5000),
+    batch_range=st.none() | st.tuples(st.integers(1, 4000), st.integers(1, 4000)).map(lambda p: (min(p), max(p))),
+    effective=st.none() | st.integers(1, 3000),
+)
+def test_every_candidate_is_legal(
+    base: int | None, num_samples: int | None, batch_range: tuple[int, int] | None, effective: int | None
+) -> None:
+    about = {"batch_size": base, "num_samples": num_samples}
+    try:
+        found = space(about=about, batch_size=batch_range, effective_batch_size=effective)
+    except InvalidRequestError:
+        assert batch_range is not None
+        assert effective is not None or (num_samples is not None and batch_range[0] > num_samples)
+        return
+    assert len(found.candidates) == len(set(found.candidates)) == 4 * len(sizes(found))
+    assert 1 <= len(sizes(found)) <= MAX_BATCH_SIZES
+    assert sizes(found) == sorted(sizes(found))
+    for candidate in (*found.candidates, found.baseline):
+        assert 1 <= candidate.batch_size <= (num_samples or 10**9)
+        assert candidate.effective_batch_size == (effective or candidate.batch_size)
+    low, high = batch_range or (1, 10**9)
+    assert all(low <= size <= high for size in sizes(found))
+    assert (found.baseline in found.candidates) == (low <= found.baseline.batch_size <= high)
+    if batch_range and not effective:
+        assert {low, min(high, num_samples or high)} <= set(sizes(found))
+
+
+@given(st.integers(1, 5000), st.integers(1, 100_000), st.integers(1, 300))
+def test_a_range_is_covered_without_wide_gaps(low: int, ratio: int, base: int) -> None:
+    assume(low * ratio >= base)
+    found = sizes(space(about={"batch_size": base, "num_samples": None}, batch_size=(low, low * ratio)))
+    even = max(4.0, ratio ** (2 / (MAX_BATCH_SIZES - 2)) * 2)
+    assert all(above <= even * below + 1 for below, above in zip(found, found[1:], strict=False))
+
+
+def test_a_space_is_json() -> None:
+    import msgspec
+
+    found = space()
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Space) == found
+
+
+def peaks_of(**peaks: dict[int, int]) -> dict[Candidate, int]:
+    return {
+        Candidate(precision=p, batch_size=b): peak  # type: ignore[arg-type]
+        for p, by_size in peaks.items()
+        for b, peak in by_size.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("peaks", "failed", "expected"),
+    [
+        # Nothing measured: only the same precision's larger batches.
+        ({}, ("fp32", 128), {("fp32", 256), ("fp32", 512)}),
+        # bf16 needs less than fp32: what fp32 could not do says nothing of bf16.
+        ({"fp32": {32: 100}, "bf16": {32: 60}}, ("fp32", 256), {("fp32", 512)}),
+        # fp32 needs as much as bf16: the same batch is out too.
+        (
+            {"fp32": {32: 100}, "bf16": {32: 60}},
+            ("bf16", 256),
+            {("bf16", 512), ("fp32", 256), ("fp32", 512)},
+        ),
+        # One shared size at which it needs less is enough to keep it.
+        ({"fp32": {32: 100, 64: 90}, "bf16": {32: 100, 64: 100}}, ("bf16", 256), {("bf16", 512)}),
+        # No shared size: unknown, so kept.
+        ({"fp32": {32: 100}, "bf16": {64: 60}}, ("bf16", 256), {("bf16", 512)}),
+        # Two percent less is the same.
+        ({"fp32": {32: 98}, "bf16": {32: 100}}, ("bf16", 512), {("fp32", 512)}),
+        # What ran is never excluded.
+        ({"fp32": {512: 100}}, ("fp32", 128), {("fp32", 256)}),
+    ],
+)
+def test_out_of_memory_excludes_what_needs_at_least_as_much(
+    peaks: dict[str, dict[int, int]], failed: tuple[Precision, int], expected: set[tuple[str, int]]
+) -> None:
+    candidate = Candidate(precision=failed[0], batch_size=failed[1])
+    found = excluded_by_oom(space(precision=["fp32", "bf16"]), peaks_of(**peaks), candidate)
+    assert {(e.precision, e.batch_size) for e in found} == expected
+    assert all(str(candidate) in e.reason for e in found)
+
+
+def test_an_exclusion_without_a_batch_size_covers_its_precision() -> None:
+    found = space(precision=["fp32", "bf16"], batch_size="32:64")
+    left = without(
+        found.candidates,
+        [
+            Exclusion(precision="fp32", batch_size=None, reason=""),
+            Exclusion(precision="bf16", batch_size=64, reason=""),
+        ],
+    )
+    assert left == (Candidate(precision="bf16", batch_size=32),)
