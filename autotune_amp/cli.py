@@ -7,6 +7,7 @@ Standard output carries the result and nothing else. Nothing heavy is imported b
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +33,8 @@ _UsageError: type[Any] = typer.BadParameter.__bases__[0]
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    # typer converts a missing --help through pydantic, and importing that takes longer than all the rest of a --help.
+    context_settings={"help_option_names": ["-h", "--help"], "default_map": {"help": False}},
 )
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, of an error too.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps, xpu or xpu:N.", metavar="DEVICE")]
@@ -108,29 +110,24 @@ def search(
         from autotune_amp.api import recommend_config
         from autotune_amp.report.progress import TerminalProgress
 
-        progress = None if quiet else TerminalProgress(sys.stderr)
-        try:
-            recommendation = recommend_config(
-                target,
-                budget=budget,
-                trials=trials,
-                device=device,
-                precision=precision,
-                batch_size=batch_size,
-                effective_batch_size=effective_batch_size,
-                baseline=baseline,
-                memory_fraction=memory_fraction,
-                study=study,
-                out=out,
-                storage=storage,
-                seed=seed,
-                fresh=fresh,
-                quiet=quiet,
-                progress=progress,
-            )
-        finally:
-            if progress is not None:
-                progress.ended()
+        recommendation = recommend_config(
+            target,
+            budget=budget,
+            trials=trials,
+            device=device,
+            precision=precision,
+            batch_size=batch_size,
+            effective_batch_size=effective_batch_size,
+            baseline=baseline,
+            memory_fraction=memory_fraction,
+            study=study,
+            out=out,
+            storage=storage,
+            seed=seed,
+            fresh=fresh,
+            quiet=quiet,
+            progress=None if quiet else TerminalProgress(sys.stderr),
+        )
         return _result(recommendation, as_json)
 
     return work
@@ -234,7 +231,8 @@ def _rendered(show: Callable[[Console], None]) -> bytes:
     console = Console(file=sys.stdout)
     with console.capture() as capture:
         show(console)
-    return capture.get().encode(console.encoding, "replace")
+    # Rich fills each line with blanks up to the width of its table.
+    return re.sub(r" +$", "", capture.get(), flags=re.MULTILINE).encode(console.encoding, "replace")
 
 
 def _recommendation_file(folder: Path | None) -> Path:

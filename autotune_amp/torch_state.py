@@ -56,9 +56,7 @@ def apply(state: dict[str, Any]) -> None:
     if torch.get_num_interop_threads() != state["num_interop_threads"]:
         torch.set_num_interop_threads(state["num_interop_threads"])
     torch.set_float32_matmul_precision(state["float32_matmul_precision"])
-    torch.use_deterministic_algorithms(
-        state["deterministic_algorithms"], warn_only=state["deterministic_warn_only"]
-    )
+    torch.use_deterministic_algorithms(state["deterministic_algorithms"], warn_only=state["deterministic_warn_only"])
     torch.set_default_dtype(_DTYPES[state["default_dtype"]])
     for flag in FP32_PRECISION_FLAGS:
         backend = attrgetter(flag)(torch.backends)

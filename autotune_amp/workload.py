@@ -80,9 +80,7 @@ def import_target(target: str) -> WorkloadSource:
     """
     place, colon, attribute = target.rpartition(":")
     if not (colon and place and attribute):
-        raise WorkloadError(
-            f"{target!r} names no workload.", "Give path/file.py:function or package.module:function."
-        )
+        raise WorkloadError(f"{target!r} names no workload.", "Give path/file.py:function or package.module:function.")
     module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     found: Any = module
     for name in attribute.split("."):

@@ -34,8 +34,6 @@ _STORE_NAME = _OP["STORE_NAME"]
 _IMPORT_NAME = _OP["IMPORT_NAME"]
 # These keep a flag in the lowest bit of their argument.
 _FLAGGED = [_OP[name] for name, since in (("LOAD_GLOBAL", 11), ("LOAD_ATTR", 12)) if sys.version_info >= (3, since)]
-    _OP[name] for name, since in (("LOAD_GLOBAL", (3, 11)), ("LOAD_ATTR", (3, 12))) if sys.version_info >= since
-]
 
 
 def _any_of(*names: str) -> bytes:

@@ -40,8 +40,11 @@ def _of_module(kind: str, name: str, module: object) -> str:
 
 
 def is_library_function(function: FunctionType) -> bool:
-    """Whether a library's version says all there is to know: a function of its own that is found by its name."""
-    if origin_of(function.__globals__).is_user:
+    """Whether a library's version says all there is to know: a function of its own that is found by its name.
+
+    A library's wrapper around a function of the user's carries the user's module.
+    """
+    if origin_of(function.__globals__).is_user or module_origin(function.__module__).is_user:
         return False
     found: Any = instance_dict(sys.modules.get(function.__module__))
     for step in function.__qualname__.split("."):

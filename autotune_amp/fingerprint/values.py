@@ -28,7 +28,7 @@ MAX_ELEMENTS = 1000
 NUM_SAMPLED = 100
 
 
-_PLAIN = [list, tuple, dict, set, frozenset]
+_PLAIN = frozenset(map(id, (list, tuple, dict, set, frozenset, OrderedDict, deque)))
 
 
 def sampled(elements: Iterable[Any], length: int) -> Iterable[Any]:
@@ -39,7 +39,7 @@ def sampled(elements: Iterable[Any], length: int) -> Iterable[Any]:
 def _kind(walk: Walk, obj: object, length: int) -> bytes:
     """A container without its elements: the user's own class of it may have attributes."""
     link = class_link(walk, type(obj))
-    return digest(str(length), link, *(() if type(obj) in _PLAIN else (walk.attributes(attributes_of(obj)),)))
+    return digest(str(length), link, *(() if id(type(obj)) in _PLAIN else (walk.attributes(attributes_of(obj)),)))
 
 
 def _sequence(read: type, walk: Walk, obj: Any) -> bytes:

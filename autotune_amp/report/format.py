@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+_OUTCOMES = {
+    "oom": "out of memory",
+    "timeout": "timed out",
+    "nonfinite": "non-finite loss",
+    "crash": "crashed",
+    "workload_error": "workload error",
+    "untried": "not tried",
+}
+
 
 def number(value: float) -> str:
     """Three significant digits: ``1,234``, ``41.5``, ``0.852``."""
@@ -59,6 +68,11 @@ def times(ratio: float) -> str:
 def count(num: int, noun: str, plural: str = "") -> str:
     """``1 trial``, ``3 trials``."""
     return f"{num} {noun if num == 1 else plural or noun + 's'}"
+
+
+def outcome_name(status: str) -> str:
+    """``out of memory`` for ``oom``: a failure's kind or a candidate's status in words."""
+    return _OUTCOMES.get(status, status)
 
 
 def one_line(text: str) -> str:

@@ -8,22 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
-from autotune_amp.report.format import duration, one_line, printable, rate, size
+from autotune_amp.report.format import duration, one_line, outcome_name, printable, rate, size
 from autotune_amp.search.progress import Progress
-from autotune_amp.trial.outcome import Failure, FailureKind, Measurement, Record
+from autotune_amp.trial.outcome import Failure, Measurement, Record
 
 if TYPE_CHECKING:
     from autotune_amp.hardware.types import Hardware
     from autotune_amp.trial.spec import Candidate, Purpose
-
-_FAILED: dict[FailureKind, str] = {
-    "oom": "out of memory",
-    "timeout": "timed out",
-    "nonfinite": "non-finite loss",
-    "unsupported": "unsupported",
-    "crash": "crashed",
-    "workload_error": "workload error",
-}
 
 
 @dataclass
@@ -168,7 +159,7 @@ def trial_line(record: Record) -> str:
     outcome = record.outcome
     if isinstance(outcome, Failure):
         cost = duration(record.seconds)
-        return f"{head}  {_FAILED[outcome.kind]} after {cost}: {one_line(outcome.message)}"
+        return f"{head}  {outcome_name(outcome.kind)} after {cost}: {one_line(outcome.message)}"
     purpose = "" if record.purpose == "search" else record.purpose
     cut = "cut" if outcome.was_cut else ""
     return f"{head}  {measured(outcome)}  {duration(record.seconds):>6}  {purpose}{cut}".rstrip()

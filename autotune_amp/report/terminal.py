@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -9,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from autotune_amp.report.format import count, duration, flops, number, one_line, size
+from autotune_amp.report.format import count, duration, flops, number, one_line, outcome_name, size
 from autotune_amp.report.progress import TerminalProgress
 from autotune_amp.report.summary import baseline_row, explain, export_lines, facts, python_lines, recommended_row
 
@@ -44,15 +45,13 @@ def print_recommendation(recommendation: Recommendation, console: Console) -> No
 def hardware_table(hardware: Hardware, console: Console) -> None:
     """The device, its memory, and each precision with its level, measured rate and reason."""
     identity, memory = hardware.identity, hardware.memory
-    driver = identity.driver or "none"
-    if hardware.compute_capability is not None:
-        driver += f", compute capability {hardware.compute_capability}"
     limit = "no container limit"
     if memory.container_limit is not None:
         limit = f"container limit {size(memory.container_limit)}"
     lines = [
         ("device", f"{hardware.device}: {one_line(identity.name)}"),
-        ("driver", driver),
+        ("compute", hardware.compute_capability or "-"),
+        ("driver", identity.driver or "none"),
         ("memory", f"{size(memory.available)} available: {size(memory.free)} free of {size(memory.total)}, {limit}"),
         ("host", count(identity.num_cpus, "CPU")),
     ]
@@ -85,22 +84,30 @@ def _candidates(recommendation: Recommendation) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("outcome", overflow="fold")
     recommended, baseline = recommended_row(recommendation), baseline_row(recommendation)
-    for row in recommendation.candidates:
+    for _, group in groupby(recommendation.candidates, _fate):
+        row, *others = group
         names = (["recommended"] if row is recommended else []) + (["baseline"] if row is baseline else [])
         table.add_row(
             row.precision + (" as found" if row.as_found else ""),
-            str(row.batch_size),
-            *([str(row.accumulation_steps)] if has_accumulation else []),
+            _span(row.batch_size, *(other.batch_size for other in others)),
+            *([_span(row.accumulation_steps, *(o.accumulation_steps for o in others))] if has_accumulation else []),
             "-" if row.samples_per_second is None else number(row.samples_per_second),
             "-" if row.step_seconds is None else duration(row.step_seconds),
             "-" if row.peak_memory_bytes is None else size(row.peak_memory_bytes),
-            _outcome(row, names),
+            Text(", ".join([*names, _outcome(row)])),
             style="bold green" if row is recommended else "dim" if row.samples_per_second is None else "",
         )
     for precision, batch_sizes, reason in _exclusions(recommendation):
         blanks = ["-"] * (4 if has_accumulation else 3)
         table.add_row(precision, batch_sizes, *blanks, Text(f"excluded: {one_line(reason)}"), style="dim")
     return table
+
+
+def _fate(row: CandidateRow) -> object:
+    """Neighbours with one fate share a line; what was measured has its own."""
+    if row.reason is None:
+        return id(row)
+    return row.precision, row.as_found, row.status, row.reason
 
 
 def _exclusions(recommendation: Recommendation) -> list[tuple[str, str, str]]:
@@ -112,15 +119,18 @@ def _exclusions(recommendation: Recommendation) -> list[tuple[str, str, str]]:
             batch_sizes = together.setdefault((exclusion.precision, exclusion.reason), [])
             batch_sizes += [] if exclusion.batch_size is None else [exclusion.batch_size]
     return [
-        (precision, "-".join(str(end) for end in sorted({min(found), max(found)})) if found else "any", reason)
-        for (precision, reason), found in together.items()
+        (precision, _span(*batch_sizes) if batch_sizes else "any", reason)
+        for (precision, reason), batch_sizes in together.items()
     ]
 
 
-def _outcome(row: CandidateRow, names: list[str]) -> Text:
-    status, reason = row.status.replace("_", " "), one_line(row.reason or "")
-    outcome = reason if reason.startswith(status) else f"{status}: {reason}" if reason else status
-    return Text(", ".join([*names, outcome]))
+def _span(*values: int) -> str:
+    return "-".join(str(end) for end in sorted({min(values), max(values)}))
+
+
+def _outcome(row: CandidateRow) -> str:
+    name, reason = outcome_name(row.status), one_line(row.reason or "")
+    return reason if reason.startswith(name) else f"{name}: {reason}" if reason else name
 
 
 def _grid(lines: list[tuple[str, str]]) -> Table:

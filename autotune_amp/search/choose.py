@@ -13,8 +13,16 @@ import msgspec
 
 from autotune_amp.config import PRECISIONS, AmpConfig, LossScale
 from autotune_amp.search import explain
-from autotune_amp.search.evidence import Runs, best_runs, confirm_runs, fallback_plans, gather, plain_config
-from autotune_amp.trial.outcome import Failure, Measurement, Record
+from autotune_amp.search.evidence import (
+    Runs,
+    best_runs,
+    confirm_runs,
+    disqualifying,
+    fallback_plans,
+    gather,
+    plain_config,
+)
+from autotune_amp.trial.outcome import Measurement, Record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,7 +72,7 @@ def rank(measured: Mapping[Candidate, float], plateau: float = PLATEAU) -> list[
 
 def search_speeds(records: Sequence[Record]) -> dict[Candidate, float]:
     """Samples per second of what the search measured, without what failed in any process since."""
-    failed = {r.candidate for r in records if isinstance(r.outcome, Failure)}
+    failed = {r.candidate for r in records if disqualifying(r)}
     speeds: dict[Candidate, list[float]] = {}
     for record in records:
         is_ours = record.purpose == "search" and record.candidate not in failed

@@ -126,7 +126,7 @@ def confirm(
                 deadline_seconds=left,
             )
             with runner_for(run.environment) as runner:
-                session.run(runner, spec, round=number, environment=run.environment)
+                session.run(runner, spec, round_number=number, environment=run.environment)
 
 
 def _runnable(session: Session, shortlist: Shortlist) -> Shortlist:

@@ -57,6 +57,16 @@ class Runs(msgspec.Struct, frozen=True, kw_only=True):
         return {r: m.samples_per_second for r, m in zip(self.rounds, self.measurements, strict=False)}
 
 
+def disqualifying(record: Record) -> Failure | None:
+    """The failure that speaks against a record's candidate, if it is one.
+
+    A confirmation cut off by the budget does not, nor does the one run without the recommended environment.
+    """
+    if isinstance(record.outcome, Measurement) or record.purpose == "plain":
+        return None
+    return None if record.purpose == "confirm" and record.outcome.kind == "timeout" else record.outcome
+
+
 def confirm_runs(records: Sequence[Record], candidate: Candidate, environment: Mapping[str, str]) -> Runs:
     """The confirmation processes of a candidate in exactly this environment."""
     ours = [r for r in records if r.candidate == candidate and r.environment == environment and r.purpose == "confirm"]
@@ -119,15 +129,15 @@ def plain_config(
 
 def fallback_plans(records: Sequence[Record], chosen: Candidate) -> tuple[FallbackPlan, ...]:
     """For each precision to step down to, the fastest candidate of the same effective batch that never failed."""
-    failed = {r.candidate for r in records if isinstance(r.outcome, Failure)}
+    failed = {r.candidate for r in records if disqualifying(r)}
     plans: list[FallbackPlan] = []
     for precision in _LADDER[chosen.precision]:
         fitting: dict[Candidate, list[Measurement]] = {}
         for record in records:
             candidate = record.candidate
             is_alike = candidate.effective_batch_size == chosen.effective_batch_size and not candidate.as_found
-            if candidate.precision == precision and is_alike and candidate not in failed:
-                assert isinstance(record.outcome, Measurement)
+            is_fit = candidate.precision == precision and is_alike and candidate not in failed
+            if is_fit and isinstance(record.outcome, Measurement):
                 fitting.setdefault(candidate, []).append(record.outcome)
         if fitting:
             best = max(fitting, key=lambda c: median(m.samples_per_second for m in fitting[c]))
@@ -144,7 +154,7 @@ def fallback_plans(records: Sequence[Record], chosen: Candidate) -> tuple[Fallba
 
 
 def _first_failure(records: Sequence[Record]) -> Failure | None:
-    return next((r.outcome for r in records if isinstance(r.outcome, Failure)), None)
+    return next(filter(None, map(disqualifying, records)), None)
 
 
 def _promise(runs: Runs) -> tuple[float, float]:
@@ -189,7 +199,12 @@ def _baseline_evidence(runs: Runs, loss_scale: LossScale) -> BaselineEvidence:
 
 
 def _plain_environment(records: Sequence[Record], candidate: Candidate, baseline: Runs) -> PlainEnvironment | None:
-    """The plain run of the choice; None where there was none. Of a run that failed both numbers are None."""
+    """The plain run of the choice; None where there was none. Of a run that failed both numbers are None.
+
+    The baseline itself is always run plainly.
+    """
+    if candidate == baseline.candidate and baseline.num_confirming:
+        return PlainEnvironment(samples_per_second=baseline.speed, speedup=1.0)
     ours = [r.outcome for r in records if r.candidate == candidate and r.purpose == "plain"]
     if not ours:
         return None

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from autotune_amp.config import PRECISIONS
 from autotune_amp.recommendation import CandidateRow, Evidence, Exclusion
-from autotune_amp.search.evidence import MIN_PROCESSES, Runs, confirm_runs
+from autotune_amp.search.evidence import MIN_PROCESSES, Runs, confirm_runs, disqualifying
 from autotune_amp.search.space import Space, without
-from autotune_amp.trial.outcome import Failure, Measurement, Record
+from autotune_amp.trial.outcome import Measurement, Record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,10 +64,10 @@ def excluded(
         Exclusion(
             precision=r.candidate.precision,
             batch_size=r.candidate.batch_size,
-            reason=f"{r.outcome.kind}: {r.outcome.message}",
+            reason=f"{failure.kind}: {failure.message}",
         )
         for r in records
-        if isinstance(r.outcome, Failure)
+        if (failure := disqualifying(r))
     ]
     known = [*space.excluded, *failures, *exclusions]
     if is_budget_spent:
@@ -145,7 +145,7 @@ def _row(
     environment: Mapping[str, str],
 ) -> CandidateRow:
     confirmed = confirm_runs(records, candidate, environment).measurements
-    failure = next((r.outcome for r in records if isinstance(r.outcome, Failure)), None)
+    failure = next(filter(None, map(disqualifying, records)), None)
     measured = confirmed or tuple(r.outcome for r in records if isinstance(r.outcome, Measurement))
     why: str | None = None
     status: str

@@ -28,7 +28,7 @@ from autotune_amp.search.session import CONFIRM_SHARE, Clock, ProgressWatcher, S
 from autotune_amp.search.space import Space, build_space
 from autotune_amp.search.study import Study, sqlite_url
 from autotune_amp.trial.heap import recommended_environment
-from autotune_amp.trial.outcome import Description, Failure, Measurement, Record
+from autotune_amp.trial.outcome import Description, Failure, Record
 from autotune_amp.trial.runner import Payload, Runner, can_fork
 
 # Where a search writes changes nothing of what it measures.
@@ -261,9 +261,10 @@ class _Flow:
         if is_only_slow and (not failures or self.watcher.last_step_seconds is not None):
             return self._too_small(self.clock.elapsed())
         first = next((f for f in failures if f.kind == "workload_error"), failures[0])
+        candidate = next(r.candidate for r in records if r.outcome is first)
         details = f"\n{first.details.rstrip()}" if first.details else ""
         return NothingWorksError(
-            f"None of {len(records)} trials worked. The first to fail, {records[0].candidate}: {first.message}.{details}",
+            f"None of {len(records)} trials worked; {candidate}: {first.message}.{details}",
             "Mend what the reasons name; a workload that trains one step on its own will be measured."
             + (" If steps are only slow, give a larger --budget." if is_only_slow else ""),
             excluded,
@@ -286,9 +287,7 @@ def _is_answer(cached: Recommendation | None, fingerprint: Fingerprint) -> bool:
     return cached.fingerprint.digest == fingerprint.digest
 
 
-def _say_why(
-    progress: Progress, cached: Recommendation | None, fingerprint: Fingerprint, *, is_fresh: bool
-) -> None:
+def _say_why(progress: Progress, cached: Recommendation | None, fingerprint: Fingerprint, *, is_fresh: bool) -> None:
     """What changed since the recommendation that is there."""
     if cached is None or is_fresh or cached.search.was_interrupted:
         return

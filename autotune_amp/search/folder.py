@@ -43,6 +43,7 @@ class StudyFolder:
 
     @property
     def recommendation_path(self) -> Path:
+        """The finished recommendation's place."""
         return self.path / "recommendation.json"
 
     @property
@@ -101,7 +102,8 @@ class StudyFolder:
         place = f"{self._outcomes_path} line {number}"
         try:
             document = msgspec.json.decode(line)
-            if isinstance(document, dict) and isinstance(found := document.get("format"), int) and found > RECORD_FORMAT:
+            found = document.get("format") if isinstance(document, dict) else None
+            if isinstance(found, int) and found > RECORD_FORMAT:
                 raise FormatError(
                     f"{place} has format {found}; this version reads up to {RECORD_FORMAT}.",
                     "Upgrade autotune_amp, or give this search another name with --study.",

@@ -57,7 +57,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
         _check(bool(_DEVICE.fullmatch(device)), "device", device, "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N")
         _check(0 < memory_fraction <= 1, "memory-fraction", memory_fraction, "a share above 0 and at most 1")
         _check(
-            study is None or bool(re.fullmatch(r"[\w.-]+", study)) and study not in (".", ".."),
+            study is None or (bool(re.fullmatch(r"[\w.-]+", study)) and study.strip(".") != ""),
             "study",
             study,
             "a folder name of letters, digits, '.', '_' and '-'",

@@ -101,9 +101,7 @@ class _Live(Origin):
 def target(name: str) -> Origin:
     """A workload named as "path/file.py:function" or "package.module:function"."""
     if ":" not in name:
-        raise WorkloadError(
-            f"{name!r} names no workload.", "Give path/file.py:function or package.module:function."
-        )
+        raise WorkloadError(f"{name!r} names no workload.", "Give path/file.py:function or package.module:function.")
     return _Target(name)
 
 

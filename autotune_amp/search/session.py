@@ -13,7 +13,8 @@ from autotune_amp.hardware.types import Hardware
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.progress import Progress
 from autotune_amp.trial.outcome import Measurement, Outcome, Record
-from autotune_amp.trial.runner import Runner, Watcher
+from autotune_amp.trial.process import Watcher
+from autotune_amp.trial.runner import Runner
 from autotune_amp.trial.spec import Candidate, TrialSpec
 
 # The confirmation takes at most this share of the budget; what is left over of the search is not handed on.
@@ -28,12 +29,15 @@ class Clock:
         self._started = time.monotonic()
 
     def elapsed(self) -> float:
+        """Seconds used."""
         return time.monotonic() - self._started
 
     def left(self) -> float:
+        """Seconds left for everything."""
         return self.budget_seconds - self.elapsed()
 
     def left_for_search(self) -> float:
+        """Seconds left before the confirmation's share begins."""
         return (1 - CONFIRM_SHARE) * self.budget_seconds - self.elapsed()
 
 
@@ -45,14 +49,14 @@ class ProgressWatcher(Watcher):
         self._clock = clock
         self.last_step_seconds: float | None = None
 
-    def tick(self) -> None:
+    def tick(self) -> None:  # noqa: D102 - see Watcher
         self._progress.tick(self._clock.elapsed())
 
-    def step(self, num_steps: int, step_seconds: float) -> None:
+    def step(self, num_steps: int, step_seconds: float) -> None:  # noqa: D102 - see Watcher
         self.last_step_seconds = step_seconds
         self._progress.step(num_steps, step_seconds)
 
-    def output(self, text: str) -> None:
+    def output(self, text: str) -> None:  # noqa: D102 - see Watcher
         self._progress.output(text)
 
 
@@ -108,7 +112,12 @@ class Session:
         )
 
     def run(
-        self, runner: Runner, spec: TrialSpec, *, round: int | None = None, environment: dict[str, str] | None = None
+        self,
+        runner: Runner,
+        spec: TrialSpec,
+        *,
+        round_number: int | None = None,
+        environment: dict[str, str] | None = None,
     ) -> Record:
         """Run one trial, log it, tell the progress."""
         number = 1 + max((r.number for r in self.records), default=0)
@@ -122,7 +131,7 @@ class Session:
             purpose=spec.purpose,
             outcome=outcome,
             seconds=time.monotonic() - started,
-            round=round,
+            round=round_number,
             environment=environment or {},
         )
         self._folder.append(record)

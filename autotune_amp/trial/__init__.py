@@ -1,0 +1,1 @@
+"""One isolated run of one candidate: the process boundary."""

@@ -9,9 +9,7 @@ import msgspec
 from autotune_amp.config import Precision
 from autotune_amp.trial.spec import Candidate, Purpose
 
-FailureKind: TypeAlias = Literal[
-    "oom", "timeout", "nonfinite", "unsupported", "crash", "workload_error"
-]
+FailureKind: TypeAlias = Literal["oom", "timeout", "nonfinite", "unsupported", "crash", "workload_error"]
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="measurement"):

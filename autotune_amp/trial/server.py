@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import queue
 import select
@@ -24,51 +23,10 @@ from typing import Any
 import msgspec
 import psutil
 
+from autotune_amp.trial.channel import Channel
+
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CANARY_SECONDS = 10.0
-
-
-class Channel:
-    """Lines of JSON in, lines of JSON out; every line out is one write with a newline before and after it, so that
-    the remains of a killed writer's line cannot spoil the next."""
-
-    def __init__(self) -> None:
-        self.input = os.dup(0)
-        self._output = os.dup(1)
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.close(null)
-        os.dup2(2, 1)
-        self._buffer = b""
-
-    def send(self, message: dict[str, Any]) -> None:
-        data = b"\n" + msgspec.json.encode(message) + b"\n"
-        while data:
-            data = data[os.write(self._output, data) :]
-
-    def has_line(self) -> bool:
-        return b"\n" in self._buffer
-
-    def read_line(self) -> dict[str, Any] | None:
-        """The next message, None at the end of the input."""
-        while b"\n" not in self._buffer:
-            chunk = os.read(self.input, 1 << 16)
-            if not chunk:
-                return None
-            self._buffer += chunk
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
-        return message
-
-    def read_exactly(self, num_bytes: int) -> bytes:
-        parts = bytearray(self._buffer[:num_bytes])
-        self._buffer = self._buffer[num_bytes:]
-        while len(parts) < num_bytes:
-            chunk = os.read(self.input, min(1 << 20, num_bytes - len(parts)))
-            if not chunk:
-                break
-            parts += chunk
-        return bytes(parts)
 
 
 class Server:
@@ -171,9 +129,8 @@ def run_template(channel: Channel, server: Server) -> None:
     while (command := channel.read_line()) is not None:
         if command["cmd"] in ("load", "open"):
             server.handle(command)
-        elif command["cmd"] == "call":
-            if not _watch(channel, _fork(server, command)):
-                return
+        elif command["cmd"] == "call" and not _watch(channel, _fork(server, command)):
+            return
 
 
 def _fork(server: Server, command: dict[str, Any]) -> int:

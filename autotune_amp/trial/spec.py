@@ -33,6 +33,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def effective_batch_size(self) -> int:
+        """Samples behind one optimizer step on this device."""
         return self.batch_size * self.accumulation_steps
 
     def __str__(self) -> str:

@@ -61,7 +61,8 @@ class Training:
                 "Compute it from the model's output without torch.no_grad() or .detach().",
             )
         scaled = loss / candidate.accumulation_steps if candidate.accumulation_steps > 1 else loss
-        (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+        to_go_back_from: Tensor = scaled if self.scaler is None else self.scaler.scale(scaled)
+        to_go_back_from.backward()  # type: ignore[no-untyped-call]  # torch does not type it
         return loss.detach().reshape(())
 
     def update(self) -> None:

@@ -83,7 +83,10 @@ def time_steps(training: Training, report: Report) -> Timing:
 
 
 def _warm_up(training: Training, timer: _StepTimer, report: Report) -> float:
-    """The remaining warm-up steps, and under fp16 as many more as the scale needs to come down; the last one's seconds."""
+    """The remaining warm-up steps, and under fp16 as many more as the scale needs to come down.
+
+    Returns the seconds of the last one.
+    """
     num_done = 1
     while True:
         scale = training.loss_scale()

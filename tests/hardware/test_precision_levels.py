@@ -95,6 +95,7 @@ def test_a_torch_without_kernels_for_the_card_supports_nothing() -> None:
         ((12, 0), ["sm_100f"], False),
         ((12, 1), ["sm_120"], True),
         ((12, 0), ["compute_90a"], False),
+        ((12, 0), ["compute_100f"], False),
         ((8, 0), ["gfx90a"], False),
         ((8, 0), [], True),  # a build that names none
     ],

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune_amp.config import Precision
 from autotune_amp.hardware.types import Capability, DeviceIdentity, DeviceMemory, Hardware, Level
 from autotune_amp.search.seeding import exclusions, fit_memory, fit_step_time, next_seed, smallest_on_plateau
 from autotune_amp.search.space import Space, without
@@ -17,6 +16,8 @@ from autotune_amp.trial.spec import Candidate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from autotune_amp.config import Precision
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16")
 SIZES = (4, 8, 16, 32, 64, 128, 256, 512)
@@ -41,9 +42,7 @@ def at(precision: Precision, batch_size: int, **more: Any) -> Candidate:
 
 
 def space(precisions: tuple[Precision, ...] = PRECISIONS, baseline: Candidate | None = None) -> Space:
-    return Space(
-        candidates=tuple(at(p, b) for p in precisions for b in SIZES), baseline=baseline or at("fp32", 32)
-    )
+    return Space(candidates=tuple(at(p, b) for p in precisions for b in SIZES), baseline=baseline or at("fp32", 32))
 
 
 def measured(speed: float, memory: int = 1) -> Measurement:
@@ -249,16 +248,18 @@ def test_seeding_comes_within_five_percent_of_the_best_on_most_landscapes() -> N
 
 
 def _regret_and_cost(rng: random.Random) -> tuple[float, int]:
-    """A landscape like those measured: overhead, a slope, a cache that large batches leave, a memory wall, 2 % noise."""
+    """A landscape as measured: overhead, slope, a cache that large batches leave, a memory wall, 2 % noise."""
     common, gain = rng.uniform(1, 60), rng.uniform(0, 1)
     overhead = {p: common * rng.uniform(0.8, 1.4) for p in PRECISIONS}
     slope = {p: rng.uniform(0.7, 1.0) / RATES[p] ** gain for p in PRECISIONS}
-    spill, memory = rng.choice([math.inf, rng.uniform(100, 500)]), rng.choice([64, 256, 1024])
+    spill: float = rng.choice([math.inf, rng.uniform(100, 500)])
+    memory = rng.choice([64, 256, 1024])
     wall = {p: memory * (1 if p in ("fp32", "tf32") else 1.7) for p in PRECISIONS}
 
     def speed(candidate: Candidate) -> float:
         p, b = candidate.precision, candidate.batch_size
-        return b / (overhead[p] + slope[p] * b * (1 + b / spill))
+        seconds: float = overhead[p] + slope[p] * b * (1 + b / spill)
+        return b / seconds
 
     def measure(candidate: Candidate) -> Outcome:
         if candidate.batch_size > wall[candidate.precision]:

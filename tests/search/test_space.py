@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from typing import Any, get_args
 
 import pytest
@@ -193,7 +194,7 @@ def test_a_range_is_covered_without_wide_gaps(low: int, ratio: int, base: int) -
     assume(low * ratio >= base)
     found = sizes(space(about={"batch_size": base, "num_samples": None}, batch_size=(low, low * ratio)))
     even = max(4.0, ratio ** (2 / (MAX_BATCH_SIZES - 2)) * 2)
-    assert all(above <= even * below + 1 for below, above in zip(found, found[1:], strict=False))
+    assert all(above <= even * below + 1 for below, above in itertools.pairwise(found))
 
 
 def test_a_space_is_json() -> None:

@@ -1,0 +1,255 @@
+"""One server process as the parent sees it: what it says, what it prints, how it ends. No torch here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import psutil
+
+from autotune_amp import errors
+from autotune_amp.errors import AutotuneAmpError, RunnerError
+from autotune_amp.trial.outcome import Failure
+
+TICK_SECONDS = 0.1
+_OUTPUT_TAIL_CHARACTERS = 4000
+_EXIT_SECONDS = 10.0
+_SERVER = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from autotune_amp.trial.server import main; main(sys.argv[2])"
+)
+
+
+class Watcher:
+    """What a runner tells while it waits; the base class ignores it."""
+
+    def tick(self) -> None:
+        """Called at least every TICK_SECONDS."""
+
+    def step(self, num_steps: int, step_seconds: float) -> None:
+        """The trial finished a step; `num_steps` is 0 while it warms up."""
+
+    def output(self, text: str) -> None:
+        """The user's own code printed something."""
+
+
+class Deadlines(msgspec.Struct, kw_only=True):
+    """`whole` is a time on the monotonic clock; the others are seconds from the last sign of life."""
+
+    whole: float | None = None
+    first_step_seconds: float | None = None
+    step_seconds: float | None = None
+
+
+class ProcessEndedError(Exception):
+    """The process ended, or was ended, before it answered."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class Process:
+    """One server process and the two threads that read what it says and what it prints."""
+
+    def __init__(self, mode: str, environment: dict[str, str], watcher: Watcher) -> None:
+        self._mode = mode
+        self._watcher = watcher
+        self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._printed: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._tail: deque[str] = deque(maxlen=64)
+        self._num_oom_kills = _count_oom_kills()
+        try:
+            self._popen = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                [sys.executable, "-c", _SERVER, json.dumps(sys.path), mode],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment,
+                start_new_session=True,  # Ctrl-C at the terminal is ours to handle
+            )
+        except OSError as error:
+            raise RunnerError(
+                f"A trial process cannot be started: {error}.", "Check the limits on processes and memory."
+            ) from error
+        self._threads = [threading.Thread(target=self._hear), threading.Thread(target=self._overhear)]
+        for thread in self._threads:
+            thread.start()
+
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return self._popen.poll() is None
+
+    def send(self, message: dict[str, Any], data: bytes = b"") -> None:
+        """Write one message, with raw bytes behind it."""
+        assert self._popen.stdin is not None
+        try:
+            self._popen.stdin.write(msgspec.json.encode(message) + b"\n" + data)
+            self._popen.stdin.flush()
+        except BrokenPipeError:
+            pass  # it died; `wait` says how
+
+    def wait(self, deadlines: Deadlines, *, ends_with_exit: bool = False) -> Any:
+        """The answer to the last message; raises `ProcessEndedError` if there is none, whoever ended the process.
+
+        A template's children answer and then exit; `ends_with_exit` waits for that too.
+        """
+        answer: Any = None
+        is_answered = False
+        limit = None
+        phase = "building the workload"
+        while True:
+            message = self._next_message()
+            now = time.monotonic()
+            if message is False:
+                overdue = _overdue(now, deadlines.whole, limit)
+                if overdue is None:
+                    continue
+                if is_answered:
+                    self._kill_for(deadlines, True, "ending")
+                    return _raised(answer)
+                raise ProcessEndedError(self._kill_for(deadlines, overdue == "whole", phase))
+            if message is None:
+                raise ProcessEndedError(self._classify_exit(self._end_status(), phase))
+            event = message["event"]
+            if event == "phase":
+                phase = f"in the {message['phase']}" if message["phase"] == "first step" else message["phase"]
+                if message["phase"] == "first step" and deadlines.first_step_seconds is not None:
+                    limit = now + deadlines.first_step_seconds
+            elif event == "step":
+                phase = f"after step {message['number']}" if message["number"] else "warming up"
+                self._watcher.step(message["number"], message["seconds"])
+                limit = None if deadlines.step_seconds is None else now + deadlines.step_seconds
+            elif event in ("result", "failed", "error"):
+                answer, is_answered, limit = _answer(message), True, None
+                if not ends_with_exit:
+                    return _raised(answer)
+                deadlines.whole = now + _EXIT_SECONDS
+            elif event == "exit":
+                self._drain_output()
+                if is_answered:
+                    return _raised(answer)
+                raise ProcessEndedError(self._classify_exit(message["status"], phase))
+
+    def _next_message(self) -> dict[str, Any] | Literal[False] | None:
+        """The next message, None at the end of the process, False if nothing came within a tick."""
+        self._drain_output()
+        self._watcher.tick()
+        try:
+            return self._messages.get(timeout=TICK_SECONDS)
+        except queue.Empty:
+            return False
+
+    def _drain_output(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._watcher.output(self._printed.get_nowait())
+
+    def _kill_for(self, deadlines: Deadlines, is_whole: bool, phase: str) -> Failure:
+        if self._mode == "template":
+            self.send({"cmd": "kill"})
+            with contextlib.suppress(queue.Empty):
+                while (message := self._messages.get(timeout=5)) is not None:
+                    if message["event"] == "exit":
+                        break
+        if is_whole:
+            return Failure(kind="timeout", message=f"it was still {phase} when its time was up")
+        limit = deadlines.first_step_seconds if phase == "in the first step" else deadlines.step_seconds
+        return Failure(kind="timeout", message=f"a step took longer than {limit:.1f} s ({phase})")
+
+    def _classify_exit(self, status: int, phase: str) -> Failure:
+        details = "".join(self._tail)[-_OUTPUT_TAIL_CHARACTERS:] or None
+        if status == -signal.SIGKILL and _count_oom_kills() > self._num_oom_kills:
+            return Failure(kind="oom", message=f"the kernel ended it for want of memory, {phase}", details=details)
+        if status < 0:
+            name = signal.Signals(-status).name
+            what = "segmentation fault" if name == "SIGSEGV" else f"signal {name}"
+            return Failure(kind="crash", message=f"its process died of {what}, {phase}", details=details)
+        message = f"its process exited with status {status} before it reported, {phase}"
+        return Failure(kind="crash", message=message, details=details)
+
+    def _end_status(self) -> int:
+        self._popen.wait()
+        self._drain_output()
+        return self._popen.returncode
+
+    def end(self) -> None:
+        """Kill the process, its group and whatever else descends from it; returns when all of it is gone."""
+        family = _family(self._popen.pid)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._popen.wait()
+        psutil.wait_procs(family, timeout=5)
+        for thread in self._threads:
+            thread.join()
+        self._drain_output()
+        for stream in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+    def _hear(self) -> None:
+        assert self._popen.stdout is not None
+        for line in self._popen.stdout:
+            if line.strip():
+                with contextlib.suppress(json.JSONDecodeError):  # the remains of a killed writer's line
+                    self._messages.put(json.loads(line))
+        self._messages.put(None)
+
+    def _overhear(self) -> None:
+        assert self._popen.stderr is not None
+        while chunk := os.read(self._popen.stderr.fileno(), 1 << 16):
+            text = chunk.decode(errors="replace")
+            self._tail.append(text)
+            self._printed.put(text)
+
+
+def _overdue(now: float, whole: float | None, limit: float | None) -> Literal["whole", "step"] | None:
+    if whole is not None and now > whole:
+        return "whole"
+    return "step" if limit is not None and now > limit else None
+
+
+def _answer(message: dict[str, Any]) -> Any:
+    if message["event"] == "result":
+        return message["value"]
+    if message["event"] == "failed":
+        return msgspec.convert(message["failure"], Failure)
+    kind: type[AutotuneAmpError] = getattr(errors, message["type"])
+    return kind(message["message"], message["next_step"])
+
+
+def _raised(answer: Any) -> Any:
+    if isinstance(answer, AutotuneAmpError):
+        raise answer
+    return answer
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        family: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return family
+
+
+def _count_oom_kills() -> int:
+    """The kernel's count of processes it ended for want of memory, 0 where it keeps none."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/vmstat").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])
+    return 0

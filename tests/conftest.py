@@ -1,0 +1,107 @@
+"""What tests share: the command line in a real process, and the proof that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+MARK = "AUTOTUNE_AMP_TEST_MARK"
+
+
+@dataclass
+class Finished:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """Standard output, which must be one JSON document and nothing else."""
+        parsed: dict[str, Any] = json.loads(self.out)
+        return parsed
+
+
+class CommandLine:
+    """Runs `autotune-amp` in `folder`, with temporary files in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir()
+        self.mark = uuid.uuid4().hex
+        self.environment = {**os.environ, "TMPDIR": str(self.temporary), MARK: self.mark, "NO_COLOR": "1"}
+
+    def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "autotune_amp", *arguments]
+        return subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            **options,
+        )
+
+    def __call__(self, *arguments: str, **options: Any) -> Finished:
+        process = self.start(*arguments, **options)
+        out, err = process.communicate(timeout=200)
+        return Finished(process.returncode, out, err)
+
+    def search(self, *arguments: str, **options: Any) -> Finished:
+        """A short search with its result as JSON."""
+        return self("search", *arguments, "--json", **options)
+
+    def write(self, name: str, text: str) -> str:
+        (self.folder / name).write_text(text)
+        return f"{name}:workload"
+
+    def leftovers(self) -> list[str]:
+        """Processes of this test that are still alive, and temporary files."""
+        # torch's compiler cache is meant to outlive a process; importing the compiler makes its folder.
+        files = [str(path) for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")]
+        return [*(str(p.cmdline()) for p in self._processes()), *files]
+
+    def _processes(self) -> Iterator[psutil.Process]:
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    yield process
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+
+    def wait_until_alone(self, seconds: float = 8.0) -> list[str]:
+        """The leftovers once children had time to notice that their parent is gone."""
+        deadline = time.monotonic() + seconds
+        while (left := self.leftovers()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+    def end(self) -> None:
+        for process in list(self._processes()):
+            process.send_signal(signal.SIGKILL)
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Iterator[CommandLine]:
+    """The command line in a folder of its own; nothing of it may outlive the test."""
+    command_line = CommandLine(tmp_path)
+    yield command_line
+    left = command_line.wait_until_alone()
+    command_line.end()
+    assert left == []

@@ -1,0 +1,352 @@
+"""What counts of an object, and that none of its code runs."""
+
+import _thread
+import copy
+import dataclasses
+import functools
+import logging
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+from autotune_amp.fingerprint import changed, compute, versions, workload_parts
+from autotune_amp.fingerprint.code import code_digest
+from autotune_amp.hardware.types import DeviceIdentity
+from autotune_amp.recommendation import Fingerprint
+
+
+def parts_of(value: object) -> dict[str, str]:
+    parts, unknown = workload_parts(SimpleNamespace(data=value))
+    assert unknown == ()
+    return parts
+
+
+def unknown_of(value: object) -> tuple[str, ...]:
+    return workload_parts(SimpleNamespace(data=value))[1]
+
+
+# --- plain data
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+DATA = st.recursive(
+    LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner), max_leaves=20
+)
+
+
+def with_one_leaf_changed(value: Any) -> Any:
+    if isinstance(value, (list, tuple)) and value:
+        return type(value)([*value[:-1], with_one_leaf_changed(value[-1])])
+    if isinstance(value, dict) and value:
+        key = next(reversed(value))
+        return {**value, key: with_one_leaf_changed(value[key])}
+    return [value]
+
+
+@given(DATA)
+def test_copies_are_equal_and_one_other_leaf_is_not(value: Any) -> None:
+    assert parts_of(copy.deepcopy(value)) == parts_of(value)
+    assert parts_of(with_one_leaf_changed(value)) != parts_of(value)
+
+
+@given(LEAVES, LEAVES)
+def test_leaves_are_equal_only_where_type_and_value_are(one: Any, other: Any) -> None:
+    is_same = type(one) is type(other) and repr(one) == repr(other)
+    assert (parts_of([one]) == parts_of([other])) == is_same
+
+
+def test_equal_dictionaries_and_sets_are_equal_in_any_order() -> None:
+    assert parts_of({"a": 1, "b": 2}) == parts_of({"b": 2, "a": 1})
+    one, other = {0, 8}, {8, 0}  # they collide: the first in stays first
+    assert list(one) != list(other)
+    assert parts_of(one) == parts_of(other)
+    assert parts_of([1, 2]) != parts_of([2, 1])
+
+
+def test_sharing_is_no_difference_and_cycles_end() -> None:
+    inner = [1]
+    assert parts_of([inner, inner]) == parts_of([[1], [1]])
+    cycle: list[Any] = [1]
+    cycle.append(cycle)
+    longer: list[Any] = [2]
+    longer.append(longer)
+    assert parts_of(cycle) != parts_of(longer)
+
+
+def test_a_large_container_counts_by_length_and_by_a_sample() -> None:
+    names = [f"{index}.png" for index in range(100_000)]
+    assert parts_of(names) == parts_of(list(names))
+    assert parts_of(names) != parts_of(names[:-1])
+    assert parts_of(names) != parts_of([f"{index}.jpg" for index in range(100_000)])
+
+
+# --- live objects
+
+MODEL: Callable[[], torch.nn.Module] = lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())  # noqa: E731
+
+
+def tied() -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    return model
+
+
+def frozen() -> torch.nn.Module:
+    return MODEL().requires_grad_(False)
+
+
+def hooked() -> torch.nn.Module:
+    model = MODEL()
+    model.register_forward_hook(lambda *_: None)
+    return model
+
+
+def loader(**settings: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.zeros(8, 2)), **settings)
+
+
+def stepped() -> torch.optim.Optimizer:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1)
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    return optimizer
+
+
+def iterated() -> DataLoader[Any]:
+    found = loader(batch_size=2)
+    list(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.randn(3, 2), torch.randn(3, 2)),
+        (numpy.zeros(3), numpy.ones(3)),
+        (MODEL(), MODEL()),
+        (numpy.random.default_rng(), numpy.random.default_rng()),
+        (stepped(), torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=0.1)),
+        (iterated(), loader(batch_size=2)),
+        (logging.getLogger("a"), logging.getLogger("a")),
+        (functools.partial(max, 1), functools.partial(max, 1)),
+    ],
+)
+def test_values_and_state_do_not_count(one: object, other: object) -> None:
+    assert parts_of(one) == parts_of(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.zeros(3, 2), torch.zeros(2, 3)),
+        (torch.zeros(3), torch.zeros(3, dtype=torch.bfloat16)),
+        (torch.zeros(3), torch.zeros(3, requires_grad=True)),
+        (torch.zeros(1, 2, 3, 3), torch.zeros(1, 2, 3, 3).to(memory_format=torch.channels_last)),
+        (torch.float32, torch.float16),
+        (torch.device("cpu"), torch.device("cuda")),
+        (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)),
+        (numpy.zeros(3), numpy.zeros(4)),
+        (numpy.float32(1), numpy.float32(2)),
+        (numpy.random.default_rng(1), numpy.random.default_rng(2)),
+        (MODEL(), MODEL().eval()),
+        (MODEL(), frozen()),
+        (MODEL(), hooked()),
+        (MODEL(), torch.compile(MODEL(), backend="eager")),
+        (torch.nn.Dropout(0.1), torch.nn.Dropout(0.2)),
+        (torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), tied()),
+        (torch.optim.SGD([torch.zeros(1)], lr=0.1), torch.optim.SGD([torch.zeros(1)], lr=0.2)),
+        (torch.optim.SGD([torch.zeros(1)]), torch.optim.SGD([torch.zeros(1), torch.zeros(2)])),
+        (loader(batch_size=2), loader(batch_size=4)),
+        (loader(), loader(drop_last=True)),
+        (loader(), loader(shuffle=True)),
+        (functools.partial(max, 1), functools.partial(max, 2)),
+        (Path("a"), Path("b")),
+        (range(3), range(4)),
+        (max, min),
+        ([].append, [1].append),
+        (torch.nn.functional.relu, torch.nn.functional.gelu),
+    ],
+)
+def test_what_a_run_would_feel_counts(one: object, other: object) -> None:
+    assert parts_of(one) == parts_of(one)
+    assert parts_of(one) != parts_of(other)
+
+
+def test_a_library_counts_by_its_version() -> None:
+    assert parts_of(torch.nn.Linear)["version of torch"] == f"={torch.__version__}"
+
+
+# --- functions and classes
+
+
+def closing_over(value: object) -> Callable[[], object]:
+    return lambda: value
+
+
+def test_code_that_has_run_often_is_the_same_code() -> None:
+    def busy(n: int) -> float:
+        total = 0.0
+        for index in range(n):
+            total += index * 2 if index % 2 else len(str(index))
+        return total
+
+    before = code_digest(busy.__code__)
+    for _ in range(1000):
+        busy(50)
+    assert code_digest(busy.__code__) == before
+
+
+def test_a_closure_is_a_part_of_its_own() -> None:
+    one, other = (workload_parts(SimpleNamespace(model=closing_over(value)))[0] for value in (1, 2))
+    assert {name for name in one if one[name] != other[name]} == {"closure value of closing_over"}
+
+
+def test_a_function_that_makes_the_workload_is_not_called() -> None:
+    def make() -> None:
+        raise AssertionError("called")
+
+    parts, unknown = workload_parts(make)
+    assert unknown == ()
+    assert next(iter(parts)).startswith("workload (function test_a_function_that_makes_the_workload_is_not_called.make")
+
+
+class Hostile:
+    """Every way in raises."""
+
+    def __init__(self, value: object) -> None:
+        object.__setattr__(self, "value", value)
+
+    def _fail(self, *_: object) -> Any:
+        raise AssertionError("the user's code ran")
+
+    __len__ = __getitem__ = __iter__ = __repr__ = __hash__ = __eq__ = __getattr__ = __reduce__ = __bool__ = _fail
+    __getattribute__ = __getstate__ = __call__ = __reduce_ex__ = __contains__ = __str__ = _fail
+    __class__ = property(_fail)
+
+
+class HostileMeta(type):
+    def __eq__(cls, _: object) -> bool:
+        raise AssertionError("the user's code ran")
+
+    def __hash__(cls) -> int:
+        raise AssertionError("the user's code ran")
+
+
+class HostileList(list[int]):
+    __iter__ = __len__ = __getitem__ = Hostile._fail
+
+
+def test_no_code_of_the_users_runs() -> None:
+    assert parts_of(Hostile(1)) == parts_of(Hostile(1))
+    assert parts_of(Hostile(1)) != parts_of(Hostile(2))
+    assert parts_of({"key": [Hostile(1)]}) != parts_of({"key": [Hostile(2)]})
+    assert parts_of(HostileList([1])) != parts_of(HostileList([2]))
+    odd = HostileMeta("Odd", (), {"__module__": __name__})
+    assert parts_of(odd()) == parts_of(odd())
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+@dataclasses.dataclass
+class Settings:
+    width: int
+    names: list[str] = dataclasses.field(default_factory=list)
+
+
+@pytest.mark.parametrize("kind", [Slotted, Settings])
+def test_slots_and_dataclasses_count_by_their_fields(kind: Any) -> None:
+    assert parts_of(kind(1)) == parts_of(kind(1))
+    assert parts_of(kind(1)) != parts_of(kind(2))
+
+
+class Unstepped(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_the_first_optimizer_made_does_not_change_its_class() -> None:
+    before = parts_of(Unstepped)
+    Unstepped([torch.zeros(1)])
+    assert parts_of(Unstepped) == before
+
+
+@torch.no_grad()
+def decorated(x: Any) -> Any:
+    return x + 1
+
+
+def test_a_function_behind_a_librarys_decorator_counts() -> None:
+    names = set(workload_parts(SimpleNamespace(loss=decorated))[0])
+    assert "workload.loss (function decorated of test_fingerprint_objects.py)" in names
+    assert "source file test_fingerprint_objects.py" in names
+    assert workload_parts(SimpleNamespace(loss=decorated))[1] == ()
+
+
+# --- what cannot be known
+
+
+def test_what_has_no_content_is_unknown_by_its_path(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w") as file, socket.socket() as connection:
+        for value, kind in (
+            (_thread.allocate_lock(), "lock"),
+            (file, "TextIOWrapper"),
+            (connection, "socket"),
+            ((x for x in [1]), "generator"),
+        ):
+            (line,) = unknown_of({"inner": [value]})
+            assert line.startswith("workload.data['inner'][0] cannot be known: ")
+            assert kind in line
+
+
+def test_an_unknown_is_told_whether_old_or_new() -> None:
+    known = Fingerprint(digest="1", parts={"a": "1"})
+    unknown = Fingerprint(digest="1", parts={"a": "1"}, unknown=("x cannot be known: y",))
+    assert changed(known, known) == ()
+    assert changed(known, unknown) == changed(unknown, known) == ("x cannot be known: y",)
+
+
+# --- the whole fingerprint
+
+IDENTITY = DeviceIdentity(type="cuda", name="H100", driver="560.1", num_cpus=4, total_memory_bytes=1)
+
+
+def whole(identity: DeviceIdentity = IDENTITY, **options: object) -> Fingerprint:
+    return compute(SimpleNamespace(model=MODEL), options, identity, {"deterministic": False})
+
+
+def test_a_setting_is_shown_with_both_values() -> None:
+    driver = DeviceIdentity(type="cuda", name="H100", driver="570.2", num_cpus=4, total_memory_bytes=1)
+    assert changed(whole(), whole()) == ()
+    assert changed(whole(), whole(driver)) == ("device driver changed from 560.1 to 570.2",)
+    assert changed(whole(seed=0), whole(seed=1)) == ("option seed changed from 0 to 1",)
+    assert changed(whole(), whole(seed=1)) == ("option seed is new",)
+    assert changed(whole(seed=1), whole()) == ("option seed is gone",)
+    assert whole().digest != whole(driver).digest
+
+
+def test_a_storage_url_is_not_shown() -> None:
+    one, other = whole(storage="mysql://user:secret@host/a"), whole(storage="mysql://user:secret@host/b")
+    assert changed(one, other) == ("option storage changed",)
+    assert not any("secret" in part for part in one.parts.values())
+
+
+def test_versions_are_those_of_this_process() -> None:
+    found = versions()
+    assert found["torch"] == str(torch.__version__)
+    assert found["python"].count(".") == 2
+    assert {"platform", "autotune_amp", "optuna"} <= set(found)
+    assert whole().parts["version of python"] == f"={found['python']}"

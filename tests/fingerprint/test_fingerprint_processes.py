@@ -1,0 +1,216 @@
+"""What misses and what hits, seen from real processes: a script is run, changed, and run again."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autotune_amp.fingerprint import changed
+from autotune_amp.recommendation import Fingerprint
+
+SCRIPT = """
+import enum, functools, json, os, sys
+import torch
+import helpers
+import unrelated
+import pkg.layers
+from autotune_amp.fingerprint import compute
+from autotune_amp.hardware.types import DeviceIdentity
+
+LEARNING_RATE = 0.1
+COLORS = {"red", "green", "blue", "cyan"}
+
+class Mode(enum.Enum):
+    FAST = "fast"
+
+class Net(torch.nn.Module):
+    width = 4
+
+    def __init__(self, depth):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(depth))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x) * helpers.SCALE
+        return pkg.layers.activate(x)
+
+def make_model(depth):
+    def build():
+        return Net(depth)
+    return build
+
+def loss(model, batch, weight=1.0):
+    if batch[1] in {"a", "b", "c"}:
+        return 0
+    return (model(batch[0]) - batch[1]).pow(2).mean() * weight * float(os.environ.get("LOSS_SCALE", 1))
+
+def lazily():
+    import late
+    return late.VALUE, COLORS, Mode.FAST
+
+class Workload:
+    pass
+
+workload = Workload()
+workload.model = make_model(2)
+workload.loss = loss
+workload.data = torch.utils.data.TensorDataset(torch.zeros(32, 4), torch.zeros(32, 4))
+workload.optimizer = functools.partial(torch.optim.SGD, lr=LEARNING_RATE)
+workload.extra = lazily
+
+identity = DeviceIdentity(type="cpu", name="cpu", num_cpus=4, total_memory_bytes=1024)
+found = compute(workload, {"budget": 90.0}, identity, {"allow_tf32": False})
+print(json.dumps([found.digest, found.parts, found.unknown]))
+"""
+
+FILES = {
+    "train.py": SCRIPT,
+    "helpers.py": "SCALE = 2\n\n\ndef unused():\n    return 1\n",
+    "unrelated.py": "VALUE = 1\n",
+    "late.py": "from later import VALUE\n",
+    "later.py": "VALUE = 1\n",
+    "pkg/__init__.py": "",
+    "pkg/layers.py": "import torch\n\n\ndef activate(x):\n    return torch.relu(x)\n",
+}
+
+
+HITS = [
+    ("train.py", "LEARNING_RATE = 0.1", "# a comment\n\n\nLEARNING_RATE = 0.1  # another"),
+    ("train.py", "class Net(", "# moves the class and its methods down\n\n\n\n\n\nclass Net("),
+    ("train.py", "return Net(depth)", "return Net(  \n            depth\n        )"),
+    ("helpers.py", "SCALE = 2", "# what x is multiplied by\nSCALE = 2"),
+    ("unrelated.py", "VALUE = 1", "VALUE = 2"),
+]
+
+MISSES = [
+    (("train.py", "RATE = 0.1", "RATE = 0.2"), "workload.optimizer changed"),
+    (("train.py", "* weight", "+ weight"), "workload.loss (function loss of train.py) changed"),
+    (("train.py", "weight=1.0", "weight=2.0"), "workload.loss (function loss of train.py) changed"),
+    (("train.py", '"a", "b", "c"', '"a", "b", "d"'), "workload.loss (function loss of train.py) changed"),
+    (("train.py", "make_model(2)", "make_model(3)"), "closure depth of make_model changed"),
+    (("train.py", "width = 4", "width = 5"), "class Net of train.py changed"),
+    (("train.py", "x = layer(x)", "x = -layer(x)"), "class Net of train.py changed"),
+    (("train.py", '"cyan"', '"pink"'), "global COLORS of train.py changed"),
+    (("train.py", 'FAST = "fast"', 'FAST = "slow"'), "class Mode of train.py changed"),
+    (("train.py", "zeros(32, 4)", "zeros(32, 5)"), "workload.data: shapes changed"),
+    (("train.py", "SGD, lr", "Adam, lr"), "workload.optimizer changed"),
+    (("train.py", '"budget": 90.0', '"budget": 60.0'), "option budget changed from 90.0 to 60.0"),
+    (("train.py", '"allow_tf32": False', '"allow_tf32": True'), "torch flag allow_tf32 changed from False to True"),
+    (("train.py", "num_cpus=4", "num_cpus=8"), "device num_cpus changed from 4 to 8"),
+    (("train.py", "import unrelated", "import unrelated\nOTHER = 1"), "source file train.py changed"),
+    (("helpers.py", "SCALE = 2", "SCALE = 3"), "global SCALE of helpers.py changed"),
+    (("helpers.py", "return 1", "return 2"), "source file helpers.py changed"),
+    (("later.py", "VALUE = 1", "VALUE = 2"), "source file later.py changed"),
+    (("pkg/layers.py", "relu(x)", "tanh(x)"), "function activate of pkg/layers.py changed"),
+]
+
+# Runs each script in a process of its own, forked where torch is imported already, which takes seconds.
+FORKING = """
+import os, runpy, sys
+import torch
+for folder in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        os.chdir(folder)
+        sys.path.insert(0, folder)
+        runpy.run_path(os.path.join(folder, "train.py"), run_name="__main__")
+        sys.stdout.flush()
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"{folder} failed")
+"""
+
+
+def run(*arguments: str | Path, cwd: Path | None = None, **environment: str) -> list[Fingerprint]:
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **environment}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    return [Fingerprint(digest=digest, parts=parts, unknown=tuple(unknown)) for digest, parts, unknown in found]
+
+
+def write(folder: Path, files: dict[str, str]) -> Path:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Fingerprint:
+    folder = write(tmp_path_factory.mktemp("original"), FILES)
+    return run(folder / "train.py", PYTHONHASHSEED="1")[0]
+
+
+@pytest.fixture(scope="module")
+def edited(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], Fingerprint]:
+    """What each edit of HITS and MISSES comes to."""
+    edits = [*HITS, *(edit for edit, _ in MISSES)]
+    folders = []
+    for number, (file, old, new) in enumerate(edits):
+        assert old in FILES[file]
+        edited_files = {**FILES, file: FILES[file].replace(old, new)}
+        folders.append(write(tmp_path_factory.mktemp(f"edit{number}"), edited_files))
+    return dict(zip(edits, run("-c", FORKING, *folders), strict=True))
+
+
+def test_everything_in_the_script_is_known(original: Fingerprint) -> None:
+    assert original.unknown == ()
+    assert {
+        "workload.loss (function loss of train.py)",
+        "workload.model (function make_model.build of train.py)",
+        "workload.data",
+        "workload.data: shapes",
+        "closure depth of make_model",
+        "global SCALE of helpers.py",
+        "source file train.py",
+        "source file helpers.py",
+        "source file late.py",
+        "source file later.py",
+        "source file pkg/layers.py",
+        "class Net of train.py",
+        "environment variable LOSS_SCALE",
+        "version of torch",
+    } <= set(original.parts)
+    assert "source file unrelated.py" not in original.parts
+
+
+@pytest.mark.parametrize("seed", ["0", "2"])
+def test_another_process_another_folder_and_another_hash_seed_hit(
+    original: Fingerprint, tmp_path: Path, seed: str
+) -> None:
+    folder = write(tmp_path / "moved", FILES)
+    (found,) = run(folder / "train.py", cwd=tmp_path, PYTHONHASHSEED=seed)
+    assert changed(original, found) == ()
+    assert found.digest == original.digest
+
+
+@pytest.mark.parametrize("edit", HITS)
+def test_what_changes_nothing_hits(
+    original: Fingerprint, edited: dict[tuple[str, str, str], Fingerprint], edit: tuple[str, str, str]
+) -> None:
+    assert changed(original, edited[edit]) == ()
+
+
+@pytest.mark.parametrize(("edit", "line"), MISSES)
+def test_what_changes_misses_and_is_named(
+    original: Fingerprint, edited: dict[tuple[str, str, str], Fingerprint], edit: tuple[str, str, str], line: str
+) -> None:
+    assert line in changed(original, edited[edit])
+    assert edited[edit].digest != original.digest
+
+
+def test_an_environment_variable_that_the_code_reads_is_a_part(original: Fingerprint, tmp_path: Path) -> None:
+    (found,) = run(write(tmp_path, FILES) / "train.py", LOSS_SCALE="2", ANOTHER="3")
+    assert changed(original, found) == ("environment variable LOSS_SCALE changed",)
+
+
+def test_importing_the_fingerprint_imports_no_torch() -> None:
+    code = "import sys, autotune_amp.fingerprint as f; f.versions(); print({'torch', 'optuna'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

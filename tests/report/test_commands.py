@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import json
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from report_samples import recommendation
+
+from autotune_amp import errors
+from autotune_amp.cli import run
+
+if TYPE_CHECKING:
+    from autotune_amp.hardware.types import Hardware
+    from autotune_amp.recommendation import Recommendation
+
+BEST = recommendation()
+NOTHING_WORKS = errors.NothingWorksError("Nothing works.", "Try less.", ())
+INTERRUPTED = errors.SearchInterruptedError("Interrupted.", "Go on.", (), BEST)
+
+
+class Api:
+    """Stands in for autotune_amp.api: remembers what it was asked, then raises or returns `answer`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: BaseException | Recommendation) -> None:
+        self.answer = answer
+        self.target: object = None
+        self.options: dict[str, Any] = {}
+        module = types.ModuleType("autotune_amp.api")
+        vars(module)["recommend_config"] = self.recommend_config
+        monkeypatch.setitem(sys.modules, "autotune_amp.api", module)
+
+    def recommend_config(self, target: object, **options: Any) -> Recommendation:
+        self.target, self.options = target, options
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        (errors.BudgetTooSmallError("Too small.", "Give 20 s."), 2),
+        (NOTHING_WORKS, 3),
+        (INTERRUPTED, 130),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_search_that_fails_prints_one_document(
+    answer: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Api(monkeypatch, answer)
+    assert run(["search", "--json"]) == code
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["format"] == 1
+    assert captured.err.startswith("Error: ")
+
+
+def test_interrupted_search_prints_the_best(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Api(monkeypatch, INTERRUPTED)
+    assert run(["search"]) == 130
+    captured = capsys.readouterr()
+    assert "bf16, batch size 64" in captured.out
+    assert captured.err == "Error: Interrupted.\nNext step: Go on.\n"
+
+
+@pytest.mark.parametrize("fault", [BrokenPipeError("ours"), EOFError("ours"), ValueError("ours")])
+def test_our_own_faults_are_not_hidden(fault: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    Api(monkeypatch, fault)
+    with pytest.raises(type(fault), match="ours"):
+        run(["search"])
+
+
+def test_search_prints_the_recommendation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    Api(monkeypatch, BEST)
+    assert run(["search", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == json.loads(BEST.to_json())
+    assert captured.err == ""
+
+
+def test_search_without_options_asks_for_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    api = Api(monkeypatch, BEST)
+    assert run(["search"]) == 0
+    assert api.target is None
+    assert api.options.pop("progress") is not None
+    assert api.options == {
+        "budget": 90.0,
+        "trials": None,
+        "device": "auto",
+        "precision": None,
+        "batch_size": None,
+        "effective_batch_size": None,
+        "baseline": None,
+        "memory_fraction": 0.9,
+        "study": None,
+        "out": "studies",
+        "storage": None,
+        "seed": 0,
+        "fresh": False,
+        "quiet": False,
+    }
+
+
+def test_search_passes_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    api = Api(monkeypatch, BEST)
+    line = (
+        "search train.py:workload --budget 120 --trials 3 --device cuda:1 --precision fp32 --precision bf16 "
+        "--batch-size 8:64 --effective-batch-size 128 --baseline fp32:32 --memory-fraction 0.5 --study s --out o "
+        "--storage sqlite:///x.db --seed 7 --fresh --quiet"
+    )
+    assert run(line.split()) == 0
+    assert api.target == "train.py:workload"
+    assert api.options == {
+        "budget": 120.0,
+        "trials": 3,
+        "device": "cuda:1",
+        "precision": ["fp32", "bf16"],
+        "batch_size": "8:64",
+        "effective_batch_size": 128,
+        "baseline": "fp32:32",
+        "memory_fraction": 0.5,
+        "study": "s",
+        "out": "o",
+        "storage": "sqlite:///x.db",
+        "seed": 7,
+        "fresh": True,
+        "quiet": True,
+        "progress": None,
+    }
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+def test_probe_prints_the_hardware(
+    is_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = types.ModuleType("autotune_amp.hardware")
+    asked = []
+
+    def probe(device: str) -> Hardware:
+        asked.append(device)
+        return BEST.hardware
+
+    vars(module)["probe"] = probe
+    monkeypatch.setitem(sys.modules, "autotune_amp.hardware", module)
+    assert run(["probe", "--device", "cpu", *(["--json"] if is_json else [])]) == 0
+    assert asked == ["cpu"]
+    out = capsys.readouterr().out
+    if is_json:
+        document = json.loads(out)
+        assert (document["format"], document["hardware"]["device"]) == (1, "cpu")
+    else:
+        assert "7.00 GiB free of 8.00 GiB" in out

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from report_samples import recommendation
+
+from autotune_amp import errors
+from autotune_amp.recommendation import Exclusion
+from autotune_amp.report.failure import error_document, error_text, exit_code
+
+BEST = recommendation()
+EXCLUDED = (
+    Exclusion(precision="fp16", batch_size=8, reason="out of memory"),
+    Exclusion(precision="fp8", batch_size=None, reason="no kernels"),
+)
+PLAIN = [
+    (errors.AutotuneAmpError, 1, "autotune_amp"),
+    (errors.InvalidRequestError, 2, "invalid_request"),
+    (errors.WorkloadError, 2, "workload"),
+    (errors.DeviceError, 2, "device"),
+    (errors.StudyError, 2, "study"),
+    (errors.StudyBusyError, 2, "study_busy"),
+    (errors.FormatError, 2, "format"),
+    (errors.BudgetTooSmallError, 2, "budget_too_small"),
+    (errors.RunnerError, 1, "runner"),
+]
+NOTHING_WORKS = errors.NothingWorksError("Nothing works.", "Try less.", EXCLUDED)
+INTERRUPTED = errors.SearchInterruptedError("Interrupted.", "Go on.", EXCLUDED, BEST)
+INTERRUPTED_EARLY = errors.SearchInterruptedError("Interrupted.", "Go on.", (), None)
+EXCLUDED_DOCUMENT = [
+    {"precision": "fp16", "batch_size": 8, "reason": "out of memory"},
+    {"precision": "fp8", "batch_size": None, "reason": "no kernels"},
+]
+
+
+@pytest.mark.parametrize(("kind", "code", "name"), PLAIN)
+def test_error_becomes_a_document(kind: type[errors.AutotuneAmpError], code: int, name: str) -> None:
+    error = kind("What \udcff was.", "What to do.")
+    assert exit_code(error) == code
+    assert json.loads(error_document(error)) == {
+        "format": 1,
+        "error": {"kind": name, "message": "What \udcff was.", "next_step": "What to do."},
+        "excluded": [],
+        "best": None,
+    }
+    assert error_text(error) == "Error: What \udcff was.\nNext step: What to do.\n"
+
+
+def test_every_error_class_has_its_exit_code_tested() -> None:
+    classes = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)}
+    tested = {kind for kind, _, _ in PLAIN} | {type(NOTHING_WORKS), type(INTERRUPTED)}
+    assert classes == tested
+
+
+def test_nothing_works_gives_every_reason() -> None:
+    document = json.loads(error_document(NOTHING_WORKS))
+    assert exit_code(NOTHING_WORKS) == 3
+    assert document["error"]["kind"] == "nothing_works"
+    assert document["excluded"] == EXCLUDED_DOCUMENT
+    assert error_text(NOTHING_WORKS).splitlines() == [
+        "Error: Nothing works.",
+        "  fp16 batch 8: out of memory",
+        "  fp8: no kernels",
+        "Next step: Try less.",
+    ]
+
+
+def test_interruption_carries_the_best() -> None:
+    document = json.loads(error_document(INTERRUPTED))
+    assert exit_code(INTERRUPTED) == 130
+    assert document["error"]["kind"] == "search_interrupted"
+    assert document["excluded"] == EXCLUDED_DOCUMENT
+    assert document["best"] == json.loads(BEST.to_json())
+    assert json.loads(error_document(INTERRUPTED_EARLY))["best"] is None

@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from report_samples import hardware, measurement, record
+
+from autotune_amp.report.progress import TerminalProgress
+from autotune_amp.trial.outcome import Failure
+from autotune_amp.trial.spec import Candidate
+
+
+@pytest.fixture(autouse=True)
+def terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class FakeTerminal(io.StringIO):
+    encoding = "utf-8"
+    num_writes = 0
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self.num_writes += 1
+        return super().write(text)
+
+
+def run_a_search(progress: TerminalProgress) -> None:
+    best = record(measurement(), number=0, precision="bf16")
+    progress.started("quiet-otter", "studies/quiet-otter", 90.0)
+    progress.phase("searching")
+    progress.found_hardware(hardware())
+    progress.trial_started(0, best.candidate, "search")
+    progress.step(3, 0.0776)
+    progress.output("epoch [red]1[/red]\n")
+    progress.trial_ended(best, best)
+    progress.trial_ended(record(Failure(kind="oom", message="too\nlarge"), number=1), best)
+    progress.tick(25.0)
+    progress.note("resumed 3 trials")
+    progress.ended()
+
+
+def test_without_a_terminal_every_event_is_a_plain_line() -> None:
+    stream = io.StringIO()
+    run_a_search(TerminalProgress(stream))
+    assert stream.getvalue().splitlines() == [
+        "Study studies/quiet-otter: 1 min 30 s. Ctrl-C keeps the best so far.",
+        "Searching",
+        "  cpu: Some Processor, 6.00 GiB available, fp32, bf16, fp16",
+        "epoch [red]1[/red]",
+        "  0  bf16 batch 32           412 samples/s   77.6 ms   612 MiB   3.1 s",
+        "  1  fp32 batch 32       out of memory after 3.1 s: too large",
+        "  resumed 3 trials",
+    ]
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    stream = FakeTerminal()
+    run_a_search(TerminalProgress(stream))
+    assert "412 samples/s" in stream.getvalue()
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_live_display_follows_every_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune_amp.report.live._DRAW_SECONDS", 0.0)
+    stream = FakeTerminal()
+    progress = TerminalProgress(stream)
+    best = record(measurement(), precision="bf16")
+
+    def drawn() -> str:
+        text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+        stream.seek(stream.truncate(0))
+        return " ".join(text.split())
+
+    progress.started("s", "studies/s", 90.0)
+    progress.phase("searching")
+    assert drawn().endswith("1:30 left of 1:30 now - best -")
+    progress.trial_started(4, Candidate(precision="fp32", batch_size=8), "search")
+    assert drawn().endswith("now fp32 batch 8 trial 4: setting up best -")
+    progress.step(7, 0.0123)
+    assert drawn().endswith("now fp32 batch 8 trial 4: step 7, 12.3 ms each best -")
+    progress.trial_ended(best, best)
+    assert drawn().endswith("now - best bf16 batch 32 412 samples/s 77.6 ms 612 MiB")
+    progress.tick(25.0)
+    assert "1:05 left of 1:30" in drawn()
+    progress.tick(91.0)
+    assert "time is up, finishing" in drawn()
+    progress.ended()
+
+
+def test_confirmations_and_cut_trials_are_marked() -> None:
+    stream = io.StringIO()
+    progress = TerminalProgress(stream)
+    progress.trial_ended(record(measurement(was_cut=True)), None)
+    progress.trial_ended(record(measurement(), purpose="confirm"), None)
+    cut, confirmed = stream.getvalue().splitlines()
+    assert cut.endswith("3.1 s  cut")
+    assert confirmed.endswith("3.1 s  confirm")
+    assert len(confirmed) <= 80
+
+
+def test_traceback_of_the_users_code_is_shown_once() -> None:
+    stream = io.StringIO()
+    progress = TerminalProgress(stream)
+    failure = Failure(
+        kind="workload_error", message="ValueError: no", details='  File "train.py"\nValueError: no\x1b[31m'
+    )
+    for number_ in range(3):
+        progress.trial_ended(record(failure, number=number_), None)
+    text = stream.getvalue()
+    assert text.count("workload error after 3.1 s: ValueError: no") == 3
+    assert text.count('File "train.py"') == 1
+    assert "\x1b" not in text
+
+
+def test_our_lines_never_join_an_unfinished_line_of_the_users() -> None:
+    for stream in (io.StringIO(), FakeTerminal()):
+        progress = TerminalProgress(stream)
+        progress.started("s", "studies/s", 90.0)
+        progress.output("loss 0.1")
+        progress.output(" and falling")
+        progress.note("resumed")
+        progress.ended()
+        assert "loss 0.1 and falling\n" in stream.getvalue()
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_bytes_that_are_no_characters_survive(is_terminal: bool) -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, "utf-8")
+    stream.isatty = lambda: is_terminal  # type: ignore[method-assign]
+    progress = TerminalProgress(stream)
+    progress.started("s", "studies/s", 90.0)
+    progress.output("caf\u00e9 \udcff[/red]\x1b]0;title\x07\n")
+    progress.output("lone \ud800\n")
+    progress.ended()
+    assert b"caf\xc3\xa9 \xff[/red]\x1b]0;title\x07\n" in raw.getvalue()
+    assert b"lone \\ud800\n" in raw.getvalue()
+
+
+def test_many_small_prints_are_few_writes() -> None:
+    stream = FakeTerminal()
+    progress = TerminalProgress(stream)
+    progress.started("s", "studies/s", 90.0)
+    lines = [f"line {i} [bold\n" for i in range(20_000)]
+    for line in lines:
+        progress.output(line)
+    progress.ended()
+    assert stream.num_writes < 200
+    assert re.findall(r"line \d+ \[bold\n", stream.getvalue()) == lines
+
+
+def test_a_line_without_end_is_passed_on_before_the_end() -> None:
+    stream = FakeTerminal()
+    progress = TerminalProgress(stream)
+    progress.started("s", "studies/s", 90.0)
+    progress.output("short")
+    assert "short" not in stream.getvalue()
+    progress.output("z" * 100_000)
+    assert "short" + "z" * 100_000 in stream.getvalue()
+    progress.ended()
+
+
+def test_a_long_print_leaves_the_last_line_open() -> None:
+    stream = FakeTerminal()
+    progress = TerminalProgress(stream)
+    progress.started("s", "studies/s", 90.0)
+    progress.output("x\n" * 50_000 + "loss")
+    progress.output(" 0.1\n")
+    progress.ended()
+    assert "loss 0.1\n" in stream.getvalue()
+
+
+class Broken(io.StringIO):
+    encoding = "utf-8"
+
+    def write(self, text: str) -> int:  # noqa: ARG002
+        raise BrokenPipeError
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+    is_terminal = False
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_reader_that_goes_away_does_not_end_the_search(is_terminal: bool) -> None:
+    stream = Broken()
+    stream.is_terminal = is_terminal
+    run_a_search(TerminalProgress(stream))
+
+
+def test_ending_twice_is_safe_and_what_follows_is_plain() -> None:
+    stream = FakeTerminal()
+    progress = TerminalProgress(stream)
+    threads = threading.enumerate()
+    progress.started("s", "studies/s", 90.0)
+    progress.tick(1.0)
+    assert threading.enumerate() == threads
+    progress.ended()
+    progress.ended()
+    end = len(stream.getvalue())
+    progress.tick(2.0)
+    progress.note("late")
+    assert stream.getvalue()[end:] == "  late\n"
+
+
+def test_live_display_has_no_color_where_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    colored = re.compile(r"\x1b\[[0-9;]*3[0-8]")
+    with_color, without = FakeTerminal(), FakeTerminal()
+    run_a_search(TerminalProgress(with_color))
+    monkeypatch.setenv("NO_COLOR", "1")
+    run_a_search(TerminalProgress(without))
+    assert colored.search(with_color.getvalue())
+    assert not colored.search(without.getvalue())
+
+
+CHILD = """
+import sys, time
+sys.path[:0] = [{tests!r}]
+from autotune_amp.report.progress import TerminalProgress
+from autotune_amp.trial.spec import Candidate
+from report_samples import measurement, record
+progress = TerminalProgress(sys.stderr)
+try:
+    progress.started("quiet-otter", "studies/quiet-otter", 90.0)
+    progress.phase("searching")
+    best = record(measurement(), precision="bf16")
+    progress.trial_ended(best, best)
+    progress.trial_started(1, Candidate(precision="fp32", batch_size=64), "search")
+    progress.step(7, 0.0123)
+    progress.output("the user's print\\n")
+    time.sleep(0.15)
+    progress.tick(45.0)
+    print("a stray warning", file=sys.stderr)
+    {end}
+finally:
+    progress.ended()
+print("result")
+"""
+
+
+def in_a_terminal(end: str) -> str:
+    """What a child writes to a real pseudo-terminal of 80 columns; the terminal's settings must outlive it."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    before = termios.tcgetattr(leader)
+    code = CHILD.format(tests=str(Path(__file__).parent), end=end)
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=follower, stdout=follower, stderr=follower, env=environment
+    ):
+        os.close(follower)
+        written = b""
+        # Linux reports the end of a pseudo-terminal as an input/output error.
+        with suppress(OSError):
+            while chunk := os.read(leader, 65536):
+                written += chunk
+    assert termios.tcgetattr(leader) == before
+    os.close(leader)
+    return written.decode()
+
+
+def test_live_display_on_a_real_terminal() -> None:
+    written = in_a_terminal("pass")
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written)
+    assert "\u2501" * 10 in text
+    assert "0:45 left of 1:30" in text
+    assert "fp32 batch 64       trial 1: step 7, 12.3 ms each" in text
+    assert "best bf16 batch 32           412 samples/s" in text
+    assert "the user's print\r\n" in text
+    assert "\x1b[2Ka stray warning\r\n" in written, "it must replace the display, not follow it"
+
+
+@pytest.mark.parametrize(("end", "last"), [("pass", "result"), ("raise ValueError('ours')", "ValueError: ours")])
+def test_terminal_is_restored_however_the_search_ends(end: str, last: str) -> None:
+    written = in_a_terminal(end)
+    hidden, shown = written.rindex("\x1b[?25l"), written.rindex("\x1b[?25h")
+    assert hidden < shown
+    # The display is erased, line by line, and what follows is ordinary text.
+    erased, _, after = written[shown:].rpartition("\x1b[1A\x1b[2K")
+    assert erased
+    assert last in after
+    assert "\x1b" not in after.replace("\x1b[0m", "")

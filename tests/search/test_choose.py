@@ -1,0 +1,407 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune_amp.config import PRECISIONS, AmpConfig, FallbackPlan, LossScale, Precision
+from autotune_amp.recommendation import Exclusion, PlainEnvironment
+from autotune_amp.search.choose import Decision, decide, rank, search_speeds, shortlist
+from autotune_amp.search.space import Space
+from autotune_amp.trial.outcome import Failure, FailureKind, Measurement, Outcome, Record
+from autotune_amp.trial.spec import Candidate, Purpose
+
+HEAP = {"MALLOC_TRIM_THRESHOLD_": "2147483647"}
+SCALE = LossScale(init_scale=1024.0)
+OOM = Failure(kind="oom", message="it asked for 3 GiB of 2 GiB")
+
+
+def at(precision: Precision, batch_size: int, **more: Any) -> Candidate:
+    return Candidate(precision=precision, batch_size=batch_size, **more)
+
+
+FP32, BF16, FP16 = at("fp32", 32), at("bf16", 64), at("fp16", 64)
+FOUND = at("fp32", 32, as_found=True)
+
+
+def measured(speed: float, memory: int = 1000, **more: Any) -> Measurement:
+    fields: dict[str, Any] = {
+        "step_seconds": 100 / speed,
+        "step_seconds_interval": (100 / speed, 100 / speed),
+        "samples_per_second": speed,
+        "data_seconds": 0.0,
+        "peak_memory_bytes": memory,
+        "reserved_memory_bytes": memory,
+        "raw_step_seconds": (100 / speed,),
+        "build_seconds": 0.1,
+        "context_seconds": 0.0,
+        "first_step_seconds": 1.0,
+    }
+    return Measurement(**{**fields, **more})
+
+
+class Log:
+    """Builds the records of a search as it would write them."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def add(self, candidate: Candidate, outcome: Outcome | float, purpose: Purpose = "search", **more: Any) -> Log:
+        if not isinstance(outcome, (Measurement, Failure)):
+            outcome = measured(outcome)
+        fields = {"search_id": "s", "number": len(self.records), "seconds": 1.0, **more}
+        self.records.append(Record(candidate=candidate, purpose=purpose, outcome=outcome, **fields))
+        return self
+
+    def confirm(
+        self, candidate: Candidate, *outcomes: Outcome | float, environment: dict[str, str] | None = None
+    ) -> Log:
+        for number, outcome in enumerate(outcomes):
+            self.add(candidate, outcome, "confirm", round=number, environment=environment or {})
+        return self
+
+
+def decided(log: Log, baseline: Candidate = FP32, environment: dict[str, str] | None = None, **more: Any) -> Decision:
+    candidates = tuple(dict.fromkeys(r.candidate for r in log.records if not r.candidate.as_found))
+    space = more.pop("space", Space(candidates=candidates, baseline=baseline))
+    return decide(log.records, space, environment=environment or {}, loss_scale=SCALE, **more)
+
+
+def usual() -> Log:
+    """bf16 twice as fast as the baseline, fp16 close behind, all confirmed three times in their environments."""
+    log = Log().add(FP32, 100.0).add(BF16, 200.0).add(FP16, 190.0)
+    log.confirm(BF16, 202.0, 200.0, 198.0, environment=HEAP).confirm(FP16, 191.0, 190.0, 189.0, environment=HEAP)
+    return log.confirm(FP32, 101.0, 100.0, 99.0)
+
+
+@pytest.mark.parametrize(
+    ("measured_speeds", "winner"),
+    [
+        ({FP32: 100.0, BF16: 200.0}, BF16),
+        ({FP32: 98.0, BF16: 100.0}, FP32),
+        ({FP32: 96.9, BF16: 100.0}, BF16),
+        ({FP16: 100.0, BF16: 97.5}, BF16),
+        ({at("tf32", 8): 98.0, at("bf16", 8): 100.0, at("fp32", 8): 50.0}, at("tf32", 8)),
+        ({at("fp32", 256): 100.0, at("fp32", 64): 98.0, at("fp32", 32): 97.5, at("fp32", 16): 80.0}, at("fp32", 32)),
+        ({at("bf16", 16): 99.0, at("fp32", 256): 98.0}, at("fp32", 256)),  # precision goes before batch
+        ({FOUND: 200.0, BF16: 100.0}, BF16),  # a config cannot express as found
+        ({FOUND: 200.0}, FOUND),
+    ],
+)
+def test_the_rule(measured_speeds: dict[Candidate, float], winner: Candidate) -> None:
+    assert rank(measured_speeds)[0] == winner
+
+
+candidates = st.builds(
+    Candidate, precision=st.sampled_from(PRECISIONS), batch_size=st.integers(1, 512), as_found=st.booleans()
+)
+speeds = st.dictionaries(candidates, st.floats(1.0, 1000.0), min_size=1, max_size=12)
+
+
+@given(speeds)
+def test_the_winner_is_within_three_percent_of_the_best_and_nothing_there_is_better_by_the_rule(
+    given_speeds: dict[Candidate, float],
+) -> None:
+    ranking = rank(given_speeds)
+    assert sorted(map(str, ranking)) == sorted(map(str, given_speeds))
+    strict = {c: s for c, s in given_speeds.items() if not c.as_found} or given_speeds
+    winner, best = ranking[0], max(strict.values())
+    assert strict[winner] >= 0.97 * best
+    for rival in (c for c, s in strict.items() if s >= 0.97 * best):
+        assert PRECISIONS.index(winner.precision) <= PRECISIONS.index(rival.precision)
+        if winner.precision == rival.precision:
+            assert winner.batch_size <= rival.batch_size
+
+
+@given(speeds, st.floats(1.1, 3.0))
+def test_faster_everywhere_changes_nothing_and_a_faster_winner_stays(
+    given_speeds: dict[Candidate, float], factor: float
+) -> None:
+    strict = {c: s for c, s in given_speeds.items() if not c.as_found} or given_speeds
+    exact = {c: float(round(s)) for c, s in strict.items()}
+    assert rank({c: 2 * s for c, s in exact.items()}) == rank(exact)
+    winner = rank(exact)[0]
+    fastest = max(exact.values())
+    assert rank({**exact, winner: factor * fastest})[0] == winner
+
+
+@pytest.mark.parametrize(
+    ("measured_speeds", "expected"),
+    [
+        ({FP32: 100.0, BF16: 200.0, FP16: 190.0}, (BF16, FP16)),
+        ({FP32: 100.0, BF16: 200.0}, (BF16, FP32)),  # nobody close: the next in the ranking
+        ({BF16: 198.0, FP16: 200.0, at("fp32", 64): 185.0}, (BF16, FP16)),
+        ({FP32: 100.0}, (FP32, None)),
+        ({FOUND: 100.0, FP32: 90.0}, (FP32, None)),
+        ({FOUND: 100.0}, (FOUND, None)),
+    ],
+)
+def test_the_shortlist(measured_speeds: dict[Candidate, float], expected: tuple[Candidate, Candidate | None]) -> None:
+    log = Log()
+    for candidate, speed in measured_speeds.items():
+        log.add(candidate, speed)
+    assert shortlist(log.records, FOUND) == (*expected, FOUND)
+
+
+def test_without_a_measurement_there_is_nothing_to_choose_from() -> None:
+    log = Log().add(FP32, OOM)
+    assert shortlist(log.records, FP32) is None
+    with pytest.raises(ValueError, match="Nothing was measured"):
+        decided(log)
+
+
+def test_what_failed_once_is_never_chosen() -> None:
+    log = usual().confirm(BF16, OOM, environment=HEAP)
+    assert BF16 not in search_speeds(log.records)
+    assert decided(log, environment=HEAP).config.precision == "fp16"
+
+
+@pytest.mark.parametrize(("kind", "precision"), [("timeout", "bf16"), ("crash", "fp16")])
+def test_a_confirmation_that_the_budget_cut_off_speaks_against_nothing(kind: FailureKind, precision: str) -> None:
+    log = usual().add(BF16, Failure(kind=kind, message="it ended"), "confirm", round=3, environment=HEAP)
+    decision = decided(log, environment=HEAP)
+    assert decision.config.precision == precision
+    assert [e.reason for e in decision.excluded] == ([] if kind == "timeout" else ["crash: it ended"])
+    assert ("crash" in {row.status for row in decision.candidates}) == (kind == "crash")
+
+
+def test_a_baseline_whose_confirmation_was_cut_off_is_compared_by_its_search_trial() -> None:
+    log = Log().add(FP32, 100.0).add(BF16, 200.0).confirm(BF16, *[200.0] * 3)
+    evidence = decided(log.confirm(FP32, Failure(kind="timeout", message="the budget ended"))).evidence
+    assert (evidence.speedup, evidence.is_confirmed) == (2.0, False)
+
+
+def test_a_failed_plain_run_has_no_number_and_changes_nothing_else() -> None:
+    evidence = decided(usual().add(BF16, OOM, "plain", round=0), environment=HEAP).evidence
+    assert evidence.samples_per_second == 200.0
+    assert evidence.plain_environment == PlainEnvironment(samples_per_second=None, speedup=None)
+
+
+def test_a_confirmed_winner() -> None:
+    log = usual().add(BF16, 150.0, "plain", round=0)
+    decision = decided(log, environment=HEAP)
+    assert decision.config == AmpConfig(precision="bf16", batch_size=64, environment=HEAP)
+    evidence = decision.evidence
+    assert evidence.samples_per_second == 200.0
+    assert evidence.samples_per_second_interval[0] < 198 < 202 < evidence.samples_per_second_interval[1]
+    assert evidence.step_seconds == 0.5
+    assert evidence.speedup == 2.0
+    assert evidence.speedup_interval is not None
+    assert evidence.speedup_interval[0] < 2.0 < evidence.speedup_interval[1]
+    assert (evidence.num_processes, evidence.is_confirmed) == (3, True)
+    assert evidence.baseline.config == AmpConfig(precision="fp32", batch_size=32)
+    assert evidence.baseline.samples_per_second == 100.0
+    assert evidence.baseline.reason is None
+    assert evidence.plain_environment == PlainEnvironment(samples_per_second=150.0, speedup=1.5)
+    assert decision.reason == "bf16 batch 64 reaches 200 samples/s, 2.00 times the baseline, fp32 batch 32."
+
+
+def test_the_peak_is_the_largest_of_the_processes_and_the_speed_their_median() -> None:
+    log = Log().add(FP32, 100.0).add(BF16, 500.0)
+    log.confirm(FP32, 100.0, 100.0, 100.0)
+    log.confirm(BF16, measured(190.0, 5), measured(200.0, 9), measured(260.0, 7))
+    evidence = decided(log).evidence
+    assert (evidence.samples_per_second, evidence.peak_memory_bytes) == (200.0, 9)
+
+
+def test_the_confirmation_can_overturn_the_search() -> None:
+    log = Log().add(FP32, 100.0).add(BF16, 200.0).add(FP16, 195.0)
+    log.confirm(BF16, 150.0, 150.0, 150.0).confirm(FP16, 195.0, 195.0, 195.0).confirm(FP32, 100.0, 100.0, 100.0)
+    config = decided(log).config
+    assert (config.precision, config.loss_scale) == ("fp16", SCALE)
+
+
+@pytest.mark.parametrize(("speed", "is_kept"), [(90.0, True), (102.9, True), (103.1, False)])
+def test_what_there_is_stays_unless_three_percent_are_gained(speed: float, is_kept: bool) -> None:
+    log = Log().add(FP32, 100.0).add(BF16, 200.0)
+    log.confirm(BF16, *[speed] * 3, environment=HEAP).confirm(FP32, 100.0, 100.0, 100.0)
+    decision = decided(log, environment=HEAP)
+    assert (decision.config.precision == "fp32") == is_kept
+    if is_kept:
+        assert decision.reason.startswith("Keep what you have: fp32 batch 32; nothing measured is worth a change.")
+        assert decision.config.environment == {}
+        assert (decision.evidence.speedup, decision.evidence.speedup_interval) == (1.0, (1.0, 1.0))
+        assert decision.evidence.samples_per_second == 100.0
+        assert decision.evidence.plain_environment is None
+        assert decision.warnings == ()
+
+
+@pytest.mark.parametrize(("speed", "expected"), [(98.0, "fp32"), (96.0, "bf16")])
+def test_less_to_go_wrong_for_as_much_is_worth_a_change(speed: float, expected: str) -> None:
+    log = Log().add(BF16, 100.0).add(FP32, 200.0).confirm(FP32, *[speed] * 3).confirm(BF16, 100.0, 100.0, 100.0)
+    decision = decided(log, baseline=BF16)
+    assert decision.config.precision == expected
+    if expected == "fp32":
+        assert "within 3 % of the baseline, bf16 batch 64, and has less to go wrong" in decision.reason
+
+
+def test_keeping_says_what_is_faster_by_more() -> None:
+    log = Log().add(FP32, 100.0).add(at("fp32", 64), 101.5).add(at("fp32", 128), 104.0)
+    decision = decided(log)
+    assert decision.config.batch_size == 32
+    assert decision.reason.endswith("fp32 batch 128 is only 4.0 % faster and takes a larger batch.")
+
+
+def test_the_environment_alone_can_be_the_gain() -> None:
+    log = Log().add(FP32, 150.0).confirm(FP32, *[150.0] * 3, environment=HEAP).confirm(FP32, *[100.0] * 3)
+    decision = decided(log, environment=HEAP)
+    assert decision.config == AmpConfig(precision="fp32", batch_size=32, environment=HEAP)
+    assert decision.evidence.speedup == 1.5
+    assert decision.evidence.plain_environment == PlainEnvironment(samples_per_second=100.0, speedup=1.0)
+    assert "in the recommended environment, 1.50 times what it reaches without" in decision.reason
+
+
+def test_a_baseline_as_found_is_the_yardstick_and_kept_as_it_is() -> None:
+    log = Log().add(FOUND, 100.0).add(FP32, 60.0).confirm(FP32, *[60.0] * 3).confirm(FOUND, *[100.0] * 3)
+    decision = decided(log, baseline=FOUND)
+    assert decision.reason.startswith("Keep what you have: fp32 batch 32 as found")
+    assert decision.evidence.samples_per_second == 100.0
+    assert decided(Log().add(FOUND, 100.0).confirm(FOUND, 50.0), baseline=FOUND).evidence.samples_per_second == 50.0
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        (Log().add(FP32, OOM).add(BF16, 200.0).confirm(BF16, *[200.0] * 3), "oom: it asked for 3 GiB of 2 GiB"),
+        (Log().add(FP32, 100.0).add(BF16, 200.0).confirm(BF16, *[200.0] * 3).confirm(FP32, OOM), "oom: it asked"),
+        (Log().add(BF16, 200.0).confirm(BF16, *[200.0] * 3), "not measured: the budget ended"),
+    ],
+)
+def test_a_baseline_without_a_number_leaves_no_speedup(log: Log, reason: str) -> None:
+    decision = decided(log)
+    assert decision.config.precision == "bf16"
+    evidence = decision.evidence
+    assert (evidence.speedup, evidence.speedup_interval, evidence.baseline.samples_per_second) == (None, None, None)
+    assert evidence.baseline.reason is not None
+    assert evidence.baseline.reason.startswith(reason)
+    assert evidence.baseline.reason in decision.reason
+    assert evidence.is_confirmed
+
+
+@pytest.mark.parametrize(("num_winner", "num_baseline"), [(0, 0), (2, 3), (3, 2), (2, 2)])
+def test_fewer_than_three_processes_confirm_nothing(num_winner: int, num_baseline: int) -> None:
+    log = Log().add(FP32, 100.0).add(BF16, 200.0)
+    log.confirm(BF16, *[200.0] * num_winner).confirm(FP32, *[100.0] * num_baseline)
+    decision = decided(log)
+    assert decision.config.precision == "bf16"
+    assert not decision.evidence.is_confirmed
+    assert decision.evidence.num_processes == max(1, num_winner)
+    assert any(w.startswith("Unconfirmed:") and "--budget" in w for w in decision.warnings)
+
+
+def test_the_speedup_interval_pairs_what_ran_in_the_same_round() -> None:
+    log = Log().add(FP32, 100.0).add(BF16, 200.0)
+    log.confirm(BF16, 240.0, 200.0, 160.0).confirm(FP32, 120.0, 100.0, 80.0)  # the machine slows down
+    paired = decided(log).evidence.speedup_interval
+    crossed = Log().add(FP32, 100.0).add(BF16, 200.0)
+    crossed.confirm(BF16, 240.0, 200.0, 160.0).confirm(FP32, 80.0, 100.0, 120.0)
+    unpaired = decided(crossed).evidence.speedup_interval
+    assert paired is not None
+    assert unpaired is not None
+    assert unpaired[1] - unpaired[0] > 2 * (paired[1] - paired[0])
+
+
+def test_fallbacks_are_what_was_measured_to_fit_at_the_same_effective_batch() -> None:
+    log = Log().add(FP32, 50.0).add(FP16, 300.0).add(at("bf16", 64), 200.0)
+    log.add(at("fp32", 64), OOM, "fallback").add(at("fp32", 32, accumulation_steps=2), measured(90.0, 7), "fallback")
+    log.add(at("fp32", 16, accumulation_steps=4), 80.0, "fallback").add(at("tf32", 64), 120.0)
+    assert decided(log).config.fallback == (
+        FallbackPlan(precision="bf16", batch_size=64, peak_memory_bytes=1000, samples_per_second=200.0),
+        FallbackPlan(
+            precision="fp32", batch_size=32, accumulation_steps=2, peak_memory_bytes=7, samples_per_second=90.0
+        ),
+    )
+
+
+def test_nothing_below_fp32_to_fall_back_to() -> None:
+    assert decided(Log().add(FP32, 300.0).add(at("bf16", 32), 100.0)).config.fallback == ()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        (measured(200.0, data_seconds=0.1), "20 % of a step is spent waiting for data"),
+        (measured(200.0, num_skips=2), "skipped 6 of the measured steps"),
+        (measured(200.0, notes=("The clock was throttled.",)), "The clock was throttled."),
+        (measured(200.0), None),
+    ],
+)
+def test_doubts_are_said(outcome: Measurement, said: str | None) -> None:
+    chosen = at("fp16", 32)
+    log = Log().add(FP32, 100.0).add(chosen, 200.0).confirm(FP32, *[100.0] * 3).confirm(chosen, *[outcome] * 3)
+    warnings = decided(log).warnings
+    assert [w for w in warnings if "Under fp16 a finite loss was checked" in w]
+    assert len(warnings) == (1 if said is None else 2)
+    assert said is None or any(said in w for w in warnings)
+
+
+def test_processes_that_disagree_are_said() -> None:
+    log = Log().add(FP32, 100.0).confirm(FP32, 70.0, 100.0, 140.0)
+    assert any("The processes disagree" in w for w in decided(log).warnings)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "is_warned"),
+    [(at("bf16", 64), True), (at("bf16", 32), False), (at("bf16", 16, accumulation_steps=2), False)],
+)
+def test_a_changed_effective_batch_is_said(chosen: Candidate, is_warned: bool) -> None:
+    warnings = decided(Log().add(FP32, 100.0).add(chosen, 200.0)).warnings
+    assert any("learning rate" in w and "--effective-batch-size 32" in w for w in warnings) == is_warned
+
+
+def test_the_notes_of_the_space_are_said_once() -> None:
+    space = Space(candidates=(FP32,), baseline=FP32, notes=("The baseline is assumed.",) * 2)
+    assert decided(Log().add(FP32, 100.0), space=space).warnings.count("The baseline is assumed.") == 1
+
+
+def test_every_candidate_has_a_row_and_every_loss_its_reason() -> None:
+    tried, cut, failed, ruled_out, left = (at("bf16", b) for b in (8, 16, 64, 128, 4))
+    fp8 = Exclusion(precision="fp8", batch_size=None, reason="no fp8")
+    space = Space(candidates=(FP32, left, tried, cut, failed, ruled_out), baseline=FP32, excluded=(fp8,))
+    log = Log().add(FP32, 100.0).add(tried, 150.0).add(cut, measured(60.0, was_cut=True)).add(failed, OOM)
+    log.confirm(tried, 140.0, 141.0, 142.0).confirm(FP32, 100.0, 100.0, 100.0)
+    beyond = Exclusion(precision="bf16", batch_size=128, reason="bf16 batch 64 ran out of memory")
+    decision = decided(log, space=space, exclusions=[beyond], is_budget_spent=True)
+    rows = {(r.precision, r.batch_size): (r.status, r.samples_per_second, r.reason) for r in decision.candidates}
+    assert rows == {
+        ("fp32", 32): ("confirmed", 100.0, None),
+        ("bf16", 4): ("untried", None, "not tried: the budget ended"),
+        ("bf16", 8): ("confirmed", 141.0, None),
+        ("bf16", 16): ("cut", 60.0, None),
+        ("bf16", 64): ("oom", None, OOM.message),
+        ("bf16", 128): ("excluded", None, beyond.reason),
+    }
+    reasons = {(e.precision, e.batch_size): e.reason for e in decision.excluded}
+    assert reasons == {
+        ("fp8", None): "no fp8",
+        ("bf16", 64): f"oom: {OOM.message}",
+        ("bf16", 128): beyond.reason,
+        ("bf16", 4): "not tried: the budget ended",
+    }
+    ended_by_itself = decided(log, space=space, exclusions=[beyond])
+    assert [e.batch_size for e in ended_by_itself.excluded] == [None, 64, 128]
+    assert ended_by_itself.candidates[1].reason == "not tried: less promising than what was measured"
+    assert ended_by_itself.candidates[1].status == "untried"
+
+
+@given(
+    st.dictionaries(candidates.filter(lambda c: not c.as_found), st.floats(1.0, 1000.0), min_size=1, max_size=8),
+    st.data(),
+)
+def test_what_is_recommended_was_measured_and_is_never_clearly_slower_than_the_best(
+    given_speeds: dict[Candidate, float], data: st.DataObject
+) -> None:
+    baseline = data.draw(st.sampled_from(sorted(given_speeds, key=str)))
+    log = Log()
+    for candidate, speed in given_speeds.items():
+        log.add(candidate, speed)
+    decision = decided(log, baseline=baseline)
+    config = decision.config
+    chosen = at(config.precision, config.batch_size, accumulation_steps=config.accumulation_steps)
+    assert decision.evidence.samples_per_second == given_speeds[chosen]
+    assert given_speeds[chosen] >= 0.97 / 1.03 * max(given_speeds.values()) * (1 - 1e-9)
+    assert decision.evidence.speedup == pytest.approx(given_speeds[chosen] / given_speeds[baseline])
+    low, high = decision.evidence.samples_per_second_interval
+    assert low < given_speeds[chosen] < high

@@ -1,0 +1,366 @@
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import optuna
+import pytest
+from optuna.trial import FrozenTrial, TrialState
+
+from autotune_amp.config import LossScale, Precision
+from autotune_amp.errors import StudyError
+from autotune_amp.search.space import Space
+from autotune_amp.search.study import Study, sqlite_url
+from autotune_amp.trial.outcome import Failure, Measurement, Outcome, Record
+from autotune_amp.trial.spec import Candidate, Purpose
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
+SIZES = (4, 8, 16, 32, 64, 100)
+OOM = Failure(kind="oom", message="it asked for 3 GiB of 2 GiB", details="a long traceback")
+
+
+def at(precision: Precision, batch_size: int, **more: Any) -> Candidate:
+    return Candidate(precision=precision, batch_size=batch_size, **more)
+
+
+SPACE = Space(
+    candidates=tuple(at(p, b) for p in PRECISIONS for b in SIZES),
+    baseline=at("fp32", 32),
+)
+
+
+def measured(speed: float = 100.0) -> Measurement:
+    return Measurement(
+        step_seconds=0.25,
+        step_seconds_interval=(0.24, 0.26),
+        samples_per_second=speed,
+        data_seconds=0.0,
+        peak_memory_bytes=123,
+        reserved_memory_bytes=456,
+        raw_step_seconds=(0.25,),
+        build_seconds=0.1,
+        context_seconds=0.0,
+        first_step_seconds=1.0,
+    )
+
+
+def record(
+    number: int, candidate: Candidate, outcome: Outcome, purpose: Purpose = "search", search: str = "s1"
+) -> Record:
+    return Record(search_id=search, number=number, candidate=candidate, purpose=purpose, outcome=outcome, seconds=1.0)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "study.db"
+
+
+def trials(file: Path, name: str = "demo") -> list[FrozenTrial]:
+    """What another reader of the storage sees, as a dashboard would."""
+    with connected(file) as storage:
+        return optuna.load_study(study_name=name, storage=storage).get_trials(deepcopy=False)
+
+
+@contextmanager
+def connected(file: Path) -> Iterator[optuna.storages.RDBStorage]:
+    storage = optuna.storages.RDBStorage(sqlite_url(file))
+    try:
+        yield storage
+    finally:
+        storage.remove_session()
+        storage.engine.dispose()
+
+
+def test_a_seed_is_run_as_given_and_told(file: Path) -> None:
+    with Study.open(file, "demo", SPACE, search_id="s1") as study:
+        asked = study.ask(at("bf16", 64))
+        assert asked.candidate == at("bf16", 64)
+        study.tell(asked, measured(200.0), number=7)
+    (trial,) = trials(file)
+    assert (trial.state, trial.value) == (TrialState.COMPLETE, 200.0)
+    assert trial.params == {"precision": "bf16", "batch_size": 64}
+    assert trial.constraints == {}
+    assert trial.user_attrs == {
+        "candidate": "bf16 batch 64",
+        "step_seconds": 0.25,
+        "peak_memory_bytes": 123,
+        "record": 7,
+    }
+
+
+def test_a_failure_is_pruned_and_infeasible_never_failed(file: Path) -> None:
+    with Study.open(file, "demo", SPACE, search_id="s1") as study:
+        study.tell(study.ask(at("fp32", 100)), OOM)
+    (trial,) = trials(file)
+    assert (trial.state, trial.value) == (TrialState.PRUNED, None)
+    assert trial.constraints == {"runs": 1.0}
+    assert trial.user_attrs["failure"] == "oom"
+    assert trial.user_attrs["reason"] == "it asked for 3 GiB of 2 GiB"
+
+
+def test_fp16_carries_the_loss_scale_and_the_others_do_not(file: Path) -> None:
+    scale = LossScale(init_scale=8.0, growth_interval=5)
+    with Study.open(file, "demo", SPACE, search_id="s1", loss_scale=scale) as study:
+        study.tell(study.ask(at("fp16", 8)), measured())
+        study.tell(study.ask(at("fp32", 8)), measured())
+    fp16, fp32 = trials(file)
+    assert fp16.params == {"precision": "fp16", "batch_size": 8, "init_scale": 8.0, "growth_interval": 5}
+    assert fp32.params == {"precision": "fp32", "batch_size": 8}
+
+
+def test_a_baseline_outside_the_ranges_can_be_asked_for(file: Path) -> None:
+    baseline = at("tf32", 300, as_found=True)
+    space = Space(candidates=SPACE.candidates, baseline=baseline)
+    with Study.open(file, "demo", space, search_id="s1") as study:
+        asked = study.ask(baseline)
+        study.tell(asked, measured())
+        assert asked.candidate == baseline
+        for _ in range(30):
+            asked = study.ask()
+            assert asked.candidate in (*space.candidates, baseline)
+            study.tell(asked, measured())
+    assert trials(file)[0].user_attrs["candidate"] == "tf32 batch 300 as found"
+
+
+@pytest.mark.parametrize("candidate", [at("tf32", 32), at("fp32", 1000), at("fp32", 33), at("fp8", 32)])
+def test_a_candidate_outside_the_space_is_refused_and_leaves_nothing_behind(file: Path, candidate: Candidate) -> None:
+    with Study.open(file, "demo", SPACE, search_id="s1") as study:
+        with pytest.raises(ValueError, match="not in the space"):
+            study.ask(candidate)
+        assert trials(file) == []
+
+
+def test_suggestions_are_legal_and_snapped_to_the_nearest_size(file: Path) -> None:
+    with Study.open(file, "demo", SPACE, search_id="s1", seed=3) as study:
+        for k in range(25):
+            asked = study.ask()
+            assert asked.candidate in SPACE.candidates
+            raw = asked.trial.params["batch_size"]
+            ours = asked.candidate.batch_size
+            assert all(max(ours, raw) / min(ours, raw) <= max(b, raw) / min(b, raw) for b in SIZES)
+            study.tell(asked, OOM if asked.candidate.batch_size > 64 else measured(float(k + 1)))
+    for trial in (told := trials(file)):
+        assert trial.user_attrs["candidate"].startswith(f"{trial.params['precision']} batch ")
+    assert any(not t.user_attrs["candidate"].endswith(f" {t.params['batch_size']}") for t in told)
+
+
+def test_tpe_learns_from_what_it_is_told(file: Path) -> None:
+    """bf16 is best at every batch, and everything above 32 runs out of memory."""
+
+    def outcome(c: Candidate) -> Outcome:
+        return OOM if c.batch_size > 32 else measured(c.batch_size * (3.0 if c.precision == "bf16" else 1.0))
+
+    with Study.open(file, "demo", SPACE, search_id="s1", seed=1) as study:
+        asked_for = []
+        for _ in range(60):
+            asked = study.ask()
+            asked_for.append(asked.candidate)
+            study.tell(asked, outcome(asked.candidate))
+    late = asked_for[30:]
+    assert sum(c.precision == "bf16" for c in late) > 15
+    assert sum(c.batch_size > 32 for c in late) < 15
+
+
+def test_the_same_seed_asks_for_the_same_trials(tmp_path: Path) -> None:
+    def asked(name: str, seed: int) -> list[Candidate]:
+        with Study.open(tmp_path / name, "demo", SPACE, search_id="s1", seed=seed) as study:
+            found = []
+            for _ in range(8):
+                trial = study.ask()
+                study.tell(trial, measured())
+                found.append(trial.candidate)
+            return found
+
+    assert asked("a.db", 1) == asked("b.db", 1) != asked("c.db", 2)
+
+
+def test_a_killed_search_leaves_trials_that_the_next_one_marks_and_goes_on_from(file: Path) -> None:
+    program = """
+        import os, pathlib, signal, sys
+        sys.path.insert(0, sys.argv[2])
+        import test_study as t
+        study = t.Study.open(pathlib.Path(sys.argv[1]), "demo", t.SPACE, search_id="s1")
+        study.tell(study.ask(t.at("fp32", 32)), t.measured(10.0), number=0)
+        study.ask(t.at("bf16", 32))
+        study._study.enqueue_trial({"precision": "fp32", "batch_size": 8})
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(file), os.path.dirname(__file__)]  # noqa: PTH120
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert [t.state for t in trials(file)] == [TrialState.COMPLETE, TrialState.RUNNING, TrialState.WAITING]
+
+    records = [record(0, at("fp32", 32), measured(10.0)), record(1, at("bf16", 32), OOM)]
+    with Study.open(file, "demo", SPACE, search_id="s1", records=records) as study:
+        assert study.ask(at("fp32", 16)).candidate == at("fp32", 16)
+    kept, left, waiting, added, _ = trials(file)
+    assert kept.value == 10.0
+    for trial in (left, waiting):
+        assert trial.state == TrialState.FAIL
+        assert trial.user_attrs["failure"] == "interrupted"
+        assert "killed" in trial.user_attrs["reason"]
+    assert added.state == TrialState.PRUNED
+    assert added.user_attrs["reason"] == OOM.message
+    assert added.user_attrs["record"] == 1
+    assert added.constraints == {"runs": 1.0}
+
+
+def test_records_are_added_once_and_only_those_of_this_search(file: Path) -> None:
+    records = [
+        record(0, at("fp32", 32), measured(10.0)),
+        record(1, at("fp16", 100), OOM),
+        record(2, at("fp32", 32), measured(11.0), purpose="confirm"),
+        record(3, at("bf16", 32), measured(12.0), search="another"),
+    ]
+    for _ in range(3):
+        Study.open(file, "demo", SPACE, search_id="s1", records=records).close()
+    assert [(t.user_attrs["record"], t.value) for t in trials(file)] == [(0, 10.0), (1, None)]
+    assert trials(file)[1].params["growth_interval"] == LossScale().growth_interval
+
+
+def test_a_trial_cut_off_while_it_was_told_is_not_taken_for_told(file: Path) -> None:
+    with Study.open(file, "demo", SPACE, search_id="s1") as study:
+        study.ask(at("fp32", 32)).trial.set_user_attr("record", 0)
+    Study.open(file, "demo", SPACE, search_id="s1", records=[record(0, at("fp32", 32), measured(10.0))]).close()
+    assert [(t.state, t.value) for t in trials(file)] == [(TrialState.FAIL, None), (TrialState.COMPLETE, 10.0)]
+
+
+def test_another_search_gets_a_study_of_its_own(file: Path) -> None:
+    other = Space(candidates=(at("tf32", 7),), baseline=at("tf32", 7))
+    with Study.open(file, "demo", SPACE, search_id="s1") as study:
+        study.tell(study.ask(), measured())
+        assert study.name == "demo"
+    for num in (1, 2):
+        with Study.open(file, "demo", other, search_id="s2") as study:
+            assert study.name == "demo-s2"
+            study.tell(study.ask(), measured())
+        assert len(trials(file, "demo-s2")) == num
+    assert len(trials(file, "demo")) == 1
+
+
+def test_a_study_of_somebody_else_is_left_alone(file: Path) -> None:
+    with connected(file) as storage:
+        theirs = optuna.create_study(study_name="demo", storage=storage)
+        theirs.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
+    with Study.open(file, "demo", SPACE, search_id="s1") as study:
+        assert study.name == "demo-s1"
+
+
+@pytest.mark.parametrize(
+    ("bad_url", "shown"),
+    [
+        ("nonsense", "nonsense"),
+        ("nodriver://user:hunter2@host/db", "nodriver://user:***@host/db"),
+        ("postgresql+nodriver://user:hunter2@host/db", "postgresql+nodriver://user:***@host/db"),
+        ("user:hunter2@host", "user:***@host"),
+        ("sqlite:////nowhere/at/all/study.db", "sqlite:////nowhere/at/all/study.db"),
+        ("sqlite:////tmp/{unknown}.db", "sqlite:////tmp/%7Bunknown%7D.db"),
+    ],
+)
+def test_a_storage_that_cannot_be_used_is_named_without_its_password(bad_url: str, shown: str) -> None:
+    before = optuna.logging.get_verbosity()
+    with pytest.raises(StudyError) as raised:
+        Study.open(bad_url, "demo", SPACE, search_id="s1")
+    assert f"The storage {shown} cannot be used: " in raised.value.message
+    assert "hunter2" not in str(raised.value)
+    assert "--storage" in raised.value.next_step
+    assert optuna.logging.get_verbosity() == before
+
+
+def test_a_file_that_is_no_database_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "study.db").write_text("this is no database, and long enough to be looked at as one")
+    with pytest.raises(StudyError, match=r"study\.db cannot be used: file is not a database"):
+        Study.open(tmp_path / "study.db", "demo", SPACE, search_id="s1")
+
+
+def test_a_storage_that_breaks_during_the_search_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "study.db"
+    with Study.open(path, "demo", SPACE, search_id="s1") as study:
+        asked = study.ask()
+        with sqlite3.connect(path) as connection:
+            connection.execute("DROP TABLE trial_user_attributes")
+        connection.close()
+        with pytest.raises(StudyError, match="trial_user_attributes"):
+            study.tell(asked, measured())
+
+
+def test_closing_leaves_no_descriptor_and_no_verbosity_behind(file: Path, tmp_path: Path) -> None:
+    def open_files() -> list[str]:
+        gc.collect()
+        links = (os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))  # noqa: PTH208
+        return [link for link in links if link.startswith(str(tmp_path))]
+
+    if not os.path.isdir("/proc/self/fd"):  # noqa: PTH112
+        pytest.skip("needs /proc to see open files")
+    optuna.logging.set_verbosity(optuna.logging.DEBUG)
+    with Study.open(file, "demo", SPACE, search_id="s1") as study:
+        study.tell(study.ask(), measured())
+        assert optuna.logging.get_verbosity() == optuna.logging.ERROR
+    assert optuna.logging.get_verbosity() == optuna.logging.DEBUG
+    assert open_files() == []
+    optuna.logging.set_verbosity(optuna.logging.INFO)
+
+
+def test_a_url_is_used_as_given(file: Path) -> None:
+    with Study.open(sqlite_url(file), "demo", SPACE, search_id="s1") as study:
+        study.tell(study.ask(at("fp32", 32)), measured(10.0))
+    assert [t.value for t in trials(file)] == [10.0]
+
+
+def test_the_search_says_nothing_on_its_own(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for search in ("s1", "s2"):
+        with Study.open(file, "demo", SPACE, search_id=search) as study:
+            for outcome in (measured(), OOM):
+                study.tell(study.ask(), outcome)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", ["plain.db", "a b.db", "what?.db", "{braces}.db", "50%.db", "#1.db", "ümlaut.db"])
+def test_any_path_can_hold_the_study(tmp_path: Path, name: str) -> None:
+    with Study.open(tmp_path / name, "demo", SPACE, search_id="s1"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    connection = sqlite3.connect(tmp_path / name)
+    assert connection.execute("SELECT study_name FROM studies").fetchall() == [("demo",)]
+    connection.close()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_dashboard_shows_why_a_trial_failed(file: Path) -> None:
+    optuna_dashboard = pytest.importorskip("optuna_dashboard")
+    with Study.open(file, "demo", SPACE, search_id="s1") as study:
+        study.tell(study.ask(at("fp32", 100)), OOM)
+        study.tell(study.ask(at("bf16", 32)), measured(200.0))
+    with connected(file) as storage:
+        app = optuna_dashboard.wsgi(storage)
+        (summary,) = _get(app, "/api/studies")["study_summaries"]
+        detail = _get(app, f"/api/studies/{summary['study_id']}")
+    failed, told = detail["trials"]
+    shown = {a["key"]: a["value"] for a in failed["user_attrs"]}
+    assert failed["state"] == "Pruned"
+    assert "oom" in shown["failure"]
+    assert "it asked for 3 GiB of 2 GiB" in shown["reason"]
+    assert told["values"] == [200.0]
+    assert summary["study_name"] == "demo"
+
+
+def _get(app: Any, path: str) -> Any:
+    from wsgiref.util import setup_testing_defaults
+
+    environ: dict[str, Any] = {"PATH_INFO": path, "REQUEST_METHOD": "GET"}
+    setup_testing_defaults(environ)
+    statuses: list[str] = []
+    body = b"".join(app(environ, lambda status, _headers, _exc=None: statuses.append(status)))
+    assert statuses == ["200 OK"], body
+    return json.loads(body)
