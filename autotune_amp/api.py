@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 
 from autotune_amp.errors import InvalidRequestError
 from autotune_amp.recommendation import Recommendation
+from autotune_amp.search.flow import search
 from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.origin import live, target
 from autotune_amp.search.progress import Progress
 from autotune_amp.workload import Workload
 
@@ -64,13 +66,9 @@ def recommend_config(
             "recommend_config() was called inside a trial: the workload's own file runs a search when it is imported.",
             'Put that call behind `if __name__ == "__main__":`.',
         )
-    from autotune_amp.search.origin import live, target  # the only fork in the road: live objects, or a name to import
-
     origin = target(workload or DEFAULT_TARGET) if workload is None or isinstance(workload, str) else live(workload)
     progress = progress or _default_progress(quiet)
     try:
-        from autotune_amp.search.flow import search
-
         return search(origin, options, progress, is_fresh=fresh)
     finally:
         progress.ended()
@@ -79,6 +77,6 @@ def recommend_config(
 def _default_progress(quiet: bool) -> Progress:
     if quiet:
         return Progress()
-    from autotune_amp.report.terminal import TerminalProgress
+    from autotune_amp.report.progress import TerminalProgress
 
     return TerminalProgress(sys.stderr)

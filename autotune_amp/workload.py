@@ -179,12 +179,10 @@ def pack(source: WorkloadSource) -> bytes:
 
 def unpack(packed: bytes) -> WorkloadSource:
     """What `pack` packed, with every tensor on the CPU. Only ever called on bytes from the parent's own pipe."""
-    import cloudpickle
     import torch
 
-    source: WorkloadSource = torch.load(
-        io.BytesIO(packed), map_location="cpu", pickle_module=cloudpickle, weights_only=False
-    )
+    # What cloudpickle wrote, plain pickle reads.
+    source: WorkloadSource = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
     return source
 
 

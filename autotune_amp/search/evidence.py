@@ -9,7 +9,7 @@ import msgspec
 
 from autotune_amp.config import AmpConfig, FallbackPlan, LossScale, Precision
 from autotune_amp.recommendation import BaselineEvidence, Evidence, PlainEnvironment
-from autotune_amp.search.statistics import prediction_interval, ratio_interval
+from autotune_amp.statistics import prediction_interval, ratio_interval
 from autotune_amp.trial.outcome import Failure, Measurement, Record
 
 if TYPE_CHECKING:

@@ -7,13 +7,16 @@ import re
 import tempfile
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-import filelock
 import msgspec
 
 from autotune_amp.errors import FormatError, StudyBusyError, StudyError
 from autotune_amp.recommendation import Recommendation
 from autotune_amp.trial.outcome import Record
+
+if TYPE_CHECKING:
+    import filelock
 
 RECORD_FORMAT = 1
 
@@ -39,7 +42,7 @@ class StudyFolder:
 
     def __init__(self, out: str, name: str) -> None:
         self.path = Path(out) / name
-        self._lock = filelock.FileLock(self.path / ".lock")
+        self._lock: filelock.BaseFileLock | None = None
 
     @property
     def recommendation_path(self) -> Path:
@@ -57,9 +60,12 @@ class StudyFolder:
         return Recommendation.load(self.recommendation_path)
 
     def __enter__(self) -> StudyFolder:
+        import filelock  # not needed for a cached answer, which has 50 ms
+
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.path).close()
+            self._lock = filelock.FileLock(self.path / ".lock")
             self._lock.acquire(blocking=False)
         except filelock.Timeout as error:
             raise StudyBusyError(
@@ -75,6 +81,7 @@ class StudyFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        assert self._lock is not None
         self._lock.release()
 
     def search_id(self, digest: str, *, is_fresh: bool) -> str:

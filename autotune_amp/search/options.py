@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import get_args
@@ -52,7 +53,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
         seed: int = 0,
     ) -> SearchOptions:
         """Check every value; raises `InvalidRequestError` naming the option, what was given and what would do."""
-        _check(budget > 0, "budget", budget, "a number of seconds above 0")
+        _check(0 < budget < math.inf, "budget", budget, "a number of seconds above 0")
         _check(trials is None or trials >= 1, "trials", trials, "a whole number from 1 up")
         _check(bool(_DEVICE.fullmatch(device)), "device", device, "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N")
         _check(0 < memory_fraction <= 1, "memory-fraction", memory_fraction, "a share above 0 and at most 1")

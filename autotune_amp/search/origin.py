@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -13,7 +13,9 @@ from autotune_amp.errors import WorkloadError
 from autotune_amp.hardware.types import DeviceIdentity
 from autotune_amp.recommendation import Fingerprint
 from autotune_amp.search.folder import folder_name, study_name
-from autotune_amp.trial.runner import Payload, Runner
+
+if TYPE_CHECKING:
+    from autotune_amp.trial.runner import Payload, Runner  # at run time only where a search begins
 
 
 class Origin(ABC):
@@ -29,11 +31,16 @@ class Origin(ABC):
     def torch_state(self, found_by_child: dict[str, Any]) -> dict[str, Any]:
         """The torch state that trials take over, given what a child found after loading."""
 
-    @abstractmethod
-    def fingerprint(
-        self, options: dict[str, Any], identity: DeviceIdentity, runner: Runner | None, state: dict[str, Any] | None
-    ) -> Fingerprint | None:
-        """What a recommendation would hold for; None if a child has to be asked and there is none yet."""
+    def fingerprint(self, options: dict[str, Any], identity: DeviceIdentity) -> Fingerprint | None:  # noqa: ARG002
+        """What a recommendation would hold for, known without a child; None where that is not possible."""
+        return None
+
+    def fingerprint_by_child(
+        self, options: dict[str, Any], identity: DeviceIdentity, runner: Runner, state: dict[str, Any]
+    ) -> Fingerprint:
+        """The same from the process that imported the workload; nothing of it is called there either."""
+        args = {"options": options, "identity": msgspec.to_builtins(identity), "torch_state": state}
+        return msgspec.convert(runner.ask("fingerprint", args, deadline_seconds=60.0), Fingerprint)
 
     def held_bytes(self, device: str) -> int:
         """What the calling process holds on the device."""
@@ -50,20 +57,13 @@ class _Target(Origin):
         self.name = "embedded" if target.startswith("autotune_amp.workloads.transformer:") else study_name(target)
 
     def payload(self) -> Payload:
+        from autotune_amp.trial.runner import Payload
+
         # As `python -m` has it: modules are found from the working directory too.
         return Payload(target=self._target, path=tuple(dict.fromkeys((str(Path.cwd()), *_import_path()))))
 
     def torch_state(self, found_by_child: dict[str, Any]) -> dict[str, Any]:
         return found_by_child
-
-    def fingerprint(
-        self, options: dict[str, Any], identity: DeviceIdentity, runner: Runner | None, state: dict[str, Any] | None
-    ) -> Fingerprint | None:
-        if runner is None:
-            return None
-        args = {"options": options, "identity": msgspec.to_builtins(identity), "torch_state": state}
-        value = runner.ask("fingerprint", args, deadline_seconds=60.0)
-        return msgspec.convert(value, Fingerprint)
 
 
 class _Live(Origin):
@@ -74,6 +74,7 @@ class _Live(Origin):
         self.name = folder_name(str(getattr(workload, "name", None) or getattr(workload, "__name__", "workload")))
 
     def payload(self) -> Payload:
+        from autotune_amp.trial.runner import Payload
         from autotune_amp.workload import pack
 
         return Payload(target=None, packed=pack(self._workload), path=_import_path())
@@ -83,9 +84,7 @@ class _Live(Origin):
 
         return torch_state.capture()
 
-    def fingerprint(
-        self, options: dict[str, Any], identity: DeviceIdentity, runner: Runner | None, state: dict[str, Any] | None
-    ) -> Fingerprint | None:
+    def fingerprint(self, options: dict[str, Any], identity: DeviceIdentity) -> Fingerprint | None:
         from autotune_amp import torch_state
         from autotune_amp.fingerprint import compute
 

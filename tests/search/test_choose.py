@@ -133,6 +133,7 @@ def test_faster_everywhere_changes_nothing_and_a_faster_winner_stays(
         ({FP32: 100.0, BF16: 200.0, FP16: 190.0}, (BF16, FP16)),
         ({FP32: 100.0, BF16: 200.0}, (BF16, FP32)),  # nobody close: the next in the ranking
         ({BF16: 198.0, FP16: 200.0, at("fp32", 64): 185.0}, (BF16, FP16)),
+        ({BF16: 200.0, at("fp32", 64): 185.0, at("bf16", 128): 186.0}, (BF16, at("bf16", 128))),  # faster, not next
         ({FP32: 100.0}, (FP32, None)),
         ({FOUND: 100.0, FP32: 90.0}, (FP32, None)),
         ({FOUND: 100.0}, (FOUND, None)),
@@ -307,6 +308,8 @@ def test_fallbacks_are_what_was_measured_to_fit_at_the_same_effective_batch() ->
     log = Log().add(FP32, 50.0).add(FP16, 300.0).add(at("bf16", 64), 200.0)
     log.add(at("fp32", 64), OOM, "fallback").add(at("fp32", 32, accumulation_steps=2), measured(90.0, 7), "fallback")
     log.add(at("fp32", 16, accumulation_steps=4), 80.0, "fallback").add(at("tf32", 64), 120.0)
+    failing = at("bf16", 32, accumulation_steps=2)
+    log.add(failing, 250.0).confirm(failing, Failure(kind="crash", message="it died"))
     assert decided(log).config.fallback == (
         FallbackPlan(precision="bf16", batch_size=64, peak_memory_bytes=1000, samples_per_second=200.0),
         FallbackPlan(
@@ -363,7 +366,9 @@ def test_every_candidate_has_a_row_and_every_loss_its_reason() -> None:
     log = Log().add(FP32, 100.0).add(tried, 150.0).add(cut, measured(60.0, was_cut=True)).add(failed, OOM)
     log.confirm(tried, 140.0, 141.0, 142.0).confirm(FP32, 100.0, 100.0, 100.0)
     beyond = Exclusion(precision="bf16", batch_size=128, reason="bf16 batch 64 ran out of memory")
-    decision = decided(log, space=space, exclusions=[beyond], is_budget_spent=True)
+    again = Exclusion(precision="bf16", batch_size=64, reason="it was said already")
+    decision = decided(log, space=space, exclusions=[beyond, again], is_budget_spent=True)
+    assert len(decision.excluded) == 4
     rows = {(r.precision, r.batch_size): (r.status, r.samples_per_second, r.reason) for r in decision.candidates}
     assert rows == {
         ("fp32", 32): ("confirmed", 100.0, None),

@@ -153,8 +153,13 @@ def test_the_batch_is_climbed_only_for_the_two_fastest_precisions() -> None:
     assert len(tried["fp16"]) > 1
 
 
-def test_the_climb_ends_where_doubling_gains_nothing() -> None:
-    outcomes = run(lambda c: measured(100.0 if c.batch_size >= 32 else 50.0), found=space(("fp32",)))
+@pytest.mark.parametrize("gain", [0.0, 0.5])
+def test_the_climb_ends_where_doubling_gains_next_to_nothing(gain: float) -> None:
+    def measure(candidate: Candidate) -> Measurement:
+        size = candidate.batch_size
+        return measured(50.0 if size < 32 else 100.0 + gain * (size > 32))
+
+    outcomes = run(measure, found=space(("fp32",)))
     assert max(c.batch_size for c in outcomes) == 64
     assert at("fp32", 16) in outcomes  # the plateau's lower edge was looked for
 

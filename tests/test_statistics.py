@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats  # type: ignore[import-untyped]
 
-from autotune_amp.search.statistics import (
+from autotune_amp.statistics import (
     SPREAD_PRIOR,
     prediction_interval,
     ratio_interval,

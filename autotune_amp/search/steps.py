@@ -1,0 +1,290 @@
+"""The steps of a search: load, probe, describe, explore, confirm, decide, save."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from autotune_amp.config import PRECISIONS, LossScale
+from autotune_amp.errors import BudgetTooSmallError, NothingWorksError, SearchInterruptedError
+from autotune_amp.fingerprint import changed, versions
+from autotune_amp.hardware import identify
+from autotune_amp.hardware.types import Hardware
+from autotune_amp.recommendation import Exclusion, Fingerprint, Recommendation, SearchSummary
+from autotune_amp.report.format import size
+from autotune_amp.search import seeding
+from autotune_amp.search.choose import decide, shortlist
+from autotune_amp.search.confirm import confirm, measure_fallbacks
+from autotune_amp.search.explain import excluded as explain_excluded
+from autotune_amp.search.explore import explore
+from autotune_amp.search.flow import cached_answer
+from autotune_amp.search.folder import StudyFolder
+from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.origin import Origin
+from autotune_amp.search.progress import Progress
+from autotune_amp.search.session import CONFIRM_SHARE, Clock, ProgressWatcher, Session, with_held_memory
+from autotune_amp.search.space import Space, build_space
+from autotune_amp.search.study import Study
+from autotune_amp.trial.heap import recommended_environment
+from autotune_amp.trial.outcome import Description, Failure, Record
+from autotune_amp.trial.runner import Payload, Runner, can_fork
+
+_LOSS_SCALE = LossScale()
+_HELD_SHARE_WORTH_A_WORD = 0.05
+
+
+def run_steps(
+    origin: Origin,
+    options: SearchOptions,
+    progress: Progress,
+    folder: StudyFolder,
+    settings: dict[str, Any],
+    cached: Recommendation | None,
+    fingerprint: Fingerprint | None,
+    *,
+    is_fresh: bool,
+) -> Recommendation:
+    """Search in `folder`; `fingerprint` is None where a child has to import the workload before it can be known."""
+    steps = _Steps(origin, options, progress, folder)
+    try:
+        payload = origin.payload()
+        with folder, Runner(payload, "fork" if can_fork() else "kept", steps.watcher) as runner:
+            progress.started(folder.path.name, str(folder.path), options.budget_seconds)
+            state = steps.load(runner)
+            if fingerprint is None:
+                fingerprint = origin.fingerprint_by_child(settings, identify(options.device), runner, state)
+                answer = None if is_fresh else cached_answer(cached, fingerprint)
+                if answer is not None:
+                    return answer
+            if cached is not None and not is_fresh:
+                _say_why(progress, cached, fingerprint)
+            search_id = folder.search_id(fingerprint.digest, is_fresh=is_fresh)
+            return steps.run(runner, payload, state, fingerprint, search_id)
+    except KeyboardInterrupt:
+        raise SearchInterruptedError(
+            "Interrupted before anything was measured.", "Run the same command again.", (), None
+        ) from None
+
+
+class _Steps:
+    """The steps of one search, in order; each leaves what the next needs."""
+
+    def __init__(self, origin: Origin, options: SearchOptions, progress: Progress, folder: StudyFolder) -> None:
+        self.clock = Clock(options.budget_seconds)
+        self.folder = folder
+        self.watcher = ProgressWatcher(progress, self.clock)
+        self._origin = origin
+        self._options = options
+        self._progress = progress
+        self._warnings: list[str] = []
+        self._load_seconds = 0.0
+
+    def load(self, runner: Runner) -> dict[str, Any]:
+        """Start the process that holds the workload; returns the torch state that trials take over."""
+        self._progress.phase("loading the workload")
+        started = self.clock.elapsed()
+        state = self._origin.torch_state(runner.load(self.clock.left()))
+        self._load_seconds = self.clock.elapsed() - started
+        return state
+
+    def run(
+        self, runner: Runner, payload: Payload, state: dict[str, Any], fingerprint: Fingerprint, search_id: str
+    ) -> Recommendation:
+        """Probe, describe, explore, confirm, decide and save."""
+        self._open(runner, state)
+        hardware = self._probe(runner, state)
+        space = build_space(hardware, self._describe(runner, state, hardware), self._options)
+        environment = recommended_environment(hardware.device)
+        session = Session(
+            folder=self.folder,
+            search_id=search_id,
+            clock=self.clock,
+            progress=self._progress,
+            hardware=hardware,
+            torch_state=state,
+            memory_limit_bytes=int(self._options.memory_fraction * hardware.memory.available),
+            loss_scale=_LOSS_SCALE,
+            holds_heap=bool(environment),
+            seed=self._options.seed,
+        )
+        if session.records:
+            self._progress.note(f"Going on with {len(session.records)} trials that were measured before.")
+        was_interrupted = False
+        try:
+            self._explore(session, runner, space, search_id)
+            self._confirm(session, runner, payload, space, environment)
+        except KeyboardInterrupt:
+            was_interrupted = True
+        finally:
+            runner.close()
+        excluded = seeding.exclusions(space, session.outcomes)
+        if shortlist(session.records, space.baseline) is None:
+            raise self._nothing(session.records, space, excluded, was_interrupted=was_interrupted)
+        recommendation = self._decide(session, space, excluded, environment, fingerprint, was_interrupted)
+        self.folder.save(recommendation)
+        if was_interrupted:
+            raise SearchInterruptedError(
+                f"Interrupted after {len(session.records)} trials; the best so far is in "
+                f"{self.folder.recommendation_path}.",
+                "Run the same command again to go on.",
+                recommendation.excluded,
+                recommendation,
+            )
+        return recommendation
+
+    def _open(self, runner: Runner, state: dict[str, Any]) -> None:
+        reason = runner.open(state["num_threads"], self.clock.left())
+        if reason is not None:
+            runner.keep()
+            self._warnings.append(f"Trials shared one process until it failed: {reason}.")
+
+    def _probe(self, runner: Runner, state: dict[str, Any]) -> Hardware:
+        self._progress.phase("probing the device")
+        args = {"device": self._options.device, "torch_state": state}
+        answer = self._ask(runner, "probe", args)
+        if isinstance(answer, Failure):
+            raise NothingWorksError(f"The probe failed: {answer.message}.", "Try --device cpu.", ())
+        hardware = msgspec.convert(answer, Hardware)
+        held = self._origin.held_bytes(hardware.device)
+        hardware = with_held_memory(hardware, held)
+        self._progress.found_hardware(hardware)
+        self._warnings += hardware.notes
+        if held > _HELD_SHARE_WORTH_A_WORD * hardware.memory.total:
+            way_out = (
+                "make the data and the model inside functions that the trial calls"
+                if hardware.device == "cpu"
+                else "move the model to the CPU with model.to('cpu') and call torch.cuda.empty_cache()"
+            )
+            self._warnings.append(
+                f"The calling process holds {size(held)} on {hardware.device}, which trials had to do without: "
+                f"{way_out} before searching."
+            )
+        return hardware
+
+    def _describe(self, runner: Runner, state: dict[str, Any], hardware: Hardware) -> Description:
+        self._progress.phase("building the workload once")
+        answer = self._ask(runner, "describe", {"device": hardware.device, "torch_state": state})
+        if not isinstance(answer, Failure):
+            return msgspec.convert(answer, Description)
+        reason = f"{answer.kind}: {answer.message}" + (f"\n{answer.details.rstrip()}" if answer.details else "")
+        asked = self._options.precisions or PRECISIONS
+        raise NothingWorksError(
+            f"The workload cannot be built, so no candidate can run: {reason}",
+            "Mend what the traceback shows; the model, data and optimizer must work on their own.",
+            tuple(Exclusion(precision=precision, batch_size=None, reason=reason) for precision in asked),
+        )
+
+    def _ask(self, runner: Runner, what: str, args: dict[str, Any]) -> Any:
+        answer = runner.ask(what, args, max(0.0, self.clock.left()))
+        if isinstance(answer, Failure) and answer.kind == "timeout":
+            raise self._too_small(self.clock.elapsed())
+        return answer
+
+    def _explore(self, session: Session, runner: Runner, space: Space, search_id: str) -> None:
+        storage = self._options.storage or self.folder.path / "study.db"
+        with Study.open(
+            storage,
+            self.folder.path.name,
+            space,
+            search_id=search_id,
+            loss_scale=_LOSS_SCALE,
+            seed=self._options.seed,
+            records=session.records,
+        ) as study:
+            self._progress.phase("searching")
+            explore(session, runner, space, study, self._options.max_trials)
+
+    def _confirm(
+        self, session: Session, runner: Runner, payload: Payload, space: Space, environment: dict[str, str]
+    ) -> None:
+        chosen = shortlist(session.records, space.baseline)
+        if chosen is None:
+            return
+        measure_fallbacks(session, runner, space, chosen.winner)
+        runner.close()  # its memory and threads are not there in the user's own run either
+        self._progress.phase("confirming in fresh processes")
+
+        def runner_for(variables: dict[str, str]) -> Runner:
+            return Runner(payload, "fresh", self.watcher, variables)
+
+        confirm(session, runner_for, chosen, environment, self._load_seconds)
+
+    def _decide(
+        self,
+        session: Session,
+        space: Space,
+        excluded: Sequence[Exclusion],
+        environment: dict[str, str],
+        fingerprint: Fingerprint,
+        was_interrupted: bool,
+    ) -> Recommendation:
+        is_spent = self.clock.left_for_search() <= 0 or was_interrupted
+        decision = decide(
+            session.records,
+            space,
+            environment=environment,
+            loss_scale=_LOSS_SCALE,
+            exclusions=excluded,
+            is_budget_spent=is_spent,
+        )
+        unknown = tuple(f"This answer cannot be cached: {part}." for part in fingerprint.unknown)
+        return Recommendation(
+            config=decision.config,
+            evidence=decision.evidence,
+            reason=decision.reason,
+            warnings=(*decision.warnings, *self._warnings, *unknown),
+            excluded=decision.excluded,
+            candidates=decision.candidates,
+            search=SearchSummary(
+                study=self.folder.path.name,
+                num_trials=len(session.records),
+                num_failures=sum(isinstance(r.outcome, Failure) for r in session.records),
+                seconds=self.clock.elapsed(),
+                was_interrupted=was_interrupted,
+            ),
+            hardware=session.hardware,
+            versions=versions(),
+            fingerprint=fingerprint,
+        )
+
+    def _nothing(
+        self, records: Sequence[Record], space: Space, found: Sequence[Exclusion], *, was_interrupted: bool
+    ) -> NothingWorksError | BudgetTooSmallError | SearchInterruptedError:
+        excluded = explain_excluded(records, space, found, is_budget_spent=True)
+        if was_interrupted:
+            return SearchInterruptedError(
+                "Interrupted before anything was measured.", "Run the same command again.", excluded, None
+            )
+        failures = [r.outcome for r in records if isinstance(r.outcome, Failure)]
+        is_only_slow = all(f.kind == "timeout" for f in failures)
+        if is_only_slow and (not failures or self.watcher.last_step_seconds is not None):
+            return self._too_small(self.clock.elapsed())
+        first = next((f for f in failures if f.kind == "workload_error"), failures[0])
+        candidate = next(r.candidate for r in records if r.outcome is first)
+        details = f"\n{first.details.rstrip()}" if first.details else ""
+        return NothingWorksError(
+            f"None of {len(records)} trials worked; {candidate}: {first.message}.{details}",
+            "Mend what the reasons name; a workload that trains one step on its own will be measured."
+            + (" If steps are only slow, give a larger --budget." if is_only_slow else ""),
+            excluded,
+        )
+
+    def _too_small(self, used_seconds: float) -> BudgetTooSmallError:
+        """Twice the shortest trial there is, with what came before it, must fit in the search's share."""
+        step_seconds = self.watcher.last_step_seconds or 0.0
+        needed = (2 * used_seconds + 12 * step_seconds) / (1 - CONFIRM_SHARE)
+        return BudgetTooSmallError(
+            f"The budget of {self.clock.budget_seconds:g} s ended before anything was measured; "
+            f"{used_seconds:.0f} s went into loading, probing and building the workload.",
+            f"Give --budget {math.ceil(needed / 10) * 10} or more.",
+        )
+
+
+def _say_why(progress: Progress, cached: Recommendation, fingerprint: Fingerprint) -> None:
+    """What changed since the recommendation that is there."""
+    if not cached.search.was_interrupted:
+        for line in changed(cached.fingerprint, fingerprint):
+            progress.note(f"Searching again: {line}.")

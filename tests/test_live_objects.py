@@ -1,0 +1,276 @@
+"""recommend_config() on live objects: nothing of the user's is changed, and any script, REPL or class of it works."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import CommandLine
+
+OPTIONS = "budget=16, precision='fp32', batch_size=(4, 8), baseline='fp32:4', device='cpu'"
+
+PREAMBLE = """
+import torch
+from torch import nn
+from autotune_amp import Workload, recommend_config
+"""
+
+
+def python(cli: CommandLine, text: str, *, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a script of that text, or a Python that reads `stdin`, in the test's folder."""
+    (cli.folder / "script.py").write_text(text)
+    command = [sys.executable, "script.py"] if stdin is None else [sys.executable, "-i", "-q"]
+    return subprocess.run(
+        command, cwd=cli.folder, env=cli.environment, input=stdin, capture_output=True, text=True, timeout=200
+    )
+
+
+def test_live_objects_are_the_same_bit_for_bit_after_a_search(cli: CommandLine) -> None:
+    script = f"""{PREAMBLE}
+import copy, pickle, random, numpy
+torch.manual_seed(3)
+model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1))
+model[2].eval()
+optimizer = torch.optim.AdamW([
+    {{"params": model[0].parameters(), "lr": 0.1}}, {{"params": model[3].parameters()}}], lr=0.01)
+generator = torch.Generator().manual_seed(11)
+dataset = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
+loader = torch.utils.data.DataLoader(dataset, batch_size=4, shuffle=True, generator=generator)
+
+def loss(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+
+loss(model, next(iter(loader))).backward()
+optimizer.step()
+loss(model, next(iter(loader))).backward()  # gradients are left as they are
+
+def snapshot():
+    return pickle.dumps([
+        [(name, value.numpy().tobytes()) for name, value in model.state_dict().items()],
+        [parameter.grad is None or parameter.grad.numpy().tobytes() for parameter in model.parameters()],
+        [module.training for module in model.modules()],
+        [[(k, v.numpy().tobytes() if torch.is_tensor(v) else v) for k, v in s.items()]
+         for s in optimizer.state_dict()["state"].values()],
+        optimizer.state_dict()["param_groups"],
+        torch.get_rng_state().numpy().tobytes(), generator.get_state().numpy().tobytes(),
+        random.getstate(), numpy.random.get_state(),
+        torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(),
+        torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision,
+        torch.are_deterministic_algorithms_enabled(),
+    ])
+
+before = snapshot()
+addresses = [parameter.data_ptr() for parameter in model.parameters()]
+found = recommend_config(Workload(model, loss, loader, optimizer), {OPTIONS})
+assert snapshot() == before, "the search changed something"
+assert addresses == [parameter.data_ptr() for parameter in model.parameters()]
+model[0].weight.data.add_(1)
+assert snapshot() != before, "the snapshot sees no change at all"
+print(found.config.precision, found.evidence.baseline.config.batch_size)
+"""
+    done = python(cli, script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "fp32 4\n"
+
+
+def test_a_script_without_a_main_guard_with_lambdas_local_classes_and_loader_workers(cli: CommandLine) -> None:
+    script = f"""{PREAMBLE}
+print("the script runs")
+WIDTH = 16
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+
+    def forward(self, inputs):
+        return self.layers(inputs)
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        info = torch.utils.data.get_worker_info()
+        assert info is not None and info.num_workers == 2, "loaded outside a worker"
+        return torch.full((8,), float(index)), torch.zeros(1)
+
+found = recommend_config(
+    Workload(lambda: Model(), lambda m, batch: (m(batch[0]) - batch[1]).square().mean(),
+             torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=2),
+             lambda parameters: torch.optim.SGD(parameters, lr=0.001)), {OPTIONS})
+print(found.config.batch_size, found.search.num_failures)
+"""
+    done = python(cli, script)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == "the script runs", "a child ran the script again"
+    assert second.split()[1] == "0", done.stderr
+
+
+def test_from_a_repl(cli: CommandLine) -> None:
+    typed = f"""import torch
+from torch import nn
+from autotune_amp import Workload, recommend_config
+class Model(nn.Linear):
+    pass
+
+def data(size):
+    return torch.randn(size, 8), torch.randn(size, 1)
+
+found = recommend_config(Workload(lambda: Model(8, 1), lambda m, b: (m(b[0]) - b[1]).square().mean(), data), {OPTIONS})
+print("answer", found.config.precision)
+"""
+    done = python(cli, "", stdin=typed)
+    assert "answer fp32" in done.stdout, done.stderr
+
+
+def test_what_cannot_be_sent_to_a_trial_is_named_by_its_path(cli: CommandLine) -> None:
+    script = f"""{PREAMBLE}
+import threading
+class Data(torch.utils.data.Dataset):
+    def __init__(self):
+        self.inner = {{"guard": [threading.Lock()]}}
+    def __len__(self): return 8
+    def __getitem__(self, index): return torch.zeros(8), torch.zeros(1)
+try:
+    recommend_config(Workload(lambda: nn.Linear(8, 1), lambda m, b: m(b[0]).sum(), Data()), {OPTIONS})
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    done = python(cli, script)
+    assert done.returncode == 0, done.stderr
+    assert "WorkloadError" in done.stdout
+    assert "workload.data.inner['guard'][0]" in done.stdout
+
+
+CACHED = """
+import sys, time
+import torch
+from torch import nn
+from autotune_amp import Workload, recommend_config
+from autotune_amp.search.progress import Progress
+
+class Watch(Progress):
+    def trial_started(self, number, candidate, purpose):
+        print("trial")
+    def note(self, text):
+        print("note", text)
+
+def data(size):
+    return torch.randn(size, 8), torch.randn(size, 1)
+
+def loss(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean() * FACTOR
+
+FACTOR = 1.0
+workload = Workload(lambda: nn.Linear(8, 1), loss, data)
+found = recommend_config(workload, OPTIONS, progress=Watch())
+print("answer", found.config.batch_size, "optuna" in sys.modules, "rich" in sys.modules)
+"""
+
+
+def test_the_second_call_answers_from_the_cache_and_a_change_searches_again(cli: CommandLine) -> None:
+    text = CACHED.replace("OPTIONS", OPTIONS)
+    first = python(cli, text)
+    assert first.returncode == 0, first.stderr
+    assert "trial" in first.stdout
+    saved = (cli.folder / "studies/workload/recommendation.json").read_text()
+    second = python(cli, text + "\n# a comment\n")
+    assert second.stdout.splitlines() == [first.stdout.splitlines()[-1].replace("True", "False")], second.stderr
+    assert (cli.folder / "studies/workload/recommendation.json").read_text() == saved
+    changed = python(cli, text.replace("FACTOR = 1.0", "FACTOR = 2.0"))
+    assert "trial" in changed.stdout
+    assert "FACTOR" in changed.stdout
+    assert "changed" in changed.stdout
+    option = python(cli, text.replace("FACTOR = 1.0", "FACTOR = 2.0").replace("budget=16", "budget=17"))
+    assert "note Searching again: option budget_seconds changed from 16.0 to 17.0." in option.stdout
+    fresh = python(cli, text.replace("FACTOR = 1.0", "FACTOR = 2.0").replace("budget=16", "budget=17, fresh=True"))
+    assert "trial" in fresh.stdout
+
+
+def test_a_command_line_search_is_cached_too(cli: CommandLine) -> None:
+    target = cli.write(
+        "train.py",
+        CACHED.split("FACTOR = 1.0")[0]
+        + "FACTOR = 1.0\n"
+        + """
+def workload():
+    print("the function was called")
+    return Workload(lambda: nn.Linear(8, 1), loss, data)
+""",
+    )
+    options = ("--budget", "16", "--precision", "fp32", "--batch-size", "4:4", "--baseline", "fp32:4")
+    first = cli.search(target, *options)
+    assert first.code == 0, first.err
+    assert "the function was called" in first.err
+    second = cli.search(target, *options)
+    assert second.document == first.document
+    assert "the function was called" not in second.err
+    assert cli.search(target, *options, "--fresh").document["search"] != first.document["search"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_callers_own_autocast_is_the_baseline(cli: CommandLine, precision: str) -> None:
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}[precision]
+    script = f"""{PREAMBLE}
+def loss(model, batch):
+    assert torch.get_autocast_dtype("cpu") == torch.{dtype} or not torch.is_autocast_enabled("cpu")
+    return (model(batch[0]) - batch[1]).square().mean()
+data = torch.utils.data.TensorDataset(torch.randn(16, 8), torch.randn(16, 1))
+with torch.autocast("cpu", dtype=torch.{dtype}):
+    found = recommend_config(
+        Workload(lambda: nn.Linear(8, 1), loss, torch.utils.data.DataLoader(data, batch_size=4)),
+        budget=20, precision=["fp32", "{precision}"], batch_size=(4, 4), device="cpu")
+print(found.evidence.baseline.config.precision, found.search.num_failures)
+"""
+    done = python(cli, script)
+    assert done.stdout == f"{precision} 0\n", done.stderr
+
+
+def test_trials_take_over_the_callers_torch_state(cli: CommandLine) -> None:
+    script = f"""{PREAMBLE}
+torch.set_num_threads(1)
+torch.use_deterministic_algorithms(True)
+torch.set_default_dtype(torch.float64)
+def data(size):
+    seen = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()
+    assert seen == (1, True, torch.float64), seen
+    return torch.randn(size, 8), torch.randn(size, 1)
+found = recommend_config(
+    Workload(lambda: nn.Linear(8, 1), lambda m, b: (m(b[0]) - b[1]).square().mean(), data), {OPTIONS})
+print(found.search.num_failures)
+"""
+    done = python(cli, script)
+    assert done.stdout == "0\n", done.stderr
+
+
+def test_the_environment_reaches_trials_with_trackers_off(cli: CommandLine) -> None:
+    cli.environment["MY_TOKEN"] = "secret"
+    cli.environment["WANDB_MODE"] = "online"
+    target = cli.write(
+        "train.py",
+        f"""{PREAMBLE}
+import json, os
+def data(size):
+    names = ("MY_TOKEN", "AUTOTUNE_AMP_TRIAL", "WANDB_MODE", "MALLOC_TRIM_THRESHOLD_")
+    with open("seen.jsonl", "a") as file:
+        file.write(json.dumps([os.environ.get(name) for name in names]) + "\\n")
+    return torch.randn(size, 8), torch.randn(size, 1)
+def workload():
+    return Workload(lambda: nn.Linear(8, 1), lambda m, b: (m(b[0]) - b[1]).square().mean(), data)
+""",
+    )
+    done = cli.search(target, "--precision", "fp32", "--batch-size", "8:8", "--baseline", "fp32:8", "--budget", "70")
+    assert done.code == 0, done.err
+    seen = {tuple(json.loads(line)) for line in (cli.folder / "seen.jsonl").read_text().splitlines()}
+    assert {entry[:3] for entry in seen} == {("secret", "1", "disabled")}
+    environment = done.document["config"]["environment"]
+    fresh = {entry[3] for entry in seen}
+    if done.document["evidence"]["is_confirmed"]:
+        assert fresh == {None, "2147483647"}, "confirmed in the recommended environment and in the user's own"
+    assert set(environment) <= {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"}
+    assert "MALLOC_TRIM_THRESHOLD_" not in Path("/proc/self/environ").read_text()
