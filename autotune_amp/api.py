@@ -20,7 +20,7 @@ DEFAULT_TARGET = "autotune_amp.workloads.transformer:workload"
 def recommend_config(
     workload: Workload | Callable[[], Workload] | str | None = None,
     *,
-    budget: float = 90.0,
+    budget: float = 110.0,
     trials: int | None = None,
     device: str = "auto",
     precision: Sequence[str] | str | None = None,

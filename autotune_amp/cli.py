@@ -63,7 +63,7 @@ def search(
             metavar="TARGET",
         ),
     ] = None,
-    budget: Annotated[float, typer.Option(help="Seconds the whole search may take.", metavar="SECONDS")] = 90.0,
+    budget: Annotated[float, typer.Option(help="Seconds the whole search may take.", metavar="SECONDS")] = 110.0,
     trials: Annotated[int | None, typer.Option(help="At most this many trials.", metavar="N")] = None,
     device: Device = "auto",
     precision: Annotated[

@@ -17,6 +17,7 @@ from autotune_amp.trial.spec import Candidate, Purpose
 
 NUM_ROUNDS, MIN_ROUNDS = 5, 3  # five processes of twelve steps are within 5 % of the truth 97 % of the time
 NUM_STEPS = 12
+MEASURE_SECONDS = 3.0  # long steps: fewer of them, the spread between processes is what counts
 MAX_FALLBACK_TRIES = 3
 SAFETY = 1.1  # an estimate of a process's seconds that turns out short must not break the budget
 
@@ -122,7 +123,7 @@ def confirm(
                 purpose=run.purpose,
                 hold_heap=False,  # the process starts with the variables, or is meant to run without them
                 num_steps=(NUM_STEPS, NUM_STEPS),
-                measure_seconds=max(1.0, left / 4),
+                measure_seconds=MEASURE_SECONDS,
                 deadline_seconds=left,
             )
             with runner_for(run.environment) as runner:
@@ -149,8 +150,9 @@ def _process_seconds(session: Session, candidate: Candidate, start_seconds: floa
     outcome = session.outcomes.get(candidate)
     if not isinstance(outcome, Measurement):
         return start_seconds
-    steps = outcome.first_step_seconds + (session.spec(candidate).num_warmup_steps + NUM_STEPS) * outcome.step_seconds
-    return start_seconds + outcome.build_seconds + outcome.context_seconds + steps
+    warm_up = outcome.first_step_seconds + session.spec(candidate).num_warmup_steps * outcome.step_seconds
+    measuring = min(NUM_STEPS * outcome.step_seconds, MEASURE_SECONDS + outcome.step_seconds)
+    return start_seconds + outcome.build_seconds + outcome.context_seconds + warm_up + measuring
 
 
 def _is_done(records: Sequence[Record], run: Run, number: int) -> bool:

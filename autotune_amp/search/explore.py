@@ -18,9 +18,9 @@ CUT_RATIO = 1.25  # median of five steps against the best: cuts equals 4 % of th
 SLOW_PRECISION_SHARE = 0.1  # of the budget, for a precision that has not shown itself worth more
 MIN_TRIAL_SECONDS = 0.5
 MAX_IDLE_SUGGESTIONS = 4  # suggestions in a row that were known already or brought nothing
-DEADLINE_RATIO = 10.0  # a step so many times longer than the best throughput foretells is not waited for
-MIN_STEP_DEADLINE_SECONDS = 1.0
-NUM_TRIALS_FORESEEN = 8  # one trial's steps take at most this part of the search phase
+DEADLINE_RATIO = 20.0  # a step so many times longer than the best throughput foretells is not waited for
+MIN_STEP_DEADLINE_SECONDS = 2.0  # a busy machine stalls a step for hundreds of milliseconds
+NUM_TRIALS_FORESEEN = 16  # one trial's steps take at most this part of the search phase
 
 
 def explore(session: Session, runner: Runner, space: Space, study: Study, max_trials: int | None) -> None:

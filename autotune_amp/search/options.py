@@ -22,7 +22,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     share of the available memory that a trial may take.
     """
 
-    budget_seconds: float = 90.0
+    budget_seconds: float = 110.0
     max_trials: int | None = None
     device: str = "auto"
     precisions: tuple[Precision, ...] | None = None
@@ -39,7 +39,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     def from_user(
         cls,
         *,
-        budget: float = 90.0,
+        budget: float = 110.0,
         trials: int | None = None,
         device: str = "auto",
         precision: Sequence[str] | str | None = None,

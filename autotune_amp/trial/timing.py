@@ -14,8 +14,8 @@ from autotune_amp.statistics import trimmed_interval
 from autotune_amp.trial.step import Training
 
 NUM_STEPS_BEFORE_CUT = 5
-# A warm-up step so many times over the cut ends the trial at once: fp16 on a CPU without fp16 arithmetic.
-HOPELESS_RATIO = 4.0
+# Warm-up steps that are all so many times over the cut end the trial at once: bf16 or fp16 that is merely emulated.
+HOPELESS_RATIO = 1.6
 # From 65536 down to 1, and a few more: after that the loss scale is not what is wrong.
 MAX_SCALE_SEARCH_STEPS = 20
 
@@ -53,9 +53,9 @@ def time_steps(training: Training, report: Report) -> Timing:
     timer = _StepTimer(training)
     first_step_seconds = timer.time(1)
     report(0, first_step_seconds)
-    last_warm_up_seconds = _warm_up(training, timer, report)
-    if spec.cut_step_seconds and last_warm_up_seconds > HOPELESS_RATIO * spec.cut_step_seconds:
-        return timer.result(first_step_seconds, [last_warm_up_seconds], was_cut=True)
+    warm_up_seconds = _warm_up(training, timer, report)
+    if spec.cut_step_seconds and min(warm_up_seconds) > HOPELESS_RATIO * spec.cut_step_seconds:
+        return timer.result(first_step_seconds, warm_up_seconds, was_cut=True)
     timer.start_measuring()
     started = time.perf_counter()
     steps: list[float] = []
@@ -82,23 +82,19 @@ def time_steps(training: Training, report: Report) -> Timing:
     return timer.result(first_step_seconds, steps, num_skips=num_skips, was_cut=was_cut)
 
 
-def _warm_up(training: Training, timer: _StepTimer, report: Report) -> float:
-    """The remaining warm-up steps, and under fp16 as many more as the scale needs to come down.
-
-    Returns the seconds of the last one.
-    """
-    num_done = 1
+def _warm_up(training: Training, timer: _StepTimer, report: Report) -> list[float]:
+    """The remaining warm-up steps, and under fp16 as many more as the scale needs to come down; seconds of each."""
+    spec = training.spec
+    steps: list[float] = []
     while True:
         scale = training.loss_scale()
-        seconds = timer.time(1)
-        num_done += 1
-        report(0, seconds)
-        if training.spec.cut_step_seconds and seconds > HOPELESS_RATIO * training.spec.cut_step_seconds:
-            return seconds
+        steps.append(timer.time(1))
+        report(0, steps[-1])
         is_skipping = _num_backoffs(training, scale, training.loss_scale()) > 0
-        if num_done >= training.spec.num_warmup_steps and not is_skipping:
-            return seconds
-        if num_done >= training.spec.num_warmup_steps + MAX_SCALE_SEARCH_STEPS:
+        num_done = 1 + len(steps)
+        if num_done >= spec.num_warmup_steps and not is_skipping:
+            return steps
+        if num_done >= spec.num_warmup_steps + MAX_SCALE_SEARCH_STEPS:
             raise NonFiniteError(
                 f"gradients still overflow at a loss scale of {training.loss_scale():g} after {num_done} steps"
             )

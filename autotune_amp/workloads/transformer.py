@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autotune_amp.workload import Workload
 
-VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS = 96, 64, 128, 4, 2
+VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS = 96, 32, 96, 4, 2
 NUM_SAMPLES, BATCH_SIZE = 4096, 32
 
 
