@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
+import multiprocessing
 import os
 import queue
 import select
@@ -68,6 +70,8 @@ class Server:
         workload = make_workload(self._source, self._origin)
         self._bench = Bench(workload, is_kept=not self._is_template)
         reason = _why_not_fork(num_threads) if self._is_template else None
+        if self._is_template:
+            gc.freeze()  # a collection in a child would copy every page that holds an object
         self._channel.send({"event": "result", "value": reason})
 
     def call(self, command: dict[str, Any]) -> None:
@@ -214,8 +218,6 @@ def run_worker(channel: Channel, server: Server) -> None:
 
 
 def _enter_trial() -> None:
-    import multiprocessing
-
     from autotune_amp.trial.worker import raise_oom_score
 
     raise_oom_score()

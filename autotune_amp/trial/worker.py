@@ -54,7 +54,7 @@ class Bench:
 
     def __init__(self, workload: Workload, *, is_kept: bool) -> None:
         self.workload = workload
-        self._is_kept = is_kept
+        self.is_kept = is_kept
         self._kept: tuple[nn.Module, dict[str, torch.Tensor]] | None = None
 
     def model(self, device: torch.device) -> nn.Module:
@@ -65,7 +65,7 @@ class Bench:
             model.zero_grad(set_to_none=True)
             return model
         model = make_model(self.workload).to(device)
-        if self._is_kept:
+        if self.is_kept:
             self._kept = model, {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
         return model
 
@@ -109,9 +109,10 @@ def run(bench: Bench, spec: TrialSpec, send: Send) -> Outcome:
         traceback.clear_frames(error.__traceback__)
         return failure
     finally:
-        gc.collect()
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch does not type it
-            torch.cuda.empty_cache()
+        if bench.is_kept:
+            gc.collect()
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch does not type it
+                torch.cuda.empty_cache()
 
 
 def _measure(bench: Bench, spec: TrialSpec, send: Send) -> Outcome:
