@@ -44,10 +44,14 @@ def stream(data: Any, batch_size: int) -> Stream:
 
 
 def num_samples(batch: Any, asked: int) -> int | None:
-    """How many samples a batch holds: `asked` where one of its first two dimensions says so, else the first
-    dimension of its first tensor; None for a batch without tensors or length."""
+    """How many samples a batch holds; None for a batch without tensors or length.
+
+    It is `asked` where the first dimension of any tensor says so, or the second of all that have one (time first);
+    else the first dimension of its first tensor.
+    """
     shapes = [tuple(tensor.shape) for tensor in _tensors(batch) if tensor.dim() > 0]
-    if any(asked in shape[:2] for shape in shapes):
+    matrices = [shape for shape in shapes if len(shape) > 1]
+    if any(shape[0] == asked for shape in shapes) or (matrices and all(shape[1] == asked for shape in matrices)):
         return asked
     if isinstance(batch, (list, tuple)) and len(batch) == asked:
         return asked

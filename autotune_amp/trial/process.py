@@ -24,7 +24,7 @@ from autotune_amp.trial.outcome import Failure
 
 TICK_SECONDS = 0.1
 _OUTPUT_TAIL_CHARACTERS = 4000
-_EXIT_SECONDS = 10.0
+_EXIT_SECONDS, _KILL_SECONDS = 10.0, 5.0
 _SERVER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from autotune_amp.trial.server import main; main(sys.argv[2])"
@@ -117,9 +117,11 @@ class Process:
                 if overdue is None:
                     continue
                 if is_answered:
-                    self._kill_for(deadlines, True, "ending")
+                    self._kill_child()
                     return _raised(answer)
-                raise ProcessEndedError(self._kill_for(deadlines, overdue == "whole", phase))
+                raise ProcessEndedError(
+                    self._kill_for(deadlines, is_whole=overdue == "whole", has_child=ends_with_exit, phase=phase)
+                )
             if message is None:
                 raise ProcessEndedError(self._classify_exit(self._end_status(), phase))
             event = message["event"]
@@ -156,17 +158,23 @@ class Process:
             while True:
                 self._watcher.output(self._printed.get_nowait())
 
-    def _kill_for(self, deadlines: Deadlines, is_whole: bool, phase: str) -> Failure:
-        if self._mode == "template":
-            self.send({"cmd": "kill"})
-            with contextlib.suppress(queue.Empty):
-                while (message := self._messages.get(timeout=5)) is not None:
-                    if message["event"] == "exit":
-                        break
+    def _kill_for(self, deadlines: Deadlines, *, is_whole: bool, has_child: bool, phase: str) -> Failure:
+        if has_child:
+            self._kill_child()
         if is_whole:
             return Failure(kind="timeout", message=f"it was still {phase} when its time was up")
         limit = deadlines.first_step_seconds if phase == "in the first step" else deadlines.step_seconds
         return Failure(kind="timeout", message=f"a step took longer than {limit:.1f} s ({phase})")
+
+    def _kill_child(self) -> None:
+        """Have the template kill the child it watches; a template that does not answer is killed itself."""
+        self.send({"cmd": "kill"})
+        try:
+            while (message := self._messages.get(timeout=_KILL_SECONDS)) is not None:
+                if message["event"] == "exit":
+                    return
+        except queue.Empty:
+            self._popen.kill()
 
     def _classify_exit(self, status: int, phase: str) -> Failure:
         details = "".join(self._tail)[-_OUTPUT_TAIL_CHARACTERS:] or None

@@ -123,7 +123,8 @@ class Runner:
             process.send({"cmd": "call", "what": what, "args": args})
             value = process.wait(deadlines, ends_with_exit=self._isolation == "fork")
         except ProcessEndedError as ended:
-            self.close()
+            if self._isolation != "fork":  # a template outlives its children; if it has not, the next call sees it
+                self.close()
             return ended.failure
         except BaseException:
             self.close()

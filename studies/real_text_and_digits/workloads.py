@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from autotune_amp import Workload
 
-CONTEXT, WIDTH, HEADS, LAYERS = 128, 192, 6, 3
+CONTEXT, WIDTH, HEADS, LAYERS = 64, 96, 4, 2
 
 
 class Characters(Dataset[Tensor]):

@@ -201,7 +201,7 @@ def test_outcomes_that_cannot_be_read(cli: CommandLine, text: str, word: str) ->
         (["--trials", "0"], "--trials"),
         (["--device", "tpu"], "--device"),
         (["--precision", "int4"], "--precision"),
-        (["--precision", "tf32"], "TF32"),
+        (["--trials", "none"], "--trials"),
         (["--batch-size", "8"], "--batch-size"),
         (["--batch-size", "9:8"], "--batch-size"),
         (["--baseline", "fp32"], "--baseline"),
@@ -217,6 +217,14 @@ def test_an_impossible_option(cli: CommandLine, options: list[str], word: str) -
     done = cli.search(target, *OPTIONS, *options)
     assert done.code == 2, done.err
     assert word in done.document["error"]["message"]
+
+
+def test_a_precision_that_the_device_lacks(cli: CommandLine) -> None:
+    target = cli.write("train.py", TINY.format(sleep=0))
+    done = cli.search(target, "--precision", "tf32", "--device", "cpu", "--budget", "20")
+    assert done.code == 2
+    assert "TF32" in done.document["error"]["message"]
+    assert lines(cli) == []
 
 
 def test_a_device_that_is_not_there(cli: CommandLine) -> None:
