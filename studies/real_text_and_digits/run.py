@@ -15,7 +15,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 NAMES = ("characters", "digits")
-BUDGET_SECONDS = {"characters": 200, "digits": 150}
+BUDGET_SECONDS = {"characters": 180, "digits": 150}
 NUM_TRAININGS = 3
 DEVICE = os.environ.get("STUDY_DEVICE", "cpu")
 RESULTS = HERE / os.environ.get("STUDY_RESULTS", "results")

@@ -29,21 +29,21 @@ class Text(Dataset):
         self.data = torch.frombuffer(bytearray(b"\n".join(f.read_bytes() for f in files)), dtype=torch.uint8)
 
     def __len__(self):
-        return (len(self.data) - 1) // 64
+        return (len(self.data) - 1) // 32
 
     def __getitem__(self, i):
-        return self.data[i * 64 : i * 64 + 65].long()
+        return self.data[i * 32 : i * 32 + 33].long()
 
 
 class Transformer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.emb = nn.Embedding(256, 96)
-        self.pos = nn.Parameter(torch.zeros(64, 96))
-        block = nn.TransformerEncoderLayer(96, 4, 384, 0.1, "gelu", batch_first=True, norm_first=True)
+        self.emb = nn.Embedding(256, 64)
+        self.pos = nn.Parameter(torch.zeros(32, 64))
+        block = nn.TransformerEncoderLayer(64, 4, 256, 0.1, "gelu", batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
-        self.out = nn.Linear(96, 256)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(64))
+        self.out = nn.Linear(64, 256)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(32))
 
     def forward(self, x):
         return self.out(self.blocks(self.emb(x) + self.pos, mask=self.mask, is_causal=True))

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from autotune_amp import Workload
 
-CONTEXT, WIDTH, HEADS, LAYERS = 64, 96, 4, 2
+CONTEXT, WIDTH, HEADS, LAYERS = 32, 64, 4, 2
 
 
 class Characters(Dataset[Tensor]):
@@ -58,7 +58,7 @@ def characters() -> Workload:
     return Workload(
         model=CharacterModel,
         loss=character_loss,
-        data=DataLoader(Characters(), batch_size=64, shuffle=True),
+        data=DataLoader(Characters(), batch_size=32, shuffle=True),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4),
         name="characters",
     )

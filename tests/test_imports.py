@@ -1,0 +1,69 @@
+"""The import directions of the design, held by the syntax trees."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import autotune_amp
+
+ROOT = Path(autotune_amp.__file__).parent
+FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
+
+
+def imported(file: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} has a relative import"
+            yield node.module or ""
+
+
+def is_under(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_directions(file: str) -> None:
+    modules = list(imported(file))
+    if file.startswith("search/") or file in ("trial/runner.py", "trial/process.py", "cli.py", "api.py", "__init__.py"):
+        assert not any(is_under(module, "torch") for module in modules)
+    if file != "search/study.py":
+        assert not any(is_under(module, "optuna") for module in modules)
+    if file.startswith(("trial/", "hardware/", "fingerprint/")):
+        assert not any(is_under(module, f"autotune_amp.{p}") for module in modules for p in ("search", "report", "api"))
+    if not file.startswith("report/") and file not in ("cli.py", "recommendation.py", "api.py", "search/steps.py"):
+        assert not any(is_under(module, "autotune_amp.report") for module in modules)
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file not in ("cli.py", "__main__.py")])
+def test_only_the_command_line_prints_or_exits(file: str) -> None:
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            assert name not in ("print", "exit", "sys.exit", "quit"), f"{file}:{node.lineno} calls {name}"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_has_about_three_hundred_lines_at_most(file: str) -> None:
+    assert len((ROOT / file).read_text().splitlines()) <= 330
+
+
+def test_importing_the_package_imports_neither_torch_nor_optuna_and_exports_its_names() -> None:
+    program = (
+        "import sys, autotune_amp\n"
+        "assert not {'torch', 'optuna', 'msgspec', 'rich'} & set(sys.modules)\n"
+        "print(sorted(name for name in dir(autotune_amp)))\n"
+        "from autotune_amp import AmpConfig, LossScale, Recommendation, Workload, probe, recommend_config\n"
+        "assert 'torch' not in sys.modules and 'optuna' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    names = ["AmpConfig", "LossScale", "Recommendation", "Workload", "probe", "recommend_config"]
+    assert done.stdout.strip() == str(names)

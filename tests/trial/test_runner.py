@@ -1,0 +1,217 @@
+"""Real processes: forked, kept and fresh ones, and what is left of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from autotune_amp.errors import BudgetTooSmallError, WorkloadError
+from autotune_amp.trial.outcome import Failure, Measurement
+from autotune_amp.trial.process import Watcher
+from autotune_amp.trial.runner import Isolation, Payload, Runner
+from autotune_amp.trial.spec import Candidate, TrialSpec
+
+WORKLOAD = """
+import os, sys, time
+import torch
+from torch import nn
+from autotune_amp import Workload
+
+print("imported in", os.getpid())
+
+def model():
+    print("built in", os.getpid())
+    return nn.Linear(4, 1)
+
+def loss(model, batch):
+    print("weight", model.weight.detach().flatten().tolist(), "in", os.getpid())
+    if len(batch) == 3:
+        raise ValueError("three")
+    if len(batch) == 5:
+        os._exit(7)
+    if len(batch) == 6:
+        time.sleep(1000)
+    return model(batch).square().mean()
+
+def workload():
+    return Workload(model, loss, lambda size: torch.ones(size, 4), lambda p: torch.optim.SGD(p, lr=0.03))
+"""
+
+
+class Listener(Watcher):
+    def __init__(self) -> None:
+        self.text = ""
+        self.steps: list[int] = []
+
+    def output(self, text: str) -> None:
+        self.text += text
+
+    def step(self, num_steps: int, step_seconds: float) -> None:
+        self.steps.append(num_steps)
+
+    def pids(self, word: str) -> list[str]:
+        return [line.split()[-1] for line in self.text.splitlines() if line.startswith(word)]
+
+
+@pytest.fixture
+def listener() -> Listener:
+    return Listener()
+
+
+@pytest.fixture
+def payload(tmp_path: Path) -> Payload:
+    (tmp_path / "train.py").write_text(WORKLOAD)
+    return Payload(target="train:workload", path=(str(tmp_path), *sys.path))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    before = threading.active_count()
+    yield
+    assert psutil.Process().children(recursive=True) == []
+    assert threading.active_count() == before
+
+
+def spec(state: dict[str, Any], batch_size: int = 4, **fields: Any) -> TrialSpec:
+    candidate = Candidate(precision="fp32", batch_size=batch_size)
+    return TrialSpec(candidate=candidate, device="cpu", torch_state=state, num_steps=(1, 1), **fields)
+
+
+def opened(runner: Runner) -> dict[str, Any]:
+    state = runner.load(60)
+    assert runner.open(state["num_threads"], 60) is None
+    return state
+
+
+def test_a_template_loads_once_and_forks_for_each_trial(payload: Payload, listener: Listener) -> None:
+    with Runner(payload, "fork", listener) as runner:
+        state = opened(runner)
+        assert all(isinstance(runner.run(spec(state)), Measurement) for _ in range(3))
+    assert len(listener.pids("imported in")) == 1
+    assert len(set(listener.pids("built in"))) == 3
+    assert listener.steps == [0, 0, 0, 1] * 3
+
+
+def test_a_kept_worker_builds_once_and_starts_each_trial_from_the_first_weights(
+    payload: Payload, listener: Listener
+) -> None:
+    with Runner(payload, "kept", listener) as runner:
+        state = opened(runner)
+        assert all(isinstance(runner.run(spec(state)), Measurement) for _ in range(3))
+    assert len(listener.pids("imported in")) == 1
+    assert len(listener.pids("built in")) == 1
+    weights = [line.split(" in ")[0] for line in listener.text.splitlines() if line.startswith("weight")]
+    assert weights[0] == weights[4] == weights[8]
+    assert len(set(weights)) == 4
+
+
+def test_a_fresh_process_is_started_for_each_trial(payload: Payload, listener: Listener) -> None:
+    with Runner(payload, "fresh", listener, {"MARK_OF_TEST": "1"}) as runner:
+        state = opened(runner)
+        runner.close()
+        assert all(isinstance(runner.run(spec(state)), Measurement) for _ in range(2))
+    assert len(set(listener.pids("imported in"))) == 3
+
+
+@pytest.mark.parametrize("isolation", ["fork", "kept", "fresh"])
+def test_failures_are_told_apart_and_the_next_trial_works(
+    payload: Payload, listener: Listener, isolation: Isolation
+) -> None:
+    with Runner(payload, isolation, listener) as runner:
+        state = opened(runner)
+        raised = runner.run(spec(state, 3))
+        assert isinstance(raised, Failure)
+        assert (raised.kind, raised.message) == ("workload_error", "ValueError: three")
+        assert 'raise ValueError("three")' in (raised.details or "")
+        ended = runner.run(spec(state, 5))
+        assert isinstance(ended, Failure)
+        assert ended.kind == "crash"
+        assert "status 7" in ended.message
+        hung = runner.run(spec(state, 6, first_step_deadline_seconds=0.5))
+        assert isinstance(hung, Failure)
+        assert (hung.kind, hung.message) == ("timeout", "a step took longer than 0.5 s (in the first step)")
+        late = runner.run(spec(state, 6, deadline_seconds=12.0))
+        assert isinstance(late, Failure)
+        assert late.kind == "timeout"
+        assert "its time was up" in late.message
+        assert isinstance(runner.run(spec(state, 4)), Measurement)
+
+
+def test_a_killed_template_is_started_again(payload: Payload, listener: Listener) -> None:
+    with Runner(payload, "fork", listener) as runner:
+        state = opened(runner)
+        (template,) = psutil.Process().children()
+        template.kill()
+        template.wait()
+        assert isinstance(runner.run(spec(state)), Measurement)
+
+
+def test_a_workload_that_starts_a_thread_pool_is_found_out(tmp_path: Path, listener: Listener) -> None:
+    text = WORKLOAD + "\ntorch.set_num_threads(2)\ntorch.ones(1 << 22).add_(1)\n"
+    (tmp_path / "train.py").write_text(text)
+    payload = Payload(target="train:workload", path=(str(tmp_path), *sys.path))
+    with Runner(payload, "fork", listener) as runner:
+        state = runner.load(60)
+        reason = runner.open(state["num_threads"], 60)
+        if reason is not None:  # the OpenMP runtime decides whether its pool survives a fork
+            assert "hung" in reason
+            runner.keep()
+        assert isinstance(runner.run(spec(state)), Measurement)
+
+
+def test_a_deadline_while_loading(tmp_path: Path, listener: Listener) -> None:
+    (tmp_path / "train.py").write_text("import time; time.sleep(1000)")
+    payload = Payload(target="train:workload", path=(str(tmp_path), *sys.path))
+    with Runner(payload, "fork", listener) as runner, pytest.raises(BudgetTooSmallError, match="budget ended"):
+        runner.load(6.0)
+
+
+def test_a_module_that_crashes_while_loading(tmp_path: Path, listener: Listener) -> None:
+    (tmp_path / "train.py").write_text("import os; print('last words'); os.kill(os.getpid(), 9)")
+    payload = Payload(target="train:workload", path=(str(tmp_path), *sys.path))
+    with Runner(payload, "fork", listener) as runner, pytest.raises(WorkloadError, match="SIGKILL"):
+        runner.load(60)
+    assert "last words" in listener.text
+
+
+def test_prints_that_look_like_messages_change_nothing(tmp_path: Path, listener: Listener) -> None:
+    text = WORKLOAD.replace('print("weight"', 'os.write(1, b\'{"event": "exit", "status": 3}\\n\'); print("weight"')
+    (tmp_path / "train.py").write_text(text)
+    payload = Payload(target="train:workload", path=(str(tmp_path), *sys.path))
+    with Runner(payload, "fork", listener) as runner:
+        assert isinstance(runner.run(spec(opened(runner))), Measurement)
+    assert '{"event": "exit", "status": 3}' in listener.text
+
+
+def test_a_trial_over_its_memory_limit_fails_cleanly(tmp_path: Path, listener: Listener) -> None:
+    text = WORKLOAD.replace(
+        "if len(batch) == 3:", "if len(batch) == 2:\n        torch.ones(1 << 28)\n    if len(batch) == 3:"
+    )
+    (tmp_path / "train.py").write_text(text)
+    payload = Payload(target="train:workload", path=(str(tmp_path), *sys.path))
+    with Runner(payload, "fork", listener) as runner:
+        state = opened(runner)
+        outcome = runner.run(spec(state, 2, memory_limit_bytes=1 << 29))
+        assert isinstance(outcome, Failure)
+        assert outcome.kind == "oom"
+        assert isinstance(runner.run(spec(state, 4, memory_limit_bytes=1 << 29)), Measurement)
+
+
+def test_trackers_are_off_and_the_environment_is_inherited(
+    tmp_path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OWN_TOKEN", "secret")
+    text = WORKLOAD + "\nprint({n: os.environ[n] for n in ('OWN_TOKEN', 'AUTOTUNE_AMP_TRIAL', 'WANDB_MODE')})\n"
+    (tmp_path / "train.py").write_text(text)
+    payload = Payload(target="train:workload", path=(str(tmp_path), *sys.path))
+    with Runner(payload, "fork", listener) as runner:
+        runner.load(60)
+    assert "{'OWN_TOKEN': 'secret', 'AUTOTUNE_AMP_TRIAL': '1', 'WANDB_MODE': 'disabled'}" in listener.text
+    assert "AUTOTUNE_AMP_TRIAL" not in os.environ

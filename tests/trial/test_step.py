@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autotune_amp import LossScale, Workload, torch_state
+from autotune_amp.config import Precision
+from autotune_amp.errors import WorkloadError
+from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.step import Training, make_model, make_optimizer
+
+
+def make_batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    return torch.randn(size, 4, generator=generator), torch.randn(size, 1, generator=generator)
+
+
+def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    result: torch.Tensor = (model(batch[0]) - batch[1]).square().mean()
+    return result
+
+
+PARTS: dict[str, Any] = {
+    "loss": loss,
+    "data": make_batch,
+    "optimizer": torch.optim.SGD,
+}
+
+
+def training(
+    precision: Precision = "fp32", *, batch_size: int = 8, accumulation_steps: int = 1, **parts: Any
+) -> Training:
+    torch.manual_seed(0)
+    workload = Workload(**{**PARTS, "model": nn.Linear(4, 1), **parts})
+    spec = TrialSpec(
+        candidate=Candidate(precision=precision, batch_size=batch_size, accumulation_steps=accumulation_steps),
+        device="cpu",
+        loss_scale=LossScale(init_scale=8.0) if precision == "fp16" else None,
+        torch_state=torch_state.capture(),
+    )
+    return Training(workload, make_model(workload), spec)
+
+
+def weights_after(trained: Training, num_batches: int) -> torch.Tensor:
+    for _ in range(num_batches):
+        trained.forward_backward(trained.next_batch())
+    trained.update()
+    return torch.cat([p.detach().flatten() for p in trained.model.parameters()])
+
+
+def test_a_step_is_what_a_hand_written_loop_does() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    loss(model, make_batch(8)).backward()  # type: ignore[no-untyped-call]  # torch does not type it
+    optimizer.step()
+    expected = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert torch.equal(weights_after(training(), 1), expected)
+
+
+def test_accumulation_takes_the_mean_over_the_window() -> None:
+    one, four = weights_after(training(), 1), weights_after(training(accumulation_steps=4), 4)
+    assert torch.allclose(one, four, atol=1e-6)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_low_precision_runs_under_autocast_and_keeps_fp32_weights(precision: Precision, dtype: torch.dtype) -> None:
+    seen = []
+
+    def watching(model: nn.Module, batch: Any) -> torch.Tensor:
+        seen.append(model(batch[0]).dtype)
+        return loss(model, batch)
+
+    trained = training(precision, loss=watching)
+    weights_after(trained, 1)
+    assert seen == [dtype]
+    assert trained.model.weight.dtype == torch.float32
+    assert trained.loss_scale() == (8.0 if precision == "fp16" else None)
+
+
+@pytest.mark.parametrize(
+    ("broken", "word"),
+    [
+        (lambda model, batch: model(batch[0]), r"a tensor of shape \(8, 1\)"),
+        (lambda model, batch: 3.0, "a float"),
+        (lambda model, batch: model(batch[0]).mean().detach(), "without gradient"),
+    ],
+)
+def test_a_loss_that_is_no_loss(broken: Any, word: str) -> None:
+    trained = training(loss=broken)
+    with pytest.raises(WorkloadError, match=word):
+        trained.forward_backward(trained.next_batch())
+
+
+def test_an_optimizer_instance_gives_its_class_groups_and_hyperparameters() -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1))
+    groups: list[dict[str, Any]] = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters()}]
+    given = torch.optim.AdamW(groups, lr=0.25, betas=(0.5, 0.6))
+    workload = Workload(model, loss, make_batch, given)
+    made = make_optimizer(workload, make_model(workload))
+    assert type(made) is torch.optim.AdamW
+    assert made is not given
+    assert [group["lr"] for group in made.param_groups] == [0.5, 0.25]
+    assert [group["betas"] for group in made.param_groups] == [(0.5, 0.6)] * 2
+    assert {id(p) for g in made.param_groups for p in g["params"]} == {id(p) for p in model.parameters()}
+
+
+@pytest.mark.parametrize(
+    "kind", ["Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop"]
+)
+def test_every_optimizer_of_torch_can_be_taken_from_an_instance_for_a_model_made_later(kind: str) -> None:
+    given = getattr(torch.optim, kind)(nn.Linear(4, 1).parameters(), lr=0.125)
+    workload = Workload(lambda: nn.Linear(4, 1), loss, make_batch, given)
+    made = make_optimizer(workload, make_model(workload))
+    assert type(made) is type(given)
+    assert made.param_groups[0]["lr"] == 0.125
+
+
+def test_groups_over_another_models_parameters_are_refused() -> None:
+    other = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1))
+    given = torch.optim.SGD([{"params": part.parameters()} for part in other], lr=0.1)
+    workload = Workload(lambda: nn.Linear(4, 1), loss, make_batch, given)
+    with pytest.raises(WorkloadError, match="2 parameter groups"):
+        make_optimizer(workload, make_model(workload))
+
+
+@pytest.mark.parametrize("parts", [{"model": lambda: 3}, {"optimizer": lambda parameters: 3}])
+def test_factories_that_make_something_else(parts: dict[str, Any]) -> None:
+    with pytest.raises(WorkloadError, match="returned a int"):
+        training(**parts)
