@@ -66,30 +66,37 @@ def _halvings(winner: Candidate, precision: str) -> list[Candidate]:
     return halvings
 
 
-def plan_rounds(
-    shortlist: Shortlist, environment: dict[str, str], seconds_of: Callable[[Candidate], float], budget_seconds: float
-) -> list[list[Run]]:
-    """The rounds that fit in `budget_seconds`: at most five, if need be without the runner-up to reach three.
+def plan_round(
+    shortlist: Shortlist,
+    environment: dict[str, str],
+    seconds_of: Callable[[Candidate], float],
+    left_seconds: float,
+    number: int,
+) -> list[Run]:
+    """The runs of round `number` (from 0) that the time left allows, none where not even winner and baseline fit.
 
-    The order alternates, so that a drift of the machine falls on all alike. The winner runs once in the user's own
-    environment too, unless it is the baseline, which always does.
+    The runner-up gives way where three rounds could not be reached with it. The order alternates, so that a drift of
+    the machine falls on all alike. In the first round the winner runs once in the user's own environment too, unless it is
+    the baseline, which always does.
     """
-    winner = Run(shortlist.winner, "confirm", environment)
-    baseline = Run(shortlist.baseline, "confirm", {})
-    once = [Run(shortlist.winner, "plain", {})] if environment and shortlist.winner != shortlist.baseline else []
-    full = [winner, baseline]
+    winner, baseline = Run(shortlist.winner, "confirm", environment), Run(shortlist.baseline, "confirm", {})
+    essential = [winner] if winner == baseline else [winner, baseline]
+    full = essential
     if shortlist.runner_up is not None:
-        full.insert(1, Run(shortlist.runner_up, "confirm", environment))
-    for runs in (full, [winner, baseline]):
-        distinct = [run for number, run in enumerate(runs) if run not in runs[:number]]
-        left = budget_seconds - sum(seconds_of(run.candidate) for run in once)
-        num_rounds = int(left / sum(seconds_of(run.candidate) for run in distinct))
-        if num_rounds >= MIN_ROUNDS:
-            break
-    rounds = [distinct if number % 2 == 0 else distinct[::-1] for number in range(min(num_rounds, NUM_ROUNDS))]
-    if rounds:
-        rounds[0] = rounds[0] + once
-    return rounds
+        rival = Run(shortlist.runner_up, "confirm", environment)
+        full = [winner, rival, *(run for run in essential if run not in (winner, rival))]
+    once = []
+    if number == 0 and environment and shortlist.winner != shortlist.baseline:
+        once = [Run(shortlist.winner, "plain", {})]
+    num_needed = max(1, MIN_ROUNDS - number)
+    for runs, repeats in ((full, num_needed), (essential, num_needed), (essential, 1)):
+        if repeats * _cost(runs, seconds_of) + _cost(once, seconds_of) <= left_seconds:
+            return (runs if number % 2 == 0 else runs[::-1]) + once
+    return essential if _cost(essential, seconds_of) <= left_seconds else []
+
+
+def _cost(runs: Sequence[Run], seconds_of: Callable[[Candidate], float]) -> float:
+    return sum(seconds_of(run.candidate) for run in runs)
 
 
 def confirm(
@@ -110,11 +117,14 @@ def confirm(
     def seconds_of(candidate: Candidate) -> float:
         return SAFETY * _process_seconds(session, candidate, start_seconds)
 
-    rounds = plan_rounds(_runnable(session, shortlist), environment, seconds_of, budget_seconds)
-    for number, runs in enumerate(rounds):
+    contenders = _runnable(session, shortlist)
+    for number in range(NUM_ROUNDS):
+        runs = [
+            run
+            for run in plan_round(contenders, environment, seconds_of, session.clock.left() - until, number)
+            if not _is_done(session.records, run, number) and not _has_failed(session.records, run.candidate)
+        ]
         for run in runs:
-            if _is_done(session.records, run, number) or _has_failed(session.records, run.candidate):
-                continue
             left = session.clock.left() - until
             if left < seconds_of(run.candidate):
                 return

@@ -168,7 +168,7 @@ def _measurement(
 
 def classify(error: BaseException) -> Failure:
     """The failure that an exception from the user's workload amounts to."""
-    message = f"{type(error).__name__}: {error}".splitlines()[0]
+    message = _printable(f"{type(error).__name__}: {error}".splitlines()[0])
     if isinstance(error, AutotuneAmpError):
         return Failure(kind="workload_error", message=error.message, details=error.next_step)
     if isinstance(error, NonFiniteError):
@@ -193,7 +193,12 @@ def user_traceback(error: BaseException) -> str:
     summary = traceback.TracebackException.from_exception(error, capture_locals=False)
     kept = [f for f in summary.stack if not Path(f.filename).is_relative_to(_OWN_FILES) or "workloads" in f.filename]
     summary.stack = traceback.StackSummary.from_list(kept)
-    return "".join(summary.format())[-8000:]
+    return _printable("".join(summary.format())[-8000:])
+
+
+def _printable(text: str) -> str:
+    """`text` as JSON can hold it: a file name of undecodable bytes has surrogates in it."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _seed(seed: int) -> None:

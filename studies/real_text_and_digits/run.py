@@ -16,7 +16,7 @@ from typing import Any
 HERE = Path(__file__).parent
 NAMES = ("characters", "digits")
 BUDGET_SECONDS = {"characters": 180, "digits": 150}
-NUM_TRAININGS = 3
+NUM_TRAININGS = 2
 DEVICE = os.environ.get("STUDY_DEVICE", "cpu")
 RESULTS = HERE / os.environ.get("STUDY_RESULTS", "results")
 
@@ -29,7 +29,7 @@ def search() -> None:
 
 
 def train() -> None:
-    """Three trainings in the recommended environment, and one in the plain one, of each recommended config."""
+    """Two trainings in the recommended environment, and one in the plain one, of each recommended config."""
     lines = []
     for name in NAMES:
         config = recommendation(name)["config"]

@@ -34,6 +34,7 @@ def workload():
 # The failure, and what its reason must say. The kind stands first in every reason.
 FAILURES = {
     "raises": ("raise ValueError('the moon is full')", ["workload_error", "ValueError: the moon is full"]),
+    "raises bytes": ("raise ValueError('caf\\udce9')", ["workload_error", "ValueError: caf"]),
     "out of memory": ("torch.ones(1 << 29).sum()", ["oom"]),
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", ["crash", "SIGKILL"]),
     "segfaults": ("import ctypes; ctypes.string_at(0)", ["crash", "segmentation fault"]),

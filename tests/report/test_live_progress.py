@@ -191,7 +191,7 @@ def test_a_long_print_leaves_the_last_line_open() -> None:
 class Broken(io.StringIO):
     encoding = "utf-8"
 
-    def write(self, text: str) -> int:  # noqa: ARG002
+    def write(self, text: str) -> int:
         raise BrokenPipeError
 
     def isatty(self) -> bool:

@@ -1,0 +1,130 @@
+"""A runner that answers from a script on a clock of its own: whole searches without a process or a wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import cast
+
+from autotune_amp.config import LossScale, Precision
+from autotune_amp.hardware.types import Capability, DeviceIdentity, DeviceMemory, Hardware
+from autotune_amp.search.folder import StudyFolder
+from autotune_amp.search.progress import Progress
+from autotune_amp.search.session import Clock, Session
+from autotune_amp.trial.outcome import Failure, Measurement, Outcome
+from autotune_amp.trial.runner import Isolation, Runner
+from autotune_amp.trial.spec import Candidate, TrialSpec
+
+SETUP_SECONDS = 0.5
+
+
+class ScriptedClock(Clock):
+    """Moves only when told to."""
+
+    def __init__(self, budget_seconds: float) -> None:
+        super().__init__(budget_seconds)
+        self.now = 0.0
+
+    def elapsed(self) -> float:
+        return self.now
+
+
+class ScriptedRunner:
+    """`answer` says what becomes of a spec; measuring moves the clock by what it would have taken."""
+
+    def __init__(
+        self, answer: Callable[[TrialSpec], Outcome], clock: ScriptedClock, environment: dict[str, str] | None = None
+    ) -> None:
+        self._answer = answer
+        self._clock = clock
+        self.environment = environment or {}
+        self.isolation: Isolation = "fork"
+        self.specs: list[TrialSpec] = []
+
+    def run(self, spec: TrialSpec) -> Outcome:
+        self.specs.append(spec)
+        outcome = self._answer(spec)
+        if isinstance(outcome, Measurement):
+            self._clock.now += SETUP_SECONDS + 11 * outcome.step_seconds
+        else:
+            self._clock.now += spec.deadline_seconds or 0.0 if outcome.kind == "timeout" else SETUP_SECONDS
+        return outcome
+
+    def keep(self) -> None:
+        self.isolation = "kept"
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def __enter__(self) -> ScriptedRunner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def as_runner(self) -> Runner:
+        return cast("Runner", self)
+
+
+def measured(spec: TrialSpec, rate: float, memory: int = 2**28, build_seconds: float = 0.01) -> Measurement:
+    """A steady measurement of `rate` samples per second."""
+    step = spec.candidate.effective_batch_size / rate
+    return Measurement(
+        step_seconds=step,
+        step_seconds_interval=(step, step),
+        samples_per_second=rate,
+        data_seconds=0.0,
+        peak_memory_bytes=memory,
+        reserved_memory_bytes=memory,
+        raw_step_seconds=(step,) * 8,
+        build_seconds=build_seconds,
+        context_seconds=0.0,
+        first_step_seconds=2 * step,
+    )
+
+
+def out_of_memory() -> Failure:
+    return Failure(kind="oom", message="it took too much")
+
+
+def hardware(rates: dict[Precision, float | None]) -> Hardware:
+    """A device with these matrix-product rates; None is unsupported, below a fifth of fp32's is emulated."""
+    return Hardware(
+        device="cpu",
+        identity=DeviceIdentity(type="cpu", name="scripted", num_cpus=2, total_memory_bytes=2**34),
+        memory=DeviceMemory(total=2**34, free=2**34, available=2**34),
+        precisions={
+            precision: Capability(
+                level="unsupported" if rate is None else "native" if rate >= 0.2 else "emulated",
+                reason="scripted",
+                matmul_flops_per_second=None if rate is None else rate * 1e11,
+            )
+            for precision, rate in rates.items()
+        },
+    )
+
+
+def session(folder: Path, clock: Clock, device: Hardware, progress: Progress | None = None) -> Session:
+    """A session in a folder of its own."""
+    study_folder = StudyFolder(str(folder), "scripted")
+    study_folder.path.mkdir(parents=True, exist_ok=True)
+    return Session(
+        folder=study_folder,
+        search_id="scripted-1",
+        clock=clock,
+        progress=progress or Progress(),
+        hardware=device,
+        torch_state={},
+        memory_limit_bytes=2**33,
+        loss_scale=LossScale(),
+        holds_heap=True,
+        seed=0,
+    )
+
+
+def candidate(precision: Precision, batch_size: int, accumulation_steps: int = 1) -> Candidate:
+    return Candidate(precision=precision, batch_size=batch_size, accumulation_steps=accumulation_steps)

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_runner import candidate
+
+from autotune_amp.errors import FormatError, StudyBusyError, StudyError
+from autotune_amp.search.folder import StudyFolder, folder_name, study_name
+from autotune_amp.trial.outcome import Failure, Record
+
+
+def record(number: int, search_id: str = "abc-1") -> Record:
+    return Record(
+        search_id=search_id,
+        number=number,
+        candidate=candidate("fp32", 4),
+        purpose="search",
+        outcome=Failure(kind="crash", message="it\ndied \U0001f600 “so”"),
+        seconds=1.5,
+    )
+
+
+def test_records_come_back_as_they_were(tmp_path: Path) -> None:
+    with StudyFolder(str(tmp_path), "one") as folder:
+        for number in range(3):
+            folder.append(record(number, f"abc-{number}"))
+        assert folder.records() == [record(number, f"abc-{number}") for number in range(3)]
+        assert folder.records("abc-1") == [record(1, "abc-1")]
+
+
+@given(cut=st.integers(1, 200))
+def test_a_line_cut_anywhere_costs_only_itself(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+    with StudyFolder(str(tmp_path_factory.mktemp("cut")), "one") as folder:
+        folder.append(record(1))
+        folder.append(record(2))
+        path = folder.path / "outcomes.jsonl"
+        data = path.read_bytes()
+        path.write_bytes(data[: -min(cut, len(data) // 2 - 1)])
+        assert folder.records() == [record(1)]
+        folder.append(record(3))
+        assert folder.records() == [record(1), record(3)]
+
+
+def test_search_ids_go_on_or_begin_anew(tmp_path: Path) -> None:
+    with StudyFolder(str(tmp_path), "one") as folder:
+        digest, other = "0" * 64, "1" * 64
+        assert folder.search_id(digest, is_fresh=False) == "000000000000-1"
+        folder.append(record(1, "000000000000-1"))
+        assert folder.search_id(digest, is_fresh=False) == "000000000000-1"
+        assert folder.search_id(digest, is_fresh=True) == "000000000000-2"
+        assert folder.search_id(other, is_fresh=False) == "111111111111-1"
+
+
+def test_a_folder_is_used_by_one_search_at_a_time(tmp_path: Path) -> None:
+    with StudyFolder(str(tmp_path), "one"):
+        with pytest.raises(StudyBusyError, match="Another search"), StudyFolder(str(tmp_path), "one"):
+            pass
+        with StudyFolder(str(tmp_path), "two"):
+            pass
+    with StudyFolder(str(tmp_path), "one"):
+        pass
+
+
+def test_a_folder_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StudyError, match="cannot be written"), StudyFolder(str(tmp_path / "file"), "one"):
+        pass
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    with StudyFolder(str(tmp_path), "one") as folder:
+        folder.append(record(1))
+        with (folder.path / "outcomes.jsonl").open("a") as file:
+            file.write('{"format": 1}\n')
+        with pytest.raises(FormatError, match="line 2 is damaged"):
+            folder.records()
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        ("train.py:workload", "train"),
+        ("some/where/train.py:tiny", "train-tiny"),
+        ("package.module:workload", "module"),
+        ("package.module:make.it", "module-make.it"),
+    ],
+)
+def test_names_of_studies(target: str, name: str) -> None:
+    assert study_name(target) == name
+
+
+@given(st.text())
+def test_any_name_becomes_one_folder(name: str) -> None:
+    made = folder_name(name)
+    assert made
+    assert Path("studies", made).parent == Path("studies")
+    assert made not in (".", "..")
