@@ -76,8 +76,8 @@ def plan_round(
     """The runs of round `number` (from 0) that the time left allows, none where not even winner and baseline fit.
 
     The runner-up gives way where three rounds could not be reached with it. The order alternates, so that a drift of
-    the machine falls on all alike. In the first round the winner runs once in the user's own environment too, unless it is
-    the baseline, which always does.
+    the machine falls on all alike. In the first round the winner runs once in the user's own environment too, unless
+    it is the baseline, which always does.
     """
     winner, baseline = Run(shortlist.winner, "confirm", environment), Run(shortlist.baseline, "confirm", {})
     essential = [winner] if winner == baseline else [winner, baseline]
