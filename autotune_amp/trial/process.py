@@ -69,7 +69,7 @@ class Process:
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._printed: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._tail: deque[str] = deque(maxlen=64)
-        self._num_oom_kills = _count_oom_kills()
+        self._num_oom_kills = 0
         try:
             self._popen = subprocess.Popen(  # noqa: S603 - our own interpreter and module
                 [sys.executable, "-c", _SERVER, json.dumps(sys.path), mode],
@@ -109,26 +109,17 @@ class Process:
         is_answered = False
         limit = None
         phase = "building the workload"
+        self._tail.clear()
+        self._num_oom_kills = _count_oom_kills()
         while True:
             message = self._next_message()
             now = time.monotonic()
-            if message is False:
-                overdue = _overdue(now, deadlines.whole, limit)
-                if overdue is None:
-                    continue
-                if is_answered:
-                    self._kill_child()
-                    return _raised(answer)
-                raise ProcessEndedError(
-                    self._kill_for(deadlines, is_whole=overdue == "whole", has_child=ends_with_exit, phase=phase)
-                )
             if message is None:
                 raise ProcessEndedError(self._classify_exit(self._end_status(), phase))
-            event = message["event"]
-            if event == "phase":
-                phase = f"in the {message['phase']}" if message["phase"] == "first step" else message["phase"]
-                if message["phase"] == "first step" and deadlines.first_step_seconds is not None:
-                    limit = now + deadlines.first_step_seconds
+            event = message["event"] if message else None
+            if event == "first step":
+                phase = "in the first step"
+                limit = None if deadlines.first_step_seconds is None else now + deadlines.first_step_seconds
             elif event == "step":
                 phase = f"after step {message['number']}" if message["number"] else "warming up"
                 self._watcher.step(message["number"], message["seconds"])
@@ -143,15 +134,23 @@ class Process:
                 if is_answered:
                     return _raised(answer)
                 raise ProcessEndedError(self._classify_exit(message["status"], phase))
+            overdue = _overdue(now, deadlines.whole, limit)
+            if overdue is not None:
+                if is_answered:
+                    self._kill_child()
+                    return _raised(answer)
+                raise ProcessEndedError(
+                    self._kill_for(deadlines, is_whole=overdue == "whole", has_child=ends_with_exit, phase=phase)
+                )
 
-    def _next_message(self) -> dict[str, Any] | Literal[False] | None:
-        """The next message, None at the end of the process, False if nothing came within a tick."""
+    def _next_message(self) -> dict[str, Any] | None:
+        """The next message, an empty one if nothing came within a tick, None at the end of the process."""
         self._drain_output()
         self._watcher.tick()
         try:
             return self._messages.get(timeout=TICK_SECONDS)
         except queue.Empty:
-            return False
+            return {}
 
     def _drain_output(self) -> None:
         with contextlib.suppress(queue.Empty):

@@ -150,15 +150,17 @@ class Runner:
             "path": self._payload.path,
             "num_packed_bytes": len(self._payload.packed),
         }
+        self._expect(None, b"", deadline)  # ready: what is written to one that never reads would block us
         return self._expect(command, self._payload.packed, deadline)
 
     def _open(self, deadline: float | None) -> Any:
         return self._expect({"cmd": "open", "num_threads": self._num_threads}, b"", deadline)
 
-    def _expect(self, command: dict[str, Any], data: bytes, deadline: float | None) -> Any:
+    def _expect(self, command: dict[str, Any] | None, data: bytes, deadline: float | None) -> Any:
         assert self._process is not None
         try:
-            self._process.send(command, data)
+            if command is not None:
+                self._process.send(command, data)
             value = self._process.wait(Deadlines(whole=deadline))
         except ProcessEndedError as ended:
             value = ended.failure

@@ -266,7 +266,7 @@ def main(mode: str) -> None:
     import torch._dynamo  # noqa: F401 # optimizers import it, and it takes a second that no trial should pay again
 
     server = Server(channel, is_template=mode == "template")
-    channel.send({"event": "ready"})
+    channel.send({"event": "result", "value": "ready"})
     if mode == "template":
         run_template(channel, server)
     else:

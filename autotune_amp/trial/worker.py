@@ -120,11 +120,10 @@ def _measure(bench: Bench, spec: TrialSpec, send: Send) -> Outcome:
     _seed(spec.seed)
     context_seconds = _start_accelerator(device)
     memory = PeakMemory(device, spec.memory_limit_bytes)
-    send({"event": "phase", "phase": "building"})
     started = time.perf_counter()
     training = Training(bench.workload, bench.model(device), spec)
     build_seconds = time.perf_counter() - started
-    send({"event": "phase", "phase": "first step"})
+    send({"event": "first step"})
 
     def report(number: int, seconds: float) -> None:
         memory.poll()
