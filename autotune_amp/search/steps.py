@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import psutil
 
 from autotune_amp.config import PRECISIONS, LossScale
 from autotune_amp.errors import BudgetTooSmallError, NothingWorksError, SearchInterruptedError
@@ -34,6 +35,7 @@ from autotune_amp.trial.runner import Payload, Runner, can_fork
 
 _LOSS_SCALE = LossScale()
 _HELD_SHARE_WORTH_A_WORD = 0.05
+_STOLEN_SHARE_WORTH_A_WORD = 0.02
 
 
 def run_steps(
@@ -210,7 +212,14 @@ class _Steps:
         def runner_for(variables: dict[str, str]) -> Runner:
             return Runner(payload, "fresh", self.watcher, variables)
 
+        before = psutil.cpu_times()
         confirm(session, runner_for, chosen, environment, self._load_seconds)
+        share = _stolen_share(before, psutil.cpu_times())
+        if share > _STOLEN_SHARE_WORTH_A_WORD:
+            self._warnings.append(
+                f"The hypervisor gave {100 * share:.0f} % of the CPU time to others during the confirmation: "
+                "at another hour a run may be faster or slower than promised."
+            )
 
     def _decide(
         self,
@@ -288,3 +297,9 @@ def _say_why(progress: Progress, cached: Recommendation, fingerprint: Fingerprin
     if not cached.search.was_interrupted:
         for line in changed(cached.fingerprint, fingerprint):
             progress.note(f"Searching again: {line}.")
+
+
+def _stolen_share(before: Any, after: Any) -> float:
+    """The share of all CPU time between two readings that a hypervisor gave away; 0 where the system does not say."""
+    total = sum(after) - sum(before)
+    return (getattr(after, "steal", 0.0) - getattr(before, "steal", 0.0)) / total if total else 0.0

@@ -28,6 +28,10 @@ TRACKERS_OFF = {
 }
 
 
+# User code asks torch.cuda.is_available() on import; answered by the CUDA runtime, no forked child could use the card.
+_FORK_SAFE = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
 class Payload(msgspec.Struct, frozen=True, kw_only=True):
     """How a trial process gets the workload: a target to import, or packed bytes; with the caller's import path."""
 
@@ -55,7 +59,13 @@ class Runner:
         self._payload = payload
         self._isolation = isolation
         self._watcher = watcher
-        self._environment = {**os.environ, **TRACKERS_OFF, "AUTOTUNE_AMP_TRIAL": "1", **(environment or {})}
+        self._environment = {
+            **os.environ,
+            **TRACKERS_OFF,
+            **_FORK_SAFE,
+            "AUTOTUNE_AMP_TRIAL": "1",
+            **(environment or {}),
+        }
         self._process: Process | None = None
         self._num_threads = 1
 

@@ -236,17 +236,31 @@ def _why_not_fork(num_threads: int) -> str | None:
             return f"loading the workload started {device_type} in its process"
     pid = os.fork()
     if pid == 0:
-        torch.set_num_threads(num_threads)
-        torch.ones(1 << 20).add_(1).sum()
-        os._exit(0)
+        os._exit(_try_everything(num_threads))
     deadline = time.monotonic() + _CANARY_SECONDS
     while time.monotonic() < deadline:
-        if os.waitpid(pid, os.WNOHANG) != (0, 0):
-            return None
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return None if status == 0 else "a forked child could not use the accelerator or all threads"
         time.sleep(0.002)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     return "loading the workload started threads in its process, and a forked child hung on them"
+
+
+def _try_everything(num_threads: int) -> int:
+    """In a forked child: 0 if the thread pool and the accelerator, where there is one, can be used."""
+    import torch
+
+    try:
+        torch.set_num_threads(num_threads)
+        torch.ones(1 << 20).add_(1).sum()
+        if torch.accelerator.is_available():
+            torch.ones(1, device=torch.accelerator.current_accelerator()).add_(1).cpu()
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 def _kill_group(pid: int) -> None:

@@ -1,7 +1,7 @@
-"""Search both workloads, train each recommendation in fresh processes, and write the table into README.md.
+"""Search each workload, train its recommendation in fresh processes right after, and write the table into README.md.
 
 Usage: run.py [search|train|table] ...; without arguments all three. Raw outcomes: NAME/outcomes.jsonl and
-NAME/recommendation.json of the search, attained.jsonl of the trainings.
+NAME/recommendation.json of the search, NAME/attained.jsonl of the trainings.
 """
 
 from __future__ import annotations
@@ -21,26 +21,23 @@ DEVICE = os.environ.get("STUDY_DEVICE", "cpu")
 RESULTS = HERE / os.environ.get("STUDY_RESULTS", "results")
 
 
-def search() -> None:
-    for name in NAMES:
-        command = [sys.executable, "-m", "autotune_amp", "search", f"{HERE / 'workloads.py'}:{name}", "--fresh"]
-        command += ["--budget", str(BUDGET_SECONDS[name]), "--out", str(RESULTS), "--study", name, "--device", DEVICE]
-        subprocess.run(command, check=True)
+def search(name: str) -> None:
+    command = [sys.executable, "-m", "autotune_amp", "search", f"{HERE / 'workloads.py'}:{name}", "--fresh"]
+    command += ["--budget", str(BUDGET_SECONDS[name]), "--out", str(RESULTS), "--study", name, "--device", DEVICE]
+    subprocess.run(command, check=True)
 
 
-def train() -> None:
-    """Two trainings in the recommended environment, and one in the plain one, of each recommended config."""
-    lines = []
-    for name in NAMES:
-        config = recommendation(name)["config"]
-        plain = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+def train(name: str) -> None:
+    """Two trainings in the recommended environment, and one in the plain one, of the recommended config."""
+    config = recommendation(name)["config"]
+    plain = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+    with (RESULTS / name / "attained.jsonl").open("w") as file:
         for environment in [{**plain, **config["environment"]}] * NUM_TRAININGS + [plain]:
             command = [sys.executable, str(HERE / "train.py"), name, config["precision"]]
             command += [str(config["batch_size"]), str(config["accumulation_steps"]), DEVICE]
             done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-            lines.append(done.stdout.strip().splitlines()[-1])
-            print(lines[-1], flush=True)
-    (RESULTS / "attained.jsonl").write_text("\n".join(lines) + "\n")
+            file.write(done.stdout.strip().splitlines()[-1] + "\n")
+            print(done.stdout, flush=True)
 
 
 def recommendation(name: str) -> dict[str, Any]:
@@ -49,17 +46,16 @@ def recommendation(name: str) -> dict[str, Any]:
 
 
 def table() -> None:
-    attained = [json.loads(line) for line in (RESULTS / "attained.jsonl").read_text().splitlines()]
     rows = [
         "| workload | recommended | promised samples/s (95 %) | attained, recommended environment | "
         "within interval or 5 % | attained, plain environment | promised plain | speed-up over baseline (95 %) | "
-        "peak MiB promised / attained | loss first → last |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "peak MiB promised / attained | CPU stolen in training | loss first → last |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in NAMES:
         document = recommendation(name)
         config, evidence = document["config"], document["evidence"]
-        runs = [run for run in attained if run["workload"] == name]
+        runs = [json.loads(line) for line in (RESULTS / name / "attained.jsonl").read_text().splitlines()]
         ours = runs[:NUM_TRAININGS]
         low, high = evidence["samples_per_second_interval"]
         promised = evidence["samples_per_second"]
@@ -77,6 +73,7 @@ def table() -> None:
             f"| {'the same' if plain is None else round(plain['samples_per_second'], 1)} "
             f"| {evidence['speedup']:.2f} ({interval[0]:.2f} to {interval[1]:.2f}) "
             f"| {evidence['peak_memory_bytes'] / 2**20:.0f} / {peaks} "
+            f"| {', '.join(format(run['stolen_share'], '.0%') for run in ours)} "
             f"| {ours[0]['first_loss']:.2f} → {ours[0]['last_loss']:.2f} |"
         )
     readme = HERE / "README.md"
@@ -87,5 +84,11 @@ def table() -> None:
 
 
 if __name__ == "__main__":
-    for step in sys.argv[1:] or ("search", "train", "table"):
-        {"search": search, "train": train, "table": table}[step]()
+    steps = sys.argv[1:] or ["search", "train", "table"]
+    for workload in NAMES:
+        if "search" in steps:
+            search(workload)
+        if "train" in steps:
+            train(workload)
+    if "table" in steps:
+        table()

@@ -94,11 +94,18 @@ def wait():
         torch.cuda.synchronize()
 
 
+def stolen_and_total():
+    """Jiffies that the hypervisor gave to others, and all jiffies."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]
+    return fields[7], sum(fields)
+
+
 stream, loss = batches(), torch.tensor(math.nan)
 first_loss = None
 for step in range(NUM_WARMUP + NUM_STEPS):
     if step == NUM_WARMUP:
         wait()
+        stolen_before = stolen_and_total()
         started = time.perf_counter()
     for _ in range(accumulation):
         batch = next(stream)
@@ -122,6 +129,7 @@ for step in range(NUM_WARMUP + NUM_STEPS):
         first_loss = loss.item()
 wait()
 seconds = time.perf_counter() - started
+stolen = stolen_and_total()
 peak = (
     torch.cuda.max_memory_allocated()
     if device.type == "cuda"
@@ -137,6 +145,7 @@ print(
             "num_steps": NUM_STEPS,
             "samples_per_second": NUM_STEPS * batch_size * accumulation / seconds,
             "peak_memory_bytes": peak,
+            "stolen_share": (stolen[0] - stolen_before[0]) / max(1, stolen[1] - stolen_before[1]),
             "first_loss": first_loss,
             "last_loss": loss.item(),
             "is_recommended_environment": "MALLOC_TRIM_THRESHOLD_" in os.environ,
