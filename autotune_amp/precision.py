@@ -28,6 +28,8 @@ def set_flags(precision: Precision) -> None:
     The legacy setters keep both TF32 interfaces of torch consistent, so that user code may read either.
     """
     is_tf32 = precision == "tf32"
+    backends: Any = torch.backends
+    backends.fp32_precision = "none"  # the root of the newer interface: what it says would win over the legacy setters
     torch.set_float32_matmul_precision("high" if is_tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = is_tf32
     # oneDNN's own reduced modes on CPUs are no part of any candidate: strict fp32 means fp32.

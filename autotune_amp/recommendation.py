@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from autotune_amp.config import AmpConfig, Precision
-from autotune_amp.errors import FormatError, StudyError
+from autotune_amp.errors import FormatError, InvalidRequestError, StudyError
 from autotune_amp.hardware.types import Hardware
 
 FORMAT = 1
@@ -39,7 +39,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
     Intervals are 95 %: `samples_per_second_interval` is where a new run is expected to land, `speedup_interval`
     holds the mean ratio to the baseline. `num_processes` fresh processes stand behind them; `is_confirmed` is false
-    with fewer than three. `data_share` is the share of a step spent waiting for data.
+    with fewer than three. `data_share` is the share of a step spent waiting for data. `is_as_found`: the recommended
+    config keeps the TF32 flags and autocast that the caller had.
     """
 
     samples_per_second: float
@@ -53,6 +54,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     is_confirmed: bool
     data_share: float
     plain_environment: PlainEnvironment | None = None
+    is_as_found: bool = False
 
 
 class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,9 +142,12 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
                     "Upgrade autotune_amp, or move the file away and search again.",
                 )
             return msgspec.convert(document, type=cls)
-        except msgspec.MsgspecError as error:
+        except FormatError:
+            raise
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InvalidRequestError) as error:
+            what = error.message.rstrip(".") if isinstance(error, InvalidRequestError) else error
             raise FormatError(
-                f"{path} is damaged: {error}.", "Move it away and search again, or restore it from a backup."
+                f"{path} is damaged: {what}.", "Move it away and search again, or restore it from a backup."
             ) from error
 
     def explain(self) -> str:

@@ -34,7 +34,8 @@ def capture() -> dict[str, Any]:
     state: dict[str, Any] = {
         "num_threads": torch.get_num_threads(),
         "num_interop_threads": torch.get_num_interop_threads(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "fp32_precision": _backends().fp32_precision,
+        "float32_matmul_precision": _legacy_matmul_precision(),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
@@ -55,7 +56,10 @@ def apply(state: dict[str, Any]) -> None:
     torch.set_num_threads(state["num_threads"])
     if torch.get_num_interop_threads() != state["num_interop_threads"]:
         torch.set_num_interop_threads(state["num_interop_threads"])
-    torch.set_float32_matmul_precision(state["float32_matmul_precision"])
+    if _backends().fp32_precision != state["fp32_precision"]:
+        _backends().fp32_precision = state["fp32_precision"]  # the root: setting it sets every leaf, so it comes first
+    if state["float32_matmul_precision"] is not None:
+        torch.set_float32_matmul_precision(state["float32_matmul_precision"])
     torch.use_deterministic_algorithms(state["deterministic_algorithms"], warn_only=state["deterministic_warn_only"])
     torch.set_default_dtype(_DTYPES[state["default_dtype"]])
     for flag in FP32_PRECISION_FLAGS:
@@ -65,6 +69,19 @@ def apply(state: dict[str, Any]) -> None:
     for flag in _BACKEND_FLAGS:
         owner, _, name = flag.rpartition(".")
         setattr(attrgetter(owner)(torch.backends), name, state[flag])
+
+
+def _backends() -> Any:
+    """torch.backends, whose root flag torch adds at import and does not type."""
+    return torch.backends
+
+
+def _legacy_matmul_precision() -> str | None:
+    """The older interface's value; None where the newer one was used, since torch then refuses to read the older."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
 
 
 def as_found_autocast(state: dict[str, Any], device_type: str) -> ExitStack:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copyreg
 import importlib
 import importlib.util
 import io
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -162,12 +164,11 @@ def pack(source: WorkloadSource) -> bytes:
 
     Tensors on an accelerator travel as CPU copies. Raises `WorkloadError` naming by its path what cannot travel.
     """
-    import cloudpickle
     import torch
 
     buffer = io.BytesIO()
     try:
-        torch.save(source, buffer, pickle_module=cloudpickle)
+        torch.save(source, buffer, pickle_module=_pickle_module())
     except Exception as error:
         path, culprit, reason = _find_unpicklable(source, "workload", error)
         raise WorkloadError(
@@ -175,6 +176,20 @@ def pack(source: WorkloadSource) -> bytes:
             "Make it inside a function that the trial calls (model, data and optimizer may all be functions).",
         ) from error
     return buffer.getvalue()
+
+
+def _pickle_module() -> Any:
+    """cloudpickle, without the running iterator that a DataLoader with persistent workers keeps between epochs."""
+    import cloudpickle
+    from torch.utils.data import DataLoader
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it ships no types
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, DataLoader) and obj._iterator is not None:
+                return copyreg.__newobj__, (type(obj),), {**vars(obj), "_iterator": None}  # type: ignore[attr-defined]
+            return super().reducer_override(obj)
+
+    return types.SimpleNamespace(__name__="cloudpickle", Pickler=Pickler, dumps=cloudpickle.dumps)
 
 
 def unpack(packed: bytes) -> WorkloadSource:

@@ -29,6 +29,8 @@ print(json.dumps([first, changed]))
         ("torch.set_float32_matmul_precision('high')", "float32_matmul_precision"),
         ("torch.backends.cuda.matmul.allow_tf32 = True", "cuda.matmul.fp32_precision"),
         ("torch.backends.cudnn.conv.fp32_precision = 'ieee'", "cudnn.conv.fp32_precision"),
+        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", "cuda.matmul.fp32_precision"),
+        ("torch.backends.fp32_precision = 'tf32'", "cuda.matmul.fp32_precision"),
         ("torch.backends.cudnn.benchmark = True", "cudnn.benchmark"),
         ("torch.use_deterministic_algorithms(True)", "deterministic_algorithms"),
         ("torch.set_default_dtype(torch.bfloat16)", "default_dtype"),
@@ -51,6 +53,17 @@ flags = [torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.c
 print([flag.fp32_precision for flag in flags], torch.backends.mkldnn.matmul.fp32_precision,
       torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision())
 """
+
+
+@pytest.mark.parametrize("spelling", ["torch.backends.fp32_precision", "torch.backends.cuda.matmul.fp32_precision"])
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_strict_flags_win_over_the_newer_spelling(spelling: str, precision: str) -> None:
+    program = STRICT.format(precision=precision).replace(
+        'torch.set_float32_matmul_precision("medium")', f"{spelling} = 'tf32'" if precision == "fp32" else ""
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert ("tf32" in done.stdout) == (precision == "tf32")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

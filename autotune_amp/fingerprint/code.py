@@ -15,7 +15,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 # A node up to this long stands for itself; hashing every number would be half of the time.
 _SHORT = 64
@@ -30,6 +30,7 @@ _VOLATILE_IN_CLASS_BODY = ("__firstlineno__", "__static_attributes__")
 _OP = opcode.opmap
 _EXTENDED_ARG = _OP["EXTENDED_ARG"]
 _LOAD_CONST = _OP["LOAD_CONST"]
+_LOAD_SMALL_INT = _OP.get("LOAD_SMALL_INT", -1)  # Python 3.14: the argument is the number
 _STORE_NAME = _OP["STORE_NAME"]
 _IMPORT_NAME = _OP["IMPORT_NAME"]
 # These keep a flag in the lowest bit of their argument.
@@ -177,7 +178,17 @@ def _name(code: CodeType, position: int) -> str:
 
 
 def _import(code: CodeType, position: int) -> Import:
-    """The import at `position`; the two constants loaded before it are its level and its names."""
-    loads = [i for i in range(position) if code.co_code[2 * i] == _LOAD_CONST][-2:]
-    level, names = (code.co_consts[_argument(code.co_code, 2 * i)] for i in loads)
-    return _name(code, position), level, names or ()
+    level, names = import_arguments(code.co_code, code.co_consts, position)
+    return _name(code, position), level, names
+
+
+def import_arguments(instructions: bytes, constants: Sequence[Any], position: int) -> tuple[int, tuple[str, ...]]:
+    """Level and names of the import at `position`, counted in instructions: what the two before it load."""
+    before = [i for i in range(position) if instructions[2 * i] not in (0, _EXTENDED_ARG)]
+    level, names = (_loaded(instructions, constants, i) for i in before[-2:])
+    return level, names or ()
+
+
+def _loaded(instructions: bytes, constants: Sequence[Any], position: int) -> Any:
+    argument = _argument(instructions, 2 * position)
+    return argument if instructions[2 * position] == _LOAD_SMALL_INT else constants[argument]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import sys
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,17 @@ from autotune_amp.recommendation import Fingerprint
 
 if TYPE_CHECKING:
     from autotune_amp.hardware.types import DeviceIdentity
+
+# Environment variables that decide the allocator, the threads and the kernels: a name, or how names begin.
+_DECIDING = (
+    *("LD_PRELOAD", "MALLOC_", "GLIBC_TUNABLES", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNNL_"),
+    *("TORCH", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32_OVERRIDE"),
+)
+# Set by us in children, by torch and its compiler in the running process, by torchrun for each run.
+_SET_BY_PROGRAMS = (
+    *("PYTORCH_NVML_BASED_CUDA_CHECK", "CUDA_MODULE_LOADING", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK"),
+    "TORCHELASTIC_",
+)
 
 
 def versions() -> dict[str, str]:
@@ -37,14 +49,22 @@ def versions() -> dict[str, str]:
 def compute(
     workload: object, options: dict[str, object], identity: DeviceIdentity, torch_state: dict[str, object]
 ) -> Fingerprint:
-    """The fingerprint of a search: workload, options, device, torch flags and versions. Runs nothing of the user's."""
+    """The fingerprint of a search: workload, options, device, torch flags, environment and versions.
+
+    Runs nothing of the user's.
+    """
     parts, unknown = workload_parts(workload)
     groups = {"option": options, "device": msgspec.structs.asdict(identity), "torch flag": torch_state}
     for group, named in groups.items():
         parts |= {f"{group} {name}": _setting(value) for name, value in named.items()}
     parts |= {"platform" if name == "platform" else f"version of {name}": f"={v}" for name, v in versions().items()}
+    parts |= {f"environment variable {name}": short_hex(Walk().value(value)) for name, value in _environment().items()}
     content = msgspec.json.encode(sorted(parts.items()))
     return Fingerprint(digest=hashlib.sha256(content).hexdigest(), parts=parts, unknown=unknown)
+
+
+def _environment() -> dict[str, str]:
+    return {n: v for n, v in os.environ.items() if n.startswith(_DECIDING) and not n.startswith(_SET_BY_PROGRAMS)}
 
 
 def _setting(value: object) -> str:

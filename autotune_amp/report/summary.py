@@ -50,7 +50,7 @@ def facts(recommendation: Recommendation) -> list[tuple[str, str]]:
 
 
 def recommended_row(recommendation: Recommendation) -> CandidateRow | None:
-    """The candidate that the config stands for: as found only where the strict one was not tried."""
+    """The candidate that the config stands for, as found or strict; the other one where only that has a row."""
     config = recommendation.config
     wanted = (config.precision, config.batch_size, config.accumulation_steps)
     rows = [
@@ -58,7 +58,8 @@ def recommended_row(recommendation: Recommendation) -> CandidateRow | None:
         for row in recommendation.candidates
         if (row.precision, row.batch_size, row.accumulation_steps) == wanted and row.step_seconds is not None
     ]
-    return min(rows, key=lambda row: row.as_found, default=None)
+    is_as_found = recommendation.evidence.is_as_found
+    return min(rows, key=lambda row: row.as_found != is_as_found, default=None)
 
 
 def baseline_row(recommendation: Recommendation) -> CandidateRow | None:
@@ -81,10 +82,12 @@ def export_lines(recommendation: Recommendation) -> list[str]:
 
 def python_lines(recommendation: Recommendation) -> list[str]:
     """Plain PyTorch that trains with the config."""
-    config, row = recommendation.config, recommended_row(recommendation)
+    config = recommendation.config
     device_type = recommendation.hardware.identity.type
     lines = []
-    if device_type == "cuda" and not (row and row.as_found):
+    if recommendation.evidence.is_as_found:
+        lines.append("# the TF32 flags and autocast stay as they are")
+    elif device_type == "cuda":
         is_tf32 = config.precision == "tf32"
         lines.append(f'torch.set_float32_matmul_precision("{"high" if is_tf32 else "highest"}")')
         lines.append(f"torch.backends.cudnn.allow_tf32 = {is_tf32}")

@@ -130,7 +130,7 @@ def decide(
         config=config,
         evidence=evidence,
         reason=explain.reason(chosen.candidate, space.baseline, evidence, contenders, is_kept=is_kept),
-        warnings=explain.warnings(chosen, space, evidence, is_kept=is_kept),
+        warnings=explain.warnings(chosen, space, evidence, config, is_kept=is_kept),
         excluded=excluded,
         candidates=explain.rows(records, space, excluded, environment),
     )

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from autotune_amp.config import PRECISIONS
+from autotune_amp.config import Precision
 from autotune_amp.search.choose import Shortlist
+from autotune_amp.search.evidence import LADDER, disqualifying
 from autotune_amp.search.seeding import HOPELESS
 from autotune_amp.search.session import CONFIRM_SHARE, Session
 from autotune_amp.search.space import Space
@@ -35,7 +36,7 @@ def measure_fallbacks(session: Session, runner: Runner, space: Space, winner: Ca
 
     The batch is halved and the accumulation doubled where it runs out of memory; what was measured already is left.
     """
-    for precision in reversed(PRECISIONS[: PRECISIONS.index(winner.precision)]):
+    for precision in LADDER[winner.precision]:
         if not any(c.precision == precision for c in space.candidates):
             continue
         for _, candidate in zip(range(MAX_FALLBACK_TRIES), _halvings(winner, precision), strict=False):
@@ -52,12 +53,12 @@ def measure_fallbacks(session: Session, runner: Runner, space: Space, winner: Ca
                 break
 
 
-def _halvings(winner: Candidate, precision: str) -> list[Candidate]:
+def _halvings(winner: Candidate, precision: Precision) -> list[Candidate]:
     halvings, factor = [], 1
     while winner.batch_size % factor == 0:
         halvings.append(
             Candidate(
-                precision=precision,  # type: ignore[arg-type] # one of PRECISIONS
+                precision=precision,
                 batch_size=winner.batch_size // factor,
                 accumulation_steps=winner.accumulation_steps * factor,
             )
@@ -73,11 +74,11 @@ def plan_round(
     left_seconds: float,
     number: int,
 ) -> list[Run]:
-    """The runs of round `number` (from 0) that the time left allows, none where not even winner and baseline fit.
+    """The runs of round `number` (from 0) that the time left allows, none where not even the winner fits.
 
-    The runner-up gives way where three rounds could not be reached with it. The order alternates, so that a drift of
-    the machine falls on all alike. In the first round the winner runs once in the user's own environment too, unless
-    it is the baseline, which always does.
+    The runner-up gives way where three rounds could not be reached with it, and a baseline that does not fit at all.
+    The order alternates, so that a drift of the machine falls on all alike. In the first round the winner runs once in
+    the user's own environment too, unless it is the baseline, which always does.
     """
     winner, baseline = Run(shortlist.winner, "confirm", environment), Run(shortlist.baseline, "confirm", {})
     essential = [winner] if winner == baseline else [winner, baseline]
@@ -92,7 +93,7 @@ def plan_round(
     for runs, repeats in ((full, num_needed), (essential, num_needed), (essential, 1)):
         if repeats * _cost(runs, seconds_of) + _cost(once, seconds_of) <= left_seconds:
             return (runs if number % 2 == 0 else runs[::-1]) + once
-    return essential if _cost(essential, seconds_of) <= left_seconds else []
+    return next((runs for runs in (essential, [winner]) if _cost(runs, seconds_of) <= left_seconds), [])
 
 
 def _cost(runs: Sequence[Run], seconds_of: Callable[[Candidate], float]) -> float:
@@ -106,10 +107,9 @@ def confirm(
     environment: dict[str, str],
     start_seconds: float,
 ) -> None:
-    """Run the rounds; `start_seconds` is what a fresh process takes before it builds the workload.
+    """Run the rounds; `start_seconds` is what a fresh process takes before its first step.
 
-    A resumed search runs only the rounds that are missing. A baseline that failed or is hopelessly slow in the search
-    is not run again.
+    A resumed search runs only the rounds that are missing; what failed is not run again.
     """
     budget_seconds = min(CONFIRM_SHARE * session.clock.budget_seconds, session.clock.left())
     until = session.clock.left() - budget_seconds
@@ -162,7 +162,7 @@ def _process_seconds(session: Session, candidate: Candidate, start_seconds: floa
         return start_seconds
     warm_up = outcome.first_step_seconds + session.spec(candidate).num_warmup_steps * outcome.step_seconds
     measuring = min(NUM_STEPS * outcome.step_seconds, MEASURE_SECONDS + outcome.step_seconds)
-    return start_seconds + outcome.build_seconds + outcome.context_seconds + warm_up + measuring
+    return start_seconds + warm_up + measuring
 
 
 def _is_done(records: Sequence[Record], run: Run, number: int) -> bool:
@@ -176,4 +176,4 @@ def _is_done(records: Sequence[Record], run: Run, number: int) -> bool:
 
 
 def _has_failed(records: Sequence[Record], candidate: Candidate) -> bool:
-    return any(r.candidate == candidate and isinstance(r.outcome, Failure) for r in records)
+    return any(r.candidate == candidate and disqualifying(r) is not None for r in records)

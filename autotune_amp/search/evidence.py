@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MIN_PROCESSES = 3  # fewer say nothing of the spread between processes, which dominates (measurement.md, Timing)
 
 # What a run steps down to when its precision fails, first choice first.
-_LADDER: dict[Precision, tuple[Precision, ...]] = {
+LADDER: dict[Precision, tuple[Precision, ...]] = {
     "fp32": (),
     "tf32": ("fp32",),
     "bf16": ("fp32",),
@@ -107,6 +107,7 @@ def gather(
         is_confirmed=min(processes) >= MIN_PROCESSES,
         data_share=median(m.data_seconds / m.step_seconds for m in chosen.measurements),
         plain_environment=_plain_environment(records, chosen.candidate, baseline) if environment else None,
+        is_as_found=chosen.candidate.as_found,
     )
 
 
@@ -131,7 +132,7 @@ def fallback_plans(records: Sequence[Record], chosen: Candidate) -> tuple[Fallba
     """For each precision to step down to, the fastest candidate of the same effective batch that never failed."""
     failed = {r.candidate for r in records if disqualifying(r)}
     plans: list[FallbackPlan] = []
-    for precision in _LADDER[chosen.precision]:
+    for precision in LADDER[chosen.precision]:
         fitting: dict[Candidate, list[Measurement]] = {}
         for record in records:
             candidate = record.candidate

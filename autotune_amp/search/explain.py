@@ -5,11 +5,11 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from autotune_amp.config import PRECISIONS
+from autotune_amp.config import PRECISIONS, AmpConfig
 from autotune_amp.recommendation import CandidateRow, Evidence, Exclusion
-from autotune_amp.search.evidence import MIN_PROCESSES, Runs, confirm_runs, disqualifying
+from autotune_amp.search.evidence import LADDER, MIN_PROCESSES, Runs, best_runs, disqualifying
 from autotune_amp.search.space import Space, without
-from autotune_amp.trial.outcome import Measurement, Record
+from autotune_amp.trial.outcome import Failure, Measurement, Record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from autotune_amp.trial.spec import Candidate
 
 MAX_DATA_SHARE = 0.10  # a wait of 5 to 10 % of a step: the loader sets the speed (measurement.md, Timing)
-WIDE_INTERVAL = 0.10  # plus and minus; quiet machines stay below it with three processes
+WIDE_INTERVAL = 0.2  # plus and minus; processes 5 % apart, as the prior has it, give 15 % with three, 13 % with five
 
 _UNTRIED = "not tried: less promising than what was measured"
 _BUDGET_SPENT = "not tried: the budget ended"
@@ -48,9 +48,9 @@ def reason(
     return " ".join([gain, *why_not_faster])
 
 
-def warnings(chosen: Runs, space: Space, evidence: Evidence, *, is_kept: bool) -> tuple[str, ...]:
+def warnings(chosen: Runs, space: Space, evidence: Evidence, config: AmpConfig, *, is_kept: bool) -> tuple[str, ...]:
     """What the reader has to know before relying on the numbers or the config, the space's notes first."""
-    found = [*space.notes, *_doubts(chosen, evidence)]
+    found = [*space.notes, *_doubts(chosen, evidence), *_missing_plans(space, config)]
     if not is_kept:
         found += _consequences(chosen.candidate, space.baseline)
     return tuple(dict.fromkeys(found))
@@ -83,10 +83,20 @@ def excluded(
 def rows(
     records: Sequence[Record], space: Space, exclusions: Sequence[Exclusion], environment: Mapping[str, str]
 ) -> tuple[CandidateRow, ...]:
-    """The table of all candidates, the untried ones too; `exclusions` say why those were left out."""
+    """The table of all candidates, the untried ones too; `exclusions` say why those were left out.
+
+    Numbers are those measured in `environment`, the baseline's those in the user's own.
+    """
     candidates = dict.fromkeys([space.baseline, *space.candidates, *(r.candidate for r in records)])
     ordered = sorted(candidates, key=lambda c: (PRECISIONS.index(c.precision), c.batch_size, c.accumulation_steps))
-    return tuple(_row(c, [r for r in records if r.candidate == c], exclusions, environment) for c in ordered)
+    table = []
+    for candidate in ordered:
+        ours = [r for r in records if r.candidate == candidate]
+        runs = best_runs(ours, candidate, {} if candidate == space.baseline else environment)
+        failure = runs.failure if candidate == space.baseline else next(filter(None, map(disqualifying, ours)), None)
+        fallbacks = tuple(r.outcome for r in ours if r.purpose == "fallback" and isinstance(r.outcome, Measurement))
+        table.append(_row(runs, runs.measurements or fallbacks, failure, exclusions))
+    return tuple(table)
 
 
 def _why_not_the_fastest(chosen: Candidate, evidence: Evidence, contenders: Mapping[Candidate, float]) -> list[str]:
@@ -122,7 +132,7 @@ def _doubts(chosen: Runs, evidence: Evidence) -> list[str]:
             f"The loss scaler skipped {num_skips} of the measured steps because gradients overflowed: "
             "the initial scale is too high for the start of this training."
         )
-    return [*found, *(note for m in chosen.measurements for note in m.notes)]
+    return found
 
 
 def _consequences(chosen: Candidate, baseline: Candidate) -> list[str]:
@@ -138,20 +148,26 @@ def _consequences(chosen: Candidate, baseline: Candidate) -> list[str]:
     return found
 
 
+def _missing_plans(space: Space, config: AmpConfig) -> list[str]:
+    planned = {plan.precision for plan in config.fallback}
+    missing = {c.precision for c in space.candidates}.intersection(LADDER[config.precision]) - planned
+    return [
+        f"No plan for stepping down to {precision} was measured: should {config.precision} fail during the training, "
+        f"nobody knows which batch size fits in memory then. A larger --budget measures one."
+        for precision in LADDER[config.precision]
+        if precision in missing
+    ]
+
+
 def _row(
-    candidate: Candidate,
-    records: Sequence[Record],
-    exclusions: Sequence[Exclusion],
-    environment: Mapping[str, str],
+    runs: Runs, measured: Sequence[Measurement], failure: Failure | None, exclusions: Sequence[Exclusion]
 ) -> CandidateRow:
-    confirmed = confirm_runs(records, candidate, environment).measurements
-    failure = next(filter(None, map(disqualifying, records)), None)
-    measured = confirmed or tuple(r.outcome for r in records if isinstance(r.outcome, Measurement))
+    candidate = runs.candidate
     why: str | None = None
     status: str
     if failure is not None:
         status, why, measured = failure.kind, failure.message, ()
-    elif confirmed:
+    elif runs.num_confirming >= MIN_PROCESSES:
         status = "confirmed"
     elif measured:
         status = "cut" if any(m.was_cut for m in measured) else "measured"

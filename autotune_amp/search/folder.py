@@ -67,6 +67,8 @@ class StudyFolder:
             tempfile.TemporaryFile(dir=self.path).close()
             self._lock = filelock.FileLock(self.path / ".lock")
             self._lock.acquire(blocking=False)
+            for half_written in self.path.glob(f".{self.recommendation_path.name}.*"):
+                half_written.unlink()  # left by a kill between writing and renaming; nobody else writes here now
         except filelock.Timeout as error:
             raise StudyBusyError(
                 f"Another search is running in {self.path}.", "Wait for it, or give this one a name with --study."

@@ -12,7 +12,12 @@ import msgspec
 from autotune_amp.config import PRECISIONS, Precision
 from autotune_amp.errors import InvalidRequestError
 
+SEED_LIMIT = 2**32 - 10_000  # numpy's, with room for resumed trials, which add their number to the seed
+
 _DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
+_NAME = re.compile(r"[\w.-]+")
+_RANGE = re.compile(r"(\d+):(\d+)")
+_BASELINE = re.compile(r"(\w+):(\d+)")
 
 
 class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,22 +58,27 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
         seed: int = 0,
     ) -> SearchOptions:
         """Check every value; raises `InvalidRequestError` naming the option, what was given and what would do."""
-        _check(0 < budget < math.inf, "budget", budget, "a number of seconds above 0")
-        _check(trials is None or trials >= 1, "trials", trials, "a whole number from 1 up")
-        _check(bool(_DEVICE.fullmatch(device)), "device", device, "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N")
-        _check(0 < memory_fraction <= 1, "memory-fraction", memory_fraction, "a share above 0 and at most 1")
+        _check(_is_number(budget) and 0 < budget < math.inf, "budget", budget, "a number of seconds above 0")
+        _check(_is_count(trials), "trials", trials, "a whole number from 1 up")
+        _check(_matches(_DEVICE, device), "device", device, "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N")
         _check(
-            study is None or (bool(re.fullmatch(r"[\w.-]+", study)) and study.strip(".") != ""),
+            _is_number(memory_fraction) and 0 < memory_fraction <= 1,
+            "memory-fraction",
+            memory_fraction,
+            "a share above 0 and at most 1",
+        )
+        _check(
+            study is None or (_matches(_NAME, study) and study.strip(".") != ""),
             "study",
             study,
             "a folder name of letters, digits, '.', '_' and '-'",
         )
         _check(
-            effective_batch_size is None or effective_batch_size >= 1,
-            "effective-batch-size",
-            effective_batch_size,
-            "a whole number from 1 up",
+            _is_count(effective_batch_size), "effective-batch-size", effective_batch_size, "a whole number from 1 up"
         )
+        _check(isinstance(out, str), "out", out, "a folder's path, as a string")
+        _check(storage is None or isinstance(storage, str), "storage", storage, "an Optuna storage URL, as a string")
+        _check(_is_whole(seed) and 0 <= seed < SEED_LIMIT, "seed", seed, f"a whole number from 0 to {SEED_LIMIT - 1}")
         return cls(
             budget_seconds=float(budget),
             max_trials=trials,
@@ -90,6 +100,29 @@ def _check(condition: bool, option: str, given: object, wanted: str) -> None:
         raise InvalidRequestError(f"--{option} is {given!r}; it must be {wanted}.", f"Give --{option} {wanted}.")
 
 
+def _is_whole(given: object) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool)
+
+
+def _is_number(given: object) -> bool:
+    return isinstance(given, float) or _is_whole(given)
+
+
+def _is_count(given: int | None) -> bool:
+    return given is None or (_is_whole(given) and given >= 1)
+
+
+def _matches(pattern: re.Pattern[str], given: object) -> bool:
+    return isinstance(given, str) and pattern.fullmatch(given) is not None
+
+
+def _pair(pattern: re.Pattern[str], given: object) -> re.Match[str] | None:
+    """What matches of "A:B", or of a pair of the two."""
+    if isinstance(given, (tuple, list)):
+        given = ":".join(map(str, given))
+    return pattern.fullmatch(given) if isinstance(given, str) else None
+
+
 def _precision(option: str, name: str) -> Precision:
     for precision in PRECISIONS:
         if precision == name:
@@ -100,16 +133,17 @@ def _precision(option: str, name: str) -> Precision:
 
 
 def _precisions(given: Sequence[str] | str | None) -> tuple[Precision, ...] | None:
-    if not given:
+    names = (given,) if isinstance(given, str) else given
+    if names is None or (isinstance(names, Sequence) and not names):
         return None
-    names = (given,) if isinstance(given, str) else tuple(given)
+    _check(isinstance(names, Sequence), "precision", given, "a name, or several in a list")
     return tuple(dict.fromkeys(_precision("precision", name) for name in names))
 
 
 def _batch_range(given: str | tuple[int, int] | None) -> tuple[int, int] | None:
     if given is None:
         return None
-    match = re.fullmatch(r"(\d+):(\d+)", given if isinstance(given, str) else ":".join(map(str, given)))
+    match = _pair(_RANGE, given)
     low, high = (int(match[1]), int(match[2])) if match else (0, 0)
     _check(1 <= low <= high, "batch-size", given, "LOW:HIGH with 1 <= LOW <= HIGH, such as 8:256")
     return low, high
@@ -118,7 +152,7 @@ def _batch_range(given: str | tuple[int, int] | None) -> tuple[int, int] | None:
 def _baseline(given: str | tuple[str, int] | None) -> tuple[Precision, int] | None:
     if given is None:
         return None
-    match = re.fullmatch(r"(\w+):(\d+)", given if isinstance(given, str) else ":".join(map(str, given)))
+    match = _pair(_BASELINE, given)
     if match is None or int(match[2]) < 1:
         raise InvalidRequestError(
             f"--baseline is {given!r}; it must be PRECISION:BATCH.", "Give for example --baseline fp32:32."

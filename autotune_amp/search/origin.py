@@ -13,9 +13,13 @@ from autotune_amp.errors import WorkloadError
 from autotune_amp.hardware.types import DeviceIdentity
 from autotune_amp.recommendation import Fingerprint
 from autotune_amp.search.folder import folder_name, study_name
+from autotune_amp.trial.outcome import Failure
 
 if TYPE_CHECKING:
     from autotune_amp.trial.runner import Payload, Runner  # at run time only where a search begins
+
+
+_FINGERPRINT_SECONDS = 60.0
 
 
 class Origin(ABC):
@@ -26,6 +30,10 @@ class Origin(ABC):
     @abstractmethod
     def payload(self) -> Payload:
         """What a trial process needs to get the workload."""
+
+    def num_threads(self) -> int | None:
+        """The threads that trials use; None leaves it to what the workload's code asks for."""
+        return None
 
     @abstractmethod
     def torch_state(self, found_by_child: dict[str, Any]) -> dict[str, Any]:
@@ -40,7 +48,12 @@ class Origin(ABC):
     ) -> Fingerprint:
         """The same from the process that imported the workload; nothing of it is called there either."""
         args = {"options": options, "identity": msgspec.to_builtins(identity), "torch_state": state}
-        return msgspec.convert(runner.ask("fingerprint", args, deadline_seconds=60.0), Fingerprint)
+        answer = runner.ask("fingerprint", args, deadline_seconds=_FINGERPRINT_SECONDS)
+        if isinstance(answer, Failure):
+            return Fingerprint(
+                digest="", parts={}, unknown=(f"the workload cannot be fingerprinted: {answer.message}",)
+            )
+        return msgspec.convert(answer, Fingerprint)
 
     def held_bytes(self, device: str) -> int:
         """What the calling process holds on the device."""
@@ -89,6 +102,10 @@ class _Live(Origin):
         from autotune_amp.fingerprint import compute
 
         return compute(self._workload, options, identity, torch_state.capture())
+
+    def num_threads(self) -> int | None:
+        threads: int = self.torch_state({})["num_threads"]
+        return threads
 
     def held_bytes(self, device: str) -> int:
         torch = sys.modules.get("torch")

@@ -44,7 +44,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
 
 def build_space(hardware: Hardware, description: Description, options: SearchOptions) -> Space:
     """The space of a search; raises `InvalidRequestError` where the options leave nothing, naming what would do."""
-    baseline, notes = _baseline(description, options)
+    baseline, notes = _baseline(hardware, description, options)
     precisions, excluded = _legal_precisions(hardware, description, options)
     sizes = _batch_sizes(baseline.batch_size, description.num_samples, options)
     too_large = _first_too_large(baseline.batch_size, description.num_samples, options)
@@ -109,15 +109,17 @@ def _peaks(measured_peaks: Mapping[Candidate, int], precision: Precision) -> dic
     return {c.batch_size: peak for c, peak in measured_peaks.items() if c.precision == precision}
 
 
-def _baseline(description: Description, options: SearchOptions) -> tuple[Candidate, list[str]]:
+def _baseline(hardware: Hardware, description: Description, options: SearchOptions) -> tuple[Candidate, list[str]]:
     precision, as_found = description.as_found_precision, not description.is_as_found_strict
     size = description.batch_size
     notes: list[str] = []
     if options.baseline is not None:
         (precision, size), as_found = options.baseline, False
-        if precision == "fp8":
+        reason = _why_not(precision, hardware, description)
+        if reason is not None:
             raise InvalidRequestError(
-                f"--baseline is fp8:{size}, but {_NO_FP8}.", "Give a baseline in fp32, tf32, bf16 or fp16."
+                f"--baseline is {precision}:{size}, which cannot be trained on {hardware.device}: {reason}.",
+                f"Give a baseline in {' or '.join(p for p in _TRIED if _why_not(p, hardware, description) is None)}.",
             )
     if size is None:
         size = ASSUMED_BATCH_SIZE

@@ -64,10 +64,14 @@ def run_steps(
             if cached is not None and not is_fresh:
                 _say_why(progress, cached, fingerprint)
             search_id = folder.search_id(fingerprint.digest, is_fresh=is_fresh)
-            return steps.run(runner, payload, state, fingerprint, search_id)
+            return steps.run(runner, payload, fingerprint, search_id)
     except KeyboardInterrupt:
+        best = cached if cached is not None and cached.search.was_interrupted else None
         raise SearchInterruptedError(
-            "Interrupted before anything was measured.", "Run the same command again.", (), None
+            "Interrupted before the first trial; what an earlier call measured is kept.",
+            "Run the same command again.",
+            best.excluded if best else (),
+            best,
         ) from None
 
 
@@ -82,23 +86,21 @@ class _Steps:
         self._options = options
         self._progress = progress
         self._warnings: list[str] = []
-        self._load_seconds = 0.0
+        self._start_seconds = 0.0
 
     def load(self, runner: Runner) -> dict[str, Any]:
         """Start the process that holds the workload; returns the torch state that trials take over."""
         self._progress.phase("loading the workload")
-        started = self.clock.elapsed()
-        state = self._origin.torch_state(runner.load(self.clock.left()))
-        self._load_seconds = self.clock.elapsed() - started
-        return state
+        return self._origin.torch_state(runner.load(self.clock.left()))
 
-    def run(
-        self, runner: Runner, payload: Payload, state: dict[str, Any], fingerprint: Fingerprint, search_id: str
-    ) -> Recommendation:
+    def run(self, runner: Runner, payload: Payload, fingerprint: Fingerprint, search_id: str) -> Recommendation:
         """Probe, describe, explore, confirm, decide and save."""
-        self._open(runner, state)
+        state = self._open(runner)
         hardware = self._probe(runner, state)
-        space = build_space(hardware, self._describe(runner, state, hardware), self._options)
+        description = self._describe(runner, state, hardware)
+        space = build_space(hardware, description, self._options)
+        # What a fresh process pays before its first step: importing torch, loading, calling, building, the accelerator.
+        self._start_seconds += description.build_seconds + description.context_seconds
         environment = recommended_environment(hardware.device)
         session = Session(
             folder=self.folder,
@@ -137,11 +139,14 @@ class _Steps:
             )
         return recommendation
 
-    def _open(self, runner: Runner, state: dict[str, Any]) -> None:
-        reason = runner.open(state["num_threads"], self.clock.left())
+    def _open(self, runner: Runner) -> dict[str, Any]:
+        num_threads = self._origin.num_threads()
+        found, reason = runner.open(self._options.device, num_threads, self.clock.left())
+        self._start_seconds = self.clock.elapsed()
         if reason is not None:
             runner.keep()
             self._warnings.append(f"Trials shared one process until it failed: {reason}.")
+        return self._origin.torch_state(found)
 
     def _probe(self, runner: Runner, state: dict[str, Any]) -> Hardware:
         self._progress.phase("probing the device")
@@ -192,6 +197,7 @@ class _Steps:
             self.folder.path.name,
             space,
             search_id=search_id,
+            owner=str(self.folder.path.resolve()),
             loss_scale=_LOSS_SCALE,
             seed=self._options.seed,
             records=session.records,
@@ -205,7 +211,8 @@ class _Steps:
         chosen = shortlist(session.records, space.baseline)
         if chosen is None:
             return
-        measure_fallbacks(session, runner, space, chosen.winner)
+        for contender in filter(None, (chosen.winner, chosen.runner_up)):  # the confirmation may turn them round
+            measure_fallbacks(session, runner, space, contender)
         runner.close()  # its memory and threads are not there in the user's own run either
         self._progress.phase("confirming in fresh processes")
 
@@ -213,7 +220,7 @@ class _Steps:
             return Runner(payload, "fresh", self.watcher, variables)
 
         before = psutil.cpu_times()
-        confirm(session, runner_for, chosen, environment, self._load_seconds)
+        confirm(session, runner_for, chosen, environment, self._start_seconds)
         share = _stolen_share(before, psutil.cpu_times())
         if share > _STOLEN_SHARE_WORTH_A_WORD:
             self._warnings.append(
@@ -287,7 +294,7 @@ class _Steps:
         needed = (2 * used_seconds + 12 * step_seconds) / (1 - CONFIRM_SHARE)
         return BudgetTooSmallError(
             f"The budget of {self.clock.budget_seconds:g} s ended before anything was measured; "
-            f"{used_seconds:.0f} s went into loading, probing and building the workload.",
+            f"{used_seconds:.0f} s had gone into loading, probing and building the workload and its first trials.",
             f"Give --budget {math.ceil(needed / 10) * 10} or more.",
         )
 

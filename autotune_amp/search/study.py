@@ -9,6 +9,7 @@ run, why it failed, its memory and step time. They are few, since each is a comm
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import re
 import sqlite3
@@ -19,7 +20,7 @@ from urllib.parse import quote
 import optuna
 import sqlalchemy
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.exceptions import StorageInternalError
+from optuna.exceptions import DuplicatedStudyError, StorageInternalError, UpdateFinishedTrialError
 from optuna.samplers import TPESampler
 from optuna.storages import RDBStorage
 from optuna.trial import TrialState
@@ -69,15 +70,18 @@ class Study:
         space: Space,
         *,
         search_id: str,
+        owner: str = "",
         loss_scale: LossScale | None = None,
         seed: int = 0,
         records: Iterable[Record] = (),
     ) -> Study:
         """Create the study of a search, or go on with it. `storage` is an Optuna storage URL, or the search's own file.
 
-        It is called `name`, or `name-search_id` where another search has that name: Optuna cannot change the choices
-        of a study, and what an earlier search measured must not steer this one. Trials that a killed search left
-        running are told as failed, and the search records of `search_id` that the study lacks are added.
+        It belongs to `search_id` and `owner`, the search's folder: another folder's search may be running beside it.
+        It is called `name`, or `name-search_id`, or `name-search_id-2` and so on where another search has that name:
+        Optuna cannot change the choices of a study, and what another search measured must not steer this one.
+        Trials that a killed search left running are told as failed, and the search records of `search_id` that the
+        study lacks are added.
         Raises `StudyError`, naming the storage without its password, where it cannot be used.
         """
         with contextlib.ExitStack() as cleanup:
@@ -86,7 +90,7 @@ class Study:
             connected = _connect(storage)
             cleanup.callback(_disconnect, connected)
             with _storage_errors(storage):
-                study = _create_or_load(connected, name, search_id)
+                study = _create_or_load(connected, name, search_id, owner)
                 study.sampler = TPESampler(seed=seed + len(study.trials))  # resumed, it must not draw the same again
                 opened = cls(storage, study, space, loss_scale or LossScale())
                 opened._fail_left_behind()
@@ -115,21 +119,24 @@ class Study:
         A trial that somebody enqueued through the dashboard comes first, so run what is returned. What TPE suggests
         may have been measured or ruled out: tell what is known, TPE learns from that too.
         Raises `ValueError` for a candidate outside the space: enqueued, it would leave a running trial behind.
+        What others enqueued that cannot be read is a `StudyError`.
         """
+        if candidate is not None and candidate not in self._legal:
+            raise ValueError(f"{candidate} is not in the space.")
         with _storage_errors(self._storage):
             if candidate is not None:
-                if candidate not in self._legal:
-                    raise ValueError(f"{candidate} is not in the space.")
                 self._study.enqueue_trial(self._parameters(candidate)[0], user_attrs=_described(candidate))
             trial = self._study.ask()
-            precision = trial.suggest_categorical("precision", self._precisions)
-            size = trial.suggest_int("batch_size", *self._sizes, log=True)
-            if precision == "fp16":
-                trial.suggest_float("init_scale", *2 * (self._loss_scale.init_scale,))
-                trial.suggest_int("growth_interval", *2 * (self._loss_scale.growth_interval,))
-            if candidate is None or (precision, size) != (candidate.precision, candidate.batch_size):
-                candidate = self._nearest(precision, size)
-                _set_attributes(trial, _described(candidate))
+            try:
+                precision, size = self._suggested(trial)
+                if candidate is None or (precision, size) != (candidate.precision, candidate.batch_size):
+                    candidate = self._nearest(precision, size)
+                    _set_attributes(trial, _described(candidate))
+            except ValueError as error:
+                raise StudyError(
+                    f"Trial {trial.number}, which somebody enqueued in study {self.name}, cannot be run: {error}.",
+                    f"Enqueue {', '.join(self._precisions)} only; the same command again goes on without that trial.",
+                ) from error
             return Asked(candidate, trial)
 
     def tell(self, asked: Asked, outcome: Outcome, *, number: int | None = None) -> None:
@@ -145,6 +152,14 @@ class Study:
             else:
                 asked.trial.set_constraint(_RUNS, 1.0)
                 self._study.tell(asked.trial, state=TrialState.PRUNED)
+
+    def _suggested(self, trial: optuna.Trial) -> tuple[str, int]:
+        precision = trial.suggest_categorical("precision", self._precisions)
+        size = trial.suggest_int("batch_size", *self._sizes, log=True)
+        if precision == "fp16":
+            trial.suggest_float("init_scale", *2 * (self._loss_scale.init_scale,))
+            trial.suggest_int("growth_interval", *2 * (self._loss_scale.growth_interval,))
+        return precision, size
 
     def _parameters(self, candidate: Candidate) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
         parameters: dict[str, Any] = {"precision": candidate.precision, "batch_size": candidate.batch_size}
@@ -216,18 +231,23 @@ def _explained(outcome: Outcome, number: int | None) -> dict[str, Any]:
     return explained if number is None else explained | {"record": number}
 
 
-def _set_attributes(trial: optuna.Trial, attributes: dict[str, Any]) -> None:
+def _set_attributes(owner: optuna.Trial | optuna.Study, attributes: dict[str, Any]) -> None:
     for key, value in attributes.items():
-        trial.set_user_attr(key, value)
+        owner.set_user_attr(key, value)
 
 
-def _create_or_load(storage: RDBStorage, name: str, search_id: str) -> optuna.Study:
-    for free_name in (name, f"{name}-{search_id}"):
-        study = optuna.create_study(storage=storage, study_name=free_name, direction="maximize", load_if_exists=True)
-        owner = study.user_attrs.get("search_id")
-        if owner is None and not study.trials:
-            study.set_user_attr("search_id", owner := search_id)
-        if owner == search_id:
+def _create_or_load(storage: RDBStorage, name: str, search_id: str, owner: str) -> optuna.Study:
+    ours = {"search_id": search_id, "owner": owner}
+    own_name = f"{name}-{search_id}"
+    for free_name in itertools.chain((name, own_name), (f"{own_name}-{k}" for k in itertools.count(2))):
+        try:  # creating fails for all but one of several searches that start together
+            study = optuna.create_study(storage=storage, study_name=free_name, direction="maximize")
+        except DuplicatedStudyError:
+            study = optuna.load_study(storage=storage, study_name=free_name)
+            if ours.items() <= study.user_attrs.items():
+                break
+        else:
+            _set_attributes(study, ours)
             break
     return study
 
@@ -270,6 +290,11 @@ def _storage_errors(storage: str | Path) -> Iterator[None]:
         yield
     except (SQLAlchemyError, StorageInternalError) as error:
         raise _study_error(storage, error) from error
+    except UpdateFinishedTrialError as error:
+        raise StudyError(
+            "A trial of this search was finished in the study by somebody else while it was running.",
+            "Run the same command again to go on; leave a running search's trials alone.",
+        ) from error
 
 
 def _study_error(storage: str | Path, error: Exception) -> StudyError:

@@ -1,4 +1,4 @@
-"""The user's data as an endless stream of batches of one size, each one counted."""
+"""The user's data as an endless stream of batches of one size; one with too few samples is refused."""
 
 from __future__ import annotations
 

@@ -13,9 +13,13 @@ _STATUS = Path("/proc/self/status")
 
 
 class PeakMemory:
-    """Watches one device from its creation on; `limit_bytes` is what the trial may take beyond what it holds now."""
+    """Watches one device from its creation on.
 
-    def __init__(self, device: torch.device, limit_bytes: int | None) -> None:
+    `limit_bytes` is what the trial may take beyond `resident_bytes_before`, by default what the process holds now; a
+    kept worker passes what it held before it built the model, so that each of its trials counts the model.
+    """
+
+    def __init__(self, device: torch.device, limit_bytes: int | None, resident_bytes_before: int | None) -> None:
         self._device = device
         self._limit_bytes = limit_bytes
         self._polled = 0
@@ -23,11 +27,12 @@ class PeakMemory:
             if sys.platform == "linux":
                 ctypes.CDLL(None).malloc_trim(0)  # what an earlier trial of a kept worker left in the heap
                 Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, which a fork inherits
-            self._before = psutil.Process().memory_info().rss
+            held = psutil.Process().memory_info().rss
+            self.resident_bytes_before = held if resident_bytes_before is None else resident_bytes_before
             if limit_bytes is not None and sys.platform == "linux":
                 _limit_data(limit_bytes)
         else:
-            self._before = 0
+            self.resident_bytes_before = 0
             if device.type in ("cuda", "xpu"):
                 backend = getattr(torch, device.type)
                 backend.reset_peak_memory_stats(device)
@@ -45,7 +50,7 @@ class PeakMemory:
         memory on an accelerator."""
         if self._device.type == "cpu":
             peak = _peak_resident_bytes()
-            return peak, peak - self._before
+            return peak, peak - self.resident_bytes_before
         if self._device.type == "mps":
             return self._polled, self._polled
         stats = getattr(torch, self._device.type).memory_stats(self._device)

@@ -37,8 +37,6 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     num_skips: int = 0
     last_loss: float | None = None
     was_cut: bool = False
-    num_samples_seen: int | None = None
-    notes: tuple[str, ...] = ()
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="failure"):

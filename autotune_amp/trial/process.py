@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections import deque
 from pathlib import Path
 from typing import Any, Literal
@@ -23,11 +24,13 @@ from autotune_amp.errors import AutotuneAmpError, RunnerError
 from autotune_amp.trial.outcome import Failure
 
 TICK_SECONDS = 0.1
+# Inherited by all that a trial starts, whatever session it moves to: by it they are found when the process ends.
+_MARK = "AUTOTUNE_AMP_PROCESS"
 _OUTPUT_TAIL_CHARACTERS = 4000
 _EXIT_SECONDS, _KILL_SECONDS = 10.0, 5.0
 _SERVER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from autotune_amp.trial.server import main; main(sys.argv[2])"
+    "from autotune_amp.trial.server import main; main(sys.argv[2], int(sys.argv[3]))"
 )
 
 
@@ -64,7 +67,7 @@ class Process:
     """One server process and the two threads that read what it says and what it prints."""
 
     def __init__(self, mode: str, environment: dict[str, str], watcher: Watcher) -> None:
-        self._mode = mode
+        self._mark = uuid.uuid4().hex
         self._watcher = watcher
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._printed: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -72,18 +75,18 @@ class Process:
         self._num_oom_kills = 0
         try:
             self._popen = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                [sys.executable, "-c", _SERVER, json.dumps(sys.path), mode],
+                [sys.executable, "-c", _SERVER, json.dumps(sys.path), mode, str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env=environment,
+                env={**environment, _MARK: self._mark},
                 start_new_session=True,  # Ctrl-C at the terminal is ours to handle
             )
         except OSError as error:
             raise RunnerError(
                 f"A trial process cannot be started: {error}.", "Check the limits on processes and memory."
             ) from error
-        self._threads = [threading.Thread(target=self._hear), threading.Thread(target=self._overhear)]
+        self._threads = [threading.Thread(target=f, daemon=True) for f in (self._hear, self._overhear)]
         for thread in self._threads:
             thread.start()
 
@@ -192,17 +195,17 @@ class Process:
         return self._popen.returncode
 
     def end(self) -> None:
-        """Kill the process, its group and whatever else descends from it; returns when all of it is gone."""
-        family = _family(self._popen.pid)
+        """Kill the process and all that came of it, what left its group and outlived it too; then it is gone."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._popen.pid, signal.SIGKILL)
-        for process in family:
+        self._popen.wait()
+        left = _marked(self._mark)
+        for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self._popen.wait()
-        psutil.wait_procs(family, timeout=5)
+        psutil.wait_procs(left, timeout=_KILL_SECONDS)
         for thread in self._threads:
-            thread.join()
+            thread.join(_KILL_SECONDS)
         self._drain_output()
         for stream in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
             assert stream is not None
@@ -246,12 +249,14 @@ def _raised(answer: Any) -> Any:
     return answer
 
 
-def _family(pid: int) -> list[psutil.Process]:
-    try:
-        family: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-    return family
+def _marked(mark: str) -> list[psutil.Process]:
+    """The processes that inherited this mark."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(_MARK) == mark:
+                found.append(process)
+    return found
 
 
 def _count_oom_kills() -> int:

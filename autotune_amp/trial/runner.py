@@ -67,7 +67,8 @@ class Runner:
             **(environment or {}),
         }
         self._process: Process | None = None
-        self._num_threads = 1
+        self._device = "cpu"
+        self._num_threads: int | None = None
 
     def __enter__(self) -> Runner:
         return self
@@ -99,11 +100,14 @@ class Runner:
         state: dict[str, Any] = self._load(time.monotonic() + deadline_seconds)
         return state
 
-    def open(self, num_threads: int, deadline_seconds: float) -> str | None:
-        """Call the user's function once; returns why trials cannot be forked from that process, None if they can."""
-        self._num_threads = num_threads
-        reason: str | None = self._open(time.monotonic() + deadline_seconds)
-        return reason
+    def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> tuple[dict[str, Any], str | None]:
+        """Call the user's function once; `num_threads` None leaves the number to the user's code.
+
+        Returns the torch state found after it, and why trials cannot be forked from that process, None if they can.
+        """
+        self._device, self._num_threads = device, num_threads
+        opened = self._open(time.monotonic() + deadline_seconds)
+        return opened["torch_state"], opened["why_not_fork"]
 
     def ask(self, what: str, args: dict[str, Any], deadline_seconds: float) -> Any:
         """Call ``probe``, ``fingerprint`` or ``describe``; a `Failure` comes back as itself, our errors are raised."""
@@ -152,7 +156,7 @@ class Runner:
         return self._process
 
     def _load(self, deadline: float | None) -> Any:
-        mode = "template" if self._isolation == "fork" else "worker"
+        mode = "template" if self._isolation == "fork" else self._isolation
         self._process = Process(mode, self._environment, self._watcher)
         command = {
             "cmd": "load",
@@ -164,7 +168,7 @@ class Runner:
         return self._expect(command, self._payload.packed, deadline)
 
     def _open(self, deadline: float | None) -> Any:
-        return self._expect({"cmd": "open", "num_threads": self._num_threads}, b"", deadline)
+        return self._expect({"cmd": "open", "device": self._device, "num_threads": self._num_threads}, b"", deadline)
 
     def _expect(self, command: dict[str, Any] | None, data: bytes, deadline: float | None) -> Any:
         assert self._process is not None

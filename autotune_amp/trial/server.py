@@ -28,51 +28,74 @@ import psutil
 from autotune_amp.trial.channel import Channel
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_CANARY_SECONDS = 10.0
+_CANARY_SECONDS, _ACCELERATOR_CANARY_SECONDS = 10.0, 60.0  # the latter starts the driver
 
 
 class Server:
     """Loads the workload and answers calls."""
 
-    def __init__(self, channel: Channel, *, is_template: bool) -> None:
+    def __init__(self, channel: Channel, mode: str) -> None:
         self._channel = channel
-        self._is_template = is_template
+        self._mode = mode
+        self._is_template = mode == "template"
         self._source: Any = None
         self._origin = ""
         self._bench: Any = None
 
     def load(self, command: dict[str, Any]) -> None:
         """Import or unpack the workload; a function that makes one is not called before `open`."""
-        import torch
-
-        from autotune_amp import torch_state, workload
+        from autotune_amp import workload
 
         sys.path[:] = command["path"]
         self._origin = command["target"] or "workload"
-        num_threads = torch.get_num_threads()
         packed = self._channel.read_exactly(command["num_packed_bytes"])
         if self._is_template:
-            torch.set_num_threads(1)  # a thread pool does not survive a fork: children would hang
+            self._hold_threads()
         if command["target"]:
             self._source = workload.import_target(command["target"])
         else:
             self._source = workload.unpack(packed)
-        state = torch_state.capture()
-        if self._is_template and state["num_threads"] == 1:
-            state["num_threads"] = num_threads
-        self._channel.send({"event": "result", "value": state})
+        self._channel.send({"event": "result", "value": self._torch_state()})
 
-    def open(self, num_threads: int) -> None:
-        """Call the user's function once; then see whether children of this process can work."""
+    def _hold_threads(self) -> None:
+        """Keep this process at one thread, since a thread pool does not survive a fork and children would hang on it.
+
+        What the user's code asks for is only noted: trials take it over.
+        """
+        import torch
+
+        self._num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        self._set_num_threads, torch.set_num_threads = torch.set_num_threads, self._note_num_threads  # type: ignore[assignment]  # the same but for a name
+
+    def _note_num_threads(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+
+    def _torch_state(self) -> dict[str, Any]:
+        from autotune_amp import torch_state
+
+        state = torch_state.capture()
+        return {**state, "num_threads": self._num_threads} if self._is_template else state
+
+    def open(self, device: str, num_threads: int | None) -> None:
+        """Call the user's function once; answers with the torch state after it, and why children could not work.
+
+        `num_threads` is what trials will use; None is what the user's code asked for.
+        """
+        import torch
+
         from autotune_amp.trial.worker import Bench
         from autotune_amp.workload import make_workload
 
         workload = make_workload(self._source, self._origin)
-        self._bench = Bench(workload, is_kept=not self._is_template)
-        reason = _why_not_fork(num_threads) if self._is_template else None
+        self._bench = Bench(workload, is_kept=self._mode == "kept")
+        state = self._torch_state()
+        reason = None
         if self._is_template:
+            torch.set_num_threads = self._set_num_threads
+            reason = _why_not_fork(device, num_threads or state["num_threads"])
             gc.freeze()  # a collection in a child would copy every page that holds an object
-        self._channel.send({"event": "result", "value": reason})
+        self._channel.send({"event": "result", "value": {"torch_state": state, "why_not_fork": reason}})
 
     def call(self, command: dict[str, Any]) -> None:
         """Answer one call in this process."""
@@ -88,7 +111,9 @@ class Server:
             from autotune_amp.hardware import measure
 
             torch_state.apply(args["torch_state"])
-            return measure(args["device"])
+            hardware = measure(args["device"])
+            worker.free_cache()
+            return hardware
         if what == "fingerprint":
             from autotune_amp.fingerprint import compute
             from autotune_amp.hardware.types import DeviceIdentity
@@ -122,7 +147,7 @@ class Server:
         if command["cmd"] == "load":
             self.attempt(self.load, command)
         elif command["cmd"] == "open":
-            self.attempt(self.open, command["num_threads"])
+            self.attempt(self.open, command["device"], command["num_threads"])
         else:
             self.attempt(self.call, command)
 
@@ -133,8 +158,10 @@ def run_template(channel: Channel, server: Server) -> None:
     while (command := channel.read_line()) is not None:
         if command["cmd"] in ("load", "open"):
             server.handle(command)
-        elif command["cmd"] == "call" and not _watch(channel, _fork(server, command)):
-            return
+        elif command["cmd"] == "call":
+            own = {process.pid for process in psutil.Process().children(recursive=True)}
+            if not _watch(channel, _fork(server, command), own):
+                return
 
 
 def _fork(server: Server, command: dict[str, Any]) -> int:
@@ -146,9 +173,7 @@ def _fork(server: Server, command: dict[str, Any]) -> int:
         return pid
     try:
         os.setsid()
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+        _die_with(parent)
         _enter_trial()
         server.handle(command)
         sys.stdout.flush()
@@ -159,8 +184,11 @@ def _fork(server: Server, command: dict[str, Any]) -> int:
     os._exit(0)
 
 
-def _watch(channel: Channel, pid: int) -> bool:
-    """Wait for the child's end, killing it when told to; false when the parent is gone."""
+def _watch(channel: Channel, pid: int, own: set[int]) -> bool:
+    """Wait for the child's end, killing it when told to; false when the parent is gone.
+
+    `own` are processes that the user's code started while it was loaded; they are there for every trial.
+    """
     pidfd = os.pidfd_open(pid)
     is_parent_there = True
     try:
@@ -178,20 +206,19 @@ def _watch(channel: Channel, pid: int) -> bool:
         os.close(pidfd)
     _kill_group(pid)  # its loader workers; before it is reaped, so that the number is still its own
     _, status = os.waitpid(pid, 0)
-    _end_orphans()
+    _end_orphans(own)
     if is_parent_there:
         channel.send({"event": "exit", "status": os.waitstatus_to_exitcode(status)})
     return is_parent_there
 
 
-def _end_orphans() -> None:
+def _end_orphans(own: set[int]) -> None:
     """Kill and reap whatever the child left: as the subreaper, we have inherited it."""
-    for process in psutil.Process().children(recursive=True):
+    left = [process for process in psutil.Process().children(recursive=True) if process.pid not in own]
+    for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, 0):
-            pass
+    psutil.wait_procs(left, timeout=5)
 
 
 def run_worker(channel: Channel, server: Server) -> None:
@@ -226,7 +253,7 @@ def _enter_trial() -> None:
         multiprocessing.set_start_method("fork", force=True)
 
 
-def _why_not_fork(num_threads: int) -> str | None:
+def _why_not_fork(device: str, num_threads: int) -> str | None:
     """None if a child of this process can use the accelerator and all threads; found out by trying."""
     import torch
 
@@ -236,8 +263,8 @@ def _why_not_fork(num_threads: int) -> str | None:
             return f"loading the workload started {device_type} in its process"
     pid = os.fork()
     if pid == 0:
-        os._exit(_try_everything(num_threads))
-    deadline = time.monotonic() + _CANARY_SECONDS
+        os._exit(_try_everything(device, num_threads))
+    deadline = time.monotonic() + (_CANARY_SECONDS if device == "cpu" else _ACCELERATOR_CANARY_SECONDS)
     while time.monotonic() < deadline:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
@@ -248,14 +275,14 @@ def _why_not_fork(num_threads: int) -> str | None:
     return "loading the workload started threads in its process, and a forked child hung on them"
 
 
-def _try_everything(num_threads: int) -> int:
+def _try_everything(device: str, num_threads: int) -> int:
     """In a forked child: 0 if the thread pool and the accelerator, where there is one, can be used."""
     import torch
 
     try:
         torch.set_num_threads(num_threads)
         torch.ones(1 << 20).add_(1).sum()
-        if torch.accelerator.is_available():
+        if device != "cpu" and torch.accelerator.is_available():
             torch.ones(1, device=torch.accelerator.current_accelerator()).add_(1).cpu()
     except Exception:
         traceback.print_exc()
@@ -268,18 +295,27 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent is gone, at whatever it is then (Linux only)."""
+    if sys.platform == "linux":
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # gone before we asked
+            os._exit(1)
+
+
 def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def main(mode: str) -> None:
-    """Serve until the parent closes our input."""
+def main(mode: str, parent: int) -> None:
+    """Serve until `parent` closes our input, as ``template``, ``kept`` or ``fresh`` worker."""
+    _die_with(parent)
     channel = Channel()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a text stream: nobody replaced it yet
     import torch
     import torch._dynamo  # noqa: F401 # optimizers import it, and it takes a second that no trial should pay again
 
-    server = Server(channel, is_template=mode == "template")
+    server = Server(channel, mode)
     channel.send({"event": "result", "value": "ready"})
     if mode == "template":
         run_template(channel, server)

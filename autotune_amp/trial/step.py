@@ -35,13 +35,14 @@ class Training:
             precision.set_flags(spec.candidate.precision)
 
     def next_batch(self) -> Any:
-        """The next batch, on the device."""
-        batch = next(self.batches)
-        return batch if self.device.type == "cpu" else data.move(batch, self.device)
+        """The next batch as the loader gives it."""
+        return next(self.batches)
 
     def forward_backward(self, batch: Any) -> Tensor:
-        """Add this batch's gradients; returns the loss, detached, of no dimension."""
+        """Move the batch to the device and add its gradients; returns the loss, detached, of no dimension."""
         candidate = self.spec.candidate
+        if self.device.type != "cpu":
+            batch = data.move(batch, self.device)
         context = (
             as_found_autocast(self.spec.torch_state, self.device.type)
             if candidate.as_found

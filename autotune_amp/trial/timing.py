@@ -34,7 +34,6 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     data_seconds: float
     num_skips: int
     last_loss: float
-    num_samples_seen: int
     was_cut: bool
 
 
@@ -127,7 +126,6 @@ class _StepTimer:
         """Forget what warm-up counted."""
         self.data_seconds = 0.0
         self.num_measured_steps = 0
-        self.num_samples_seen = 0
 
     def result(
         self, first_step_seconds: float, steps: list[float], *, num_skips: int = 0, was_cut: bool = False
@@ -139,7 +137,6 @@ class _StepTimer:
             data_seconds=self.data_seconds / self.num_measured_steps,
             num_skips=num_skips,
             last_loss=self.last_loss,
-            num_samples_seen=self.num_samples_seen,
             was_cut=was_cut,
         )
 
@@ -166,7 +163,6 @@ class _StepTimer:
         synchronize(device)
         update_seconds += time.perf_counter() - last
         self.num_measured_steps += num_steps
-        self.num_samples_seen += num_steps * self._num_micro * training.spec.candidate.batch_size
         self._check(losses)
         return (micro_seconds * self._repeats + update_seconds) / num_steps
 

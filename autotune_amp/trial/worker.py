@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from autotune_amp import precision, torch_state
 from autotune_amp.errors import AutotuneAmpError
@@ -56,6 +57,7 @@ class Bench:
         self.workload = workload
         self.is_kept = is_kept
         self._kept: tuple[nn.Module, dict[str, torch.Tensor]] | None = None
+        self.resident_bytes_before: int | None = None
 
     def model(self, device: torch.device) -> nn.Module:
         """The model on the device, as first built."""
@@ -65,7 +67,7 @@ class Bench:
             model.zero_grad(set_to_none=True)
             return model
         model = make_model(self.workload).to(device)
-        if self.is_kept:
+        if self.is_kept and not any(map(is_lazy, model.state_dict().values())):
             self._kept = model, {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
         return model
 
@@ -111,15 +113,21 @@ def run(bench: Bench, spec: TrialSpec, send: Send) -> Outcome:
     finally:
         if bench.is_kept:
             gc.collect()
-            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch does not type it
-                torch.cuda.empty_cache()
+            free_cache()
+
+
+def free_cache() -> None:
+    """Give what torch's CUDA allocator keeps back, so that it does not count as the next trial's."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch does not type it
+        torch.cuda.empty_cache()
 
 
 def _measure(bench: Bench, spec: TrialSpec, send: Send) -> Outcome:
     device = torch.device(spec.device)
     _seed(spec.seed)
     context_seconds = _start_accelerator(device)
-    memory = PeakMemory(device, spec.memory_limit_bytes)
+    memory = PeakMemory(device, spec.memory_limit_bytes, bench.resident_bytes_before)
+    bench.resident_bytes_before = memory.resident_bytes_before
     started = time.perf_counter()
     training = Training(bench.workload, bench.model(device), spec)
     build_seconds = time.perf_counter() - started
@@ -161,7 +169,6 @@ def _measurement(
         num_skips=timing.num_skips,
         last_loss=timing.last_loss,
         was_cut=timing.was_cut,
-        num_samples_seen=timing.num_samples_seen,
     )
 
 

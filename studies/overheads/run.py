@@ -48,8 +48,8 @@ def trials() -> list[dict[str, Any]]:
     payload = Payload(target="tiny:workload", path=(str(HERE), *sys.path))
     lines = []
     with Runner(payload, "fork", Watcher()) as runner:
-        state = runner.load(60)
-        runner.open(state["num_threads"], 60)
+        runner.load(60)
+        state, _ = runner.open("cpu", None, 60)
         for number in range(NUM_TRIALS):
             spec = TrialSpec(
                 candidate=Candidate(precision="fp32", batch_size=4), device="cpu", torch_state=state, num_steps=(8, 8)

@@ -344,6 +344,41 @@ def test_a_storage_url_is_not_shown() -> None:
     assert not any("secret" in part for part in one.parts.values())
 
 
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("LD_PRELOAD", True),
+        ("MALLOC_TRIM_THRESHOLD_", True),
+        ("OMP_NUM_THREADS", True),
+        ("MKL_NUM_THREADS", True),
+        ("TORCHINDUCTOR_MAX_AUTOTUNE", True),
+        ("PYTORCH_CUDA_ALLOC_CONF", True),
+        ("CUBLAS_WORKSPACE_CONFIG", True),
+        ("NVIDIA_TF32_OVERRIDE", True),
+        ("ONEDNN_DEFAULT_FPMATH_MODE", True),
+        ("PYTORCH_NVML_BASED_CUDA_CHECK", False),
+        ("CUDA_MODULE_LOADING", False),
+        ("TORCHINDUCTOR_CACHE_DIR", False),
+        ("TORCHELASTIC_RUN_ID", False),
+        ("HOME", False),
+        ("XDG_SESSION_ID", False),
+    ],
+)
+def test_the_environment_counts_where_it_decides_the_numbers(
+    name: str, counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(name, raising=False)
+    unset = whole()
+    monkeypatch.setenv(name, "secret")
+    one = whole()
+    monkeypatch.setenv(name, "other")
+    other = whole()
+    assert changed(unset, one) == ((f"environment variable {name} is new",) if counts else ())
+    assert changed(one, other) == ((f"environment variable {name} changed",) if counts else ())
+    assert (one.digest != other.digest) == counts
+    assert not any("secret" in part for part in one.parts.values())
+
+
 def test_versions_are_those_of_this_process() -> None:
     found = versions()
     assert found["torch"] == str(torch.__version__)

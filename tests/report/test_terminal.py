@@ -12,6 +12,7 @@ from rich.console import Console
 from autotune_amp.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.hardware.types import DeviceMemory
 from autotune_amp.recommendation import Exclusion, PlainEnvironment, Recommendation, SearchSummary
+from autotune_amp.report.summary import python_lines, recommended_row
 from autotune_amp.report.terminal import explain, hardware_table, print_recommendation
 
 
@@ -160,6 +161,23 @@ def test_python_on_cuda_sets_the_tf32_flags(precision: Any, high: str, allowed: 
     assert f'torch.set_float32_matmul_precision("{high}")' in text
     assert f"torch.backends.cudnn.allow_tf32 = {allowed}" in text
     assert "torch.autocast" not in text
+
+
+@pytest.mark.parametrize("is_as_found", [True, False])
+def test_what_is_kept_as_found_keeps_its_flags_and_its_row(is_as_found: bool) -> None:
+    identity = msgspec.structs.replace(hardware().identity, type="cuda")
+    found, strict = row("fp32", 32, 300.0, as_found=True), row("fp32", 32, 200.0)
+    shown = recommendation(
+        config=AmpConfig(precision="fp32", batch_size=32),
+        evidence=evidence(is_as_found=is_as_found),
+        hardware=msgspec.structs.replace(hardware(), identity=identity),
+        candidates=(strict, found),
+    )
+    assert recommended_row(shown) is (found if is_as_found else strict)
+    lines = python_lines(shown)
+    assert any("stay as they are" in line and line.startswith("#") for line in lines) == is_as_found
+    assert any("tf32" in line and not line.startswith("#") for line in lines) != is_as_found
+    compile("\n".join(lines), "shown", "exec")
 
 
 def test_python_lines_are_python() -> None:

@@ -259,6 +259,8 @@ def test_a_baseline_as_found_is_the_yardstick_and_kept_as_it_is() -> None:
     decision = decided(log, baseline=FOUND)
     assert decision.reason.startswith("Keep what you have: fp32 batch 32 as found")
     assert decision.evidence.samples_per_second == 100.0
+    assert decision.evidence.is_as_found
+    assert not decided(usual(), environment=HEAP).evidence.is_as_found
     assert decided(Log().add(FOUND, 100.0).confirm(FOUND, 50.0), baseline=FOUND).evidence.samples_per_second == 50.0
 
 
@@ -327,7 +329,6 @@ def test_nothing_below_fp32_to_fall_back_to() -> None:
     [
         (measured(200.0, data_seconds=0.1), "20 % of a step is spent waiting for data"),
         (measured(200.0, num_skips=2), "skipped 6 of the measured steps"),
-        (measured(200.0, notes=("The clock was throttled.",)), "The clock was throttled."),
         (measured(200.0), None),
     ],
 )
@@ -389,6 +390,63 @@ def test_every_candidate_has_a_row_and_every_loss_its_reason() -> None:
     assert [e.batch_size for e in ended_by_itself.excluded] == [None, 64, 128]
     assert ended_by_itself.candidates[1].reason == "not tried: less promising than what was measured"
     assert ended_by_itself.candidates[1].status == "untried"
+
+
+@pytest.mark.parametrize(("num_processes", "status"), [(0, "measured"), (2, "measured"), (3, "confirmed")])
+def test_a_row_is_confirmed_by_three_processes(num_processes: int, status: str) -> None:
+    log = Log().add(FP32, 100.0).add(BF16, 200.0).confirm(BF16, *[200.0] * num_processes)
+    assert [row.status for row in decided(log).candidates] == ["measured", status]
+
+
+def test_a_row_never_mixes_environments() -> None:
+    log = Log().add(FP32, 150.0).add(BF16, 200.0)
+    log.confirm(FP32, *[151.0] * 3, environment=HEAP).confirm(FP32, 98.0, 99.0, 100.0)
+    log.confirm(BF16, 201.0, environment=HEAP).add(BF16, 120.0, "plain", round=0)
+    decision = decided(log, environment=HEAP)
+    baseline, other = decision.candidates
+    assert baseline.samples_per_second == decision.evidence.baseline.samples_per_second == 99.0
+    assert baseline.step_seconds == decision.evidence.baseline.step_seconds
+    assert other.samples_per_second == 201.0
+    unconfirmed = Log().add(FP32, 150.0).add(BF16, 200.0).add(BF16, 120.0, "plain", round=0)
+    assert decided(unconfirmed, environment=HEAP).candidates[1].samples_per_second == 200.0
+
+
+def test_a_baseline_that_fails_in_another_environment_keeps_its_numbers() -> None:
+    log = Log().add(FP32, 150.0).add(BF16, 200.0).confirm(FP32, OOM, environment=HEAP).confirm(FP32, *[100.0] * 3)
+    decision = decided(log, environment=HEAP)
+    row = decision.candidates[0]
+    assert (row.status, row.samples_per_second) == ("confirmed", decision.evidence.baseline.samples_per_second)
+
+
+def test_a_fallback_has_a_row_with_its_numbers() -> None:
+    tried = at("fp32", 64)
+    rows = decided(Log().add(FP32, 100.0).add(BF16, 200.0).add(tried, 90.0, "fallback")).candidates
+    assert next((r.status, r.samples_per_second) for r in rows if r.batch_size == 64) == ("measured", 90.0)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "measured_plans", "missing"),
+    [
+        (at("fp16", 32), (), ["bf16", "fp32"]),
+        (at("fp16", 32), ("bf16",), ["fp32"]),
+        (at("fp16", 32), ("bf16", "fp32"), []),
+        (at("bf16", 32), (), ["fp32"]),
+        (at("fp32", 32), (), []),
+    ],
+)
+def test_a_step_down_without_a_plan_is_said(
+    chosen: Candidate, measured_plans: tuple[Precision, ...], missing: list[str]
+) -> None:
+    others = tuple(at(p, 64) for p in ("fp32", "bf16", "fp16"))
+    space = Space(candidates=(*others, chosen), baseline=at("fp32", 16))
+    log = Log().add(chosen, 200.0)
+    for precision in measured_plans:
+        log.add(at(precision, 32), 90.0, "fallback")
+    warnings = [w for w in decided(log, space=space).warnings if w.startswith("No plan for stepping down")]
+    assert [w.split()[6] for w in warnings] == missing
+    assert all("--budget" in w for w in warnings)
+    alone = Space(candidates=(chosen,), baseline=chosen)
+    assert not any("No plan" in w for w in decided(log, space=alone).warnings)
 
 
 @given(

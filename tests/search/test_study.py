@@ -364,3 +364,40 @@ def _get(app: Any, path: str) -> Any:
     body = b"".join(app(environ, lambda status, _headers, _exc=None: statuses.append(status)))
     assert statuses == ["200 OK"], body
     return json.loads(body)
+
+
+def test_two_folders_that_share_a_storage_leave_each_others_trials_alone(file: Path) -> None:
+    url = sqlite_url(file)
+
+    def opened(folder: str) -> Study:
+        return Study.open(url, "demo", SPACE, search_id="s1", owner=folder)
+
+    with opened("/a") as first:
+        running = first.ask(at("fp32", 32))
+        for folder, name in (("/b", "demo-s1"), ("/c", "demo-s1-2"), ("/d", "demo-s1-3"), ("/b", "demo-s1")):
+            with opened(folder) as other:
+                assert other.name == name
+        first.tell(running, measured(10.0))
+    assert [(t.state, t.value) for t in trials(file)] == [(TrialState.COMPLETE, 10.0)]
+    with opened("/a") as again:
+        assert again.name == "demo"
+
+
+def test_a_trial_that_somebody_else_finished_is_an_error(file: Path) -> None:
+    with Study.open(file, "demo", SPACE, search_id="s1") as study:
+        asked = study.ask(at("fp32", 32))
+        study._study.tell(asked.trial.number, state=TrialState.FAIL)
+        with pytest.raises(StudyError, match="by somebody else") as raised:
+            study.tell(asked, measured())
+        assert "same command" in raised.value.next_step
+
+
+@pytest.mark.parametrize("enqueued", [{"precision": "int8"}, {"precision": "fp32", "batch_size": "many"}])
+def test_an_enqueued_trial_that_makes_no_sense_is_an_error_once(file: Path, enqueued: dict[str, Any]) -> None:
+    with Study.open(file, "demo", SPACE, search_id="s1") as study:
+        study._study.enqueue_trial(enqueued)
+        with pytest.raises(StudyError, match=r"Trial 0, which somebody enqueued in study demo, .*(int8|many)"):
+            study.ask()
+    with Study.open(file, "demo", SPACE, search_id="s1") as study:
+        assert study.ask(at("fp32", 32)).candidate == at("fp32", 32)
+    assert trials(file)[0].state == TrialState.FAIL

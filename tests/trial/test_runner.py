@@ -85,8 +85,9 @@ def spec(state: dict[str, Any], batch_size: int = 4, **fields: Any) -> TrialSpec
 
 
 def opened(runner: Runner) -> dict[str, Any]:
-    state = runner.load(60)
-    assert runner.open(state["num_threads"], 60) is None
+    runner.load(60)
+    state, reason = runner.open("cpu", None, 60)
+    assert reason is None
     return state
 
 
@@ -144,6 +145,62 @@ def test_failures_are_told_apart_and_the_next_trial_works(
         assert isinstance(runner.run(spec(state, 4)), Measurement)
 
 
+@pytest.mark.parametrize("isolation", ["fork", "kept", "fresh"])
+def test_what_a_dying_trial_leaves_in_another_session_is_ended(
+    tmp_path: Path, listener: Listener, isolation: Isolation
+) -> None:
+    leave = "import subprocess; print('sleeper', subprocess.Popen(['sleep', '1000'], start_new_session=True).pid)"
+    (tmp_path / "train.py").write_text(WORKLOAD.replace("os._exit(7)", f"{leave}; sys.stdout.flush(); os._exit(7)"))
+    payload = Payload(target="train:workload", path=(str(tmp_path), *sys.path))
+    with Runner(payload, isolation, listener) as runner:
+        outcome = runner.run(spec(opened(runner), 5))
+        assert isinstance(outcome, Failure)
+        assert outcome.kind == "crash"
+    (sleeper,) = listener.pids("sleeper")
+    assert not psutil.pid_exists(int(sleeper)) or psutil.Process(int(sleeper)).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_helper_started_by_the_workloads_own_import_is_there_for_every_trial(
+    tmp_path: Path, listener: Listener
+) -> None:
+    text = WORKLOAD + "\nimport subprocess\nhelper = subprocess.Popen(['sleep', '1000'])\n"
+    text = text.replace("    if len(batch) == 3:", "    os.kill(helper.pid, 0)\n    if len(batch) == 3:")
+    (tmp_path / "train.py").write_text(text)
+    payload = Payload(target="train:workload", path=(str(tmp_path), *sys.path))
+    with Runner(payload, "fork", listener) as runner:
+        state = opened(runner)
+        assert [type(runner.run(spec(state))) for _ in range(3)] == [Measurement] * 3
+
+
+def test_flags_set_by_the_users_function_are_taken_over(tmp_path: Path, listener: Listener) -> None:
+    text = WORKLOAD.replace("def workload():", "def workload():\n    torch.backends.cudnn.benchmark = True")
+    (tmp_path / "train.py").write_text(text)
+    payload = Payload(target="train:workload", path=(str(tmp_path), *sys.path))
+    with Runner(payload, "fork", listener) as runner:
+        assert runner.load(60)["cudnn.benchmark"] is False
+        state, _ = runner.open("cpu", None, 60)
+        assert state["cudnn.benchmark"] is True
+
+
+def test_a_fresh_and_a_forked_trial_agree_on_memory_that_is_the_models(tmp_path: Path, listener: Listener) -> None:
+    text = WORKLOAD.replace(
+        "return nn.Linear(4, 1)", "return nn.Sequential(nn.Linear(4, 1), nn.Embedding(1 << 16, 512))"
+    )
+    text = text.replace("model.weight", "model[0].weight").replace("model(batch)", "model[0](batch)")
+    (tmp_path / "train.py").write_text(text)  # the table is 128 MiB
+    payload = Payload(target="train:workload", path=(str(tmp_path), *sys.path))
+    counted = {}
+    isolations: tuple[Isolation, ...] = ("fork", "kept", "fresh")
+    for isolation in isolations:
+        with Runner(payload, isolation, listener) as runner:
+            state = opened(runner)
+            found = [runner.run(spec(state)) for _ in range(2)]
+            counted[isolation] = [o.reserved_memory_bytes / 2**20 for o in found if isinstance(o, Measurement)]
+    assert counted["fork"] == pytest.approx(counted["fresh"], abs=40)
+    assert counted["fork"][1] > 120
+    assert counted["kept"][1] > 120
+
+
 def test_a_killed_template_is_started_again(payload: Payload, listener: Listener) -> None:
     with Runner(payload, "fork", listener) as runner:
         state = opened(runner)
@@ -153,17 +210,18 @@ def test_a_killed_template_is_started_again(payload: Payload, listener: Listener
         assert isinstance(runner.run(spec(state)), Measurement)
 
 
-def test_a_workload_that_starts_a_thread_pool_is_found_out(tmp_path: Path, listener: Listener) -> None:
-    text = WORKLOAD + "\ntorch.set_num_threads(2)\ntorch.ones(1 << 22).add_(1)\n"
+def test_the_threads_a_workload_asks_for_are_those_of_its_trials(tmp_path: Path, listener: Listener) -> None:
+    text = WORKLOAD + "\ntorch.set_num_threads(3)\ntorch.ones(1 << 22).add_(1)\n"
+    text = text.replace('    print("weight"', '    print("threads", torch.get_num_threads())\n    print("weight"')
     (tmp_path / "train.py").write_text(text)
     payload = Payload(target="train:workload", path=(str(tmp_path), *sys.path))
     with Runner(payload, "fork", listener) as runner:
-        state = runner.load(60)
-        reason = runner.open(state["num_threads"], 60)
-        if reason is not None:  # the OpenMP runtime decides whether its pool survives a fork
-            assert "hung" in reason
-            runner.keep()
+        runner.load(60)
+        state, reason = runner.open("cpu", None, 60)
+        assert reason is None, "the template stays at one thread whatever the workload's code asks for"
+        assert state["num_threads"] == 3
         assert isinstance(runner.run(spec(state)), Measurement)
+    assert "threads 3" in listener.text
 
 
 def test_a_deadline_while_loading(tmp_path: Path, listener: Listener) -> None:

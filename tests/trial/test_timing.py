@@ -75,7 +75,7 @@ def test_steady_steps_end_at_the_least_number(clock: SimpleNamespace) -> None:
     assert found.raw_step_seconds == (0.5,) * 8
     assert found.first_step_seconds == 0.5
     assert training.num_updates == 3 + 8
-    assert found.num_samples_seen == 8 * 4
+    assert training.num_batches == 3 + 8
 
 
 def test_unsteady_steps_go_on_to_the_largest_number(clock: SimpleNamespace) -> None:

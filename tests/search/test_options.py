@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autotune_amp.errors import InvalidRequestError
+from autotune_amp.search.options import SEED_LIMIT, SearchOptions
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        *[("budget", value) for value in ("60", None, True, 0, -1.0, float("nan"), float("inf"))],
+        *[("trials", value) for value in ("3", 2.0, True, 0)],
+        *[("device", value) for value in (None, 0, "gpu")],
+        *[("memory_fraction", value) for value in ("x", None, True, 0.0, 1.1)],
+        *[("study", value) for value in (3, "", "..", "a/b")],
+        *[("effective_batch_size", value) for value in ("64", 64.0, True, 0)],
+        *[("seed", value) for value in (None, "0", 1.0, False, -1, SEED_LIMIT, 2**32)],
+        *[("out", value) for value in (None, 3)],
+        *[("storage", value) for value in (3, b"sqlite://")],
+        *[("batch_size", value) for value in (32, (8,), (8, 16, 32), ("a", "b"), (True, 8), {8: 16}, "16:8")],
+        *[("baseline", value) for value in (32, ("fp32",), ("fp32", 0), ("fp32", 1.5), {"fp32": 32})],
+        *[("precision", value) for value in (32, True, ["fp33"], [16], {"fp32"})],
+    ],
+)
+def test_a_wrong_value_is_refused_by_the_name_of_its_option(name: str, given: Any) -> None:
+    with pytest.raises(InvalidRequestError) as raised:
+        SearchOptions.from_user(**{name: given})
+    shown = given[0] if name == "precision" and isinstance(given, list) else given
+    assert raised.value.message.startswith(f"--{name.replace('_', '-')} is {shown!r}; it must be ")
+    assert raised.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("budget", 60),
+        ("trials", 1),
+        ("memory_fraction", 1),
+        ("seed", SEED_LIMIT - 1),
+        ("batch_size", [8, 16]),
+        ("baseline", ("bf16", 8)),
+        ("precision", ()),
+        ("precision", "bf16"),
+        ("storage", "sqlite://"),
+    ],
+)
+def test_what_makes_sense_is_taken(name: str, given: Any) -> None:
+    assert isinstance(SearchOptions.from_user(**{name: given}), SearchOptions)
