@@ -173,6 +173,7 @@ print("answer", found.config.batch_size, "optuna" in sys.modules, "rich" in sys.
 """
 
 
+@pytest.mark.slow
 def test_the_second_call_answers_from_the_cache_and_a_change_searches_again(cli: CommandLine) -> None:
     text = CACHED.replace("OPTIONS", OPTIONS)
     first = python(cli, text)
@@ -192,6 +193,7 @@ def test_the_second_call_answers_from_the_cache_and_a_change_searches_again(cli:
     assert "trial" in fresh.stdout
 
 
+@pytest.mark.slow
 def test_a_command_line_search_is_cached_too(cli: CommandLine) -> None:
     target = cli.write(
         "train.py",
@@ -248,6 +250,7 @@ print(found.search.num_failures)
     assert done.stdout == "0\n", done.stderr
 
 
+@pytest.mark.slow
 def test_the_environment_reaches_trials_with_trackers_off(cli: CommandLine) -> None:
     cli.environment["MY_TOKEN"] = "secret"
     cli.environment["WANDB_MODE"] = "online"

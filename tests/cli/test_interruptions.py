@@ -77,6 +77,7 @@ def test_killed_at_twenty_random_moments_the_same_command_goes_on(cli: CommandLi
     assert done.document["search"]["num_trials"] == len(numbers)
 
 
+@pytest.mark.slow
 def test_a_line_cut_short_by_a_kill_is_dropped(cli: CommandLine) -> None:
     target = cli.write("train.py", TINY.format(sleep=0))
     assert cli.search(target, *OPTIONS).code == 0
@@ -91,6 +92,7 @@ def test_a_line_cut_short_by_a_kill_is_dropped(cli: CommandLine) -> None:
     assert all(json.loads(line)["format"] == 1 for line in path.read_text().splitlines())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_json", [True, False])
 def test_ctrl_c_saves_the_best_so_far(cli: CommandLine, is_json: bool) -> None:
     target = cli.write("train.py", TINY.format(sleep=0.05))
@@ -127,6 +129,7 @@ def test_ctrl_c_before_anything_was_measured(cli: CommandLine) -> None:
     assert cli.leftovers() == []
 
 
+@pytest.mark.slow
 def test_a_second_search_in_the_folder_is_told_so(cli: CommandLine) -> None:
     target = cli.write("train.py", TINY.format(sleep=0.2))
     first = cli.start("search", target, *OPTIONS)
@@ -238,6 +241,7 @@ def test_a_budget_too_small_for_anything_says_how_much_would_do(cli: CommandLine
     assert "--budget" in done.document["error"]["next_step"]
 
 
+@pytest.mark.slow
 def test_a_study_folder_is_data_and_is_never_executed(cli: CommandLine) -> None:
     """A study folder made of hostile pickles does nothing but be refused or ignored."""
     target = cli.write("train.py", TINY.format(sleep=0))

@@ -29,6 +29,7 @@ def workload():
 """
 
 
+@pytest.mark.slow
 def test_the_document(cli: CommandLine) -> None:
     target = cli.write("train.py", SLEEPY.format(build=0, step=0.02, sample=0.0))
     done = cli.search(
@@ -154,6 +155,7 @@ def test_a_budget_for_the_baseline_alone_says_what_was_left_untried(cli: Command
     assert any("not tried" in entry["reason"] for entry in done.document["excluded"])
 
 
+@pytest.mark.slow
 def test_the_embedded_default_needs_no_argument(cli: CommandLine) -> None:
     done = cli("search", "--budget", "25")
     assert done.code == 0, done.err

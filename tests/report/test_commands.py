@@ -88,7 +88,7 @@ def test_search_without_options_asks_for_the_defaults(monkeypatch: pytest.Monkey
     assert api.target is None
     assert api.options.pop("progress") is not None
     assert api.options == {
-        "budget": 90.0,
+        "budget": 110.0,
         "trials": None,
         "device": "auto",
         "precision": None,

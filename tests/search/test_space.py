@@ -142,7 +142,7 @@ def test_precisions(
         (dict.fromkeys(get_args(Precision), "unsupported"), {}, {}, "None of the precisions", "--device"),
         ({}, {"num_samples": 20}, {"batch_size": "32:64"}, "only 20 samples", "20 or less"),
         ({}, {}, {"batch_size": "33:47", "effective_batch_size": 96}, "No batch size from 33 to 47", "1, 2, 3"),
-        ({}, {}, {"baseline": "fp8:32"}, "no fp8 training path", "fp32, tf32, bf16 or fp16"),
+        ({}, {}, {"baseline": "fp8:32"}, "no fp8 training path", "Give a baseline in fp32"),
     ],
 )
 def test_a_request_that_leaves_nothing_is_an_error(

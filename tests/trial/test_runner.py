@@ -113,6 +113,7 @@ def test_a_kept_worker_builds_once_and_starts_each_trial_from_the_first_weights(
     assert len(set(weights)) == 4
 
 
+@pytest.mark.slow
 def test_a_fresh_process_is_started_for_each_trial(payload: Payload, listener: Listener) -> None:
     with Runner(payload, "fresh", listener, {"MARK_OF_TEST": "1"}) as runner:
         state = opened(runner)
@@ -121,6 +122,7 @@ def test_a_fresh_process_is_started_for_each_trial(payload: Payload, listener: L
     assert len(set(listener.pids("imported in"))) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["fork", "kept", "fresh"])
 def test_failures_are_told_apart_and_the_next_trial_works(
     payload: Payload, listener: Listener, isolation: Isolation
@@ -145,6 +147,7 @@ def test_failures_are_told_apart_and_the_next_trial_works(
         assert isinstance(runner.run(spec(state, 4)), Measurement)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["fork", "kept", "fresh"])
 def test_what_a_dying_trial_leaves_in_another_session_is_ended(
     tmp_path: Path, listener: Listener, isolation: Isolation
@@ -182,6 +185,7 @@ def test_flags_set_by_the_users_function_are_taken_over(tmp_path: Path, listener
         assert state["cudnn.benchmark"] is True
 
 
+@pytest.mark.slow
 def test_a_fresh_and_a_forked_trial_agree_on_memory_that_is_the_models(tmp_path: Path, listener: Listener) -> None:
     text = WORKLOAD.replace(
         "return nn.Linear(4, 1)", "return nn.Sequential(nn.Linear(4, 1), nn.Embedding(1 << 16, 512))"
