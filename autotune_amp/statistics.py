@@ -52,15 +52,24 @@ def trimmed_interval(samples: Sequence[float]) -> tuple[float, float]:
     return max(0.0, mean - half), mean + half
 
 
-def prediction_interval(process_values: Sequence[float]) -> tuple[float, float]:
+def prediction_interval(process_values: Sequence[float], others: Sequence[Sequence[float]] = ()) -> tuple[float, float]:
     """Where a new process's value lands 95 % of the time, given the values of a few processes (one at least).
 
     A prediction interval, because what is promised to the user is their next run and not the mean of ours:
-    exp(m -+ t(v0 + n - 1) * s * sqrt(1 + 1/n)) with m the mean log, s^2 = (v0 * s0^2 + (n - 1) * s_n^2) / (v0 + n - 1),
-    s_n the spread observed, s0 = `SPREAD_PRIOR` and v0 = `PRIOR_WEIGHT`: the posterior prediction of a normal sample
-    under a scaled inverse chi-squared prior on its variance (Gelman et al., Bayesian Data Analysis, 3.2-3.3).
+    exp(m -+ t(v) * s * sqrt(1 + 1/n)) with m the mean log of n values, v = v0 + sum(n_k - 1), s^2 = (v0 * s0^2 +
+    sum((n_k - 1) * s_k^2)) / v, s0 = `SPREAD_PRIOR`, v0 = `PRIOR_WEIGHT`: the posterior prediction of a normal sample
+    under a scaled inverse chi-squared prior on its variance (Gelman et al., Bayesian Data Analysis, 3.2-3.3). The sum
+    is over these values and `others`, those of other candidates in the same rounds: how far processes differ is the
+    machine's doing, so that each of them says something of it (the pooled variance of an analysis of variance).
     """
-    return _log_interval([math.log(value) for value in process_values], SPREAD_PRIOR, is_prediction=True)
+    groups = [[math.log(value) for value in values] for values in (process_values, *others)]
+    degrees = PRIOR_WEIGHT + sum(len(logs) - 1 for logs in groups)
+    squares = PRIOR_WEIGHT * SPREAD_PRIOR**2 + sum(
+        (len(logs) - 1) * _variance(logs) for logs in groups if len(logs) > 1
+    )
+    half = t_quantile(degrees) * math.sqrt(squares / degrees * (1 + 1 / len(process_values)))
+    mean = fmean(groups[0])
+    return math.exp(mean - half), math.exp(mean + half)
 
 
 def ratio_interval(a_values: Sequence[float], b_values: Sequence[float]) -> tuple[float, float]:
@@ -70,16 +79,16 @@ def ratio_interval(a_values: Sequence[float], b_values: Sequence[float]) -> tupl
     ratio has two processes in it. Raises `ValueError` when the lengths differ.
     """
     logs = [math.log(a / b) for a, b in zip(a_values, b_values, strict=True)]
-    return _log_interval(logs, SPREAD_PRIOR * math.sqrt(2), is_prediction=False)
+    return _mean_interval(logs, SPREAD_PRIOR * math.sqrt(2))
 
 
-def _log_interval(logs: Sequence[float], spread_prior: float, *, is_prediction: bool) -> tuple[float, float]:
+def _mean_interval(logs: Sequence[float], spread_prior: float) -> tuple[float, float]:
     num = len(logs)
     mean = fmean(logs)
     observed = (num - 1) * _variance(logs) if num > 1 else 0.0
     degrees = PRIOR_WEIGHT + num - 1
     spread = math.sqrt((PRIOR_WEIGHT * spread_prior**2 + observed) / degrees)
-    half = t_quantile(degrees) * spread * math.sqrt(1 / num + (1 if is_prediction else 0))
+    half = t_quantile(degrees) * spread * math.sqrt(1 / num)
     return math.exp(mean - half), math.exp(mean + half)
 
 

@@ -120,3 +120,22 @@ def test_a_ratio_needs_pairs() -> None:
 
 def _share_of(covers: Callable[[], bool], num: int = 4000) -> float:
     return sum(covers() for _ in range(num)) / num
+
+
+def test_the_spread_of_others_on_the_machine_widens_the_interval() -> None:
+    alone = prediction_interval([100.0, 101.0, 99.0])
+    steady = prediction_interval([100.0, 101.0, 99.0], [[50.0, 50.5, 49.5]] * 2)
+    shaken = prediction_interval([100.0, 101.0, 99.0], [[50.0, 80.0, 40.0]] * 2)
+    assert shaken[0] < alone[0] < steady[0]
+    assert shaken[1] > alone[1] > steady[1]
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.1, 0.25])
+def test_pooled_over_three_candidates_a_new_process_lands_inside(spread: float) -> None:
+    rng = random.Random(5)
+    hits = 0
+    for _ in range(4000):
+        ours, *others = ([rng.lognormvariate(level, spread) for _ in range(3)] for level in (5, 6, 7))
+        low, high = prediction_interval(ours, others)
+        hits += low <= rng.lognormvariate(5, spread) <= high
+    assert hits / 4000 > 0.88  # 95 % near the prior's spread, 89 % at five times it

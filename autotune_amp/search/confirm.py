@@ -16,9 +16,11 @@ from autotune_amp.trial.outcome import Failure, Measurement, Record
 from autotune_amp.trial.runner import Runner
 from autotune_amp.trial.spec import Candidate, Purpose
 
-NUM_ROUNDS, MIN_ROUNDS = 5, 3  # five processes of twelve steps are within 5 % of the truth 97 % of the time
-NUM_STEPS = 12
-MEASURE_SECONDS = 3.0  # long steps: fewer of them, the spread between processes is what counts
+NUM_ROUNDS, MIN_ROUNDS = 5, 3
+# Long enough to meet what a long run meets: a collection of garbage, a stall of the machine. Short steps fill the
+# time, long ones are fewer: it is the spread between processes that counts.
+MEASURE_SECONDS = 2.0
+MAX_STEPS = 400
 MAX_FALLBACK_TRIES = 3
 SAFETY = 1.1  # an estimate of a process's seconds that turns out short must not break the budget
 
@@ -132,7 +134,7 @@ def confirm(
                 run.candidate,
                 purpose=run.purpose,
                 hold_heap=False,  # the process starts with the variables, or is meant to run without them
-                num_steps=(NUM_STEPS, NUM_STEPS),
+                num_steps=(MAX_STEPS, MAX_STEPS),
                 measure_seconds=MEASURE_SECONDS,
                 deadline_seconds=left,
             )
@@ -161,7 +163,7 @@ def _process_seconds(session: Session, candidate: Candidate, start_seconds: floa
     if not isinstance(outcome, Measurement):
         return start_seconds
     warm_up = outcome.first_step_seconds + session.spec(candidate).num_warmup_steps * outcome.step_seconds
-    measuring = min(NUM_STEPS * outcome.step_seconds, MEASURE_SECONDS + outcome.step_seconds)
+    measuring = min(MAX_STEPS * outcome.step_seconds, MEASURE_SECONDS + outcome.step_seconds)
     return start_seconds + warm_up + measuring
 
 

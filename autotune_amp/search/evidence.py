@@ -97,10 +97,10 @@ def gather(
     processes = [runs.num_confirming for runs in (chosen, baseline) if runs.measurements]
     return Evidence(
         samples_per_second=chosen.speed,
-        samples_per_second_interval=_promise(chosen),
+        samples_per_second_interval=_promise(chosen, records),
         step_seconds=median(m.step_seconds for m in chosen.measurements),
         peak_memory_bytes=max(m.peak_memory_bytes for m in chosen.measurements),
-        baseline=_baseline_evidence(baseline, loss_scale),
+        baseline=_baseline_evidence(baseline, records, loss_scale),
         speedup=speedup,
         speedup_interval=speedup_interval,
         num_processes=len(chosen.measurements),
@@ -158,9 +158,21 @@ def _first_failure(records: Sequence[Record]) -> Failure | None:
     return next(filter(None, map(disqualifying, records)), None)
 
 
-def _promise(runs: Runs) -> tuple[float, float]:
-    """The prediction interval, widened to hold the median that it stands beside."""
-    low, high = prediction_interval([m.samples_per_second for m in runs.measurements])
+def _promise(runs: Runs, records: Sequence[Record]) -> tuple[float, float]:
+    """The prediction interval, widened to hold the median that it stands beside.
+
+    Its spread is pooled over all that was confirmed: they ran on the same machine in the same minutes.
+    """
+    groups: dict[tuple[Candidate, tuple[tuple[str, str], ...]], list[float]] = {}
+    for record in records:
+        if record.purpose == "confirm" and isinstance(record.outcome, Measurement):
+            key = record.candidate, tuple(sorted(record.environment.items()))
+            groups.setdefault(key, []).append(record.outcome.samples_per_second)
+    ours = [m.samples_per_second for m in runs.measurements]
+    others = list(groups.values())
+    if ours in others:
+        others.remove(ours)
+    low, high = prediction_interval(ours, others)
     return min(low, runs.speed), max(high, runs.speed)
 
 
@@ -178,7 +190,7 @@ def _speedup(chosen: Runs, baseline: Runs) -> tuple[float | None, tuple[float, f
     return ratio, (min(low, ratio), max(high, ratio))
 
 
-def _baseline_evidence(runs: Runs, loss_scale: LossScale) -> BaselineEvidence:
+def _baseline_evidence(runs: Runs, records: Sequence[Record], loss_scale: LossScale) -> BaselineEvidence:
     config = plain_config(runs.candidate, loss_scale)
     if not runs.measurements:
         reason = f"{runs.failure.kind}: {runs.failure.message}" if runs.failure else "not measured: the budget ended"
@@ -193,7 +205,7 @@ def _baseline_evidence(runs: Runs, loss_scale: LossScale) -> BaselineEvidence:
     return BaselineEvidence(
         config=config,
         samples_per_second=runs.speed,
-        samples_per_second_interval=_promise(runs),
+        samples_per_second_interval=_promise(runs, records),
         step_seconds=median(m.step_seconds for m in runs.measurements),
         peak_memory_bytes=max(m.peak_memory_bytes for m in runs.measurements),
     )
