@@ -20,7 +20,7 @@ from autotune_amp.search import seeding
 from autotune_amp.search.choose import decide, shortlist
 from autotune_amp.search.confirm import confirm, measure_fallbacks
 from autotune_amp.search.explain import excluded as explain_excluded
-from autotune_amp.search.explore import explore
+from autotune_amp.search.explore import MIN_TRIAL_SECONDS, explore
 from autotune_amp.search.flow import cached_answer
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.options import SearchOptions
@@ -237,7 +237,7 @@ class _Steps:
         fingerprint: Fingerprint,
         was_interrupted: bool,
     ) -> Recommendation:
-        is_spent = self.clock.left_for_search() <= 0 or was_interrupted
+        is_spent = self.clock.left_for_search() <= MIN_TRIAL_SECONDS or was_interrupted
         decision = decide(
             session.records,
             space,

@@ -112,7 +112,7 @@ def test_ctrl_c_saves_the_best_so_far(cli: CommandLine, is_json: bool) -> None:
         assert document["best"] == saved
         assert document["excluded"]
     else:
-        assert "Recommended" in out
+        assert "Best so far" in out
     again = cli.search(target, *OPTIONS)
     assert again.code == 0
     assert not again.document["search"]["was_interrupted"]
