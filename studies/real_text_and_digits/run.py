@@ -70,7 +70,7 @@ def table() -> None:
             f"| {', '.join(f'{rate:.1f}' for rate in rates)} "
             f"| {'yes' if is_kept else '**no**'} "
             f"| {runs[-1]['samples_per_second']:.1f} "
-            f"| {'the same' if plain is None else round(plain['samples_per_second'], 1)} "
+            f"| {'not run' if plain is None else round(plain['samples_per_second'], 1)} "
             f"| {evidence['speedup']:.2f} ({interval[0]:.2f} to {interval[1]:.2f}) "
             f"| {evidence['peak_memory_bytes'] / 2**20:.0f} / {peaks} "
             f"| {', '.join(format(run['stolen_share'], '.0%') for run in ours)} "
