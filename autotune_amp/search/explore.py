@@ -75,11 +75,11 @@ def search_spec(session: Session, candidate: Candidate) -> TrialSpec:
     best = session.best()
     search_seconds = session.clock.left_for_search()
     if best is None:
-        # Nothing is known of the step: half of what is left, so that one that hangs leaves time for another.
+        # Nothing is known of the step: two thirds of what is left, so that one that hangs leaves time for another.
         return session.spec(
             candidate,
             measure_seconds=session.clock.budget_seconds / NUM_TRIALS_FORESEEN,
-            deadline_seconds=max(MIN_TRIAL_SECONDS, search_seconds / 2),
+            deadline_seconds=max(MIN_TRIAL_SECONDS, 2 * search_seconds / 3),
         )
     assert isinstance(best.outcome, Measurement)
     rate = best.outcome.samples_per_second

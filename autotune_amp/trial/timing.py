@@ -14,6 +14,7 @@ from autotune_amp.statistics import trimmed_interval
 from autotune_amp.trial.step import Training
 
 NUM_STEPS_BEFORE_CUT = 5
+DEADLINE_SHARE = 0.6
 # Warm-up steps that are all so many times over the cut end the trial at once: bf16 or fp16 that is merely emulated.
 HOPELESS_RATIO = 1.6
 # From 65536 down to 1, and a few more: after that the loss scale is not what is wrong.
@@ -50,6 +51,7 @@ def time_steps(training: Training, report: Report) -> Timing:
     """
     spec = training.spec
     timer = _StepTimer(training)
+    began = time.perf_counter()
     first_step_seconds = timer.time(1)
     report(0, first_step_seconds)
     warm_up_seconds = _warm_up(training, timer, report)
@@ -73,7 +75,10 @@ def time_steps(training: Training, report: Report) -> Timing:
         if spec.cut_step_seconds and len(steps) >= NUM_STEPS_BEFORE_CUT and median > spec.cut_step_seconds:
             was_cut = True
             break
-        is_late = spec.measure_seconds is not None and time.perf_counter() - started > spec.measure_seconds
+        now = time.perf_counter()
+        is_late = spec.measure_seconds is not None and now - started > spec.measure_seconds
+        # A few steps reported are worth more than many cut off by the parent's deadline.
+        is_late |= spec.deadline_seconds is not None and now - began > DEADLINE_SHARE * spec.deadline_seconds
         if is_late or (len(steps) >= spec.num_steps[0] and _is_narrow(steps[::group], spec.interval_share)):
             break
     if num_skips >= len(steps):

@@ -151,7 +151,7 @@ def test_the_budget_is_kept_with_long_steps_and_a_long_set_up(cli: CommandLine) 
 
 def test_a_budget_for_the_baseline_alone_says_what_was_left_untried(cli: CommandLine) -> None:
     target = cli.write("train.py", SLEEPY.format(build=0.0, step=0.5, sample=0.0))
-    done = cli.search(target, "--budget", "16", "--precision", "fp32", "--baseline", "fp32:4", "--device", "cpu")
+    done = cli.search(target, "--budget", "24", "--precision", "fp32", "--baseline", "fp32:4", "--device", "cpu")
     assert done.code == 0, done.err
     assert not done.document["evidence"]["is_confirmed"]
     assert any("not tried" in entry["reason"] for entry in done.document["excluded"])

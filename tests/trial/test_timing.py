@@ -100,6 +100,10 @@ def test_measuring_ends_when_its_time_is_up(clock: SimpleNamespace) -> None:
     assert len(run(clock, Scripted(constant(2.0), measure_seconds=5.0)).raw_step_seconds) == 3
 
 
+def test_a_deadline_that_comes_near_ends_measuring_with_what_there_is(clock: SimpleNamespace) -> None:
+    assert len(run(clock, Scripted(constant(2.0), deadline_seconds=10.0)).raw_step_seconds) == 1
+
+
 def test_a_slower_candidate_is_cut_after_five_steps(clock: SimpleNamespace) -> None:
     found = run(clock, Scripted(constant(1.3), cut_step_seconds=1.25))
     assert found.was_cut
