@@ -58,15 +58,16 @@ def _product(device: str, precision: Precision, size: int) -> Callable[[], torch
 
 def _time(product: Callable[[], torch.Tensor], device: str) -> float:
     """Seconds of one product, from an idle device to an idle device."""
-    _synchronize(device)
+    synchronize(torch.device(device))
     start = perf_counter()
     product()
-    _synchronize(device)
+    synchronize(torch.device(device))
     return perf_counter() - start
 
 
-def _synchronize(device: str) -> None:
-    if device != "cpu":
+def synchronize(device: torch.device) -> None:
+    """Wait for the device; a CPU has nothing to wait for."""
+    if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
+from autotune_amp.hardware.matmul import synchronize
 from autotune_amp.statistics import trimmed_interval
 from autotune_amp.trial.step import Training
 
@@ -36,12 +37,6 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     num_skips: int
     last_loss: float
     was_cut: bool
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device; a CPU has nothing to wait for."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def time_steps(training: Training, report: Report) -> Timing:
