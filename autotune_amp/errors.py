@@ -10,7 +10,11 @@ AutotuneAmpError
 ├── BudgetTooSmallError       nothing could be measured within the budget (exit code 2)
 ├── NothingWorksError         every candidate failed; carries the reason of each (exit code 3)
 ├── SearchInterruptedError    Ctrl-C; carries the best so far (exit code 130)
-└── RunnerError               our own trial processes cannot be started
+├── RunnerError               our own trial processes cannot be started
+└── TrainingStoppedError      the runtime controller ended the training run on purpose
+    ├── NotPrecisionError     non-finite in fp32 too: precision is not at fault
+    ├── NoRungFitsError       precision is at fault, and no rung is left that fits
+    └── DemotedError          the rung was stepped down; carries the config to start again with
 
 Every error carries `next_step`: what the reader can do about it, in one sentence.
 """
@@ -20,6 +24,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from autotune_amp.config import AmpConfig
     from autotune_amp.recommendation import Exclusion, Recommendation
 
 
@@ -90,3 +95,26 @@ class SearchInterruptedError(AutotuneAmpError):
 
 class RunnerError(AutotuneAmpError):
     """Our own trial processes cannot be started."""
+
+
+class TrainingStoppedError(AutotuneAmpError):
+    """The runtime controller ended the training run on purpose."""
+
+
+class NotPrecisionError(TrainingStoppedError):
+    """Loss or gradients are non-finite in fp32 too: precision is not at fault."""
+
+
+class NoRungFitsError(TrainingStoppedError):
+    """Precision is at fault, and no rung is left that fits."""
+
+
+class DemotedError(TrainingStoppedError):
+    """The rung was stepped down and `on_demotion` is ``"checkpoint_and_stop"``; `config` is what to go on with.
+
+    The training saves a checkpoint and starts again.
+    """
+
+    def __init__(self, message: str, next_step: str, config: AmpConfig) -> None:
+        super().__init__(message, next_step)
+        self.config = config

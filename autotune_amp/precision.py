@@ -1,25 +1,33 @@
-"""precision -> autocast, TF32 flags, scaler: the same code in trials and in the runtime."""
+"""precision -> autocast, TF32 flags, scaler, and per module: pins, overrides, observers. The same code in trials and in
+the runtime."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from autotune_amp.config import LossScale, Precision
 from autotune_amp.errors import InvalidRequestError
+from autotune_amp.swap import Player, player_of, set_player
 
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: Precision, device_type: str) -> AbstractContextManager[object]:
     """A fresh context with an explicit dtype: a reused or default one gives stale compiled graphs."""
-    if precision == "fp8":
-        raise InvalidRequestError("PyTorch's autocast has no fp8.", "Use bf16, fp16, tf32 or fp32.")
+    _refuse_fp8(precision)
     dtype = _AUTOCAST_DTYPES.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype)
+
+
+def _refuse_fp8(precision: Precision) -> None:
+    if precision == "fp8":
+        raise InvalidRequestError("PyTorch's autocast has no fp8.", "Use bf16, fp16, tf32 or fp32.")
 
 
 def set_flags(precision: Precision) -> None:
@@ -71,3 +79,159 @@ def as_found(torch_state: Mapping[str, Any], device_type: str) -> tuple[Precisio
     if device_type == "cuda" and "off" not in flags.values():
         return "tf32", True
     return "fp32", all_off
+
+
+def pin_fp32(module: nn.Module, device_type: str) -> None:
+    """Run `module` in fp32 whatever autocast is on around it; inputs in half precision are cast up."""
+    if _has_half_weights(module):
+        raise InvalidRequestError(
+            f"A {type(module).__name__} whose weights are in half precision cannot be pinned in fp32.",
+            "Pin a module with fp32 weights, or convert this one with module.float().",
+        )
+    _change(module, pin=_Forced("fp32", device_type, casts_up=True))
+
+
+def unpin(module: nn.Module) -> None:
+    """Take the pin away; nothing where there is none."""
+    _change(module, pin=None)
+
+
+def is_pinned(module: nn.Module) -> bool:
+    """Whether `pin_fp32` holds."""
+    return _roles(module).pin is not None
+
+
+def override(module: nn.Module, precision: Precision, device_type: str) -> None:
+    """Run `module` under this precision's autocast, against code that wrote an autocast of its own around it.
+
+    A pin on the same module or one inside it wins. A compiled model recompiles once for each new precision.
+    """
+    _refuse_fp8(precision)
+    _change(module, override=_Forced(precision, device_type, casts_up=not _has_half_weights(module)))
+
+
+def clear_override(module: nn.Module) -> None:
+    """Take the override away; nothing where there is none."""
+    _change(module, override=None)
+
+
+def override_of(module: nn.Module) -> Precision | None:
+    """The precision given to `override`, None where there is none."""
+    forced = _roles(module).override
+    return None if forced is None else forced.precision
+
+
+class Observer:
+    """The largest magnitudes that modules put out, one slot for each module, and the switch that samples them.
+
+    In eager mode a module writes only while `is_sampling` is on. A compiled graph always writes: looking at the switch
+    would make two graphs of one. Slots are tensors of their own, so that modules of one class can share a graph.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device | str) -> None:
+        self.is_sampling = False
+        self.maxima = tuple(torch.zeros((), device=device) for _ in range(num_slots))
+        for maximum in self.maxima:
+            torch._dynamo.mark_static_address(maximum)  # or CUDA graphs are off: they write to no input that may move
+
+    def read(self) -> Tensor:
+        """All slots in one new device tensor, without a synchronisation; NaN where a module put one out."""
+        return torch.stack(self.maxima)
+
+    def reset(self) -> None:
+        """Set every slot to 0."""
+        torch._foreach_zero_(self.maxima)
+
+
+def observe(module: nn.Module, observer: Observer, slot: int) -> None:
+    """Raise `observer.maxima[slot]` to the largest magnitude in the first floating tensor that `module` puts out.
+
+    Only while the module trains. Copies and pickles of the module are not observed.
+    """
+    _change(module, observed=_Observed(observer, observer.maxima[slot]))
+
+
+def stop_observing(module: nn.Module) -> None:
+    """Undo `observe`; nothing where it was not called."""
+    _change(module, observed=None)
+
+
+class _Forced(NamedTuple):
+    precision: Precision
+    device_type: str
+    casts_up: bool  # whether inputs may be cast up for fp32: not where the weights themselves are in half precision
+
+
+class _Observed(NamedTuple):
+    observer: Observer
+    maximum: Tensor
+
+
+class _Roles(NamedTuple):
+    pin: _Forced | None = None
+    override: _Forced | None = None
+    observed: _Observed | None = None
+
+    def play(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        forced = self.pin or self.override
+        output = forward(*args, **kwargs) if forced is None else _force(forced, forward, args, kwargs)
+        if self.observed is not None and module.training:
+            observer, maximum = self.observed
+            if torch.compiler.is_compiling() or observer.is_sampling:
+                _raise_maximum(maximum, output)
+        return output
+
+    def for_copy(self) -> Player | None:
+        kept = self._replace(observed=None)
+        return kept if any(kept) else None
+
+
+def _roles(module: nn.Module) -> _Roles:
+    return cast("_Roles | None", player_of(module)) or _Roles()
+
+
+def _change(module: nn.Module, **roles: Any) -> None:
+    changed = _roles(module)._replace(**roles)
+    set_player(module, changed if any(changed) else None)
+
+
+def _has_half_weights(module: nn.Module) -> bool:
+    return any(weight.dtype in _AUTOCAST_DTYPES.values() for weight in module.parameters())
+
+
+def _force(forced: _Forced, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    dtype = _AUTOCAST_DTYPES.get(forced.precision)
+    if dtype is None and forced.casts_up:
+        args, kwargs = _cast_up(args), _cast_up(kwargs)
+    # Without the cache: it may hold weights cast to the dtype of an autocast outside.
+    with torch.autocast(forced.device_type, dtype=dtype, enabled=dtype is not None, cache_enabled=False):
+        return forward(*args, **kwargs)
+
+
+def _cast_up(inputs: Any) -> Any:
+    """Half precision to fp32, in containers too. Other objects stay as they are: a copied key-value cache is lost."""
+    return tree_map(_tensor_cast_up, inputs, is_leaf=lambda node: not isinstance(node, tuple | list | dict))
+
+
+def _tensor_cast_up(leaf: Any) -> Any:
+    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _AUTOCAST_DTYPES.values() else leaf
+
+
+def _raise_maximum(maximum: Tensor, output: Any) -> None:
+    tensor = _first_floating(output)
+    if tensor is None or tensor.numel() == 0:  # an expert that no token was sent to
+        return
+    with torch.no_grad():
+        low, high = torch.aminmax(tensor.detach())  # abs() would cost a copy of the whole output
+        maximum.copy_(torch.maximum(maximum, torch.maximum(high, -low).to(maximum)))
+
+
+def _first_floating(output: Any) -> Tensor | None:
+    if type(output) is Tensor:  # subclasses may lack the operations, as DTensor's sharded ones do
+        return output if output.is_floating_point() else None
+    for part in output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ():
+        if (tensor := _first_floating(part)) is not None:
+            return tensor
+    return None

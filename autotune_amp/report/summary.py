@@ -42,7 +42,7 @@ def facts(recommendation: Recommendation) -> list[tuple[str, str]]:
     if config.loss_scale is not None:
         scale = config.loss_scale
         lines.append(("loss scale", f"starts at {scale.init_scale:g}, growth interval {scale.growth_interval}"))
-    for fallback in config.fallback:
+    for fallback in config.plans:
         speed, memory = fallback.samples_per_second, fallback.peak_memory_bytes
         measured = ([rate(speed)] if speed is not None else []) + ([size(memory)] if memory is not None else [])
         lines.append(("fallback", ", ".join([_name(fallback), *measured])))

@@ -131,24 +131,29 @@ def plain_config(
 def fallback_plans(records: Sequence[Record], chosen: Candidate) -> tuple[FallbackPlan, ...]:
     """For each precision to step down to, the fastest candidate of the same effective batch that never failed."""
     failed = {r.candidate for r in records if disqualifying(r)}
+    measured: dict[Candidate, list[Measurement]] = {}
+    for record in records:
+        if isinstance(record.outcome, Measurement) and record.purpose != "plain":  # no plan is run so
+            measured.setdefault(record.candidate, []).append(record.outcome)
+    speeds = {c: median(m.samples_per_second for m in ours) for c, ours in measured.items()}
+    fitting = [
+        c
+        for c in measured
+        if c.effective_batch_size == chosen.effective_batch_size and not c.as_found and c not in failed
+    ]
     plans: list[FallbackPlan] = []
     for precision in LADDER[chosen.precision]:
-        fitting: dict[Candidate, list[Measurement]] = {}
-        for record in records:
-            candidate = record.candidate
-            is_alike = candidate.effective_batch_size == chosen.effective_batch_size and not candidate.as_found
-            is_fit = candidate.precision == precision and is_alike and candidate not in failed
-            if is_fit and isinstance(record.outcome, Measurement):
-                fitting.setdefault(candidate, []).append(record.outcome)
-        if fitting:
-            best = max(fitting, key=lambda c: median(m.samples_per_second for m in fitting[c]))
+        rivals = [c for c in fitting if c.precision == precision]
+        if rivals:
+            best = max(rivals, key=lambda c: speeds[c])
             plans.append(
                 FallbackPlan(
                     precision=best.precision,
                     batch_size=best.batch_size,
                     accumulation_steps=best.accumulation_steps,
-                    peak_memory_bytes=max(m.peak_memory_bytes for m in fitting[best]),
-                    samples_per_second=median(m.samples_per_second for m in fitting[best]),
+                    peak_memory_bytes=max(m.peak_memory_bytes for m in measured[best]),
+                    samples_per_second=speeds[best],
+                    slowdown=speeds[chosen] / speeds[best],
                 )
             )
     return tuple(plans)

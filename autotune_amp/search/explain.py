@@ -149,7 +149,7 @@ def _consequences(chosen: Candidate, baseline: Candidate) -> list[str]:
 
 
 def _missing_plans(space: Space, config: AmpConfig) -> list[str]:
-    planned = {plan.precision for plan in config.fallback}
+    planned = {plan.precision for plan in config.plans}
     missing = {c.precision for c in space.candidates}.intersection(LADDER[config.precision]) - planned
     return [
         f"No plan for stepping down to {precision} was measured: should {config.precision} fail during the training, "

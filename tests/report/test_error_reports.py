@@ -24,9 +24,13 @@ PLAIN = [
     (errors.FormatError, 2, "format"),
     (errors.BudgetTooSmallError, 2, "budget_too_small"),
     (errors.RunnerError, 1, "runner"),
+    (errors.TrainingStoppedError, 1, "training_stopped"),
+    (errors.NotPrecisionError, 1, "not_precision"),
+    (errors.NoRungFitsError, 1, "no_rung_fits"),
 ]
 NOTHING_WORKS = errors.NothingWorksError("Nothing works.", "Try less.", EXCLUDED)
 INTERRUPTED = errors.SearchInterruptedError("Interrupted.", "Go on.", EXCLUDED, BEST)
+DEMOTED = errors.DemotedError("Stepped down.", "Start again.", BEST.config)
 INTERRUPTED_EARLY = errors.SearchInterruptedError("Interrupted.", "Go on.", (), None)
 EXCLUDED_DOCUMENT = [
     {"precision": "fp16", "batch_size": 8, "reason": "out of memory"},
@@ -49,8 +53,14 @@ def test_error_becomes_a_document(kind: type[errors.AutotuneAmpError], code: int
 
 def test_every_error_class_has_its_exit_code_tested() -> None:
     classes = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)}
-    tested = {kind for kind, _, _ in PLAIN} | {type(NOTHING_WORKS), type(INTERRUPTED)}
+    tested = {kind for kind, _, _ in PLAIN} | {type(NOTHING_WORKS), type(INTERRUPTED), type(DEMOTED)}
     assert classes == tested
+
+
+def test_a_demotion_carries_the_config_to_go_on_with() -> None:
+    assert DEMOTED.config == BEST.config
+    assert exit_code(DEMOTED) == 1
+    assert json.loads(error_document(DEMOTED))["error"]["kind"] == "demoted"
 
 
 def test_nothing_works_gives_every_reason() -> None:

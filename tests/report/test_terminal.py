@@ -133,10 +133,14 @@ def test_loss_scale_and_fallbacks_are_part_of_the_config() -> None:
         precision="fp16",
         batch_size=64,
         loss_scale=LossScale(init_scale=1024.0, growth_interval=500),
-        fallback=(FallbackPlan(precision="fp32", batch_size=16, peak_memory_bytes=MIB, samples_per_second=99.5),),
+        fallback=(
+            "bf16",
+            FallbackPlan(precision="fp32", batch_size=16, peak_memory_bytes=MIB, samples_per_second=99.5),
+        ),
     )
     text = flowing(printed(recommendation(config=config)))
     assert "starts at 1024, growth interval 500" in text
+    assert "fallback bf16 batch 64" in text
     assert "fallback fp32 batch 16, 99.5 samples/s, 1.00 MiB" in text
     assert 'torch.amp.GradScaler("cpu", init_scale=1024, growth_interval=500)' in text
     assert "dtype=torch.float16" in text

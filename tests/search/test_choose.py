@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from autotune_amp.config import PRECISIONS, AmpConfig, FallbackPlan, LossScale, Precision
 from autotune_amp.recommendation import Exclusion, PlainEnvironment
 from autotune_amp.search.choose import Decision, decide, rank, search_speeds, shortlist
+from autotune_amp.search.evidence import LADDER
 from autotune_amp.search.space import Space
 from autotune_amp.trial.outcome import Failure, FailureKind, Measurement, Outcome, Record
 from autotune_amp.trial.spec import Candidate, Purpose
@@ -313,11 +314,30 @@ def test_fallbacks_are_what_was_measured_to_fit_at_the_same_effective_batch() ->
     failing = at("bf16", 32, accumulation_steps=2)
     log.add(failing, 250.0).confirm(failing, Failure(kind="crash", message="it died"))
     assert decided(log).config.fallback == (
-        FallbackPlan(precision="bf16", batch_size=64, peak_memory_bytes=1000, samples_per_second=200.0),
+        FallbackPlan(precision="bf16", batch_size=64, peak_memory_bytes=1000, samples_per_second=200.0, slowdown=1.5),
         FallbackPlan(
-            precision="fp32", batch_size=32, accumulation_steps=2, peak_memory_bytes=7, samples_per_second=90.0
+            precision="fp32",
+            batch_size=32,
+            accumulation_steps=2,
+            peak_memory_bytes=7,
+            samples_per_second=90.0,
+            slowdown=300.0 / 90.0,
         ),
     )
+
+
+def test_the_slowdown_compares_medians_and_leaves_the_plain_run_out() -> None:
+    log = Log().add(FP32, 50.0).add(BF16, 190.0).add(at("fp32", 64), 80.0, "fallback")
+    log.confirm(BF16, 200.0, 201.0, environment=HEAP).add(BF16, 20.0, "plain", round=0)
+    (plan,) = decided(log, environment=HEAP).config.plans
+    assert plan.slowdown == 200.0 / 80.0
+
+
+@pytest.mark.parametrize("chosen", PRECISIONS)
+def test_the_ladder_is_a_fallback_that_a_config_takes(chosen: Precision) -> None:
+    scale = LossScale() if chosen == "fp16" else None
+    config = AmpConfig(precision=chosen, batch_size=1, loss_scale=scale, fallback=LADDER[chosen])
+    assert config.fallback == LADDER[chosen]
 
 
 def test_nothing_below_fp32_to_fall_back_to() -> None:

@@ -95,9 +95,10 @@ def test_a_whole_search(tmp_path: Path) -> None:
     assert decision.config.environment == HELD
     assert decision.evidence.speedup == pytest.approx(4.0)
     assert decision.evidence.is_confirmed
-    (fallback,) = decision.config.fallback
+    (fallback,) = decision.config.plans
     assert (fallback.precision, fallback.batch_size, fallback.accumulation_steps) == ("fp32", 64, 1)
     assert fallback.samples_per_second == pytest.approx(100.0)
+    assert fallback.slowdown == pytest.approx(2.0)
     assert fallback.peak_memory_bytes == 2**26 * 64
     seconds = sum(record.seconds for record in machine.session.records)
     assert seconds < machine.clock.budget_seconds
@@ -117,7 +118,7 @@ def test_a_fallback_that_does_not_fit_is_split(tmp_path: Path) -> None:
     machine.oom_from = {"fp32": 64}
     machine.explore(where, tmp_path)
     measure_fallbacks(machine.session, machine.runner.as_runner, where, candidate("bf16", 64))
-    (plan,) = machine.decide(where).config.fallback
+    (plan,) = machine.decide(where).config.plans
     assert (plan.precision, plan.batch_size, plan.accumulation_steps) == ("fp32", 32, 2)
 
 
@@ -267,7 +268,7 @@ def test_on_any_machine_the_answer_was_measured_and_the_budget_kept(
         and not isinstance(r.outcome, Failure)
         for r in machine.session.records
     )
-    for plan in decision.config.fallback:
+    for plan in decision.config.plans:
         assert PRECISIONS.index(plan.precision) < PRECISIONS.index(decision.config.precision)
         effective = decision.config.batch_size * decision.config.accumulation_steps
         assert plan.batch_size * plan.accumulation_steps == effective

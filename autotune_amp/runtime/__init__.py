@@ -1,0 +1,1 @@
+"""The part that lives in the training loop: the controller, its policy and its diagnosis."""

@@ -1,0 +1,94 @@
+"""The user's model as the controller sees it: what it puts out, what is pinned in it, what a skipped step must undo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from autotune_amp import precision
+from autotune_amp.config import Precision
+from autotune_amp.errors import InvalidRequestError
+from autotune_amp.runtime.batchnorm import RunningStatistics
+from autotune_amp.runtime.blame import unwrap
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Attachment:
+    """`model` under observation. `rerun` recomputes the loss of the latest batch."""
+
+    def __init__(self, model: nn.Module, rerun: Callable[[], Tensor] | None, device: torch.device) -> None:
+        self.model = unwrap(model)
+        self.rerun = rerun
+        self.pinned: tuple[str, ...] = ()
+        self._device_type = device.type
+        self._statistics = RunningStatistics(self.model)
+        self._statistics_are_saved = True
+        observed = [m for m in self.model.modules() if _is_observed(m)]
+        self.observer = precision.Observer(len(observed), device)
+        for slot, module in enumerate(observed):
+            precision.observe(module, self.observer, slot)
+        self.model.register_load_state_dict_post_hook(self._loaded)
+
+    def _loaded(self, module: nn.Module, keys: object) -> None:
+        """What was remembered of the statistics belongs to the weights before."""
+        del module, keys
+        self._statistics.save()
+
+    @property
+    def has_frozen_half_weights(self) -> bool:
+        """Whether frozen weights are in half precision: without autocast no fp32 activation multiplies by them."""
+        return any(p.dtype in _HALF and not p.requires_grad for p in self.model.parameters())
+
+    def begin_window(self) -> None:
+        """Remember the running statistics, once until the window ends."""
+        if not self._statistics_are_saved:
+            self._statistics.save()
+            self._statistics_are_saved = True
+
+    def end_window(self, skipped: bool | Tensor) -> None:
+        """Undo the running statistics if the window's step was skipped."""
+        if isinstance(skipped, Tensor):
+            self._statistics.undo_where(skipped)
+        elif skipped:
+            self._statistics.undo()
+        self._statistics_are_saved = False
+
+    def run_in(self, name: Precision | None) -> None:
+        """Force the model's forward into a precision, against an autocast of the user's own; None leaves it alone."""
+        if name is None:
+            precision.clear_override(self.model)
+        else:
+            precision.override(self.model, name, self._device_type)
+
+    def pin(self, names: Sequence[str]) -> None:
+        """Keep these modules in fp32. Raises `InvalidRequestError` for a name that the model does not have."""
+        modules = dict(self.model.named_modules())
+        for name in names:
+            if name not in modules:
+                raise InvalidRequestError(
+                    f"The model has no module {name!r} to pin in fp32.",
+                    "Use names as model.named_modules() gives them, without a wrapper's prefix.",
+                )
+            precision.pin_fp32(modules[name], self._device_type)
+        self.pinned = tuple(dict.fromkeys((*self.pinned, *names)))
+
+    def forward_max(self) -> float:
+        """The largest magnitude that a watched module put out so far, NaN included; waits for the device."""
+        maxima = self.observer.read()
+        return float(maxima.amax()) if maxima.numel() else 0.0
+
+    def bad_parameters(self) -> tuple[str, ...]:
+        """The parameters whose gradients are not finite now; waits for the device."""
+        return tuple(
+            name for name, p in self.model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()
+        )
+
+
+def _is_observed(module: nn.Module) -> bool:
+    """Whether autocast may run it in half precision: a leaf with a weight matrix. Lookups and norms do not overflow."""
+    if next(module.children(), None) is not None or isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return False
+    return any(parameter.dim() >= 2 for parameter in module.parameters(recurse=False))

@@ -1,0 +1,45 @@
+"""Running statistics of normalisation layers, put back where the step was skipped: a bad batch poisons them too."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+
+class RunningStatistics:
+    """The running statistics of every such layer of `model` (pytorch#88474)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+        self._saved: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self.save()
+
+    def save(self) -> None:
+        """Remember them as they are now: a window begins."""
+        self._saved = {key: torch.cat([b.reshape(-1) for b in alike]) for key, alike in self._alike().items()}
+
+    def undo(self) -> None:
+        """Put them back as they were remembered."""
+        for key, alike in self._alike().items():
+            self._write(alike, self._saved[key])
+
+    def undo_where(self, skipped: Tensor) -> None:
+        """Put them back where `skipped`, a scalar on the device, is not 0; the host need not know."""
+        for key, alike in self._alike().items():
+            now = torch.cat([buffer.reshape(-1) for buffer in alike])
+            self._write(alike, torch.where(skipped.to(now.device, non_blocking=True) != 0, self._saved[key], now))
+
+    @staticmethod
+    def _write(buffers: list[Tensor], flat: Tensor) -> None:
+        pieces = torch.split(flat, [buffer.numel() for buffer in buffers])
+        torch._foreach_copy_(buffers, [p.reshape(b.shape) for p, b in zip(pieces, buffers, strict=True)])
+
+    def _alike(self) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+        # Read anew each time: model.to() and load_state_dict(assign=True) replace buffers.
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for layer in self._layers:
+            for buffer in layer._buffers.values():
+                if buffer is not None:
+                    alike.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+        return alike

@@ -1,0 +1,88 @@
+"""The controller's state as plain types: GradScaler's five keys on top, what the controller knows below one key."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from autotune_amp.errors import FormatError, InvalidRequestError
+from autotune_amp.runtime.scale_rule import ScaleRule, check_scale
+from autotune_amp.runtime.status import from_plain, to_plain
+from autotune_amp.runtime.steering import Steering
+
+KEY = "autotune_amp"
+FORMAT = 1
+_SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+def save(steering: Steering, current_scale: float, counters: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain types only: it loads under ``torch.load(weights_only=True)``. `counters` are the scaler's own."""
+    rule = steering.policy.scale
+    return {
+        "scale": current_scale,
+        "growth_factor": rule.growth_factor,
+        "backoff_factor": rule.backoff_factor,
+        "growth_interval": rule.growth_interval,
+        "_growth_tracker": rule.growth_tracker,
+        KEY: {
+            "format": FORMAT,
+            "steering": steering.policy.state_dict(),
+            "pinned": list(steering.attachment.pinned) if steering.attachment else list(steering.pins_to_come),
+            "history": [to_plain(record) for record in steering.history],
+            "counters": dict(counters),
+        },
+    }
+
+
+def load(steering: Steering, state: object) -> dict[str, Any]:
+    """Take over a saved state; gives the scaler's own counters, none from a plain GradScaler's state.
+
+    Raises `FormatError` for what is no such state, was written by a newer version or belongs to other rungs, and
+    `InvalidRequestError` for a loss scale that cannot work. Nothing is changed then.
+    """
+    if not isinstance(state, Mapping):
+        raise FormatError(
+            f"The scaler's state is a {type(state).__name__}; it must be what state_dict() gave.",
+            "If the checkpoint has none, do not load one: the controller then starts as its config says.",
+        )
+    if not state:
+        return {}  # a disabled GradScaler's
+    missing = [key for key in _SCALER_KEYS if key not in state]
+    if missing:
+        raise FormatError(f"The scaler's state lacks {', '.join(missing)}.", "Load what state_dict() gave.")
+    check_scale(state["scale"])
+    _check_rule(state)
+    own = state.get(KEY)
+    if own is None:
+        rule = steering.policy.scale
+        _take(rule, state)
+        rule.set(state["scale"])
+        return {}
+    if own["format"] > FORMAT:
+        raise FormatError(
+            f"The controller's state has format {own['format']}; this version reads up to {FORMAT}.",
+            "Upgrade autotune_amp.",
+        )
+    steering.policy.load_state_dict(own["steering"])
+    _take(steering.policy.scale, state)
+    steering.history[:] = [from_plain(record) for record in own["history"]]
+    steering.pin_later(own["pinned"])
+    return dict(own["counters"])
+
+
+def _take(rule: ScaleRule, state: Mapping[str, Any]) -> None:
+    rule.growth_factor = state["growth_factor"]
+    rule.backoff_factor = state["backoff_factor"]
+    rule.growth_interval = state["growth_interval"]
+    rule.growth_tracker = state["_growth_tracker"]
+
+
+def _check_rule(state: Mapping[str, Any]) -> None:
+    for key in ("growth_factor", "backoff_factor", "growth_interval"):
+        value = state[key]
+        if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+            raise InvalidRequestError(
+                f"The scaler's state has {key} {value!r}; it must be a finite number above 0.",
+                "Load a checkpoint from before it was set, or leave the state out.",
+            )

@@ -1,0 +1,232 @@
+"""PrecisionController: GradScaler's place in the user's loop, and a run that survives repeated overflow."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from autotune_amp import precision
+from autotune_amp.config import AmpConfig, Precision
+from autotune_amp.errors import InvalidRequestError
+from autotune_amp.recommendation import Recommendation, write_atomically
+from autotune_amp.runtime import checkpoint, windows
+from autotune_amp.runtime.attachment import Attachment
+from autotune_amp.runtime.checks import checked_device
+from autotune_amp.runtime.ranks import Ranks
+from autotune_amp.runtime.status import MoveRecord, Status, peak_memory_bytes, to_plain
+from autotune_amp.runtime.steered import SteeredScaler
+from autotune_amp.runtime.steering import OnDemotion, Steering
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # torch can be built without
+
+Batch = TypeVar("Batch")
+
+
+class PrecisionController(SteeredScaler):
+    """A drop-in for ``torch.amp.GradScaler`` that steps the precision down when precision is what fails.
+
+    Use `autocast()` around the forward pass, then `backward` (or ``scale(loss).backward()``), `unscale_` to clip,
+    `step` and `update`, as with GradScaler. `config` names the precision and its fallbacks; a fallback is taken only
+    where its measured plan fits. Sets the process's TF32 flags to what the precision means, as the search's trials do.
+
+    guard: check bf16 and fp32 steps too and skip those that are not finite. False leaves them alone, and undiagnosed.
+    halt: raise `NotPrecisionError` or `NoRungFitsError` when the run must not go on; False skips such steps for ever.
+    on_demotion: "checkpoint_and_stop" raises `DemotedError` from `update()` after stepping down.
+    max_slowdown: refuse fallbacks measured to take more than this many times as long.
+    promote: go back up where a rerun (see `attach`) shows that it is safe and more than 5 % faster.
+    process_group: the ranks that decide alike; all of them where None.
+    writer: an object with TensorBoard's ``add_scalar(tag, value, step)``.
+
+    Raises `DeviceError` for a device that is not there and `InvalidRequestError` for options that cannot be kept.
+    """
+
+    def __init__(
+        self,
+        config: AmpConfig,
+        device: str | torch.device = "cuda",
+        *,
+        guard: bool = True,
+        halt: bool = True,
+        on_demotion: OnDemotion = "continue",
+        max_slowdown: float | None = None,
+        promote: bool = False,
+        process_group: ProcessGroup | None = None,
+        writer: Any = None,
+    ) -> None:
+        checked = checked_device(device)
+        steering = Steering(
+            config,
+            checked,
+            Ranks(checked, process_group),
+            halts=halt,
+            promotes=promote,
+            on_demotion=on_demotion,
+            max_slowdown=max_slowdown,
+        )
+        super().__init__(steering, guard=guard, writer=writer)
+        self._window: int | None = None
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], device: str | torch.device = "cuda", **options: Any
+    ) -> PrecisionController:
+        """A controller for the config in a ``recommendation.json``; `options` are the constructor's."""
+        return cls(Recommendation.load(path).config, device, **options)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context for the forward pass in the current precision, fresh each time."""
+        self._autocast_is_ours = True
+        self._steering.is_advisory = False
+        self._begin_window()
+        return nullcontext() if self._is_off else precision.autocast(self._precision, self._main_device.type)
+
+    @contextmanager
+    def validation(self) -> Iterator[None]:
+        """The forward pass of validation: the current precision without gradients; the scaler is left alone."""
+        context = nullcontext() if self._is_off else precision.autocast(self._precision, self._main_device.type)
+        with torch.no_grad(), context:
+            yield
+
+    def windows(self, loader: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
+        """(batch, is_last) for every pass; where `is_last`, step and update: the accumulation window is over.
+
+        A window has the config's accumulation steps, the last one what is left of the loader; divide the loss by
+        `window_size`. After a demotion to a smaller batch size the loader's batches are split. Raises
+        `InvalidRequestError` where they cannot be.
+        """
+        batches = iter(loader)
+        while True:
+            plan = self.config
+            num_batches, num_pieces = windows.shape(
+                self._steering.own_config.batch_size, plan.batch_size, plan.accumulation_steps
+            )
+            window = windows.take(batches, num_batches, num_pieces)
+            if not window:
+                break
+            self._window = len(window)
+            for index, batch in enumerate(window):
+                yield batch, index == len(window) - 1
+        self._window = None
+        self.synchronize()
+
+    @property
+    def window_size(self) -> int:
+        """Backward passes in the current window of `windows`; outside of it, the config's accumulation steps."""
+        return self._window or self.config.accumulation_steps
+
+    def on_step(self, callback: Callable[[], object], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Call `callback` once for every step really taken: of `optimizer`, or (None) of any in the update.
+
+        Behind a fused optimizer on an accelerator that is `lag.LAG_UPDATES` updates later, so that nobody waits;
+        `synchronize`, `status`, `state_dict` and the end of `windows` call those still due.
+        """
+        self._on_step.append((callback, None if optimizer is None else id(optimizer)))
+
+    def on_move(self, listener: Callable[[MoveRecord], object]) -> None:
+        """Call `listener` with the record of every move; its config has the new batch size and accumulation."""
+        self._steering.listeners.append(listener)
+
+    def attach(self, model: nn.Module, rerun: Callable[[], Tensor] | None = None) -> None:
+        """Use the model: watch its activations, undo batch norm statistics of skipped steps, pin modules in fp32.
+
+        `rerun` recomputes the loss of the latest batch: with it a trip is diagnosed before anything moves. Code that
+        opens an autocast of its own can be demoted only through this. Call it before or after compiling.
+        Raises `InvalidRequestError` for a second model, and for a module to pin that the model does not have.
+        """
+        if self._steering.attachment is not None:
+            raise InvalidRequestError("A model is attached already.", "Make another controller for another model.")
+        self._steering.attach(Attachment(model, rerun, self._main_device))
+        self._apply_rung()
+
+    @property
+    def config(self) -> AmpConfig:
+        """What the run uses now: precision, batch size and accumulation steps of the current rung."""
+        return self._steering.config
+
+    def set_precision(self, name: Precision) -> None:
+        """Move to the rung of this precision at the end of the window. Raises `InvalidRequestError` without one."""
+        self._policy.rung_of(name)
+        self._when_idle(lambda: self._steering.move_by_hand(name))
+
+    def disable(self) -> None:
+        """Train in fp32, unscaled and unguarded, from the end of the window until `enable`."""
+        self._when_idle(lambda: self._turn(is_off=True))
+
+    def enable(self) -> None:
+        """Undo `disable`, at the end of the window."""
+        self._when_idle(lambda: self._turn(is_off=False))
+
+    def _turn(self, *, is_off: bool) -> None:
+        self._is_off = is_off
+        self._apply_rung()
+
+    def status(self) -> Status:
+        """Where the run stands; waits for the device."""
+        self.synchronize()
+        policy, attachment = self._policy, self._steering.attachment
+        return Status(
+            precision=self._precision,
+            is_enabled=not self._is_off,
+            is_advisory=self._steering.is_advisory,
+            pinned_modules=attachment.pinned if attachment else (),
+            scale=self._target_scale,
+            num_updates=policy.num_updates,
+            num_steps=self._num_steps,
+            num_skips=policy.num_skips,
+            skip_share=policy.num_skips / max(1, policy.num_updates),
+            amp_share=self._num_amp_steps / max(1, self._num_steps),
+            step_seconds=median(self._seconds) if self._seconds else None,
+            peak_memory_bytes=peak_memory_bytes(self._main_device),
+            forward_max=attachment.forward_max() if attachment else None,
+            history=tuple(self._steering.history),
+        )
+
+    def save_stats(self, path: str | os.PathLike[str]) -> None:
+        """Write `status()` as a JSON document, atomically."""
+        status = self.status()
+        document = asdict(status) | {"history": [to_plain(record) for record in status.history]}
+        forward_max = status.forward_max
+        if forward_max is not None and not math.isfinite(forward_max):
+            document["forward_max"] = None  # JSON has neither NaN nor infinity
+        write_atomically(Path(path), json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of the controller's state in plain types, GradScaler's keys on top; waits for the device.
+
+        Inside an accumulation window save the gradients too: they are the model's, not the controller's.
+        """
+        self.synchronize()
+        counters = {
+            "num_steps": self._num_steps,
+            "num_amp_steps": self._num_amp_steps,
+            "num_passes": self._num_passes,
+            "loss_was_finite": math.isfinite(float(self._probe)),
+            "is_off": self._is_off,
+        }
+        return checkpoint.save(self._steering, self._target_scale, counters)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a saved state: a controller's, a plain GradScaler's, or ``{}``, which a disabled one saves.
+
+        Raises `FormatError` for what is no such state or belongs to other rungs, `InvalidRequestError` for a loss
+        scale that cannot work (0, infinite); then nothing is changed.
+        """
+        counters = checkpoint.load(self._steering, state_dict)
+        if counters:
+            self._num_steps = counters["num_steps"]
+            self._num_amp_steps = counters["num_amp_steps"]
+            self._num_passes = counters["num_passes"]
+            self._probe = 0.0 if counters["loss_was_finite"] else math.nan
+            self._is_off = counters["is_off"]
+        self._apply_rung()

@@ -1,0 +1,78 @@
+"""One optimizer's gradients: are they finite, unscaled in place, and how much of them is too small for fp16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from autotune_amp.errors import InvalidRequestError
+
+_SAMPLES_PER_PARAMETER = 1024
+# Nonzero fp16 numbers below 2^-22 stand in the three lowest octaves of the format. Where magnitudes are spread
+# log-normally over 3 to 4 octaves (standard deviation), six times as many stand there as were flushed when 1 % was.
+_BARELY_THERE = 2.0**-22
+_BARELY_THERE_PER_LOST = 6.0
+
+
+def check(optimizer: torch.optim.Optimizer, inv_scale: Tensor | None) -> Tensor | None:
+    """1.0 where any gradient is not finite, 0.0 where all are, without waiting for the device; None without gradients.
+
+    Multiplies the gradients by `inv_scale` in place where it is given. Raises `InvalidRequestError` for fp16
+    gradients, which cannot be unscaled.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in _local(optimizer):
+        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    found: Tensor | None = None
+    with torch.no_grad():
+        for (device, dtype), gradients in alike.items():
+            here = torch.zeros((), device=device)
+            if dtype in (torch.float16, torch.bfloat16) and inv_scale is None:
+                # The fused check has no bf16 on CUDA (pytorch#127176); a sum is not finite if one of its terms is not.
+                here = (~torch.stack([g.sum(dtype=torch.float32) for g in gradients]).isfinite().all()).float()
+            elif dtype == torch.float16:
+                raise InvalidRequestError(
+                    "The gradients to unscale are fp16, so the trainable parameters are fp16.",
+                    "Keep trainable parameters in fp32 (model.float()); autocast casts them where it pays.",
+                )
+            else:
+                one = torch.ones((), device=device) if inv_scale is None else inv_scale.to(device, non_blocking=True)
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, one)
+            found = here if found is None else torch.maximum(found, here.to(found.device, non_blocking=True))
+    return found
+
+
+def lost_share(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor | None:
+    """An estimate of the share of the gradient, scaled still, that fp16 flushed to zero; None without gradients.
+
+    From a sample of what is left: after the fact a flushed zero looks like any other, but what is flushed leaves
+    neighbours barely above the smallest number. 1.0 where nothing is left at all.
+    """
+    samples = [
+        gradient.reshape(-1)[:: max(1, gradient.numel() // _SAMPLES_PER_PARAMETER)].float().to(device)
+        for gradient in _local(optimizer)
+    ]
+    if not samples:
+        return None
+    magnitudes = torch.cat(samples).abs()
+    num_left = (magnitudes > 0).sum()
+    num_barely = ((magnitudes > 0) & (magnitudes < _BARELY_THERE)).sum()
+    share = num_barely / num_left.clamp(min=1) / _BARELY_THERE_PER_LOST
+    return torch.where(num_left > 0, share, torch.ones_like(share))
+
+
+def _local(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if hasattr(gradient, "to_local"):  # a DTensor: its own shard; the ranks agree afterwards
+                gradient = gradient.to_local()
+            if gradient.is_sparse:
+                if gradient.dtype == torch.float16 and not gradient.is_coalesced():
+                    parameter.grad = gradient = gradient.coalesce()  # summing duplicates is where fp16 overflows
+                gradient = gradient._values()
+            yield gradient

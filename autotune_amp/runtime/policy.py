@@ -1,0 +1,328 @@
+"""The pure state machine of the controller: a signal in, an action out. No torch.
+
+    STARTUP ──4 clean steps──> STEADY ──trip──> (diagnosis) ──precision──> a lower rung, or pins: STEADY
+       │                        ^   │                └───────not precision──> BLAMED ──10 bad steps──> stop
+       │ trip: as from STEADY   │   └─trip, nothing to rerun──> a lower rung: PROBATION ──a clean step──> STEADY
+       v                        └──a clean step after 200── BLAMED <──3 bad steps: revert──┘
+
+Thresholds are those of the specification this project keeps (loss scaling, section 4); `studies/overflow_survival`
+shows them at work. Every method that takes a step of the machine says which states it leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from math import log2
+from typing import Any
+
+from autotune_amp.config import MIN_LOSS_SCALE, LossScale, Precision
+from autotune_amp.errors import InvalidRequestError
+from autotune_amp.runtime import actions
+from autotune_amp.runtime.actions import Action, Move, Signal
+from autotune_amp.runtime.scale_rule import ScaleRule, check_scale, float32
+from autotune_amp.runtime.state import PolicyState
+
+NUM_SETTLING_STEPS = 4
+NUM_PROBATION_STEPS = 3
+NUM_BLAMED_STEPS = 10
+DWELL_STEPS = 200
+LOSS_WINDOW, LOSS_RUN, LOSS_COUNT = 50, 2, 3  # T1
+SKIP_WINDOW, SKIP_COUNT, NET_OCTAVES = 200, 8, 3.0  # T3
+LOST_SHARE_LIMIT = 0.01  # T4
+RAISE_FACTOR = 2.0**6
+PROMOTION_STEPS, MAX_PROMOTIONS, PROMOTION_HEADROOM = 2000, 3, 2.0**4
+
+
+class Policy(PolicyState):
+    """Where the controller stands and what it does next.
+
+    `rungs` are the config's own precision and its fallbacks, in order. `can_rerun` says that a `Diagnose` or `Probe`
+    can be answered. An action that moves takes effect with `confirm`, so that the caller can `refuse` it.
+    """
+
+    def __init__(
+        self,
+        rungs: Sequence[Precision],
+        loss_scale: LossScale | None = None,
+        *,
+        can_rerun: bool = False,
+        promotes: bool = False,
+    ) -> None:
+        super().__init__()
+        self.rungs = tuple(rungs)
+        self.loss_scale = loss_scale or LossScale()
+        self.can_rerun = can_rerun
+        self.promotes = promotes
+        self.scale = ScaleRule(self.loss_scale)
+        self.scale_before_burst = self.scale.scale
+        self.withdrawn: dict[int, str] = {}
+
+    @property
+    def precision(self) -> Precision:
+        """The current rung's precision."""
+        return self.rungs[self.rung]
+
+    @property
+    def is_scaling(self) -> bool:
+        """Whether the loss is scaled in the current rung."""
+        return self.precision == "fp16"
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether something went wrong so lately that the next signals should not wait."""
+        return self.bad_run > 0 or self.phase in ("PROBATION", "BLAMED") or bool(self.bad_losses)
+
+    def withdraw(self, precision: Precision, reason: str) -> None:
+        """Never step to `precision`; the rung that the run is in stays."""
+        for index, rung in enumerate(self.rungs):
+            if rung == precision and index != self.rung:
+                self.withdrawn[index] = reason
+
+    def observe(self, signal: Signal) -> Action | None:
+        """One update. Leaves any state."""
+        self.num_updates += 1
+        self.dwell += 1
+        if signal.overflow or signal.loss_nonfinite:
+            return self._bad(signal)
+        return self._clean(signal.lost_share)
+
+    def _clean(self, lost_share: float | None) -> Action | None:
+        self.bad_run = 0
+        self.clean_run += 1
+        if self.is_scaling and self.phase != "BLAMED":
+            gained = self.scale.clean()
+            if gained:
+                self.octaves.append([self.num_updates, -gained])
+        if self.bad_losses and self.num_updates - self.bad_losses[-1] >= LOSS_WINDOW:
+            self.bad_losses.clear()
+        if self.phase == "STEADY":
+            if lost_share is not None and lost_share > LOST_SHARE_LIMIT and self.is_scaling:
+                return self._underflow(lost_share)
+            return self._consider_promotion() if self.promotes else None
+        if self.phase == "STARTUP":
+            self.num_settled += 1
+            if self.num_settled == NUM_SETTLING_STEPS:
+                self._settle()
+        elif self.phase == "PROBATION" or self.dwell >= DWELL_STEPS:
+            self.phase = "STEADY"  # from PROBATION: stepping down helped; from BLAMED: the burst is long over
+            self.tentative_from = None
+        return None
+
+    def _settle(self) -> None:
+        """STARTUP -> STEADY: from here on the floor is 12 octaves under what the run settled at, and skips count."""
+        self.phase = "STEADY"
+        self.octaves.clear()
+        if self.loss_scale.min_scale is None:
+            self.scale.floor = max(MIN_LOSS_SCALE, min(1.0, float32(self.scale.scale * 2.0**-12)))
+
+    def _bad(self, signal: Signal) -> Action | None:
+        self.num_skips += 1
+        self.clean_run = 0
+        self.bad_run += 1
+        if self.phase == "BLAMED":
+            if self.bad_run == NUM_BLAMED_STEPS:
+                return actions.Stop(
+                    f"{NUM_BLAMED_STEPS} steps in a row were not finite, and precision is not at fault", False
+                )
+            return None
+        if self.phase == "PROBATION":
+            if self.bad_run < NUM_PROBATION_STEPS or self.tentative_from is None:
+                return None
+            return actions.Revert(
+                self.tentative_from,
+                f"{NUM_PROBATION_STEPS} steps in {self.precision} were not finite either: it was not precision",
+            )
+        if self.bad_run == 1:
+            self.scale_before_burst = self.scale.scale
+        if signal.loss_nonfinite or not self.is_scaling:
+            return self._bad_loss("loss" if signal.loss_nonfinite else "gradient")
+        return self._overflow()
+
+    def _bad_loss(self, what: str) -> Action | None:
+        """T1. No backing off: rescaling cannot help a loss, and without a scale there is nothing to rescale."""
+        since = self.num_updates - LOSS_WINDOW
+        self.bad_losses = [update for update in self.bad_losses if update > since] + [self.num_updates]
+        run = self.bad_losses[-LOSS_RUN:]
+        if run[-1] - run[0] == LOSS_RUN - 1 and len(run) == LOSS_RUN:
+            return self._trip(f"the {what} was not finite {LOSS_RUN} times running")
+        if len(self.bad_losses) >= LOSS_COUNT:
+            return self._trip(f"the {what} was not finite {len(self.bad_losses)} times in {LOSS_WINDOW} steps")
+        return None
+
+    def _overflow(self) -> Action | None:
+        """T2 and T3. From STARTUP only T2: the first descent to a scale that works is no fault, however long."""
+        crosses = self.scale.would_cross_floor
+        before = self.scale.scale
+        self.octaves.append([self.num_updates, self.scale.overflow()])
+        self.last_overflow = self.num_updates
+        if crosses:
+            return self._trip(f"the loss scale would cross its floor of {self.scale.floor:g}")
+        if self.phase == "STARTUP":
+            is_below = before >= self.loss_scale.floor > self.scale.scale
+            if is_below and self.can_rerun and not self.startup_was_cleared:
+                return self._trip(f"the loss scale fell to {self.scale.scale:g} before any step was taken")
+            return None
+        since = self.num_updates - SKIP_WINDOW
+        self.octaves = [entry for entry in self.octaves if entry[0] > since]
+        num_skips = sum(octaves >= 0 for _, octaves in self.octaves)
+        net = sum(octaves for _, octaves in self.octaves)
+        if num_skips >= SKIP_COUNT and net >= NET_OCTAVES:
+            return self._trip(f"{num_skips} skips in {SKIP_WINDOW} steps, and {net:g} octaves of loss scale lost")
+        return None
+
+    def _underflow(self, lost_share: float) -> Action | None:
+        """T4, from STEADY. A higher scale is tried first: it costs a skip at worst, stepping down costs speed."""
+        reason = f"{lost_share:.1%} of the gradient is too small for fp16 at scale {self.scale.scale:g}"
+        is_held_down = self.last_overflow is not None and self.num_updates - self.last_overflow < DWELL_STEPS
+        if not is_held_down and self.scale.scale < self.scale.max_scale:
+            return actions.Rescale(min(self.scale.max_scale, self.scale.scale * RAISE_FACTOR), reason)
+        if self.num_updates < self.quiet_until:
+            return None
+        return actions.Measure(reason) if self.can_rerun else self._step_down(reason, None)
+
+    def judge_underflow(self, reason: str, lost_share: float) -> Action:
+        """The answer to `Measure`, from STEADY: the share of the gradient that fp16 flushes, measured in fp32."""
+        if lost_share <= LOST_SHARE_LIMIT:
+            self.decline()
+            return actions.Warn(f"{reason} by estimate, but {lost_share:.1%} as measured in fp32: nothing changed")
+        return self._step_down(f"{reason}, {lost_share:.1%} as measured in fp32", None)
+
+    def _trip(self, reason: str) -> Action | None:
+        if self.num_updates < self.quiet_until:
+            return None
+        return actions.Diagnose(reason) if self.can_rerun else self._step_down(reason, None)
+
+    def judge(
+        self, reason: str, *, reproduced: bool, is_precision: bool, finite_in: Collection[str], pins: Sequence[str] = ()
+    ) -> Action | None:
+        """The answer to `Diagnose`. Leaves STARTUP and STEADY."""
+        if not reproduced:
+            self.decline()
+            return actions.Warn(f"{reason}, but the batch rerun was finite: nothing changed")
+        if not is_precision:
+            return actions.Blame(self.scale_before_burst, f"{reason}, in fp32 too: it is not precision")
+        is_descent = self.phase == "STARTUP" and not self.scale.would_cross_floor and not self.bad_losses
+        if is_descent and not self.startup_was_cleared:
+            self.startup_was_cleared = True
+            return None
+        if pins and not self.has_pinned:
+            return actions.Pin(tuple(pins), reason)
+        return self._step_down(reason, finite_in)
+
+    def _step_down(self, reason: str, finite_in: Collection[str] | None) -> Action:
+        """`finite_in` is the evidence of a rerun, None without one."""
+        for index in range(self.rung + 1, len(self.rungs)):
+            if index not in self.withdrawn and (finite_in is None or self.rungs[index] in finite_in):
+                return actions.Demote(index, reason, is_tentative=finite_in is None)
+        if finite_in is not None:
+            return actions.Stop(f"{reason}, and no rung is left that fits{self._why_withdrawn()}", True)
+        if self.bad_losses or self.scale.would_cross_floor:
+            why = "it is not precision" if self.precision in ("fp32", "tf32") else "there is no rung to try"
+            return actions.Blame(self.scale_before_burst, f"{reason}; {why}{self._why_withdrawn()}")
+        self.decline()
+        return actions.Warn(f"{reason}; there is no rung to step down to{self._why_withdrawn()}")
+
+    def _why_withdrawn(self) -> str:
+        return "".join(f"; {self.rungs[index]}: {why}" for index, why in sorted(self.withdrawn.items()))
+
+    def refuse(self, action: actions.Demote, reason: str, finite_in: Collection[str] | None = None) -> Action:
+        """The rung of `action` does not fit; what to do instead."""
+        self.withdrawn[action.rung] = reason
+        return self._step_down(action.reason, finite_in)
+
+    def decline(self) -> None:
+        """Nothing can be done about a trip (the caller may be advisory): none again before the dwell is over."""
+        self._forget()
+        self.quiet_until = self.num_updates + DWELL_STEPS
+
+    def confirm(self, move: Move) -> actions.Stop | None:
+        """`move` was carried out. Leaves any state for the one that `move` leads to."""
+        if isinstance(move, actions.Rescale):
+            self.octaves.append([self.num_updates, self._octaves_to(move.scale)])
+            self.scale.set(move.scale)
+            return None
+        before = self.rung
+        self._forget()
+        self.dwell = 0
+        self.phase = "STEADY"
+        self.tentative_from = None
+        if isinstance(move, actions.Pin):
+            self.has_pinned = True
+            self.scale.set(self.scale_before_burst)
+        elif isinstance(move, actions.Blame):
+            self._blame(move.scale)
+        elif isinstance(move, actions.Revert):
+            self.rung = move.rung
+            self._blame(self.scale_before_burst)
+            return actions.Stop(move.reason, False)
+        elif isinstance(move, actions.Promote):
+            self.rung = move.rung
+            self.num_promotions += 1
+            self.was_promoted = True
+            self.scale.set(self.scale_before_burst)
+        else:
+            self.rung = move.rung
+            if self.was_promoted:
+                self.num_failures += 1
+                self.was_promoted = False
+            if move.is_tentative:
+                self.phase = "PROBATION"
+                self.tentative_from = before
+        return None
+
+    def _octaves_to(self, scale: float) -> float:
+        return -log2(scale / self.scale.scale)
+
+    def _blame(self, scale: float) -> None:
+        self.phase = "BLAMED"
+        self.scale.set(scale)
+
+    def _forget(self) -> None:
+        self.bad_losses.clear()
+        self.octaves.clear()
+        self.bad_run = self.clean_run = 0
+
+    def rung_of(self, precision: Precision) -> int:
+        """The rung of `precision`; raises `InvalidRequestError` where there is none."""
+        if precision not in self.rungs:
+            raise InvalidRequestError(
+                f"{precision!r} is not among this run's rungs, {', '.join(self.rungs)}.",
+                f'Name it in the config: AmpConfig(..., fallback=["{precision}"]).',
+            )
+        return self.rungs.index(precision)
+
+    def move_by_hand(self, precision: Precision) -> None:
+        """Go to the rung of `precision`, from any state to STEADY."""
+        self.rung = self.rung_of(precision)
+        self._forget()
+        self.dwell = 0
+        self.phase = "STEADY"
+        self.tentative_from = None
+
+    def _consider_promotion(self) -> Action | None:
+        wait = PROMOTION_STEPS * 2**self.num_failures
+        if self.clean_run < wait or self.num_promotions == MAX_PROMOTIONS or not self.can_rerun:
+            return None
+        faster = [index for index in range(self.rung) if index not in self.withdrawn]
+        if not faster:
+            return None
+        needed = self.scale_before_burst if self.rungs[faster[-1]] == "fp16" else 1.0
+        return actions.Probe(faster[-1], min(self.scale.max_scale, needed * PROMOTION_HEADROOM))
+
+    def probed(self, probe: actions.Probe, *, fits: bool, reason: str) -> Action | None:
+        """The answer to `Probe`, from STEADY: go up, or wait twice as long."""
+        if fits:
+            return actions.Promote(probe.rung, reason)
+        self.num_failures += 1
+        self.clean_run = 0
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the policy remembers, in plain types."""
+        return {"policy": self.save(), "precision": self.precision, "loss_scale": self.scale.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a saved state; raises `FormatError` or `InvalidRequestError` and changes nothing if it cannot."""
+        check_scale(state["loss_scale"]["scale"])
+        self.restore(state["policy"], self.rungs, state["precision"])
+        self.scale.load_state_dict(state["loss_scale"])

@@ -1,0 +1,48 @@
+"""What the ranks of a distributed run must agree on before any of them moves. One process agrees with itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Ranks:
+    """The ranks of `process_group` (None: all of them). Every method is a collective: call it on all ranks alike."""
+
+    def __init__(self, device: torch.device, process_group: dist.ProcessGroup | None = None) -> None:
+        self._device = device
+        self._group = process_group
+
+    @property
+    def are_many(self) -> bool:
+        """Whether there is anybody to agree with."""
+        return dist.is_available() and dist.is_initialized() and dist.get_world_size(self._group) > 1
+
+    def maximum_(self, values: Tensor) -> Tensor:
+        """The largest of each value over the ranks, in place; waits for the device only where the backend does."""
+        if self.are_many:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is set on any rank."""
+        if not self.are_many:
+            return flag
+        return bool(self.maximum_(torch.tensor(float(flag), device=self._device)).item())
+
+    def least(self, value: float) -> float:
+        """The smallest `value` over the ranks."""
+        if not self.are_many:
+            return value
+        return -float(self.maximum_(torch.tensor(-value, dtype=torch.float32, device=self._device)).item())
+
+    def union(self, names: Sequence[str]) -> tuple[str, ...]:
+        """The names of all ranks, each once, in the order of the ranks."""
+        if not self.are_many:
+            return tuple(names)
+        gathered: list[Sequence[str] | None] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, list(names), group=self._group)
+        return tuple(dict.fromkeys(name for given in gathered for name in given or ()))

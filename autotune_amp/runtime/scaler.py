@@ -1,0 +1,322 @@
+"""GradScaler with a verdict on every step: clean, overflow, or a loss that was not finite, agreed on by all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from autotune_amp.errors import InvalidRequestError
+from autotune_amp.runtime import gradients
+from autotune_amp.runtime.lag import LAG_UPDATES, LaggedReader
+from autotune_amp.runtime.ranks import Ranks
+from autotune_amp.runtime.scale_rule import ScaleRule, check_scale
+
+# The verdict on one optimizer's gradients. The larger one wins: between optimizers, between ranks.
+NO_GRADIENTS, CLEAN, OVERFLOW, BAD_LOSS = -1, 0, 1, 2
+
+
+class Stepped:
+    """What `step` gives back: true if the optimizer stepped. Known at once, or one wait where it is fused.
+
+    `value` is what ``optimizer.step`` returned.
+    """
+
+    def __init__(self, verdict: int | Tensor, value: Any = None) -> None:
+        self._verdict = verdict
+        self.value = value
+
+    def __bool__(self) -> bool:
+        return int(self._verdict) == CLEAN
+
+    def __repr__(self) -> str:
+        return f"Stepped({bool(self)})"
+
+
+def _of_rule(name: str) -> Any:
+    return property(lambda self: getattr(self._rule, name), lambda self, value: setattr(self._rule, name, value))
+
+
+class JudgingScaler(torch.amp.GradScaler):
+    """The scaler's mechanics: what the gradients and the loss say, and the scale that follows from it.
+
+    `rule` holds the scale on the host. Where the host knows each verdict at once it alone decides the scale; behind a
+    fused optimizer on an accelerator the device applies the same rule itself and the host follows, `LAG_UPDATES`
+    updates later. Verdicts reach `_judged` in order, once each.
+    """
+
+    _growth_factor = _of_rule("growth_factor")
+    _backoff_factor = _of_rule("backoff_factor")
+    _growth_interval = _of_rule("growth_interval")
+
+    def __init__(self, rule: ScaleRule, device: torch.device, ranks: Ranks) -> None:
+        self._rule = rule
+        backoff_factor = rule.backoff_factor
+        super().__init__(device.type, rule.scale, rule.growth_factor, 0.5, rule.growth_interval)
+        rule.backoff_factor = backoff_factor  # the constructor refuses 1.0, which never backs off
+        self._main_device = device
+        self._ranks = ranks
+        self._reader = LaggedReader()
+        self._scaling = True
+        self._num_passes = 0  # backward passes in the current accumulation window
+        self._probe: float | Tensor = 0.0  # 0 times every loss of the window: NaN if one was not finite
+        self._verdicts: dict[int, int | Tensor] = {}
+        self._lost_share: Tensor | None = None
+        self._scale_on_device = rule.scale
+        self._inspected: set[int] = set()
+
+    # What the controller adds.
+    def _begin_window(self) -> None: ...
+    def _inspect(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def _skipped(self, skipped: bool | Tensor) -> None: ...
+    def _judged(self, verdicts: Mapping[int, int], lost_share: float | None) -> None: ...
+    def _all_judged(self) -> None: ...
+    def _wants_sample(self) -> bool:
+        return False
+
+    def _is_urgent(self) -> bool:
+        return False
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        self._scale_on_device = self._target_scale
+        self._scale = torch.full((), self._scale_on_device, dtype=torch.float32, device=dev)
+        self._growth_tracker = torch.full((), self._rule.growth_tracker, dtype=torch.int32, device=dev)
+
+    @property
+    def _target_scale(self) -> float:
+        return self._rule.scale if self._scaling else 1.0
+
+    def scale(self, outputs: Any) -> Any:
+        """The outputs times the loss scale, and a look at whether they are finite."""
+        self._begin_window()
+        if not isinstance(outputs, Tensor | list | tuple):
+            outputs = list(outputs)
+        self._num_passes += 1
+        if not self._enabled:
+            return outputs
+        for loss in _tensors(outputs):
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(loss.device)
+            self._see(loss.detach())
+        return super().scale(outputs) if self._scaling else outputs
+
+    def get_scale(self) -> float:
+        """The current loss scale, 1.0 where the loss is not scaled; waits for the device."""
+        self.synchronize()
+        return self._target_scale
+
+    def _get_growth_tracker(self) -> int:
+        self.synchronize()
+        return self._rule.growth_tracker
+
+    def _see(self, loss: Tensor) -> None:
+        value = loss if loss.numel() == 1 else loss.sum(dtype=torch.float32)
+        if value.device.type == "cpu":
+            value_on_host = value.item()
+            if not math.isfinite(value_on_host):
+                self._probe = math.nan
+            return
+        nothing = value.float().reshape(()) * 0.0
+        self._probe = nothing if isinstance(self._probe, float) else self._probe + nothing.to(self._probe.device)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """``scale(loss).backward(**kwargs)``."""
+        self.scale(loss).backward(**kwargs)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale and check them; at most once per optimizer and update."""
+        if not self._enabled:
+            return
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.UNSCALED:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        inv_scale = None
+        if self._scaling:
+            # In double precision as GradScaler; MPS and some XPU have none (pytorch#147731).
+            has_double = scale.device.type not in ("mps", "xpu")
+            inv_scale = scale.double().reciprocal().float() if has_double else scale.reciprocal()
+        self._examine(optimizer, inv_scale)
+        state["stage"] = OptState.UNSCALED
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        if id(optimizer) not in self._verdicts:
+            self._examine(optimizer, None)
+        return self._found_inf_per_device(optimizer)
+
+    def _examine(self, optimizer: torch.optim.Optimizer, inv_scale: Tensor | None) -> None:
+        scale, _ = self._check_scale_growth_tracker("step")
+        if id(optimizer) not in self._inspected:
+            self._inspect(optimizer)
+            self._inspected.add(id(optimizer))
+        if self._scaling and self._wants_sample():
+            share = gradients.lost_share(optimizer, scale.device)
+            share = torch.zeros_like(scale) if share is None else share  # for the ranks that have gradients
+            self._lost_share = share if self._lost_share is None else torch.maximum(share, self._lost_share)
+        found = gradients.check(optimizer, inv_scale)
+        verdict = self._verdict(found, scale.device)
+        self._verdicts[id(optimizer)] = verdict
+        skipped = verdict.clamp(0, 1) if isinstance(verdict, Tensor) else torch.tensor(float(verdict > 0))
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = (
+            {} if isinstance(verdict, int) and verdict == NO_GRADIENTS else {skipped.device: skipped}
+        )
+
+    def _verdict(self, found: Tensor | None, device: torch.device) -> int | Tensor:
+        """On the host at once where the gradients are there; otherwise a scalar on the device."""
+        if found is None and not self._ranks.are_many:
+            return NO_GRADIENTS
+        if found is None:
+            found = torch.full((), float(NO_GRADIENTS), device=device)
+        if found.device.type != "cpu":
+            found = torch.nan_to_num(found + self._probe, nan=float(BAD_LOSS))
+            return self._ranks.maximum_(found)
+        verdict = BAD_LOSS if math.isnan(float(self._probe)) else int(found.item())
+        if self._ranks.are_many:
+            verdict = int(self._ranks.maximum_(torch.tensor(float(verdict), device=self._main_device)).item())
+        return verdict
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """``optimizer.step(*args, **kwargs)`` unless a gradient or the loss was not finite; none without gradients."""
+        if not self._enabled:
+            value = optimizer.step(*args, **kwargs)
+            self._verdicts[id(optimizer)] = CLEAN
+            return Stepped(CLEAN, value)
+        self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.READY:
+            if getattr(optimizer, "_step_supports_amp_scaling", False):
+                self._check_inf_per_device(optimizer)
+            else:
+                self.unscale_(optimizer)
+        if not state["found_inf_per_device"] and state["stage"] is not OptState.STEPPED:
+            state["stage"] = OptState.STEPPED
+            return Stepped(NO_GRADIENTS)
+        value = super().step(optimizer, *args, **kwargs)
+        return Stepped(self._verdicts[id(optimizer)], value)
+
+    def step_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
+        """Step all of them or none: a non-finite gradient of one skips every one. Waits for the device."""
+        given = list(optimizers)
+        for optimizer in given:
+            if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+        worst = max((int(self._verdicts.get(id(optimizer), CLEAN)) for optimizer in given), default=CLEAN)
+        for optimizer in given:
+            found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] if self._enabled else {}
+            if found and worst > CLEAN:
+                self._verdicts[id(optimizer)] = worst
+                for skipped in found.values():
+                    skipped.fill_(1.0)
+            self.step(optimizer)
+        return worst == CLEAN
+
+    def _maybe_opt_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        optimizer_state: dict[str, Any],  # noqa: ARG002 # GradScaler's signature
+        *args: Any,
+        **kwargs: Any,
+    ) -> float | None:
+        verdict = int(self._verdicts[id(optimizer)])  # on an accelerator, the one wait that GradScaler has here too
+        self._verdicts[id(optimizer)] = verdict
+        return optimizer.step(*args, **kwargs) if verdict == CLEAN else None
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """End the accumulation window: the scale follows from what was found, and so may a move of the precision.
+
+        With `new_scale` the scale is set to it instead. Raises the errors of `TrainingStoppedError` when the run must
+        not go on.
+        """
+        if self._enabled and new_scale is None:
+            self._check_scale_growth_tracker("update")
+            if not self._verdicts:
+                raise InvalidRequestError(
+                    "update() was called before step(): no gradients were checked since the last update().",
+                    "Call step(optimizer), or unscale_(optimizer), for each optimizer first.",
+                )
+        self._end_window()
+        if new_scale is not None:
+            self.synchronize()
+            self._rule.set(check_scale(float(new_scale)))
+            self._write_scale()
+
+    def _end_window(self) -> None:
+        verdicts, lost_share = self._verdicts, self._lost_share
+        self._per_optimizer_states.clear()
+        self._num_passes = 0
+        self._probe = 0.0
+        self._verdicts, self._lost_share = {}, None
+        verdicts = {key: verdict for key, verdict in verdicts.items() if not _is(verdict, NO_GRADIENTS)}
+        if not verdicts:
+            return
+        if any(isinstance(verdict, Tensor) for verdict in verdicts.values()):
+            self._advance_on_device(verdicts, lost_share)
+            return
+        self.synchronize()
+        known = {key: int(verdict) for key, verdict in verdicts.items()}
+        self._skipped(max(known.values()) > CLEAN)
+        share = None if lost_share is None else float(self._ranks.maximum_(lost_share).item())
+        self._judged(known, share)
+        self._all_judged()
+        self._write_scale()
+
+    def _advance_on_device(self, verdicts: Mapping[int, int | Tensor], lost_share: Tensor | None) -> None:
+        scale, tracker = self._check_scale_growth_tracker("update")
+        rule = self._rule
+        values = [v if isinstance(v, Tensor) else torch.full_like(scale, float(v)) for v in verdicts.values()]
+        worst = values[0] if len(values) == 1 else torch.stack(values).amax()
+        self._skipped(worst.clamp(0, 1))
+        if self._scaling:
+            overflowed = worst.eq(OVERFLOW).float()
+            torch._amp_update_scale_(
+                scale, tracker, overflowed, rule.growth_factor, rule.backoff_factor, rule.growth_interval
+            )
+            scale.clamp_(rule.floor, rule.max_scale)
+        if lost_share is not None:
+            values.append(self._ranks.maximum_(lost_share))
+        self._reader.push(values, tuple(verdicts))
+        # Hysteresis is counted on the host alone, which therefore has to keep up.
+        self._resolve(0 if self._is_urgent() or rule.hysteresis > 1 else LAG_UPDATES)
+
+    def _resolve(self, lag_updates: int) -> None:
+        for values, keys in self._reader.due(lag_updates):
+            known = {key: int(value) for key, value in zip(keys, values, strict=False) if value != NO_GRADIENTS}
+            self._judged(known, values[len(keys)] if len(values) > len(keys) else None)
+            if self._is_urgent():
+                lag_updates = 0
+        if not len(self._reader):
+            self._write_scale(is_forced=True)
+        self._all_judged()
+
+    def synchronize(self) -> None:
+        """Wait for what is still on its way from the device: every verdict is acted on, every callback called."""
+        if len(self._reader):
+            self._resolve(0)
+
+    def _write_scale(self, *, is_forced: bool = False) -> None:
+        if self._scale is None or self._growth_tracker is None:
+            return
+        if is_forced or self._scale_on_device != self._target_scale:
+            self._scale_on_device = self._target_scale
+            self._scale.fill_(self._scale_on_device)
+            self._growth_tracker.fill_(self._rule.growth_tracker)
+
+
+def _is(verdict: int | Tensor, value: int) -> bool:
+    return isinstance(verdict, int) and verdict == value
+
+
+def _tensors(outputs: Any) -> Iterable[Tensor]:
+    if isinstance(outputs, Tensor):
+        yield outputs
+        return
+    if not isinstance(outputs, Iterable):
+        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+    for output in outputs:
+        yield from _tensors(output)

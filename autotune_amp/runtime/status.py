@@ -1,0 +1,82 @@
+"""What the controller tells of itself: its moves, and where a run stands."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+
+import psutil
+import torch
+
+from autotune_amp.config import AmpConfig, Precision
+
+
+@dataclass(frozen=True)
+class MoveRecord:
+    """A move of the controller: at which update, what, why, and the config from then on.
+
+    `kind` is one of demotion, promotion, revert, pin, rescale, not_precision, advice (what an advisory controller
+    would have done), by_hand, stop.
+    """
+
+    update: int
+    kind: str
+    before: Precision
+    after: Precision
+    reason: str
+    config: AmpConfig
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run stands. Updates are optimizer steps tried; `num_steps` of them were taken, `num_skips` were not.
+
+    `step_seconds` is the mean time between updates in the current precision, None before the second. `amp_share` is
+    the share of steps taken in bf16 or fp16. `forward_max` is the largest magnitude that the observers of `attach`
+    saw since it was called, None without. `peak_memory_bytes` is the device's, or this process's own on a CPU.
+    """
+
+    precision: Precision
+    is_enabled: bool
+    is_advisory: bool
+    pinned_modules: tuple[str, ...]
+    scale: float
+    num_updates: int
+    num_steps: int
+    num_skips: int
+    skip_share: float
+    amp_share: float
+    step_seconds: float | None
+    peak_memory_bytes: int
+    forward_max: float | None
+    history: tuple[MoveRecord, ...]
+
+
+def to_plain(record: MoveRecord) -> dict[str, object]:
+    """A record in plain types, the config as its JSON document, as checkpoints and stats files hold it."""
+    return asdict(record) | {"config": record.config.to_json()}
+
+
+def from_plain(record: dict[str, object]) -> MoveRecord:
+    """What `to_plain` gave."""
+    fields = record | {"config": AmpConfig.from_json(str(record["config"]))}
+    return MoveRecord(**fields)  # type: ignore[arg-type] # a document that to_plain wrote
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory that this process's tensors took on an accelerator; on a CPU, what the process holds now."""
+    if device.type in ("cuda", "xpu"):
+        return int(getattr(torch, device.type).max_memory_allocated(device))
+    if device.type == "mps":
+        return int(torch.mps.driver_allocated_memory())
+    return int(psutil.Process(os.getpid()).memory_info().rss)
+
+
+def available_memory_bytes(device: torch.device) -> int:
+    """What this process may hold on the device in all: what is free and what it already holds."""
+    if device.type in ("cuda", "xpu"):
+        module = getattr(torch, device.type)
+        return int(module.mem_get_info(device)[0] + module.memory_reserved(device))
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory())
+    return int(psutil.virtual_memory().available + psutil.Process(os.getpid()).memory_info().rss)

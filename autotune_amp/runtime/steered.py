@@ -1,0 +1,140 @@
+"""The scaler joined to the steering: what is judged goes to the policy, and a move changes how the scaler works."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotune_amp import precision
+from autotune_amp.config import Precision
+from autotune_amp.runtime.actions import Action, Signal
+from autotune_amp.runtime.checks import refuse_half_parameters
+from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, OVERFLOW, JudgingScaler
+from autotune_amp.runtime.steering import Steering
+
+log = logging.getLogger("autotune_amp.runtime")
+SAMPLE_EVERY = 64  # updates between looks at the gradients' and activations' magnitudes
+_SAMPLE_AT = 8  # early in the run, but after the loss scale has settled
+
+
+class SteeredScaler(JudgingScaler):
+    """A scaler whose verdicts move `steering`, and which follows its rung.
+
+    A move waits until the accumulation window is empty, which would else hold gradients of two scales, and until no
+    autocast is on, whose cached casts would break.
+    """
+
+    def __init__(self, steering: Steering, *, guard: bool, writer: Any) -> None:
+        super().__init__(steering.policy.scale, steering.device, steering.ranks)
+        steering.applied = self._apply_rung
+        self._steering = steering
+        self._policy = steering.policy
+        self._guard = guard
+        self._writer = writer
+        self._is_off = False
+        self._autocast_is_ours = False
+        self._num_steps = self._num_amp_steps = 0
+        self._action: Action | None = None
+        self._pending: list[Callable[[], None]] = []
+        self._on_step: list[tuple[Callable[[], object], int | None]] = []
+        self._last_update: float | None = None
+        self._seconds: deque[float] = deque(maxlen=101)
+        self._precision: Precision = "fp32"
+        self._apply_rung()
+
+    def _apply_rung(self) -> None:
+        """Bring everything in line with the policy's rung."""
+        if self._seconds:
+            self._steering.rung_seconds[self._precision] = median(self._seconds)
+        self._seconds.clear()
+        self._last_update = None
+        self._precision = "fp32" if self._is_off else self._policy.precision
+        precision.set_flags(self._precision)
+        torch.clear_autocast_cache()
+        self._scaling = self._policy.is_scaling
+        self._enabled = not self._is_off and (self._guard or self._scaling)
+        attachment = self._steering.attachment
+        if attachment is not None and not self._autocast_is_ours:
+            is_as_written = self._precision == self._steering.own_config.precision
+            attachment.run_in(None if is_as_written else self._precision)
+        self._write_scale(is_forced=True)
+
+    def _when_idle(self, change: Callable[[], None]) -> None:
+        self._pending.append(change)
+        self._settle()
+
+    def _settle(self) -> None:
+        while self._pending and self._num_passes == 0 and not torch.is_autocast_enabled(self._main_device.type):
+            self._pending.pop(0)()
+
+    def _begin_window(self) -> None:
+        if self._pending:
+            self._settle()
+        if self._steering.attachment is not None and self._num_passes == 0:
+            self._steering.attachment.begin_window()
+
+    def _inspect(self, optimizer: torch.optim.Optimizer) -> None:
+        refuse_half_parameters(optimizer, self._precision)
+        if self._steering.is_advisory and not self._inspected and self._precision in ("fp16", "bf16"):
+            log.warning(
+                "The controller is advisory: the loop uses neither controller.autocast() nor controller.attach(model), "
+                "so it scales and guards, but cannot step the precision down."
+            )
+
+    def _wants_sample(self) -> bool:
+        return self._policy.num_updates % SAMPLE_EVERY == _SAMPLE_AT
+
+    def _is_urgent(self) -> bool:
+        return self._policy.is_watching
+
+    def _skipped(self, skipped: bool | Tensor) -> None:
+        attachment = self._steering.attachment
+        if attachment is None:
+            return
+        attachment.end_window(skipped)
+        if not self._autocast_is_ours:
+            attachment.begin_window()
+        attachment.observer.is_sampling = self._wants_sample()
+
+    def _judged(self, verdicts: Mapping[int, int], lost_share: float | None) -> None:
+        now = time.perf_counter()
+        if self._last_update is not None:
+            self._seconds.append(now - self._last_update)
+        self._last_update = now
+        has_stepped = CLEAN in verdicts.values()
+        self._num_steps += has_stepped
+        self._num_amp_steps += has_stepped and self._precision in ("bf16", "fp16")
+        for callback, key in self._on_step:
+            if has_stepped if key is None else verdicts.get(key) == CLEAN:
+                callback()
+        # Verdicts still on their way when the policy chose an action belong to the rung that it is about to leave.
+        if self._is_off or self._action is not None:
+            return
+        worst = max(verdicts.values())
+        self._action = self._policy.observe(Signal(worst == OVERFLOW, worst == BAD_LOSS, lost_share))
+        if self._writer is not None and self._policy.num_updates % SAMPLE_EVERY == 0:
+            self._write_scalars()
+
+    def _all_judged(self) -> None:
+        if self._action is None:
+            return
+        self.synchronize()
+        action, self._action = self._action, None
+        self._when_idle(lambda: self._steering.act(action))
+
+    def _write_scalars(self) -> None:
+        policy = self._policy
+        for name, value in (
+            ("scale", self._target_scale),
+            ("skips", policy.num_skips),
+            ("rung", policy.rung),
+            ("steps", self._num_steps),
+        ):
+            self._writer.add_scalar(f"autotune_amp/{name}", value, policy.num_updates)
