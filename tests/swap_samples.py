@@ -63,13 +63,6 @@ class Pair(NamedTuple):
     right: Tensor
 
 
-class Holder:
-    """Anything that no cast may copy, as a key-value cache."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
 class Recorder(nn.Module):
     """Keeps what its forward was given, and whether autocast was on; gives out what it is told to."""
 

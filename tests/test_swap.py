@@ -43,14 +43,17 @@ def x() -> Tensor:
 
 
 def test_a_module_with_roles_looks_like_itself(x: Tensor) -> None:
-    module, plain, registered = Block(), Block(), list(Block.registry)
+    class Local(Block):
+        """A local class: its qualified name is not its name."""
+
+    module, plain, registered = Local(), Local(), list(Block.registry)
     give_roles(module)
-    assert isinstance(module, Block)
+    assert isinstance(module, Local)
     assert repr(module) == repr(plain)
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
-        assert getattr(type(module), name) == getattr(Block, name)
+        assert getattr(type(module), name) == getattr(Local, name)
     assert inspect.signature(module.forward) == inspect.signature(plain.forward)
-    assert inspect.signature(type(module)) == inspect.signature(Block)
+    assert inspect.signature(type(module)) == inspect.signature(Local)
     assert list(module.state_dict()) == list(plain.state_dict())
     assert [name for name, _ in module.named_modules()] == [name for name, _ in plain.named_modules()]
     assert [name for name, _ in module.named_parameters()] == [name for name, _ in plain.named_parameters()]

@@ -24,7 +24,7 @@ class Finding:
 
     `culprit` says for people where the non-finite numbers begin. `finite_in` are those of the precisions asked for in
     which loss and gradients are finite, `out_of_memory` those that could not be run. With `pins` kept in fp32 the
-    current precision is finite. Precision is at fault where `finite_in` or `pins` holds anything.
+    current precision is finite. `is_precision`: the batch is finite in a safer precision, or with the pins.
     """
 
     reproduced: bool
@@ -33,6 +33,7 @@ class Finding:
     pins: tuple[str, ...]
     num_passes: int
     out_of_memory: tuple[Precision, ...] = ()
+    is_precision: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ def diagnose(
             pins = _find_pins(bench, first, healthy, current, loss_scale, gather)
         finite_in = tuple(precision for precision in lower if run_once(precision).is_finite)
     out_of_memory = tuple(precision for precision, done in passes.items() if not done.fits)
-    return Finding(True, finite_in, culprit, pins, bench.num_passes, out_of_memory)
+    is_precision = bool(pins) or (decider is not None and decider.is_finite)
+    return Finding(True, finite_in, culprit, pins, bench.num_passes, out_of_memory, is_precision)
 
 
 def _culprit(model: nn.Module, bad: Pass, gather: Callable[[tuple[str, ...]], tuple[str, ...]]) -> str | None:
@@ -154,3 +156,25 @@ def probe(
     """Run the batch in `precision` at `loss_scale`, without a step, before promoting to it."""
     done = Rerunner(model, rerun, current=precision, device_type=device_type, agree=agree).run(precision, loss_scale)
     return ProbeResult(done.is_finite, done.recorder.forward_max)
+
+
+def flushed_share(
+    model: nn.Module,
+    rerun: Callable[[], Tensor],
+    *,
+    loss_scale: float,
+    device_type: str,
+    agree: Callable[[bool], bool] = lambda flag: flag,
+) -> float:
+    """The share of the gradient's nonzero entries that fp16 rounds to zero at `loss_scale`, from a pass in fp32.
+
+    What is at most 2^-25 after scaling is nearer to 0 than to the smallest fp16 number, 2^-24. 0.0 where the pass is
+    not finite or does not fit: then there is nothing to tell.
+    """
+    bench = Rerunner(model, rerun, current="fp16", device_type=device_type, agree=agree)
+    done = bench.run("fp32", 1.0, keeps_gradients=True)
+    if not done.is_finite:
+        return 0.0
+    num_nonzero = sum(int(gradient.count_nonzero()) for gradient in done.gradients)
+    num_flushed = sum(int(((g != 0) & (g.abs() <= 2.0**-25 / loss_scale)).sum()) for g in done.gradients)
+    return num_flushed / max(1, num_nonzero)

@@ -26,6 +26,7 @@ class Pass:
     fits: bool  # False: out of memory, and nothing else is known
     is_loss_finite: bool
     recorder: Recorder
+    gradients: tuple[Tensor, ...] = ()  # of the parameters, still scaled; only where they were asked for
 
 
 class Rerunner:
@@ -45,13 +46,16 @@ class Rerunner:
     ) -> None:
         self.modules = modules_by_name(model)
         self.num_passes = 0
+        self._gradients: tuple[Tensor, ...] = ()
         self._model = model
         self._rerun = rerun
         self._current = current
         self._device_type = device_type
         self._agree = agree
 
-    def run(self, precision: Precision, loss_scale: float, pins: Sequence[str] = ()) -> Pass:
+    def run(
+        self, precision: Precision, loss_scale: float, pins: Sequence[str] = (), *, keeps_gradients: bool = False
+    ) -> Pass:
         """One pass in `precision` with the modules named in `pins` in fp32 beside those that are already.
 
         Raises `InvalidRequestError`, on every rank, where the closure fails on any.
@@ -78,7 +82,10 @@ class Rerunner:
         if self._agree(has_run_out):
             return Pass(is_finite=False, fits=False, is_loss_finite=False, recorder=recorder)
         is_finite = not self._agree(not is_finite)
-        return Pass(is_finite=is_finite, fits=True, is_loss_finite=is_loss_finite, recorder=recorder)
+        gradients, self._gradients = self._gradients if keeps_gradients else (), ()
+        return Pass(
+            is_finite=is_finite, fits=True, is_loss_finite=is_loss_finite, recorder=recorder, gradients=gradients
+        )
 
     def _forward_and_backward(self, recorder: Recorder, precision: Precision, loss_scale: float) -> tuple[bool, bool]:
         with torch.enable_grad():
@@ -100,6 +107,7 @@ class Rerunner:
             torch.autograd.backward(scaled)  # of a non-finite loss too: other ranks may be waiting in theirs
             is_loss_finite = health(loss) is Health.FINITE
             grads = [tensor.grad for tensor in (*leaves, *parameters)]
+            self._gradients = tuple(p.grad for p in parameters if p.grad is not None)
             return is_loss_finite, is_loss_finite and health(grads) is Health.FINITE
 
     @contextmanager

@@ -209,7 +209,11 @@ class Steering:
         assert attachment is not None  # asked for only where there is something to rerun
         assert attachment.rerun is not None
         lost_share = diagnosis.flushed_share(
-            attachment.model, attachment.rerun, loss_scale=self.policy.scale.scale, device_type=self.device.type
+            attachment.model,
+            attachment.rerun,
+            loss_scale=self.policy.scale.scale,
+            device_type=self.device.type,
+            agree=self.ranks.any,
         )
         return self.policy.judge_underflow(asked.reason, -self.ranks.least(-lost_share))
 

@@ -1,0 +1,201 @@
+"""The policy under millions of random signals, every answer drawn too: what must hold whatever happens."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune_amp.config import MIN_LOSS_SCALE, LossScale, Precision
+from autotune_amp.runtime import actions
+from autotune_amp.runtime.actions import Action, Move, Signal
+from autotune_amp.runtime.policy import DWELL_STEPS, MAX_PROMOTIONS, NUM_PROBATION_STEPS, PROMOTION_STEPS, Policy
+
+LADDERS: tuple[tuple[Precision, ...], ...] = (
+    ("fp16",),
+    ("fp16", "fp32"),
+    ("fp16", "bf16", "fp32"),
+    ("fp16", "bf16", "tf32", "fp32"),
+    ("bf16", "fp32"),
+    ("fp32",),
+)
+# How likely an update overflows, has a non-finite loss, brings a sample of what is lost; and how long that lasts.
+REGIMES = {
+    "clean": (0.0, 0.0, 0.0, 5000),
+    "clean, sampled": (0.0, 0.0, 0.01, 5000),
+    "hiccups": (0.001, 0.001, 0.01, 1000),
+    "noise": (0.05, 0.02, 0.1, 300),
+    "anything": (0.3, 0.3, 0.3, 100),
+    "overflow": (1.0, 0.0, 0.0, 60),
+    "overflow, mostly": (0.7, 0.01, 0.0, 60),
+    "bad losses": (0.0, 1.0, 0.0, 30),
+    "bad losses and overflow": (0.5, 0.8, 0.0, 30),
+}
+
+
+class Driver:
+    """Drives a policy and a twin that is saved and loaded anew now and then; both must do the same for ever."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self.draw = draw
+        self.rungs = draw.choice(LADDERS)
+        self.loss_scale = LossScale(
+            init_scale=2.0 ** draw.randint(-4, 20),
+            backoff_factor=draw.choice((0.5, 0.5, 0.25, 0.7)),
+            growth_factor=draw.choice((2.0, 2.0, 1.3)),
+            growth_interval=draw.choice((1, 2, 10, 100, 2000)),
+            hysteresis=draw.randint(1, 3),
+            min_scale=draw.choice((None, None, 2.0**-5)),
+        )
+        self.options = {"can_rerun": draw.random() < 0.7, "promotes": draw.random() < 0.7}
+        self.unfit = [rung for rung in self.rungs[1:] if draw.random() < 0.15]
+        self.refusal = draw.choice((0.0, 0.2))
+        self.hand = draw.choice((0.0, 0.0, 0.0005))
+        self.policy, self.twin = self.fresh(), self.fresh()
+        self.picked_by_hand: set[int] = set()
+        self.num_ups = self.num_demotions = 0
+        self.num_promotions = 0
+        self.num_bad = 0  # in a row, since the last move
+        self.last_down: int | None = None
+        self.last_up: int | None = None
+        self.was_revert = False
+        self.num_stops = 0
+
+    def fresh(self) -> Policy:
+        policy = Policy(self.rungs, self.loss_scale, **self.options)
+        for rung in self.unfit:
+            policy.withdraw(rung, "too slow")
+        return policy
+
+    def resume(self) -> None:
+        self.twin = self.fresh()
+        self.twin.load_state_dict(json.loads(json.dumps(self.policy.state_dict())))
+
+    def both(self, method: str, *args: Any, **more: Any) -> Any:
+        result = getattr(self.policy, method)(*args, **more)
+        assert getattr(self.twin, method)(*args, **more) == result, f"{method} differs after a save and load"
+        return result
+
+    def live(self, regime: str, num_updates: int) -> None:
+        draw = self.draw.random
+        overflow, bad_loss, sampled, _ = REGIMES[regime]
+        clean = Signal()
+        for _ in range(num_updates):
+            signal = clean
+            if overflow or bad_loss or sampled:
+                share = draw() ** 4 if draw() < sampled else None
+                signal = Signal(draw() < overflow, draw() < bad_loss, share)
+            self.num_bad = self.num_bad + 1 if signal.overflow or signal.loss_nonfinite else 0
+            action = self.policy.observe(signal)
+            assert self.twin.observe(signal) == action, "differs after a save and load"
+            while action is not None:
+                action = self.answer(action)
+            self.check()
+            if draw() < self.hand:
+                self.move_by_hand()
+
+    def check(self) -> None:
+        policy = self.policy
+        assert 0 <= policy.rung < len(self.rungs)
+        assert policy.rung not in policy.withdrawn or policy.rung in self.picked_by_hand
+        rule = policy.scale
+        assert MIN_LOSS_SCALE <= rule.floor <= rule.scale <= rule.max_scale < math.inf
+
+    def answer(self, action: Action) -> Action | None:
+        draw = self.draw.random
+        if isinstance(action, actions.Stop):
+            self.num_stops += 1
+            return None
+        if isinstance(action, actions.Warn):
+            return None
+        if isinstance(action, actions.Diagnose):
+            assert self.options["can_rerun"]
+            finite_in = [rung for rung in self.rungs if draw() < 0.8]
+            pins = ("layer",) if draw() < 0.2 else ()
+            judgement = {"reproduced": draw() < 0.9, "is_precision": draw() < 0.6}
+            return self.both("judge", action.reason, finite_in=finite_in, pins=pins, **judgement)  # type: ignore[no-any-return]
+        if isinstance(action, actions.Measure):
+            assert self.options["can_rerun"]
+            return self.both("judge_underflow", action.reason, draw() ** 6)  # type: ignore[no-any-return]
+        if isinstance(action, actions.Probe):
+            assert all(self.options.values())
+            return self.both("probed", action, fits=draw() < 0.7, reason="tried")  # type: ignore[no-any-return]
+        if isinstance(action, actions.Demote) and draw() < self.refusal:
+            if draw() < 0.5:
+                return self.both("decline")  # type: ignore[no-any-return]
+            return self.both("refuse", action, "out of memory")  # type: ignore[no-any-return]
+        return self.confirm(action)
+
+    def confirm(self, move: Move) -> Action | None:
+        policy = self.policy
+        before, now = policy.rung, policy.num_updates
+        follows: Action | None = self.both("confirm", move)
+        if isinstance(move, actions.Demote):
+            assert before < policy.rung == move.rung
+            # A promotion that failed is undone at once; after a revert nothing moves before the dwell is over.
+            assert not self.was_revert or self.last_up is None or now - self.last_up >= DWELL_STEPS
+            self.num_demotions += 1
+            self.last_down = now
+        elif isinstance(move, actions.Revert | actions.Promote):
+            assert policy.rung == move.rung < before
+            assert self.last_down is not None or self.picked_by_hand
+            if isinstance(move, actions.Promote):
+                assert self.last_down is None or now - self.last_down >= PROMOTION_STEPS
+                assert self.last_up is None or now - self.last_up >= PROMOTION_STEPS
+                self.num_promotions += 1
+            else:
+                assert self.last_down is not None
+                assert now - self.last_down == NUM_PROBATION_STEPS == self.num_bad
+            self.was_revert = isinstance(move, actions.Revert)
+            self.num_ups += 1
+            self.last_up = now
+        else:
+            assert policy.rung == before
+        if not isinstance(move, actions.Rescale):
+            self.num_bad = 0
+        assert self.num_promotions <= MAX_PROMOTIONS
+        most = (len(self.rungs) - 1) * (1 + len(self.picked_by_hand)) + self.num_ups
+        assert self.num_demotions <= most or self.picked_by_hand
+        return follows
+
+    def move_by_hand(self) -> None:
+        rung = self.draw.choice(self.rungs)
+        self.both("move_by_hand", rung)
+        self.picked_by_hand.add(self.policy.rung)
+        self.last_down = self.last_up = None
+        self.num_bad = 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_random_breaks_the_policy(seed: int) -> None:
+    draw = random.Random(seed)
+    num_left = 250_000
+    while num_left > 0:
+        driver = Driver(draw)
+        for _ in range(draw.randint(1, 30)):
+            regime = draw.choice(list(REGIMES))
+            num_updates = draw.randint(1, REGIMES[regime][3])
+            driver.live(regime, num_updates)
+            num_left -= num_updates
+            if draw.random() < 0.7:
+                driver.resume()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    draw=st.randoms(use_true_random=False),
+    stretches=st.lists(st.tuples(st.sampled_from(sorted(REGIMES)), st.integers(1, 60), st.booleans()), max_size=12),
+)
+def test_nothing_that_can_be_shrunk_breaks_the_policy(
+    draw: random.Random, stretches: list[tuple[str, int, bool]]
+) -> None:
+    driver = Driver(draw)
+    for regime, num_updates, resumes in stretches:
+        driver.live(regime, num_updates)
+        if resumes:
+            driver.resume()

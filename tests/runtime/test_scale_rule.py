@@ -1,0 +1,279 @@
+"""The loss scale's rule: GradScaler's to the bit, its bounds, and how many steps it costs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune_amp.config import MIN_LOSS_SCALE, LossScale
+from autotune_amp.errors import InvalidRequestError
+from autotune_amp.runtime.actions import Diagnose, Signal
+from autotune_amp.runtime.policy import Policy
+from autotune_amp.runtime.scale_rule import ScaleRule, check_scale, float32
+
+WIDE = 2.0**100  # a cap that no test here reaches
+CPU = torch.device("cpu")
+factors = st.floats(1.01, 8.0)
+sequences = st.lists(st.booleans(), max_size=200)
+
+
+def rule_of(init_scale: float = 65536.0, **more: Any) -> ScaleRule:
+    return ScaleRule(LossScale(init_scale=init_scale, **more))
+
+
+def tell(rule: ScaleRule, overflow: bool) -> float:
+    """The octaves of scale that the step took away; negative where it gave."""
+    return rule.overflow() if overflow else -rule.clean()
+
+
+# -- GradScaler's rule -------------------------------------------------------------------------------------------------
+
+
+class TorchScaler(torch.amp.GradScaler):
+    """GradScaler itself, told of an overflow as an optimizer's step would tell it."""
+
+    def __init__(self, loss_scale: LossScale) -> None:
+        super().__init__(
+            "cpu",
+            init_scale=loss_scale.init_scale,
+            growth_factor=loss_scale.growth_factor,
+            backoff_factor=loss_scale.backoff_factor,
+            growth_interval=loss_scale.growth_interval,
+        )
+        self.scale(torch.zeros(()))
+
+    def tell(self, overflow: bool) -> None:
+        self._per_optimizer_states[0]["found_inf_per_device"] = {CPU: torch.tensor(float(overflow))}
+        self.update()
+
+
+@given(
+    overflows=sequences,
+    init_scale=st.floats(2.0**-10, 2.0**30),
+    growth_factor=factors,
+    backoff_factor=st.floats(0.05, 0.99),
+    growth_interval=st.integers(1, 6),
+)
+def test_within_its_bounds_the_scale_is_gradscalers_to_the_bit(overflows: list[bool], **parameters: Any) -> None:
+    loss_scale = LossScale(min_scale=MIN_LOSS_SCALE, max_scale=WIDE, **parameters)
+    rule, scaler = ScaleRule(loss_scale), TorchScaler(loss_scale)
+    assert rule.scale == scaler.get_scale()
+    for overflow in overflows:
+        tell(rule, overflow)
+        scaler.tell(overflow)
+        if not MIN_LOSS_SCALE <= scaler.get_scale() <= WIDE:
+            assert rule.scale == (MIN_LOSS_SCALE if overflow else WIDE)
+            return
+        assert rule.scale == scaler.get_scale()
+        assert rule.growth_tracker == scaler._get_growth_tracker()
+
+
+@given(
+    overflows=sequences,
+    bounds=st.lists(st.floats(MIN_LOSS_SCALE, WIDE), min_size=3, max_size=3).map(sorted),
+    growth_factor=factors,
+    backoff_factor=st.floats(0.05, 1.0),
+    growth_interval=st.integers(1, 3),
+    hysteresis=st.integers(1, 3),
+)
+def test_the_scale_is_a_float32_within_its_bounds(
+    overflows: list[bool], bounds: list[float], **parameters: Any
+) -> None:
+    least, init, most = bounds
+    rule = rule_of(init, min_scale=least, max_scale=most, **parameters)
+    for overflow in [None, *overflows]:
+        if overflow is not None:
+            tell(rule, overflow)
+        assert rule.scale == float32(rule.scale), "a device cannot hold it"
+        assert float32(least) <= rule.scale <= float32(most)
+
+
+def test_the_scale_stays_finite_under_a_cap_that_no_float32_reaches() -> None:
+    rule = rule_of(2.0**126, max_scale=1e300, growth_interval=1)
+    for _ in range(4):
+        rule.clean()
+    assert math.isfinite(float32(rule.scale))
+
+
+@given(scale=st.floats(min_value=0.0, allow_infinity=True), overflows=sequences)
+def test_a_scale_set_from_outside_is_brought_within_the_bounds_and_keeps_the_tracker(
+    scale: float, overflows: list[bool]
+) -> None:
+    rule = rule_of(16.0, min_scale=2.0, max_scale=64.0, growth_interval=300)
+    for overflow in overflows:
+        tell(rule, overflow)
+    before = rule.growth_tracker
+    rule.set(scale)
+    assert rule.scale == float32(min(64.0, max(2.0, scale)))
+    assert rule.growth_tracker == before
+
+
+# -- hysteresis and the floor ------------------------------------------------------------------------------------------
+
+
+@given(overflows=sequences, hysteresis=st.integers(1, 4), growth_interval=st.integers(1, 5))
+def test_the_scale_backs_off_from_the_last_of_its_hysteresis_on_until_it_grows(
+    overflows: list[bool], hysteresis: int, growth_interval: int
+) -> None:
+    rule = rule_of(2.0**-10, max_scale=2.0**1000, hysteresis=hysteresis, growth_interval=growth_interval)
+    num_since_growth = 0
+    for overflow in overflows:
+        before = rule.scale
+        tell(rule, overflow)
+        if overflow:
+            num_since_growth += 1
+            halves = num_since_growth >= hysteresis and before > rule.floor
+            assert rule.scale == (before / 2 if halves else before)
+        elif rule.scale > before:
+            num_since_growth = 0
+
+
+def test_clean_steps_that_do_not_grow_the_scale_do_not_refill_the_hysteresis() -> None:
+    rule = rule_of(64.0, hysteresis=2, growth_interval=3)
+    scales = []
+    for overflow in (True, False, False, True, True, False, False, False, True, True):
+        tell(rule, overflow)
+        scales.append(rule.scale)
+    assert scales == [64, 64, 64, 32, 16, 16, 16, 32, 32, 16]
+
+
+def test_the_floor_is_crossed_only_by_the_overflow_that_it_alone_holds_up() -> None:
+    rule = rule_of(4.0, min_scale=1.0, hysteresis=2)
+    would_cross = []
+    for _ in range(5):
+        would_cross.append(rule.would_cross_floor)
+        rule.overflow()
+    assert would_cross == [False, False, False, True, True]
+    assert rule.scale == 1.0
+
+
+def test_a_floor_that_holds_the_scale_up_in_part_is_crossed_too() -> None:
+    rule = rule_of(1.5, min_scale=1.0)
+    assert rule.would_cross_floor
+    assert rule.overflow() == 1.0, "the octave is counted in full"
+    assert rule.scale == 1.0
+
+
+# -- how many steps it costs (section 3) -------------------------------------------------------------------------------
+
+
+def num_skips(rule: ScaleRule, largest_safe: float, num_steps: int) -> int:
+    num = 0
+    for _ in range(num_steps):
+        overflows = rule.scale > largest_safe
+        tell(rule, overflows)
+        num += overflows
+    return num
+
+
+@given(
+    octaves_down=st.integers(1, 30),
+    fraction=st.floats(1.0, 1.99),
+    num_steps=st.integers(0, 600),
+    growth_interval=st.integers(1, 50),
+)
+def test_skips_from_a_start_above_the_largest_safe_scale(
+    octaves_down: int, fraction: float, num_steps: int, growth_interval: int
+) -> None:
+    start, safe = 2.0**32, 2.0 ** (32 - octaves_down) * fraction
+    rule = rule_of(start, max_scale=WIDE, growth_interval=growth_interval)
+    down = math.ceil(math.log2(start / safe))
+    expected = min(num_steps, down) + max(0, num_steps - down) // (growth_interval + 1)
+    assert num_skips(rule, safe, num_steps) == expected
+
+
+@given(
+    octaves_up=st.integers(0, 10),
+    fraction=st.floats(1.0, 1.99),
+    num_steps=st.integers(0, 600),
+    growth_interval=st.integers(1, 50),
+)
+def test_skips_from_a_start_below_the_largest_safe_scale(
+    octaves_up: int, fraction: float, num_steps: int, growth_interval: int
+) -> None:
+    start = 256.0
+    rule = rule_of(start, max_scale=WIDE, growth_interval=growth_interval)
+    first = (octaves_up + 1) * growth_interval + 1
+    expected = 0 if num_steps < first else 1 + (num_steps - first) // (growth_interval + 1)
+    assert num_skips(rule, start * 2.0**octaves_up * fraction, num_steps) == expected
+
+
+@given(
+    overflows=sequences,
+    growth_interval=st.integers(1, 5),
+    width=st.integers(0, 6),
+)
+def test_whatever_the_largest_safe_scale_does_skips_are_bounded_by_the_octaves_lost(
+    overflows: list[bool], growth_interval: int, width: int
+) -> None:
+    """The bound holds with a floor and a cap in the way because suppressed octaves are counted as lost."""
+    bounds = {"min_scale": 256.0 * 2.0**-width, "max_scale": 256.0 * 2.0**width}
+    rule = rule_of(256.0, growth_interval=growth_interval, **bounds)
+    net = sum(tell(rule, overflow) for overflow in overflows)
+    assert sum(overflows) * (growth_interval + 1) <= len(overflows) + growth_interval * net
+
+
+def overflows_above(largest_safe: float, policy: Policy, num_steps: int) -> list[bool]:
+    """Whether each step overflowed; fails on any action but a Diagnose, which is answered: precision is at fault."""
+    overflowed = []
+    for _ in range(num_steps):
+        overflowed.append(policy.scale.scale > largest_safe)
+        action = policy.observe(Signal(overflow=overflowed[-1]))
+        if isinstance(action, Diagnose):
+            action = policy.judge(action.reason, reproduced=True, is_precision=True, finite_in=("bf16", "fp32"))
+        assert action is None, f"{action} at {policy.num_updates} updates"
+    return overflowed
+
+
+@pytest.mark.parametrize("can_rerun", [False, True])
+def test_a_largest_safe_scale_of_1000_costs_16_skips_in_20000_steps_and_no_trip(can_rerun: bool) -> None:
+    policy = Policy(("fp16", "bf16", "fp32"), LossScale(), can_rerun=can_rerun)
+    overflowed = overflows_above(1000.0, policy, 20_000)
+    assert sum(overflowed) == policy.num_skips == 16
+    assert (policy.rung, policy.phase) == (0, "STEADY")
+
+
+@pytest.mark.parametrize("can_rerun", [False, True])
+def test_a_sum_reduced_loss_that_is_stable_far_below_1_is_no_fault(can_rerun: bool) -> None:
+    policy = Policy(("fp16", "bf16", "fp32"), LossScale(), can_rerun=can_rerun)
+    overflowed = overflows_above(2.0**-6, policy, 20_000)
+    assert overflowed[:23] == [True] * 22 + [False]
+    assert sum(overflowed) == 22 + (20_000 - 22) // 2001
+    assert (policy.rung, policy.phase) == (0, "STEADY")
+
+
+# -- what is saved -----------------------------------------------------------------------------------------------------
+
+
+@given(overflows=sequences, at=st.integers(0, 200), hysteresis=st.integers(1, 3))
+def test_a_saved_rule_goes_on_as_if_nothing_had_happened(overflows: list[bool], at: int, hysteresis: int) -> None:
+    parameters: dict[str, Any] = {"hysteresis": hysteresis, "growth_interval": 3}
+    rule, resumed = rule_of(**parameters), rule_of(**parameters)
+    for overflow in overflows[:at]:
+        tell(rule, overflow)
+    resumed.load_state_dict(rule.state_dict())
+    for overflow in overflows[at:]:
+        assert tell(rule, overflow) == tell(resumed, overflow)
+        assert rule.state_dict() == resumed.state_dict()
+
+
+@pytest.mark.parametrize("scale", [0.0, 0, -1.0, math.inf, -math.inf, math.nan, "65536", None, True])
+def test_a_scale_that_would_destroy_the_weights_is_refused_and_nothing_is_changed(scale: Any) -> None:
+    rule = rule_of()
+    before = rule.state_dict()
+    with pytest.raises(InvalidRequestError, match="finite number above 0") as refused:
+        rule.load_state_dict({**before, "growth_tracker": 7, "scale": scale})
+    assert refused.value.next_step
+    assert rule.state_dict() == before
+
+
+@settings(max_examples=20)
+@given(scale=st.floats(min_value=2.0**-149, max_value=1e300) | st.integers(1, 2**40))
+def test_any_other_scale_is_given_back_as_a_float(scale: float) -> None:
+    assert check_scale(scale) == scale
+    assert isinstance(check_scale(scale), float)

@@ -1,0 +1,329 @@
+"""Hard runs, each against a reference without the controller: who is at fault, and what the parameters became."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training import MODES, Batch, Loop, batches, fp16, same, weights
+
+from autotune_amp.config import AmpConfig, LossScale
+from autotune_amp.errors import NotPrecisionError
+from autotune_amp.runtime.controller import PrecisionController
+
+NAN_BATCH: Batch = (torch.full((4, 8), math.nan), torch.zeros(4, 1))
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def controller(config: AmpConfig | None = None, **options: Any) -> PrecisionController:
+    return PrecisionController(config or fp16(), device="cpu", **options)
+
+
+class FeedForward(nn.Module):
+    """T5's feed-forward output reached 66246 > 65504 (transformers#5651); a norm follows, so fp32 trains on it well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wi = nn.Linear(8, 16)
+        self.wo = nn.Linear(16, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 1)
+        with torch.no_grad():
+            self.wo.bias.copy_(torch.linspace(-66246.0, 66246.0, 8))
+            self.wo.weight.mul_(20000.0)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.norm(self.wo(torch.relu(self.wi(inputs)))))  # type: ignore[no-any-return]
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def test_point_1_a_constant_safe_scale_costs_sixteen_skips_and_no_trip() -> None:
+    """The gradient of one weight is 65504 / 1000 at scale 1, so that S* is about 1000."""
+    weight = nn.Parameter(torch.zeros(()))
+    reference = nn.Parameter(torch.zeros(()))
+    steered = controller(fp16(loss_scale=LossScale()))
+    steps, reference_steps = torch.optim.SGD([weight], lr=1e-9), torch.optim.SGD([reference], lr=1e-9)
+    overflow_from = 1000.0
+    for _ in range(20_000):
+        loss = steered.scale(weight * 65.0)
+        loss.backward()
+        assert weight.grad is not None
+        if steered.get_scale() > overflow_from:
+            weight.grad.fill_(math.inf)
+        if steered.step(steps):
+            reference.grad = torch.tensor(65.0)
+            reference_steps.step()
+        steered.update()
+        steps.zero_grad()
+    status = steered.status()
+    assert (status.num_skips, status.num_steps, status.history) == (16, 19_984, ())
+    assert status.precision == "fp16"
+    assert torch.equal(weight, reference)
+
+
+@pytest.mark.parametrize("reruns", [True, False])
+def test_point_1_a_sum_reduced_loss_that_trains_at_a_tiny_scale_does_not_trip(reruns: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    twin = copy.deepcopy(model)
+
+    def summed(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).float().sum() * 2.0**21
+
+    given = batches(80)
+    steered = controller(fp16(loss_scale=LossScale()))
+    loop = Loop(model, steered, loss=summed, learning_rate=2.0**-30, reruns=reruns).run(given)
+    status = steered.status()
+    assert status.precision == "fp16"
+    assert [record.kind for record in status.history] == []
+    assert status.scale < 2.0**-4
+    plain = Loop(twin, loss=summed, learning_rate=2.0**-30).run(given[status.num_skips :])
+    assert loop.losses[-1] == pytest.approx(plain.losses[-1], rel=0.02)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("reruns", [True, False])
+@pytest.mark.parametrize("own_autocast", [None, torch.float16])
+def test_point_2_forward_overflow_is_survived(mode: str, reruns: bool, own_autocast: torch.dtype | None) -> None:
+    model = FeedForward()
+    twin = copy.deepcopy(model)
+    given = batches(60)
+    steered = controller()
+    loop = Loop(model, steered, mode=mode, reruns=reruns, own_autocast=own_autocast)
+    assert not loop.step(given[0])
+    assert not loop.step(given[1])
+    assert same(model, twin)  # nothing was taken from the two bad steps
+    status = steered.status()
+    (move,) = status.history
+    if reruns:
+        assert move.kind == "pin"
+        assert status.pinned_modules == ("wo",)
+        assert status.precision == "fp16"
+    else:
+        assert (move.kind, status.precision) == ("demotion", "bf16")
+    loop.run(given[2:])
+    plain = Loop(twin).run(given[2:])
+    assert steered.status().num_skips == 2
+    assert loop.losses[-1] == pytest.approx(plain.losses[-1], rel=0.1, abs=0.02)
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_point_3_one_nan_batch_is_one_skip(mode: str) -> None:
+    model = small()
+    twin = copy.deepcopy(model)
+    given = batches(20)
+    steered = controller()
+    loop = Loop(model, steered, mode=mode).run(given[:10])
+    before, scale = weights(model), steered.get_scale()
+    assert not loop.step(NAN_BATCH)
+    assert all(torch.equal(before[name], value) for name, value in weights(model).items())  # BatchNorm's too
+    assert steered.get_scale() == scale
+    loop.run(given[10:])
+    status = steered.status()
+    assert (status.num_skips, status.precision, status.history) == (1, "fp16", ())
+    other = controller()
+    Loop(twin, other, mode=mode).run(given)
+    assert same(model, twin)
+
+
+def test_point_3_in_an_accumulation_window_the_statistics_go_back_to_its_beginning() -> None:
+    model = small()
+    steered = controller()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steered.attach(model)
+    before = weights(model)
+    for inputs, targets in (*batches(2), NAN_BATCH):
+        with steered.autocast():
+            loss = nn.functional.mse_loss(model(inputs), targets)
+        steered.backward(loss / 3)
+    assert not steered.step(optimizer)
+    steered.update()
+    assert all(torch.equal(before[name], value) for name, value in weights(model).items())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_point_4_a_burst_of_nan_batches_is_not_precision(mode: str) -> None:
+    model = small()
+    twin = copy.deepcopy(model)
+    given = batches(20)
+    steered = controller(halt=False)
+    loop = Loop(model, steered, mode=mode).run(given[:10])
+    scale = steered.get_scale()
+    loop.run([NAN_BATCH] * 200)
+    status = steered.status()
+    assert status.precision == "fp16"
+    assert {record.kind for record in status.history} == {"not_precision", "stop"}
+    assert "the input of the model" in status.history[0].reason
+    assert steered.get_scale() == scale
+    loop.run(given[10:])
+    Loop(twin, controller(), mode=mode).run(given)
+    assert same(model, twin)  # as if the burst had never been
+
+
+def test_point_4_plain_grad_scaler_destroys_the_weights() -> None:
+    model = nn.Linear(8, 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for inputs, targets in [*[NAN_BATCH] * 200, *batches(1)]:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = nn.functional.mse_loss(model(inputs), targets)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert model.weight.isnan().any()
+
+
+def test_point_4_halts_where_it_may() -> None:
+    model = small()
+    loop = Loop(model, controller())
+    before = weights(model)
+    with pytest.raises(NotPrecisionError, match="the input of the model"):
+        loop.run([NAN_BATCH] * 200)
+    assert all(torch.equal(before[name], value) for name, value in weights(model).items())
+
+
+class RootOfZero(nn.Module):
+    """sqrt has an infinite slope at 0, and infinity times the 0 behind it is NaN, in every precision."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs * 0.0).sqrt()
+
+
+class WithRoot(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.root = RootOfZero()
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.body(inputs)
+        return self.head(hidden + self.root(hidden))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_point_5_a_nan_gradient_in_every_precision_halts_naming_the_module(mode: str, precision: str) -> None:
+    model = WithRoot()
+    before = weights(model)
+    configs = {
+        "fp16": fp16(),
+        "bf16": AmpConfig(precision="bf16", batch_size=4, fallback=["fp32"]),
+        "fp32": AmpConfig(precision="fp32", batch_size=4),
+    }
+    steered = controller(configs[precision])
+    loop = Loop(model, steered, mode=mode)
+    with pytest.raises(NotPrecisionError, match="root"):
+        loop.run(batches(60))
+    assert steered.status().precision == precision
+    assert all(torch.equal(before[name], value) for name, value in weights(model).items())
+
+
+@pytest.mark.parametrize("attaches", [True, False])
+def test_point_5_without_a_rerun_the_demotion_does_not_last(attaches: bool) -> None:
+    model = WithRoot()
+    before = weights(model)
+    steered = controller()
+    loop = Loop(model, steered, reruns=False, attaches=attaches)
+    with pytest.raises(NotPrecisionError, match="body" if attaches else "not precision"):
+        loop.run(batches(100))
+    status = steered.status()
+    assert status.precision == "fp16"
+    assert [record.kind for record in status.history] == ["demotion", "revert", "stop"]
+    assert all(torch.equal(before[name], value) for name, value in weights(model).items())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("reruns", [True, False])
+def test_point_6_silent_underflow_trips_without_any_nan(mode: str, reruns: bool) -> None:
+    """Gradients near 2^-30 vanish in fp16 at scale 1; a learning rate of 2^29 makes them count."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    twin = copy.deepcopy(model)
+    given = batches(200)
+
+    def tiny(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output.float(), target) * 2.0**-28
+
+    config = fp16(loss_scale=LossScale(init_scale=1.0, max_scale=4.0))
+    steered = controller(config)
+    start = weights(model)
+    loop = Loop(model, steered, mode=mode, reruns=reruns, loss=tiny, learning_rate=0.05 * 2.0**28).run(given)
+    status = steered.status()
+    assert [record.kind for record in status.history] == ["rescale", "demotion"]
+    assert "too small for fp16" in status.history[0].reason
+    assert (status.num_skips, status.precision) == (0, "bf16")
+    plain = Loop(twin, loss=tiny, learning_rate=0.05 * 2.0**28).run(given)
+    assert loop.losses[-1] < 0.1 * loop.losses[0]
+    assert plain.losses[-1] < 0.1 * plain.losses[0]
+    assert not all(torch.equal(start[name], value) for name, value in weights(model).items())
+
+
+def test_point_6_a_higher_scale_is_enough_where_it_is_allowed() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    twin = copy.deepcopy(model)
+    given = batches(400)
+
+    def tiny(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output.float(), target) * 2.0**-28
+
+    steered = controller(fp16(loss_scale=LossScale(init_scale=1.0)))
+    loop = Loop(model, steered, loss=tiny, learning_rate=0.05 * 2.0**28).run(given)
+    status = steered.status()
+    assert status.precision == "fp16"
+    assert {record.kind for record in status.history} == {"rescale"}
+    plain = Loop(twin, loss=tiny, learning_rate=0.05 * 2.0**28).run(given)
+    assert loop.losses[-1] < 0.1 * loop.losses[0]
+    assert plain.losses[-1] < 0.1 * plain.losses[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_point_7_without_a_loss_scale_a_non_finite_step_is_skipped(mode: str, precision: Any) -> None:
+    model = small()
+    twin = copy.deepcopy(model)
+    given = batches(12)
+    config = AmpConfig(precision=precision, batch_size=4)
+    steered = controller(config)
+    Loop(model, steered, mode=mode).run([*given[:5], NAN_BATCH, *given[5:]])
+    assert steered.status().num_skips == 1
+    reference = Loop(twin, controller(config, guard=False), mode=mode).run(given)
+    assert same(model, twin)
+    if precision == "fp32":
+        third = small()
+        third.load_state_dict(weights(twin))
+        assert all(math.isfinite(loss) for loss in reference.losses)
+
+
+def test_point_14_a_frozen_low_precision_base_is_not_offered_fp32() -> None:
+    base = nn.Linear(8, 8).to(torch.bfloat16).requires_grad_(False)
+    adapter = nn.Linear(8, 1)
+    model = nn.Sequential(base, adapter)
+    steered = controller()
+    loop = Loop(model, steered, reruns=False)
+    before = weights(model)
+    with pytest.raises(NotPrecisionError):
+        loop.run([NAN_BATCH] * 200)
+    moves = [(record.kind, record.after) for record in steered.status().history]
+    assert ("demotion", "bf16") in moves
+    assert all(after != "fp32" for _, after in moves)
+    assert all(torch.equal(before[name], value) for name, value in weights(model).items())
+    steered = controller(AmpConfig(precision="bf16", batch_size=4, fallback=["fp32"]), halt=False)
+    Loop(model, steered, reruns=True).run([NAN_BATCH] * 5)
+    assert steered.status().precision == "bf16"
