@@ -130,7 +130,7 @@ class Observer:
 
     def __init__(self, num_slots: int, device: torch.device | str) -> None:
         self.is_sampling = False
-        self.maxima = tuple(torch.zeros((), device=device) for _ in range(num_slots))
+        self.maxima = tuple(torch.zeros((), dtype=torch.float32, device=device) for _ in range(num_slots))
         for maximum in self.maxima:
             torch._dynamo.mark_static_address(maximum)  # or CUDA graphs are off: they write to no input that may move
 

@@ -30,7 +30,7 @@ class Attachment:
         self.observer = precision.Observer(len(observed), device)
         for slot, module in enumerate(observed):
             precision.observe(module, self.observer, slot)
-        self.model.register_load_state_dict_post_hook(self._loaded)
+        self.model.register_load_state_dict_post_hook(self._loaded)  # type: ignore[no-untyped-call]  # torch does not type it
 
     def _loaded(self, module: nn.Module, keys: object) -> None:
         """What was remembered of the statistics belongs to the weights before."""

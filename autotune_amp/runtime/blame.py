@@ -253,9 +253,11 @@ class Recorder:
 
     def _backward_calls(self) -> Iterator[Call]:
         for origin in self._backward_origins():
-            # Outside the model: as a rule the loss function casts a gradient down to what the last module put out.
-            nodes = (origin.node,) if self._call_of(origin.node) else origin.next_nodes
-            yield from (call for call in map(self._call_of, nodes) if call is not None)
+            call = self._call_of(origin.node)
+            if call is not None and call.name:
+                yield call
+            else:  # As a rule the loss function, in the model or outside, casts a gradient down for the last module.
+                yield from filter(None, map(self._call_of, origin.next_nodes))
 
     def _ended_calls(self) -> Iterator[Call]:
         return (call for call, has_ended in self._timeline if has_ended)

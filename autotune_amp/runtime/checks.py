@@ -20,9 +20,12 @@ def checked_device(device: str | torch.device) -> torch.device:
             f"device={str(device)!r} was asked for, but PyTorch cannot use any {kind} device here.",
             'Pass the device that the model is on, for example PrecisionController(config, device="cpu").',
         )
-    if index is not None:
-        naming.numbered(kind, index, module.device_count())
-    return torch.device(kind) if kind == "mps" else torch.device(kind, int(module.current_device()) if index is None else index)
+    if kind == "mps":
+        return torch.device(kind)
+    if index is None:
+        return torch.device(kind, int(module.current_device()))
+    naming.numbered(kind, index, module.device_count())
+    return torch.device(kind, index)
 
 
 def refuse_half_parameters(optimizer: torch.optim.Optimizer, precision: Precision) -> None:

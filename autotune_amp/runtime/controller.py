@@ -88,6 +88,7 @@ class PrecisionController(SteeredScaler):
         """The context for the forward pass in the current precision, fresh each time."""
         self._autocast_is_ours = True
         self._steering.is_advisory = False
+        self._settle()
         self._begin_window()
         return nullcontext() if self._is_off else precision.autocast(self._precision, self._main_device.type)
 
@@ -106,18 +107,21 @@ class PrecisionController(SteeredScaler):
         `InvalidRequestError` where they cannot be.
         """
         batches = iter(loader)
-        while True:
-            plan = self.config
-            num_batches, num_pieces = windows.shape(
-                self._steering.own_config.batch_size, plan.batch_size, plan.accumulation_steps
-            )
-            window = windows.take(batches, num_batches, num_pieces)
-            if not window:
-                break
-            self._window = len(window)
-            for index, batch in enumerate(window):
-                yield batch, index == len(window) - 1
-        self._window = None
+        try:
+            while True:
+                self._settle()
+                plan = self.config
+                num_batches, num_pieces = windows.shape(
+                    self._steering.own_config.batch_size, plan.batch_size, plan.accumulation_steps
+                )
+                window = windows.take(batches, num_batches, num_pieces)
+                if not window:
+                    break
+                self._window = len(window)
+                for index, batch in enumerate(window):
+                    yield batch, index == len(window) - 1
+        finally:
+            self._window = None
         self.synchronize()
 
     @property
@@ -227,6 +231,7 @@ class PrecisionController(SteeredScaler):
             self._num_steps = counters["num_steps"]
             self._num_amp_steps = counters["num_amp_steps"]
             self._num_passes = counters["num_passes"]
+            self._is_in_window = self._num_passes > 0
             self._probe = 0.0 if counters["loss_was_finite"] else math.nan
             self._is_off = counters["is_off"]
         self._apply_rung()

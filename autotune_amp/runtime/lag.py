@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -32,10 +32,9 @@ class LaggedReader:
         event.record()
         self._waiting.append((host, event, label))
 
-    def due(self, lag_updates: int) -> Iterator[tuple[list[float], tuple[int, ...]]]:
-        """What has waited for `lag_updates` pushes, oldest first; 0 waits for the device and gives everything."""
-        while len(self._waiting) > lag_updates:
-            host, event, label = self._waiting.popleft()
-            if event is not None:
-                event.synchronize()
-            yield host.tolist(), label
+    def pop(self) -> tuple[list[float], tuple[int, ...]]:
+        """The oldest group and its label; waits for the device where it is not there yet."""
+        host, event, label = self._waiting.popleft()
+        if event is not None:
+            event.synchronize()
+        return host.tolist(), label

@@ -67,6 +67,7 @@ class JudgingScaler(torch.amp.GradScaler):
         self._verdicts: dict[int, int | Tensor] = {}
         self._lost_share: Tensor | None = None
         self._scale_on_device = rule.scale
+        self._inv_scale: Tensor | None = None
         self._inspected: set[int] = set()
 
     # What the controller adds.
@@ -93,12 +94,12 @@ class JudgingScaler(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         """The outputs times the loss scale, and a look at whether they are finite."""
         self._begin_window()
-        if not isinstance(outputs, Tensor | list | tuple):
-            outputs = list(outputs)
         self._num_passes += 1
         if not self._enabled:
             return outputs
-        for loss in _tensors(outputs):
+        if not isinstance(outputs, (Tensor, list, tuple)):
+            outputs = list(outputs)
+        for loss in (outputs,) if isinstance(outputs, Tensor) else _tensors(outputs):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(loss.device)
             self._see(loss.detach())
@@ -137,13 +138,16 @@ class JudgingScaler(torch.amp.GradScaler):
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
-        inv_scale = None
-        if self._scaling:
+        self._examine(optimizer, self._inverse(scale) if self._scaling else None)
+        state["stage"] = OptState.UNSCALED
+
+    def _inverse(self, scale: Tensor) -> Tensor:
+        """1 / scale, kept until the scale changes."""
+        if self._inv_scale is None:
             # In double precision as GradScaler; MPS and some XPU have none (pytorch#147731).
             has_double = scale.device.type not in ("mps", "xpu")
-            inv_scale = scale.double().reciprocal().float() if has_double else scale.reciprocal()
-        self._examine(optimizer, inv_scale)
-        state["stage"] = OptState.UNSCALED
+            self._inv_scale = scale.double().reciprocal().float() if has_double else scale.reciprocal()
+        return self._inv_scale
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if id(optimizer) not in self._verdicts:
@@ -160,26 +164,32 @@ class JudgingScaler(torch.amp.GradScaler):
             share = torch.zeros_like(scale) if share is None else share  # for the ranks that have gradients
             self._lost_share = share if self._lost_share is None else torch.maximum(share, self._lost_share)
         found = gradients.check(optimizer, inv_scale)
-        verdict = self._verdict(found, scale.device)
+        verdict, skipped = self._verdict(found, scale.device)
         self._verdicts[id(optimizer)] = verdict
-        skipped = verdict.clamp(0, 1) if isinstance(verdict, Tensor) else torch.tensor(float(verdict > 0))
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = (
-            {} if isinstance(verdict, int) and verdict == NO_GRADIENTS else {skipped.device: skipped}
-        )
+        state = self._per_optimizer_states[id(optimizer)]
+        state["found_inf_per_device"] = {} if skipped is None else {skipped.device: skipped}
 
-    def _verdict(self, found: Tensor | None, device: torch.device) -> int | Tensor:
-        """On the host at once where the gradients are there; otherwise a scalar on the device."""
-        if found is None and not self._ranks.are_many:
-            return NO_GRADIENTS
+    def _verdict(self, found: Tensor | None, device: torch.device) -> tuple[int | Tensor, Tensor | None]:
+        """The verdict, on the host where the gradients are there, else a scalar on the device; 1.0 for skip, or 0.0."""
+        are_many = self._ranks.are_many
         if found is None:
+            if not are_many:
+                return NO_GRADIENTS, None
             found = torch.full((), float(NO_GRADIENTS), device=device)
-        if found.device.type != "cpu":
-            found = torch.nan_to_num(found + self._probe, nan=float(BAD_LOSS))
-            return self._ranks.maximum_(found)
+        if not self._is_at_hand(found):
+            judged = self._ranks.maximum_(torch.nan_to_num(found + self._probe, nan=float(BAD_LOSS)))
+            return judged, judged.clamp(CLEAN, OVERFLOW)
         verdict = BAD_LOSS if math.isnan(float(self._probe)) else int(found.item())
-        if self._ranks.are_many:
+        if are_many:
             verdict = int(self._ranks.maximum_(torch.tensor(float(verdict), device=self._main_device)).item())
-        return verdict
+        if are_many or verdict != CLEAN:
+            found.fill_(float(verdict > CLEAN))
+        return verdict, found
+
+    @staticmethod
+    def _is_at_hand(tensor: Tensor) -> bool:
+        """Whether the host can read it without waiting."""
+        return tensor.device.type == "cpu"
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step(*args, **kwargs)`` unless a gradient or the loss was not finite; none without gradients."""
@@ -252,14 +262,13 @@ class JudgingScaler(torch.amp.GradScaler):
         self._num_passes = 0
         self._probe = 0.0
         self._verdicts, self._lost_share = {}, None
-        verdicts = {key: verdict for key, verdict in verdicts.items() if not _is(verdict, NO_GRADIENTS)}
-        if not verdicts:
-            return
         if any(isinstance(verdict, Tensor) for verdict in verdicts.values()):
             self._advance_on_device(verdicts, lost_share)
             return
         self.synchronize()
-        known = {key: int(verdict) for key, verdict in verdicts.items()}
+        known = {key: int(verdict) for key, verdict in verdicts.items() if verdict != NO_GRADIENTS}
+        if not known:
+            return
         self._skipped(max(known.values()) > CLEAN)
         share = None if lost_share is None else float(self._ranks.maximum_(lost_share).item())
         self._judged(known, share)
@@ -278,18 +287,18 @@ class JudgingScaler(torch.amp.GradScaler):
                 scale, tracker, overflowed, rule.growth_factor, rule.backoff_factor, rule.growth_interval
             )
             scale.clamp_(rule.floor, rule.max_scale)
+            self._inv_scale = None
         if lost_share is not None:
             values.append(self._ranks.maximum_(lost_share))
         self._reader.push(values, tuple(verdicts))
         # Hysteresis is counted on the host alone, which therefore has to keep up.
-        self._resolve(0 if self._is_urgent() or rule.hysteresis > 1 else LAG_UPDATES)
+        self._resolve(0 if rule.hysteresis > 1 else LAG_UPDATES)
 
     def _resolve(self, lag_updates: int) -> None:
-        for values, keys in self._reader.due(lag_updates):
+        while len(self._reader) > (0 if self._is_urgent() else lag_updates):
+            values, keys = self._reader.pop()
             known = {key: int(value) for key, value in zip(keys, values, strict=False) if value != NO_GRADIENTS}
             self._judged(known, values[len(keys)] if len(values) > len(keys) else None)
-            if self._is_urgent():
-                lag_updates = 0
         if not len(self._reader):
             self._write_scale(is_forced=True)
         self._all_judged()
@@ -304,12 +313,9 @@ class JudgingScaler(torch.amp.GradScaler):
             return
         if is_forced or self._scale_on_device != self._target_scale:
             self._scale_on_device = self._target_scale
+            self._inv_scale = None
             self._scale.fill_(self._scale_on_device)
             self._growth_tracker.fill_(self._rule.growth_tracker)
-
-
-def _is(verdict: int | Tensor, value: int) -> bool:
-    return isinstance(verdict, int) and verdict == value
 
 
 def _tensors(outputs: Any) -> Iterable[Tensor]:

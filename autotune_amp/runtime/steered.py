@@ -39,6 +39,7 @@ class SteeredScaler(JudgingScaler):
         self._guard = guard
         self._writer = writer
         self._is_off = False
+        self._is_in_window = False  # from the first autocast() or scale() until update()
         self._autocast_is_ours = False
         self._num_steps = self._num_amp_steps = 0
         self._action: Action | None = None
@@ -58,7 +59,7 @@ class SteeredScaler(JudgingScaler):
         self._precision = "fp32" if self._is_off else self._policy.precision
         precision.set_flags(self._precision)
         torch.clear_autocast_cache()
-        self._scaling = self._policy.is_scaling
+        self._scaling = self._policy.is_scaling and not self._is_off
         self._enabled = not self._is_off and (self._guard or self._scaling)
         attachment = self._steering.attachment
         if attachment is not None and not self._autocast_is_ours:
@@ -71,12 +72,22 @@ class SteeredScaler(JudgingScaler):
         self._settle()
 
     def _settle(self) -> None:
-        while self._pending and self._num_passes == 0 and not torch.is_autocast_enabled(self._main_device.type):
-            self._pending.pop(0)()
+        while self._pending and not self._is_in_window and not torch.is_autocast_enabled(self._main_device.type):
+            change = self._pending.pop(0)
+            self.synchronize()  # what is still on its way belongs to the rung that is about to be left
+            self._is_in_window = True  # a rerun may use autocast(): nothing else changes meanwhile
+            try:
+                change()
+            finally:
+                self._is_in_window = False
+
+    def _end_window(self) -> None:
+        self._is_in_window = False
+        super()._end_window()
+        self._settle()
 
     def _begin_window(self) -> None:
-        if self._pending:
-            self._settle()
+        self._is_in_window = True
         if self._steering.attachment is not None and self._num_passes == 0:
             self._steering.attachment.begin_window()
 

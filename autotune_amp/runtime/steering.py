@@ -68,6 +68,7 @@ class Steering:
         self._on_demotion = on_demotion
         self.pins_to_come = config.pinned_modules  # until a model is attached
         self._culprit: str | None = None
+        self._finite_in: tuple[Precision, ...] = ()  # by the latest diagnosis
         self._withdraw(max_slowdown)
 
     def _withdraw(self, max_slowdown: float | None) -> None:
@@ -142,7 +143,8 @@ class Steering:
                 return None
             reason = self._why_not(self.plans[move.rung])
             if self.ranks.any(reason is not None):
-                return self.policy.refuse(move, reason or "it does not fit on another rank")
+                finite_in = None if move.is_tentative else self._finite_in
+                return self.policy.refuse(move, reason or "it does not fit on another rank", finite_in)
         if isinstance(move, actions.Pin):
             assert self.attachment is not None  # a pin comes from a diagnosis
             self.attachment.pin(move.modules)
@@ -194,7 +196,7 @@ class Steering:
             agree=self.ranks.any,
             gather=self.ranks.union,
         )
-        self._culprit = finding.culprit
+        self._culprit, self._finite_in = finding.culprit, finding.finite_in
         log.warning("%s; diagnosis: %s", asked.reason, finding)
         return policy.judge(
             asked.reason + (f", first in {finding.culprit}" if finding.culprit else ""),

@@ -9,7 +9,7 @@ import torch
 from diagnosis_models import WIDTH, FeedForward, Model, Written, batch, find, find_rerun, square
 from torch import Tensor, nn
 
-from autotune_amp.runtime.diagnosis import Finding, probe
+from autotune_amp.runtime.diagnosis import Finding, flushed_share, probe
 
 
 @pytest.fixture(autouse=True)
@@ -75,10 +75,26 @@ def test_a_module_with_weights_in_half_precision_is_never_pinned() -> None:
     assert (finding.finite_in, finding.num_passes) == (("bf16",), 2)  # fp32 was not tried
 
 
-def test_a_gradient_that_overflows_where_the_loss_casts_it_down_is_pinned_at_the_last_module() -> None:
+def test_a_gradient_that_overflows_where_the_loss_casts_it_down_is_precisions_fault() -> None:
     finding = find(Model(FeedForward()), loss_scale=2.0**24)
     assert finding.culprit == "the loss function, in its backward pass"
     assert (finding.pins, finding.finite_in) == ((), ("bf16", "fp32"))  # one pin does not do at such a scale
+
+
+def test_a_loss_inside_the_model_is_no_different() -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+            self.head = nn.Linear(WIDTH, 1, bias=False)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            output: Tensor = self.head(self.layers[1](self.layers[0](hidden)) * 1e-4)
+            return output.float().sum()  # the gradient of every output is the loss scale
+
+    finding = find(WithLoss(), loss_fn=lambda loss: loss, loss_scale=2.0**17)
+    assert finding.culprit == "the model itself (WithLoss), in its backward pass"
+    assert finding.pins == ("head",)
 
 
 def test_a_module_that_overflows_in_its_backward_pass_alone_is_pinned() -> None:
@@ -174,7 +190,9 @@ def test_a_square_root_at_zero_is_named_in_the_backward_pass() -> None:
 def test_a_square_root_at_zero_in_a_leaf_with_an_activation_in_place_around_it() -> None:
     class Norm(nn.Module):
         def forward(self, hidden: Tensor) -> Tensor:
-            return hidden - (hidden - hidden).norm(dim=0) - (hidden - hidden).sqrt()
+            none = hidden - hidden
+            output: Tensor = hidden - torch.linalg.vector_norm(none, dim=0) - none.sqrt()
+            return output
 
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), Norm(), nn.ReLU(inplace=True))
     assert find(model) == not_precision("module 2 (Norm), in its backward pass")
@@ -270,3 +288,20 @@ def test_a_probe_tells_how_much_room_there_is() -> None:
     assert not is_finite
     assert not math.isfinite(forward_max)
     assert not look(1000.0, 2.0**40)[0]
+
+
+# -- what underflows ---------------------------------------------------------------------------------------------------
+
+
+def test_the_share_of_the_gradient_that_fp16_flushes_depends_on_the_scale() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    inputs = torch.tensor([[1.0, 2.0**-10]])
+
+    def share(loss_scale: float) -> float:
+        return flushed_share(model, lambda: (model(inputs) * 2.0**-26).sum(), loss_scale=loss_scale, device_type="cpu")
+
+    # Gradients of 2^-26 and 2^-36; up to 2^-25 is flushed.
+    assert [share(2.0**exponent) for exponent in (1, 2, 11, 12)] == [1.0, 0.5, 0.5, 0.0]
+    assert share(1.0) == 1.0
+    inputs.mul_(torch.nan)
+    assert share(1.0) == 0.0

@@ -1,0 +1,425 @@
+"""In GradScaler's place without another change: PyTorch's documented AMP examples, same weights bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autotune_amp import AmpConfig, LossScale
+from autotune_amp.config import Precision
+from autotune_amp.runtime.controller import PrecisionController
+
+Scaler: TypeAlias = torch.amp.GradScaler
+NUM_STEPS = 14
+INIT_SCALE = 2.0**22  # some octaves above what the models below can bear
+# Parameters and loss scale after every update.
+Trace: TypeAlias = list[tuple[list[Tensor], float]]
+
+
+def grad_scaler(init_scale: float = INIT_SCALE) -> Scaler:
+    return torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=3)
+
+
+def controller(init_scale: float = INIT_SCALE) -> PrecisionController:
+    loss_scale = LossScale(init_scale=init_scale, growth_interval=3, max_scale=2.0**60)
+    return PrecisionController(AmpConfig(precision="fp16", batch_size=4, loss_scale=loss_scale), device="cpu")
+
+
+def mlp(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def data(num_batches: int = NUM_STEPS) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(num_batches):
+        yield torch.randn(4, 8, generator=generator), torch.randn(4, 4, generator=generator)
+
+
+def autocast() -> torch.autocast:
+    return torch.autocast(device_type="cpu", dtype=torch.float16)
+
+
+loss_fn = nn.functional.mse_loss
+MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.5),
+    # Without momentum: where the first step is skipped, torch's fused kernel leaves its buffer uninitialised.
+    "fused SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.02, fused=True),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "fused Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, fused=True),
+}
+
+
+def noted(scaler: Scaler, *models: nn.Module) -> tuple[list[Tensor], float]:
+    return [p.detach().clone() for model in models for p in model.parameters()], scaler.get_scale()
+
+
+# -- the examples of https://docs.pytorch.org/docs/stable/notes/amp_examples.html --------------------------------------
+
+
+def typical_training(scaler: Scaler, make_optimizer: MakeOptimizer) -> Trace:
+    model = mlp()
+    optimizer = make_optimizer(model.parameters())
+    trace = []
+    for input, target in data():  # noqa: A001 # the documented example's name
+        optimizer.zero_grad()
+        with autocast():
+            output = model(input)
+            loss = loss_fn(output, target)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+        trace.append(noted(scaler, model))
+    return trace
+
+
+def gradient_clipping(scaler: Scaler, make_optimizer: MakeOptimizer) -> Trace:
+    model = mlp()
+    optimizer = make_optimizer(model.parameters())
+    trace = []
+    for input, target in data():  # noqa: A001
+        optimizer.zero_grad()
+        with autocast():
+            loss = loss_fn(model(input), target)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        trace.append(noted(scaler, model))
+    return trace
+
+
+def gradient_accumulation(scaler: Scaler, make_optimizer: MakeOptimizer) -> Trace:
+    model = mlp()
+    optimizer = make_optimizer(model.parameters())
+    trace, iters_to_accumulate = [], 2
+    for i, (input, target) in enumerate(data(2 * NUM_STEPS)):  # noqa: A001
+        with autocast():
+            loss = loss_fn(model(input), target)
+            loss = loss / iters_to_accumulate
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        if (i + 1) % iters_to_accumulate == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            trace.append(noted(scaler, model))
+    return trace
+
+
+def gradient_penalty(scaler: Scaler, make_optimizer: MakeOptimizer) -> Trace:
+    model = mlp()
+    optimizer = make_optimizer(model.parameters())
+    trace = []
+    for input, target in data():  # noqa: A001
+        optimizer.zero_grad()
+        with autocast():
+            loss = loss_fn(model(input), target)
+        scaled_grad_params = torch.autograd.grad(
+            outputs=scaler.scale(loss), inputs=list(model.parameters()), create_graph=True
+        )
+        inv_scale = 1.0 / scaler.get_scale()
+        grad_params = [p * inv_scale for p in scaled_grad_params]
+        with autocast():
+            grad_norm = torch.zeros(())
+            for grad in grad_params:
+                grad_norm = grad_norm + grad.pow(2).sum()
+            loss = loss + grad_norm.sqrt()
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+        trace.append(noted(scaler, model))
+    return trace
+
+
+def several_models_losses_and_optimizers(scaler: Scaler, make_optimizer: MakeOptimizer) -> Trace:
+    model0, model1 = mlp(0), mlp(1)
+    optimizer0, optimizer1 = make_optimizer(model0.parameters()), make_optimizer(model1.parameters())
+    trace = []
+    for input, target in data():  # noqa: A001
+        optimizer0.zero_grad()
+        optimizer1.zero_grad()
+        with autocast():
+            output0, output1 = model0(input), model1(input)
+            loss0 = loss_fn(2 * output0 + 3 * output1, target)
+            loss1 = loss_fn(3 * output0 - 5 * output1, target)
+        scaler.scale(loss0).backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        scaler.scale(loss1).backward()  # type: ignore[no-untyped-call]
+        scaler.unscale_(optimizer0)
+        scaler.step(optimizer0)
+        scaler.step(optimizer1)
+        scaler.update()
+        trace.append(noted(scaler, model0, model1))
+    return trace
+
+
+class MyMM(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a.mm(b)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, *grads: Any) -> Any:
+        a, b = ctx.saved_tensors
+        return grads[0].mm(b.t()), a.t().mm(grads[0])
+
+
+class MyFloat32Func(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx: Any, input: Tensor) -> Tensor:  # noqa: A002
+        ctx.save_for_backward(input)
+        return input.square()
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return 2 * ctx.saved_tensors[0] * grads[0]
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 16), nn.Parameter(torch.randn(16, 4) / 4)
+
+    def forward(self, inputs: Tensor) -> Any:
+        hidden: Any = MyFloat32Func.apply(self.first(inputs))  # type: ignore[no-untyped-call]
+        return MyMM.apply(hidden.half(), self.second.half())  # type: ignore[no-untyped-call]
+
+
+def custom_autograd_functions(scaler: Scaler, make_optimizer: MakeOptimizer) -> Trace:
+    model = Custom()
+    optimizer = make_optimizer(model.parameters())
+    trace = []
+    for input, target in data():  # noqa: A001
+        optimizer.zero_grad()
+        with autocast():
+            loss = loss_fn(model(input), target)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+        trace.append(noted(scaler, model))
+    return trace
+
+
+EXAMPLES = [
+    typical_training,
+    gradient_clipping,
+    gradient_accumulation,
+    gradient_penalty,
+    several_models_losses_and_optimizers,
+    custom_autograd_functions,
+]
+
+
+def assert_same(got: Trace, expected: Trace) -> None:
+    assert [scale for _, scale in got] == [scale for _, scale in expected]
+    for mine, theirs in zip(got, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine[0], theirs[0], strict=True))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_documented_examples_end_with_the_same_weights(
+    example: Callable[[Scaler, MakeOptimizer], Trace], name: str
+) -> None:
+    expected = example(grad_scaler(), OPTIMIZERS[name])
+    scales = [scale for _, scale in expected]
+    assert any(after < before for before, after in zip(scales, scales[1:], strict=False)), "no overflow to compare"
+    assert any(after > before for before, after in zip(scales, scales[1:], strict=False)), "no growth to compare"
+    assert not torch.equal(expected[0][0][0], expected[-1][0][0]), "no step to compare"
+    assert_same(example(controller(), OPTIMIZERS[name]), expected)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_its_own_interface_does_what_gradscalers_does(name: str) -> None:
+    model = mlp()
+    scaler, optimizer = controller(), OPTIMIZERS[name](model.parameters())
+    trace: Trace = []
+    for inputs, targets in data():
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        with scaler.autocast():
+            loss = loss_fn(model(inputs), targets)
+        scaler.backward(loss)
+        stepped = scaler.step(optimizer)
+        scaler.update()
+        assert bool(stepped) == any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        trace.append(noted(scaler, model))
+    assert_same(trace, typical_training(grad_scaler(), OPTIMIZERS[name]))
+
+
+# -- the rest of the interface -----------------------------------------------------------------------------------------
+
+
+def test_it_is_a_gradscaler_that_is_enabled() -> None:
+    scaler = controller()
+    assert isinstance(scaler, torch.amp.GradScaler)
+    assert scaler.is_enabled()
+    assert scaler.get_scale() == INIT_SCALE
+
+
+def test_scale_keeps_the_shape_of_what_it_is_given() -> None:
+    one, two, three = (torch.tensor(value) for value in (1.0, 2.0, 3.0))
+    for outputs in (one, [one], (one, two), [one, (two, [three])]):
+        assert controller(8.0).scale(outputs) == grad_scaler(8.0).scale(outputs)
+    given: Iterator[Tensor] = iter([one, two])
+    assert list(controller(8.0).scale(given)) == [8.0, 16.0]
+    nested: Any = [iter([one, two]), three]
+    first, last = controller(8.0).scale(nested)
+    assert [list(first), last] == [[8.0, 16.0], 24.0]
+
+
+@pytest.mark.parametrize("outputs", [5.0, [5.0], None])
+def test_scale_refuses_what_gradscaler_refuses(outputs: Any) -> None:
+    for scaler in (grad_scaler(), controller()):
+        with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable of Tensors"):
+            scaler.scale(outputs)
+
+
+def test_the_accessors_change_the_rule_as_gradscalers_do() -> None:
+    def run(scaler: Scaler) -> Trace:
+        scaler.set_growth_factor(4.0)
+        scaler.set_backoff_factor(0.25)
+        scaler.set_growth_interval(2)
+        assert scaler.get_growth_factor() == 4.0
+        assert scaler.get_backoff_factor() == 0.25
+        assert scaler.get_growth_interval() == 2
+        return typical_training(scaler, OPTIMIZERS["SGD"])
+
+    assert_same(run(controller()), run(grad_scaler()))
+
+
+@pytest.mark.parametrize("name", ["SGD", "fused SGD"])
+@pytest.mark.parametrize("at", range(1, NUM_STEPS, 2))
+@pytest.mark.parametrize("value", [2.0**12, torch.tensor(2.0**12)], ids=["float", "tensor"])
+def test_update_takes_a_new_scale_and_keeps_the_growth_tracker(value: float | Tensor, at: int, name: str) -> None:
+    def run(scaler: Scaler) -> Trace:
+        model = mlp()
+        optimizer, trace = OPTIMIZERS[name](model.parameters()), []
+        for step, (inputs, targets) in enumerate(data()):
+            optimizer.zero_grad()
+            with autocast():
+                loss = loss_fn(model(inputs), targets)
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)
+            scaler.update(value if step == at else None)
+            trace.append(noted(scaler, model))
+        return trace
+
+    assert_same(run(controller()), run(grad_scaler()))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
+def test_a_copy_between_two_updates_goes_on_as_gradscalers_does(copied: Callable[[Scaler], Scaler]) -> None:
+    def run(scaler: Scaler) -> tuple[Trace, Trace]:
+        first = typical_training(scaler, OPTIMIZERS["SGD"])
+        return first, typical_training(copied(scaler), OPTIMIZERS["SGD"])
+
+    mine, theirs = run(controller()), run(grad_scaler())
+    assert_same(mine[0], theirs[0])
+    assert_same(mine[1], theirs[1])
+
+
+def test_a_copy_is_on_its_own() -> None:
+    original = controller()
+    other = copy.deepcopy(original)
+    typical_training(other, OPTIMIZERS["SGD"])
+    assert original.get_scale() == INIT_SCALE
+    assert original.status().num_updates == 0
+
+
+def test_no_copy_in_the_middle_of_an_iteration() -> None:
+    for scaler in (grad_scaler(), controller()):
+        model = mlp()
+        optimizer = OPTIMIZERS["SGD"](model.parameters())
+        scaler.scale(model(torch.ones(1, 8)).sum()).backward()  # type: ignore[no-untyped-call]
+        scaler.unscale_(optimizer)
+        with pytest.raises(AssertionError, match="may only be pickled at the beginning of an iteration"):
+            pickle.dumps(scaler)
+
+
+def test_without_a_way_to_change_the_precision_it_says_once_that_it_is_advisory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING, logger="autotune_amp.runtime")
+    several_models_losses_and_optimizers(controller(), OPTIMIZERS["SGD"])
+    assert [record.getMessage()[:27] for record in caplog.records] == ["The controller is advisory:"]
+
+
+@pytest.mark.parametrize("way", ["autocast", "attach"])
+def test_with_autocast_or_attach_it_is_not_advisory(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="autotune_amp.runtime")
+    scaler, model = controller(), mlp()
+    if way == "attach":
+        scaler.attach(model)
+    with scaler.autocast() if way == "autocast" else autocast():
+        loss = model(torch.ones(1, 8)).sum()
+    scaler.backward(loss)
+    scaler.step(OPTIMIZERS["SGD"](model.parameters()))
+    scaler.update()
+    assert caplog.records == []
+    assert not scaler.status().is_advisory
+
+
+# -- bf16 and fp32, with and without the guard -------------------------------------------------------------------------
+
+
+def train(precision: Precision, name: str, scaler: PrecisionController | None, poisoned: int | None) -> list[Tensor]:
+    """The parameters after every step; at step `poisoned` a gradient is NaN while the loss is finite."""
+    model = mlp()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    flat = []
+    for step, (inputs, targets) in enumerate(data()):
+        optimizer.zero_grad()
+        plain = torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16")
+        with plain if scaler is None else scaler.autocast():
+            loss = loss_fn(model(inputs), targets)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if step == poisoned:
+            next(model.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        flat.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    return flat
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("guard", [True, False])
+def test_bf16_and_fp32_train_as_a_plain_loop(guard: bool, precision: Precision, name: str) -> None:
+    scaler = PrecisionController(AmpConfig(precision=precision, batch_size=4), device="cpu", guard=guard)
+    assert scaler.is_enabled() == guard
+    expected, got = train(precision, name, None, None), train(precision, name, scaler, None)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert scaler.get_scale() == 1.0
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_without_the_guard_a_nan_step_is_taken_and_with_it_skipped(precision: Precision, name: str) -> None:
+    config = AmpConfig(precision=precision, batch_size=4)
+    expected = train(precision, name, None, 5)
+    unguarded = train(precision, name, PrecisionController(config, device="cpu", guard=False), 5)
+    assert all(torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0)) for a, b in zip(unguarded, expected, strict=True))
+    assert unguarded[5].isnan().any()
+    guarded = train(precision, name, PrecisionController(config, device="cpu"), 5)
+    assert all(torch.equal(a, b) for a, b in zip(guarded[:5], expected[:5], strict=True))
+    assert torch.equal(guarded[5], guarded[4])
+    assert guarded[-1].isfinite().all()
+    assert not torch.equal(guarded[-1], guarded[5])

@@ -1,0 +1,423 @@
+"""`windows`, demotions with plans, `validation`, `disable` and `enable`: compared with runs that never had to move."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training import batches, fp16, same, weights
+
+from autotune_amp.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.errors import DemotedError, InvalidRequestError, NoRungFitsError
+from autotune_amp.runtime import windows
+from autotune_amp.runtime.controller import PrecisionController
+
+HALVED = FallbackPlan(precision="bf16", batch_size=4, accumulation_steps=2, peak_memory_bytes=1, slowdown=1.5)
+NEVER_FITS = 2**60
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def controller(config: AmpConfig, **options: Any) -> PrecisionController:
+    return PrecisionController(config, device="cpu", **options)
+
+
+def eights(num_batches: int, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
+    """Batches of eight samples."""
+    fours = batches(2 * num_batches, seed=seed)
+    return [
+        (torch.cat([a, b]), torch.cat([c, d])) for (a, c), (b, d) in zip(fours[::2], fours[1::2], strict=True)
+    ]
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+class Loop:
+    """The loop that `windows` is made for."""
+
+    def __init__(self, model: nn.Module, controller: PrecisionController) -> None:
+        self.model = model
+        self.controller = controller
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        self.seen: list[Tensor] = []
+        self.sizes: list[int] = []
+
+    def run(self, loader: Iterable[tuple[Tensor, Tensor]]) -> Loop:
+        steered = self.controller
+        for (inputs, targets), is_last in steered.windows(loader):
+            self.seen.append(inputs)
+            self.sizes.append(steered.window_size)
+            with steered.autocast():
+                loss = nn.functional.mse_loss(self.model(inputs), targets) / steered.window_size
+            steered.backward(loss)
+            if is_last:
+                steered.step(self.optimizer)
+                self.optimizer.zero_grad()
+                steered.update()
+        return self
+
+
+def test_a_partial_last_window_steps_with_what_is_left() -> None:
+    model = small()
+    twin = copy.deepcopy(model)
+    given = batches(8)
+    steered = controller(AmpConfig(precision="bf16", batch_size=4, accumulation_steps=3))
+    loop = Loop(model, steered).run(given)
+    assert loop.sizes == [3, 3, 3, 3, 3, 3, 2, 2]
+    assert steered.window_size == 3
+    assert steered.status().num_steps == 3
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.05)
+    for window in (given[:3], given[3:6], given[6:]):
+        for inputs, targets in window:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = nn.functional.mse_loss(twin(inputs), targets) / len(window)
+            loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert same(model, twin)
+
+
+def test_a_loop_left_early_leaves_no_window_behind() -> None:
+    steered = controller(AmpConfig(precision="fp32", batch_size=4, accumulation_steps=3))
+    for _, is_last in steered.windows(batches(2)):
+        assert not is_last
+        assert steered.window_size == 2
+        break
+    assert steered.window_size == 3
+    assert list(steered.windows([])) == []
+
+
+def test_after_a_demotion_the_loaders_batches_are_split_as_the_plan_says() -> None:
+    """Two batches without a finite loss trip; from there on all is as if the run had begun with the plan."""
+    model = small()
+    planned = copy.deepcopy(model)
+    given = eights(5)
+    bad = [(inputs * math.inf, targets) for inputs, targets in given[:2]]
+    steered = controller(fp16(batch_size=8, fallback=[HALVED, "fp32"]))
+    moves: list[AmpConfig] = []
+    steered.on_move(lambda record: moves.append(record.config))
+    loop = Loop(model, steered).run([*bad, *given])
+    (config,) = moves
+    assert config == steered.config
+    assert (config.precision, config.batch_size, config.accumulation_steps) == ("bf16", 4, 2)
+    assert loop.sizes == [1, 1] + [2] * 10
+    assert torch.equal(torch.cat(loop.seen[2:]), torch.cat([inputs for inputs, _ in given]))
+    fours = [pair for inputs, targets in given for pair in zip(inputs.split(4), targets.split(4), strict=True)]
+    Loop(planned, controller(AmpConfig(precision="bf16", batch_size=4, accumulation_steps=2))).run(fours)
+    assert same(model, planned)
+
+
+def test_a_move_asked_for_in_mid_window_changes_the_very_next_windows_shape() -> None:
+    model = small()
+    twin = copy.deepcopy(model)
+    given = eights(4)
+    steered = controller(AmpConfig(precision="fp16", batch_size=8, loss_scale=LossScale(), fallback=[HALVED]))
+    loop = Loop(model, steered)
+    calls: list[int] = []
+
+    def ask(module: nn.Module, inputs: object, output: object) -> None:
+        calls.append(1)
+        if len(calls) == 2:  # inside the second window's forward pass
+            steered.set_precision("bf16")
+
+    model.register_forward_hook(ask)
+    loop.run(given)
+    assert [len(inputs) for inputs in loop.seen] == [8, 8, 4, 4, 4, 4]
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.05)
+    for inputs, targets in given[:2]:
+        with torch.autocast("cpu", torch.float16):
+            loss = nn.functional.mse_loss(twin(inputs), targets)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+        scaler.update()
+    for inputs, targets in given[2:]:
+        for some_inputs, some_targets in zip(inputs.split(4), targets.split(4), strict=True):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = nn.functional.mse_loss(twin(some_inputs), some_targets) / 2
+            loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert same(model, twin)
+
+
+def tensors(piece: Any) -> list[Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(piece) if isinstance(leaf, Tensor)]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda x, y: x,
+        lambda x, y: (x, y),
+        lambda x, y: [x, y],
+        lambda x, y: {"inputs": x, "targets": y},
+        lambda x, y: {"inputs": {"ids": x, "more": [y, (x, "text")]}, "epoch": 3, "nothing": None},
+    ],
+)
+@pytest.mark.parametrize("num_samples", [8, 7, 5, 3, 1])
+def test_batches_of_any_nesting_are_split_and_every_sample_is_seen_once(
+    wrap: Callable[[Tensor, Tensor], Any], num_samples: int
+) -> None:
+    x, y = torch.randn(num_samples, 3), torch.arange(num_samples)
+    batch = wrap(x, y)
+    pieces = list(windows.split(batch, 4))
+    assert 1 <= len(pieces) <= 4
+    assert all(type(piece) is type(batch) for piece in pieces)
+    for parts, whole in zip(zip(*map(tensors, pieces), strict=True), tensors(batch), strict=True):
+        assert torch.equal(torch.cat(parts), whole)
+        assert max(map(len, parts)) <= 2
+    if isinstance(batch, dict) and "epoch" in batch:
+        assert all(piece["epoch"] == 3 and piece["inputs"]["more"][1][1] == "text" for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (torch.zeros(4, 2), torch.zeros(3)),
+        {"inputs": torch.zeros(4, 2), "weight": torch.tensor(1.0)},
+        "a string",
+        object(),
+        torch.tensor(1.0),
+        torch.zeros(0, 2),
+    ],
+)
+def test_what_cannot_be_split_is_refused_with_a_way_out(batch: Any) -> None:
+    steered = controller(AmpConfig(precision="fp16", batch_size=8, loss_scale=LossScale(), fallback=[HALVED]))
+    steered.set_precision("bf16")
+    with pytest.raises(InvalidRequestError, match="cannot be split") as caught:
+        list(steered.windows([batch]))
+    assert "checkpoint_and_stop" in caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [((8, 1), (1, 1)), ((4, 2), (1, 2)), ((2, 4), (1, 4)), ((8, 3), (3, 1)), ((4, 4), (2, 2)), ((1, 16), (2, 8))],
+)
+def test_the_shape_of_a_window(plan: tuple[int, int], expected: tuple[int, int]) -> None:
+    assert windows.shape(8, *plan) == expected
+
+
+@pytest.mark.parametrize("plan", [(4, 1), (4, 3), (3, 3), (16, 1), (5, 8)])
+def test_a_plan_that_is_no_whole_number_of_the_loaders_batches_is_refused(plan: tuple[int, int]) -> None:
+    batch_size, accumulation_steps = plan
+    halved = FallbackPlan(precision="bf16", batch_size=batch_size, accumulation_steps=accumulation_steps)
+    steered = controller(AmpConfig(precision="fp16", batch_size=8, loss_scale=LossScale(), fallback=[halved]))
+    steered.set_precision("bf16")
+    with pytest.raises(InvalidRequestError, match="cannot be made") as caught:
+        list(steered.windows(eights(2)))
+    assert "checkpoint_and_stop" in caught.value.next_step
+
+
+def test_checkpoint_and_stop_can_be_gone_on_with_from_the_errors_config() -> None:
+    """The parameters after the restart equal those of a run that had been told to continue."""
+    given = eights(5)
+    bad = [(inputs * math.inf, targets) for inputs, targets in given[:2]]
+    stopped_model = small()
+    continued_model, resumed_model = copy.deepcopy(stopped_model), small()
+    config = fp16(batch_size=8, fallback=[HALVED, "fp32"])
+    continued = controller(config)
+    Loop(continued_model, continued).run([*given[:2], *bad, *given[2:]])
+
+    stopping = controller(config, on_demotion="checkpoint_and_stop")
+    with pytest.raises(DemotedError) as caught:
+        Loop(stopped_model, stopping).run([*given[:2], *bad, *given[2:]])
+    after = caught.value.config
+    assert (after.precision, after.batch_size, after.accumulation_steps) == ("bf16", 4, 2)
+    assert "state_dict()" in caught.value.next_step
+
+    resumed_model.load_state_dict(stopped_model.state_dict())
+    resumed = controller(after)
+    resumed.load_state_dict(stopping.state_dict())
+    fours = [pair for inputs, targets in given[2:] for pair in zip(inputs.split(4), targets.split(4), strict=True)]
+    Loop(resumed_model, resumed).run(fours)
+    assert same(resumed_model, continued_model)
+    one, other = resumed.status(), continued.status()
+    assert (one.precision, one.num_updates, one.num_steps, one.num_skips, one.history) == (
+        other.precision,
+        other.num_updates,
+        other.num_steps,
+        other.num_skips,
+        other.history,
+    )
+
+
+def test_the_same_config_can_be_used_to_go_on_after_checkpoint_and_stop() -> None:
+    given = eights(5)
+    bad = [(inputs * math.inf, targets) for inputs, targets in given[:2]]
+    model = small()
+    continued_model = copy.deepcopy(model)
+    config = fp16(batch_size=8, fallback=[HALVED, "fp32"])
+    Loop(continued_model, controller(config)).run([*bad, *given])
+    stopping = controller(config, on_demotion="checkpoint_and_stop")
+    with pytest.raises(DemotedError):
+        Loop(model, stopping).run(bad)
+    resumed = controller(config)
+    resumed.load_state_dict(stopping.state_dict())
+    assert resumed.config == stopping.config
+    Loop(model, resumed).run(given)
+    assert same(model, continued_model)
+
+
+def test_a_fallback_slower_than_accepted_is_passed_over() -> None:
+    model = small()
+    twin = copy.deepcopy(model)
+    given = eights(4)
+    bad = [(inputs * math.inf, targets) for inputs, targets in given[:2]]
+    faster = FallbackPlan(precision="fp32", batch_size=8, slowdown=1.4)
+    steered = controller(fp16(batch_size=8, fallback=[HALVED, faster]), max_slowdown=1.45)
+    Loop(model, steered).run([*bad, *given])
+    assert steered.status().precision == "fp32"
+    Loop(twin, controller(AmpConfig(precision="fp32", batch_size=8))).run(given)
+    assert same(model, twin)
+
+
+def test_max_slowdown_needs_measured_fallbacks() -> None:
+    with pytest.raises(InvalidRequestError, match="bf16 was not measured"):
+        controller(fp16(), max_slowdown=2.0)
+
+
+def test_a_plan_that_does_not_fit_gives_way_to_the_next() -> None:
+    model = small()
+    twin = copy.deepcopy(model)
+    given = eights(4)
+    bad = [(inputs * math.inf, targets) for inputs, targets in given[:2]]
+    too_big = FallbackPlan(precision="bf16", batch_size=8, peak_memory_bytes=NEVER_FITS)
+    steered = controller(fp16(batch_size=8, fallback=[too_big, "fp32"]))
+    Loop(model, steered).run([*bad, *given])
+    assert steered.status().precision == "fp32"
+    Loop(twin, controller(AmpConfig(precision="fp32", batch_size=8))).run(given)
+    assert same(model, twin)
+
+
+class Overflowing(nn.Module):
+    """Fine in fp32 and bf16, beyond fp16; every module of it at once, so that pins do not help."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs * 1e5) * 1e-5  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("reruns", [True, False])
+def test_where_no_plan_fits_the_run_stops_and_says_so(reruns: bool) -> None:
+    model = Overflowing()
+    before = weights(model)
+    too_big = [
+        FallbackPlan(precision="bf16", batch_size=8, peak_memory_bytes=NEVER_FITS),
+        FallbackPlan(precision="fp32", batch_size=8, peak_memory_bytes=NEVER_FITS),
+    ]
+    steered = controller(fp16(batch_size=8, fallback=too_big))
+    given = eights(1)[0]
+
+    def rerun() -> Tensor:
+        with steered.autocast():
+            return nn.functional.mse_loss(model(given[0]), given[1])
+
+    steered.attach(model, rerun if reruns else None)
+    with pytest.raises(NoRungFitsError) as caught:
+        Loop(model, steered).run([given] * 20)
+    assert "GiB can be had" in caught.value.message
+    assert steered.status().precision == "fp16"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "fp32"])
+def test_validation_leaves_the_scaler_and_batch_norm_alone(name: Any) -> None:
+    """In mid-window, with infinite inputs: the run goes on as if it had not been."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    twin = copy.deepcopy(model)
+    config = fp16(accumulation_steps=2) if name == "fp16" else AmpConfig(precision=name, batch_size=4)
+    given = batches(12)
+
+    def run(model: nn.Module, *, validates: bool) -> PrecisionController:
+        steered = controller(config)
+        steered.attach(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for index, (inputs, targets) in enumerate(given):
+            with steered.autocast():
+                loss = nn.functional.mse_loss(model(inputs), targets)
+            steered.backward(loss)
+            if validates:
+                before, state = weights(model), steered.state_dict()
+                model.eval()
+                with steered.validation():
+                    output = model(inputs * math.inf)
+                    nn.functional.mse_loss(output, targets)
+                model.train()
+                assert not output.requires_grad
+                assert output.dtype == {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[name]
+                assert steered.state_dict() == state
+                assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+            if index % 2:
+                steered.step(optimizer)
+                steered.update()
+                optimizer.zero_grad()
+        return steered
+
+    one, other = run(model, validates=True), run(twin, validates=False)
+    assert same(model, twin)
+    assert one.state_dict() == other.state_dict()
+
+
+@pytest.mark.parametrize("own_autocast", [False, True])
+@pytest.mark.parametrize("is_penalized", [False, True])
+def test_while_disabled_training_is_plain_fp32_and_then_goes_on_as_before(
+    own_autocast: bool, is_penalized: bool
+) -> None:
+    """Also where the code divides by `get_scale`, as the documented gradient penalty does."""
+    model = small()
+    twin = copy.deepcopy(model)
+    given = batches(9)
+    steered = controller(fp16(loss_scale=LossScale(growth_interval=2)))
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0, growth_interval=2)
+    if own_autocast:
+        steered.attach(model)
+
+    def step(model: nn.Module, scaler: torch.amp.GradScaler, autocast: Any, optimizer: Any, index: int) -> None:
+        inputs, targets = given[index]
+        with autocast:
+            loss = nn.functional.mse_loss(model(inputs), targets)
+        if is_penalized:
+            (gradient, *_) = torch.autograd.grad(
+                scaler.scale(loss), list(model.parameters()), create_graph=True, retain_graph=True
+            )
+            with autocast:
+                loss = loss + (gradient / scaler.get_scale()).square().sum()
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    mine = torch.optim.SGD(model.parameters(), lr=0.02)
+    theirs = torch.optim.SGD(twin.parameters(), lr=0.02)
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    for index in range(9):
+        is_off = 3 <= index < 6
+        if index == 3:
+            steered.disable()
+        if index == 6:
+            steered.enable()
+        ours = torch.autocast("cpu", torch.float16) if own_autocast else steered.autocast()
+        step(model, steered, ours, mine, index)
+        plain = torch.autocast("cpu", torch.float16, enabled=not is_off)
+        step(twin, off if is_off else scaler, plain, theirs, index)
+        assert same(model, twin)
+        assert steered.get_scale() == (1.0 if is_off else scaler.get_scale())
+        status = steered.status()
+        assert (status.precision, status.is_enabled) == ("fp32" if is_off else "fp16", not is_off)
+        assert steered.is_enabled() is not is_off
+    assert steered.status().amp_share == pytest.approx(1 - 3 / steered.status().num_steps)
