@@ -11,7 +11,7 @@ from autotune_amp import precision
 from autotune_amp.config import Precision
 from autotune_amp.errors import InvalidRequestError
 from autotune_amp.runtime.batchnorm import RunningStatistics
-from autotune_amp.runtime.blame import unwrap
+from autotune_amp.runtime.blame import modules_by_name, unwrap
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -20,6 +20,7 @@ class Attachment:
     """`model` under observation. `rerun` recomputes the loss of the latest batch."""
 
     def __init__(self, model: nn.Module, rerun: Callable[[], Tensor] | None, device: torch.device) -> None:
+        self.given = model  # as the loop calls it: DDP's wrapper has gradients of its own
         self.model = unwrap(model)
         self.rerun = rerun
         self.pinned: tuple[str, ...] = ()
@@ -65,7 +66,7 @@ class Attachment:
 
     def pin(self, names: Sequence[str]) -> None:
         """Keep these modules in fp32. Raises `InvalidRequestError` for a name that the model does not have."""
-        modules = dict(self.model.named_modules())
+        modules = modules_by_name(self.model)
         for name in names:
             if name not in modules:
                 raise InvalidRequestError(

@@ -33,7 +33,7 @@ class Finding:
     pins: tuple[str, ...]
     num_passes: int
     out_of_memory: tuple[Precision, ...] = ()
-    is_precision: bool = False
+    is_precision: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def diagnose(
             pins = _find_pins(bench, first, healthy, current, loss_scale, gather)
         finite_in = tuple(precision for precision in lower if run_once(precision).is_finite)
     out_of_memory = tuple(precision for precision, done in passes.items() if not done.fits)
-    is_precision = bool(pins) or (decider is not None and decider.is_finite)
+    is_precision = True if pins else None if decider is None else decider.is_finite
     return Finding(True, finite_in, culprit, pins, bench.num_passes, out_of_memory, is_precision)
 
 

@@ -193,12 +193,20 @@ class Policy(PolicyState):
         return actions.Diagnose(reason) if self.can_rerun else self._step_down(reason, None)
 
     def judge(
-        self, reason: str, *, reproduced: bool, is_precision: bool, finite_in: Collection[str], pins: Sequence[str] = ()
+        self,
+        reason: str,
+        *,
+        reproduced: bool,
+        is_precision: bool | None,
+        finite_in: Collection[str],
+        pins: Sequence[str] = (),
     ) -> Action | None:
-        """The answer to `Diagnose`. Leaves STARTUP and STEADY."""
+        """The answer to `Diagnose`; `is_precision` is None where it could not be found out. Leaves STARTUP, STEADY."""
         if not reproduced:
             self.decline()
             return actions.Warn(f"{reason}, but the batch rerun was finite: nothing changed")
+        if is_precision is None:
+            return self._step_down(reason, None)
         if not is_precision:
             return actions.Blame(self.scale_before_burst, f"{reason}, in fp32 too: it is not precision")
         is_descent = self.phase == "STARTUP" and not self.scale.would_cross_floor and not self.bad_losses
@@ -238,14 +246,11 @@ class Policy(PolicyState):
     def confirm(self, move: Move) -> actions.Stop | None:
         """`move` was carried out. Leaves any state for the one that `move` leads to."""
         if isinstance(move, actions.Rescale):
-            self.octaves.append([self.num_updates, self._octaves_to(move.scale)])
+            self.octaves.append([self.num_updates, -log2(move.scale / self.scale.scale)])
             self.scale.set(move.scale)
             return None
         before = self.rung
-        self._forget()
-        self.dwell = 0
-        self.phase = "STEADY"
-        self.tentative_from = None
+        self._arrive()
         if isinstance(move, actions.Pin):
             self.has_pinned = True
             self.scale.set(self.scale_before_burst)
@@ -270,9 +275,6 @@ class Policy(PolicyState):
                 self.tentative_from = before
         return None
 
-    def _octaves_to(self, scale: float) -> float:
-        return -log2(scale / self.scale.scale)
-
     def _blame(self, scale: float) -> None:
         self.phase = "BLAMED"
         self.scale.set(scale)
@@ -281,6 +283,12 @@ class Policy(PolicyState):
         self.bad_losses.clear()
         self.octaves.clear()
         self.bad_run = self.clean_run = 0
+
+    def _arrive(self) -> None:
+        self._forget()
+        self.dwell = 0
+        self.phase = "STEADY"
+        self.tentative_from = None
 
     def rung_of(self, precision: Precision) -> int:
         """The rung of `precision`; raises `InvalidRequestError` where there is none."""
@@ -294,10 +302,7 @@ class Policy(PolicyState):
     def move_by_hand(self, precision: Precision) -> None:
         """Go to the rung of `precision`, from any state to STEADY."""
         self.rung = self.rung_of(precision)
-        self._forget()
-        self.dwell = 0
-        self.phase = "STEADY"
-        self.tentative_from = None
+        self._arrive()
 
     def _consider_promotion(self) -> Action | None:
         wait = PROMOTION_STEPS * 2**self.num_failures

@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 import torch
+from torch import Tensor
 
 from autotune_amp.config import AmpConfig, FallbackPlan, Precision
 from autotune_amp.errors import DemotedError, InvalidRequestError, NoRungFitsError, NotPrecisionError
@@ -174,10 +175,13 @@ class Steering:
             return None
         return f"it takes {plan.peak_memory_bytes / 2**30:.2f} GiB and {available / 2**30:.2f} GiB can be had"
 
+    def _what_to_rerun(self) -> tuple[Attachment, Callable[[], Tensor]]:
+        assert self.attachment is not None and self.attachment.rerun is not None  # noqa: PT018 # else never asked for
+        self.attachment.observer.is_sampling = False  # a rerun in another precision says nothing of the run
+        return self.attachment, self.attachment.rerun
+
     def _diagnose(self, asked: actions.Diagnose) -> Action | None:
-        attachment = self.attachment
-        assert attachment is not None  # asked for only where there is something to rerun
-        assert attachment.rerun is not None
+        attachment, rerun = self._what_to_rerun()
         policy = self.policy
         lower = [
             plan.precision
@@ -185,8 +189,8 @@ class Steering:
             if index > policy.rung and index not in policy.withdrawn
         ]
         finding = diagnosis.diagnose(
-            attachment.model,
-            attachment.rerun,
+            attachment.given,
+            rerun,
             current=policy.precision,
             lower=lower,
             loss_scale=policy.scale_before_burst if policy.is_scaling else 1.0,
@@ -207,12 +211,10 @@ class Steering:
         )
 
     def _measure(self, asked: actions.Measure) -> Action | None:
-        attachment = self.attachment
-        assert attachment is not None  # asked for only where there is something to rerun
-        assert attachment.rerun is not None
+        attachment, rerun = self._what_to_rerun()
         lost_share = diagnosis.flushed_share(
-            attachment.model,
-            attachment.rerun,
+            attachment.given,
+            rerun,
             loss_scale=self.policy.scale.scale,
             device_type=self.device.type,
             agree=self.ranks.any,
@@ -220,17 +222,15 @@ class Steering:
         return self.policy.judge_underflow(asked.reason, -self.ranks.least(-lost_share))
 
     def _probe(self, probe: actions.Probe) -> Action | None:
-        attachment = self.attachment
-        assert attachment is not None  # asked for only where there is something to rerun
-        assert attachment.rerun is not None
+        attachment, rerun = self._what_to_rerun()
         faster, here = self.plans[probe.rung].precision, self.policy.precision
         seconds = self.rung_seconds
         speedup = self.ranks.least(seconds[here] / seconds[faster] if {here, faster} <= set(seconds) else 0.0)
         if not speedup:
             speedup = self.ranks.least(self.plans[self.policy.rung].slowdown or 0.0)
         result = diagnosis.probe(
-            attachment.model,
-            attachment.rerun,
+            attachment.given,
+            rerun,
             precision=faster,
             loss_scale=probe.scale if faster == "fp16" else 1.0,
             device_type=self.device.type,

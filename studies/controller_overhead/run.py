@@ -137,8 +137,8 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 
 def table(lines: list[dict[str, Any]]) -> list[str]:
     rows = [
-        "| model | precision | optimizer | step of the reference, ms | what | added, µs: median (quartiles) | added, %: "
-        "median (quartiles) |",
+        "| model | precision | optimizer | step of the reference, ms | what | added, µs: median (quartiles) "
+        "| added, %: median (quartiles) |",
         "|---|---|---|---|---|---|---|",
     ]
     groups: dict[tuple[str, str, bool], list[dict[str, float]]] = {}
