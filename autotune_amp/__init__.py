@@ -9,15 +9,25 @@ if TYPE_CHECKING:
     from autotune_amp.config import AmpConfig, LossScale
     from autotune_amp.hardware import probe
     from autotune_amp.recommendation import Recommendation
+    from autotune_amp.runtime.controller import PrecisionController
     from autotune_amp.workload import Workload
 
 __version__ = "0.1.0"
 
-__all__ = ["AmpConfig", "LossScale", "Recommendation", "Workload", "probe", "recommend_config"]
+__all__ = [
+    "AmpConfig",
+    "LossScale",
+    "PrecisionController",
+    "Recommendation",
+    "Workload",
+    "probe",
+    "recommend_config",
+]
 
 _HOMES = {
     "AmpConfig": "config",
     "LossScale": "config",
+    "PrecisionController": "runtime.controller",
     "Recommendation": "recommendation",
     "Workload": "workload",
     "probe": "hardware",

@@ -136,7 +136,7 @@ class Observer:
 
     def read(self) -> Tensor:
         """All slots in one new device tensor, without a synchronisation; NaN where a module put one out."""
-        return torch.stack(self.maxima)
+        return torch.stack(self.maxima) if self.maxima else torch.empty(0)
 
     def reset(self) -> None:
         """Set every slot to 0."""

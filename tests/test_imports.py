@@ -13,6 +13,8 @@ import pytest
 import autotune_amp
 
 ROOT = Path(autotune_amp.__file__).parent
+# The runtime lives in the training job: it knows what a search found, not how.
+ABOVE_RUNTIME = ("search", "trial", "report", "api", "cli", "workload")
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 
 
@@ -38,6 +40,10 @@ def test_directions(file: str) -> None:
         assert not any(is_under(module, "optuna") for module in modules)
     if file.startswith(("trial/", "hardware/", "fingerprint/")):
         assert not any(is_under(module, f"autotune_amp.{p}") for module in modules for p in ("search", "report", "api"))
+    if file in [f"runtime/{name}.py" for name in ("policy", "actions", "state", "scale_rule", "checkpoint")]:
+        assert not any(is_under(module, "torch") for module in modules)
+    if file.startswith("runtime/"):
+        assert not any(is_under(module, f"autotune_amp.{p}") for module in modules for p in ABOVE_RUNTIME)
     if not file.startswith("report/") and file not in ("cli.py", "recommendation.py", "api.py", "search/steps.py"):
         assert not any(is_under(module, "autotune_amp.report") for module in modules)
 
@@ -65,5 +71,21 @@ def test_importing_the_package_imports_neither_torch_nor_optuna_and_exports_its_
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    names = ["AmpConfig", "LossScale", "Recommendation", "Workload", "probe", "recommend_config"]
-    assert done.stdout.strip() == str(names)
+    assert done.stdout.strip() == str(sorted(autotune_amp.__all__))
+
+
+def test_the_controller_is_exported_and_brings_no_optuna() -> None:
+    program = (
+        "import sys\n"
+        "from autotune_amp import PrecisionController\n"
+        "assert PrecisionController.__module__ == 'autotune_amp.runtime.controller'\n"
+        "assert 'torch' in sys.modules and not {'optuna', 'typer', 'sqlalchemy'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_policy_runs_without_torch() -> None:
+    program = "import sys, autotune_amp.runtime.policy\nassert 'torch' not in sys.modules\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -29,13 +29,23 @@ def blocks(language: str) -> list[str]:
 
 @pytest.mark.slow
 def test_the_python_example_runs(cli: CommandLine) -> None:
-    (example,) = blocks("python")
+    example, _ = blocks("python")
     (cli.folder / "example.py").write_text(example.replace("budget=60", "budget=20"))
     done = subprocess.run(
         [sys.executable, "example.py"], cwd=cli.folder, env=cli.environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert re.match(r"(fp32|bf16|fp16) \d+ ", done.stdout)
+
+
+def test_the_training_loop_runs(cli: CommandLine) -> None:
+    _, example = blocks("python")
+    (cli.folder / "loop.py").write_text(example)
+    done = subprocess.run(
+        [sys.executable, "loop.py"], cwd=cli.folder, env=cli.environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "fp16 0 ()\n"
 
 
 COMMANDS = [

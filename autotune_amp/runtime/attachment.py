@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from autotune_amp import precision
 from autotune_amp.config import Precision
 from autotune_amp.errors import InvalidRequestError
-from autotune_amp.runtime.batchnorm import RunningStatistics
+from autotune_amp.runtime.batchnorm import RunningStatistics, SavedStatistics
 from autotune_amp.runtime.blame import modules_by_name, unwrap
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -27,6 +27,7 @@ class Attachment:
         self._device_type = device.type
         self._statistics = RunningStatistics(self.model)
         self._statistics_are_saved = True
+        self._statistics_were_loaded = False  # in the window of a checkpoint, whatever is loaded first
         observed = [m for m in self.model.modules() if _is_observed(m)]
         self.observer = precision.Observer(len(observed), device)
         for slot, module in enumerate(observed):
@@ -36,7 +37,8 @@ class Attachment:
     def _loaded(self, module: nn.Module, keys: object) -> None:
         """What was remembered of the statistics belongs to the weights before."""
         del module, keys
-        self._statistics.save()
+        if not self._statistics_were_loaded:
+            self._statistics.save()
 
     @property
     def has_frozen_half_weights(self) -> bool:
@@ -55,7 +57,7 @@ class Attachment:
             self._statistics.undo_where(skipped)
         elif skipped:
             self._statistics.undo()
-        self._statistics_are_saved = False
+        self._statistics_are_saved = self._statistics_were_loaded = False
 
     def run_in(self, name: Precision | None) -> None:
         """Force the model's forward into a precision, against an autocast of the user's own; None leaves it alone."""
@@ -66,6 +68,35 @@ class Attachment:
 
     def pin(self, names: Sequence[str]) -> None:
         """Keep these modules in fp32. Raises `InvalidRequestError` for a name that the model does not have."""
+        for module in self._modules_of(names):
+            precision.pin_fp32(module, self._device_type)
+        self.pinned = tuple(dict.fromkeys((*self.pinned, *names)))
+
+    def check_state(self, pinned: Sequence[str], statistics: SavedStatistics | None) -> None:
+        """Raise `InvalidRequestError` for what cannot be pinned and put back in this model."""
+        self._modules_of(pinned)
+        if statistics is not None and not self._statistics.can_load(statistics):
+            raise InvalidRequestError(
+                "The state's running statistics are those of another model.",
+                "Load a state that was saved with this model attached.",
+            )
+
+    def load_state(self, pinned: Sequence[str], statistics: SavedStatistics | None) -> None:
+        """Pin these modules and no others; `statistics` are those from before the window that was saved."""
+        for module in self._modules_of(self.pinned):
+            precision.unpin(module)
+        self.pinned = ()
+        self.pin(pinned)
+        self._statistics.save()
+        self._statistics_were_loaded = statistics is not None
+        if statistics is not None:
+            self._statistics.load(statistics)
+
+    def saved_statistics(self) -> SavedStatistics:
+        """The running statistics from before the window, for a checkpoint inside it."""
+        return self._statistics.saved()
+
+    def _modules_of(self, names: Sequence[str]) -> list[nn.Module]:
         modules = modules_by_name(self.model)
         for name in names:
             if name not in modules:
@@ -73,8 +104,7 @@ class Attachment:
                     f"The model has no module {name!r} to pin in fp32.",
                     "Use names as model.named_modules() gives them, without a wrapper's prefix.",
                 )
-            precision.pin_fp32(modules[name], self._device_type)
-        self.pinned = tuple(dict.fromkeys((*self.pinned, *names)))
+        return [modules[name] for name in names]
 
     def forward_max(self) -> float:
         """The largest magnitude that a watched module put out so far, NaN included; waits for the device."""

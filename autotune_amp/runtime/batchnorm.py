@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+
+SavedStatistics: TypeAlias = list[list[float]]
 
 
 class RunningStatistics:
@@ -18,6 +22,19 @@ class RunningStatistics:
     def save(self) -> None:
         """Remember them as they are now: a window begins."""
         self._saved = {key: torch.cat([b.reshape(-1) for b in alike]) for key, alike in self._alike().items()}
+
+    def saved(self) -> SavedStatistics:
+        """What is remembered, in plain types."""
+        return [flat.tolist() for flat in self._saved.values()]
+
+    def can_load(self, saved: SavedStatistics) -> bool:
+        """Whether `saved` is of layers like these."""
+        return [len(flat) for flat in saved] == [len(flat) for flat in self._saved.values()]
+
+    def load(self, saved: SavedStatistics) -> None:
+        """Remember what `saved` gave."""
+        for flat, values in zip(self._saved.values(), saved, strict=True):
+            flat.copy_(torch.tensor(values, dtype=flat.dtype))
 
     def undo(self) -> None:
         """Put them back as they were remembered."""

@@ -86,8 +86,12 @@ class PrecisionController(SteeredScaler):
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context for the forward pass in the current precision, fresh each time."""
-        self._autocast_is_ours = True
-        self._steering.is_advisory = False
+        if self._is_rerunning:
+            return nullcontext()
+        if not self._autocast_is_ours:
+            self._autocast_is_ours = True
+            self._steering.is_advisory = False
+            self._force_model()
         self._settle()
         self._begin_window()
         return nullcontext() if self._is_off else precision.autocast(self._precision, self._main_device.type)
@@ -226,6 +230,7 @@ class PrecisionController(SteeredScaler):
         Raises `FormatError` for what is no such state or belongs to other rungs, `InvalidRequestError` for a loss
         scale that cannot work (0, infinite); then nothing is changed.
         """
+        self.synchronize()
         counters = checkpoint.load(self._steering, state_dict)
         if counters:
             self._num_steps = counters["num_steps"]

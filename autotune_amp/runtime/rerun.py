@@ -87,16 +87,18 @@ class Rerunner:
             is_finite=is_finite, fits=True, is_loss_finite=is_loss_finite, recorder=recorder, gradients=gradients
         )
 
+    def _no_autocast(self) -> torch.autocast:
+        """Off, not just absent: the caller may be inside an autocast. No cache: it may hold casts of that."""
+        return torch.autocast(self._device_type, enabled=False, cache_enabled=False)
+
     def _forward_and_backward(self, recorder: Recorder, precision: Precision, loss_scale: float) -> tuple[bool, bool]:
         with torch.enable_grad():
-            # Off, not just absent, for fp32: the caller may be inside an autocast. No cache: it may hold casts of that.
-            off = torch.autocast(self._device_type, enabled=False, cache_enabled=False)
-            with off, autocast(precision, self._device_type), recorder.watching_forward():
+            with self._no_autocast(), autocast(precision, self._device_type), recorder.watching_forward():
                 loss = self._rerun()
             _require_a_loss(loss)
             # As GradScaler scales: by a tensor in fp32, so that a loss in fp16 gets its gradient in fp16.
             scaled = loss * torch.full((), loss_scale, device=loss.device)
-        with ExitStack() as gradients:
+        with self._no_autocast(), ExitStack() as gradients:
             leaves = recorder.watch_backward(scaled)
             for leaf in leaves:
                 _set_aside(leaf, gradients)

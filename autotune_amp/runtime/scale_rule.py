@@ -69,9 +69,10 @@ class ScaleRule:
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
         """Take over a saved state; raises `InvalidRequestError` where the scale in it cannot work."""
-        check_scale(state["scale"])
+        scale = check_scale(state["scale"])
         for name in _STATE:
             setattr(self, name, state[name])
+        self.set(scale)  # the bounds may be others now
 
 
 def check_scale(scale: object) -> float:

@@ -13,6 +13,7 @@ from torch.amp.grad_scaler import OptState
 from autotune_amp.errors import InvalidRequestError
 from autotune_amp.runtime import gradients
 from autotune_amp.runtime.lag import LAG_UPDATES, LaggedReader
+from autotune_amp.runtime.outputs import listed, tensors
 from autotune_amp.runtime.ranks import Ranks
 from autotune_amp.runtime.scale_rule import ScaleRule, check_scale
 
@@ -68,6 +69,7 @@ class JudgingScaler(torch.amp.GradScaler):
         self._lost_share: Tensor | None = None
         self._scale_on_device = rule.scale
         self._inv_scale: Tensor | None = None
+        self._scale_was_read = False  # in the current window, after a backward pass
         self._inspected: set[int] = set()
 
     # What the controller adds.
@@ -75,7 +77,7 @@ class JudgingScaler(torch.amp.GradScaler):
     def _inspect(self, optimizer: torch.optim.Optimizer) -> None: ...
     def _skipped(self, skipped: bool | Tensor) -> None: ...
     def _judged(self, verdicts: Mapping[int, int], lost_share: float | None) -> None: ...
-    def _all_judged(self) -> None: ...
+    def _settle(self) -> None: ...
     def _wants_sample(self) -> bool:
         return False
 
@@ -97,16 +99,17 @@ class JudgingScaler(torch.amp.GradScaler):
         self._num_passes += 1
         if not self._enabled:
             return outputs
-        if not isinstance(outputs, (Tensor, list, tuple)):
-            outputs = list(outputs)
-        for loss in (outputs,) if isinstance(outputs, Tensor) else _tensors(outputs):
+        outputs = listed(outputs)
+        for loss in (outputs,) if isinstance(outputs, Tensor) else tensors(outputs):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(loss.device)
-            self._see(loss.detach())
+            if not self._scale_was_read:  # as a gradient penalty does: its loss holds gradients, which overflow too
+                self._see(loss.detach())
         return super().scale(outputs) if self._scaling else outputs
 
     def get_scale(self) -> float:
         """The current loss scale, 1.0 where the loss is not scaled; waits for the device."""
+        self._scale_was_read = self._num_passes > 0
         self.synchronize()
         return self._target_scale
 
@@ -116,7 +119,7 @@ class JudgingScaler(torch.amp.GradScaler):
 
     def _see(self, loss: Tensor) -> None:
         value = loss if loss.numel() == 1 else loss.sum(dtype=torch.float32)
-        if value.device.type == "cpu":
+        if self._is_at_hand(value):
             value_on_host = value.item()
             if not math.isfinite(value_on_host):
                 self._probe = math.nan
@@ -197,6 +200,8 @@ class JudgingScaler(torch.amp.GradScaler):
             value = optimizer.step(*args, **kwargs)
             self._verdicts[id(optimizer)] = CLEAN
             return Stepped(CLEAN, value)
+        if "closure" in kwargs:
+            return super().step(optimizer, *args, **kwargs)  # which refuses it
         self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.READY:
@@ -250,17 +255,23 @@ class JudgingScaler(torch.amp.GradScaler):
                     "update() was called before step(): no gradients were checked since the last update().",
                     "Call step(optimizer), or unscale_(optimizer), for each optimizer first.",
                 )
+        if new_scale is None:
+            self._end_window()
+            return
+        scale = check_scale(float(new_scale))
+        growth_tracker = self._get_growth_tracker()
         self._end_window()
-        if new_scale is not None:
-            self.synchronize()
-            self._rule.set(check_scale(float(new_scale)))
-            self._write_scale()
+        self.synchronize()
+        self._rule.set(scale)
+        self._rule.growth_tracker = growth_tracker  # GradScaler, too, goes on counting from before this update
+        self._write_scale(is_forced=True)
 
     def _end_window(self) -> None:
         verdicts, lost_share = self._verdicts, self._lost_share
         self._per_optimizer_states.clear()
         self._num_passes = 0
         self._probe = 0.0
+        self._scale_was_read = False
         self._verdicts, self._lost_share = {}, None
         if any(isinstance(verdict, Tensor) for verdict in verdicts.values()):
             self._advance_on_device(verdicts, lost_share)
@@ -272,12 +283,13 @@ class JudgingScaler(torch.amp.GradScaler):
         self._skipped(max(known.values()) > CLEAN)
         share = None if lost_share is None else float(self._ranks.maximum_(lost_share).item())
         self._judged(known, share)
-        self._all_judged()
         self._write_scale()
 
     def _advance_on_device(self, verdicts: Mapping[int, int | Tensor], lost_share: Tensor | None) -> None:
         scale, tracker = self._check_scale_growth_tracker("update")
         rule = self._rule
+        if not len(self._reader):
+            self._write_scale(is_forced=True)  # the host may have counted on since
         values = [v if isinstance(v, Tensor) else torch.full_like(scale, float(v)) for v in verdicts.values()]
         worst = values[0] if len(values) == 1 else torch.stack(values).amax()
         self._skipped(worst.clamp(0, 1))
@@ -301,7 +313,7 @@ class JudgingScaler(torch.amp.GradScaler):
             self._judged(known, values[len(keys)] if len(values) > len(keys) else None)
         if not len(self._reader):
             self._write_scale(is_forced=True)
-        self._all_judged()
+        self._settle()
 
     def synchronize(self) -> None:
         """Wait for what is still on its way from the device: every verdict is acted on, every callback called."""
@@ -316,13 +328,3 @@ class JudgingScaler(torch.amp.GradScaler):
             self._inv_scale = None
             self._scale.fill_(self._scale_on_device)
             self._growth_tracker.fill_(self._rule.growth_tracker)
-
-
-def _tensors(outputs: Any) -> Iterable[Tensor]:
-    if isinstance(outputs, Tensor):
-        yield outputs
-        return
-    if not isinstance(outputs, Iterable):
-        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
-    for output in outputs:
-        yield from _tensors(output)

@@ -42,16 +42,26 @@ class PolicyState:
         return state | {"bad_losses": list(self.bad_losses), "octaves": [list(entry) for entry in self.octaves]}
 
     def restore(self, state: Mapping[str, Any], rungs: Sequence[Precision], precision: object) -> None:
-        """Take over what `save` gave; raises `FormatError` where it lacks a part or belongs to other rungs."""
+        """Take over what `save` gave; raises `FormatError` where it lacks a part or `precision` is no rung here.
+
+        The rungs may begin further down than those saved: a run goes on from the config of a `DemotedError`.
+        """
         missing = sorted({entry.name for entry in fields(PolicyState)} - set(state))
         if missing:
             raise FormatError(f"The controller's state lacks {', '.join(missing)}.", "Load a state that it saved.")
-        if state["rung"] >= len(rungs) or rungs[state["rung"]] != precision:
+        if precision not in rungs:
             raise FormatError(
-                f"The state was saved in {precision}, rung {state['rung']}; this run's rungs are {', '.join(rungs)}.",
-                "Make the controller from the config that the saved run used.",
+                f"The state was saved in {precision}; this run's rungs are {', '.join(rungs)}.",
+                "Make the controller from the config that the saved run used, or that its DemotedError carried.",
             )
+        rung = list(rungs).index(precision)  # type: ignore[arg-type] # it is in
+        num_dropped = state["rung"] - rung
         for entry in fields(PolicyState):
             setattr(self, entry.name, state[entry.name])
+        self.rung = rung
+        if self.tentative_from is not None:
+            self.tentative_from -= num_dropped
+            if self.tentative_from < 0:  # no way back up: what the next steps show is judged as in any other rung
+                self.tentative_from, self.phase = None, "STEADY"
         self.bad_losses = list(state["bad_losses"])
         self.octaves = [list(entry) for entry in state["octaves"]]

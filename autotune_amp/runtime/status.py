@@ -31,7 +31,7 @@ class MoveRecord:
 class Status:
     """Where a run stands. Updates are optimizer steps tried; `num_steps` of them were taken, `num_skips` were not.
 
-    `step_seconds` is the mean time between updates in the current precision, None before the second. `amp_share` is
+    `step_seconds` is the median time between updates in the current precision, None before the second. `amp_share` is
     the share of steps taken in bf16 or fp16. `forward_max` is the largest magnitude that the observers of `attach`
     saw since it was called, None without. `peak_memory_bytes` is the device's, or this process's own on a CPU.
     """

@@ -27,8 +27,9 @@ _SAMPLE_AT = 8  # early in the run, but after the loss scale has settled
 class SteeredScaler(JudgingScaler):
     """A scaler whose verdicts move `steering`, and which follows its rung.
 
-    A move waits until the accumulation window is empty, which would else hold gradients of two scales, and until no
-    autocast is on, whose cached casts would break.
+    A move waits until the accumulation window is empty, which would else hold gradients of two scales, and until an
+    autocast of ours has ended, whose cached casts would break. One of the user's own may be on for ever; there the
+    precision is changed by contexts inside it, which use no cache.
     """
 
     def __init__(self, steering: Steering, *, guard: bool, writer: Any) -> None:
@@ -41,6 +42,7 @@ class SteeredScaler(JudgingScaler):
         self._is_off = False
         self._is_in_window = False  # from the first autocast() or scale() until update()
         self._autocast_is_ours = False
+        self._is_rerunning = False  # a diagnosis may call the user's closure, in precisions of its own
         self._num_steps = self._num_amp_steps = 0
         self._action: Action | None = None
         self._pending: list[Callable[[], None]] = []
@@ -52,8 +54,7 @@ class SteeredScaler(JudgingScaler):
 
     def _apply_rung(self) -> None:
         """Bring everything in line with the policy's rung."""
-        if self._seconds:
-            self._steering.rung_seconds[self._precision] = median(self._seconds)
+        self._note_seconds()
         self._seconds.clear()
         self._last_update = None
         self._precision = "fp32" if self._is_off else self._policy.precision
@@ -61,29 +62,43 @@ class SteeredScaler(JudgingScaler):
         torch.clear_autocast_cache()
         self._scaling = self._policy.is_scaling and not self._is_off
         self._enabled = not self._is_off and (self._guard or self._scaling)
-        attachment = self._steering.attachment
-        if attachment is not None and not self._autocast_is_ours:
-            is_as_written = self._precision == self._steering.own_config.precision
-            attachment.run_in(None if is_as_written else self._precision)
+        self._force_model()
         self._write_scale(is_forced=True)
+
+    def _force_model(self) -> None:
+        """Against an autocast of the user's own; where the loop uses ours, that is all it takes."""
+        if self._steering.attachment is not None:
+            is_as_written = self._autocast_is_ours or self._precision == self._steering.own_config.precision
+            self._steering.attachment.run_in(None if is_as_written else self._precision)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.synchronize()
+        return super().__getstate__()
+
+    def _note_seconds(self) -> None:
+        if self._seconds:
+            self._steering.rung_seconds[self._precision] = median(self._seconds)
 
     def _when_idle(self, change: Callable[[], None]) -> None:
         self._pending.append(change)
         self._settle()
 
+    @property
+    def _is_in_own_autocast(self) -> bool:
+        return self._autocast_is_ours and torch.is_autocast_enabled(self._main_device.type)
+
     def _settle(self) -> None:
-        while self._pending and not self._is_in_window and not torch.is_autocast_enabled(self._main_device.type):
-            change = self._pending.pop(0)
-            self.synchronize()  # what is still on its way belongs to the rung that is about to be left
+        while self._pending and not self._is_in_window and not self._is_in_own_autocast:
             self._is_in_window = True  # a rerun may use autocast(): nothing else changes meanwhile
             try:
-                change()
+                self.synchronize()  # what is still on its way belongs to the rung that is about to be left
+                self._pending.pop(0)()
             finally:
                 self._is_in_window = False
 
     def _end_window(self) -> None:
-        self._is_in_window = False
         super()._end_window()
+        self._is_in_window = False
         self._settle()
 
     def _begin_window(self) -> None:
@@ -125,20 +140,24 @@ class SteeredScaler(JudgingScaler):
         for callback, key in self._on_step:
             if has_stepped if key is None else verdicts.get(key) == CLEAN:
                 callback()
-        # Verdicts still on their way when the policy chose an action belong to the rung that it is about to leave.
-        if self._is_off or self._action is not None:
+        if self._is_off:
             return
         worst = max(verdicts.values())
-        self._action = self._policy.observe(Signal(worst == OVERFLOW, worst == BAD_LOSS, lost_share))
+        action = self._policy.observe(Signal(worst == OVERFLOW, worst == BAD_LOSS, lost_share))
+        if action is not None and self._action is None:  # one at a time, and before what the user asked for since
+            self._action = action
+            self._pending.insert(0, self._act)
         if self._writer is not None and self._policy.num_updates % SAMPLE_EVERY == 0:
             self._write_scalars()
 
-    def _all_judged(self) -> None:
-        if self._action is None:
-            return
-        self.synchronize()
+    def _act(self) -> None:
         action, self._action = self._action, None
-        self._when_idle(lambda: self._steering.act(action))
+        self._note_seconds()
+        self._is_rerunning = True
+        try:
+            self._steering.act(action)
+        finally:
+            self._is_rerunning = False
 
     def _write_scalars(self) -> None:
         policy = self._policy

@@ -15,6 +15,7 @@ from autotune_amp.errors import DemotedError, InvalidRequestError, NoRungFitsErr
 from autotune_amp.runtime import actions, diagnosis
 from autotune_amp.runtime.actions import Action, Move
 from autotune_amp.runtime.attachment import Attachment
+from autotune_amp.runtime.batchnorm import SavedStatistics
 from autotune_amp.runtime.policy import Policy
 from autotune_amp.runtime.ranks import Ranks
 from autotune_amp.runtime.status import MoveRecord, available_memory_bytes
@@ -68,6 +69,7 @@ class Steering:
         self._halts = halts
         self._on_demotion = on_demotion
         self.pins_to_come = config.pinned_modules  # until a model is attached
+        self._statistics_to_come: SavedStatistics | None = None
         self._culprit: str | None = None
         self._finite_in: tuple[Precision, ...] = ()  # by the latest diagnosis
         self._withdraw(max_slowdown)
@@ -110,13 +112,14 @@ class Steering:
         if attachment.has_frozen_half_weights:
             for name in ("fp32", "tf32"):
                 self.policy.withdraw(name, "the model's frozen weights are in half precision and would not multiply")
-        attachment.pin(self.pins_to_come)
+        attachment.check_state(self.pins_to_come, self._statistics_to_come)
+        attachment.load_state(self.pins_to_come, self._statistics_to_come)
 
-    def pin_later(self, names: Sequence[str]) -> None:
-        """Pin these modules, once a model is attached where none is yet."""
-        self.pins_to_come = tuple(names)
+    def load_model_state(self, pinned: Sequence[str], statistics: SavedStatistics | None) -> None:
+        """Pin these modules and remember these statistics, once a model is attached where none is yet."""
+        self.pins_to_come, self._statistics_to_come = tuple(pinned), statistics
         if self.attachment is not None:
-            self.attachment.pin(names)
+            self.attachment.load_state(pinned, statistics)
 
     def act(self, action: Action | None) -> None:
         """Carry out `action` and what follows from it. Raises the errors of `TrainingStoppedError`."""
@@ -143,16 +146,16 @@ class Steering:
                 self._note("advice", self.plans[move.rung].precision, self._advice(move))
                 return None
             reason = self._why_not(self.plans[move.rung])
-            if self.ranks.any(reason is not None):
+            if reasons := self.ranks.union([reason] if reason else []):
                 finite_in = None if move.is_tentative else self._finite_in
-                return self.policy.refuse(move, reason or "it does not fit on another rank", finite_in)
+                return self.policy.refuse(move, reasons[0], finite_in)
         if isinstance(move, actions.Pin):
             assert self.attachment is not None  # a pin comes from a diagnosis
             self.attachment.pin(move.modules)
         before = self.policy.precision
         follows = self.policy.confirm(move)
         self.applied()
-        self._note(_KINDS[type(move)], self.policy.precision, move.reason, before)
+        self._note(_KINDS[type(move)], self.policy.precision, move.reason + self._batch_change(move), before)
         if isinstance(move, actions.Demote) and self._on_demotion == "checkpoint_and_stop":
             raise DemotedError(
                 f"The precision was stepped down from {before} to {self.policy.precision}: {move.reason}.",
@@ -160,6 +163,13 @@ class Steering:
                 self.config,
             )
         return follows
+
+    def _batch_change(self, move: Move) -> str:
+        own, plan = self.plans[0], self.plans[self.policy.rung]
+        is_same = (plan.batch_size, plan.accumulation_steps) == (own.batch_size, own.accumulation_steps)
+        if is_same or not isinstance(move, actions.Demote):
+            return ""
+        return f"; batch size {plan.batch_size} with {plan.accumulation_steps} accumulation steps is what fits"
 
     def _advice(self, move: actions.Demote) -> str:
         return (
@@ -227,7 +237,8 @@ class Steering:
         seconds = self.rung_seconds
         speedup = self.ranks.least(seconds[here] / seconds[faster] if {here, faster} <= set(seconds) else 0.0)
         if not speedup:
-            speedup = self.ranks.least(self.plans[self.policy.rung].slowdown or 0.0)
+            slower, quicker = (self.plans[rung].slowdown if rung else 1.0 for rung in (self.policy.rung, probe.rung))
+            speedup = self.ranks.least(slower / quicker if slower and quicker else 0.0)
         result = diagnosis.probe(
             attachment.given,
             rerun,
@@ -240,7 +251,7 @@ class Steering:
         reason = (
             f"{self.policy.clean_run} clean steps; {faster} is {speedup:.2f} times as fast, "
             f"{'finite' if result.is_finite else 'not finite'} at scale {probe.scale:g}, "
-            f"largest activation {result.forward_max:.3g}"
+            f"largest activation {-self.ranks.least(-result.forward_max):.3g}"
         )
         fits = result.is_finite and is_small and speedup > MIN_SPEEDUP
         if not fits:
@@ -267,7 +278,7 @@ class Steering:
     def _bad_parameters(self) -> str:
         if self.attachment is None:
             return ""
-        names = self.attachment.bad_parameters()
+        names = self.ranks.union(self.attachment.bad_parameters())
         return f"the gradients of {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else ""
 
     def move_by_hand(self, name: Precision) -> None:

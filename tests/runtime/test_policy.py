@@ -1,74 +1,13 @@
-"""Every transition of the policy, one example each. A rung is an index: 0 fp16, 1 bf16, 2 fp32 unless a test says."""
+"""When the policy trips, and the phases it goes through: one example each."""
 
 from __future__ import annotations
 
-import json
-import math
-from typing import Any
-
 import pytest
+from policy_steps import BAD_LOSS, CLEAN, LOST, OVERFLOW, START, after, blamed, confirmed, judged, policy_of
 
 from autotune_amp.config import LossScale, Precision
-from autotune_amp.errors import FormatError, InvalidRequestError
-from autotune_amp.runtime.actions import (
-    Action,
-    Blame,
-    Demote,
-    Diagnose,
-    Measure,
-    Pin,
-    Probe,
-    Promote,
-    Rescale,
-    Revert,
-    Signal,
-    Stop,
-    Warn,
-)
-from autotune_amp.runtime.policy import DWELL_STEPS, MAX_PROMOTIONS, PROMOTION_STEPS, Policy
-
-CLEAN = Signal()
-OVERFLOW = Signal(overflow=True)
-BAD_LOSS = Signal(overflow=True, loss_nonfinite=True)  # the gradients of such a loss are not finite either
-LOST = Signal(lost_share=0.02)
-START = 65536.0
-
-
-def policy_of(*rungs: Precision, is_settled: bool = True, loss_scale: LossScale | None = None, **more: Any) -> Policy:
-    policy = Policy(rungs or ("fp16", "bf16", "fp32"), loss_scale, **more)
-    if is_settled:
-        assert after(policy, 4 * [CLEAN]) is None
-        assert policy.phase == "STEADY"
-    return policy
-
-
-def after(policy: Policy, signals: list[Signal]) -> Action | None:
-    """What the last of `signals` calls for; those before it call for nothing."""
-    for signal in signals[:-1]:
-        assert policy.observe(signal) is None
-    return policy.observe(signals[-1])
-
-
-def confirmed(policy: Policy, action: Action | None) -> Action | None:
-    assert isinstance(action, Demote | Revert | Pin | Rescale | Blame | Promote)
-    return policy.confirm(action)
-
-
-def blamed(policy: Policy) -> Policy:
-    """After two bad losses and a rerun that says that it is not precision."""
-    diagnose = after(policy, 2 * [BAD_LOSS])
-    assert isinstance(diagnose, Diagnose)
-    assert confirmed(policy, policy.judge("NaN", reproduced=True, is_precision=False, finite_in=())) is None
-    assert policy.phase == "BLAMED"
-    return policy
-
-
-def judged(policy: Policy, signals: list[Signal], **more: Any) -> Action | None:
-    """What follows from `signals` and a rerun that puts the fault on precision."""
-    diagnose = after(policy, signals)
-    assert isinstance(diagnose, Diagnose)
-    return policy.judge(diagnose.reason, **{"reproduced": True, "is_precision": True, "finite_in": ("fp32",), **more})
-
+from autotune_amp.runtime.actions import Blame, Demote, Diagnose, Measure, Rescale, Revert, Signal, Stop, Warn
+from autotune_amp.runtime.policy import Policy
 
 # -- T1: the loss ------------------------------------------------------------------------------------------------------
 
@@ -128,6 +67,12 @@ def test_the_floor_is_12_octaves_below_the_scale_that_the_run_settled_at() -> No
     assert policy.scale.floor == 2.0**-16
 
 
+def test_the_floor_is_settled_however_the_start_ends() -> None:
+    policy = blamed(policy_of(is_settled=False, can_rerun=True))
+    assert after(policy, 300 * [CLEAN]) is None
+    assert (policy.phase, policy.scale.scale, policy.scale.floor) == ("STEADY", START, 1.0)
+
+
 def test_eight_skips_in_200_steps_that_cost_three_octaves_trip() -> None:
     policy = policy_of(can_rerun=True)
     assert after(policy, 8 * [OVERFLOW]) == Diagnose("8 skips in 200 steps, and 8 octaves of loss scale lost")
@@ -177,9 +122,14 @@ def test_a_first_descent_below_its_usual_end_is_diagnosed_once_and_cleared() -> 
     assert judged(policy, [OVERFLOW]) == Demote(2, "the loss scale would cross its floor of 5.96046e-08", False)
 
 
-def test_a_bad_loss_does_not_make_a_cleared_descent_a_fault() -> None:
+def test_a_bad_loss_does_not_make_a_descent_a_fault() -> None:
     policy = policy_of(is_settled=False, can_rerun=True)
     assert judged(policy, [BAD_LOSS, *17 * [OVERFLOW]]) is None
+
+
+def test_a_descent_that_a_rerun_could_not_judge_goes_on_as_without_a_rerun() -> None:
+    policy = policy_of(is_settled=False, can_rerun=True)
+    assert judged(policy, 17 * [OVERFLOW], is_precision=None) is None
 
 
 # -- T4: silent underflow ----------------------------------------------------------------------------------------------
@@ -253,8 +203,8 @@ def test_underflow_without_a_rung_below_warns_and_is_nobody_elses_fault(first: S
 # -- PROBATION: stepped down with nothing to rerun ---------------------------------------------------------------------
 
 
-def on_probation(**more: Any) -> Policy:
-    policy = policy_of(**more)
+def on_probation() -> Policy:
+    policy = policy_of()
     assert confirmed(policy, after(policy, 2 * [BAD_LOSS])) is None
     assert (policy.rung, policy.phase) == (1, "PROBATION")
     return policy

@@ -1,0 +1,219 @@
+"""The controller on a CUDA device: no step waits for it; the weights are GradScaler's. Skipped where there is none."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autotune_amp import AmpConfig, LossScale, PrecisionController
+from autotune_amp.config import Precision
+from autotune_amp.runtime.lag import LAG_UPDATES
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and a torch built for it")
+DEVICE = "cuda"
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "fused Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, fused=True),
+    # Without momentum: where the first step is skipped, torch's fused kernel leaves its buffer uninitialised.
+    "fused SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.02, fused=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def _strict_fp32() -> Iterator[None]:
+    """As the controller sets it, so that the reference runs with the same flags."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def config(precision: Precision = "fp16", *, init_scale: float = 1024.0, growth_interval: int = 2000) -> AmpConfig:
+    loss_scale = LossScale(init_scale=init_scale, growth_interval=growth_interval, max_scale=2.0**60)
+    fallback: tuple[Precision, ...] = ("bf16", "fp32") if precision == "fp16" else ()
+    return AmpConfig(
+        precision=precision, batch_size=8, loss_scale=loss_scale if precision == "fp16" else None, fallback=fallback
+    )
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 8)).to(DEVICE)
+
+
+def batches(num_batches: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    made = [
+        (torch.randn(8, 32, generator=generator), torch.randn(8, 8, generator=generator)) for _ in range(num_batches)
+    ]
+    return [(inputs.to(DEVICE), targets.to(DEVICE)) for inputs, targets in made]
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def reference(
+    precision: Precision,
+    given: list[tuple[Tensor, Tensor]],
+    make_optimizer: MakeOptimizer,
+    scaler: torch.amp.GradScaler | None = None,
+    clips: bool = False,
+) -> tuple[nn.Module, list[float]]:
+    """A plain loop with GradScaler, which is off where none is given: the model and the scale after every step."""
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+    scaler = scaler or torch.amp.GradScaler(DEVICE, enabled=False)
+    scales = []
+    for inputs, targets in given:
+        optimizer.zero_grad()
+        with torch.autocast(DEVICE, dtype=DTYPES.get(precision), enabled=precision in DTYPES):
+            loss = nn.functional.mse_loss(model(inputs), targets)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.unscale_(optimizer)
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return model, scales
+
+
+class Training:
+    """The README's loop."""
+
+    def __init__(self, controller: PrecisionController, make_optimizer: MakeOptimizer, clips: bool = False) -> None:
+        self.controller, self.clips = controller, clips
+        self.model = make_model()
+        self.optimizer = make_optimizer(self.model.parameters())
+
+    def step(self, inputs: Tensor, targets: Tensor) -> object:
+        self.optimizer.zero_grad()
+        with self.controller.autocast():
+            loss = nn.functional.mse_loss(self.model(inputs), targets)
+        self.controller.backward(loss)
+        if self.clips:
+            self.controller.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        stepped = self.controller.step(self.optimizer)
+        self.controller.update()
+        return stepped
+
+
+@pytest.mark.parametrize("guard", [True, False])
+@pytest.mark.parametrize("attaches", [False, True])
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_no_step_waits_for_the_device(precision: Precision, clips: bool, attaches: bool, guard: bool) -> None:
+    """Long enough for verdicts to be read, gradients to be sampled and activations to be observed, twice."""
+    given = batches(150)
+    training = Training(PrecisionController(config(precision), DEVICE, guard=guard), OPTIMIZERS["fused Adam"], clips)
+    controller, calls = training.controller, []
+    controller.on_step(lambda: calls.append(1))
+    if attaches:
+        controller.attach(training.model)
+    for batch in given[:6]:  # the first ones allocate
+        training.step(*batch)
+    torch.cuda.synchronize()
+    with no_synchronisation():
+        for batch in given[6:]:
+            training.step(*batch)
+    lag = LAG_UPDATES if guard or precision == "fp16" else 0
+    assert len(calls) == 150 - lag
+    assert controller.status().num_steps == len(calls) == 150
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0, enabled=precision == "fp16")
+    expected, _ = reference(precision, given, OPTIMIZERS["fused Adam"], scaler, clips)
+    assert_same(state(training.model), state(expected))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_overflows_and_growth_go_as_gradscalers(name: str) -> None:
+    given = batches(40)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**30, growth_interval=3)
+    expected, scales = reference("fp16", given, OPTIMIZERS[name], scaler)
+    assert min(scales) < max(scales[-8:]) < 2.0**30, "neither an overflow nor growth to compare"
+    controller = PrecisionController(config(init_scale=2.0**30, growth_interval=3), DEVICE)
+    training = Training(controller, OPTIMIZERS[name])
+    used = []
+    for batch in given:
+        used.append(float(controller.scale(torch.ones((), device=DEVICE))))
+        training.step(*batch)
+    assert used == [2.0**30, *scales[:-1]]
+    # The reference's BatchNorm keeps what skipped batches left in its statistics; so does a model that is not attached.
+    assert_same(state(training.model), state(expected))
+    assert controller.get_scale() == scales[-1]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_step_says_whether_it_stepped(name: str) -> None:
+    training = Training(PrecisionController(config(), DEVICE), OPTIMIZERS[name])
+    (inputs, targets), *_ = batches(1)
+    for poisoned in (False, True, False):
+        before = copy.deepcopy(training.model[0].weight)  # type: ignore[index]
+        stepped = training.step(inputs * (math.nan if poisoned else 1.0), targets)
+        assert bool(stepped) is not poisoned
+        assert torch.equal(before, training.model[0].weight) is poisoned  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_bad_batch_is_skipped_whole(name: str) -> None:
+    """As if it had not been there: weights, the optimizer's state, BatchNorm's statistics and the scale."""
+    given = batches(12)
+    training = Training(PrecisionController(config(), DEVICE), OPTIMIZERS[name])
+    training.controller.attach(training.model)
+    for index, (inputs, targets) in enumerate(given):
+        training.step(inputs, targets)
+        if index == 5:
+            training.step(inputs * math.nan, targets)
+    expected, _ = reference("fp16", given, OPTIMIZERS[name], torch.amp.GradScaler(DEVICE, init_scale=1024.0))
+    assert_same(state(training.model), state(expected))
+    status = training.controller.status()
+    assert (status.num_skips, status.scale, status.history) == (1, 1024.0, ())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("reruns", [False, True])
+def test_a_forward_overflow_is_cured_and_training_goes_on(reruns: bool, name: str) -> None:
+    """A hidden activation of about 10^5, which fp16 has not."""
+    training = Training(PrecisionController(config(), DEVICE), OPTIMIZERS[name])
+    with torch.no_grad():
+        training.model[0].bias.add_(1e5)  # type: ignore[index]
+    given = batches(20)
+    latest = given[0]
+
+    def rerun() -> Tensor:
+        with training.controller.autocast():
+            return nn.functional.mse_loss(training.model(latest[0]), latest[1])
+
+    training.controller.attach(training.model, rerun if reruns else None)
+    for latest in given:
+        training.step(*latest)
+    status = training.controller.status()
+    assert status.history[0].kind == ("pin" if reruns else "demotion")
+    assert status.num_skips <= 2 + LAG_UPDATES
+    assert status.num_steps == 20 - status.num_skips
+    assert all(value.isfinite().all() for value in training.model.state_dict().values())

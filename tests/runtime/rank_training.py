@@ -1,0 +1,306 @@
+"""A training run on one of two ranks, what befalls one of them in it, and the same run by hand in one process."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.nn.parallel import DistributedDataParallel
+
+from autotune_amp.config import AmpConfig, LossScale, Precision
+from autotune_amp.errors import TrainingStoppedError
+from autotune_amp.runtime import steering
+from autotune_amp.runtime.controller import PrecisionController
+from autotune_amp.runtime.status import to_plain
+
+NUM_RANKS = 2
+WIDTH, BATCH = 8, 4
+INIT_SCALE = 1024.0
+CONFIG = AmpConfig(
+    precision="fp16", batch_size=BATCH, loss_scale=LossScale(init_scale=INIT_SCALE), fallback=["bf16", "fp32"]
+)
+Wrapper = Literal["ddp", "ddp_ignored", "fsdp1", "fsdp1_flat", "fsdp2"]
+Kind = Literal["input", "loss", "gradient", "steep", "unused"]
+OptimizerName = Literal["sgd", "adam"]
+Attached = Literal["no", "before", "after"]  # before or after the model is wrapped
+Death = Literal["step", "rerun"]
+
+
+class Model(nn.Module):
+    """Two linear layers overflow fp16 on a huge input; the norm after them makes it harmless where they do not.
+
+    The side head reads the features detached: what its gradient comes to stays in its own weights, a row for each
+    output, of which FSDP gives each rank some.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(WIDTH, WIDTH)
+        self.right = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(2 * WIDTH)
+        self.head = nn.Linear(2 * WIDTH, 1)
+        self.side = nn.Linear(2 * WIDTH, 4)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.norm(torch.cat([self.left(inputs), self.right(inputs)], dim=-1))
+        return self.head(features), self.side(features.detach())
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What happens on `rank` alone, at `steps`.
+
+    input: values above fp16's largest. loss: infinite, in any precision. gradient: infinite in the side head's first
+    row, a tiny part that FSDP keeps on rank 0. steep: the loss times 1e6, so that the gradients overflow fp16.
+    unused: the side head is left out of the loss and has no gradient.
+    """
+
+    kind: Kind
+    steps: frozenset[int]
+    rank: int = 1
+
+    @classmethod
+    def at(cls, kind: Kind, *steps: int, rank: int = 1) -> Trouble:
+        return cls(kind, frozenset(steps), rank)
+
+    def strikes(self, kind: str, step: int, rank: int) -> bool:
+        return kind == self.kind and step in self.steps and rank == self.rank
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run; the same on both ranks but for `trouble` and what names a rank."""
+
+    wrapper: Wrapper = "ddp"
+    optimizer: OptimizerName = "sgd"
+    fused: bool = False
+    trouble: Trouble | None = None
+    attached: Attached = "no"
+    has_rerun: bool = True
+    scaler: Literal["controller", "lagged", "plain", "sharded"] = "controller"
+    num_optimizers: int = 1
+    accumulation_steps: int = 1
+    num_steps: int = 7
+    config: AmpConfig = CONFIG
+    asking_ranks: tuple[int, ...] = (0, 1)  # which call status(), state_dict() and get_scale() after every step
+    cramped_rank: int | None = None  # has no memory left for another plan
+    dies_at: tuple[int, Death] | None = None  # rank 1, without a word
+
+
+@dataclass
+class Outcome:
+    """What one rank saw; an entry for each step. `counts` are updates, steps, skips. `weights` are those of the whole
+    model, whatever the sharding.
+    """
+
+    precisions: list[Precision] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    stepped: list[bool] = field(default_factory=list)
+    num_callbacks: int = 0
+    num_side_callbacks: int = 0
+    counts: tuple[int, int, int] = (0, 0, 0)
+    history: list[dict[str, object]] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def moves(self) -> list[tuple[object, ...]]:
+        return [(move["update"], move["kind"], move["before"], move["after"]) for move in self.history]
+
+
+class LaggedController(PrecisionController):
+    """Verdicts stay on the device, here too, so that they are acted on late, as behind a fused optimizer on a GPU."""
+
+    @staticmethod
+    def _is_at_hand(tensor: Tensor) -> bool:
+        return False
+
+
+def batch_of(step: int, micro_batch: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 100 * micro_batch + rank)
+    return torch.randn(BATCH, WIDTH, generator=generator)
+
+
+def loss_of(model: nn.Module, inputs: Tensor, trouble: Trouble | None, step: int, rank: int) -> Tensor:
+    """The loss of one pass, with whatever befalls this rank at this step."""
+
+    def struck(kind: str) -> bool:
+        return trouble is not None and trouble.strikes(kind, step, rank)
+
+    main, side = model(inputs * 1e6 if struck("input") else inputs)
+    if struck("gradient"):
+        side.register_hook(lambda gradient: gradient * gradient.new_tensor([math.inf, 1.0, 1.0, 1.0]))
+    loss = (main.float() - 1.0).square().mean()
+    if not struck("unused"):
+        loss = loss + (side.float() - 2.0).square().mean()
+    factor = math.inf if struck("loss") else 1e6 if struck("steep") else 1.0
+    return torch.mul(loss, factor)
+
+
+def optimizers_of(model: nn.Module, scenario: Scenario) -> list[torch.optim.Optimizer]:
+    """One over everything, or the side head's apart, last."""
+    side = [p for name, p in model.named_parameters() if "side" in name]
+    rest = [p for name, p in model.named_parameters() if "side" not in name]
+    groups = [rest + side] if scenario.num_optimizers == 1 else [rest, side]
+    if scenario.optimizer == "sgd":
+        return [torch.optim.SGD(group, lr=0.1, momentum=0.9, fused=scenario.fused) for group in groups]
+    return [torch.optim.Adam(group, lr=0.01, fused=scenario.fused) for group in groups]
+
+
+def new_model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def wrapped(model: Model, wrapper: Wrapper) -> nn.Module:
+    if wrapper in ("fsdp1", "fsdp1_flat"):
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=wrapper == "fsdp1")
+    if wrapper == "fsdp2":
+        for layer in (model.left, model.right, model.side):
+            fully_shard(layer)
+        fully_shard(model)
+        return model
+    if wrapper == "ddp_ignored":
+        names = [f"side.{name}" for name, _ in model.side.named_parameters()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
+    return DistributedDataParallel(model)
+
+
+def whole_weights(model: nn.Module) -> dict[str, Any]:
+    """As plain lists; a collective where the model is sharded."""
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model):
+            return {name: p.detach().tolist() for name, p in model.module.named_parameters()}
+    parameters = {name.removeprefix("module."): p.detach() for name, p in model.named_parameters()}
+    return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).tolist() for name, p in parameters.items()}
+
+
+def train(scenario: Scenario, rank: int) -> Outcome:
+    """One run on this rank."""
+    with patch.object(steering, "available_memory_bytes", lambda device: 0 if rank == scenario.cramped_rank else 2**40):
+        return _train(scenario, rank)
+
+
+def _train(scenario: Scenario, rank: int) -> Outcome:
+    bare = new_model()
+    if scenario.scaler in ("plain", "sharded"):
+        return _train_with_a_scaler_of_torch(wrapped(bare, scenario.wrapper), scenario, rank)
+    kind = LaggedController if scenario.scaler == "lagged" else PrecisionController
+    controller = kind(scenario.config, "cpu")
+    step = micro_batch = 0
+
+    def compute_loss() -> Tensor:
+        trouble = scenario.trouble if micro_batch == 0 else None
+        return loss_of(model, batch_of(step, micro_batch, rank), trouble, step, rank)
+
+    def rerun() -> Tensor:
+        if scenario.dies_at == (step, "rerun") and rank == 1:
+            os._exit(1)
+        return compute_loss()
+
+    if scenario.attached == "before":
+        controller.attach(bare, rerun if scenario.has_rerun else None)
+    model = wrapped(bare, scenario.wrapper)
+    if scenario.attached == "after":
+        controller.attach(model, rerun if scenario.has_rerun else None)
+    optimizers = optimizers_of(model, scenario)
+    outcome = Outcome()
+
+    def count() -> None:
+        outcome.num_callbacks += 1
+
+    def count_side() -> None:
+        outcome.num_side_callbacks += 1
+
+    controller.on_step(count)
+    controller.on_step(count_side, optimizers[-1])
+    try:
+        for step in range(scenario.num_steps):
+            outcome.precisions.append(controller.config.precision)
+            for micro_batch in range(scenario.accumulation_steps):
+                is_last = micro_batch == scenario.accumulation_steps - 1
+                with _unsynchronised(model, not is_last):
+                    with controller.autocast():
+                        loss = compute_loss()
+                    if scenario.dies_at == (step, "step") and rank == 1:
+                        os._exit(1)
+                    controller.backward(loss / scenario.accumulation_steps)
+            stepped = [controller.step(optimizer) for optimizer in optimizers]
+            controller.update()
+            outcome.stepped.append(bool(stepped[0]))
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            if rank in scenario.asking_ranks:
+                controller.status(), controller.state_dict()
+                outcome.scales.append(controller.get_scale())
+    except TrainingStoppedError as stopped:
+        outcome.stepped.append(bool(stepped[0]))
+        outcome.error = f"{type(stopped).__name__}: {stopped.message}"
+    status = controller.status()
+    outcome.counts = (status.num_updates, status.num_steps, status.num_skips)
+    outcome.history = [to_plain(move) for move in status.history]
+    outcome.state = controller.state_dict()
+    outcome.weights = whole_weights(model)
+    return outcome
+
+
+def _unsynchronised(model: nn.Module, wanted: bool) -> Any:
+    return model.no_sync() if wanted and isinstance(model, DistributedDataParallel) else nullcontext()
+
+
+def _train_with_a_scaler_of_torch(model: nn.Module, scenario: Scenario, rank: int) -> Outcome:
+    kind = ShardedGradScaler if scenario.scaler == "sharded" else torch.amp.GradScaler
+    scaler = kind("cpu", init_scale=INIT_SCALE)
+    (optimizer,) = optimizers_of(model, scenario)
+    outcome = Outcome()
+    for step in range(scenario.num_steps):
+        with torch.autocast("cpu", torch.float16):
+            loss = loss_of(model, batch_of(step, 0, rank), scenario.trouble, step, rank)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call] # torch does not type it
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        outcome.scales.append(scaler.get_scale())
+    outcome.weights = whole_weights(model)
+    return outcome
+
+
+def trained_by_hand(scenario: Scenario, precisions: Sequence[str], skipped: Collection[int]) -> list[dict[str, Any]]:
+    """Each rank's weights after a plain loop in one process: no wrapper, no scaler, the steps in `skipped` left out."""
+    models = [new_model() for _ in range(NUM_RANKS)]
+    optimizers = [optimizers_of(model, scenario) for model in models]
+    for step, precision in enumerate(precisions):
+        if step in skipped:
+            continue
+        loss_scale = INIT_SCALE if precision == "fp16" else 1.0
+        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
+        for rank, model in enumerate(models):
+            for micro_batch in range(scenario.accumulation_steps):
+                with torch.autocast("cpu", dtype) if dtype else nullcontext():
+                    trouble = scenario.trouble if micro_batch == 0 else None
+                    loss = loss_of(model, batch_of(step, micro_batch, rank), trouble, step, rank)
+                (loss / scenario.accumulation_steps * loss_scale).backward()  # type: ignore[no-untyped-call] # torch does not type it
+        for name, *copies in zip(
+            dict(models[0].named_parameters()), *(model.parameters() for model in models), strict=True
+        ):
+            is_own = scenario.wrapper == "ddp_ignored" and name.startswith("side.")
+            gradients = [copy.grad / loss_scale for copy in copies if copy.grad is not None]
+            if not is_own:
+                gradients = [torch.stack(gradients).sum(dim=0) / NUM_RANKS] * NUM_RANKS
+            for copy, gradient in zip([c for c in copies if not is_own or c.grad is not None], gradients, strict=True):
+                copy.grad = gradient.clone()
+        for mine in optimizers:
+            for optimizer in mine:
+                optimizer.step()
+                optimizer.zero_grad()
+    return [whole_weights(model) for model in models]

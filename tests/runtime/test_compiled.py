@@ -1,0 +1,230 @@
+"""Under torch.compile: how many graphs, and what they compute, with the precision moving and the model attached."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from training import Batch, batches, fp16, same
+
+from autotune_amp.config import AmpConfig, LossScale, Precision
+from autotune_amp.runtime.controller import PrecisionController
+
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+INDUCTOR_WARNS = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # importing inductor
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(compile_threads=1):
+        yield
+    torch._dynamo.reset()
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 1))
+
+
+class Training:
+    """A compiled model; `plain` steps as a loop without the controller does."""
+
+    def __init__(self, model: nn.Module, backend: str) -> None:
+        self.counter = CompileCounterWithBackend(backend)
+        self.model = copy.deepcopy(model)
+        self.compiled: Any = torch.compile(self.model, backend=self.counter, fullgraph=True)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+
+    def step(self, scaler: torch.amp.GradScaler, autocast: AbstractContextManager[object], batch: Batch) -> None:
+        inputs, targets = batch
+        with autocast:
+            loss = nn.functional.mse_loss(self.compiled(inputs), targets)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.step(self.optimizer)
+        scaler.update()
+        self.optimizer.zero_grad()
+
+    def plain(self, scaler: torch.amp.GradScaler, name: str, batch: Batch) -> None:
+        dtype = _DTYPES.get(name)
+        context = nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+        self.step(scaler, context, batch)
+
+
+@INDUCTOR_WARNS
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("own_autocast", [False, True])
+def test_each_new_precision_compiles_once_comes_back_for_free_and_is_never_stale(
+    backend: str, attached: bool, own_autocast: bool
+) -> None:
+    """A graph compiled anew for each precision, by a loop without the controller, gives the same parameters."""
+    if own_autocast and not attached:
+        pytest.skip("code with an autocast of its own is moved through attach alone")
+    model = small()
+    names: list[Precision] = ["fp16", "bf16", "fp32", "fp16", "bf16", "fp32", "fp16"]
+    given = batches(2 * len(names))
+    mine = Training(model, backend)
+    controller = PrecisionController(fp16(), device="cpu")
+    if attached:
+        controller.attach(mine.compiled)
+    counts = []
+    for index, name in enumerate(names):
+        controller.set_precision(name)
+        for batch in given[2 * index : 2 * index + 2]:
+            autocast = torch.autocast("cpu", dtype=torch.float16) if own_autocast else controller.autocast()
+            mine.step(controller, autocast, batch)
+        counts.append(mine.counter.frame_count)
+    assert counts == [1, 2, 3, 3, 3, 3, 3]
+    weights = model.state_dict()
+    scaler, off = torch.amp.GradScaler("cpu", init_scale=1024.0), torch.amp.GradScaler("cpu", enabled=False)
+    for index, name in enumerate(names):
+        torch._dynamo.reset()
+        fresh = Training(small(), backend)
+        fresh.model.load_state_dict(weights)
+        for batch in given[2 * index : 2 * index + 2]:
+            fresh.plain(scaler if name == "fp16" else off, name, batch)
+        weights = fresh.model.state_dict()
+    assert same(mine.model, fresh.model)
+
+
+@INDUCTOR_WARNS
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["fp16", "bf16", "fp32"])
+def test_attached_before_or_after_compiling_graphs_and_numerics_stay_as_they_were(
+    backend: str, name: Precision
+) -> None:
+    model = small()
+    given = batches(20)
+    config = fp16() if name == "fp16" else AmpConfig(precision=name, batch_size=4)
+    trained, counts, maxima = [], [], []
+    for attached in ("never", "before", "after"):
+        torch._dynamo.reset()
+        training = Training(model, backend)
+        controller = PrecisionController(config, device="cpu")
+        if attached == "before":
+            controller.attach(training.model)
+        if attached == "after":
+            training.step(controller, controller.autocast(), given[0])
+            controller.attach(training.compiled)
+            training.counter.frame_count = 0  # of the graph from before it was attached
+        for batch in given[1:] if attached == "after" else given:
+            training.step(controller, controller.autocast(), batch)
+        trained.append(training.model)
+        counts.append(training.counter.frame_count)
+        maxima.append(controller.status().forward_max)
+    assert counts == [1, 1, 1]
+    assert same(trained[0], trained[1])
+    assert same(trained[0], trained[2])
+    assert maxima[0] is None
+    assert isinstance(maxima[1], float)
+    plain = Training(model, backend)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=name == "fp16")
+    for batch in given:
+        plain.plain(scaler, name, batch)
+    assert same(trained[0], plain.model)
+
+
+class Spiky(nn.Module):
+    """A hidden activation of 66246 and more, which no output shows; `T5's`_ feed-forward put out as much."""
+
+    def __init__(self, level: float) -> None:
+        super().__init__()
+        self.wi = nn.Linear(8, 8)
+        self.wo = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 1)
+        with torch.no_grad():
+            self.wo.weight.zero_()
+            self.wo.bias.copy_(torch.linspace(-level, level / 2, 8))
+        self.wo.requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.norm(self.wo(torch.relu(self.wi(inputs)))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("mode", ["eager", "attached, then compiled", "compiled, then attached"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+def test_the_largest_activation_is_seen_also_beyond_what_fp16_holds(mode: str, name: Precision) -> None:
+    level = 66246.0
+    config = AmpConfig(precision=name, batch_size=4, loss_scale=LossScale() if name == "fp16" else None)
+    model = Spiky(level)
+    controller = PrecisionController(config, device="cpu")
+    compiled: Any = model
+    if mode == "attached, then compiled":
+        controller.attach(model)
+    if mode != "eager":
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    if mode != "attached, then compiled":
+        controller.attach(compiled)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    # Eager modules are looked at early in the run, and from then on every 64 updates.
+    for inputs, targets in batches(11):
+        with controller.autocast():
+            loss = nn.functional.mse_loss(compiled(inputs), targets)
+        controller.backward(loss)
+        controller.step(optimizer)
+        controller.update()
+        optimizer.zero_grad()
+    seen = controller.status().forward_max
+    assert seen is not None
+    if name == "fp16":
+        assert not math.isfinite(seen)
+    else:
+        assert seen == pytest.approx(level, rel=0.0 if name == "fp32" else 2**-8)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_demotion_recompiles_once_and_equals_a_run_in_the_lower_rung(attached: bool) -> None:
+    model = small()
+    given = batches(8)
+    nan: Batch = (torch.full((4, 8), math.nan), torch.zeros(4, 1))
+    mine = Training(model, "aot_eager")
+    controller = PrecisionController(fp16(), device="cpu")
+    if attached:
+        controller.attach(mine.compiled)
+    for batch in [nan, nan, *given]:
+        mine.step(controller, controller.autocast(), batch)
+    assert controller.status().precision == "bf16"
+    assert mine.counter.frame_count == 2
+    torch._dynamo.reset()
+    reference = Training(model, "aot_eager")
+    for batch in given:
+        reference.plain(torch.amp.GradScaler("cpu", enabled=False), "bf16", batch)
+    assert same(mine.model, reference.model)
+
+
+def test_a_pin_recompiles_once() -> None:
+    """A state with a pin, loaded after compiling: the parameters are those of a model pinned from the start."""
+    model = small()
+    given = batches(6)
+    trained, counts = [], []
+    for is_pinned_at_once in (True, False):
+        torch._dynamo.reset()
+        training = Training(model, "aot_eager")
+        controller = PrecisionController(fp16(pinned_modules=("0",) if is_pinned_at_once else ()), device="cpu")
+        controller.attach(training.compiled)
+        if not is_pinned_at_once:
+            with controller.autocast():
+                training.compiled(given[0][0])
+            state = controller.state_dict()
+            state["autotune_amp"]["pinned"] = ["0"]
+            controller.load_state_dict(state)
+        for batch in given:
+            training.step(controller, controller.autocast(), batch)
+        trained.append(training.model)
+        counts.append(training.counter.frame_count)
+    assert counts == [1, 2]
+    assert same(trained[0], trained[1])
+    unpinned = Training(model, "aot_eager")
+    for batch in given:
+        unpinned.plain(torch.amp.GradScaler("cpu", init_scale=1024.0), "fp16", batch)
+    assert not same(unpinned.model, trained[0])

@@ -1,0 +1,249 @@
+"""Behind a fused optimizer on an accelerator verdicts come late: nothing is lost by it. Tried on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Literal, TypeAlias
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from autotune_amp import AmpConfig, LossScale
+from autotune_amp.config import Precision
+from autotune_amp.runtime.controller import PrecisionController
+from autotune_amp.runtime.lag import LAG_UPDATES
+from autotune_amp.runtime.scaler import JudgingScaler
+
+Kind: TypeAlias = Literal["clean", "overflow", "bad loss"]
+CLEAN: list[Kind] = ["clean"]
+OVERFLOW: list[Kind] = ["overflow"]
+BAD_LOSS: list[Kind] = ["bad loss"]
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors are treated as if they were on an accelerator."""
+    monkeypatch.setattr(JudgingScaler, "_is_at_hand", staticmethod(lambda tensor: False))
+
+
+def fp16(*, growth_interval: int = 2000, hysteresis: int = 1, fallback: Iterable[Precision] = ()) -> AmpConfig:
+    # The floor is deeper than any sequence here descends: what to do at the floor is the policy's own matter.
+    loss_scale = LossScale(
+        growth_interval=growth_interval, hysteresis=hysteresis, min_scale=2.0**-24, max_scale=2.0**60
+    )
+    return AmpConfig(precision="fp16", batch_size=1, loss_scale=loss_scale, fallback=tuple(fallback))
+
+
+class Training:
+    """Two weights with an optimizer each, the first one fused. Sums of products: exact at any power of two's scale."""
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self.scaler = scaler
+        self.weights = [nn.Parameter(torch.tensor([1.0, -2.0, 0.5])) for _ in range(2)]
+        self.optimizers = [
+            torch.optim.SGD(self.weights[:1], lr=0.125, fused=True),
+            torch.optim.SGD(self.weights[1:], lr=0.125),
+        ]
+        self.num_updates = 0
+
+    def loss(self, kind: Kind, which: int) -> Tensor:
+        weight = self.weights[which]
+        loss = (weight * torch.tensor([0.3, 1.7, -0.2]) * (1 + self.num_updates % 7)).sum()
+        if kind == "overflow":
+            loss = loss + (weight - weight.detach()).sqrt().sum()  # 0, with an infinite gradient
+        return loss * float("nan") if kind == "bad loss" else loss
+
+    def step(self, kind: Kind, which: int = 0) -> tuple[float, Tensor]:
+        """The scale that was used and the weights afterwards."""
+        optimizer = self.optimizers[which]
+        optimizer.zero_grad()
+        loss, scale = self.scaler.scale([self.loss(kind, which), torch.ones(())])
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        self.num_updates += 1
+        return float(scale), torch.cat([weight.detach() for weight in self.weights])
+
+    def run(self, kinds: Iterable[Kind]) -> list[tuple[float, Tensor]]:
+        return [self.step(kind) for kind in kinds]
+
+
+def steered(config: AmpConfig) -> tuple[PrecisionController, Training]:
+    controller = PrecisionController(config, device="cpu")
+    return controller, Training(controller)
+
+
+def taken_plainly(kinds: Iterable[Kind]) -> Tensor:
+    """The weights after a plain loop that leaves out what is not clean."""
+    training = Training(torch.amp.GradScaler("cpu", enabled=False))
+    for kind in kinds:
+        if kind == "clean":
+            training.optimizers[0].zero_grad()
+            training.loss(kind, 0).backward()  # type: ignore[no-untyped-call]
+            training.optimizers[0].step()
+        training.num_updates += 1
+    return torch.cat([weight.detach() for weight in training.weights])
+
+
+def assert_same(got: list[tuple[float, Tensor]], expected: list[tuple[float, Tensor]]) -> None:
+    assert [scale for scale, _ in got] == [scale for scale, _ in expected]
+    assert all(torch.equal(mine, theirs) for (_, mine), (_, theirs) in zip(got, expected, strict=True))
+
+
+overflows = st.lists(st.sampled_from([*CLEAN, *CLEAN, *OVERFLOW]), min_size=1, max_size=36)
+
+
+@given(kinds=overflows, growth_interval=st.integers(1, 5), hysteresis=st.integers(1, 2))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_weights_and_scale_go_the_same_way_as_where_verdicts_are_at_hand(
+    kinds: list[Kind], growth_interval: int, hysteresis: int
+) -> None:
+    config = fp16(growth_interval=growth_interval, hysteresis=hysteresis)
+    here, training = steered(config)
+    expected = training.run(kinds)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JudgingScaler, "_is_at_hand", staticmethod(lambda tensor: False))
+        there, training = steered(config)
+        assert_same(training.run(kinds), expected)
+        assert there.state_dict() == here.state_dict()
+    if hysteresis == 1:
+        plain = torch.amp.GradScaler("cpu", growth_interval=growth_interval)
+        assert_same(expected, Training(plain).run(kinds))
+
+
+@given(steps=st.lists(st.tuples(st.sampled_from([*CLEAN, *OVERFLOW]), st.integers(0, 1)), min_size=1, max_size=36))
+@settings(max_examples=60, deadline=None)
+def test_late_verdicts_and_those_at_hand_may_take_turns(steps: list[tuple[Kind, int]]) -> None:
+    """The first optimizer is fused; the second is not, so that the host has to know at once whether it stepped."""
+    expected = [Training(torch.amp.GradScaler("cpu", growth_interval=3))]
+    plain = [expected[0].step(kind, which) for kind, which in steps]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JudgingScaler, "_is_at_hand", staticmethod(lambda tensor: False))
+        controller, training = steered(fp16(growth_interval=3))
+        assert_same([training.step(kind, which) for kind, which in steps], plain)
+    assert controller.status().num_skips == sum(kind == "overflow" for kind, _ in steps)
+
+
+def test_a_bad_loss_is_skipped_and_does_not_lower_the_scale(late: None) -> None:
+    controller, training = steered(fp16())
+    kinds = [*CLEAN * 3, *BAD_LOSS, *CLEAN * 9]
+    trace = training.run(kinds)
+    assert {scale for scale, _ in trace} == {65536.0}
+    assert torch.equal(trace[3][1], trace[2][1])
+    assert torch.equal(trace[-1][1], taken_plainly(kinds))
+    assert controller.status().num_skips == 1
+
+
+def test_callbacks_come_a_fixed_number_of_updates_later_and_none_is_lost(late: None) -> None:
+    controller, training = steered(fp16())
+    calls: list[int] = []
+    controller.on_step(lambda: calls.append(training.num_updates))
+    training.run([*CLEAN * 9])
+    assert calls == [update + LAG_UPDATES for update in range(9 - LAG_UPDATES)]
+    controller.synchronize()
+    assert len(calls) == 9
+
+
+@pytest.mark.parametrize("ending", ["state_dict", "status", "synchronize", "get_scale", "windows", "copy"])
+@pytest.mark.parametrize("kinds", [CLEAN * 2, [*CLEAN * 5, *OVERFLOW, *CLEAN], [*BAD_LOSS, *CLEAN * 7]])
+def test_no_callback_is_lost_at_the_end(kinds: list[Kind], ending: str, late: None) -> None:
+    controller, training = steered(fp16())
+    calls: list[int] = []
+    controller.on_step(lambda: calls.append(0), training.optimizers[0])
+    controller.on_step(lambda: calls.append(1), training.optimizers[1])
+    if ending == "windows":
+        for kind, _ in controller.windows(kinds):
+            training.step(kind)
+    else:
+        training.run(kinds)
+        copy.deepcopy(controller) if ending == "copy" else getattr(controller, ending)()
+    assert calls == [0] * kinds.count("clean")
+    assert torch.equal(torch.cat([w.detach() for w in training.weights]), taken_plainly(kinds))
+
+
+def test_a_copy_has_the_numbers_of_what_was_still_on_its_way(late: None) -> None:
+    controller, training = steered(fp16())
+    training.run([*CLEAN * 6])
+    copied = copy.deepcopy(controller)
+    assert copied.status().num_steps == controller.status().num_steps == 6
+
+
+def test_a_scale_set_by_hand_is_not_changed_by_verdicts_from_before(late: None) -> None:
+    controller, training = steered(fp16())
+    training.run([*CLEAN * 4, *OVERFLOW * 2])
+    controller.update(8.0)
+    assert [scale for scale, _ in training.run([*CLEAN * 6])] == [8.0] * 6
+
+
+def test_loading_a_state_leaves_no_verdict_of_another_run_behind(late: None) -> None:
+    controller, training = steered(fp16())
+    saved = controller.state_dict()
+    training.run([*CLEAN * 5, *OVERFLOW])
+    controller.load_state_dict(saved)
+    assert controller.state_dict() == saved
+
+
+# -- moves -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["at hand", "late"])
+def speed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "late":
+        monkeypatch.setattr(JudgingScaler, "_is_at_hand", staticmethod(lambda tensor: False))
+    return str(request.param)
+
+
+def test_a_trip_leads_to_the_same_rung_and_its_burst_is_not_judged_there(speed: str) -> None:
+    """As many bad steps as are known late: in the new rung they would undo the move (it would not have helped)."""
+    controller, training = steered(fp16(fallback=["bf16", "fp32"]))
+    controller.attach(nn.Linear(1, 1))
+    num_bad = 2 if speed == "at hand" else LAG_UPDATES + 1
+    kinds = [*CLEAN * 9, *BAD_LOSS * num_bad, *CLEAN * 9]
+    trace = training.run(kinds)
+    status = controller.status()
+    assert status.precision == "bf16"
+    assert [(record.kind, record.after) for record in status.history] == [("demotion", "bf16")]
+    assert (status.num_updates, status.num_skips) == (len(kinds), num_bad)
+    assert torch.equal(trace[-1][1], taken_plainly(kinds))
+    assert trace[-1][0] == 1.0
+
+
+def test_a_demotion_that_does_not_help_is_taken_back(speed: str) -> None:
+    controller, training = steered(fp16(fallback=["fp32"]))
+    controller.attach(nn.Linear(1, 1))
+    kinds = [*CLEAN * 9, *BAD_LOSS * 15]
+    with pytest.raises(Exception, match="it was not precision"):
+        training.run(kinds)
+    controller.synchronize()
+    assert [(record.kind, record.after) for record in controller.status().history] == [
+        ("demotion", "fp32"),
+        ("revert", "fp16"),
+        ("stop", "fp16"),
+    ]
+    assert torch.equal(torch.cat([w.detach() for w in training.weights]), taken_plainly(kinds))
+
+
+def test_a_move_by_hand_leaves_no_verdict_uncounted(speed: str) -> None:
+    controller, training = steered(fp16(fallback=["bf16"]))
+    training.run([*CLEAN * 3, *OVERFLOW])
+    controller.set_precision("bf16")
+    training.run(CLEAN)
+    status = controller.status()
+    assert (status.num_updates, status.num_skips, status.num_steps) == (5, 1, 4)
+
+
+def test_a_trip_before_a_wish_of_the_users_comes_first_and_the_wish_stands(late: None) -> None:
+    controller, training = steered(fp16(fallback=["bf16", "fp32"]))
+    controller.attach(nn.Linear(1, 1))
+    training.run([*CLEAN * 9, *BAD_LOSS * 2])  # nobody knows yet
+    controller.set_precision("fp32")
+    assert [(record.kind, record.after) for record in controller.status().history] == [
+        ("demotion", "bf16"),
+        ("by_hand", "fp32"),
+    ]
+    controller.set_precision("fp16")
+    assert training.step("clean")[0] == 65536.0

@@ -1,0 +1,336 @@
+"""What users get wrong: a clear error with a next step, or a no-op, as GradScaler has it. Never a harmed weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autotune_amp import AmpConfig, LossScale
+from autotune_amp.config import FallbackPlan
+from autotune_amp.errors import AutotuneAmpError, DeviceError, InvalidRequestError
+from autotune_amp.runtime.controller import PrecisionController
+
+
+def config(**options: Any) -> AmpConfig:
+    return AmpConfig(**{"precision": "fp16", "batch_size": 4, "loss_scale": LossScale(init_scale=1024.0), **options})
+
+
+def make(**options: Any) -> PrecisionController:
+    return PrecisionController(config(**options), device="cpu")
+
+
+class Loop:
+    """One linear layer and its optimizer; `step` is the plain loop's, for the reference."""
+
+    def __init__(self, fused: bool = False) -> None:
+        self.model = nn.Linear(4, 1)
+        with torch.no_grad():
+            self.model.weight.fill_(0.25)
+            self.model.bias.fill_(0.0)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.125, fused=fused)
+
+    def loss(self) -> Tensor:
+        loss: Tensor = self.model(torch.ones(2, 4)).square().mean()
+        return loss
+
+    def plain(self, num_steps: int = 1) -> Loop:
+        for _ in range(num_steps):
+            self.optimizer.zero_grad()
+            self.loss().backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+        return self
+
+    def steered(self, scaler: torch.amp.GradScaler) -> Loop:
+        self.optimizer.zero_grad()
+        scaler.scale(self.loss()).backward()  # type: ignore[no-untyped-call]
+        scaler.step(self.optimizer)
+        scaler.update()
+        return self
+
+    def assert_is(self, other: Loop) -> None:
+        assert torch.equal(self.model.weight, other.model.weight)
+        assert torch.equal(self.model.bias, other.model.bias)
+
+
+fused_or_not = pytest.mark.parametrize("fused", [False, True])
+
+
+# -- the constructor ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["tpu", "", "cpu:0:0", "CUDA", "meta", "cuda:-1"])
+def test_an_unknown_device_is_refused(device: str) -> None:
+    with pytest.raises(DeviceError, match="is no device"):
+        PrecisionController(config(), device=device)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda"), "xpu", "mps"])
+def test_a_device_that_is_not_there_is_refused(device: str | torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (torch.cuda, torch.xpu, torch.mps):
+        monkeypatch.setattr(module, "is_available", lambda: False)
+    with pytest.raises(DeviceError, match="cannot use any") as caught:
+        PrecisionController(config(), device=device)
+    assert 'device="cpu"' in caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"fallback": ["bf61"]}, "bf61"),
+        ({"fallback": "fp32"}, "must be a list"),
+        ({"fallback": ["fp32", "bf16"]}, "less to go wrong than the one before"),
+        ({"precision": "fp16", "loss_scale": None}, "fp16 needs a loss scale"),
+        ({"precision": "bf16"}, "no other precision takes one"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(wrong: dict[str, Any], match: str) -> None:
+    with pytest.raises(InvalidRequestError, match=match) as caught:
+        make(**wrong)
+    assert caught.value.next_step
+
+
+@pytest.mark.parametrize("fallback", [["fp32"], [FallbackPlan(precision="fp32", batch_size=4)]])
+def test_a_limit_on_a_slowdown_that_was_not_measured_is_refused(fallback: list[Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="the speed of fp32 was not measured") as caught:
+        PrecisionController(config(fallback=fallback), device="cpu", max_slowdown=2.0)
+    assert "leave max_slowdown out" in caught.value.next_step
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+@fused_or_not
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("method", ["step", "unscale_"])
+def test_trainable_parameters_in_half_precision_are_refused_before_the_first_step(
+    method: str, dtype: torch.dtype, fused: bool
+) -> None:
+    loop, scaler = Loop(fused), make()
+    loop.model.to(dtype)
+    before = loop.model.weight.detach().clone()
+    scaler.scale(loop.model(torch.ones(2, 4, dtype=dtype)).float().mean()).backward()
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(InvalidRequestError, match=rf"parameter of shape \(1, 4\) is {name}") as caught:
+        getattr(scaler, method)(loop.optimizer)
+    assert "model.float()" in caught.value.next_step
+    assert torch.equal(loop.model.weight, before)
+
+
+def test_frozen_parameters_may_be_in_half_precision() -> None:
+    loop, scaler = Loop(), make()
+    frozen = nn.Parameter(torch.ones(3, dtype=torch.float16), requires_grad=False)
+    loop.optimizer.add_param_group({"params": [frozen]})
+    loop.steered(scaler).assert_is(Loop().plain())
+
+
+def test_bf16_weights_train_under_bf16() -> None:
+    scaler = PrecisionController(AmpConfig(precision="bf16", batch_size=4), device="cpu")
+    mine, plain = Loop(), Loop()
+    for loop in (mine, plain):
+        loop.model.to(torch.bfloat16)
+        loop.optimizer.zero_grad()
+        loss = loop.model(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean()
+        (scaler.scale(loss) if loop is mine else loss).backward()
+    scaler.step(mine.optimizer)
+    scaler.update()
+    plain.optimizer.step()
+    mine.assert_is(plain)
+    assert scaler.status().num_steps == 1
+
+
+def test_a_second_model_is_refused() -> None:
+    scaler = make()
+    scaler.attach(nn.Linear(2, 2))
+    with pytest.raises(InvalidRequestError, match="attached already") as caught:
+        scaler.attach(nn.Linear(2, 2))
+    assert "another controller" in caught.value.next_step
+
+
+def test_a_module_to_pin_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="no module 'decoder'") as caught:
+        make(pinned_modules=("decoder",)).attach(nn.Linear(2, 2))
+    assert "named_modules" in caught.value.next_step
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8", "float16"])
+def test_a_precision_that_is_no_rung_is_refused(name: Any) -> None:
+    scaler = make(fallback=["fp32"])
+    with pytest.raises(InvalidRequestError, match=f"'{name}' is not among this run's rungs, fp16, fp32"):
+        scaler.set_precision(name)
+    assert scaler.config.precision == "fp16"
+    assert scaler.status().history == ()
+
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
+
+
+@fused_or_not
+def test_an_optimizer_without_gradients_is_left_alone(fused: bool) -> None:
+    """GradScaler raises "No inf checks were recorded"; frameworks step all their optimizers in every iteration."""
+    loop, idle, scaler = Loop(fused), Loop(fused), make()
+    calls: list[str] = []
+    scaler.on_step(lambda: calls.append("idle"), idle.optimizer)
+    scaler.on_step(lambda: calls.append("any"))
+    for _ in range(2):
+        loop.optimizer.zero_grad()
+        scaler.scale(loop.loss()).backward()
+        assert not scaler.step(idle.optimizer)
+        assert scaler.step(loop.optimizer)
+        scaler.update()
+    loop.assert_is(Loop().plain(2))
+    idle.assert_is(Loop())
+    assert calls == ["any", "any"]
+    assert scaler.status().num_steps == 2
+
+
+@fused_or_not
+@pytest.mark.parametrize("unscales", [False, True])
+def test_an_update_without_any_gradient_counts_for_nothing(unscales: bool, fused: bool) -> None:
+    loop, scaler = Loop(fused), make()
+    before = scaler.state_dict()
+    scaler.scale(torch.ones((), requires_grad=True))
+    if unscales:
+        scaler.unscale_(loop.optimizer)
+    assert not scaler.step(loop.optimizer)
+    scaler.update()
+    assert scaler.state_dict() == before
+    loop.steered(scaler).assert_is(Loop().plain())
+
+
+@fused_or_not
+@pytest.mark.parametrize("method", ["step", "unscale_"])
+def test_before_the_first_scale_it_says_what_gradscaler_says(method: str, fused: bool) -> None:
+    for scaler in (make(), torch.amp.GradScaler("cpu")):
+        loop = Loop(fused)
+        loop.loss().backward()  # type: ignore[no-untyped-call]
+        with pytest.raises(AssertionError, match=r"did not use scaler.scale\(loss or outputs\) earlier"):
+            getattr(scaler, method)(loop.optimizer)
+        loop.assert_is(Loop())
+
+
+def test_update_before_anything_says_what_gradscaler_says() -> None:
+    for scaler in (make(), torch.amp.GradScaler("cpu")):
+        with pytest.raises(AssertionError, match="Attempted update but _scale is None"):
+            scaler.update()
+
+
+def test_update_before_step_is_refused_and_the_step_may_follow() -> None:
+    loop, scaler = Loop(), make()
+    scaler.scale(loop.loss()).backward()
+    with pytest.raises(InvalidRequestError, match="before step") as caught:
+        scaler.update()
+    assert "step(optimizer)" in caught.value.next_step
+    scaler.step(loop.optimizer)
+    scaler.update()
+    loop.assert_is(Loop().plain())
+
+
+def twice(method: str) -> Callable[[torch.amp.GradScaler, Loop], None]:
+    def run(scaler: torch.amp.GradScaler, loop: Loop) -> None:
+        getattr(scaler, method)(loop.optimizer)
+        getattr(scaler, method)(loop.optimizer)
+
+    return run
+
+
+def unscale_after_step(scaler: torch.amp.GradScaler, loop: Loop) -> None:
+    scaler.step(loop.optimizer)
+    scaler.unscale_(loop.optimizer)
+
+
+def step_with_a_closure(scaler: torch.amp.GradScaler, loop: Loop) -> None:
+    scaler.step(loop.optimizer, closure=loop.loss)
+
+
+@fused_or_not
+@pytest.mark.parametrize(
+    ("misuse", "match"),
+    [
+        (twice("unscale_"), r"unscale_\(\) has already been called on this optimizer"),
+        (twice("step"), r"step\(\) has already been called since the last update"),
+        (unscale_after_step, r"unscale_\(\) is being called after step"),
+        (step_with_a_closure, "Closure use is not currently supported"),
+    ],
+    ids=["unscale_ twice", "step twice", "unscale_ after step", "closure"],
+)
+def test_a_wrong_order_is_refused_as_gradscaler_refuses_it(
+    misuse: Callable[[torch.amp.GradScaler, Loop], None], match: str, fused: bool
+) -> None:
+    loops = []
+    for scaler in (make(), torch.amp.GradScaler("cpu", init_scale=1024.0)):
+        loop = Loop(fused)
+        scaler.scale(loop.loss()).backward()  # type: ignore[no-untyped-call]
+        with pytest.raises(RuntimeError, match=match):
+            misuse(scaler, loop)
+        loops.append(loop)
+    loops[0].assert_is(loops[1])
+
+
+def test_a_closure_is_refused_even_without_gradients() -> None:
+    """A no-op there would be one for ever: only the closure makes gradients."""
+    loop, scaler = Loop(), make()
+    scaler.scale(torch.ones(()))
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        scaler.step(loop.optimizer, closure=loop.loss)
+
+
+@pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan"), -1.0, torch.tensor(0.0)])
+def test_a_scale_that_harms_weights_is_refused_and_nothing_changes(scale: float | Tensor) -> None:
+    loop, scaler = Loop(), make()
+    scaler.scale(loop.loss()).backward()
+    scaler.step(loop.optimizer)
+    with pytest.raises(InvalidRequestError, match="loss scale given is"):
+        scaler.update(scale)
+    scaler.update()
+    assert scaler.get_scale() == 1024.0
+    loop.steered(scaler).assert_is(Loop().plain(2))
+
+
+@pytest.mark.parametrize("reruns", [False, True])
+def test_a_loop_that_updates_inside_its_own_autocast_is_demoted_all_the_same(reruns: bool) -> None:
+    scaler = make(fallback=["bf16"])
+    loop = Loop()
+
+    def rerun() -> Tensor:  # of a batch that fp16 alone cannot bear
+        hidden: Tensor = loop.model(torch.full((2, 4), 1e5))
+        return hidden.float().mean()
+
+    scaler.attach(loop.model, rerun if reruns else None)
+    seen = []
+    for step in range(6):
+        with torch.autocast("cpu", dtype=torch.float16):
+            output = loop.model(torch.ones(2, 4))
+            seen.append(output.dtype)
+            loop.optimizer.zero_grad()
+            scaler.scale(output.float().mean() * (float("nan") if step < 2 else 1.0)).backward()
+            scaler.step(loop.optimizer)
+            scaler.update()
+    assert seen == [torch.float16] * 2 + [torch.bfloat16] * 4
+    reference = Loop()
+    for _ in range(4):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = reference.model(torch.ones(2, 4))
+        reference.optimizer.zero_grad()
+        output.float().mean().backward()
+        reference.optimizer.step()
+    loop.assert_is(reference)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: make(fallback=["x"]),
+        lambda: make().set_precision("tf32"),
+        lambda: PrecisionController(config(), device="tpu"),
+        lambda: make().update(0.0),
+    ],
+)
+def test_every_error_is_caught_by_one_name_and_says_what_to_do(wrong: Callable[[], object]) -> None:
+    with pytest.raises(AutotuneAmpError) as caught:
+        wrong()
+    assert caught.value.next_step
+    assert caught.value.next_step in str(caught.value)

@@ -1,0 +1,240 @@
+"""What the controller tells: status, statistics file, listeners, log, scalars. Its numbers are those of a script."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autotune_amp import AmpConfig, LossScale, PrecisionController
+from autotune_amp.config import Precision
+from autotune_amp.errors import DemotedError, NotPrecisionError
+from autotune_amp.runtime import steered
+from autotune_amp.runtime.status import MoveRecord
+
+Kind: TypeAlias = Literal["clean", "overflow", "bad loss"]
+CLEAN: list[Kind] = ["clean"]
+BAD_LOSS: list[Kind] = ["bad loss"]
+SCRIPT: list[Kind] = ["clean", "clean", "clean", "overflow", "overflow", "clean", "clean", "bad loss", "clean", "clean"]
+
+
+def fp16(**options: Any) -> AmpConfig:
+    return AmpConfig(**{"precision": "fp16", "batch_size": 4, "loss_scale": LossScale(init_scale=1024.0), **options})
+
+
+class Scripted:
+    """One weight trained by a script of what each step meets."""
+
+    def __init__(self, controller: PrecisionController) -> None:
+        self.controller = controller
+        self.weight = nn.Parameter(torch.tensor([1.0, -2.0]))
+        self.optimizer = torch.optim.SGD([self.weight], lr=0.125)
+
+    def loss(self, kind: Kind) -> Tensor:
+        loss = self.weight.square().sum()
+        if kind == "overflow":
+            loss = loss + (self.weight - self.weight.detach()).sqrt().sum()
+        return loss * float("nan") if kind == "bad loss" else loss
+
+    def run(self, *kinds: Kind) -> Scripted:
+        for kind in kinds:
+            self.optimizer.zero_grad()
+            with self.controller.autocast():
+                loss = self.loss(kind)
+            self.controller.backward(loss)
+            self.controller.step(self.optimizer)
+            self.controller.update()
+        return self
+
+    def assert_trained_on(self, num_clean: int) -> None:
+        """By a plain loop of clean steps alone: each is times 1 - 2 * 0.125."""
+        weight = torch.tensor([1.0, -2.0])
+        for _ in range(num_clean):
+            weight = weight - 0.125 * (2 * weight)
+        assert torch.equal(self.weight, weight)
+
+
+def scripted(config: AmpConfig | None = None, **options: Any) -> Scripted:
+    return Scripted(PrecisionController(config or fp16(), device="cpu", **options))
+
+
+def test_before_the_first_step_there_is_nothing_to_tell() -> None:
+    status = scripted().controller.status()
+    assert (status.num_updates, status.num_steps, status.num_skips) == (0, 0, 0)
+    assert (status.skip_share, status.amp_share, status.step_seconds, status.forward_max) == (0.0, 0.0, None, None)
+    assert (status.precision, status.scale, status.history, status.pinned_modules) == ("fp16", 1024.0, (), ())
+    assert status.is_enabled
+    assert status.peak_memory_bytes > 2**20
+
+
+def test_the_numbers_are_those_of_the_script() -> None:
+    training = scripted().run(*SCRIPT)
+    status = training.controller.status()
+    assert (status.num_updates, status.num_steps, status.num_skips) == (10, 7, 3)
+    assert status.skip_share == 0.3
+    assert status.amp_share == 1.0
+    assert status.scale == 256.0  # two overflows; a loss that is not finite lowers nothing
+    training.assert_trained_on(7)
+
+
+def test_the_share_of_steps_under_amp_counts_the_steps_taken() -> None:
+    training = scripted(fp16(fallback=["bf16", "fp32"])).run("clean", "clean")
+    training.controller.set_precision("bf16")
+    training.run("clean", "bad loss")
+    training.controller.set_precision("fp32")
+    training.run("clean", "clean")
+    training.controller.disable()
+    training.run("clean")
+    status = training.controller.status()
+    assert status.amp_share == 3 / 6
+    assert (status.precision, status.scale, status.is_enabled) == ("fp32", 1.0, False)
+    training.assert_trained_on(6)
+
+
+def test_the_median_time_of_the_current_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 1.0, 2.0, 9.0, 10.0, 20.0, 22.0])
+    monkeypatch.setattr(steered, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    training = scripted(fp16(fallback=["fp32"])).run(*CLEAN * 5)
+    assert training.controller.status().step_seconds == 1.0
+    training.controller.set_precision("fp32")
+    training.run("clean", "clean")
+    assert training.controller.status().step_seconds == 2.0
+
+
+def test_it_cannot_be_changed() -> None:
+    status = scripted().controller.status()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        status.scale = 0.0  # type: ignore[misc]
+    record = MoveRecord(1, "pin", "fp16", "fp16", "why", fp16())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        record.reason = ""  # type: ignore[misc]
+
+
+def test_the_history_has_every_move_with_its_reason_and_listeners_hear_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="autotune_amp.runtime")
+    training = scripted(fp16(fallback=["bf16", "fp32"]), halt=False)
+    heard: list[MoveRecord] = []
+    training.controller.on_move(heard.append)
+    training.run(*CLEAN * 6, *BAD_LOSS * 2, *BAD_LOSS * 3, *BAD_LOSS * 10, "clean")
+    training.controller.set_precision("fp32")
+    history = training.controller.status().history
+    moves: list[tuple[int, str, Precision, Precision]] = [
+        (8, "demotion", "fp16", "bf16"),
+        (11, "revert", "bf16", "fp16"),
+        (11, "stop", "fp16", "fp16"),
+        (21, "stop", "fp16", "fp16"),
+        (22, "by_hand", "fp16", "fp32"),
+    ]
+    assert [(record.update, record.kind, record.before, record.after) for record in history] == moves
+    assert history[0].reason == "the loss was not finite 2 times running"
+    assert [record.config.precision for record in history] == ["bf16", "fp16", "fp16", "fp16", "fp32"]
+    assert tuple(heard) == history
+    logged = [record.getMessage() for record in caplog.records]
+    assert logged[0] == "demotion at update 8, fp16 -> bf16: the loss was not finite 2 times running"
+    assert len(logged) == len(history)
+    training.assert_trained_on(7)
+
+
+def test_a_stop_and_a_demotion_that_raises_are_in_the_history_too() -> None:
+    training = scripted(fp16())
+    with pytest.raises(NotPrecisionError):
+        training.run(*BAD_LOSS * 20)
+    assert [record.kind for record in training.controller.status().history] == ["not_precision", "stop"]
+    training = scripted(fp16(fallback=["fp32"]), on_demotion="checkpoint_and_stop")
+    with pytest.raises(DemotedError) as caught:
+        training.run(*BAD_LOSS * 2)
+    assert training.controller.status().history[-1].config == caught.value.config
+    assert caught.value.config.precision == "fp32"
+    training.assert_trained_on(0)
+
+
+def test_an_advisory_controller_records_its_advice_and_stays() -> None:
+    training = scripted(fp16(fallback=["fp32"]))
+    for _ in range(3):
+        training.controller.scale(training.loss("bad loss"))
+        training.weight.grad = torch.zeros(2)
+        training.controller.step(training.optimizer)
+        training.controller.update()
+    status = training.controller.status()
+    assert status.is_advisory
+    assert [(record.kind, record.after) for record in status.history] == [("advice", "fp32")]
+    assert "neither controller.autocast() nor controller.attach(model)" in status.history[0].reason
+    assert status.precision == "fp16"
+    training.assert_trained_on(0)
+
+
+@pytest.mark.parametrize("largest", [3.0, math.inf, math.nan])
+def test_the_statistics_file_is_json_whatever_was_seen(tmp_path: Path, largest: float) -> None:
+    controller = PrecisionController(fp16(fallback=["bf16"]), device="cpu")
+    training = Scripted(controller)
+    layer = nn.Linear(1, 1, bias=False)
+    controller.attach(layer)
+    with torch.no_grad():
+        layer.weight.fill_(largest)
+    training.run("clean")
+    for _ in range(10):  # one of them is looked at
+        with controller.autocast(), torch.no_grad():
+            layer(torch.ones(1, 1))
+        training.run("clean")
+    controller.set_precision("bf16")
+    path = tmp_path / "stats.json"
+    controller.save_stats(path)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    document = json.loads(path.read_text(), parse_constant=refuse)
+    status = controller.status()
+    assert {field.name for field in dataclasses.fields(status)} == set(document)
+    assert document["num_updates"] == status.num_updates == 11
+    assert document["forward_max"] == (3.0 if largest == 3.0 else None)
+    assert [entry["kind"] for entry in document["history"]] == ["by_hand"]
+    assert AmpConfig.from_json(document["history"][0]["config"]) == status.history[0].config
+    assert list(tmp_path.iterdir()) == [path]
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.scalars: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.scalars.append((tag, value, step))
+
+
+def test_a_tensorboard_writer_gets_scalars_now_and_then() -> None:
+    writer = Writer()
+    training = scripted(writer=writer).run(*SCRIPT, *CLEAN * 60)
+    every = steered.SAMPLE_EVERY
+    assert writer.scalars == [
+        ("autotune_amp/scale", 256.0, every),
+        ("autotune_amp/skips", 3, every),
+        ("autotune_amp/rung", 0, every),
+        ("autotune_amp/steps", every - 3, every),
+    ]
+    training.assert_trained_on(67)
+
+
+def test_torchs_own_writer_takes_them(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs the tensorboard package")
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(tmp_path) as writer:
+        scripted(writer=writer).run(*CLEAN * steered.SAMPLE_EVERY)
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) > 100
+
+
+def test_without_a_writer_or_a_listener_training_is_the_same() -> None:
+    loud, quiet = scripted(writer=Writer()), scripted()
+    loud.controller.on_move(lambda record: None)
+    loud.run(*SCRIPT)
+    quiet.run(*SCRIPT)
+    assert torch.equal(loud.weight, quiet.weight)
+    assert loud.controller.state_dict() == quiet.controller.state_dict()
