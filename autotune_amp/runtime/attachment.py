@@ -106,10 +106,10 @@ class Attachment:
                 )
         return [modules[name] for name in names]
 
-    def forward_max(self) -> float:
-        """The largest magnitude that a watched module put out so far, NaN included; waits for the device."""
+    def forward_max(self) -> float | None:
+        """The largest magnitude that a watched module put out so far, None without any; waits for the device."""
         maxima = self.observer.read()
-        return float(maxima.amax()) if maxima.numel() else 0.0
+        return float(maxima.amax()) if maxima.numel() else None
 
     def bad_parameters(self) -> tuple[str, ...]:
         """The parameters whose gradients are not finite now; waits for the device."""

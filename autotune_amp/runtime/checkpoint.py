@@ -60,6 +60,7 @@ class _Counters(msgspec.Struct):
     num_passes: int
     loss_was_finite: bool
     is_off: bool
+    waiting: list[tuple[list[float], list[int]]]
 
 
 class _Own(_Versioned):
@@ -70,16 +71,11 @@ class _Own(_Versioned):
     counters: _Counters
 
 
-def save(steering: Steering, current_scale: float, counters: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain types only: it loads under ``torch.load(weights_only=True)``. `counters` are the scaler's own."""
-    rule = steering.policy.scale
+def save(steering: Steering, scaler: Mapping[str, Any], counters: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain types only: it loads under ``torch.load(weights_only=True)``. `counters` are what the scaler adds."""
     is_in_window = counters["num_passes"] > 0
     return {
-        "scale": current_scale,
-        "growth_factor": rule.growth_factor,
-        "backoff_factor": rule.backoff_factor,
-        "growth_interval": rule.growth_interval,
-        "_growth_tracker": rule.growth_tracker,
+        **scaler,
         KEY: {
             "format": FORMAT,
             "steering": steering.policy.state_dict(),
@@ -114,6 +110,7 @@ def load(steering: Steering, state: object) -> dict[str, Any]:
     if own is None:
         rule = steering.policy.scale
         _take(rule, state)
+        rule.growth_tracker = state["_growth_tracker"]
         rule.set(state["scale"])
         return {}
     if (version := _converted(own, _Versioned).format) > FORMAT:
@@ -142,7 +139,6 @@ def _take(rule: ScaleRule, state: Mapping[str, Any]) -> None:
     rule.growth_factor = state["growth_factor"]
     rule.backoff_factor = state["backoff_factor"]
     rule.growth_interval = state["growth_interval"]
-    rule.growth_tracker = state["_growth_tracker"]
 
 
 def _check_rule(state: Mapping[str, Any]) -> None:

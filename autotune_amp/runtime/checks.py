@@ -12,6 +12,8 @@ from autotune_amp.hardware import naming
 def checked_device(device: str | torch.device) -> torch.device:
     """`device` as torch has it. Raises `DeviceError` where torch cannot use it."""
     kind, index = naming.parse(str(device))
+    if kind == "auto":
+        raise DeviceError("device='auto' does not say where the model is.", 'Pass its device: device="cuda", for one.')
     if kind == "cpu":
         return torch.device("cpu")
     module = getattr(torch, kind, None)

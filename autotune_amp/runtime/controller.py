@@ -137,9 +137,9 @@ class PrecisionController(SteeredScaler):
         """Call `callback` once for every step really taken: of `optimizer`, or (None) of any in the update.
 
         Behind a fused optimizer on an accelerator that is `lag.LAG_UPDATES` updates later, so that nobody waits;
-        `synchronize`, `status`, `state_dict` and the end of `windows` call those still due.
+        `synchronize` and the end of `windows` call those still due, and a run resumed from `state_dict` does.
         """
-        self._on_step.append((callback, None if optimizer is None else id(optimizer)))
+        self._on_step.append((callback, None if optimizer is None else self._position(optimizer)))
 
     def on_move(self, listener: Callable[[MoveRecord], object]) -> None:
         """Call `listener` with the record of every move; its config has the new batch size and accumulation."""
@@ -180,8 +180,12 @@ class PrecisionController(SteeredScaler):
         self._apply_rung()
 
     def status(self) -> Status:
-        """Where the run stands; waits for the device."""
-        self.synchronize()
+        """Where the run stands; waits for the device.
+
+        With several ranks, of which one may ask alone, it is as of the verdicts that all ranks have acted on.
+        """
+        if not self._ranks.are_many:
+            self.synchronize()
         policy, attachment = self._policy, self._steering.attachment
         return Status(
             precision=self._precision,
@@ -212,17 +216,26 @@ class PrecisionController(SteeredScaler):
     def state_dict(self) -> dict[str, Any]:
         """All of the controller's state in plain types, GradScaler's keys on top; waits for the device.
 
+        What is still on its way from the device is saved with it, and acted on after loading: one rank may save alone.
         Inside an accumulation window save the gradients too: they are the model's, not the controller's.
         """
-        self.synchronize()
         counters = {
             "num_steps": self._num_steps,
             "num_amp_steps": self._num_amp_steps,
             "num_passes": self._num_passes,
             "loss_was_finite": math.isfinite(float(self._probe)),
             "is_off": self._is_off,
+            "waiting": [[values, list(label)] for values, label in self._reader.waiting()],
         }
-        return checkpoint.save(self._steering, self._target_scale, counters)
+        rule = self._policy.scale
+        scaler = {
+            "scale": self.get_scale(),
+            "growth_factor": rule.growth_factor,
+            "backoff_factor": rule.backoff_factor,
+            "growth_interval": rule.growth_interval,
+            "_growth_tracker": self._get_growth_tracker(),
+        }
+        return checkpoint.save(self._steering, scaler, counters)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state: a controller's, a plain GradScaler's, or ``{}``, which a disabled one saves.
@@ -240,3 +253,5 @@ class PrecisionController(SteeredScaler):
             self._probe = 0.0 if counters["loss_was_finite"] else math.nan
             self._is_off = counters["is_off"]
         self._apply_rung()
+        if counters:
+            self._resume(counters["waiting"], state_dict["scale"], state_dict["_growth_tracker"])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 LAG_UPDATES = 4
+Waiting: TypeAlias = Sequence[tuple[Sequence[float], Sequence[int]]]  # (values, label)
 
 
 class LaggedReader:
@@ -31,6 +33,18 @@ class LaggedReader:
         event = torch.Event(device=packed.device)
         event.record()
         self._waiting.append((host, event, label))
+
+    def waiting(self) -> list[tuple[list[float], tuple[int, ...]]]:
+        """All groups and their labels, oldest first, which go on waiting; waits for the device."""
+        for _, event, _ in self._waiting:
+            if event is not None:
+                event.synchronize()
+        return [(host.tolist(), label) for host, _, label in self._waiting]
+
+    def restore(self, waiting: Waiting) -> None:
+        """Have these wait, and nothing else."""
+        self._waiting.clear()
+        self._waiting.extend((torch.tensor(values), None, tuple(label)) for values, label in waiting)
 
     def pop(self) -> tuple[list[float], tuple[int, ...]]:
         """The oldest group and its label; waits for the device where it is not there yet."""

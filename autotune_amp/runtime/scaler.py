@@ -12,30 +12,11 @@ from torch.amp.grad_scaler import OptState
 
 from autotune_amp.errors import InvalidRequestError
 from autotune_amp.runtime import gradients
-from autotune_amp.runtime.lag import LAG_UPDATES, LaggedReader
+from autotune_amp.runtime.lag import LAG_UPDATES, LaggedReader, Waiting
 from autotune_amp.runtime.outputs import listed, tensors
 from autotune_amp.runtime.ranks import Ranks
 from autotune_amp.runtime.scale_rule import ScaleRule, check_scale
-
-# The verdict on one optimizer's gradients. The larger one wins: between optimizers, between ranks.
-NO_GRADIENTS, CLEAN, OVERFLOW, BAD_LOSS = -1, 0, 1, 2
-
-
-class Stepped:
-    """What `step` gives back: true if the optimizer stepped. Known at once, or one wait where it is fused.
-
-    `value` is what ``optimizer.step`` returned.
-    """
-
-    def __init__(self, verdict: int | Tensor, value: Any = None) -> None:
-        self._verdict = verdict
-        self.value = value
-
-    def __bool__(self) -> bool:
-        return int(self._verdict) == CLEAN
-
-    def __repr__(self) -> str:
-        return f"Stepped({bool(self)})"
+from autotune_amp.runtime.verdicts import BAD_LOSS, CLEAN, NO_GRADIENTS, OVERFLOW, Stepped, makes_buffers_unread
 
 
 def _of_rule(name: str) -> Any:
@@ -70,6 +51,7 @@ class JudgingScaler(torch.amp.GradScaler):
         self._scale_on_device = rule.scale
         self._inv_scale: Tensor | None = None
         self._scale_was_read = False  # in the current window, after a backward pass
+        self._positions: dict[int, int] = {}  # id of an optimizer -> which it is, in the order of first appearance
         self._inspected: set[int] = set()
 
     # What the controller adds.
@@ -85,9 +67,18 @@ class JudgingScaler(torch.amp.GradScaler):
         return False
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        self._scale_on_device = self._target_scale
-        self._scale = torch.full((), self._scale_on_device, dtype=torch.float32, device=dev)
-        self._growth_tracker = torch.full((), self._rule.growth_tracker, dtype=torch.int32, device=dev)
+        self._make_on_device(dev, self._target_scale, self._rule.growth_tracker)
+
+    def _make_on_device(self, device: torch.device, scale: float, growth_tracker: int) -> None:
+        self._scale_on_device = scale
+        self._scale = torch.full((), scale, dtype=torch.float32, device=device)
+        self._growth_tracker = torch.full((), growth_tracker, dtype=torch.int32, device=device)
+
+    def _resume(self, waiting: Waiting, scale: float, growth_tracker: int) -> None:
+        """Go on where verdicts were on their way: the device, at `scale`, was that much ahead of the host."""
+        self._reader.restore(waiting)
+        if waiting:
+            self._make_on_device(self._main_device, scale, growth_tracker)
 
     @property
     def _target_scale(self) -> float:
@@ -110,18 +101,15 @@ class JudgingScaler(torch.amp.GradScaler):
     def get_scale(self) -> float:
         """The current loss scale, 1.0 where the loss is not scaled; waits for the device."""
         self._scale_was_read = self._num_passes > 0
-        self.synchronize()
-        return self._target_scale
+        return super().get_scale() if len(self._reader) and self._enabled else self._target_scale
 
     def _get_growth_tracker(self) -> int:
-        self.synchronize()
-        return self._rule.growth_tracker
+        return super()._get_growth_tracker() if len(self._reader) and self._enabled else self._rule.growth_tracker
 
     def _see(self, loss: Tensor) -> None:
         value = loss if loss.numel() == 1 else loss.sum(dtype=torch.float32)
         if self._is_at_hand(value):
-            value_on_host = value.item()
-            if not math.isfinite(value_on_host):
+            if not math.isfinite(value.item()):
                 self._probe = math.nan
             return
         nothing = value.float().reshape(()) * 0.0
@@ -162,6 +150,7 @@ class JudgingScaler(torch.amp.GradScaler):
         if id(optimizer) not in self._inspected:
             self._inspect(optimizer)
             self._inspected.add(id(optimizer))
+            self._position(optimizer)
         if self._scaling and self._wants_sample():
             share = gradients.lost_share(optimizer, scale.device)
             share = torch.zeros_like(scale) if share is None else share  # for the ranks that have gradients
@@ -171,6 +160,9 @@ class JudgingScaler(torch.amp.GradScaler):
         self._verdicts[id(optimizer)] = verdict
         state = self._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = {} if skipped is None else {skipped.device: skipped}
+
+    def _position(self, optimizer: torch.optim.Optimizer) -> int:
+        return self._positions.setdefault(id(optimizer), len(self._positions))
 
     def _verdict(self, found: Tensor | None, device: torch.device) -> tuple[int | Tensor, Tensor | None]:
         """The verdict, on the host where the gradients are there, else a scalar on the device; 1.0 for skip, or 0.0."""
@@ -198,6 +190,7 @@ class JudgingScaler(torch.amp.GradScaler):
         """``optimizer.step(*args, **kwargs)`` unless a gradient or the loss was not finite; none without gradients."""
         if not self._enabled:
             value = optimizer.step(*args, **kwargs)
+            self._position(optimizer)
             self._verdicts[id(optimizer)] = CLEAN
             return Stepped(CLEAN, value)
         if "closure" in kwargs:
@@ -209,9 +202,13 @@ class JudgingScaler(torch.amp.GradScaler):
                 self._check_inf_per_device(optimizer)
             else:
                 self.unscale_(optimizer)
-        if not state["found_inf_per_device"] and state["stage"] is not OptState.STEPPED:
+        verdict = self._verdicts.get(id(optimizer), NO_GRADIENTS)
+        if makes_buffers_unread(optimizer):
+            self._verdicts[id(optimizer)] = verdict = int(verdict)
+        # A fused optimizer reads the verdict by itself, but it need not be called where the host knows.
+        if state["stage"] is not OptState.STEPPED and isinstance(verdict, int) and verdict != CLEAN:
             state["stage"] = OptState.STEPPED
-            return Stepped(NO_GRADIENTS)
+            return Stepped(verdict)
         value = super().step(optimizer, *args, **kwargs)
         return Stepped(self._verdicts[id(optimizer)], value)
 
@@ -243,10 +240,9 @@ class JudgingScaler(torch.amp.GradScaler):
         return optimizer.step(*args, **kwargs) if verdict == CLEAN else None
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """End the accumulation window: the scale follows from what was found, and so may a move of the precision.
+        """End the accumulation window; the scale follows from what was found or is `new_scale`. The precision may move.
 
-        With `new_scale` the scale is set to it instead. Raises the errors of `TrainingStoppedError` when the run must
-        not go on.
+        Raises the errors of `TrainingStoppedError` when the run must not go on.
         """
         if self._enabled and new_scale is None:
             self._check_scale_growth_tracker("update")
@@ -277,7 +273,7 @@ class JudgingScaler(torch.amp.GradScaler):
             self._advance_on_device(verdicts, lost_share)
             return
         self.synchronize()
-        known = {key: int(verdict) for key, verdict in verdicts.items() if verdict != NO_GRADIENTS}
+        known = {self._positions[key]: int(verdict) for key, verdict in verdicts.items() if verdict != NO_GRADIENTS}
         if not known:
             return
         self._skipped(max(known.values()) > CLEAN)
@@ -302,7 +298,7 @@ class JudgingScaler(torch.amp.GradScaler):
             self._inv_scale = None
         if lost_share is not None:
             values.append(self._ranks.maximum_(lost_share))
-        self._reader.push(values, tuple(verdicts))
+        self._reader.push(values, tuple(self._positions[key] for key in verdicts))
         # Hysteresis is counted on the host alone, which therefore has to keep up.
         self._resolve(0 if rule.hysteresis > 1 else LAG_UPDATES)
 
@@ -310,13 +306,17 @@ class JudgingScaler(torch.amp.GradScaler):
         while len(self._reader) > (0 if self._is_urgent() else lag_updates):
             values, keys = self._reader.pop()
             known = {key: int(value) for key, value in zip(keys, values, strict=False) if value != NO_GRADIENTS}
-            self._judged(known, values[len(keys)] if len(values) > len(keys) else None)
+            if known:
+                self._judged(known, values[len(keys)] if len(values) > len(keys) else None)
         if not len(self._reader):
             self._write_scale(is_forced=True)
         self._settle()
 
     def synchronize(self) -> None:
-        """Wait for what is still on its way from the device: every verdict is acted on, every callback called."""
+        """Wait for what is still on its way from the device: every verdict is acted on, every callback called.
+
+        With several ranks, on all of them alike.
+        """
         if len(self._reader):
             self._resolve(0)
 

@@ -16,8 +16,9 @@ from autotune_amp import precision
 from autotune_amp.config import Precision
 from autotune_amp.runtime.actions import Action, Signal
 from autotune_amp.runtime.checks import refuse_half_parameters
-from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, OVERFLOW, JudgingScaler
+from autotune_amp.runtime.scaler import JudgingScaler
 from autotune_amp.runtime.steering import Steering
+from autotune_amp.runtime.verdicts import BAD_LOSS, CLEAN, OVERFLOW
 
 log = logging.getLogger("autotune_amp.runtime")
 SAMPLE_EVERY = 64  # updates between looks at the gradients' and activations' magnitudes

@@ -1,6 +1,6 @@
 """What other trainers do about overflow, re-stated as GradScaler-like policies: scale, step, update.
 
-The numbers and the order of events follow the projects' sources; the words are ours. `start_scale` replaces a rule's own.
+The numbers and the order of events follow the projects' sources. `start_scale` replaces a rule's own.
 """
 
 from __future__ import annotations

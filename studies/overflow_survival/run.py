@@ -9,7 +9,6 @@ import argparse
 import json
 import math
 import platform
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +17,10 @@ from typing import Any
 import cases
 import psutil
 import rules
+import tables
 import torch
 from cases import Case
-from torch import Tensor, nn
+from torch import Tensor
 
 from autotune_amp.config import AmpConfig, LossScale
 from autotune_amp.errors import TrainingStoppedError
@@ -29,7 +29,6 @@ from autotune_amp.runtime.controller import PrecisionController
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
 NUM_SEEDS = 5
-AS_GOOD_RATIO = 1.1  # of fp32's final loss
 VERDICTS = {
     **dict.fromkeys(("demotion", "pin", "rescale"), "precision"),
     **dict.fromkeys(("not_precision", "revert"), "not precision"),
@@ -47,11 +46,11 @@ def grad_scaler(device: str, start_scale: float | None) -> torch.amp.GradScaler:
 
 
 POLICIES: dict[str, Callable[[str, float | None], Any]] = {
-    "fp32": lambda device, start_scale: None,
+    "fp32": lambda *_: None,
     "GradScaler": grad_scaler,
-    "DeepSpeed": lambda device, start_scale: rules.DeepSpeed(start_scale),
-    "fairseq": lambda device, start_scale: rules.Fairseq(start_scale),
-    "Megatron": lambda device, start_scale: rules.Megatron(start_scale),
+    "DeepSpeed": lambda _, start_scale: rules.DeepSpeed(start_scale),
+    "fairseq": lambda _, start_scale: rules.Fairseq(start_scale),
+    "Megatron": lambda _, start_scale: rules.Megatron(start_scale),
     "controller": steered,
     "controller, no rerun": steered,
     "controller, halt=False": lambda device, start_scale: steered(device, start_scale, halt=False),
@@ -199,8 +198,9 @@ def one(case: Case, name: str, seed: int, device: str, reference: float) -> dict
 def reference(case: Case, seed: int, device: str) -> float:
     """fp32's loss on held-out data, without poisoned batches and without the mistake in the learning rate."""
     run = Run(case, None, seed, device)
-    for step, run.batch in enumerate(run.batches):
+    for step, batch in enumerate(run.batches):
         if not case.is_poisoned(step):
+            run.batch = batch
             run.step()
     return run.held_out_loss()
 
@@ -217,87 +217,6 @@ def hardware(device: str) -> str:
         f"{platform.system()} {platform.release().split('-')[0]}, Python {platform.python_version()}, "
         f"torch {torch.__version__}."
     )
-
-
-def spread(values: list[float], form: str) -> str:
-    if not values:
-        return "–"
-    low, middle, high = (format(value, form) for value in (min(values), statistics.median(values), max(values)))
-    return middle if low == high else f"{middle} ({low} to {high})"
-
-
-def tally(values: list[str]) -> str:
-    """Each value and how often, the most frequent first; the number left out where all agree."""
-    counts = {value: values.count(value) for value in dict.fromkeys(values)}
-    ordered = sorted(counts, key=lambda value: -counts[value])
-    return "; ".join(value if len(counts) == 1 else f"{value} ×{counts[value]}" for value in ordered)
-
-
-def ending(row: dict[str, Any]) -> str:
-    moves = [move["kind"] + (f" to {move['after']}" if move["kind"] == "demotion" else "") for move in row["moves"]]
-    told = ", ".join(f"{moves.count(kind)}× {kind}" if moves.count(kind) > 1 else kind for kind in dict.fromkeys(moves))
-    parts = [told] if told else []
-    if row["ended"]:
-        parts.append(f"`{row['ended'].split(':')[0]}`")
-    if not row["has_finite_weights"]:
-        parts.append("**weights NaN**")
-    elif not row["has_finite_buffers"]:
-        parts.append("**BatchNorm's statistics NaN**")
-    return ", ".join(parts) or "ran to its end"
-
-
-def is_as_good(row: dict[str, Any]) -> bool:
-    return row["survived"] and row["ratio"] is not None and row["ratio"] <= AS_GOOD_RATIO
-
-
-def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """Survived / as good as fp32, of all seeds."""
-    table = ["| case (at fault) | " + " | ".join(POLICIES) + " |", "|---" * (1 + len(POLICIES)) + "|"]
-
-    def cell(group: list[dict[str, Any]]) -> str:
-        return f"{sum(row['survived'] for row in group)} / {sum(map(is_as_good, group))}"
-
-    for title in dict.fromkeys(row["case"] for row in rows):
-        of_case = [row for row in rows if row["case"] == title]
-        cells = [cell([row for row in of_case if row["policy"] == name]) for name in POLICIES]
-        table.append(f"| {title} ({of_case[0]['at_fault']}) | " + " | ".join(cells) + " |")
-    num_runs = len(rows) // len(POLICIES)
-    totals = [cell([row for row in rows if row["policy"] == name]) for name in POLICIES]
-    table.append(f"| **all, of {num_runs}** | " + " | ".join(totals) + " |")
-    return table
-
-
-def details(rows: list[dict[str, Any]]) -> list[str]:
-    table = [
-        "| case | policy | final loss / fp32's | skipped / tried steps | precision | verdict | what happened |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for title in dict.fromkeys(row["case"] for row in rows):
-        for name in POLICIES:
-            group = [row for row in rows if row["case"] == title and row["policy"] == name]
-            ratios = [row["ratio"] for row in group if row["ratio"] is not None]
-            ratio = spread(ratios, ".3g") if ratios else "not finite"
-            if 0 < len(ratios) < len(group):
-                ratio += f", {len(group) - len(ratios)} not finite"
-            skipped, tried = (spread([row[key] for row in group], ".0f") for key in ("num_skips", "num_updates"))
-            precisions = [
-                row["precision"] + (f", {len(row['pinned_modules'])} pinned" if row["pinned_modules"] else "")
-                for row in group
-            ]
-            table.append(
-                f"| {title} | {name} | {ratio} | {skipped} / {tried} | {tally(precisions)} "
-                f"| {tally([row['verdict'] for row in group]).replace('none', '–')} "
-                f"| {tally([ending(row) for row in group])} |"
-            )
-    return table
-
-
-def write_between(begin: str, lines: list[str]) -> None:
-    readme = HERE / "README.md"
-    head, rest = readme.read_text().split(begin)
-    end = "<!-- end -->"
-    tail = rest.split(end, 1)[1]
-    readme.write_text(f"{head}{begin}\n" + "\n".join(lines) + f"\n{end}{tail}")
 
 
 def measure(device: str) -> None:
@@ -321,9 +240,7 @@ def main() -> None:
         torch.set_num_threads(1)  # the models are too small for more
         measure(given.device)
     first, *rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    write_between("<!-- hardware: run.py -->", [first["hardware"]])
-    write_between("<!-- summary: run.py -->", summary(rows))
-    write_between("<!-- details: run.py -->", details(rows))
+    tables.write(HERE / "README.md", first["hardware"], rows, list(POLICIES))
 
 
 if __name__ == "__main__":

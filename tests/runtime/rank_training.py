@@ -241,7 +241,8 @@ def _train(scenario: Scenario, rank: int) -> Outcome:
             for optimizer in optimizers:
                 optimizer.zero_grad()
             if rank in scenario.asking_ranks:
-                controller.status(), controller.state_dict()
+                controller.status()
+                controller.state_dict()
                 outcome.scales.append(controller.get_scale())
     except TrainingStoppedError as stopped:
         outcome.stepped.append(bool(stepped[0]))
@@ -266,7 +267,7 @@ def _train_with_a_scaler_of_torch(model: nn.Module, scenario: Scenario, rank: in
     for step in range(scenario.num_steps):
         with torch.autocast("cpu", torch.float16):
             loss = loss_of(model, batch_of(step, 0, rank), scenario.trouble, step, rank)
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call] # torch does not type it
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -289,7 +290,7 @@ def trained_by_hand(scenario: Scenario, precisions: Sequence[str], skipped: Coll
                 with torch.autocast("cpu", dtype) if dtype else nullcontext():
                     trouble = scenario.trouble if micro_batch == 0 else None
                     loss = loss_of(model, batch_of(step, micro_batch, rank), trouble, step, rank)
-                (loss / scenario.accumulation_steps * loss_scale).backward()  # type: ignore[no-untyped-call] # torch does not type it
+                (loss / scenario.accumulation_steps * loss_scale).backward()  # type: ignore[no-untyped-call]
         for name, *copies in zip(
             dict(models[0].named_parameters()), *(model.parameters() for model in models), strict=True
         ):

@@ -76,7 +76,7 @@ class Training:
             optimizer.zero_grad()
 
 
-def plain_window(training: Training, scaler: Scaler, precision: str, window: Sequence[Batch], *, steps: bool) -> None:
+def plain_window(training: Training, scaler: Scaler, precision: str, window: Sequence[Batch]) -> None:
     dtype = _DTYPES.get(precision)
 
     def autocast() -> AbstractContextManager[object]:
@@ -85,9 +85,8 @@ def plain_window(training: Training, scaler: Scaler, precision: str, window: Seq
     for batch in window:
         training.forward_and_backward(scaler, autocast, batch)
     training.step(scaler)
-    if steps:
-        training.step_schedulers()
-        training.update_average()
+    training.step_schedulers()
+    training.update_average()
 
 
 def steered_training(training: Training, *, attached: bool = False, **options: Any) -> PrecisionController:
@@ -112,26 +111,24 @@ def assert_same(one: Training, other: Training) -> None:
     ]
 
 
-MOVES: list[tuple[str, Callable[[PrecisionController], None], Precision]] = [
-    ("bf16", lambda controller: controller.set_precision("bf16"), "bf16"),
-    ("fp32", lambda controller: controller.set_precision("fp32"), "fp32"),
-    ("off", lambda controller: controller.disable(), "fp32"),
+MOVES: list[tuple[Callable[[PrecisionController], None], Precision]] = [
+    (lambda controller: controller.set_precision("bf16"), "bf16"),
+    (lambda controller: controller.set_precision("fp32"), "fp32"),
+    (lambda controller: controller.disable(), "fp32"),
 ]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("attached", [False, True])
-@pytest.mark.parametrize(("name", "ask", "expected"), MOVES)
+@pytest.mark.parametrize(("attached", "compiled"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("ask", "expected"), MOVES)
 def test_a_switch_asked_for_in_mid_window_happens_at_its_end(
-    name: str, ask: Callable[[PrecisionController], None], expected: Precision, attached: bool, compiled: bool
+    ask: Callable[[PrecisionController], None], expected: Precision, attached: bool, compiled: bool
 ) -> None:
     """Asked before or after the backward pass of any of the four, inside the autocast or out of it."""
     given = windowed(4)
     model = Model()
-    for place in [(index, where) for index in range(4) for where in ("in forward", "before backward", "after it")]:
-        mine, theirs = Training(copy.deepcopy(model), compiled=compiled), Training(copy.deepcopy(model))
-        if compiled:
-            theirs = Training(theirs.model, compiled=True)
+    places = [(index, where) for index in (0, 1, 3) for where in ("in forward", "before backward", "after it")]
+    for place in places[:: 3 if compiled else 1]:
+        mine, theirs = (Training(copy.deepcopy(model), compiled=compiled) for _ in range(2))
         controller = steered_training(mine, attached=attached)
         for number, window in enumerate(given):
             for index, (inputs, targets) in enumerate(window):
@@ -150,22 +147,26 @@ def test_a_switch_asked_for_in_mid_window_happens_at_its_end(
             assert controller.status().precision == ("fp16" if number < 1 else expected)
         scaler, off = Scaler("cpu", init_scale=1024.0), Scaler("cpu", enabled=False)
         for window in given[:2]:
-            plain_window(theirs, scaler, "fp16", window, steps=True)
+            plain_window(theirs, scaler, "fp16", window)
         for window in given[2:]:
-            plain_window(theirs, off, expected, window, steps=True)
+            plain_window(theirs, off, expected, window)
         assert_same(mine, theirs)
 
 
 def test_a_switch_asked_for_between_windows_happens_at_once() -> None:
-    training = Training(Model())
-    controller = steered_training(training)
-    controller.set_precision("bf16")
-    assert controller.config.precision == "bf16"
-    for batch in windowed(1)[0]:
-        training.forward_and_backward(controller, controller.autocast, batch)
-    training.step(controller)
-    controller.set_precision("fp16")
-    assert controller.config.precision == "fp16"
+    model = Model()
+    mine, theirs = Training(copy.deepcopy(model)), Training(copy.deepcopy(model))
+    controller = steered_training(mine)
+    scaler, off = Scaler("cpu", init_scale=1024.0), Scaler("cpu", enabled=False)
+    moves: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
+    for name, window in zip(moves, windowed(3), strict=True):
+        controller.set_precision(name)
+        assert controller.config.precision == name
+        for batch in window:
+            mine.forward_and_backward(controller, controller.autocast, batch)
+        mine.step(controller)
+        plain_window(theirs, scaler if name == "fp16" else off, name, window)
+    assert_same(mine, theirs)
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "fp32"])
@@ -189,7 +190,7 @@ def test_one_bad_pass_voids_its_window_and_scheduler_and_average_count_the_steps
         if is_bad:
             assert all(torch.equal(value, before[key]) for key, value in mine.model.state_dict().items())
         else:
-            plain_window(theirs, scaler, name, window, steps=True)
+            plain_window(theirs, scaler, name, window)
     assert_same(mine, theirs)
     status = controller.status()
     assert (status.num_updates, status.num_steps, status.num_skips) == (6, 4, 2)
@@ -284,9 +285,9 @@ def test_after_a_trip_the_windows_are_those_of_a_run_in_the_lower_rung(compiled:
         mine.step(controller)
     scaler, off = Scaler("cpu", init_scale=1024.0), Scaler("cpu", enabled=False)
     for window in given[:2]:
-        plain_window(theirs, scaler, "fp16", window, steps=True)
+        plain_window(theirs, scaler, "fp16", window)
     for window in given[4:]:
-        plain_window(theirs, off, "bf16", window, steps=True)
+        plain_window(theirs, off, "bf16", window)
     assert_same(mine, theirs)
     (record,) = controller.status().history
     assert (record.kind, record.update, record.after) == ("demotion", 4, "bf16")

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from training import Batch, batches, fp16, same
 
+from autotune_amp import precision
 from autotune_amp.config import AmpConfig, LossScale, Precision
 from autotune_amp.runtime.controller import PrecisionController
 
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+MOVES: list[Precision] = ["fp16", "bf16", "fp32", "fp16", "bf16", "fp32"]
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 INDUCTOR_WARNS = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # importing inductor
 
@@ -60,50 +61,108 @@ class Training:
 
 
 @INDUCTOR_WARNS
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("attached", [False, True])
-@pytest.mark.parametrize("own_autocast", [False, True])
-def test_each_new_precision_compiles_once_comes_back_for_free_and_is_never_stale(
-    backend: str, attached: bool, own_autocast: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("backend", "attached"),
+    [("aot_eager", False), ("aot_eager", True), ("inductor", True)],
+)
+def test_each_new_precision_compiles_once_comes_back_for_free_and_is_never_stale(backend: str, attached: bool) -> None:
     """A graph compiled anew for each precision, by a loop without the controller, gives the same parameters."""
-    if own_autocast and not attached:
-        pytest.skip("code with an autocast of its own is moved through attach alone")
     model = small()
-    names: list[Precision] = ["fp16", "bf16", "fp32", "fp16", "bf16", "fp32", "fp16"]
-    given = batches(2 * len(names))
+    given = batches(len(MOVES))
     mine = Training(model, backend)
     controller = PrecisionController(fp16(), device="cpu")
     if attached:
         controller.attach(mine.compiled)
     counts = []
-    for index, name in enumerate(names):
+    for name, batch in zip(MOVES, given, strict=True):
         controller.set_precision(name)
-        for batch in given[2 * index : 2 * index + 2]:
-            autocast = torch.autocast("cpu", dtype=torch.float16) if own_autocast else controller.autocast()
-            mine.step(controller, autocast, batch)
+        mine.step(controller, controller.autocast(), batch)
         counts.append(mine.counter.frame_count)
-    assert counts == [1, 2, 3, 3, 3, 3, 3]
+    assert counts == [1, 2, 3, 3, 3, 3]
     weights = model.state_dict()
-    scaler, off = torch.amp.GradScaler("cpu", init_scale=1024.0), torch.amp.GradScaler("cpu", enabled=False)
-    for index, name in enumerate(names):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for name, batch in zip(MOVES, given, strict=True):
         torch._dynamo.reset()
         fresh = Training(small(), backend)
         fresh.model.load_state_dict(weights)
-        for batch in given[2 * index : 2 * index + 2]:
-            fresh.plain(scaler if name == "fp16" else off, name, batch)
+        fresh.plain(scaler if name == "fp16" else torch.amp.GradScaler("cpu", enabled=False), name, batch)
         weights = fresh.model.state_dict()
     assert same(mine.model, fresh.model)
 
 
+@pytest.mark.parametrize("attached", ["before", "after"])
+def test_code_with_an_autocast_of_its_own_recompiles_as_often_and_is_never_stale(attached: str) -> None:
+    """Compared with a run that starts in each of the precisions; the forward pass also with plain eager code."""
+    model = small()
+    given = batches(len(MOVES))
+    own = torch.autocast("cpu", dtype=torch.float16)
+    mine = Training(model, "aot_eager")
+    controller = PrecisionController(fp16(), device="cpu")
+    if attached == "after":
+        with own:
+            mine.compiled(given[0][0])
+    controller.attach(mine.compiled)
+    weights = model.state_dict()
+    mine.counter.frame_count = 0
+    counts = []
+    for name, batch in zip(MOVES, given, strict=True):
+        controller.set_precision(name)
+        mine.step(controller, own, batch)
+        counts.append(mine.counter.frame_count)
+    assert counts == [1, 2, 3, 3, 3, 3]
+    for name, batch in zip(MOVES, given, strict=True):
+        torch._dynamo.reset()
+        fresh = Training(small(), "aot_eager")
+        fresh.model.load_state_dict(weights)
+        other = PrecisionController(fp16(), device="cpu")
+        other.attach(fresh.model)
+        other.set_precision(name)
+        with own:
+            output = fresh.compiled(batch[0])
+        with precision.autocast(name, "cpu"):
+            assert torch.equal(output, copy.deepcopy(fresh.model)(batch[0]))
+        fresh.step(other, own, batch)
+        weights = fresh.model.state_dict()
+    assert same(mine.model, fresh.model)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="pytorch#179804: a compiled backward pass runs under the autocast around the forward pass"
+)
+def test_code_with_an_autocast_of_its_own_has_its_backward_pass_in_the_lower_rung_too() -> None:
+    """Gradients that fp16 cannot hold: eager, they are those of plain fp32; compiled, they are 0."""
+    model = small()
+    ((inputs, _),) = batches(1)
+    gradients = []
+    for how in ("plain", "eager", "compiled"):
+        training = Training(model, "aot_eager")
+        if how != "plain":
+            controller = PrecisionController(fp16(), device="cpu")
+            controller.attach(training.model)
+            controller.set_precision("fp32")
+        with torch.autocast("cpu", dtype=torch.float16, enabled=how != "plain"):
+            output = (training.compiled if how == "compiled" else training.model)(inputs)
+        (output.float().sum() * 1e-9).backward()
+        gradients.append([parameter.grad for parameter in training.model.parameters()])
+    assert all(map(torch.equal, gradients[0], gradients[1]))  # type: ignore[arg-type]
+    assert all(map(torch.equal, gradients[0], gradients[2]))  # type: ignore[arg-type]
+
+
 @INDUCTOR_WARNS
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        ("aot_eager", "fp16"),
+        ("aot_eager", "bf16"),
+        ("aot_eager", "fp32"),
+        pytest.param("inductor", "fp16", marks=pytest.mark.slow),
+    ],
+)
 def test_attached_before_or_after_compiling_graphs_and_numerics_stay_as_they_were(
     backend: str, name: Precision
 ) -> None:
     model = small()
-    given = batches(20)
+    given = batches(10)
     config = fp16() if name == "fp16" else AmpConfig(precision=name, batch_size=4)
     trained, counts, maxima = [], [], []
     for attached in ("never", "before", "after"):
@@ -134,7 +193,7 @@ def test_attached_before_or_after_compiling_graphs_and_numerics_stay_as_they_wer
 
 
 class Spiky(nn.Module):
-    """A hidden activation of 66246 and more, which no output shows; `T5's`_ feed-forward put out as much."""
+    """A hidden activation of 66246 and more, which no output shows; T5's feed-forward put out as much."""
 
     def __init__(self, level: float) -> None:
         super().__init__()

@@ -109,6 +109,7 @@ def test_weights_and_scale_go_the_same_way_as_where_verdicts_are_at_hand(
         patch.setattr(JudgingScaler, "_is_at_hand", staticmethod(lambda tensor: False))
         there, training = steered(config)
         assert_same(training.run(kinds), expected)
+        there.synchronize()
         assert there.state_dict() == here.state_dict()
     if hysteresis == 1:
         plain = torch.amp.GradScaler("cpu", growth_interval=growth_interval)
@@ -148,7 +149,7 @@ def test_callbacks_come_a_fixed_number_of_updates_later_and_none_is_lost(late: N
     assert len(calls) == 9
 
 
-@pytest.mark.parametrize("ending", ["state_dict", "status", "synchronize", "get_scale", "windows", "copy"])
+@pytest.mark.parametrize("ending", ["status", "synchronize", "windows", "copy"])
 @pytest.mark.parametrize("kinds", [CLEAN * 2, [*CLEAN * 5, *OVERFLOW, *CLEAN], [*BAD_LOSS, *CLEAN * 7]])
 def test_no_callback_is_lost_at_the_end(kinds: list[Kind], ending: str, late: None) -> None:
     controller, training = steered(fp16())
@@ -163,6 +164,45 @@ def test_no_callback_is_lost_at_the_end(kinds: list[Kind], ending: str, late: No
         copy.deepcopy(controller) if ending == "copy" else getattr(controller, ending)()
     assert calls == [0] * kinds.count("clean")
     assert torch.equal(torch.cat([w.detach() for w in training.weights]), taken_plainly(kinds))
+
+
+@given(
+    kinds=st.lists(st.sampled_from([*CLEAN, *CLEAN, *OVERFLOW]), min_size=2, max_size=30),
+    cut=st.integers(1, 29),
+    growth_interval=st.integers(1, 5),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_checkpoint_holds_what_is_on_its_way_and_asking_changes_nothing(
+    kinds: list[Kind], cut: int, growth_interval: int
+) -> None:
+    """One rank of several may save alone: the others do not know of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JudgingScaler, "_is_at_hand", staticmethod(lambda tensor: False))
+        config = fp16(growth_interval=growth_interval)
+        uninterrupted, training = steered(config)
+        calls: list[int] = []
+        uninterrupted.on_step(lambda: calls.append(training.num_updates))
+        expected = training.run(kinds)
+
+        controller, first = steered(config)
+        made: list[int] = []
+        controller.on_step(lambda: made.append(first.num_updates), first.optimizers[0])
+        trace = first.run(kinds[:cut])
+        saved = controller.state_dict()
+        assert controller.state_dict() == saved
+        resumed, second = steered(config)
+        resumed.on_step(lambda: made.append(second.num_updates), second.optimizers[0])
+        second.num_updates = first.num_updates
+        for mine, theirs in zip(second.weights, first.weights, strict=True):
+            mine.data.copy_(theirs)
+        resumed.load_state_dict(saved)
+        assert resumed.state_dict() == saved
+        assert_same(trace + second.run(kinds[cut:]), expected)
+        assert made == calls
+        for ended in (uninterrupted, resumed):
+            ended.synchronize()
+        assert len(made) == len(calls) == kinds.count("clean")
+        assert resumed.state_dict() == uninterrupted.state_dict()
 
 
 def test_a_copy_has_the_numbers_of_what_was_still_on_its_way(late: None) -> None:

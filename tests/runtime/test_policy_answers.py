@@ -11,7 +11,7 @@ from policy_steps import BAD_LOSS, CLEAN, OVERFLOW, START, after, blamed, confir
 
 from autotune_amp.config import LossScale, Precision
 from autotune_amp.errors import FormatError, InvalidRequestError
-from autotune_amp.runtime.actions import Blame, Demote, Diagnose, Pin, Probe, Promote, Stop, Warn
+from autotune_amp.runtime.actions import Blame, Demote, Diagnose, Pin, Probe, Promote, Revert, Stop, Warn
 from autotune_amp.runtime.policy import DWELL_STEPS, MAX_PROMOTIONS, PROMOTION_STEPS, Policy
 
 # -- Diagnose ----------------------------------------------------------------------------------------------------------
@@ -71,6 +71,7 @@ def test_a_withdrawn_rung_is_passed_over() -> None:
     policy = policy_of()
     policy.withdraw("bf16", "emulated")
     policy.withdraw("fp16", "the run is in it")
+    assert list(policy.withdrawn) == [1]
     demote = after(policy, 2 * [BAD_LOSS])
     assert isinstance(demote, Demote)
     assert demote.rung == 2
@@ -242,14 +243,29 @@ def test_a_state_that_lacks_something_is_refused_and_nothing_is_changed(part: st
         assert policy.state_dict() == before
 
 
-@pytest.mark.parametrize("rungs", [("fp16", "fp32"), ("fp16",), ("bf16", "fp32")])
+@pytest.mark.parametrize("rungs", [("fp16", "fp32"), ("fp16",)])
 def test_a_state_of_other_rungs_is_refused(rungs: tuple[Precision, ...]) -> None:
     policy = policy_of(*rungs)
     before = policy.state_dict()
-    with pytest.raises(FormatError, match="saved in bf16, rung 1") as refused:
+    with pytest.raises(FormatError, match="saved in bf16; this run's rungs are fp16") as refused:
         policy.load_state_dict(stepped_down().state_dict())
     assert refused.value.next_step
     assert policy.state_dict() == before
+
+
+def test_a_run_goes_on_without_the_rungs_above_the_one_that_was_saved() -> None:
+    saved = policy_of("fp16", "bf16", "tf32", "fp32")
+    saved.move_by_hand("bf16")
+    assert confirmed(saved, after(saved, 2 * [BAD_LOSS])) is None
+    assert (saved.precision, saved.phase) == ("tf32", "PROBATION")
+    with_a_way_back, without = policy_of("bf16", "tf32", "fp32"), policy_of("tf32", "fp32")
+    with_a_way_back.load_state_dict(saved.state_dict())
+    assert after(with_a_way_back, 3 * [BAD_LOSS]) == Revert(
+        0, "3 steps in tf32 were not finite either: it was not precision"
+    )
+    without.load_state_dict(saved.state_dict())
+    assert (without.precision, without.phase) == ("tf32", "STEADY")
+    assert isinstance(after(without, 2 * [BAD_LOSS]), Demote)
 
 
 @pytest.mark.parametrize("scale", [0.0, math.inf, math.nan, -1.0])
@@ -267,6 +283,7 @@ def test_what_was_saved_is_a_copy_both_ways() -> None:
     saved = policy.state_dict()
     text = json.dumps(saved)
     other.load_state_dict(saved)
-    after(policy, [CLEAN, OVERFLOW, CLEAN, BAD_LOSS])
-    after(other, [CLEAN, OVERFLOW, CLEAN, BAD_LOSS])
+    for either in (policy, other):
+        assert after(either, [OVERFLOW, CLEAN]) is None
+        either.decline()
     assert json.dumps(saved) == text

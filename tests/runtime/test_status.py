@@ -10,8 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias
 
+import msgspec
 import pytest
 import torch
+from test_recommendation import MADE as RECOMMENDATION
 from torch import Tensor, nn
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController
@@ -238,3 +240,13 @@ def test_without_a_writer_or_a_listener_training_is_the_same() -> None:
     quiet.run(*SCRIPT)
     assert torch.equal(loud.weight, quiet.weight)
     assert loud.controller.state_dict() == quiet.controller.state_dict()
+
+
+def test_a_controller_from_a_recommendation_trains_as_one_from_its_config(tmp_path: Path) -> None:
+    path = tmp_path / "recommendation.json"
+    path.write_text(msgspec.structs.replace(RECOMMENDATION, config=fp16(fallback=["fp32"])).to_json())
+    loaded = Scripted(PrecisionController.load(path, "cpu", halt=False)).run(*SCRIPT)
+    given = scripted(fp16(fallback=["fp32"]), halt=False).run(*SCRIPT)
+    assert loaded.controller.config == given.controller.config
+    assert loaded.controller.state_dict() == given.controller.state_dict()
+    assert torch.equal(loaded.weight, given.weight)

@@ -184,7 +184,7 @@ def test_point_4_plain_grad_scaler_destroys_the_weights() -> None:
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.float16):
             loss = nn.functional.mse_loss(model(inputs), targets)
-        scaler.scale(loss).backward()
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch does not type it
         scaler.step(optimizer)
         scaler.update()
     assert model.weight.isnan().any()

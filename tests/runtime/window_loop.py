@@ -64,7 +64,5 @@ class WindowLoop:
 def fours(given: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """The same samples in batches of four."""
     return [
-        pair
-        for inputs, targets in given
-        for pair in zip(torch.split(inputs, 4), torch.split(targets, 4), strict=True)
+        pair for inputs, targets in given for pair in zip(torch.split(inputs, 4), torch.split(targets, 4), strict=True)
     ]
