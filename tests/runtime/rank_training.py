@@ -247,6 +247,7 @@ def _train(scenario: Scenario, rank: int) -> Outcome:
     except TrainingStoppedError as stopped:
         outcome.stepped.append(bool(stepped[0]))
         outcome.error = f"{type(stopped).__name__}: {stopped.message}"
+    controller.synchronize()
     status = controller.status()
     outcome.counts = (status.num_updates, status.num_steps, status.num_skips)
     outcome.history = [to_plain(move) for move in status.history]

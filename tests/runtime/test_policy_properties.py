@@ -70,8 +70,10 @@ class Driver:
         return policy
 
     def resume(self) -> None:
+        saved = self.policy.state_dict()
         self.twin = self.fresh()
-        self.twin.load_state_dict(json.loads(json.dumps(self.policy.state_dict())))
+        self.twin.load_state_dict(json.loads(json.dumps(saved)))
+        assert self.twin.state_dict() == saved
 
     def both(self, method: str, *args: Any, **more: Any) -> Action | None:
         result: Action | None = getattr(self.policy, method)(*args, **more)
