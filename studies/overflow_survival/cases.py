@@ -139,6 +139,7 @@ class GrowingLogits(Case):
     at_fault = "precision"
     num_steps = 400
     NUM_TOKENS = 6
+    GROWTH = 1.02
 
     def model(self) -> nn.Module:
         return AttentionModel()
@@ -153,8 +154,16 @@ class GrowingLogits(Case):
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         assert isinstance(model, AttentionModel)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
-        grow_with_each_step(optimizer, [model.attention.query.weight, model.attention.key.weight], 1.02)
+        grow_with_each_step(optimizer, [model.attention.query.weight, model.attention.key.weight], self.GROWTH)
         return optimizer
+
+
+class SlowlyGrowingLogits(GrowingLogits):
+    """Slow enough for gradients to vanish behind a saturated softmax, where they no longer matter."""
+
+    title = "attention logits grow more slowly"
+    num_steps = 700
+    GROWTH = 1.012
 
 
 class TinyGradients(Case):
@@ -240,6 +249,7 @@ class SumReduced(TinyGradients):
 CASES: tuple[Case, ...] = (
     GrowingFeedForward(),
     GrowingLogits(),
+    SlowlyGrowingLogits(),
     TinyGradients(),
     TinyGradientsAtOne(),
     BlowUp(),

@@ -182,6 +182,7 @@ def one(case: Case, name: str, seed: int, device: str, reference: float) -> dict
         "num_updates": run.num_updates,
         "num_skips": run.num_updates - run.num_steps,
         "first_bad_update": run.first_bad_update,
+        "largest_weight": finite_or_none(max(float(weight.abs().max()) for weight in run.model.parameters())),
         "held_out_loss": finite_or_none(held_out),
         "fp32_held_out_loss": finite_or_none(reference),
         "ratio": finite_or_none(held_out / reference),
