@@ -88,7 +88,20 @@ def pin_fp32(module: nn.Module, device_type: str) -> None:
             f"A {type(module).__name__} whose weights are in half precision cannot be pinned in fp32.",
             "Pin a module with fp32 weights, or convert this one with module.float().",
         )
+    _run_backward_as_eager_does()
     _change(module, pin=_Forced("fp32", device_type, casts_up=True))
+
+
+def _run_backward_as_eager_does() -> None:
+    """Have compiled backward passes run each operation in the precision of its forward, as eager ones do.
+
+    They would run under the autocast that is on around the whole graph: a pinned module's gradients then go through
+    fp16 after all (pytorch#179804).
+    """
+    import torch._functorch.config as settings
+
+    if hasattr(settings, "backward_pass_autocast"):  # torch before it has no such setting, and no such fault
+        settings.backward_pass_autocast = "off"  # noqa: S105 # a pass, not a password
 
 
 def unpin(module: nn.Module) -> None:
@@ -107,6 +120,7 @@ def override(module: nn.Module, precision: Precision, device_type: str) -> None:
     A pin on the same module or one inside it wins. A compiled model recompiles once for each new precision.
     """
     _refuse_fp8(precision)
+    _run_backward_as_eager_does()
     _change(module, override=_Forced(precision, device_type, casts_up=not _has_half_weights(module)))
 
 

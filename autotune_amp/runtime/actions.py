@@ -7,11 +7,14 @@ from typing import NamedTuple, TypeAlias
 
 
 class Signal(NamedTuple):
-    """What one `update()` saw: non-finite gradients, a non-finite loss, and now and then the share of gradient lost."""
+    """What one `update()` saw: non-finite gradients, a non-finite loss, the loss where it is known, and now and then
+    the share of the gradient that was lost.
+    """
 
     overflow: bool = False
     loss_nonfinite: bool = False
     lost_share: float | None = None
+    loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,10 @@ class Rescale:
 
 @dataclass(frozen=True)
 class Blame:
-    """Not precision's fault: skip such steps and hold the loss scale, from before the burst, at `scale`."""
+    """Not precision's fault: skip such steps and hold the loss scale, from before the burst, at `scale`.
+
+    A demotion made shortly before is undone: it was made in error.
+    """
 
     scale: float
     reason: str

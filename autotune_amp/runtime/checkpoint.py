@@ -59,6 +59,7 @@ class _Counters(msgspec.Struct):
     num_amp_steps: int
     num_passes: int
     loss_was_finite: bool
+    loss: float
     is_off: bool
     waiting: list[tuple[list[float], list[int]]]
 

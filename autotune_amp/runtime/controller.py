@@ -224,12 +224,13 @@ class PrecisionController(SteeredScaler):
             "num_amp_steps": self._num_amp_steps,
             "num_passes": self._num_passes,
             "loss_was_finite": math.isfinite(float(self._probe)),
+            "loss": float(self._loss),
             "is_off": self._is_off,
             "waiting": [[values, list(label)] for values, label in self._reader.waiting()],
         }
         rule = self._policy.scale
         scaler = {
-            "scale": self.get_scale(),
+            "scale": self._current_scale(),
             "growth_factor": rule.growth_factor,
             "backoff_factor": rule.backoff_factor,
             "growth_interval": rule.growth_interval,
@@ -251,6 +252,7 @@ class PrecisionController(SteeredScaler):
             self._num_passes = counters["num_passes"]
             self._is_in_window = self._num_passes > 0
             self._probe = 0.0 if counters["loss_was_finite"] else math.nan
+            self._loss = counters["loss"]
             self._is_off = counters["is_off"]
         self._apply_rung()
         if counters:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from autotune_amp.config import Precision
 from autotune_amp.errors import InvalidRequestError
 from autotune_amp.runtime.blame import Recorder, bad_parameters
+from autotune_amp.runtime.gradients import NEGLIGIBLE
 from autotune_amp.runtime.rerun import Pass, Rerunner
 
 _MAX_PINNED_SHARE = 0.05  # of the modules; one module may always be pinned
@@ -166,7 +167,7 @@ def flushed_share(
     device_type: str,
     agree: Callable[[bool], bool] = lambda flag: flag,
 ) -> float:
-    """The share of the gradient's nonzero entries that fp16 rounds to zero at `loss_scale`, from a pass in fp32.
+    """The share of the gradient's entries that matter which fp16 rounds to zero at `loss_scale`, from a pass in fp32.
 
     What is at most 2^-25 after scaling is nearer to 0 than to the smallest fp16 number, 2^-24. 0.0 where the pass is
     not finite or does not fit: then there is nothing to tell.
@@ -175,6 +176,8 @@ def flushed_share(
     done = bench.run("fp32", 1.0, keeps_gradients=True)
     if not done.is_finite:
         return 0.0
-    num_nonzero = sum(int(gradient.count_nonzero()) for gradient in done.gradients)
-    num_flushed = sum(int(((g != 0) & (g.abs() <= 2.0**-25 / loss_scale)).sum()) for g in done.gradients)
-    return num_flushed / max(1, num_nonzero)
+    magnitudes = [gradient.abs() for gradient in done.gradients if gradient.numel()]
+    largest = max((float(magnitude.max()) for magnitude in magnitudes), default=0.0)
+    matters = [magnitude[magnitude > largest * NEGLIGIBLE] for magnitude in magnitudes]
+    num_flushed = sum(int((magnitude <= 2.0**-25 / loss_scale).sum()) for magnitude in matters)
+    return num_flushed / max(1, sum(magnitude.numel() for magnitude in matters))

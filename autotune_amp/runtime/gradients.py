@@ -14,6 +14,8 @@ _SAMPLES_PER_PARAMETER = 1024
 # log-normally over 3 to 4 octaves (standard deviation), six times as many stand there as were flushed when 1 % was.
 _BARELY_THERE = 2.0**-22
 _BARELY_THERE_PER_LOST = 6.0
+# Of the model's largest gradient. Less, as before a batch norm or behind a saturated softmax, is rounding noise.
+NEGLIGIBLE = 2.0**-20
 
 
 def check(optimizer: torch.optim.Optimizer, inv_scale: Tensor | None) -> Tensor | None:
@@ -54,11 +56,12 @@ def lost_share(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor
         gradient.reshape(-1)[:: max(1, gradient.numel() // _SAMPLES_PER_PARAMETER)].float().to(device)
         for gradient in _local(optimizer)
     ]
-    if not samples:
+    if not any(sample.numel() for sample in samples):
         return None
     magnitudes = torch.cat(samples).abs()
-    num_left = (magnitudes > 0).sum()
-    num_barely = ((magnitudes > 0) & (magnitudes < _BARELY_THERE)).sum()
+    matters = magnitudes > magnitudes.amax() * NEGLIGIBLE
+    num_left = matters.sum()
+    num_barely = (matters & (magnitudes < _BARELY_THERE)).sum()
     share = num_barely / num_left.clamp(min=1) / _BARELY_THERE_PER_LOST
     return torch.where(num_left > 0, share, torch.ones_like(share))
 

@@ -19,7 +19,7 @@ from autotune_amp.config import MIN_LOSS_SCALE, LossScale, Precision
 from autotune_amp.errors import InvalidRequestError
 from autotune_amp.runtime import actions
 from autotune_amp.runtime.actions import Action, Move, Signal
-from autotune_amp.runtime.scale_rule import ScaleRule, check_scale, float32
+from autotune_amp.runtime.scale_rule import ScaleRule, float32
 from autotune_amp.runtime.state import PolicyState
 
 NUM_SETTLING_STEPS = 4
@@ -29,6 +29,7 @@ DWELL_STEPS = 200
 LOSS_WINDOW, LOSS_RUN, LOSS_COUNT = 50, 2, 3  # T1
 SKIP_WINDOW, SKIP_COUNT, NET_OCTAVES = 200, 8, 3.0  # T3
 LOST_SHARE_LIMIT = 0.01  # T4
+DIVERGED_GROWTH = 4.0  # of the typical loss: no precision mends what the learning rate did
 RAISE_FACTOR = 2.0**6
 PROMOTION_STEPS, MAX_PROMOTIONS, PROMOTION_HEADROOM = 2000, 3, 2.0**4
 
@@ -55,7 +56,8 @@ class Policy(PolicyState):
         self.promotes = promotes
         self.scale = ScaleRule(self.loss_scale)
         self.scale_before_burst = self.scale.scale
-        self.withdrawn: dict[int, str] = {}
+        # Of the trip being dealt with: nothing is learned any more; or the loss scale may only have begun too high.
+        self._is_failing = self._is_descending = False
 
     @property
     def precision(self) -> Precision:
@@ -74,14 +76,17 @@ class Policy(PolicyState):
 
     def withdraw(self, precision: Precision, reason: str) -> None:
         """Never step to `precision`; the rung that the run is in stays."""
-        for index, rung in enumerate(self.rungs):
-            if rung == precision and index != self.rung:
-                self.withdrawn[index] = reason
+        if precision != self.precision:
+            self.withdrawn[precision] = reason
 
     def observe(self, signal: Signal) -> Action | None:
         """One update. Leaves any state."""
         self.num_updates += 1
         self.dwell += 1
+        if self.dwell == DWELL_STEPS:
+            self.demoted_from = None
+        if signal.loss is not None:
+            self.note_loss(signal.loss)
         if signal.overflow or signal.loss_nonfinite:
             return self._bad(signal)
         return self._clean(signal.lost_share)
@@ -89,10 +94,8 @@ class Policy(PolicyState):
     def _clean(self, lost_share: float | None) -> Action | None:
         self.bad_run = 0
         self.clean_run += 1
-        if self.is_scaling and self.phase != "BLAMED":
-            gained = self.scale.clean()
-            if gained:
-                self.octaves.append([self.num_updates, -gained])
+        if self.is_scaling and self.phase != "BLAMED" and (gained := self.scale.clean()):
+            self.octaves.append([self.num_updates, -gained])
         if self.bad_losses and self.num_updates - self.bad_losses[-1] >= LOSS_WINDOW:
             self.bad_losses.clear()
         if self.phase == "STEADY":
@@ -105,13 +108,15 @@ class Policy(PolicyState):
                 self._settle()
         elif self.phase == "PROBATION" or self.dwell >= DWELL_STEPS:
             self.phase = "STEADY"  # from PROBATION: stepping down helped; from BLAMED: the burst is long over
-            self.tentative_from = None
         return None
 
     def _settle(self) -> None:
         """STARTUP -> STEADY: from here on the floor is 12 octaves under what the run settled at, and skips count."""
         self.phase = "STEADY"
         self.octaves.clear()
+        self._settle_floor()
+
+    def _settle_floor(self) -> None:
         if self.loss_scale.min_scale is None:
             self.scale.floor = max(MIN_LOSS_SCALE, min(1.0, float32(self.scale.scale * 2.0**-12)))
 
@@ -126,13 +131,11 @@ class Policy(PolicyState):
                 )
             return None
         if self.phase == "PROBATION":
-            if self.bad_run < NUM_PROBATION_STEPS or self.tentative_from is None:
+            if self.bad_run < NUM_PROBATION_STEPS or self.demoted_from is None:
                 return None
-            return actions.Revert(
-                self.tentative_from,
-                f"{NUM_PROBATION_STEPS} steps in {self.precision} were not finite either: it was not precision",
-            )
-        if self.bad_run == 1:
+            reason = f"{NUM_PROBATION_STEPS} steps in {self.precision} were not finite either: it was not precision"
+            return actions.Revert(self.demoted_from, reason)
+        if self.bad_run == 1 and self.is_scaling:
             self.scale_before_burst = self.scale.scale
         if signal.loss_nonfinite or not self.is_scaling:
             return self._bad_loss("loss" if signal.loss_nonfinite else "gradient")
@@ -144,9 +147,10 @@ class Policy(PolicyState):
         self.bad_losses = [update for update in self.bad_losses if update > since] + [self.num_updates]
         run = self.bad_losses[-LOSS_RUN:]
         if run[-1] - run[0] == LOSS_RUN - 1 and len(run) == LOSS_RUN:
-            return self._trip(f"the {what} was not finite {LOSS_RUN} times running")
+            return self._trip(f"the {what} was not finite {LOSS_RUN} times running", is_failing=True)
         if len(self.bad_losses) >= LOSS_COUNT:
-            return self._trip(f"the {what} was not finite {len(self.bad_losses)} times in {LOSS_WINDOW} steps")
+            count = len(self.bad_losses)
+            return self._trip(f"the {what} was not finite {count} times in {LOSS_WINDOW} steps", is_failing=True)
         return None
 
     def _overflow(self) -> Action | None:
@@ -156,11 +160,12 @@ class Policy(PolicyState):
         self.octaves.append([self.num_updates, self.scale.overflow()])
         self.last_overflow = self.num_updates
         if crosses:
-            return self._trip(f"the loss scale would cross its floor of {self.scale.floor:g}")
+            return self._trip(f"the loss scale would cross its floor of {self.scale.floor:g}", is_failing=True)
         if self.phase == "STARTUP":
             is_below = before >= self.loss_scale.floor > self.scale.scale
             if is_below and self.can_rerun and not self.startup_was_cleared:
-                return self._trip(f"the loss scale fell to {self.scale.scale:g} before any step was taken")
+                reason = f"the loss scale fell to {self.scale.scale:g} before any step was taken"
+                return self._trip(reason, is_descending=True)
             return None
         since = self.num_updates - SKIP_WINDOW
         self.octaves = [entry for entry in self.octaves if entry[0] > since]
@@ -178,6 +183,7 @@ class Policy(PolicyState):
             return actions.Rescale(min(self.scale.max_scale, self.scale.scale * RAISE_FACTOR), reason)
         if self.num_updates < self.quiet_until:
             return None
+        self._is_failing = False
         return actions.Measure(reason) if self.can_rerun else self._step_down(reason, None)
 
     def judge_underflow(self, reason: str, lost_share: float) -> Action:
@@ -187,9 +193,13 @@ class Policy(PolicyState):
             return actions.Warn(f"{reason} by estimate, but {lost_share:.1%} as measured in fp32: nothing changed")
         return self._step_down(f"{reason}, {lost_share:.1%} as measured in fp32", None)
 
-    def _trip(self, reason: str) -> Action | None:
+    def _trip(self, reason: str, *, is_failing: bool = False, is_descending: bool = False) -> Action | None:
+        self._is_failing, self._is_descending = is_failing, is_descending
         if self.num_updates < self.quiet_until:
             return None
+        if self.loss_growth > DIVERGED_GROWTH:
+            growth = f"{self.loss_growth:.3g} times its best"
+            return actions.Blame(self.scale_before_burst, f"{reason}, and the loss has grown to {growth}: it diverges")
         return actions.Diagnose(reason) if self.can_rerun else self._step_down(reason, None)
 
     def judge(
@@ -205,14 +215,13 @@ class Policy(PolicyState):
         if not reproduced:
             self.decline()
             return actions.Warn(f"{reason}, but the batch rerun was finite: nothing changed")
-        if is_precision is None:
-            return self._step_down(reason, None)
-        if not is_precision:
+        if is_precision is False:
             return actions.Blame(self.scale_before_burst, f"{reason}, in fp32 too: it is not precision")
-        is_descent = self.phase == "STARTUP" and not self.scale.would_cross_floor and not self.bad_losses
-        if is_descent and not self.startup_was_cleared:
+        if self._is_descending:
             self.startup_was_cleared = True
             return None
+        if is_precision is None:
+            return self._step_down(reason, None)
         if pins and not self.has_pinned:
             return actions.Pin(tuple(pins), reason)
         return self._step_down(reason, finite_in)
@@ -220,27 +229,28 @@ class Policy(PolicyState):
     def _step_down(self, reason: str, finite_in: Collection[str] | None) -> Action:
         """`finite_in` is the evidence of a rerun, None without one."""
         for index in range(self.rung + 1, len(self.rungs)):
-            if index not in self.withdrawn and (finite_in is None or self.rungs[index] in finite_in):
+            name = self.rungs[index]
+            if name not in self.withdrawn and (finite_in is None or name in finite_in):
                 return actions.Demote(index, reason, is_tentative=finite_in is None)
-        if finite_in is not None:
-            return actions.Stop(f"{reason}, and no rung is left that fits{self._why_withdrawn()}", True)
-        if self.bad_losses or self.scale.would_cross_floor:
-            why = "it is not precision" if self.precision in ("fp32", "tf32") else "there is no rung to try"
-            return actions.Blame(self.scale_before_burst, f"{reason}; {why}{self._why_withdrawn()}")
+        below = self.rungs[self.rung + 1 :]
+        why = "".join(f"; {name}: {self.withdrawn[name]}" for name in below if name in self.withdrawn)
+        if finite_in is not None or (below and self._is_failing):
+            self.decline()
+            return actions.Stop(f"{reason}, and no rung is left that fits{why}", True)
+        if self._is_failing:
+            which = "it is not precision" if self.precision in ("fp32", "tf32") else "there is no rung to try"
+            return actions.Blame(self.scale_before_burst, f"{reason}; {which}")
         self.decline()
-        return actions.Warn(f"{reason}; there is no rung to step down to{self._why_withdrawn()}")
-
-    def _why_withdrawn(self) -> str:
-        return "".join(f"; {self.rungs[index]}: {why}" for index, why in sorted(self.withdrawn.items()))
+        return actions.Warn(f"{reason}; there is no rung to step down to{why}")
 
     def refuse(self, action: actions.Demote, reason: str, finite_in: Collection[str] | None = None) -> Action:
         """The rung of `action` does not fit; what to do instead."""
-        self.withdrawn[action.rung] = reason
+        self.withdrawn[self.rungs[action.rung]] = reason
         return self._step_down(action.reason, finite_in)
 
     def decline(self) -> None:
         """Nothing can be done about a trip (the caller may be advisory): none again before the dwell is over."""
-        self._forget()
+        self.forget()
         self.quiet_until = self.num_updates + DWELL_STEPS
 
     def confirm(self, move: Move) -> actions.Stop | None:
@@ -249,17 +259,17 @@ class Policy(PolicyState):
             self.octaves.append([self.num_updates, -log2(move.scale / self.scale.scale)])
             self.scale.set(move.scale)
             return None
-        before = self.rung
-        self._arrive()
+        from_rung, demoted_from, was_starting = self.rung, self.demoted_from, self.phase == "STARTUP"
+        self.arrive()
         if isinstance(move, actions.Pin):
             self.has_pinned = True
             self.scale.set(self.scale_before_burst)
         elif isinstance(move, actions.Blame):
+            self.rung = from_rung if demoted_from is None else demoted_from
             self._blame(move.scale)
         elif isinstance(move, actions.Revert):
             self.rung = move.rung
             self._blame(self.scale_before_burst)
-            return actions.Stop(move.reason, False)
         elif isinstance(move, actions.Promote):
             self.rung = move.rung
             self.num_promotions += 1
@@ -267,28 +277,19 @@ class Policy(PolicyState):
             self.scale.set(self.scale_before_burst)
         else:
             self.rung = move.rung
+            self.demoted_from = from_rung if demoted_from is None else demoted_from
             if self.was_promoted:
                 self.num_failures += 1
                 self.was_promoted = False
             if move.is_tentative:
                 self.phase = "PROBATION"
-                self.tentative_from = before
-        return None
+        if was_starting:
+            self._settle_floor()
+        return actions.Stop(move.reason, False) if isinstance(move, actions.Revert) else None
 
     def _blame(self, scale: float) -> None:
         self.phase = "BLAMED"
         self.scale.set(scale)
-
-    def _forget(self) -> None:
-        self.bad_losses.clear()
-        self.octaves.clear()
-        self.bad_run = self.clean_run = 0
-
-    def _arrive(self) -> None:
-        self._forget()
-        self.dwell = 0
-        self.phase = "STEADY"
-        self.tentative_from = None
 
     def rung_of(self, precision: Precision) -> int:
         """The rung of `precision`; raises `InvalidRequestError` where there is none."""
@@ -302,13 +303,13 @@ class Policy(PolicyState):
     def move_by_hand(self, precision: Precision) -> None:
         """Go to the rung of `precision`, from any state to STEADY."""
         self.rung = self.rung_of(precision)
-        self._arrive()
+        self.arrive()
 
     def _consider_promotion(self) -> Action | None:
         wait = PROMOTION_STEPS * 2**self.num_failures
         if self.clean_run < wait or self.num_promotions == MAX_PROMOTIONS or not self.can_rerun:
             return None
-        faster = [index for index in range(self.rung) if index not in self.withdrawn]
+        faster = [index for index in range(self.rung) if self.rungs[index] not in self.withdrawn]
         if not faster:
             return None
         needed = self.scale_before_burst if self.rungs[faster[-1]] == "fp16" else 1.0
@@ -323,11 +324,11 @@ class Policy(PolicyState):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the policy remembers, in plain types."""
+        """All that it remembers, in plain types."""
         return {"policy": self.save(), "precision": self.precision, "loss_scale": self.scale.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a saved state; raises `FormatError` or `InvalidRequestError` and changes nothing if it cannot."""
-        check_scale(state["loss_scale"]["scale"])
+        self.scale.check_state(state["loss_scale"])
         self.restore(state["policy"], self.rungs, state["precision"])
         self.scale.load_state_dict(state["loss_scale"])

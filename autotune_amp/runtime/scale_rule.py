@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Mapping
+from typing import Any
 
 from autotune_amp.config import MIN_LOSS_SCALE, LossScale
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.errors import FormatError, InvalidRequestError
 
 _STATE = ("scale", "growth_tracker", "hysteresis_left", "floor")
+_LARGEST = 2.0**127  # power of two in float32
 
 
 def float32(value: float) -> float:
@@ -31,8 +34,8 @@ class ScaleRule:
         self.growth_interval = loss_scale.growth_interval
         self.hysteresis = loss_scale.hysteresis
         self.hysteresis_left = loss_scale.hysteresis
-        self.floor = MIN_LOSS_SCALE if loss_scale.min_scale is None else loss_scale.min_scale
-        self.max_scale = loss_scale.max_scale
+        self.floor = float32(MIN_LOSS_SCALE if loss_scale.min_scale is None else loss_scale.min_scale)
+        self.max_scale = float32(min(loss_scale.max_scale, _LARGEST))
 
     @property
     def would_cross_floor(self) -> bool:
@@ -67,12 +70,20 @@ class ScaleRule:
         """What changes while training; plain numbers."""
         return {name: getattr(self, name) for name in _STATE}
 
-    def load_state_dict(self, state: dict[str, float | int]) -> None:
-        """Take over a saved state; raises `InvalidRequestError` where the scale in it cannot work."""
-        scale = check_scale(state["scale"])
+    @staticmethod
+    def check_state(state: Mapping[str, Any]) -> None:
+        """Raise `FormatError` for a state that lacks a part, `InvalidRequestError` for a scale that cannot work."""
+        missing = sorted(set(_STATE) - set(state))
+        if missing:
+            raise FormatError(f"The controller's state lacks {', '.join(missing)}.", "Load a state that it saved.")
+        check_scale(state["scale"])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a saved state; raises as `check_state`."""
+        self.check_state(state)
         for name in _STATE:
             setattr(self, name, state[name])
-        self.set(scale)  # the bounds may be others now
+        self.set(state["scale"])  # the bounds may be others now
 
 
 def check_scale(scale: object) -> float:

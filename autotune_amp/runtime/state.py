@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from statistics import median
 from typing import Any
 
 from autotune_amp.config import Precision
 from autotune_amp.errors import FormatError
 
+NUM_RECENT_LOSSES = 15
+
 
 @dataclass
 class PolicyState:
     """Counters are in updates. `bad_losses` are the updates with a non-finite loss, for T1; `octaves` holds
-    [update, octaves of loss scale lost (negative: gained)], for T3.
+    [update, octaves of loss scale lost (negative: gained)], for T3. `demoted_from` is the rung before the latest
+    demotions, until the run has dwelt below it; `best_loss` is the least median of NUM_RECENT_LOSSES losses in a row;
+    `withdrawn` the precisions not to step to, with the reason.
     """
 
     rung: int = 0
@@ -26,20 +33,52 @@ class PolicyState:
     num_settled: int = 0
     quiet_until: int = 0
     last_overflow: int | None = None
-    tentative_from: int | None = None
+    demoted_from: int | None = None
     has_pinned: bool = False
     startup_was_cleared: bool = False
     was_promoted: bool = False
     num_promotions: int = 0
     num_failures: int = 0
     scale_before_burst: float = 1.0
+    withdrawn: dict[str, str] = field(default_factory=dict)
+    best_loss: float | None = None
+    recent_losses: list[float] = field(default_factory=list)
     bad_losses: list[int] = field(default_factory=list)
     octaves: list[list[float]] = field(default_factory=list)
 
     def save(self) -> dict[str, Any]:
         """A copy in plain types."""
-        state = {entry.name: getattr(self, entry.name) for entry in fields(PolicyState)}
-        return state | {"bad_losses": list(self.bad_losses), "octaves": [list(entry) for entry in self.octaves]}
+        return copy.deepcopy({entry.name: getattr(self, entry.name) for entry in fields(PolicyState)})
+
+    def forget(self) -> None:
+        """What counts towards a trip counts anew."""
+        self.bad_losses.clear()
+        self.octaves.clear()
+        self.bad_run = self.clean_run = 0
+
+    def arrive(self) -> None:
+        """A move was made: to STEADY, unless the move says otherwise."""
+        self.forget()
+        self.dwell = 0
+        self.phase = "STEADY"
+        self.demoted_from = None
+
+    def note_loss(self, loss: float) -> None:
+        """Remember how the loss develops; what is not finite says nothing of that."""
+        if math.isfinite(loss):
+            self.recent_losses.append(loss)
+            if len(self.recent_losses) > NUM_RECENT_LOSSES:
+                del self.recent_losses[0]
+            if len(self.recent_losses) == NUM_RECENT_LOSSES:
+                typical = median(self.recent_losses)
+                self.best_loss = typical if self.best_loss is None else min(self.best_loss, typical)
+
+    @property
+    def loss_growth(self) -> float:
+        """How many times its best the loss is lately; 1.0 where that cannot be said."""
+        if self.best_loss is None or self.best_loss <= 0:
+            return 1.0
+        return median(self.recent_losses) / self.best_loss
 
     def restore(self, state: Mapping[str, Any], rungs: Sequence[Precision], precision: object) -> None:
         """Take over what `save` gave; raises `FormatError` where it lacks a part or `precision` is no rung here.
@@ -54,14 +93,15 @@ class PolicyState:
                 f"The state was saved in {precision}; this run's rungs are {', '.join(rungs)}.",
                 "Make the controller from the config that the saved run used, or that its DemotedError carried.",
             )
+        withdrawn = self.withdrawn  # what this machine and model cannot run
         rung = list(rungs).index(precision)  # type: ignore[arg-type] # it is in
         num_dropped = state["rung"] - rung
         for entry in fields(PolicyState):
-            setattr(self, entry.name, state[entry.name])
+            setattr(self, entry.name, copy.deepcopy(state[entry.name]))
         self.rung = rung
-        if self.tentative_from is not None:
-            self.tentative_from -= num_dropped
-            if self.tentative_from < 0:  # no way back up: what the next steps show is judged as in any other rung
-                self.tentative_from, self.phase = None, "STEADY"
-        self.bad_losses = list(state["bad_losses"])
-        self.octaves = [list(entry) for entry in state["octaves"]]
+        if self.demoted_from is not None:
+            self.demoted_from -= num_dropped
+            if self.demoted_from < 0:  # no way back up: what the next steps show is judged as in any other rung
+                self.demoted_from = None
+                self.phase = "STEADY" if self.phase == "PROBATION" else self.phase
+        self.withdrawn = {**withdrawn, **self.withdrawn}

@@ -130,7 +130,7 @@ class SteeredScaler(JudgingScaler):
             attachment.begin_window()
         attachment.observer.is_sampling = self._wants_sample()
 
-    def _judged(self, verdicts: Mapping[int, int], lost_share: float | None) -> None:
+    def _judged(self, verdicts: Mapping[int, int], loss: float, lost_share: float | None) -> None:
         now = time.perf_counter()
         if self._last_update is not None:
             self._seconds.append(now - self._last_update)
@@ -144,7 +144,7 @@ class SteeredScaler(JudgingScaler):
         if self._is_off:
             return
         worst = max(verdicts.values())
-        action = self._policy.observe(Signal(worst == OVERFLOW, worst == BAD_LOSS, lost_share))
+        action = self._policy.observe(Signal(worst == OVERFLOW, worst == BAD_LOSS, lost_share, loss))
         if action is not None and self._action is None:  # one at a time, and before what the user asked for since
             self._action = action
             self._pending.insert(0, self._act)

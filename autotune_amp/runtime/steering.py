@@ -196,7 +196,7 @@ class Steering:
         lower = [
             plan.precision
             for index, plan in enumerate(self.plans)
-            if index > policy.rung and index not in policy.withdrawn
+            if index > policy.rung and plan.precision not in policy.withdrawn
         ]
         finding = diagnosis.diagnose(
             attachment.given,

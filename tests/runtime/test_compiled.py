@@ -126,9 +126,6 @@ def test_code_with_an_autocast_of_its_own_recompiles_as_often_and_is_never_stale
     assert same(mine.model, fresh.model)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="pytorch#179804: a compiled backward pass runs under the autocast around the forward pass"
-)
 def test_code_with_an_autocast_of_its_own_has_its_backward_pass_in_the_lower_rung_too() -> None:
     """Gradients that fp16 cannot hold: eager, they are those of plain fp32; compiled, they are 0."""
     model = small()

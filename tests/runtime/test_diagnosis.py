@@ -147,7 +147,7 @@ def test_a_verdict_without_any_other_precision_is_left_to_the_pins() -> None:
 
 
 def not_precision(culprit: str, num_passes: int = 2) -> Finding:
-    return Finding(True, (), culprit, (), num_passes)
+    return Finding(True, (), culprit, (), num_passes, is_precision=False)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

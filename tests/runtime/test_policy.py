@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from policy_steps import BAD_LOSS, CLEAN, LOST, OVERFLOW, START, after, blamed, confirmed, judged, policy_of
 
@@ -71,6 +73,12 @@ def test_the_floor_is_settled_however_the_start_ends() -> None:
     policy = blamed(policy_of(is_settled=False, can_rerun=True))
     assert after(policy, 300 * [CLEAN]) is None
     assert (policy.phase, policy.scale.scale, policy.scale.floor) == ("STEADY", START, 1.0)
+
+
+def test_the_floor_is_settled_when_a_hand_ends_the_start() -> None:
+    policy = policy_of(is_settled=False)
+    policy.move_by_hand("fp16")
+    assert (policy.phase, policy.scale.floor) == ("STEADY", 1.0)
 
 
 def test_eight_skips_in_200_steps_that_cost_three_octaves_trip() -> None:
@@ -266,3 +274,46 @@ def test_a_clean_step_after_the_dwell_ends_the_blame() -> None:
     assert policy.phase == "BLAMED"
     assert after(policy, [CLEAN]) is None
     assert policy.phase == "STEADY"
+
+
+def test_a_demotion_made_shortly_before_was_in_error() -> None:
+    policy = policy_of("fp16", "bf16", "tf32", "fp32", can_rerun=True)
+    for rung in ("bf16", "tf32"):
+        assert confirmed(policy, judged(policy, 2 * [BAD_LOSS], finite_in=(rung,))) is None
+    assert policy.precision == "tf32"
+    assert after(policy, 197 * [CLEAN]) is None
+    assert blamed(policy).precision == "fp16"
+
+
+def test_a_demotion_that_the_run_has_dwelt_in_stays() -> None:
+    policy = policy_of(can_rerun=True)
+    assert confirmed(policy, judged(policy, 2 * [BAD_LOSS])) is None
+    assert after(policy, 198 * [CLEAN]) is None
+    assert blamed(policy).precision == "fp32"
+
+
+def losses(*values: float) -> list[Signal]:
+    return [Signal(loss=value) for value in values]
+
+
+def test_a_run_whose_loss_has_grown_diverges_and_no_precision_mends_that() -> None:
+    policy = policy_of(can_rerun=True)
+    blame = after(policy, [*losses(*15 * [2.0], *8 * [9.0]), *2 * [BAD_LOSS]])
+    reason = "the loss was not finite 2 times running, and the loss has grown to 4.5 times its best: it diverges"
+    assert blame == Blame(START, reason)
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        losses(*15 * [2.0], *15 * [8.0]),
+        losses(*15 * [2.0], *7 * [1e9]),
+        losses(*14 * [2.0], 1e9),
+        losses(*15 * [-2.0], *15 * [9.0]),
+        losses(*15 * [0.0], *15 * [9.0]),
+        losses(*15 * [2.0], *15 * [math.inf, math.nan]),
+    ],
+    ids=["4 times", "not yet typical", "too short", "negative", "zero", "not finite"],
+)
+def test_a_loss_that_has_not_clearly_grown_says_nothing(history: list[Signal]) -> None:
+    assert isinstance(after(policy_of(can_rerun=True), [*history, *2 * [BAD_LOSS]]), Diagnose)

@@ -71,7 +71,7 @@ def test_a_withdrawn_rung_is_passed_over() -> None:
     policy = policy_of()
     policy.withdraw("bf16", "emulated")
     policy.withdraw("fp16", "the run is in it")
-    assert list(policy.withdrawn) == [1]
+    assert list(policy.withdrawn) == ["bf16"]
     demote = after(policy, 2 * [BAD_LOSS])
     assert isinstance(demote, Demote)
     assert demote.rung == 2
@@ -83,9 +83,10 @@ def test_a_refused_rung_is_passed_over_and_its_reason_told_in_the_end() -> None:
     assert isinstance(demote, Demote)
     demote = policy.refuse(demote, "out of memory")
     assert demote == Demote(2, "the loss was not finite 2 times running", is_tentative=True)
-    blame = policy.refuse(demote, "too slow")
-    assert isinstance(blame, Blame)
-    assert blame.reason.endswith("there is no rung to try; bf16: out of memory; fp32: too slow")
+    stop = policy.refuse(demote, "too slow")
+    assert isinstance(stop, Stop)
+    assert stop.is_precision
+    assert stop.reason.endswith("no rung is left that fits; bf16: out of memory; fp32: too slow")
 
 
 def test_a_rung_refused_after_a_rerun_leaves_the_reruns_evidence_standing() -> None:

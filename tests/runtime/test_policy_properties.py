@@ -61,6 +61,7 @@ class Driver:
         self.picked_by_hand: set[int] = set()
         self.moved: Counter[type[Move]] = Counter()
         self.num_bad = 0  # in a row, since the last move
+        self.num_undone = 0  # demotions taken back because it was not precision
         self.last_down = self.last_promotion = self.last_revert = -math.inf  # in updates
 
     def fresh(self) -> Policy:
@@ -83,12 +84,13 @@ class Driver:
     def live(self, regime: str, num_updates: int) -> None:
         draw = self.draw.random
         overflow, bad_loss, sampled, _ = REGIMES[regime]
-        clean = Signal()
+        loss = self.draw.choice((None, None, None, -1.0, 0.1, 1.0, 10.0, math.inf)) if num_updates < 2000 else None
+        clean = Signal(loss=loss)
         for _ in range(num_updates):
             signal = clean
             if overflow or bad_loss or sampled:
                 share = draw() ** 4 if draw() < sampled else None
-                signal = Signal(draw() < overflow, draw() < bad_loss, share)
+                signal = Signal(draw() < overflow, draw() < bad_loss, share, loss)
             self.num_bad = self.num_bad + 1 if signal.overflow or signal.loss_nonfinite else 0
             action = self.policy.observe(signal)
             assert self.twin.observe(signal) == action, "differs after a save and load"
@@ -101,7 +103,7 @@ class Driver:
     def check(self) -> None:
         policy = self.policy
         assert 0 <= policy.rung < len(self.rungs)
-        assert policy.rung not in policy.withdrawn or policy.rung in self.picked_by_hand
+        assert policy.precision not in policy.withdrawn or policy.rung in self.picked_by_hand
         rule = policy.scale
         assert MIN_LOSS_SCALE <= rule.floor <= rule.scale <= rule.max_scale < math.inf
 
@@ -146,14 +148,20 @@ class Driver:
             assert policy.rung == move.rung < before
             assert now - self.last_down == self.num_bad == NUM_PROBATION_STEPS
             self.last_revert = now
+        elif isinstance(move, actions.Blame) and policy.rung != before:
+            # The demotion was made in error, as a tentative one that is reverted.
+            assert policy.rung < before
+            assert now - self.last_down < DWELL_STEPS
+            self.last_revert = now
+            self.num_undone += 1
         else:
             assert policy.rung == before
         if not isinstance(move, actions.Rescale):
             self.num_bad = 0
-        num_ups = self.moved[actions.Revert] + self.moved[actions.Promote]
+        num_ups = self.moved[actions.Revert] + self.moved[actions.Promote] + self.num_undone
         assert self.moved[actions.Promote] <= MAX_PROMOTIONS
         assert self.moved[actions.Pin] <= 1
-        assert self.moved[actions.Demote] < len(self.rungs) + num_ups or self.picked_by_hand
+        assert self.moved[actions.Demote] <= (len(self.rungs) - 1) * (1 + num_ups) or self.picked_by_hand
         return follows
 
     def move_by_hand(self) -> None:
