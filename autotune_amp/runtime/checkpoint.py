@@ -61,6 +61,7 @@ class _Counters(msgspec.Struct):
     loss_was_finite: bool
     loss: float
     is_off: bool
+    wishes: list[tuple[str, str]]
     waiting: list[tuple[list[float], list[int]]]
 
 

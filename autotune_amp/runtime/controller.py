@@ -165,19 +165,15 @@ class PrecisionController(SteeredScaler):
     def set_precision(self, name: Precision) -> None:
         """Move to the rung of this precision at the end of the window. Raises `InvalidRequestError` without one."""
         self._policy.rung_of(name)
-        self._when_idle(lambda: self._steering.move_by_hand(name))
+        self._when_idle("set_precision", name)
 
     def disable(self) -> None:
         """Train in fp32, unscaled and unguarded, from the end of the window until `enable`."""
-        self._when_idle(lambda: self._turn(is_off=True))
+        self._when_idle("disable")
 
     def enable(self) -> None:
         """Undo `disable`, at the end of the window."""
-        self._when_idle(lambda: self._turn(is_off=False))
-
-    def _turn(self, *, is_off: bool) -> None:
-        self._is_off = is_off
-        self._apply_rung()
+        self._when_idle("enable")
 
     def status(self) -> Status:
         """Where the run stands; waits for the device.
@@ -226,6 +222,7 @@ class PrecisionController(SteeredScaler):
             "loss_was_finite": math.isfinite(float(self._probe)),
             "loss": float(self._loss),
             "is_off": self._is_off,
+            "wishes": [list(wish) for wish in self._pending if wish[0] != "act"],
             "waiting": [[values, list(label)] for values, label in self._reader.waiting()],
         }
         rule = self._policy.scale
@@ -254,6 +251,7 @@ class PrecisionController(SteeredScaler):
             self._probe = 0.0 if counters["loss_was_finite"] else math.nan
             self._loss = counters["loss"]
             self._is_off = counters["is_off"]
+            self._pending = [(what, name) for what, name in counters["wishes"]]
         self._apply_rung()
         if counters:
             self._resume(counters["waiting"], state_dict["scale"], state_dict["_growth_tracker"])

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class SteeredScaler(JudgingScaler):
         self._is_rerunning = False  # a diagnosis may call the user's closure, in precisions of its own
         self._num_steps = self._num_amp_steps = 0
         self._action: Action | None = None
-        self._pending: list[Callable[[], None]] = []
+        self._pending: list[tuple[str, str]] = []  # what to do once idle, and with which precision
         self._on_step: list[tuple[Callable[[], object], int | None]] = []
         self._last_update: float | None = None
         self._seconds: deque[float] = deque(maxlen=101)
@@ -80,9 +80,18 @@ class SteeredScaler(JudgingScaler):
         if self._seconds:
             self._steering.rung_seconds[self._precision] = median(self._seconds)
 
-    def _when_idle(self, change: Callable[[], None]) -> None:
-        self._pending.append(change)
+    def _when_idle(self, what: str, name: str = "") -> None:
+        self._pending.append((what, name))
         self._settle()
+
+    def _carry_out(self, what: str, name: str) -> None:
+        if what == "act":
+            self._act()
+        elif what == "set_precision":
+            self._steering.move_by_hand(cast("Precision", name))
+        else:
+            self._is_off = what == "disable"
+            self._apply_rung()
 
     @property
     def _is_in_own_autocast(self) -> bool:
@@ -93,7 +102,7 @@ class SteeredScaler(JudgingScaler):
             self._is_in_window = True  # a rerun may use autocast(): nothing else changes meanwhile
             try:
                 self.synchronize()  # what is still on its way belongs to the rung that is about to be left
-                self._pending.pop(0)()
+                self._carry_out(*self._pending.pop(0))
             finally:
                 self._is_in_window = False
 
@@ -147,7 +156,7 @@ class SteeredScaler(JudgingScaler):
         action = self._policy.observe(Signal(worst == OVERFLOW, worst == BAD_LOSS, lost_share, loss))
         if action is not None and self._action is None:  # one at a time, and before what the user asked for since
             self._action = action
-            self._pending.insert(0, self._act)
+            self._pending.insert(0, ("act", ""))
         if self._writer is not None and self._policy.num_updates % SAMPLE_EVERY == 0:
             self._write_scalars()
 
