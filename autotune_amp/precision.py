@@ -81,6 +81,20 @@ def as_found(torch_state: Mapping[str, Any], device_type: str) -> tuple[Precisio
     return "fp32", all_off
 
 
+def ambient(device_type: str) -> Precision:
+    """The precision that the autocast around here means; fp32 where none is on."""
+    if not torch.is_autocast_enabled(device_type):
+        return "fp32"
+    return "bf16" if torch.get_autocast_dtype(device_type) == torch.bfloat16 else "fp16"
+
+
+def is_cast(module: nn.Module) -> bool:
+    """Whether autocast may run it in half precision: a leaf with a weight matrix. Lookups and norms stay in fp32."""
+    if next(module.children(), None) is not None or isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return False
+    return any(parameter.dim() >= 2 for parameter in module.parameters(recurse=False))
+
+
 def pin_fp32(module: nn.Module, device_type: str) -> None:
     """Run `module` in fp32 whatever autocast is on around it; inputs in half precision are cast up."""
     if _has_half_weights(module):
@@ -144,6 +158,7 @@ class Observer:
 
     def __init__(self, num_slots: int, device: torch.device | str) -> None:
         self.is_sampling = False
+        self.precisions: set[Precision] = set()  # that modules ran in while sampling, eager and not pinned ones
         self.maxima = tuple(torch.zeros((), dtype=torch.float32, device=device) for _ in range(num_slots))
         for maximum in self.maxima:
             torch._dynamo.mark_static_address(maximum)  # or CUDA graphs are off: they write to no input that may move
@@ -193,8 +208,12 @@ class _Roles(NamedTuple):
         output = forward(*args, **kwargs) if forced is None else _force(forced, forward, args, kwargs)
         if self.observed is not None and module.training:
             observer, maximum = self.observed
-            if torch.compiler.is_compiling() or observer.is_sampling:
+            if torch.compiler.is_compiling():
                 _raise_maximum(maximum, output)
+            elif observer.is_sampling:
+                _raise_maximum(maximum, output)
+                if forced is None:
+                    observer.precisions.add(ambient(maximum.device.type))
         return output
 
     def for_copy(self) -> Player | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -28,15 +29,17 @@ class Attachment:
         self._statistics = RunningStatistics(self.model)
         self._statistics_are_saved = True
         self._statistics_were_loaded = False  # in the window of a checkpoint, whatever is loaded first
-        observed = [m for m in self.model.modules() if _is_observed(m)]
+        self.run_in(None)
+        for module in self.model.modules():
+            precision.unpin(module)  # what an earlier controller left behind
+        observed = [m for m in self.model.modules() if precision.is_cast(m)]
         self.observer = precision.Observer(len(observed), device)
         for slot, module in enumerate(observed):
             precision.observe(module, self.observer, slot)
-        self.model.register_load_state_dict_post_hook(self._loaded)  # type: ignore[no-untyped-call]  # torch does not type it
+        self.model.register_load_state_dict_post_hook(_OnLoad(self))  # type: ignore[no-untyped-call]
 
-    def _loaded(self, module: nn.Module, keys: object) -> None:
-        """What was remembered of the statistics belongs to the weights before."""
-        del module, keys
+    def loaded(self) -> None:
+        """Weights were loaded: what was remembered of the statistics belongs to those before."""
         if not self._statistics_were_loaded:
             self._statistics.save()
 
@@ -61,6 +64,7 @@ class Attachment:
 
     def run_in(self, name: Precision | None) -> None:
         """Force the model's forward into a precision, against an autocast of the user's own; None leaves it alone."""
+        self.is_forced = name is not None
         if name is None:
             precision.clear_override(self.model)
         else:
@@ -118,8 +122,27 @@ class Attachment:
         )
 
 
-def _is_observed(module: nn.Module) -> bool:
-    """Whether autocast may run it in half precision: a leaf with a weight matrix. Lookups and norms do not overflow."""
-    if next(module.children(), None) is not None or isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        return False
-    return any(parameter.dim() >= 2 for parameter in module.parameters(recurse=False))
+class _OnLoad:
+    """The model's hook: a copy or a pickle of the model knows nothing of the controller."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = weakref.ref(attachment)
+
+    def __call__(self, *_: object) -> None:
+        attachment = self._attachment()
+        if attachment is not None:
+            attachment.loaded()
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        return _on_load_of_a_copy
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _hook_of_a_pickle, ()
+
+
+def _on_load_of_a_copy(*_: object) -> None:
+    """Nothing to remember."""
+
+
+def _hook_of_a_pickle() -> Callable[..., None]:
+    return _on_load_of_a_copy

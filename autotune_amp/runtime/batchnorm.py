@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ class RunningStatistics:
     """The running statistics of every such layer of `model` (pytorch#88474)."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+        self._model = model
         self._saved: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self.save()
 
@@ -38,24 +39,34 @@ class RunningStatistics:
 
     def undo(self) -> None:
         """Put them back as they were remembered."""
-        for key, alike in self._alike().items():
-            self._write(alike, self._saved[key])
+        for alike, saved in self._pairs():
+            self._write(alike, saved)
 
     def undo_where(self, skipped: Tensor) -> None:
         """Put them back where `skipped`, a scalar on the device, is not 0; the host need not know."""
-        for key, alike in self._alike().items():
+        for alike, saved in self._pairs():
             now = torch.cat([buffer.reshape(-1) for buffer in alike])
-            self._write(alike, torch.where(skipped.to(now.device, non_blocking=True) != 0, self._saved[key], now))
+            self._write(alike, torch.where(skipped.to(now.device, non_blocking=True) != 0, saved, now))
+
+    def _pairs(self) -> Iterator[tuple[list[Tensor], Tensor]]:
+        """What is there now with what was saved of it; not what was converted or replaced in between."""
+        for key, alike in self._alike().items():
+            saved = self._saved.get(key)
+            if saved is not None and saved.numel() == sum(buffer.numel() for buffer in alike):
+                yield alike, saved
 
     @staticmethod
     def _write(buffers: list[Tensor], flat: Tensor) -> None:
         pieces = torch.split(flat, [buffer.numel() for buffer in buffers])
         torch._foreach_copy_(buffers, [p.reshape(b.shape) for p, b in zip(pieces, buffers, strict=True)])
 
+    def _layers(self) -> list[nn.Module]:
+        return [m for m in self._model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+
     def _alike(self) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-        # Read anew each time: model.to() and load_state_dict(assign=True) replace buffers.
+        # Read anew each time: model.to() and load_state_dict(assign=True) replace buffers, conversions whole layers.
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for layer in self._layers:
+        for layer in self._layers():
             for buffer in layer._buffers.values():
                 if buffer is not None:
                     alike.setdefault((buffer.device, buffer.dtype), []).append(buffer)

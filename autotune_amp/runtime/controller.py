@@ -165,11 +165,20 @@ class PrecisionController(SteeredScaler):
     def set_precision(self, name: Precision) -> None:
         """Move to the rung of this precision at the end of the window. Raises `InvalidRequestError` without one."""
         self._policy.rung_of(name)
+        self._refuse_by_hand(name)
         self._when_idle("set_precision", name)
 
     def disable(self) -> None:
-        """Train in fp32, unscaled and unguarded, from the end of the window until `enable`."""
+        """Train in fp32, unscaled and unguarded, from the end of the window until `enable`.
+
+        Raises `InvalidRequestError` where the loop or the model cannot be brought into fp32.
+        """
+        self._refuse_by_hand("fp32")
         self._when_idle("disable")
+
+    def _refuse_by_hand(self, name: Precision) -> None:
+        if self._inspected or self._steering.attachment is not None:  # before that nobody knows how the loop is written
+            self._steering.refuse_by_hand(name)
 
     def enable(self) -> None:
         """Undo `disable`, at the end of the window."""

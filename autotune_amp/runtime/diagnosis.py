@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from autotune_amp.config import Precision
-from autotune_amp.errors import InvalidRequestError
 from autotune_amp.runtime.blame import Recorder, bad_parameters
 from autotune_amp.runtime.gradients import NEGLIGIBLE
 from autotune_amp.runtime.rerun import Pass, Rerunner
@@ -24,8 +23,9 @@ class Finding:
     """What reruns of the batch have shown; the same on every rank.
 
     `culprit` says for people where the non-finite numbers begin. `finite_in` are those of the precisions asked for in
-    which loss and gradients are finite, `out_of_memory` those that could not be run. With `pins` kept in fp32 the
-    current precision is finite. `is_precision`: the batch is finite in a safer precision, or with the pins.
+    which loss and gradients are finite, `not_run` those that could not be: out of memory, or the loop keeps its own.
+    With `pins` kept in fp32 the current precision is finite. `is_precision`: the batch is finite in a safer precision,
+    or with the pins; None where that could not be found out.
     """
 
     reproduced: bool
@@ -33,7 +33,7 @@ class Finding:
     culprit: str | None
     pins: tuple[str, ...]
     num_passes: int
-    out_of_memory: tuple[Precision, ...] = ()
+    not_run: tuple[Precision, ...] = ()
     is_precision: bool | None = None
 
 
@@ -66,10 +66,7 @@ def diagnose(
     bench = Rerunner(model, rerun, current=current, device_type=device_type, agree=agree)
     first = bench.run(current, loss_scale)
     if not first.fits:
-        raise InvalidRequestError(
-            f"Rerunning the batch in {current} ran out of memory.",
-            "Let the rerun closure compute the loss of a part of the batch.",
-        )
+        return Finding(True, (), None, (), bench.num_passes, not_run=(current,))
     if first.is_finite:
         return Finding(False, (), None, (), bench.num_passes)
 
@@ -93,9 +90,9 @@ def diagnose(
         if not already_pinned:
             pins = _find_pins(bench, first, healthy, current, loss_scale, gather)
         finite_in = tuple(precision for precision in lower if run_once(precision).is_finite)
-    out_of_memory = tuple(precision for precision, done in passes.items() if not done.fits)
+    not_run = tuple(precision for precision, done in passes.items() if not done.fits)
     is_precision = True if pins else None if decider is None else decider.is_finite
-    return Finding(True, finite_in, culprit, pins, bench.num_passes, out_of_memory, is_precision)
+    return Finding(True, finite_in, culprit, pins, bench.num_passes, not_run, is_precision)
 
 
 def _culprit(model: nn.Module, bad: Pass, gather: Callable[[tuple[str, ...]], tuple[str, ...]]) -> str | None:

@@ -167,6 +167,9 @@ class ExaminingScaler(torch.amp.GradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step(*args, **kwargs)`` unless a gradient or the loss was not finite; none without gradients."""
         if not self._enabled:
+            if id(optimizer) not in self._inspected:
+                self._inspect(optimizer)
+                self._inspected.add(id(optimizer))
             value = optimizer.step(*args, **kwargs)
             self._position(optimizer)
             self._verdicts[id(optimizer)] = CLEAN

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from math import log2
-from typing import Any
+from typing import Any, TypeAlias
 
 from autotune_amp.config import MIN_LOSS_SCALE, LossScale, Precision
 from autotune_amp.errors import InvalidRequestError
@@ -32,6 +32,8 @@ LOST_SHARE_LIMIT = 0.01  # T4
 DIVERGED_GROWTH = 4.0  # of the typical loss: no precision mends what the learning rate did
 RAISE_FACTOR = 2.0**6
 PROMOTION_STEPS, MAX_PROMOTIONS, PROMOTION_HEADROOM = 2000, 3, 2.0**4
+
+Names: TypeAlias = Collection[str]
 
 
 class Policy(PolicyState):
@@ -87,12 +89,10 @@ class Policy(PolicyState):
             self.demoted_from = None
         if signal.loss is not None:
             self.note_loss(signal.loss)
-        if signal.overflow or signal.loss_nonfinite:
-            return self._bad(signal)
-        return self._clean(signal.lost_share)
+        return self._bad(signal) if signal.overflow or signal.loss_nonfinite else self._clean(signal.lost_share)
 
     def _clean(self, lost_share: float | None) -> Action | None:
-        self.bad_run = 0
+        self.bad_run = self.num_unreproduced = 0
         self.clean_run += 1
         if self.is_scaling and self.phase != "BLAMED" and (gained := self.scale.clean()):
             self.octaves.append([self.num_updates, -gained])
@@ -105,18 +105,15 @@ class Policy(PolicyState):
         if self.phase == "STARTUP":
             self.num_settled += 1
             if self.num_settled == NUM_SETTLING_STEPS:
-                self._settle()
+                self.phase = "STEADY"  # from here on skips count
+                self.octaves.clear()
+                self._settle_floor()
         elif self.phase == "PROBATION" or self.dwell >= DWELL_STEPS:
             self.phase = "STEADY"  # from PROBATION: stepping down helped; from BLAMED: the burst is long over
         return None
 
-    def _settle(self) -> None:
-        """STARTUP -> STEADY: from here on the floor is 12 octaves under what the run settled at, and skips count."""
-        self.phase = "STEADY"
-        self.octaves.clear()
-        self._settle_floor()
-
     def _settle_floor(self) -> None:
+        """Leaving STARTUP: the floor is 12 octaves under what the run settled at."""
         if self.loss_scale.min_scale is None:
             self.scale.floor = max(MIN_LOSS_SCALE, min(1.0, float32(self.scale.scale * 2.0**-12)))
 
@@ -125,11 +122,8 @@ class Policy(PolicyState):
         self.clean_run = 0
         self.bad_run += 1
         if self.phase == "BLAMED":
-            if self.bad_run == NUM_BLAMED_STEPS:
-                return actions.Stop(
-                    f"{NUM_BLAMED_STEPS} steps in a row were not finite, and precision is not at fault", False
-                )
-            return None
+            reason = f"{NUM_BLAMED_STEPS} steps in a row were not finite, and precision is not at fault"
+            return actions.Stop(reason, False) if self.bad_run == NUM_BLAMED_STEPS else None
         if self.phase == "PROBATION":
             if self.bad_run < NUM_PROBATION_STEPS or self.demoted_from is None:
                 return None
@@ -149,8 +143,8 @@ class Policy(PolicyState):
         if run[-1] - run[0] == LOSS_RUN - 1 and len(run) == LOSS_RUN:
             return self._trip(f"the {what} was not finite {LOSS_RUN} times running", is_failing=True)
         if len(self.bad_losses) >= LOSS_COUNT:
-            count = len(self.bad_losses)
-            return self._trip(f"the {what} was not finite {count} times in {LOSS_WINDOW} steps", is_failing=True)
+            what += f" was not finite {len(self.bad_losses)} times in {LOSS_WINDOW} steps"
+            return self._trip(f"the {what}", is_failing=True)
         return None
 
     def _overflow(self) -> Action | None:
@@ -159,6 +153,7 @@ class Policy(PolicyState):
         before = self.scale.scale
         self.octaves.append([self.num_updates, self.scale.overflow()])
         self.last_overflow = self.num_updates
+        self.raise_was_undone |= self.has_raised
         if crosses:
             return self._trip(f"the loss scale would cross its floor of {self.scale.floor:g}", is_failing=True)
         if self.phase == "STARTUP":
@@ -167,22 +162,22 @@ class Policy(PolicyState):
                 reason = f"the loss scale fell to {self.scale.scale:g} before any step was taken"
                 return self._trip(reason, is_descending=True)
             return None
-        since = self.num_updates - SKIP_WINDOW
-        self.octaves = [entry for entry in self.octaves if entry[0] > since]
-        num_skips = sum(octaves >= 0 for _, octaves in self.octaves)
-        net = sum(octaves for _, octaves in self.octaves)
+        self.octaves = [entry for entry in self.octaves if entry[0] > self.num_updates - SKIP_WINDOW]
+        lost = [octaves for _, octaves in self.octaves]
+        num_skips, net = sum(octaves >= 0 for octaves in lost), sum(lost)
         if num_skips >= SKIP_COUNT and net >= NET_OCTAVES:
+            self.scale_before_burst = float32(min(self.scale.max_scale, self.scale.scale * 2.0**net))
             return self._trip(f"{num_skips} skips in {SKIP_WINDOW} steps, and {net:g} octaves of loss scale lost")
         return None
 
     def _underflow(self, lost_share: float) -> Action | None:
         """T4, from STEADY. A higher scale is tried first: it costs a skip at worst, stepping down costs speed."""
         reason = f"{lost_share:.1%} of the gradient is too small for fp16 at scale {self.scale.scale:g}"
-        is_held_down = self.last_overflow is not None and self.num_updates - self.last_overflow < DWELL_STEPS
-        if not is_held_down and self.scale.scale < self.scale.max_scale:
-            return actions.Rescale(min(self.scale.max_scale, self.scale.scale * RAISE_FACTOR), reason)
         if self.num_updates < self.quiet_until:
             return None
+        is_held_down = self.last_overflow is not None and self.num_updates - self.last_overflow < DWELL_STEPS
+        if not (is_held_down or self.raise_was_undone) and self.scale.scale < self.scale.max_scale:
+            return actions.Rescale(min(self.scale.max_scale, self.scale.scale * RAISE_FACTOR), reason)
         self._is_failing = False
         return actions.Measure(reason) if self.can_rerun else self._step_down(reason, None)
 
@@ -198,22 +193,19 @@ class Policy(PolicyState):
         if self.num_updates < self.quiet_until:
             return None
         if self.loss_growth > DIVERGED_GROWTH:
-            growth = f"{self.loss_growth:.3g} times its best"
+            growth = f"{self.loss_growth:.3g} times its best, above where it began"
             return actions.Blame(self.scale_before_burst, f"{reason}, and the loss has grown to {growth}: it diverges")
         return actions.Diagnose(reason) if self.can_rerun else self._step_down(reason, None)
 
     def judge(
-        self,
-        reason: str,
-        *,
-        reproduced: bool,
-        is_precision: bool | None,
-        finite_in: Collection[str],
-        pins: Sequence[str] = (),
+        self, reason: str, *, reproduced: bool, is_precision: bool | None, finite_in: Names, pins: Names = ()
     ) -> Action | None:
         """The answer to `Diagnose`; `is_precision` is None where it could not be found out. Leaves STARTUP, STEADY."""
         if not reproduced:
-            self.decline()
+            self.num_unreproduced += 1
+            if self.num_unreproduced > 1:  # and no step taken since: the closure does not rerun what fails
+                return self._step_down(f"{reason}, and rerunning the latest batch does not show why", None)
+            self.decline(NUM_BLAMED_STEPS)
             return actions.Warn(f"{reason}, but the batch rerun was finite: nothing changed")
         if is_precision is False:
             return actions.Blame(self.scale_before_burst, f"{reason}, in fp32 too: it is not precision")
@@ -226,7 +218,7 @@ class Policy(PolicyState):
             return actions.Pin(tuple(pins), reason)
         return self._step_down(reason, finite_in)
 
-    def _step_down(self, reason: str, finite_in: Collection[str] | None) -> Action:
+    def _step_down(self, reason: str, finite_in: Names | None) -> Action:
         """`finite_in` is the evidence of a rerun, None without one."""
         for index in range(self.rung + 1, len(self.rungs)):
             name = self.rungs[index]
@@ -243,21 +235,22 @@ class Policy(PolicyState):
         self.decline()
         return actions.Warn(f"{reason}; there is no rung to step down to{why}")
 
-    def refuse(self, action: actions.Demote, reason: str, finite_in: Collection[str] | None = None) -> Action:
+    def refuse(self, action: actions.Demote, reason: str, finite_in: Names | None = None) -> Action:
         """The rung of `action` does not fit; what to do instead."""
         self.withdrawn[self.rungs[action.rung]] = reason
         return self._step_down(action.reason, finite_in)
 
-    def decline(self) -> None:
-        """Nothing can be done about a trip (the caller may be advisory): none again before the dwell is over."""
+    def decline(self, num_quiet: int = DWELL_STEPS) -> None:
+        """Nothing can be done about a trip (the caller may be advisory): no other for `num_quiet` updates."""
         self.forget()
-        self.quiet_until = self.num_updates + DWELL_STEPS
+        self.quiet_until = self.num_updates + num_quiet
 
     def confirm(self, move: Move) -> actions.Stop | None:
         """`move` was carried out. Leaves any state for the one that `move` leads to."""
         if isinstance(move, actions.Rescale):
             self.octaves.append([self.num_updates, -log2(move.scale / self.scale.scale)])
             self.scale.set(move.scale)
+            self.has_raised = True
             return None
         from_rung, demoted_from, was_starting = self.rung, self.demoted_from, self.phase == "STARTUP"
         self.arrive()
@@ -277,12 +270,12 @@ class Policy(PolicyState):
             self.scale.set(self.scale_before_burst)
         else:
             self.rung = move.rung
-            self.demoted_from = from_rung if demoted_from is None else demoted_from
             if self.was_promoted:
                 self.num_failures += 1
                 self.was_promoted = False
             if move.is_tentative:
                 self.phase = "PROBATION"
+                self.demoted_from = from_rung if demoted_from is None else demoted_from
         if was_starting:
             self._settle_floor()
         return actions.Stop(move.reason, False) if isinstance(move, actions.Revert) else None
@@ -303,6 +296,8 @@ class Policy(PolicyState):
     def move_by_hand(self, precision: Precision) -> None:
         """Go to the rung of `precision`, from any state to STEADY."""
         self.rung = self.rung_of(precision)
+        if self.phase == "STARTUP":
+            self._settle_floor()
         self.arrive()
 
     def _consider_promotion(self) -> Action | None:

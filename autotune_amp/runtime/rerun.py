@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from autotune_amp import torch_state
 from autotune_amp.config import Precision
 from autotune_amp.errors import InvalidRequestError
-from autotune_amp.precision import autocast, override, pin_fp32, set_flags
+from autotune_amp.precision import ambient, autocast, is_cast, is_pinned, override, pin_fp32, set_flags
 from autotune_amp.runtime.blame import Health, Recorder, health, modules_by_name, unwrap
 from autotune_amp.swap import player_of, set_player
 
@@ -23,7 +23,7 @@ class Pass:
     """One forward and backward pass. `is_finite` and `fits` hold for all ranks; the rest is this rank's own."""
 
     is_finite: bool
-    fits: bool  # False: out of memory, and nothing else is known
+    fits: bool  # False: out of memory, or it ran in another precision after all; nothing else is known
     is_loss_finite: bool
     recorder: Recorder
     gradients: tuple[Tensor, ...] = ()  # of the parameters, still scaled; only where they were asked for
@@ -63,6 +63,7 @@ class Rerunner:
         self.num_passes += 1
         recorder = Recorder(self.modules)
         has_run_out, error = False, None
+        self._seen: set[Precision] = set()
         is_loss_finite = is_finite = False
         try:
             with self._as_before(), self._forced(precision, pins):
@@ -79,7 +80,12 @@ class Rerunner:
                 f"The rerun closure {what}, in {precision}.",
                 "Give attach() a closure that computes the loss of the batch just trained on, forward pass only.",
             ) from error
-        if self._agree(has_run_out):
+        wanted = {"fp32" if precision == "tf32" else precision}
+        if pins or any(map(is_pinned, self.modules.values())):
+            wanted.add("fp32")
+        # A method other than forward, or an autocast inside: the override did not reach it.
+        is_elsewhere = precision != self._current and not self._seen <= wanted
+        if self._agree(has_run_out or is_elsewhere):
             return Pass(is_finite=False, fits=False, is_loss_finite=False, recorder=recorder)
         is_finite = not self._agree(not is_finite)
         gradients, self._gradients = self._gradients if keeps_gradients else (), ()
@@ -93,7 +99,8 @@ class Rerunner:
 
     def _forward_and_backward(self, recorder: Recorder, precision: Precision, loss_scale: float) -> tuple[bool, bool]:
         with torch.enable_grad():
-            with self._no_autocast(), autocast(precision, self._device_type), recorder.watching_forward():
+            seen = self._watching_precision()
+            with self._no_autocast(), autocast(precision, self._device_type), recorder.watching_forward(), seen:
                 loss = self._rerun()
             _require_a_loss(loss)
             # As GradScaler scales: by a tensor in fp32, so that a loss in fp16 gets its gradient in fp16.
@@ -111,6 +118,18 @@ class Rerunner:
             grads = [tensor.grad for tensor in (*leaves, *parameters)]
             self._gradients = tuple(p.grad for p in parameters if p.grad is not None)
             return is_loss_finite, is_loss_finite and health(grads) is Health.FINITE
+
+    @contextmanager
+    def _watching_precision(self) -> Iterator[None]:
+        def note(*_: object) -> None:
+            self._seen.add(ambient(self._device_type))
+
+        handles = [module.register_forward_pre_hook(note) for module in self.modules.values() if is_cast(module)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     @contextmanager
     def _forced(self, precision: Precision, pins: Sequence[str]) -> Iterator[None]:

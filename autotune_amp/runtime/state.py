@@ -18,8 +18,9 @@ NUM_RECENT_LOSSES = 15
 @dataclass
 class PolicyState:
     """Counters are in updates. `bad_losses` are the updates with a non-finite loss, for T1; `octaves` holds
-    [update, octaves of loss scale lost (negative: gained)], for T3. `demoted_from` is the rung before the latest
-    demotions, until the run has dwelt below it; `best_loss` is the least median of NUM_RECENT_LOSSES losses in a row;
+    [update, octaves of loss scale lost (negative: gained)], for T3. `demoted_from` is the rung before a tentative
+    demotion, until the run has dwelt below it; `first_loss`, `best_loss` and `typical_loss` are medians of
+    NUM_RECENT_LOSSES losses: the first ones, the lowest and the latest;
     `withdrawn` the precisions not to step to, with the reason.
     """
 
@@ -41,7 +42,12 @@ class PolicyState:
     num_failures: int = 0
     scale_before_burst: float = 1.0
     withdrawn: dict[str, str] = field(default_factory=dict)
+    has_raised: bool = False
+    raise_was_undone: bool = False
+    num_unreproduced: int = 0
+    first_loss: float | None = None
     best_loss: float | None = None
+    typical_loss: float | None = None
     recent_losses: list[float] = field(default_factory=list)
     bad_losses: list[int] = field(default_factory=list)
     octaves: list[list[float]] = field(default_factory=list)
@@ -62,23 +68,27 @@ class PolicyState:
         self.dwell = 0
         self.phase = "STEADY"
         self.demoted_from = None
+        self.has_raised = self.raise_was_undone = False
 
     def note_loss(self, loss: float) -> None:
         """Remember how the loss develops; what is not finite says nothing of that."""
-        if math.isfinite(loss):
-            self.recent_losses.append(loss)
-            if len(self.recent_losses) > NUM_RECENT_LOSSES:
-                del self.recent_losses[0]
-            if len(self.recent_losses) == NUM_RECENT_LOSSES:
-                typical = median(self.recent_losses)
-                self.best_loss = typical if self.best_loss is None else min(self.best_loss, typical)
+        if not math.isfinite(loss):
+            return
+        self.recent_losses.append(loss)
+        if len(self.recent_losses) == NUM_RECENT_LOSSES:
+            self.typical_loss = median(self.recent_losses)
+            self.first_loss = self.typical_loss if self.first_loss is None else self.first_loss
+            self.best_loss = self.typical_loss if self.best_loss is None else min(self.best_loss, self.typical_loss)
+            self.recent_losses.clear()
 
     @property
     def loss_growth(self) -> float:
-        """How many times its best the loss is lately; 1.0 where that cannot be said."""
-        if self.best_loss is None or self.best_loss <= 0:
+        """How many times its best the loss is lately; 1.0 where it is no higher than at first, or cannot be said."""
+        if self.first_loss is None or self.best_loss is None or self.typical_loss is None or self.best_loss <= 0:
             return 1.0
-        return median(self.recent_losses) / self.best_loss
+        is_telling = len(self.recent_losses) > NUM_RECENT_LOSSES // 3
+        lately = median(self.recent_losses) if is_telling else self.typical_loss
+        return lately / self.best_loss if lately > self.first_loss else 1.0
 
     def restore(self, state: Mapping[str, Any], rungs: Sequence[Precision], precision: object) -> None:
         """Take over what `save` gave; raises `FormatError` where it lacks a part or `precision` is no rung here.

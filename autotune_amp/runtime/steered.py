@@ -15,6 +15,7 @@ from torch import Tensor
 from autotune_amp import precision
 from autotune_amp.config import Precision
 from autotune_amp.runtime.actions import Action, Signal
+from autotune_amp.runtime.attachment import Attachment
 from autotune_amp.runtime.checks import refuse_half_parameters
 from autotune_amp.runtime.scaler import JudgingScaler
 from autotune_amp.runtime.steering import Steering
@@ -51,6 +52,7 @@ class SteeredScaler(JudgingScaler):
         self._last_update: float | None = None
         self._seconds: deque[float] = deque(maxlen=101)
         self._precision: Precision = "fp32"
+        self._is_verifying = False
         self._apply_rung()
 
     def _apply_rung(self) -> None:
@@ -64,6 +66,7 @@ class SteeredScaler(JudgingScaler):
         self._scaling = self._policy.is_scaling and not self._is_off
         self._enabled = not self._is_off and (self._guard or self._scaling)
         self._force_model()
+        self._begin_verifying()
         self._write_scale(is_forced=True)
 
     def _force_model(self) -> None:
@@ -71,6 +74,27 @@ class SteeredScaler(JudgingScaler):
         if self._steering.attachment is not None:
             is_as_written = self._autocast_is_ours or self._precision == self._steering.own_config.precision
             self._steering.attachment.run_in(None if is_as_written else self._precision)
+
+    def _begin_verifying(self) -> None:
+        """In the next window, look at whether the model's layers run in the precision that they should."""
+        attachment = self._steering.attachment
+        self._is_verifying = attachment is not None and not (self._autocast_is_ours or self._steering.is_advisory)
+        if attachment is not None and self._is_verifying:
+            attachment.observer.precisions.clear()
+            attachment.observer.is_sampling = True
+
+    def _verify(self, attachment: Attachment) -> None:
+        self._is_verifying = False
+        wanted = {"fp32" if self._precision in ("fp32", "tf32") else self._precision}
+        if attachment.pinned:
+            wanted.add("fp32")
+        if not self._ranks.any(not attachment.observer.precisions <= wanted):
+            return
+        if attachment.is_forced:
+            self._pending.append(("give_up", ""))
+        else:  # the loop is written in another precision than the config's
+            attachment.run_in(self._precision)
+            self._begin_verifying()
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
@@ -87,6 +111,8 @@ class SteeredScaler(JudgingScaler):
     def _carry_out(self, what: str, name: str) -> None:
         if what == "act":
             self._act()
+        elif what == "give_up":
+            self._steering.give_up_moving()
         elif what == "set_precision":
             self._steering.move_by_hand(cast("Precision", name))
         else:
@@ -118,6 +144,8 @@ class SteeredScaler(JudgingScaler):
 
     def _inspect(self, optimizer: torch.optim.Optimizer) -> None:
         refuse_half_parameters(optimizer, self._precision)
+        if self._steering.pins_to_come and self._steering.attachment is None and not self._inspected:
+            log.warning("Modules are to be pinned in fp32, which takes controller.attach(model): nothing is pinned.")
         if self._steering.is_advisory and not self._inspected and self._precision in ("fp16", "bf16"):
             log.warning(
                 "The controller is advisory: the loop uses neither controller.autocast() nor controller.attach(model), "
@@ -134,10 +162,12 @@ class SteeredScaler(JudgingScaler):
         attachment = self._steering.attachment
         if attachment is None:
             return
+        if self._is_verifying:
+            self._verify(attachment)
         attachment.end_window(skipped)
         if not self._autocast_is_ours:
             attachment.begin_window()
-        attachment.observer.is_sampling = self._wants_sample()
+        attachment.observer.is_sampling = self._wants_sample() or self._is_verifying
 
     def _judged(self, verdicts: Mapping[int, int], loss: float, lost_share: float | None) -> None:
         now = time.perf_counter()
@@ -147,16 +177,15 @@ class SteeredScaler(JudgingScaler):
         has_stepped = CLEAN in verdicts.values()
         self._num_steps += has_stepped
         self._num_amp_steps += has_stepped and self._precision in ("bf16", "fp16")
-        for callback, key in self._on_step:
+        if not self._is_off:
+            worst = max(verdicts.values())
+            action = self._policy.observe(Signal(worst == OVERFLOW, worst == BAD_LOSS, lost_share, loss))
+            if action is not None and self._action is None:  # one at a time, and before what the user asked for since
+                self._action = action
+                self._pending.insert(0, ("act", ""))
+        for callback, key in self._on_step:  # last: they may save a checkpoint
             if has_stepped if key is None else verdicts.get(key) == CLEAN:
                 callback()
-        if self._is_off:
-            return
-        worst = max(verdicts.values())
-        action = self._policy.observe(Signal(worst == OVERFLOW, worst == BAD_LOSS, lost_share, loss))
-        if action is not None and self._action is None:  # one at a time, and before what the user asked for since
-            self._action = action
-            self._pending.insert(0, ("act", ""))
         if self._writer is not None and self._policy.num_updates % SAMPLE_EVERY == 0:
             self._write_scalars()
 

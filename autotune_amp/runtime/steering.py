@@ -172,10 +172,8 @@ class Steering:
         return f"; batch size {plan.batch_size} with {plan.accumulation_steps} accumulation steps is what fits"
 
     def _advice(self, move: actions.Demote) -> str:
-        return (
-            f"{move.reason}. The precision should be {self.plans[move.rung].precision}, but the loop uses neither "
-            "controller.autocast() nor controller.attach(model), so it cannot be changed from here"
-        )
+        wanted = self.plans[move.rung].precision
+        return f"{move.reason}. The precision should be {wanted}, but the loop gives no way to change it from here"
 
     def _why_not(self, plan: FallbackPlan) -> str | None:
         if plan.peak_memory_bytes is None:
@@ -198,18 +196,23 @@ class Steering:
             for index, plan in enumerate(self.plans)
             if index > policy.rung and plan.precision not in policy.withdrawn
         ]
-        finding = diagnosis.diagnose(
-            attachment.given,
-            rerun,
-            current=policy.precision,
-            lower=lower,
-            loss_scale=policy.scale_before_burst if policy.is_scaling else 1.0,
-            device_type=self.device.type,
-            already_pinned=policy.has_pinned,
-            can_run_fp32=not attachment.has_frozen_half_weights,
-            agree=self.ranks.any,
-            gather=self.ranks.union,
-        )
+        try:
+            finding = diagnosis.diagnose(
+                attachment.given,
+                rerun,
+                current=policy.precision,
+                lower=lower,
+                loss_scale=policy.scale_before_burst if policy.is_scaling else 1.0,
+                device_type=self.device.type,
+                already_pinned=policy.has_pinned,
+                can_run_fp32=not attachment.has_frozen_half_weights,
+                agree=self.ranks.any,
+                gather=self.ranks.union,
+            )
+        except InvalidRequestError as error:  # of the closure; it must not end a run that goes on without it
+            log.error("%s The run goes on without it: %s", error.message, error.next_step, exc_info=error)
+            policy.can_rerun = False
+            return policy.judge(asked.reason, reproduced=True, is_precision=None, finite_in=())
         self._culprit, self._finite_in = finding.culprit, finding.finite_in
         log.warning("%s; diagnosis: %s", asked.reason, finding)
         return policy.judge(
@@ -280,6 +283,29 @@ class Steering:
             return ""
         names = self.ranks.union(self.attachment.bad_parameters())
         return f"the gradients of {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else ""
+
+    def give_up_moving(self) -> None:
+        """The loop was seen to run in another precision than it was told to: scale and guard as it is written."""
+        before = self.policy.precision
+        self.is_advisory = True
+        self.policy.move_by_hand(self.own_config.precision)
+        self.applied()
+        why = "an autocast inside the attached model, or around another method than its forward, keeps its precision. "
+        way_out = "Use controller.autocast(), or attach the module that the autocast wraps and the loop calls"
+        self._note("advice", self.policy.precision, why + way_out, before)
+
+    def refuse_by_hand(self, name: Precision) -> None:
+        """Raise `InvalidRequestError` for a precision that the loop or the model cannot be brought into."""
+        if self.is_advisory:
+            raise InvalidRequestError(
+                f"The precision cannot be changed to {name}: the controller is advisory.",
+                "Use controller.autocast() around the forward pass, or controller.attach(model).",
+            )
+        if name in ("fp32", "tf32") and self.attachment is not None and self.attachment.has_frozen_half_weights:
+            raise InvalidRequestError(
+                f"The model cannot run in {name}: its frozen weights are in half precision.",
+                "Stay in bf16 or fp16, or convert the frozen weights with model.float().",
+            )
 
     def move_by_hand(self, name: Precision) -> None:
         """Go to a rung because the user says so."""

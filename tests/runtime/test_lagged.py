@@ -269,6 +269,7 @@ def test_a_demotion_that_does_not_help_is_taken_back(speed: str) -> None:
 
 def test_a_move_by_hand_leaves_no_verdict_uncounted(speed: str) -> None:
     controller, training = steered(fp16(fallback=["bf16"]))
+    controller.attach(nn.Linear(1, 1))
     training.run([*CLEAN * 3, *OVERFLOW])
     controller.set_precision("bf16")
     training.run(CLEAN)

@@ -279,10 +279,18 @@ def test_a_clean_step_after_the_dwell_ends_the_blame() -> None:
 def test_a_demotion_made_shortly_before_was_in_error() -> None:
     policy = policy_of("fp16", "bf16", "tf32", "fp32", can_rerun=True)
     for rung in ("bf16", "tf32"):
-        assert confirmed(policy, judged(policy, 2 * [BAD_LOSS], finite_in=(rung,))) is None
-    assert policy.precision == "tf32"
-    assert after(policy, 197 * [CLEAN]) is None
+        assert confirmed(policy, judged(policy, 2 * [BAD_LOSS], is_precision=None, finite_in=())) is None
+        assert policy.precision == rung
+        assert after(policy, [CLEAN]) is None
+    assert after(policy, 196 * [CLEAN]) is None
     assert blamed(policy).precision == "fp16"
+
+
+def test_a_demotion_made_on_evidence_stays_whatever_comes_after_it() -> None:
+    policy = policy_of(can_rerun=True)
+    assert confirmed(policy, judged(policy, 2 * [BAD_LOSS], finite_in=("bf16",))) is None
+    assert after(policy, 100 * [CLEAN]) is None
+    assert blamed(policy).precision == "bf16"
 
 
 def test_a_demotion_that_the_run_has_dwelt_in_stays() -> None:
@@ -299,7 +307,8 @@ def losses(*values: float) -> list[Signal]:
 def test_a_run_whose_loss_has_grown_diverges_and_no_precision_mends_that() -> None:
     policy = policy_of(can_rerun=True)
     blame = after(policy, [*losses(*15 * [2.0], *8 * [9.0]), *2 * [BAD_LOSS]])
-    reason = "the loss was not finite 2 times running, and the loss has grown to 4.5 times its best: it diverges"
+    reason = "the loss was not finite 2 times running, and the loss has grown to 4.5 times its best, above "
+    reason += "where it began: it diverges"
     assert blame == Blame(START, reason)
 
 
@@ -307,13 +316,14 @@ def test_a_run_whose_loss_has_grown_diverges_and_no_precision_mends_that() -> No
     "history",
     [
         losses(*15 * [2.0], *15 * [8.0]),
-        losses(*15 * [2.0], *7 * [1e9]),
+        losses(*15 * [2.0], *5 * [1e9]),
+        losses(*15 * [2.0], *15 * [1e-7], *15 * [1e-6]),
         losses(*14 * [2.0], 1e9),
         losses(*15 * [-2.0], *15 * [9.0]),
         losses(*15 * [0.0], *15 * [9.0]),
         losses(*15 * [2.0], *15 * [math.inf, math.nan]),
     ],
-    ids=["4 times", "not yet typical", "too short", "negative", "zero", "not finite"],
+    ids=["4 times", "not yet typical", "lower than at first", "too short", "negative", "zero", "not finite"],
 )
 def test_a_loss_that_has_not_clearly_grown_says_nothing(history: list[Signal]) -> None:
     assert isinstance(after(policy_of(can_rerun=True), [*history, *2 * [BAD_LOSS]]), Diagnose)

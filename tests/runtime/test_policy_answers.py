@@ -11,8 +11,8 @@ from policy_steps import BAD_LOSS, CLEAN, OVERFLOW, START, after, blamed, confir
 
 from autotune_amp.config import LossScale, Precision
 from autotune_amp.errors import FormatError, InvalidRequestError
-from autotune_amp.runtime.actions import Blame, Demote, Diagnose, Pin, Probe, Promote, Revert, Stop, Warn
-from autotune_amp.runtime.policy import DWELL_STEPS, MAX_PROMOTIONS, PROMOTION_STEPS, Policy
+from autotune_amp.runtime.actions import Blame, Demote, Pin, Probe, Promote, Revert, Stop, Warn
+from autotune_amp.runtime.policy import DWELL_STEPS, MAX_PROMOTIONS, NUM_BLAMED_STEPS, PROMOTION_STEPS, Policy
 
 # -- Diagnose ----------------------------------------------------------------------------------------------------------
 
@@ -48,12 +48,21 @@ def test_modules_are_pinned_once_and_then_it_steps_down() -> None:
     assert isinstance(judged(policy, 2 * [BAD_LOSS], pins=["ff.wi"]), Demote)
 
 
-def test_what_the_rerun_does_not_show_is_warned_of_and_left_alone_for_the_dwell() -> None:
+def test_what_the_rerun_does_not_show_is_warned_of_and_then_stepped_down_from_on_trial() -> None:
     policy = policy_of(can_rerun=True)
     assert isinstance(judged(policy, 2 * [BAD_LOSS], reproduced=False), Warn)
     assert (policy.rung, policy.phase) == (0, "STEADY")
-    assert after(policy, (DWELL_STEPS - 1) * [BAD_LOSS]) is None
-    assert isinstance(policy.observe(BAD_LOSS), Diagnose)
+    assert after(policy, (NUM_BLAMED_STEPS - 1) * [BAD_LOSS]) is None
+    step_down = judged(policy, [BAD_LOSS], reproduced=False)
+    assert isinstance(step_down, Demote)
+    assert step_down.is_tentative
+
+
+def test_a_clean_step_between_two_trips_that_a_rerun_does_not_show_leaves_it_at_warnings() -> None:
+    policy = policy_of(can_rerun=True)
+    for _ in range(3):
+        assert isinstance(judged(policy, 2 * [BAD_LOSS], reproduced=False), Warn)
+        assert after(policy, NUM_BLAMED_STEPS * [CLEAN]) is None
 
 
 def test_a_declined_trip_is_not_repeated_before_the_dwell_is_over() -> None:

@@ -1,0 +1,186 @@
+"""How far the controller reaches into code with an autocast of its own, and what it does where it does not."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from test_survival import FeedForward
+from torch import Tensor, nn
+from training import Batch, batches, fp16, same, weights
+
+from autotune_amp import AmpConfig, PrecisionController
+from autotune_amp.errors import InvalidRequestError
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+class Method(nn.Module):
+    """As Lightning's modules: the loop calls a method, not forward, and the autocast is inside it."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.float16):
+            return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+
+def run(module: Method, controller: PrecisionController, given: list[Batch], current: list[Batch]) -> None:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    for batch in given:
+        current[:] = [batch]
+        optimizer.zero_grad()
+        controller.backward(module.training_step(batch))
+        controller.step(optimizer)
+        controller.update()
+
+
+@pytest.mark.parametrize("reruns", [True, False])
+@pytest.mark.parametrize("what", ["the module", "what it wraps"])
+def test_a_method_that_is_not_forward(what: str, reruns: bool) -> None:
+    module = Method(FeedForward())
+    current: list[Batch] = []
+    controller = PrecisionController(fp16(), device="cpu")
+    rerun = (lambda: module.training_step(current[0])) if reruns else None
+    controller.attach(module if what == "the module" else module.net, rerun)
+    before = weights(module)
+    run(module, controller, batches(30), current)
+    status = controller.status()
+    moves = [(record.kind, record.after) for record in status.history]
+    if reruns:  # a pin reaches its module whatever calls it
+        assert moves == [("pin", "fp16")]
+        assert status.num_steps == 28
+    elif what == "what it wraps":
+        assert moves == [("demotion", "bf16")]
+        assert status.num_steps == 28
+    else:  # seen at the layers after one window: scaled as the loop is written, and said
+        assert moves[:2] == [("demotion", "bf16"), ("advice", "fp16")]
+        assert (status.precision, status.scale, status.is_advisory) == ("fp16", 1024.0, True)
+        assert all(torch.equal(before[name], value) for name, value in weights(module).items())
+        with pytest.raises(InvalidRequestError, match="advisory"):
+            controller.set_precision("bf16")
+
+
+def test_a_rerun_in_another_precision_than_asked_for_decides_nothing() -> None:
+    """Two modules overflow, too many to pin; "fp32" would run in fp16, and be called not precision's fault."""
+    module = Method(nn.Sequential(*(FeedForwardBlock() for _ in range(2)), nn.Linear(8, 1)))
+    current: list[Batch] = []
+    controller = PrecisionController(fp16(), device="cpu")
+    controller.attach(module, lambda: module.training_step(current[0]))
+    run(module, controller, batches(4), current)
+    assert "not_precision" not in {record.kind for record in controller.status().history}
+
+
+class FeedForwardBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wo = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        with torch.no_grad():
+            self.wo.bias.copy_(torch.linspace(-66246.0, 66246.0, 8))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.norm(self.wo(inputs))  # type: ignore[no-any-return]
+
+
+def test_a_loop_in_another_precision_than_the_config_is_brought_into_it() -> None:
+    """As after a restart with the config of a DemotedError."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    module = Method(net)
+    seen: list[Any] = []
+    net[0].register_forward_hook(lambda _, __, output: seen.append(output.dtype))
+    controller = PrecisionController(AmpConfig(precision="bf16", batch_size=4, fallback=["fp32"]), device="cpu")
+    controller.attach(net)
+    run(module, controller, batches(4), [])
+    assert seen == [torch.float16, *3 * [torch.bfloat16]]
+    assert not controller.status().is_advisory
+
+
+def test_a_failing_closure_does_not_end_a_run_that_goes_on_without_it(caplog: pytest.LogCaptureFixture) -> None:
+    model = FeedForward()
+    controller = PrecisionController(fp16(), device="cpu")
+
+    def rerun() -> Tensor:
+        raise NameError("inputs")
+
+    controller.attach(Method(model).net, rerun)
+    run(Method(model), controller, batches(10), [])
+    assert [(record.kind, record.after) for record in controller.status().history] == [("demotion", "bf16")]
+    assert "NameError: inputs" in caplog.text
+
+
+def test_a_closure_that_does_not_show_what_fails_does_not_keep_the_run_from_moving() -> None:
+    model = FeedForward()
+    controller = PrecisionController(fp16(), device="cpu")
+    healthy = nn.Linear(8, 1)
+    controller.attach(model, lambda: healthy(torch.zeros(1, 8)).sum())
+    run(Method(model), controller, batches(40), [])
+    status = controller.status()
+    assert (status.precision, status.num_steps) == ("bf16", 40 - status.num_skips)
+    assert status.num_skips == 12
+
+
+def test_what_the_model_cannot_run_in_is_refused_by_hand_too() -> None:
+    model = nn.Sequential(nn.Linear(8, 8).to(torch.bfloat16).requires_grad_(False), nn.Linear(8, 1))
+    controller = PrecisionController(fp16(), device="cpu")
+    controller.attach(model)
+    with pytest.raises(InvalidRequestError, match="half precision"):
+        controller.set_precision("fp32")
+    with pytest.raises(InvalidRequestError, match="half precision"):
+        controller.disable()
+    controller.set_precision("bf16")
+
+
+def test_an_attached_model_can_be_copied_and_pickled_and_attached_anew() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    first = PrecisionController(fp16(pinned_modules=("0",)), device="cpu")
+    first.attach(model, lambda: model(torch.zeros(2, 8)).sum())
+    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), _saved_and_loaded(model)):
+        made.load_state_dict(model.state_dict())
+        assert same(made, model)
+    averaged = torch.optim.swa_utils.AveragedModel(nn.parallel.DataParallel(model).module)
+    averaged.update_parameters(model)
+    PrecisionController(fp16(), device="cpu").attach(model)  # the pins of the first are not the second's
+    assert model[0](torch.zeros(2, 8)).dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert model[0](torch.zeros(2, 8)).dtype == torch.float16
+
+
+def _saved_and_loaded(model: nn.Module) -> Any:
+    written = io.BytesIO()
+    torch.save(model, written)
+    return torch.load(io.BytesIO(written.getvalue()), weights_only=False)
+
+
+def test_a_model_converted_after_it_was_attached_does_not_break_a_skip() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    controller = PrecisionController(fp16(), device="cpu")
+    controller.attach(model)
+    model.double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = (model(torch.zeros(4, 8).double()) * float("nan")).sum()
+    controller.backward(loss)
+    assert not controller.step(optimizer)
+    controller.update()
+
+
+def test_a_checkpoint_saved_by_a_callback_has_the_step_that_it_is_called_for() -> None:
+    weight = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    controller = PrecisionController(fp16(), device="cpu")
+    counts: list[tuple[int, int]] = []
+    controller.on_step(lambda: counts.append((controller.status().num_updates, controller.status().num_steps)))
+    for _ in range(3):
+        controller.backward(weight * 1.0)
+        controller.step(optimizer)
+        controller.update()
+    assert counts == [(1, 1), (2, 2), (3, 3)]
