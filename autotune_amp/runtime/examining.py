@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -15,6 +17,12 @@ from autotune_amp.runtime.outputs import listed, tensors
 from autotune_amp.runtime.ranks import Ranks
 from autotune_amp.runtime.scale_rule import ScaleRule
 from autotune_amp.runtime.verdicts import BAD_LOSS, CLEAN, NO_GRADIENTS, OVERFLOW, Stepped, makes_buffers_unread
+
+
+@functools.cache
+def _takes_a_scaler(optimizer: type[torch.optim.Optimizer]) -> bool:
+    """Whether its `step` wants the scaler itself, as custom optimizers once did."""
+    return "grad_scaler" in inspect.signature(optimizer.step).parameters
 
 
 def _of_rule(name: str) -> Any:
@@ -190,8 +198,27 @@ class ExaminingScaler(torch.amp.GradScaler):
         if state["stage"] is not OptState.STEPPED and isinstance(verdict, int) and verdict != CLEAN:
             state["stage"] = OptState.STEPPED
             return Stepped(verdict)
-        value = super().step(optimizer, *args, **kwargs)
+        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if is_fused and not _takes_a_scaler(type(optimizer)):  # type: ignore[arg-type] # mypy and hashes of classes
+            value = self._step_fused(optimizer, state, *args, **kwargs)
+        else:
+            value = super().step(optimizer, *args, **kwargs)
         return Stepped(self._verdicts[id(optimizer)], value)
+
+    def _step_fused(self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As GradScaler's own, which looks at the signature of ``optimizer.step`` anew each time."""
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        given = getattr(optimizer, "grad_scale", None)
+        if state["stage"] is OptState.READY:
+            optimizer.grad_scale = self._scale if given is None else self._scale * given
+        else:
+            optimizer.grad_scale = given
+        (optimizer.found_inf,) = state["found_inf_per_device"].values()
+        value = optimizer.step(*args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        del optimizer.grad_scale, optimizer.found_inf
+        return value
 
     def step_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
         """Step all of them or none: a non-finite gradient of one skips every one. Waits for the device."""

@@ -30,7 +30,7 @@ class Empty(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(()))
+        self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.weight * inputs
