@@ -158,11 +158,19 @@ class ExaminingScaler(torch.amp.GradScaler):
                 return NO_GRADIENTS, None
             found = torch.full((), float(NO_GRADIENTS), device=device)
         if not self._is_at_hand(found):
-            judged = self._ranks.maximum_(torch.nan_to_num(found + self._probe, nan=float(BAD_LOSS)))
+            judged = torch.nan_to_num(found + self._probe, nan=float(BAD_LOSS))
+            if are_many:
+                loss = self._loss if isinstance(self._loss, Tensor) else torch.full_like(judged, self._loss)
+                pair = torch.stack([judged, torch.nan_to_num(loss.to(judged.device), 0.0, 0.0, 0.0)])
+                judged, self._loss = self._ranks.maximum_(pair).unbind()
             return judged, judged.clamp(CLEAN, OVERFLOW)
         verdict = BAD_LOSS if math.isnan(float(self._probe)) else int(found.item())
         if are_many:
-            verdict = int(self._ranks.maximum_(torch.tensor(float(verdict), device=self._main_device)).item())
+            # The loss too: how it develops decides, and has to decide alike.
+            mine = float(self._loss) if math.isfinite(self._loss) else 0.0
+            pair = torch.tensor([verdict, mine], dtype=torch.float32, device=self._main_device)
+            verdict, self._loss = self._ranks.maximum_(pair).tolist()
+            verdict = int(verdict)
         if are_many or verdict != CLEAN:
             found.fill_(float(verdict > CLEAN))
         return verdict, found

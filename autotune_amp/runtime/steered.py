@@ -179,7 +179,8 @@ class SteeredScaler(JudgingScaler):
         self._num_amp_steps += has_stepped and self._precision in ("bf16", "fp16")
         if not self._is_off:
             worst = max(verdicts.values())
-            action = self._policy.observe(Signal(worst == OVERFLOW, worst == BAD_LOSS, lost_share, loss))
+            known = None if worst == BAD_LOSS else loss
+            action = self._policy.observe(Signal(worst == OVERFLOW, worst == BAD_LOSS, lost_share, known))
             if action is not None and self._action is None:  # one at a time, and before what the user asked for since
                 self._action = action
                 self._pending.insert(0, ("act", ""))
