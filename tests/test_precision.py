@@ -125,6 +125,7 @@ def test_fp8_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # newer torch has deprecated it
 def test_a_torchscript_module_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="TorchScript"):
         pin_fp32(torch.jit.script(nn.Linear(8, 8)), "cpu")
