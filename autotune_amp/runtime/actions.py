@@ -68,7 +68,7 @@ class Rescale:
 class Blame:
     """Not precision's fault: skip such steps and hold the loss scale, from before the burst, at `scale`.
 
-    A demotion made shortly before is undone: it was made in error.
+    A tentative demotion made shortly before is taken back.
     """
 
     scale: float

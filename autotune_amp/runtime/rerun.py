@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from autotune_amp import torch_state
 from autotune_amp.config import Precision
 from autotune_amp.errors import InvalidRequestError
-from autotune_amp.precision import ambient, autocast, is_cast, is_pinned, override, pin_fp32, set_flags
+from autotune_amp.precision import ambient, autocast, is_cast, override, pin_fp32, set_flags
 from autotune_amp.runtime.blame import Health, Recorder, health, modules_by_name, unwrap
 from autotune_amp.swap import player_of, set_player
 
@@ -80,11 +80,8 @@ class Rerunner:
                 f"The rerun closure {what}, in {precision}.",
                 "Give attach() a closure that computes the loss of the batch just trained on, forward pass only.",
             ) from error
-        wanted = {"fp32" if precision == "tf32" else precision}
-        if pins or any(map(is_pinned, self.modules.values())):
-            wanted.add("fp32")
-        # A method other than forward, or an autocast inside: the override did not reach it.
-        is_elsewhere = precision != self._current and not self._seen <= wanted
+        # A method other than forward, or an autocast inside: the override did not reach it. Layers in fp32 do no harm.
+        is_elsewhere = precision != self._current and not self._seen <= {precision, "fp32"}
         if self._agree(has_run_out or is_elsewhere):
             return Pass(is_finite=False, fits=False, is_loss_finite=False, recorder=recorder)
         is_finite = not self._agree(not is_finite)

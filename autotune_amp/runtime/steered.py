@@ -85,9 +85,7 @@ class SteeredScaler(JudgingScaler):
 
     def _verify(self, attachment: Attachment) -> None:
         self._is_verifying = False
-        wanted = {"fp32" if self._precision in ("fp32", "tf32") else self._precision}
-        if attachment.pinned:
-            wanted.add("fp32")
+        wanted = {self._precision, "fp32"}  # a layer that the user or a pin keeps in fp32 does no harm
         if not self._ranks.any(not attachment.observer.precisions <= wanted):
             return
         if attachment.is_forced:

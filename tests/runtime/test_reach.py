@@ -105,6 +105,30 @@ def test_a_loop_in_another_precision_than_the_config_is_brought_into_it() -> Non
     assert not controller.status().is_advisory
 
 
+@pytest.mark.parametrize("reruns", [True, False])
+def test_a_layer_that_the_user_keeps_in_fp32_is_no_sign_of_anything(reruns: bool) -> None:
+    class Island(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            hidden = self.body(inputs)
+            with torch.autocast("cpu", enabled=False):
+                return self.head(hidden.float())  # type: ignore[no-any-return]
+
+    module = Method(Island())
+    current: list[Batch] = []
+    controller = PrecisionController(fp16(), device="cpu")
+    controller.attach(module.net, (lambda: module.training_step(current[0])) if reruns else None)
+    run(module, controller, batches(3), current)
+    controller.set_precision("bf16")
+    run(module, controller, batches(3), current)
+    status = controller.status()
+    assert (status.precision, status.is_advisory) == ("bf16", False)
+    assert [record.kind for record in status.history] == ["by_hand"]
+
+
 def test_a_failing_closure_does_not_end_a_run_that_goes_on_without_it(caplog: pytest.LogCaptureFixture) -> None:
     model = FeedForward()
     controller = PrecisionController(fp16(), device="cpu")
