@@ -46,6 +46,15 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     started.end()
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As the ranks have it: sums in another order are other numbers."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def run(ranks: Ranks, scenario: Scenario, precisions: list[str], skipped: set[int]) -> Outcome:
     """The run as both ranks saw it, after these precisions and skips, with the weights of the same run by hand."""
     first, second = outcomes = ranks.run(scenario)
