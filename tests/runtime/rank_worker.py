@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import subprocess
+import sys
 import tempfile
 import traceback
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ class Ranks:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._pipes: list[Connection] = []
-        self._processes: list[Any] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
 
     def run(self, scenario: Scenario) -> list[Outcome]:
         """What each rank saw. Raises `AssertionError` with the tracebacks where a rank failed, died or hung."""
@@ -44,15 +44,13 @@ class Ranks:
         return answers
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        store = Path(tempfile.mkdtemp(dir=self._folder)) / "store"
+        # Not through `multiprocessing`: its resource tracker would outlive the tests.
+        folder = tempfile.mkdtemp(dir=self._folder)
         for rank in range(NUM_RANKS):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, str(store)), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(mine)
-            self._processes.append(process)
+            with Listener(f"{folder}/{rank}", "AF_UNIX") as listener:
+                command = [sys.executable, __file__, f"{folder}/{rank}", str(rank), f"{folder}/store"]
+                self._processes.append(subprocess.Popen(command))
+                self._pipes.append(listener.accept())
         for pipe in self._pipes:
             assert _answer(pipe, START_SECONDS) == "ready"
 
@@ -61,10 +59,11 @@ class Ranks:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(timeout=5)
-            process.kill()
-            process.join()
-            process.close()
+            try:
+                process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
         self._pipes.clear()
         self._processes.clear()
 
@@ -99,3 +98,9 @@ def _serve(pipe: Connection, rank: int, store: str) -> None:
         except Exception:
             pipe.send(traceback.format_exc())
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _address, _rank, _store = sys.argv[1:]
+    with Client(_address, "AF_UNIX") as _pipe:
+        _serve(_pipe, int(_rank), _store)
