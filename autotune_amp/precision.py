@@ -16,6 +16,7 @@ from autotune_amp.errors import InvalidRequestError
 from autotune_amp.swap import Player, player_of, set_player
 
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def autocast(precision: Precision, device_type: str) -> AbstractContextManager[object]:
@@ -95,9 +96,19 @@ def is_cast(module: nn.Module) -> bool:
     return any(parameter.dim() >= 2 for parameter in module.parameters(recurse=False))
 
 
+def has_half_weights(module: nn.Module) -> bool:
+    """Whether any parameter in it is kept in half precision, so that fp32 is out of reach for it."""
+    return any(weight.dtype in HALF_DTYPES for weight in module.parameters())
+
+
+def can_be_pinned(module: nn.Module) -> bool:
+    """Whether `pin_fp32` takes it."""
+    return not isinstance(module, torch.jit.ScriptModule) and not has_half_weights(module)
+
+
 def pin_fp32(module: nn.Module, device_type: str) -> None:
     """Run `module` in fp32 whatever autocast is on around it; inputs in half precision are cast up."""
-    if _has_half_weights(module):
+    if has_half_weights(module):
         raise InvalidRequestError(
             f"A {type(module).__name__} whose weights are in half precision cannot be pinned in fp32.",
             "Pin a module with fp32 weights, or convert this one with module.float().",
@@ -135,7 +146,7 @@ def override(module: nn.Module, precision: Precision, device_type: str) -> None:
     """
     _refuse_fp8(precision)
     _run_backward_as_eager_does()
-    _change(module, override=_Forced(precision, device_type, casts_up=not _has_half_weights(module)))
+    _change(module, override=_Forced(precision, device_type, casts_up=not has_half_weights(module)))
 
 
 def clear_override(module: nn.Module) -> None:
@@ -230,10 +241,6 @@ def _change(module: nn.Module, **roles: Any) -> None:
     set_player(module, changed if any(changed) else None)
 
 
-def _has_half_weights(module: nn.Module) -> bool:
-    return any(weight.dtype in _AUTOCAST_DTYPES.values() for weight in module.parameters())
-
-
 def _force(forced: _Forced, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dtype = _AUTOCAST_DTYPES.get(forced.precision)
     if dtype is None and forced.casts_up:
@@ -249,7 +256,7 @@ def _cast_up(inputs: Any) -> Any:
 
 
 def _tensor_cast_up(leaf: Any) -> Any:
-    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _AUTOCAST_DTYPES.values() else leaf
+    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in HALF_DTYPES else leaf
 
 
 def _raise_maximum(maximum: Tensor, output: Any) -> None:

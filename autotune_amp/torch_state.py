@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from contextlib import ExitStack
 from operator import attrgetter
 from typing import Any
@@ -27,6 +29,14 @@ _BACKEND_FLAGS = (
 )
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.bfloat16, torch.float16)}
 _DTYPES["float32"] = torch.float32
+
+
+def seed(number: int) -> None:
+    """Seed every generator that a model's or a dataset's code may draw from."""
+    random.seed(number)
+    torch.manual_seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number)
 
 
 def capture() -> dict[str, Any]:

@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from autotune_amp import precision
 from autotune_amp.config import Precision
 from autotune_amp.errors import InvalidRequestError
+from autotune_amp.numerics.blame import modules_by_name, unwrap
 from autotune_amp.runtime.batchnorm import RunningStatistics, SavedStatistics
-from autotune_amp.runtime.blame import modules_by_name, unwrap
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class Attachment:
@@ -46,7 +44,7 @@ class Attachment:
     @property
     def has_frozen_half_weights(self) -> bool:
         """Whether frozen weights are in half precision: without autocast no fp32 activation multiplies by them."""
-        return any(p.dtype in _HALF and not p.requires_grad for p in self.model.parameters())
+        return any(p.dtype in precision.HALF_DTYPES and not p.requires_grad for p in self.model.parameters())
 
     def begin_window(self) -> None:
         """Remember the running statistics, once until the window ends."""

@@ -7,6 +7,7 @@ import torch
 from autotune_amp.config import Precision
 from autotune_amp.errors import DeviceError, InvalidRequestError
 from autotune_amp.hardware import naming
+from autotune_amp.precision import HALF_DTYPES
 
 
 def checked_device(device: str | torch.device) -> torch.device:
@@ -36,7 +37,7 @@ def refuse_half_parameters(optimizer: torch.optim.Optimizer, precision: Precisio
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+            if parameter.requires_grad and parameter.dtype in HALF_DTYPES:
                 raise InvalidRequestError(
                     f"A trainable parameter of shape {tuple(parameter.shape)} is {str(parameter.dtype).split('.')[1]}; "
                     "precision fp16 needs trainable parameters in fp32, since fp16 gradients cannot be unscaled.",

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from autotune_amp.config import Precision
-from autotune_amp.runtime.blame import Recorder, bad_parameters
+from autotune_amp.numerics.blame import Recorder, bad_parameters
+from autotune_amp.precision import can_be_pinned
 from autotune_amp.runtime.gradients import NEGLIGIBLE
 from autotune_amp.runtime.rerun import Pass, Rerunner
 
 _MAX_PINNED_SHARE = 0.05  # of the modules; one module may always be pinned
 _MAX_PIN_ROUNDS = 3
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def _find_pins(
     limit = max(1, int(_MAX_PINNED_SHARE * len(bench.modules)))
     pins: tuple[str, ...] = ()
     for _ in range(_MAX_PIN_ROUNDS):
-        damaged = (name for name in bad.recorder.damaged(healthy)[0] if _can_be_pinned(name, bench.modules[name]))
+        damaged = (name for name in bad.recorder.damaged(healthy)[0] if name and can_be_pinned(bench.modules[name]))
         wanted = tuple(dict.fromkeys((*pins, *gather(tuple(damaged)))))
         if wanted == pins or len(wanted) > limit:
             return ()
@@ -134,12 +133,6 @@ def _find_pins(
         if not bad.fits:
             return ()
     return ()
-
-
-def _can_be_pinned(name: str, module: nn.Module) -> bool:
-    is_whole_model = name == ""
-    has_half_weights = any(parameter.dtype in _HALF for parameter in module.parameters())
-    return not (is_whole_model or has_half_weights or isinstance(module, torch.jit.ScriptModule))
 
 
 def probe(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from autotune_amp.errors import InvalidRequestError
+from autotune_amp.precision import HALF_DTYPES
 
 _SAMPLES_PER_PARAMETER = 1024
 # Nonzero fp16 numbers below 2^-22 stand in the three lowest octaves of the format. Where magnitudes are spread
@@ -31,7 +32,7 @@ def check(optimizer: torch.optim.Optimizer, inv_scale: Tensor | None) -> Tensor 
     with torch.no_grad():
         for (device, dtype), gradients in alike.items():
             here = torch.zeros((), device=device)
-            if dtype in (torch.float16, torch.bfloat16) and inv_scale is None:
+            if dtype in HALF_DTYPES and inv_scale is None:
                 # The fused check has no bf16 on CUDA (pytorch#127176); a sum is not finite if one of its terms is not.
                 here = (~torch.stack([g.sum(dtype=torch.float32) for g in gradients]).isfinite().all()).float()
             elif dtype == torch.float16:

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from autotune_amp import torch_state
 from autotune_amp.config import Precision
 from autotune_amp.errors import InvalidRequestError
+from autotune_amp.numerics.blame import Health, Recorder, health, modules_by_name, unwrap
 from autotune_amp.precision import ambient, autocast, is_cast, override, pin_fp32, set_flags
-from autotune_amp.runtime.blame import Health, Recorder, health, modules_by_name, unwrap
 from autotune_amp.swap import player_of, set_player
 
 

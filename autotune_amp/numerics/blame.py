@@ -36,10 +36,15 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
     return {_own_name(name): module for name, module in unwrap(model).named_modules()}
 
 
+def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of the user's own model under the names it gives them."""
+    return {_own_name(name): parameter for name, parameter in unwrap(model).named_parameters()}
+
+
 def bad_parameters(model: nn.Module) -> tuple[str, ...]:
     """The names of the parameters that are not finite."""
-    named = unwrap(model).named_parameters()
-    return tuple(_own_name(name) for name, parameter in named if health(parameter) is not Health.FINITE)
+    named = parameters_by_name(model).items()
+    return tuple(name for name, parameter in named if health(parameter) is not Health.FINITE)
 
 
 def _own_name(name: str) -> str:

@@ -1,0 +1,223 @@
+"""GradScaler's rule as arithmetic: what any (init_scale, growth_interval) costs over a horizon, without training.
+
+A step overflows exactly when its loss scale is above the largest safe one, S*(t). Between two overflows the scale
+only grows, at known steps, so the replay goes from event to event instead of from step to step. Formulas:
+shared/reference/loss-scaling.md, section 3. Steps count from 0.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from ctypes import c_float
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from autotune_amp.config import MIN_LOSS_SCALE, LossScale
+
+_FLUSHED_LOG2 = -25  # fp16 rounds to 0 what is at or under half of its least number, 2^-24
+_LARGEST_SCALE = 2.0**127  # power of two in float32
+_MAX_CACHED_STEPS = 4_000_000  # of overflow indices, 4 bytes each
+
+
+def _log2(scale: float) -> float:
+    """Of 0 (backing off underflows) the least finite number: still above the -inf of a step that always overflows."""
+    return math.log2(scale) if scale > 0 else -sys.float_info.max
+
+
+class Trace:
+    """log2 of the largest safe loss scale S*(t), one for each step of a horizon; immutable, built once, replayed often.
+
+    -inf is a step that is not finite at any scale, +inf one that is finite at every scale. Raises `ValueError` for an
+    empty trace and for NaN.
+    """
+
+    def __init__(self, log2_scales: Sequence[float]) -> None:
+        self._log2_scales = np.array(log2_scales, dtype=np.float64)
+        if not len(self._log2_scales) or np.isnan(self._log2_scales).any():
+            raise ValueError("A trace needs at least one step, and a number (or -inf, inf) for each.")
+        self._overflows: dict[float, array[int]] = {}
+        self._num_cached = 0
+
+    def __len__(self) -> int:
+        return len(self._log2_scales)
+
+    def next_overflow(self, scale: float, step: int) -> int:
+        """The first step from `step` on that overflows at `scale`; the trace's length where none does."""
+        overflows = self._overflows.get(scale)
+        if overflows is None:
+            overflows = self._remember(scale)
+        return overflows[bisect_left(overflows, step)]
+
+    def _remember(self, scale: float) -> array[int]:
+        found = np.flatnonzero(self._log2_scales < _log2(scale)).astype(np.intc)
+        if self._num_cached + len(found) > _MAX_CACHED_STEPS:  # factors other than 2 meet a new scale at every move
+            self._overflows.clear()
+            self._num_cached = 0
+        self._num_cached += len(found)
+        overflows = self._overflows[scale] = array("i", found.tobytes())
+        overflows.append(len(self))
+        return overflows
+
+
+class FlushedShares:
+    """F0: the share of gradient entries, true zeros left out, that fp16 flushes to zero at a loss scale.
+
+    `histogram` maps an octave k to the number of entries with floor(log2|g|) = k at loss scale 1, in fp32. Raises
+    `ValueError` for a number that is negative or not finite.
+    """
+
+    def __init__(self, histogram: Mapping[int, float]) -> None:
+        if not all(math.isfinite(number) and number >= 0 for number in histogram.values()):
+            raise ValueError(f"The histogram is {dict(histogram)!r}; it must hold finite numbers from 0 up.")
+        counted = [octave for octave, number in histogram.items() if number]
+        self._lowest = min(counted, default=0)
+        octaves = range(self._lowest, max(counted, default=-1) + 1)
+        below = list(accumulate((histogram.get(octave, 0.0) for octave in octaves), initial=0.0))
+        self._shares_below = [number / below[-1] for number in below] if counted else [0.0]
+
+    def at(self, log2_scale: float) -> float:
+        """P(|g| ≤ 2^-25 / scale); within the octave that holds the threshold the entries lie evenly in log2.
+
+        0 where no entry was counted.
+        """
+        shares = self._shares_below
+        position = _FLUSHED_LOG2 - log2_scale - self._lowest
+        if position >= len(shares) - 1:
+            return shares[-1]
+        if position <= 0:
+            return 0.0
+        octave = int(position)
+        return shares[octave] + (position - octave) * (shares[octave + 1] - shares[octave])
+
+
+class Replay(NamedTuple):
+    """What a loss scale costs over a trace; `first_skip` is None where no step is skipped.
+
+    `applied_share` is the share of the gradient that reaches the optimizer: the mean over all steps of
+    (1 - skipped)(1 - F0(scale)). `final_scale` is the loss scale after the last step.
+    """
+
+    num_skips: int
+    first_skip: int | None
+    applied_share: float
+    final_scale: float
+
+
+def _stretches(trace: Trace, loss_scale: LossScale, is_bounded: bool) -> Iterator[tuple[float, int, int | None]]:
+    """The whole trace in stretches at one scale: the scale, the number of clean steps, and the skip that ends it.
+
+    The skip is None where the scale grew or the trace ended. The last stretch, of 0 steps or more, is at the scale
+    that the run ends with. No growth tracker: it is 0 wherever a stretch begins.
+    """
+    floor, ceiling, hysteresis = 0.0, math.inf, 1
+    if is_bounded:
+        floor = c_float(loss_scale.min_scale or MIN_LOSS_SCALE).value
+        ceiling = c_float(min(loss_scale.max_scale, _LARGEST_SCALE)).value
+        hysteresis = loss_scale.hysteresis
+    num_steps, interval = len(trace), loss_scale.growth_interval
+    scale, step, hysteresis_left = c_float(loss_scale.init_scale).value, 0, hysteresis
+    while True:
+        overflow, growth = trace.next_overflow(scale, step), step + interval
+        if overflow < min(growth, num_steps):
+            yield scale, overflow - step, overflow
+            step = overflow + 1
+            hysteresis_left -= 1
+            if hysteresis_left <= 0:
+                scale = max(floor, c_float(scale * loss_scale.backoff_factor).value)
+        elif growth <= num_steps:
+            yield scale, interval, None
+            step = growth
+            hysteresis_left = hysteresis
+            # As torch's kernel: computed in double precision, stored in float32, and never grown to infinity.
+            grown = c_float(scale * loss_scale.growth_factor).value
+            scale = min(ceiling, grown) if math.isfinite(grown) else scale
+        else:
+            yield scale, num_steps - step, None
+            return
+
+
+def replay(
+    trace: Trace, loss_scale: LossScale, flushed: FlushedShares | None = None, *, is_bounded: bool = False
+) -> Replay:
+    """What a run with `loss_scale` does over `trace`, skip for skip; without `flushed` nothing counts as flushed.
+
+    By default the rule is ``torch.amp.GradScaler``'s, which knows neither bounds nor hysteresis. With `is_bounded` it
+    is the `PrecisionController`'s, as long as that neither diagnoses nor demotes, and with every overflow one of the
+    gradients: where the loss itself is not finite the controller skips without backing off.
+    """
+    clean_steps: dict[float, int] = {}
+    num_skips, first_skip, scale = 0, None, loss_scale.init_scale
+    for scale, num_clean, skip in _stretches(trace, loss_scale, is_bounded):
+        clean_steps[scale] = clean_steps.get(scale, 0) + num_clean
+        if skip is not None:
+            num_skips += 1
+            first_skip = skip if first_skip is None else first_skip
+    lost = 0.0 if flushed is None else math.fsum(n * flushed.at(_log2(scale)) for scale, n in clean_steps.items())
+    return Replay(num_skips, first_skip, (len(trace) - num_skips - lost) / len(trace), scale)
+
+
+def skips(trace: Trace, loss_scale: LossScale, *, is_bounded: bool = False) -> list[int]:
+    """The steps that `replay` counts as skipped, in order."""
+    return [skip for _, _, skip in _stretches(trace, loss_scale, is_bounded) if skip is not None]
+
+
+class Burst(NamedTuple):
+    """`num_steps` steps in a row that are not finite at any scale, `start_share` of the way into the horizon."""
+
+    num_steps: int = 5
+    start_share: float = 1 / 3
+
+
+def extend(log2_scales: Sequence[float], num_steps: int, *, seed: int = 0, burst: Burst = Burst()) -> Trace:  # noqa: B008 - immutable
+    """The recorded stretch `log2_scales`, extended to a horizon of `num_steps`; the same for the same `seed`.
+
+    The recorded steps come first, as recorded. The rest is drawn from their second half, because the start of a
+    training is not like what follows, and holds one `burst`, without which a slow recovery would cost nothing
+    (loss-scaling.md, "Applied share"). The burst is never earlier than the end of the recorded stretch; a horizon
+    that is shorter than the stretch cuts it. Raises `ValueError` where nothing was recorded.
+    """
+    if not len(log2_scales):
+        raise ValueError("Nothing was recorded: log2_scales is empty.")
+    recorded = list(log2_scales[:num_steps])
+    later_half = log2_scales[len(log2_scales) // 2 :]
+    drawn = random.Random(seed).choices(later_half, k=num_steps - len(recorded))  # noqa: S311 - a simulation
+    extended = recorded + drawn
+    start = max(len(recorded), int(num_steps * burst.start_share))
+    end = min(num_steps, start + burst.num_steps)
+    extended[start:end] = [-math.inf] * (end - start)
+    return Trace(extended)
+
+
+def starting_scale(log2_scales: Sequence[float], max_log2: float = 24.0) -> float:
+    """The calibrated init_scale, 2^⌊min log2 S* - 1⌋ (loss-scaling.md, "Choice"), within [2^-24, 2^max_log2].
+
+    Steps that are not finite at any scale are single bad batches, and left out, where they are fewer than half; else
+    they count, and the answer is 2^-24. Raises `ValueError` where no step is finite at any scale.
+    """
+    finite = [log2_scale for log2_scale in log2_scales if log2_scale > -math.inf]
+    if not finite:
+        raise ValueError("No step has a loss scale at which it is finite.")
+    is_mostly_finite = 2 * len(finite) > len(log2_scales)
+    lowest = min(finite) if is_mostly_finite else -math.inf
+    return 2.0 ** math.floor(min(max(lowest - 1, math.log2(MIN_LOSS_SCALE)), max_log2))
+
+
+def best_pair(
+    scored: Mapping[tuple[float, int], Replay], preferred: tuple[float, int], tolerance: float = 5e-4
+) -> tuple[float, int]:
+    """The (init_scale, growth_interval) to recommend: `preferred` unless another applies more by over `tolerance`.
+
+    Then the one with the highest applied share; of equals the smaller init_scale, then the larger growth_interval.
+    `preferred` is the calibrated starting scale with GradScaler's own interval.
+    Raises `KeyError` where it has no score.
+    """
+    best = max(scored, key=lambda pair: (scored[pair].applied_share, -pair[0], pair[1]))
+    gain = scored[best].applied_share - scored[preferred].applied_share
+    return best if gain > tolerance else preferred

@@ -1,0 +1,127 @@
+"""The verdict on a precision, from what was measured. Pure.
+
+Thresholds: studies/fidelity has the table that they were set on, and the workloads that they were tried on after.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from autotune_amp.config import Precision
+from autotune_amp.numerics.results import ParameterDamage, Verdict
+
+FAITHFUL_NOISE, UNFAITHFUL_NOISE = 0.2, 0.3  # rounding noise over the noise between batches
+MAX_PARAMETER_NOISE = 1.0  # the same of any one parameter
+MAX_FLUSHED_SHARE = 0.01  # loss-scaling.md, section 3
+MAX_PARAMETER_FLUSHED_SHARE = 0.5  # of any one parameter
+MAX_FORWARD_SHARE = 0.25  # of the format's largest number: two octaves for growth (loss-scaling.md, section 3)
+MAX_LOST_SHARE = 0.5  # of a step's updates to low-precision weights
+FAITHFUL_GAP = 5.0  # in units of what one rounding of the first weights does
+FAITHFUL_SCATTER, UNFAITHFUL_SCATTER = 0.5, 1.0  # of the loss from batch to batch
+
+_ORDER: tuple[Verdict, ...] = ("faithful", "doubtful", "unfaithful")
+
+
+class Findings(NamedTuple):
+    """What was measured; None where it was not."""
+
+    is_finite: bool = True
+    is_reference_finite: bool = True
+    has_safe_scale: bool = True
+    noise_ratio: float | None = None
+    flushed_share: float | None = None
+    noisiest: ParameterDamage | None = None
+    most_flushed: ParameterDamage | None = None
+    forward_max: float | None = None
+    format_max: float = math.inf
+    is_training_finite: bool = True
+    training_gap: float | None = None
+    training_noise_gap: float | None = None
+    lost_share: float | None = None
+
+
+class Judgement(NamedTuple):
+    """A verdict and the reason for it, a clause without a full stop.
+
+    `is_of_weights`: nothing is wrong but that weights are kept in low precision.
+    """
+
+    verdict: Verdict
+    reason: str
+    is_of_weights: bool = False
+
+
+def judge(found: Findings) -> Judgement:
+    """The worst that any of the findings says, and what says so."""
+    if not found.is_reference_finite:
+        return Judgement(
+            "unchecked", "fp32 itself gives numbers that are not finite, so there is nothing to hold it to"
+        )
+    judgements = [*_one_step(found), *_training(found)]
+    if not judgements:
+        noise = "" if found.noise_ratio is None else f": {found.noise_ratio:.2g} of the noise between batches"
+        return Judgement("faithful", f"its rounding noise is small beside what sampling does anyway{noise}")
+    verdict = max((judgement.verdict for judgement in judgements), key=_ORDER.index)
+    worst = [judgement for judgement in judgements if judgement.verdict == verdict]
+    is_of_weights = all(judgement.is_of_weights for judgement in worst)
+    return Judgement(verdict, "; ".join(judgement.reason for judgement in worst), is_of_weights)
+
+
+def next_step(precision: Precision, verdict: Verdict, pins: tuple[str, ...], *, is_of_weights: bool = False) -> str:
+    """What the user does next. `pins`: modules that heal it once they run in fp32."""
+    if verdict == "faithful":
+        return f"Train in {precision}."
+    if verdict == "unchecked":
+        return "Train a few hundred steps in fp32 and in this precision and compare the losses before relying on it."
+    if is_of_weights:
+        return "Keep the weights in fp32 (model.float()) and compute under autocast, or round updates stochastically."
+    if pins:
+        return f"Pass pinned_modules={list(pins)!r} to AmpConfig: with these in fp32 it is faithful."
+    if verdict == "doubtful":
+        return "Compare the losses of a few hundred steps in fp32 and in this precision before relying on it."
+    return "Train in a precision with less to go wrong, or mend the code that the reason names."
+
+
+def _one_step(found: Findings) -> list[Judgement]:
+    if not found.is_finite:
+        at = "" if found.has_safe_scale else " at every loss scale"
+        return [Judgement("unfaithful", f"its loss or gradients are not finite{at}, where fp32's are")]
+    judgements = []
+    if found.noise_ratio is not None and found.noise_ratio >= FAITHFUL_NOISE:
+        judgements.append(
+            Judgement(
+                "unfaithful" if found.noise_ratio > UNFAITHFUL_NOISE else "doubtful",
+                f"its rounding noise is {found.noise_ratio:.2g} times the noise between batches",
+            )
+        )
+    if found.flushed_share is not None and found.flushed_share > MAX_FLUSHED_SHARE:
+        reason = f"{100 * found.flushed_share:.0f} % of the gradient's entries that count are flushed to zero"
+        judgements.append(Judgement("unfaithful", reason))
+    flushed, noisiest = found.most_flushed, found.noisiest
+    if flushed is not None and flushed.flushed_share > MAX_PARAMETER_FLUSHED_SHARE:
+        reason = f"{100 * flushed.flushed_share:.0f} % of the gradient of {flushed.name} are flushed to zero"
+        judgements.append(Judgement("unfaithful", reason))
+    if noisiest is not None and noisiest.noise_ratio > MAX_PARAMETER_NOISE:
+        reason = f"the gradient of {noisiest.name} has {noisiest.noise_ratio:.2g} times the noise between batches"
+        judgements.append(Judgement("doubtful", reason))
+    if found.forward_max is not None and MAX_FORWARD_SHARE * found.format_max < found.forward_max < math.inf:
+        reason = f"activations reach {found.forward_max:.3g}, where the format ends at {found.format_max:.5g}"
+        judgements.append(Judgement("unfaithful", reason))
+    if found.lost_share is not None and found.lost_share > MAX_LOST_SHARE:
+        reason = f"{100 * found.lost_share:.0f} % of the updates round away on weights kept in low precision"
+        judgements.append(Judgement("doubtful", reason, is_of_weights=True))
+    return judgements
+
+
+def _training(found: Findings) -> list[Judgement]:
+    if not found.is_training_finite:
+        return [Judgement("unfaithful", "within a few training steps it is no longer finite, where fp32 is")]
+    gap, scatter = found.training_gap, found.training_noise_gap
+    if gap is None or scatter is None or gap < FAITHFUL_GAP or scatter < FAITHFUL_SCATTER:
+        return []
+    reason = (
+        f"within a few training steps its loss parts from fp32's by {scatter:.2g} times the scatter between batches, "
+        f"{gap:.2g} times as far as one rounding of the first weights takes it"
+    )
+    return [Judgement("unfaithful" if scatter > UNFAITHFUL_SCATTER else "doubtful", reason)]

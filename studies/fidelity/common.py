@@ -1,0 +1,98 @@
+"""What the scripts of this study share: the cases of a zoo, a subject made from one, raw files that can be gone on with."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import itertools
+import json
+import logging
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from case import Case
+
+import autotune_amp
+from autotune_amp import torch_state
+from autotune_amp.numerics.passes import Subject
+from autotune_amp.trial import data
+from autotune_amp.trial.step import make_model, make_optimizer
+
+RAW = Path(__file__).parent / "raw"
+ZOOS = {  # the module, and the cases in it
+    "healthy": ("zoo_healthy", ("HEALTHY",)),
+    "sick": ("zoo_sick", ("SICK",)),
+    "held_out": ("zoo_held_out", ("HELD_OUT_HEALTHY", "HELD_OUT_SICK")),
+}
+
+
+def cases(zoo: str, only: Sequence[str] = ()) -> list[Case]:
+    """Imported only when asked for: the held-out cases stay unseen until the thresholds are frozen."""
+    module, names = ZOOS[zoo]
+    found = [case for name in names for case in getattr(importlib.import_module(module), name)]
+    return [case for case in found if not only or case.name in only]
+
+
+def quieten() -> None:
+    """One thread, and none of what torch and transformers say at each of thousands of passes."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+
+
+def subject(case: Case, seed: int, num_batches: int, device: torch.device) -> Subject:
+    """The case's model and batches, made after seeding, on the device."""
+    torch_state.seed(seed)
+    workload = case.make()
+    model = make_model(workload).to(device)
+    stream = data.stream(workload.data, case.batch_size)
+    batches = [data.move(batch, device) for batch in itertools.islice(stream, num_batches)]
+    return Subject(model, workload.loss, batches, lambda model: make_optimizer(workload, model), device, seed)
+
+
+def code() -> str:
+    """Which numerics gave the answers: a digest of their sources, the thresholds among them."""
+    folder = Path(autotune_amp.__file__).parent
+    sources = sorted([*(folder / "numerics").glob("*.py"), folder / "precision.py"])
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+class RawFile:
+    """Outcomes, one JSON line each, appended at once; what is there already is not measured again.
+
+    Numbers that are not finite stand as Python's json writes them: NaN, Infinity.
+    """
+
+    def __init__(self, path: Path, keys: tuple[str, ...]) -> None:
+        self._path, self._keys = path, keys
+        self._done = {self._key(row) for row in read(path)}
+        path.parent.mkdir(exist_ok=True)
+
+    def has(self, **key: Any) -> bool:
+        return self._key(key) in self._done
+
+    def append(self, row: dict[str, Any]) -> None:
+        self._done.add(self._key(row))
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def _key(self, row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[key] for key in self._keys)
+
+
+
+def raw_file(name: str, device: torch.device, keys: tuple[str, ...]) -> RawFile:
+    """raw/<name>.jsonl, and one of its own for each kind of accelerator."""
+    return RawFile(RAW / f"{name}{'' if device.type == 'cpu' else '_' + device.type}.jsonl", keys)
+
+
+def said(error: Exception) -> str:
+    """Its kind and first line."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

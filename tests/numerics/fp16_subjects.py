@@ -1,0 +1,211 @@
+"""Small trainings that the loss scale is measured on, each difficult in a way of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from autotune_amp.numerics.passes import Gradients, Passes, Subject
+from autotune_amp.numerics.safe_scale import MAX_LOG2_SCALE, MIN_LOG2_SCALE
+
+CPU = torch.device("cpu")
+
+
+class Batch(NamedTuple):
+    number: int
+    x: Tensor
+    y: Tensor
+
+
+def mean_square(model: nn.Module, batch: Batch) -> Tensor:
+    return functional.mse_loss(model(batch.x), batch.y)
+
+
+def times(factor: float) -> Callable[[nn.Module, Batch], Tensor]:
+    return lambda model, batch: factor * mean_square(model, batch)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=1e-3, momentum=0.5)
+
+
+def slow_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-9)
+
+
+def subject(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor] = mean_square,
+    *,
+    x: Callable[[], Tensor] = lambda: torch.randn(8, 8),
+    y: Callable[[], Tensor] = lambda: torch.randn(8, 4),
+    num_batches: int = 8,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+) -> Subject:
+    batches = [Batch(number, x(), y()) for number in range(num_batches)]
+    return Subject(model=model, loss=loss, batches=batches, make_optimizer=make_optimizer, device=CPU, seed=3)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+def convnet() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4)
+    )
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        head: Tensor = self.head(self.layer(x).mean(1))
+        return head
+
+
+class Shrinking(nn.Module):
+    """A gradient of 2^13 times the leaves' inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shrunk: Tensor = self.body(x) * 2.0**-13
+        return shrunk * 1.0
+
+
+class Tied(nn.Module):
+    def __init__(self, *, sparse: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 8, sparse=sparse)
+        self.head = nn.Linear(8, 32, bias=False)
+        if not sparse:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.embedding(x))
+        return logits
+
+
+class Partly(nn.Module):
+    """With a frozen layer and one that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.unused = nn.Linear(8, 8)
+        self.used = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        used: Tensor = self.used(self.frozen(x))
+        return used
+
+
+class Checkpointed(nn.Module):
+    """Recomputes, in its backward pass, activations that are far larger than its gradients, and a mask of -inf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        head: Tensor = self.head(checkpoint(self._wide, x, use_reentrant=False))
+        return head
+
+    def _wide(self, x: Tensor) -> Tensor:
+        wide = self.body(x) * 4096.0
+        masked = wide.masked_fill(torch.eye(8, dtype=torch.bool), -torch.inf)
+        mixed: Tensor = masked.softmax(-1).to(wide) + wide / 4096.0
+        return mixed
+
+
+class Clamped(nn.Module):
+    """Clamps a gradient, so that no overflow before that place reaches a leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        y.register_hook(lambda gradient: gradient.clamp(-1.0, 1.0))  # type: ignore[no-untyped-call] # torch's
+        return y
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    return functional.cross_entropy(model(batch.x).flatten(0, -2), batch.y.flatten())
+
+
+def sum_of_squares(model: nn.Module, batch: Batch) -> Tensor:
+    return functional.mse_loss(model(batch.x), batch.y, reduction="sum")
+
+
+def adam_and_sparse_adam(model: nn.Module) -> torch.optim.Optimizer:
+    assert isinstance(model, Tied)
+    return torch.optim.SparseAdam(model.embedding.parameters(), lr=1e-3)
+
+
+def tokens() -> Tensor:
+    return torch.randint(32, (4, 6))
+
+
+SUBJECTS: dict[str, Callable[[], Subject]] = {
+    "MLP": lambda: subject(mlp()),
+    "convnet with BatchNorm": lambda: subject(convnet(), x=lambda: torch.randn(8, 2, 6, 6)),
+    "transformer with dropout": lambda: subject(Transformer(), x=lambda: torch.randn(8, 3, 8)),
+    "loss of 1e-6": lambda: subject(mlp(), times(1e-6)),
+    "loss of 1e6": lambda: subject(mlp(), times(1e6), make_optimizer=slow_sgd),
+    # 1e5 elements, far from their targets: the bias sums 1000 gradients of 200.
+    "sum over 1e5 elements": lambda: subject(
+        nn.Linear(8, 100),
+        sum_of_squares,
+        x=lambda: torch.randn(1000, 8),
+        y=lambda: 100 + torch.randn(1000, 100),
+        make_optimizer=slow_sgd,
+    ),
+    "large gradients inside": lambda: subject(Shrinking(), times(2.0**13)),
+    "tied weights": lambda: subject(Tied(), cross_entropy, x=tokens, y=tokens),
+    "sparse embedding": lambda: subject(
+        Tied(sparse=True), cross_entropy, x=tokens, y=tokens, make_optimizer=adam_and_sparse_adam
+    ),
+    "unused and frozen parameters": lambda: subject(Partly()),
+    "checkpointed": lambda: subject(Checkpointed()),
+    "clamped": lambda: subject(Clamped()),
+}
+
+
+def build(name: str) -> Subject:
+    torch.manual_seed(0)
+    return SUBJECTS[name]()
+
+
+def brute_force(passes: Passes, index: int) -> int | None:
+    """The largest safe power of two, every one of them tried for real."""
+    safe = [
+        exponent
+        for exponent in range(MIN_LOG2_SCALE, MAX_LOG2_SCALE + 1)
+        if passes.run(index, "fp16", scale=2.0**exponent).is_finite
+    ]
+    assert safe == list(range(MIN_LOG2_SCALE, MIN_LOG2_SCALE + len(safe)))
+    return safe[-1] if safe else None
+
+
+def dense(gradients: Gradients) -> Tensor:
+    """All entries in one vector."""
+    return torch.cat([(g.to_dense() if g.is_sparse else g).flatten() for g in gradients.values()])
+
+
+def octave(log2_scale: float | None) -> int | None:
+    return None if log2_scale is None else math.floor(log2_scale)

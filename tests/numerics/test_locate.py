@@ -1,0 +1,268 @@
+"""The guilty module is named, not those around it, whatever the innocent ones do."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fp16_subjects import CPU, Batch, Checkpointed, mean_square, subject
+from torch import Tensor, nn
+
+from autotune_amp.numerics.blame import modules_by_name
+from autotune_amp.numerics.locate import OUTSIDE, LocalErrors, blown_up, local_errors
+from autotune_amp.numerics.passes import Passes
+
+
+class RunningSum(nn.Module):
+    """The change of a level of 1000 over increments that bf16 and fp16 round away."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        level = torch.full_like(x, 1000.0)
+        for _ in range(8):
+            level = level + 0.02 * x
+        return level - 1000.0
+
+
+class Offset(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 3000.0) - 3000.0
+
+
+class FailsWhenRepeated(nn.Module):
+    """Can be called once after each `reset`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(16, 16)
+        self.is_used = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_used:
+            raise RuntimeError("called twice")
+        self.is_used = True
+        out: Tensor = self.body(x)
+        return out
+
+
+class Resetting(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.modules():
+            if isinstance(module, FailsWhenRepeated):
+                module.is_used = False
+        out: Tensor = super().forward(x)
+        return out
+
+
+class ReturnsDict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"out": self.body(x), "more": (x, None)}
+
+
+class TakesDict(nn.Module):
+    def forward(self, x: dict[str, Any]) -> tuple[Tensor, int]:
+        return x["out"] + x["more"][0], 3
+
+
+class First(nn.Module):
+    def forward(self, pair: tuple[Tensor, int]) -> Tensor:
+        return pair[0]
+
+
+class SkipsByChance(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x) if random.random() < 0.5 else x
+
+
+class Careful(nn.Module):
+    """Goes another way where the first raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = FailsWhenRepeated(), nn.Linear(16, 16)
+        self.first.is_used = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            out: Tensor = self.first(x)
+        except RuntimeError:
+            out = self.second(x)
+        return out
+
+
+INNOCENT: dict[str, Callable[[], nn.Module]] = {
+    "nothing": nn.Identity,
+    "dropout": lambda: nn.Dropout(0.5),
+    "in-place ReLU": lambda: nn.ReLU(inplace=True),
+    "in-place dropout": lambda: nn.Dropout(0.5, inplace=True),
+    "BatchNorm": lambda: nn.BatchNorm1d(16),
+    "attention with dropout": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 8)), nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True), nn.Flatten()
+    ),
+    "dicts and tuples": lambda: nn.Sequential(ReturnsDict(), TakesDict(), First()),
+    "fails when repeated": FailsWhenRepeated,
+    "chance": SkipsByChance,
+    "a child that raises": Careful,
+    "eval": lambda: nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(16)).eval(),
+}
+GUILTY: dict[str, Callable[[], nn.Module]] = {
+    "running sum": RunningSum,
+    "offset": Offset,
+    "inner": lambda: nn.Sequential(OrderedDict(enter=nn.Linear(16, 16), offset=Offset(), leave=nn.Linear(16, 16))),
+}
+
+
+def chain(guilty: nn.Module, innocent: nn.Module) -> nn.Module:
+    return Resetting(
+        OrderedDict(
+            enter=nn.Linear(8, 16),
+            before=innocent,
+            block=nn.Sequential(OrderedDict(first=nn.Linear(16, 16), guilty=guilty, after=innocent)),
+            head=nn.Linear(16, 4),
+        )
+    )
+
+
+def worst(errors: LocalErrors) -> str:
+    own = errors.own()
+    return max(own, key=lambda name: own[name])
+
+
+@pytest.mark.parametrize("guilty", sorted(GUILTY))
+@pytest.mark.parametrize("innocent", sorted(INNOCENT))
+def test_the_guilty_module_is_named_and_not_those_around_it(guilty: str, innocent: str) -> None:
+    torch.manual_seed(0)
+    if innocent == "fails when repeated":  # its two places would be two calls of one module
+
+        class Alone(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x
+
+        model = chain(GUILTY[guilty](), Alone())
+        model.before = FailsWhenRepeated()
+    else:
+        model = chain(GUILTY[guilty](), INNOCENT[innocent]())
+    passes = Passes(subject(model, x=lambda: torch.randn(8, 8)))
+    errors = local_errors(passes, 0, "bf16")
+    assert worst(errors) == ("block.guilty.offset" if guilty == "inner" else "block.guilty")
+    own = errors.own()
+    assert not {"", "block"} & own.keys()
+    assert max(error for name, error in own.items() if name != worst(errors)) < 0.05
+
+
+def test_fp16_too() -> None:
+    torch.manual_seed(0)
+    errors = local_errors(Passes(subject(chain(Offset(), nn.Dropout(0.5)))), 0, "fp16")
+    assert worst(errors) == "block.guilty"
+
+
+def test_in_fp32_no_module_is_wrong() -> None:
+    torch.manual_seed(0)
+    for name, make in INNOCENT.items():
+        if name == "fails when repeated":
+            continue
+        assert local_errors(Passes(subject(chain(RunningSum(), make()))), 0, "fp32").own() == {}, name
+
+
+def test_a_pinned_module_is_right() -> None:
+    torch.manual_seed(0)
+    passes = Passes(subject(chain(Offset(), nn.Identity())))
+    with passes.pinned(["block.guilty"]):
+        errors = local_errors(passes, 0, "bf16")
+    assert errors.by_module["block.guilty"] == 0
+
+
+def test_a_module_that_cannot_be_repeated_stays_unknown() -> None:
+    model = Resetting(OrderedDict(enter=nn.Linear(8, 16), once=FailsWhenRepeated(), head=nn.Linear(16, 4)))
+    errors = local_errors(Passes(subject(model)), 0, "bf16")
+    assert "once" not in errors.by_module
+    assert {"enter", "head", "once.body"} <= errors.by_module.keys()
+
+
+def test_looking_changes_neither_the_loss_nor_the_draws_and_leaves_no_hook() -> None:
+    torch.manual_seed(0)
+    passes = Passes(subject(chain(Offset(), nn.Sequential(nn.Dropout(0.5), SkipsByChance()))))
+    plain = passes.run(0, "bf16")
+    errors = LocalErrors(modules_by_name(passes.model), CPU)
+    watched = passes.run(0, "bf16", around_forward=errors.watching())
+    assert errors.by_module
+    assert watched.loss == plain.loss
+    torch.testing.assert_close(watched.gradients, plain.gradients, rtol=0, atol=0)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in passes.model.modules())
+
+
+def test_a_module_used_twice_counts_with_its_worse_call() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.offset, self.head = Offset(), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            low = self.head.weight.to(torch.bfloat16) if torch.is_autocast_enabled("cpu") else self.head.weight
+            out: Tensor = self.head(self.offset(x) + self.offset((x @ low.T) @ low))
+            return out
+
+    errors = local_errors(Passes(subject(Twice())), 0, "bf16")
+    assert worst(errors) == "offset"
+
+
+def test_checkpoints_and_compiled_models_run_eagerly() -> None:
+    torch.manual_seed(0)
+    assert local_errors(Passes(subject(Checkpointed())), 0, "bf16").by_module.keys() == {"", "body", "head"}
+    compiled = torch.compile(chain(Offset(), nn.Dropout(0.5)), backend="eager")
+    assert worst(local_errors(Passes(subject(compiled)), 0, "bf16")) == "block.guilty"
+
+
+class Huge(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1e5
+
+
+class HugeGradient(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x) * 1e-4
+        return y * 1e4
+
+
+@pytest.mark.parametrize("innocent", [nn.Identity, lambda: nn.Dropout(0.5), lambda: nn.ReLU(inplace=True)])
+def test_where_fp16_overflows_forwards(innocent: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    assert blown_up(Passes(subject(chain(Huge(), innocent()))), 0, "fp16", 1.0) == ("block.guilty",)
+
+
+def test_where_fp16_overflows_backwards() -> None:
+    torch.manual_seed(0)
+    passes = Passes(subject(chain(HugeGradient(), nn.Identity())))
+    assert passes.run(0, "fp16", scale=256.0).is_finite
+    assert blown_up(passes, 0, "fp16", 2.0**17) == ("block.guilty",)
+
+
+def test_a_loss_in_half_precision_that_overflows_is_outside() -> None:
+    def squared(model: nn.Module, batch: Batch) -> Tensor:
+        return (1000 * model(batch.x)).square().sum(dtype=torch.float16)
+
+    assert blown_up(Passes(subject(chain(nn.Identity(), nn.Identity()), squared)), 0, "fp16", 1.0) == (OUTSIDE,)
+
+
+def test_nobody_is_named_where_fp32_blows_up_too_or_nothing_does() -> None:
+    def infinite(model: nn.Module, batch: Batch) -> Tensor:
+        return mean_square(model, batch) * math.inf
+
+    assert blown_up(Passes(subject(chain(nn.Identity(), nn.Identity()))), 0, "fp16", 1.0) == (OUTSIDE,)
+    assert blown_up(Passes(subject(chain(nn.Identity(), nn.Identity()), infinite)), 0, "fp16", 1.0) == (OUTSIDE,)

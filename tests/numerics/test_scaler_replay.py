@@ -1,0 +1,392 @@
+"""The replay of GradScaler's rule: skip for skip the real one, its closed forms, and what it makes of a choice."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune_amp.config import MIN_LOSS_SCALE, LossScale
+from autotune_amp.numerics.scaler_replay import (
+    Burst,
+    FlushedShares,
+    Replay,
+    Trace,
+    best_pair,
+    extend,
+    replay,
+    skips,
+    starting_scale,
+)
+from autotune_amp.runtime.scale_rule import ScaleRule
+
+NEVER_FINITE = -math.inf
+WIDE: dict[str, Any] = {"min_scale": MIN_LOSS_SCALE, "max_scale": 2.0**100}  # what GradScaler does not know
+REACHES_FAR_DOWN = FlushedShares(dict.fromkeys(range(-44, -4), 1.0))
+
+init_log2s = st.floats(-20.0, 30.0)
+octaves_off = st.floats(-8.0, 8.0)  # of S*, from init_scale: near enough to be crossed in a short trace
+factors = {"growth_factor": st.floats(1.01, 8.0), "backoff_factor": st.floats(0.05, 0.99)}
+specials = st.sampled_from([NEVER_FINITE] * 3 + [math.inf])
+
+
+def float32(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
+@st.composite
+def traces(draw: st.DrawFn, init_log2: float, max_size: int = 60) -> list[float]:
+    """S*(t), exact in float32, around 2^init_log2; 0 for a batch that is non-finite at any scale, or infinite."""
+    scales = draw(st.lists(st.one_of(octaves_off, octaves_off, specials), min_size=1, max_size=max_size))
+    return [float32(2.0 ** (init_log2 + off)) if math.isfinite(off) else 2.0**off for off in scales]
+
+
+def trace_of(safe_scales: list[float]) -> Trace:
+    return Trace([math.log2(scale) if scale else NEVER_FINITE for scale in safe_scales])
+
+
+# -- skip for skip -----------------------------------------------------------------------------------------------------
+
+
+def real_gradscaler(safe_scales: list[float], loss_scale: LossScale) -> tuple[list[int], float]:
+    """The steps skipped and the final scale; the gradient, which is the scale, turns infinite where it is too high."""
+    scaler = torch.amp.GradScaler(
+        "cpu",
+        init_scale=loss_scale.init_scale,
+        growth_factor=loss_scale.growth_factor,
+        backoff_factor=loss_scale.backoff_factor,
+        growth_interval=loss_scale.growth_interval,
+    )
+    weight = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    taken: list[int] = []
+    skipped = []
+    optimizer.register_step_post_hook(lambda *_: taken.append(1))
+    for step, safe_scale in enumerate(safe_scales):
+
+        def overflow(gradient: torch.Tensor, safe_scale: float = safe_scale) -> torch.Tensor:
+            if safe_scale == 0:
+                return torch.full_like(gradient, math.nan)
+            return torch.where(gradient > safe_scale, math.inf, gradient)
+
+        optimizer.zero_grad()
+        hook = weight.register_hook(overflow)  # type: ignore[no-untyped-call]
+        scaler.scale(weight.sum()).backward()  # type: ignore[no-untyped-call]
+        hook.remove()
+        scaler.step(optimizer)
+        scaler.update()
+        if not taken:
+            skipped.append(step)
+        taken.clear()
+    return skipped, scaler.get_scale()
+
+
+def assert_like_gradscaler(safe_scales: list[float], loss_scale: LossScale) -> None:
+    skipped, final_scale = real_gradscaler(safe_scales, loss_scale)
+    trace = trace_of(safe_scales)
+    result = replay(trace, loss_scale)
+    assert skips(trace, loss_scale) == skipped
+    assert result.num_skips == len(skipped)
+    assert result.first_skip == (skipped[0] if skipped else None)
+    assert result.applied_share == pytest.approx(1 - len(skipped) / len(safe_scales), abs=1e-12)
+    assert result.final_scale == final_scale
+
+
+@settings(deadline=None)
+@given(data=st.data(), init_log2=init_log2s, growth_interval=st.integers(1, 9), **factors)
+def test_skip_for_skip_and_to_the_bit_it_is_gradscaler(
+    data: st.DataObject, init_log2: float, **parameters: Any
+) -> None:
+    safe_scales = data.draw(traces(init_log2))
+    assert_like_gradscaler(safe_scales, LossScale(init_scale=2.0**init_log2, **WIDE, **parameters))
+
+
+@settings(deadline=None)
+@given(data=st.data(), init_log2=st.integers(-20, 30), growth_interval=st.integers(1, 9))
+def test_with_gradscalers_own_factors_too(data: st.DataObject, init_log2: int, growth_interval: int) -> None:
+    off = data.draw(st.lists(st.integers(-6, 6), min_size=1, max_size=60))  # S* at the scale itself: not above it
+    safe_scales = [2.0 ** (init_log2 + octaves) for octaves in off]
+    loss_scale = LossScale(init_scale=2.0**init_log2, growth_interval=growth_interval, **WIDE)
+    assert_like_gradscaler(safe_scales, loss_scale)
+
+
+@pytest.mark.parametrize("then", [[0.0], [1.0] * 6, [2.0**-140] * 6])
+def test_a_scale_that_backs_off_to_zero_stays_there(then: list[float]) -> None:
+    loss_scale = LossScale(init_scale=2.0**-20, backoff_factor=0.05, growth_interval=2, **WIDE)
+    assert_like_gradscaler([0.0] * 40 + then, loss_scale)
+    assert replay(trace_of([0.0] * 40 + then), loss_scale).final_scale == 0
+
+
+def test_a_scale_does_not_grow_to_infinity() -> None:
+    loss_scale = LossScale(init_scale=2.0**98, growth_factor=8.0, growth_interval=2, **WIDE)
+    assert_like_gradscaler([math.inf] * 60, loss_scale)
+    assert math.isfinite(replay(trace_of([math.inf] * 60), loss_scale).final_scale)
+
+
+@settings(deadline=None)
+@given(
+    data=st.data(),
+    bounds=st.lists(st.floats(-20, 30), min_size=3, max_size=3).map(sorted),
+    growth_interval=st.integers(1, 9),
+    hysteresis=st.integers(1, 3),
+    has_min_scale=st.booleans(),
+    **factors,
+)
+def test_bounded_it_is_the_controllers_rule(
+    data: st.DataObject, bounds: list[float], has_min_scale: bool, **parameters: Any
+) -> None:
+    low, init, high = (2.0**bound for bound in bounds)
+    loss_scale = LossScale(init_scale=init, min_scale=low if has_min_scale else None, max_scale=high, **parameters)
+    safe_scales = data.draw(traces(bounds[1], max_size=200))
+    rule, skipped = ScaleRule(loss_scale), []
+    for step, safe_scale in enumerate(safe_scales):
+        if rule.scale > safe_scale or safe_scale == 0:
+            skipped.append(step)
+            rule.overflow()
+        else:
+            rule.clean()
+    trace = trace_of(safe_scales)
+    assert skips(trace, loss_scale, is_bounded=True) == skipped
+    assert replay(trace, loss_scale, is_bounded=True).final_scale == rule.scale
+
+
+def test_bounds_are_the_controllers_and_not_gradscalers() -> None:
+    loss_scale = LossScale(init_scale=4.0, min_scale=2.0, max_scale=8.0, growth_interval=1)
+    falling, rising = Trace([NEVER_FINITE] * 5), Trace([math.inf] * 5)
+    assert replay(falling, loss_scale).final_scale == 4.0 / 2**5
+    assert replay(falling, loss_scale, is_bounded=True).final_scale == 2.0
+    assert replay(rising, loss_scale).final_scale == 4.0 * 2**5
+    assert replay(rising, loss_scale, is_bounded=True).final_scale == 8.0
+
+
+def test_a_trace_remembers_what_it_found_only_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules[Trace.__module__]
+    log2_scales = [float(step % 17) for step in range(500)]
+    loss_scale = LossScale(init_scale=2.0**17, growth_factor=1.37, backoff_factor=0.61, growth_interval=3)
+    expected = skips(Trace(log2_scales), loss_scale)
+    monkeypatch.setattr(module, "_MAX_CACHED_STEPS", 600)
+    trace = Trace(log2_scales)
+    assert skips(trace, loss_scale) == skips(trace, loss_scale) == expected
+    assert sum(len(overflows) for overflows in trace._overflows.values()) <= 1200
+
+
+@pytest.mark.parametrize("log2_scales", [[], [1.0, math.nan]])
+def test_a_trace_without_a_number_for_each_step_is_refused(log2_scales: list[float]) -> None:
+    with pytest.raises(ValueError, match="at least one step"):
+        Trace(log2_scales)
+
+
+# -- closed forms (loss-scaling.md, section 3) -------------------------------------------------------------------------
+
+
+@given(
+    init_log2=st.integers(-10, 24),
+    octaves_too_high=st.floats(0.01, 20.0),
+    num_steps=st.integers(1, 400),
+    growth_interval=st.integers(1, 50),
+)
+def test_skips_from_above_a_constant_largest_safe_scale(
+    init_log2: int, octaves_too_high: float, num_steps: int, growth_interval: int
+) -> None:
+    trace = Trace([init_log2 - octaves_too_high] * num_steps)
+    descent = math.ceil(init_log2 - (init_log2 - octaves_too_high))  # as rounded in the trace
+    loss_scale = LossScale(init_scale=2.0**init_log2, growth_interval=growth_interval)
+    expected = min(num_steps, descent) + max(0, num_steps - descent) // (growth_interval + 1)
+    assert replay(trace, loss_scale).num_skips == expected
+
+
+@given(
+    init_log2=st.integers(-10, 24),
+    octaves_below=st.floats(0.0, 8.0),
+    num_steps=st.integers(1, 400),
+    growth_interval=st.integers(1, 50),
+)
+def test_skips_from_below_a_constant_largest_safe_scale(
+    init_log2: int, octaves_below: float, num_steps: int, growth_interval: int
+) -> None:
+    trace = Trace([init_log2 + octaves_below] * num_steps)
+    room = math.floor((init_log2 + octaves_below) - init_log2)
+    first = (room + 1) * growth_interval  # the closed form counts steps from 1
+    loss_scale = LossScale(init_scale=2.0**init_log2, growth_interval=growth_interval)
+    assert skips(trace, loss_scale) == list(range(first, num_steps, growth_interval + 1))
+
+
+@given(data=st.data(), init_log2=st.integers(-10, 24), growth_interval=st.integers(1, 50))
+def test_skips_are_bounded_whatever_the_largest_safe_scale_does(
+    data: st.DataObject, init_log2: int, growth_interval: int
+) -> None:
+    safe_scales = data.draw(traces(float(init_log2), max_size=100))
+    result = replay(trace_of(safe_scales), LossScale(init_scale=2.0**init_log2, growth_interval=growth_interval))
+    octaves_lost = init_log2 - math.log2(result.final_scale)
+    assert result.num_skips <= (len(safe_scales) + growth_interval * octaves_lost) / (growth_interval + 1) + 1e-9
+
+
+# -- flushed and applied shares ----------------------------------------------------------------------------------------
+
+
+def test_flushed_share_of_a_histogram_by_hand() -> None:
+    flushed = FlushedShares({-30: 1, -28: 2, -20: 1, -19: 0})
+    # Threshold 2^-25 / scale: between the octaves, at their edges, and inside them.
+    expected = {0.0: 0.75, 1.0: 0.75, 2.0: 0.75, 2.5: 0.5, 3.0: 0.25, 4.0: 0.25, 4.75: 0.0625, 5.0: 0.0, 24.0: 0.0}
+    assert {log2_scale: flushed.at(log2_scale) for log2_scale in expected} == expected
+    assert flushed.at(-6.0) == flushed.at(-100.0) == flushed.at(-math.inf) == 1.0
+
+
+def test_nothing_is_flushed_where_every_entry_is_a_true_zero() -> None:
+    assert FlushedShares({}).at(0.0) == FlushedShares({-40: 0.0}).at(-200.0) == 0.0
+
+
+@pytest.mark.parametrize("number", [-1.0, math.nan, math.inf])
+def test_a_histogram_of_impossible_numbers_is_refused(number: float) -> None:
+    with pytest.raises(ValueError, match="finite numbers from 0 up"):
+        FlushedShares({-3: number})
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), log2_scale=st.floats(-10.0, 24.0))
+def test_flushed_share_is_what_fp16_flushes(seed: int, log2_scale: float) -> None:
+    log2_gradients = np.random.default_rng(seed).normal(-34.0, 6.0, 20_000)
+    octaves, numbers = np.unique(np.floor(log2_gradients), return_counts=True)
+    flushed = FlushedShares({int(k): float(n) for k, n in zip(octaves, numbers, strict=True)})
+    in_fp16 = np.minimum(2.0 ** (log2_gradients + log2_scale), 65504.0).astype(np.float16)
+    assert flushed.at(log2_scale) == pytest.approx((in_fp16 == 0).mean(), abs=0.015)
+
+
+@given(
+    histogram=st.dictionaries(st.integers(-60, 0), st.floats(0, 1e9), max_size=30),
+    log2_scales=st.lists(st.floats(-60, 60), min_size=2, max_size=2).map(sorted),
+)
+def test_a_higher_scale_never_flushes_more(histogram: dict[int, float], log2_scales: list[float]) -> None:
+    low, high = map(FlushedShares(histogram).at, log2_scales)
+    assert 0 <= high <= low <= 1
+
+
+@settings(deadline=None)
+@given(data=st.data(), init_log2=st.floats(0, 24), growth_interval=st.integers(1, 9))
+def test_applied_share_is_the_mean_over_every_step(data: st.DataObject, init_log2: float, growth_interval: int) -> None:
+    safe_scales = data.draw(traces(init_log2, max_size=200))
+    loss_scale = LossScale(init_scale=2.0**init_log2, growth_interval=growth_interval, **WIDE)
+    rule, applied = ScaleRule(loss_scale), 0.0
+    for safe_scale in safe_scales:
+        if rule.scale > safe_scale or safe_scale == 0:
+            rule.overflow()
+        else:
+            applied += 1 - REACHES_FAR_DOWN.at(math.log2(rule.scale))
+            rule.clean()
+    result = replay(trace_of(safe_scales), loss_scale, REACHES_FAR_DOWN, is_bounded=True)
+    assert result.applied_share == pytest.approx(applied / len(safe_scales), abs=1e-12)
+
+
+# -- the horizon -------------------------------------------------------------------------------------------------------
+
+
+def log2_scales_of(trace: Trace) -> list[float]:
+    return list(trace._log2_scales)
+
+
+def test_a_stretch_is_extended_by_its_second_half_with_one_burst() -> None:
+    stretch = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    extended = log2_scales_of(extend(stretch, 300))
+    assert extended[:8] == stretch
+    assert [step for step, log2_scale in enumerate(extended) if log2_scale == NEVER_FINITE] == list(range(100, 105))
+    assert set(extended[8:100] + extended[105:]) == {4.0, 5.0, 6.0, 7.0}
+
+
+def test_an_extension_is_the_same_for_the_same_seed_and_another_for_another() -> None:
+    stretch = [float(step) for step in range(20)]
+    first, again, other = (log2_scales_of(extend(stretch, 200, seed=seed)) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+@pytest.mark.parametrize(("num_steps", "num_bad"), [(3, 0), (9, 0), (12, 3), (40, 4), (1, 0)])
+def test_the_recorded_steps_are_kept_and_cut_before_the_burst(num_steps: int, num_bad: int) -> None:
+    stretch = [float(step) for step in range(9)]
+    extended = log2_scales_of(extend(stretch, num_steps, burst=Burst(num_steps=4)))
+    assert len(extended) == num_steps
+    assert extended[:9] == stretch[:num_steps]
+    assert extended.count(NEVER_FINITE) == num_bad
+
+
+def test_without_a_recording_there_is_nothing_to_extend() -> None:
+    with pytest.raises(ValueError, match="Nothing was recorded"):
+        extend([], 10)
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("log2_scales", "expected"),
+    [
+        ([12.0, 14.5, 13.0], 2.0**11),
+        ([12.9], 2.0**11),
+        ([0.3, 5.0], 0.5),  # a sum-reduced loss
+        ([40.0], 2.0**24),
+        ([math.inf], 2.0**24),
+        ([-40.0], 2.0**-24),
+        ([12.0, NEVER_FINITE, 13.0], 2.0**11),  # a single bad batch
+        ([12.0, NEVER_FINITE], 2.0**-24),
+    ],
+)
+def test_starting_scale(log2_scales: list[float], expected: float) -> None:
+    assert starting_scale(log2_scales) == expected
+
+
+def test_a_starting_scale_may_be_capped_and_needs_a_finite_step() -> None:
+    assert starting_scale([20.0], max_log2=16.0) == 2.0**16
+    with pytest.raises(ValueError, match="No step"):
+        starting_scale([NEVER_FINITE, NEVER_FINITE])
+
+
+@given(noise=st.lists(st.floats(-1.0, 1.0), min_size=8, max_size=40))
+def test_the_starting_scale_overflows_at_no_recorded_step(noise: list[float]) -> None:
+    log2_scales = [15.0 + octaves for octaves in noise]
+    init_scale = starting_scale(log2_scales)
+    assert replay(Trace(log2_scales), LossScale(init_scale=init_scale)).num_skips == 0
+    assert 1 <= min(log2_scales) - math.log2(init_scale) < 2
+
+
+def test_skips_alone_choose_the_smallest_scale_and_the_largest_interval_and_applied_share_does_not() -> None:
+    trace = extend([14.0 + 0.5 * math.sin(step) for step in range(64)], 10_000)
+    intervals = [20, 100, 500, 1000, 2000, 5000, 20_000]
+    pairs = [(2.0**octave, interval) for octave in range(0, 25, 2) for interval in intervals]
+
+    def score(init_scale: float, growth_interval: int) -> Replay:
+        loss_scale = LossScale(init_scale=init_scale, growth_interval=growth_interval)
+        return replay(trace, loss_scale, REACHES_FAR_DOWN)
+
+    scored = {pair: score(*pair) for pair in pairs}
+    by_skips = min(scored, key=lambda pair: (scored[pair].num_skips, pair[0], -pair[1]))
+    assert by_skips == (1.0, 20_000)
+    chosen = best_pair(scored, preferred=by_skips)
+    assert chosen not in ((1.0, 20_000), (2.0**24, 20))
+    assert chosen[0] > 2.0**8
+    assert chosen[1] < 2000, "slow recovery from the burst costs"
+    assert scored[chosen].applied_share > scored[by_skips].applied_share + 0.2
+
+
+def test_the_preferred_pair_stays_unless_another_applies_more() -> None:
+    def applies(share: float) -> Replay:
+        return Replay(0, None, share, 1.0)
+
+    preferred = (1024.0, 2000)
+    assert best_pair({preferred: applies(0.9), (8.0, 100): applies(0.9004)}, preferred) == preferred
+    assert best_pair({preferred: applies(0.9), (8.0, 100): applies(0.9006)}, preferred) == (8.0, 100)
+    assert best_pair({preferred: applies(0.9), (8.0, 100): applies(0.9004)}, preferred, tolerance=1e-4) == (8.0, 100)
+    ties = {pair: applies(0.95) for pair in [(8.0, 100), (4.0, 100), (4.0, 200), (16.0, 400)]}
+    assert best_pair({preferred: applies(0.9), **ties}, preferred) == (4.0, 200)
+    with pytest.raises(KeyError):
+        best_pair(ties, preferred)
+
+
+def test_replaying_imports_neither_torch_nor_optuna() -> None:
+    program = "import sys, autotune_amp.numerics.scaler_replay\nassert not {'torch', 'optuna'} & set(sys.modules)\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
