@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autotune_amp.api import recommend_config
+    from autotune_amp.api import check_fidelity, recommend_config
     from autotune_amp.config import AmpConfig, LossScale
     from autotune_amp.hardware import probe
+    from autotune_amp.numerics.results import Fidelity
     from autotune_amp.recommendation import Recommendation
     from autotune_amp.runtime.controller import PrecisionController
     from autotune_amp.workload import Workload
@@ -16,20 +17,24 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AmpConfig",
+    "Fidelity",
     "LossScale",
     "PrecisionController",
     "Recommendation",
     "Workload",
+    "check_fidelity",
     "probe",
     "recommend_config",
 ]
 
 _HOMES = {
     "AmpConfig": "config",
+    "Fidelity": "numerics.results",
     "LossScale": "config",
     "PrecisionController": "runtime.controller",
     "Recommendation": "recommendation",
     "Workload": "workload",
+    "check_fidelity": "api",
     "probe": "hardware",
     "recommend_config": "api",
 }

@@ -89,6 +89,12 @@ def search(
     memory_fraction: Annotated[
         float, typer.Option(help="Share of the available memory that a trial may take.", metavar="SHARE")
     ] = 0.9,
+    steps: Annotated[
+        int,
+        typer.Option(
+            help="Optimizer steps of the training to come: fp16's loss scale is chosen for them.", metavar="N"
+        ),
+    ] = 10_000,
     study: Annotated[
         str | None, typer.Option(help="Name of the study; the same name goes on where it stopped.", metavar="NAME")
     ] = None,
@@ -120,6 +126,7 @@ def search(
             effective_batch_size=effective_batch_size,
             baseline=baseline,
             memory_fraction=memory_fraction,
+            steps=steps,
             study=study,
             out=out,
             storage=storage,

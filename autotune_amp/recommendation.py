@@ -12,6 +12,7 @@ import msgspec
 from autotune_amp.config import AmpConfig, Precision
 from autotune_amp.errors import FormatError, InvalidRequestError, StudyError
 from autotune_amp.hardware.types import Hardware
+from autotune_amp.numerics.results import Fidelity
 
 FORMAT = 1
 
@@ -34,13 +35,39 @@ class BaselineEvidence(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None = None
 
 
+class LossScaleEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """What the recommended init_scale and growth_interval are based on: a replay of the measured largest safe scales.
+
+    Over the horizon of `num_steps` optimizer steps `num_skips` are foretold, and `applied_share` of the gradient
+    reaches the optimizer; `default_...` is the same with the defaults of ``torch.amp.GradScaler``. In the
+    `num_confirming_steps` measured by the confirmation `num_skips_seen` were skipped, where `num_skips_foretold` were
+    foretold. The largest safe scale was measured at `num_calibrated_steps` steps; a real training has other batches.
+    `flushed_share` of the gradient's entries, true zeros left out, are flushed to zero at the init_scale.
+    """
+
+    num_steps: int
+    num_skips: int
+    applied_share: float
+    default_num_skips: int
+    default_applied_share: float
+    num_confirming_steps: int
+    num_skips_seen: int
+    num_skips_foretold: int
+    num_calibrated_steps: int
+    log2_safe_scale_min: float
+    log2_safe_scale_median: float
+    flushed_share: float
+
+
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured of the recommended config.
 
     Intervals are 95 %: `samples_per_second_interval` is where a new run is expected to land, `speedup_interval`
     holds the mean ratio to the baseline. `num_processes` fresh processes stand behind them; `is_confirmed` is false
     with fewer than three. `data_share` is the share of a step spent waiting for data. `is_as_found`: the recommended
-    config keeps the TF32 flags and autocast that the caller had.
+    config keeps the TF32 flags and autocast that the caller had. `fidelity` is the verdict on the config's precision,
+    *unchecked* where no check was made; None for fp32, which the others are held to. `loss_scale` is None for fp16
+    that was not calibrated, and for every other precision.
     """
 
     samples_per_second: float
@@ -55,6 +82,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     data_share: float
     plain_environment: PlainEnvironment | None = None
     is_as_found: bool = False
+    fidelity: Fidelity | None = None
+    loss_scale: LossScaleEvidence | None = None
 
 
 class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +98,7 @@ class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SearchSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """How the search went."""
+    """How the search went. Checks and calibrations are no trials, and not counted."""
 
     study: str
     num_trials: int
@@ -90,6 +119,7 @@ class CandidateRow(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: float | None
     peak_memory_bytes: int | None
     reason: str | None
+    pinned_modules: tuple[str, ...] = ()
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +131,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
-    """A config, the evidence behind it, and what it was measured on."""
+    """A config, the evidence behind it, and what it was measured on. `fidelity` holds every check against fp32."""
 
     format: int = FORMAT
     config: AmpConfig
@@ -114,6 +144,7 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
     hardware: Hardware
     versions: dict[str, str]
     fingerprint: Fingerprint
+    fidelity: tuple[Fidelity, ...] = ()
 
     def to_json(self) -> str:
         """The document; a missing number is null, never NaN."""

@@ -104,6 +104,7 @@ def test_help_of_search_names_every_option(tmp_path: Path) -> None:
         "--effective-batch-size",
         "--baseline",
         "--memory-fraction",
+        "--steps",
         "--study",
         "--out",
         "--storage",

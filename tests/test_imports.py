@@ -42,6 +42,11 @@ def test_directions(file: str) -> None:
         assert not any(is_under(module, f"autotune_amp.{p}") for module in modules for p in ("search", "report", "api"))
     if file in [f"runtime/{name}.py" for name in ("policy", "actions", "state", "scale_rule", "checkpoint")]:
         assert not any(is_under(module, "torch") for module in modules)
+    if file in [f"numerics/{name}.py" for name in ("results", "verdict", "scaler_replay")]:  # the parent reads them
+        assert not any(is_under(module, "torch") for module in modules)
+    if file.startswith("numerics/"):
+        above = ("runtime", *ABOVE_RUNTIME)
+        assert not any(is_under(module, f"autotune_amp.{p}") for module in modules for p in above)
     if file.startswith("runtime/"):
         assert not any(is_under(module, f"autotune_amp.{p}") for module in modules for p in ABOVE_RUNTIME)
     if not file.startswith("report/") and file not in ("cli.py", "recommendation.py", "api.py", "search/steps.py"):

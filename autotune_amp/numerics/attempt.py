@@ -153,7 +153,7 @@ class Bench:
         """What rounding leaves of the first step, where weights are kept in half precision."""
         if not self.has_low_weights:
             return None
-        before = {name: value.detach().clone() for name, value in _parameters(self._fp32, restored=True)}
+        before = {name: value.clone() for name, value in _parameters(self._fp32, restored=True)}
         train(self._fp32, "fp32", 1)
         return lost_updates(self.subject.model, before, dict(_parameters(self._fp32, restored=False)))
 
@@ -163,7 +163,7 @@ class Bench:
         return {
             name: math.inf if math.isnan(maximum) else maximum
             for name, maximum in self._watch.maxima().items()
-            if is_cast(modules[name]) and not any(name == pin or name.startswith(pin + ".") for pin in pins)
+            if is_cast(modules[name]) and not is_inside(name, pins)
         }
 
     def _low_passes(self, num_batches: int) -> tuple[list[Pass], float, bool]:
@@ -198,10 +198,15 @@ class Bench:
         return self._runs
 
 
-def _parameters(passes: Passes, *, restored: bool) -> list[tuple[str, nn.Parameter]]:
+def is_inside(name: str, pins: Sequence[str]) -> bool:
+    """Whether the module of this name is one of `pins` or inside one; "" is the model itself."""
+    return any(not pin or name == pin or name.startswith(pin + ".") for pin in pins)
+
+
+def _parameters(passes: Passes, *, restored: bool) -> list[tuple[str, torch.Tensor]]:
     if restored:
         passes.restore()
-    return list(passes.model.named_parameters())
+    return [(name, parameter.detach()) for name, parameter in passes.model.named_parameters()]
 
 
 def _in_fp32(model: nn.Module, device_type: str) -> nn.Module:

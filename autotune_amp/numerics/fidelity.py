@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from autotune_amp.config import Precision
-from autotune_amp.numerics.attempt import Attempt, Bench
+from autotune_amp.numerics.attempt import Attempt, Bench, is_inside
 from autotune_amp.numerics.blame import bad_parameters, modules_by_name
 from autotune_amp.numerics.forward_max import watch_forward
 from autotune_amp.numerics.locate import OUTSIDE, blown_up, local_errors
@@ -81,19 +81,21 @@ def _blame(bench: Bench, attempt: Attempt, weights: LowWeights | None) -> tuple[
     """
     modules = modules_by_name(bench.subject.model)
     limit = max(1, int(MAX_PINNED_SHARE * len(modules)))
-    pins = attempt.pins
+    given = pins = attempt.pins
     culprits: tuple[str, ...] = ()
     for _ in range(MAX_ROUNDS):
         found = _suspects(bench, attempt)
         culprits = culprits or found
-        usable = [name for name in found if name and can_be_pinned(modules[name]) and not _is_inside(name, pins)]
-        wanted = (*pins, *usable) if usable else tuple(dict.fromkeys(filter(None, map(_parent, pins))))
-        if wanted == attempt.pins or len(wanted) - len(attempt.pins) > limit:
+        usable = [name for name in found if name and can_be_pinned(modules[name]) and not is_inside(name, pins)]
+        added = [pin for pin in pins if pin not in given]
+        wider = (*given, *filter(None, map(_parent, added)))
+        wanted = (*pins, *usable) if usable else tuple(dict.fromkeys(wider))
+        if wanted in (attempt.pins, given) or len(wanted) - len(given) > limit:
             break
         pins = wanted
         attempt, judgement = _tried_with(bench, attempt, pins, weights)
         if judgement.verdict == "faithful":
-            return pins, pins
+            return tuple(pin for pin in pins if pin not in given), pins
     return culprits, ()
 
 
@@ -131,10 +133,6 @@ def _suspects(bench: Bench, attempt: Attempt) -> tuple[str, ...]:
 
 def _parent(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _is_inside(name: str, pins: Sequence[str]) -> bool:
-    return any(name == pin or name.startswith(pin + ".") for pin in pins)
 
 
 def _flushed_owners(attempt: Attempt) -> tuple[str, ...]:

@@ -18,6 +18,8 @@ MAX_PARAMETER_FLUSHED_SHARE = 0.5  # of any one parameter
 MAX_FORWARD_SHARE = 0.25  # of the format's largest number: two octaves for growth (loss-scaling.md, section 3)
 MAX_LOST_SHARE = 0.5  # of a step's updates to low-precision weights
 FAITHFUL_GAP = 5.0  # in units of what one rounding of the first weights does
+# Less rounding noise and a wider gap, which say nothing alone, are a doubt together: added after the examination.
+NOISE_WITH_GAP, GAP_WITH_NOISE = 0.1, 10.0
 FAITHFUL_SCATTER, UNFAITHFUL_SCATTER = 0.5, 1.0  # of the loss from batch to batch
 
 _ORDER: tuple[Verdict, ...] = ("faithful", "doubtful", "unfaithful")
@@ -118,8 +120,16 @@ def _training(found: Findings) -> list[Judgement]:
     if not found.is_training_finite:
         return [Judgement("unfaithful", "within a few training steps it is no longer finite, where fp32 is")]
     gap, scatter = found.training_gap, found.training_noise_gap
-    if gap is None or scatter is None or gap < FAITHFUL_GAP or scatter < FAITHFUL_SCATTER:
+    if gap is None or scatter is None:
         return []
+    if gap < FAITHFUL_GAP or scatter < FAITHFUL_SCATTER:
+        if gap < GAP_WITH_NOISE or found.noise_ratio is None or found.noise_ratio < NOISE_WITH_GAP:
+            return []
+        reason = (
+            f"its rounding noise is {found.noise_ratio:.2g} of the noise between batches, and within a few training "
+            f"steps its loss parts from fp32's {gap:.2g} times as far as one rounding of the first weights takes it"
+        )
+        return [Judgement("doubtful", reason)]
     reason = (
         f"within a few training steps its loss parts from fp32's by {scatter:.2g} times the scatter between batches, "
         f"{gap:.2g} times as far as one rounding of the first weights takes it"

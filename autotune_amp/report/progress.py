@@ -8,7 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
+from autotune_amp.numerics.results import Calibration, Fidelity
 from autotune_amp.report.format import duration, one_line, outcome_name, printable, rate, size
+from autotune_amp.report.numerics import short_calibration, short_check
 from autotune_amp.search.progress import Progress
 from autotune_amp.trial.outcome import Failure, Measurement, Record
 
@@ -160,6 +162,10 @@ def trial_line(record: Record) -> str:
     if isinstance(outcome, Failure):
         cost = duration(record.seconds)
         return f"{head}  {outcome_name(outcome.kind)} after {cost}: {one_line(outcome.message)}"
+    if isinstance(outcome, Fidelity):
+        return f"{head}  {short_check(outcome)}  {duration(record.seconds):>6}  check"
+    if isinstance(outcome, Calibration):
+        return f"{head}  {short_calibration(outcome)}  {duration(record.seconds):>6}  calibration"
     purpose = "" if record.purpose == "search" else record.purpose
     cut = "cut" if outcome.was_cut else ""
     return f"{head}  {measured(outcome)}  {duration(record.seconds):>6}  {purpose}{cut}".rstrip()

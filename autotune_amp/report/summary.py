@@ -6,10 +6,12 @@ import shlex
 from typing import TYPE_CHECKING
 
 from autotune_amp.report.format import count, duration, number, one_line, rate, size, times
+from autotune_amp.report.numerics import check_line, loss_scale_line, names
 from autotune_amp.trial.spec import Candidate
 
 if TYPE_CHECKING:
     from autotune_amp.config import AmpConfig, FallbackPlan
+    from autotune_amp.numerics.results import Fidelity
     from autotune_amp.recommendation import CandidateRow, Recommendation
 
 _AUTOCAST = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
@@ -40,8 +42,10 @@ def facts(recommendation: Recommendation) -> list[tuple[str, str]]:
         ("reason", one_line(recommendation.reason)),
     ]
     if config.loss_scale is not None:
-        scale = config.loss_scale
-        lines.append(("loss scale", f"starts at {scale.init_scale:g}, growth interval {scale.growth_interval}"))
+        lines.append(("loss scale", loss_scale_line(config.loss_scale, evidence.loss_scale)))
+    if config.pinned_modules:
+        lines.append(("pinned", f"{names(config.pinned_modules)} in fp32"))
+    lines += [("fidelity", check_line(found)) for found in _checks(recommendation)]
     for fallback in config.plans:
         speed, memory = fallback.samples_per_second, fallback.peak_memory_bytes
         measured = ([rate(speed)] if speed is not None else []) + ([size(memory)] if memory is not None else [])
@@ -49,14 +53,21 @@ def facts(recommendation: Recommendation) -> list[tuple[str, str]]:
     return lines + [("warning", one_line(warning)) for warning in recommendation.warnings]
 
 
+def _checks(recommendation: Recommendation) -> list[Fidelity]:
+    """The checks that were made, and that of the config's own precision where it was not."""
+    own, made = recommendation.evidence.fidelity, list(recommendation.fidelity)
+    return made if own is None or own in made else [own, *made]
+
+
 def recommended_row(recommendation: Recommendation) -> CandidateRow | None:
     """The candidate that the config stands for, as found or strict; the other one where only that has a row."""
     config = recommendation.config
-    wanted = (config.precision, config.batch_size, config.accumulation_steps)
+    wanted = (config.precision, config.batch_size, config.accumulation_steps, config.pinned_modules)
     rows = [
         row
         for row in recommendation.candidates
-        if (row.precision, row.batch_size, row.accumulation_steps) == wanted and row.step_seconds is not None
+        if (row.precision, row.batch_size, row.accumulation_steps, row.pinned_modules) == wanted
+        and row.step_seconds is not None
     ]
     is_as_found = recommendation.evidence.is_as_found
     return min(rows, key=lambda row: row.as_found != is_as_found, default=None)
@@ -67,7 +78,9 @@ def baseline_row(recommendation: Recommendation) -> CandidateRow | None:
     config = recommendation.evidence.baseline.config
     wanted = (config.precision, config.batch_size, config.accumulation_steps)
     rows = [
-        row for row in recommendation.candidates if (row.precision, row.batch_size, row.accumulation_steps) == wanted
+        row
+        for row in recommendation.candidates
+        if (row.precision, row.batch_size, row.accumulation_steps) == wanted and not row.pinned_modules
     ]
     return max(rows, key=lambda row: row.as_found, default=None)
 
@@ -102,6 +115,9 @@ def python_lines(recommendation: Recommendation) -> list[str]:
             f'scaler = torch.amp.GradScaler("{device_type}", init_scale={scale.init_scale:g}, '
             f"growth_interval={scale.growth_interval})"
         )
+    if config.pinned_modules:
+        lines.append("# autotune_amp.PrecisionController keeps modules in fp32; without it, wrap their forward in")
+        lines.append(f'# torch.autocast("{device_type}", enabled=False): {names(config.pinned_modules)}')
     if config.precision in _AUTOCAST:
         lines.append(f'with torch.autocast("{device_type}", dtype={_AUTOCAST[config.precision]}):')
         lines.append("    loss = compute_loss(model, batch)")

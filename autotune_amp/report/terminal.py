@@ -84,17 +84,18 @@ def _candidates(recommendation: Recommendation) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("outcome", overflow="fold")
     recommended, baseline = recommended_row(recommendation), baseline_row(recommendation)
+    everywhere = {(e.precision, e.reason) for e in recommendation.excluded if e.batch_size is None}
     for _, group in groupby(recommendation.candidates, _fate):
         row, *others = group
         names = (["recommended"] if row is recommended else []) + (["baseline"] if row is baseline else [])
         table.add_row(
-            row.precision + (" as found" if row.as_found else ""),
+            row.precision + (" as found" if row.as_found else "") + (" pinned" if row.pinned_modules else ""),
             _span(row.batch_size, *(other.batch_size for other in others)),
             *([_span(row.accumulation_steps, *(o.accumulation_steps for o in others))] if has_accumulation else []),
             "-" if row.samples_per_second is None else number(row.samples_per_second),
             "-" if row.step_seconds is None else duration(row.step_seconds),
             "-" if row.peak_memory_bytes is None else size(row.peak_memory_bytes),
-            Text(", ".join([*names, _outcome(row)])),
+            Text(", ".join([*names, row.status if (row.precision, row.reason) in everywhere else _outcome(row)])),
             style="bold green" if row is recommended else "dim" if row.samples_per_second is None else "",
         )
     for precision, batch_sizes, reason in _exclusions(recommendation):
@@ -105,7 +106,7 @@ def _candidates(recommendation: Recommendation) -> Table:
 
 def _fate(row: CandidateRow) -> object:
     """Neighbours with one fate share a line; what was measured has its own."""
-    if row.reason is None:
+    if row.reason is None or row.samples_per_second is not None:
         return id(row)
     return row.precision, row.as_found, row.status, row.reason
 

@@ -1,7 +1,8 @@
 """Outcomes -> recommendation. Pure: a finished outcomes.jsonl can be ranked again without a device.
 
 The rule: within 3 % of the fastest the precision with the least to go wrong at run time wins, then the smallest
-batch; and what the user runs today stays unless something beats it by 3 %.
+batch; and what the user runs today stays unless something beats it by 3 %. What does not learn what fp32 learns is out,
+what is doubtful comes last, and fp16 counts only the share of the gradient that reaches the optimizer.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from autotune_amp.config import PRECISIONS, AmpConfig, LossScale
-from autotune_amp.search import explain
+from autotune_amp.numerics.results import Fidelity
+from autotune_amp.search import explain, loss_scales, verdicts
 from autotune_amp.search.evidence import (
     Runs,
     best_runs,
@@ -22,10 +24,11 @@ from autotune_amp.search.evidence import (
     gather,
     plain_config,
 )
+from autotune_amp.search.loss_scales import AllScales
 from autotune_amp.trial.outcome import Measurement, Record
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from autotune_amp.recommendation import CandidateRow, Evidence, Exclusion
     from autotune_amp.search.space import Space
@@ -52,16 +55,19 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...]
     excluded: tuple[Exclusion, ...]
     candidates: tuple[CandidateRow, ...]
+    fidelity: tuple[Fidelity, ...]
 
 
-def rank(measured: Mapping[Candidate, float], plateau: float = PLATEAU) -> list[Candidate]:
+def rank(
+    measured: Mapping[Candidate, float], plateau: float = PLATEAU, doubtful: Collection[Candidate] = ()
+) -> list[Candidate]:
     """Candidates by the rule, from their samples per second: the winner, then the winner without it, and so on.
 
-    Candidates as found come last, since a config cannot express them.
+    Doubtful ones come after all others; of both, candidates as found come last, since a config cannot express them.
     """
     ranking: list[Candidate] = []
-    for as_found in (False, True):
-        left = {c: speed for c, speed in measured.items() if c.as_found == as_found}
+    for tier in ((False, False), (False, True), (True, False), (True, True)):
+        left = {c: speed for c, speed in measured.items() if (c in doubtful, c.as_found) == tier}
         while left:
             fastest = max(left.values())
             close = [c for c, speed in left.items() if speed >= (1 - plateau) * fastest]
@@ -70,7 +76,7 @@ def rank(measured: Mapping[Candidate, float], plateau: float = PLATEAU) -> list[
     return ranking
 
 
-def search_speeds(records: Sequence[Record]) -> dict[Candidate, float]:
+def measured_speeds(records: Sequence[Record]) -> dict[Candidate, float]:
     """Samples per second of what the search measured, without what failed in any process since."""
     failed = {r.candidate for r in records if disqualifying(r)}
     speeds: dict[Candidate, list[float]] = {}
@@ -81,19 +87,52 @@ def search_speeds(records: Sequence[Record]) -> dict[Candidate, float]:
     return {candidate: median(values) for candidate, values in speeds.items()}
 
 
-def shortlist(records: Sequence[Record], baseline: Candidate) -> Shortlist | None:
-    """What to confirm, or None where nothing was measured.
+def search_speeds(records: Sequence[Record], scales: AllScales | None = None) -> dict[Candidate, float]:
+    """Applied samples per second of what may be recommended: what was measured and no check speaks against.
 
-    The runner-up is the fastest of the others within 10 % of the fastest, else the next in the ranking.
+    fp16 that was not calibrated counts in full, which is an upper bound.
     """
-    speeds = search_speeds(records)
+    out = why_out(records, scales)
+    return {
+        c: speed * loss_scales.applied_share(scales or {}, c)
+        for c, speed in measured_speeds(records).items()
+        if c not in out
+    }
+
+
+def why_out(records: Sequence[Record], scales: AllScales | None) -> dict[Candidate, str]:
+    """What was measured and must not be recommended, with the reason that a check or a calibration gave."""
+    known = verdicts.verdicts(records)
+    out: dict[Candidate, str] = {}
+    for candidate in measured_speeds(records):
+        found = verdicts.unfaithful(known, candidate)
+        reason = verdicts.harm(found) if found else loss_scales.refusal(scales or {}, candidate)
+        if reason is not None:
+            out[candidate] = reason
+    return out
+
+
+def _doubtful(records: Sequence[Record], candidates: Collection[Candidate]) -> set[Candidate]:
+    known = verdicts.verdicts(records)
+    return {c for c in candidates if verdicts.is_doubtful(known, c)}
+
+
+def shortlist(records: Sequence[Record], baseline: Candidate, scales: AllScales | None = None) -> Shortlist | None:
+    """What to confirm, or None where nothing was measured that may be recommended.
+
+    The runner-up is the fastest of the others within 10 % of the fastest, else the next in the ranking; a doubtful one
+    only where nothing else is left.
+    """
+    speeds = search_speeds(records, scales)
     if not speeds:
         return None
-    winner, *others = rank(speeds)
+    doubtful = _doubtful(records, speeds)
+    winner, *others = rank(speeds, doubtful=doubtful)
     others = [c for c in others if not c.as_found]
-    fastest = max(speeds.values())
-    rivals = [c for c in others if speeds[c] >= (1 - RIVAL) * fastest]
-    runner_up = max(rivals, key=lambda c: speeds[c]) if rivals else next(iter(others), None)
+    sound = [c for c in others if c not in doubtful] or others
+    fastest = max(speed for c, speed in speeds.items() if c == winner or c in sound)
+    rivals = [c for c in sound if speeds[c] >= (1 - RIVAL) * fastest]
+    runner_up = max(rivals, key=lambda c: speeds[c]) if rivals else next(iter(sound), None)
     return Shortlist(winner, runner_up, baseline)
 
 
@@ -105,34 +144,58 @@ def decide(
     loss_scale: LossScale,
     exclusions: Sequence[Exclusion] = (),
     is_budget_spent: bool = False,
+    scales: AllScales | None = None,
+    num_steps_per_report: int = 1,
 ) -> Decision:
     """The choice, with its evidence, from the records of a search and of its confirmation.
 
     The contenders were confirmed in `environment`, the recommended one, and the baseline in the user's own (a record's
     empty environment). `loss_scale` is what fp16 was tried with; `exclusions` are those the search came to, beyond
-    `space.excluded`. `is_budget_spent` says why candidates are left untried.
-    Raises `ValueError` where nothing was measured.
+    `space.excluded`. `is_budget_spent` says why candidates are left untried. `scales` answer for fp16's loss scales
+    (`loss_scales.calibrated` of the same records, with the pairs that were asked for since); `num_steps_per_report`
+    optimizer steps stand behind one of `Measurement.raw_step_seconds`.
+    Raises `ValueError` where nothing was measured that may be recommended.
     """
-    speeds = search_speeds(records)
+    scales = scales or {}
+    speeds = search_speeds(records, scales)
     if not speeds:
         raise ValueError("Nothing was measured: there is nothing to choose from.")
-    confirmed = {c: runs.speed for c in speeds if (runs := confirm_runs(records, c, environment)).measurements}
-    contenders = {c: speed for c, speed in confirmed.items() if not c.as_found} or speeds
+    out, doubtful = why_out(records, scales), _doubtful(records, speeds)
+    sound = {c: speed for c, speed in speeds.items() if c not in doubtful} or speeds
+    confirmed = {
+        c: runs.speed * loss_scales.applied_share(scales, c)
+        for c in sound
+        if (runs := confirm_runs(records, c, environment)).measurements
+    }
+    contenders = {c: speed for c, speed in confirmed.items() if not c.as_found} or sound
     candidate = rank(contenders)[0]
     baseline = best_runs(records, space.baseline, {})
-    is_kept = _keeps_baseline(candidate, contenders[candidate], baseline)
+    may_be_kept = space.baseline not in out and (space.baseline in sound or space.baseline not in speeds)
+    is_kept = may_be_kept and _keeps_baseline(candidate, contenders[candidate], baseline)
     promised = {} if is_kept else dict(environment)
     chosen = baseline if is_kept else best_runs(records, candidate, promised)
-    evidence = gather(records, chosen, baseline, promised, loss_scale)
-    config = plain_config(chosen.candidate, loss_scale, promised, fallback_plans(records, chosen.candidate))
+    known = verdicts.verdicts(records)
+    chosen_scale = loss_scales.loss_scale(scales, chosen.candidate, loss_scale) or loss_scale
+    confirming = chosen.measurements if chosen.num_confirming else ()
+    evidence = msgspec.structs.replace(
+        gather(records, chosen, baseline, promised, loss_scale),
+        fidelity=verdicts.verdict_on(chosen.candidate, space, known),
+        loss_scale=loss_scales.evidence(scales, chosen.candidate, confirming, num_steps_per_report),
+    )
+    plans = fallback_plans(records, chosen.candidate, {e.precision for e in verdicts.exclusions(known)})
+    config = plain_config(chosen.candidate, chosen_scale, promised, plans)
     excluded = explain.excluded(records, space, exclusions, is_budget_spent=is_budget_spent)
+    left_out = {c: (speed, out[c]) for c, speed in measured_speeds(records).items() if c in out}
     return Decision(
         config=config,
         evidence=evidence,
-        reason=explain.reason(chosen.candidate, space.baseline, evidence, contenders, is_kept=is_kept),
+        reason=explain.reason(
+            chosen.candidate, space.baseline, evidence, contenders, is_kept=is_kept, left_out=left_out
+        ),
         warnings=explain.warnings(chosen, space, evidence, config, is_kept=is_kept),
         excluded=excluded,
-        candidates=explain.rows(records, space, excluded, environment),
+        candidates=explain.rows(records, space, excluded, environment, out),
+        fidelity=tuple(known.values()),
     )
 
 

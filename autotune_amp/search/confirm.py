@@ -7,10 +7,11 @@ from statistics import fmean
 from typing import NamedTuple
 
 from autotune_amp.config import Precision
+from autotune_amp.search import verdicts
 from autotune_amp.search.choose import Shortlist
 from autotune_amp.search.evidence import LADDER, disqualifying
 from autotune_amp.search.seeding import HOPELESS
-from autotune_amp.search.session import CONFIRM_SHARE, Session
+from autotune_amp.search.session import CONFIRM_SHARE, Session, outcome_of
 from autotune_amp.search.space import Space
 from autotune_amp.trial.outcome import Failure, Measurement, Record
 from autotune_amp.trial.runner import Runner
@@ -37,9 +38,11 @@ def measure_fallbacks(session: Session, runner: Runner, space: Space, winner: Ca
     """Measure a plan for each precision with less to go wrong, at the winner's effective batch size.
 
     The batch is halved and the accumulation doubled where it runs out of memory; what was measured already is left.
+    A precision that does harm is none to step down to.
     """
+    harmful = {e.precision for e in verdicts.exclusions(verdicts.verdicts(session.records))}
     for precision in LADDER[winner.precision]:
-        if not any(c.precision == precision for c in space.candidates):
+        if precision in harmful or not any(c.precision == precision for c in space.candidates):
             continue
         for _, candidate in zip(range(MAX_FALLBACK_TRIES), _halvings(winner, precision), strict=False):
             outcome = session.outcomes.get(candidate)
@@ -50,7 +53,7 @@ def measure_fallbacks(session: Session, runner: Runner, space: Space, winner: Ca
                 spec = session.spec(
                     candidate, purpose="fallback", measure_seconds=deadline / 3, deadline_seconds=deadline
                 )
-                outcome = session.run(runner, spec).outcome
+                outcome = outcome_of(session.run(runner, spec))
             if not (isinstance(outcome, Failure) and outcome.kind == "oom"):
                 break
 
@@ -133,6 +136,7 @@ def confirm(
             spec = session.spec(
                 run.candidate,
                 purpose=run.purpose,
+                loss_scale=session.chosen_loss_scale(run.candidate),
                 hold_heap=False,  # the process starts with the variables, or is meant to run without them
                 num_steps=(MAX_STEPS, MAX_STEPS),
                 measure_seconds=MEASURE_SECONDS,

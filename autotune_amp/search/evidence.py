@@ -13,7 +13,7 @@ from autotune_amp.statistics import prediction_interval, ratio_interval
 from autotune_amp.trial.outcome import Failure, Measurement, Record
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from autotune_amp.trial.spec import Candidate
 
@@ -57,12 +57,18 @@ class Runs(msgspec.Struct, frozen=True, kw_only=True):
         return {r: m.samples_per_second for r, m in zip(self.rounds, self.measurements, strict=False)}
 
 
+def is_trial(record: Record) -> bool:
+    """Whether a record is of a trial, and not of a check."""
+    return record.purpose not in ("fidelity", "calibration")
+
+
 def disqualifying(record: Record) -> Failure | None:
     """The failure that speaks against a record's candidate, if it is one.
 
-    A confirmation cut off by the budget does not, nor does the one run without the recommended environment.
+    A confirmation cut off by the budget does not, nor does the one run without the recommended environment. What a
+    check's failure says is for `verdicts` and `loss_scales` to tell.
     """
-    if isinstance(record.outcome, Measurement) or record.purpose == "plain":
+    if not isinstance(record.outcome, Failure) or record.purpose == "plain" or not is_trial(record):
         return None
     return None if record.purpose == "confirm" and record.outcome.kind == "timeout" else record.outcome
 
@@ -124,12 +130,18 @@ def plain_config(
         accumulation_steps=candidate.accumulation_steps,
         loss_scale=loss_scale if candidate.precision == "fp16" else None,
         fallback=fallback,
+        pinned_modules=candidate.pinned_modules,
         environment=dict(environment or {}),
     )
 
 
-def fallback_plans(records: Sequence[Record], chosen: Candidate) -> tuple[FallbackPlan, ...]:
-    """For each precision to step down to, the fastest candidate of the same effective batch that never failed."""
+def fallback_plans(
+    records: Sequence[Record], chosen: Candidate, harmful: Collection[Precision] = ()
+) -> tuple[FallbackPlan, ...]:
+    """For each precision to step down to, the fastest candidate of the same effective batch that never failed.
+
+    `harmful` precisions are none to step down to, nor is one with pins, which a plan cannot say.
+    """
     failed = {r.candidate for r in records if disqualifying(r)}
     measured: dict[Candidate, list[Measurement]] = {}
     for record in records:
@@ -139,10 +151,15 @@ def fallback_plans(records: Sequence[Record], chosen: Candidate) -> tuple[Fallba
     fitting = [
         c
         for c in measured
-        if c.effective_batch_size == chosen.effective_batch_size and not c.as_found and c not in failed
+        if c.effective_batch_size == chosen.effective_batch_size
+        and not c.as_found
+        and not c.pinned_modules
+        and c not in failed
     ]
     plans: list[FallbackPlan] = []
     for precision in LADDER[chosen.precision]:
+        if precision in harmful:
+            continue
         rivals = [c for c in fitting if c.precision == precision]
         if rivals:
             best = max(rivals, key=lambda c: speeds[c])

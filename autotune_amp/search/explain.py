@@ -5,9 +5,11 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from autotune_amp.config import PRECISIONS, AmpConfig
 from autotune_amp.recommendation import CandidateRow, Evidence, Exclusion
-from autotune_amp.search.evidence import LADDER, MIN_PROCESSES, Runs, best_runs, disqualifying
+from autotune_amp.search.evidence import LADDER, MIN_PROCESSES, Runs, best_runs, disqualifying, is_trial
 from autotune_amp.search.space import Space, without
 from autotune_amp.trial.outcome import Failure, Measurement, Record
 
@@ -30,9 +32,16 @@ def reason(
     contenders: Mapping[Candidate, float],
     *,
     is_kept: bool,
+    left_out: Mapping[Candidate, tuple[float, str]] | None = None,
 ) -> str:
-    """Why this one: what it gains, and why nothing faster was taken. `contenders` are samples per second."""
-    why_not_faster = _why_not_the_fastest(chosen, evidence, contenders)
+    """Why this one: what it gains, and why nothing faster was taken. `contenders` are samples per second.
+
+    `left_out` are samples per second too, with the reason: what was fast enough, and does harm.
+    """
+    why_not_faster = [
+        *_why_not_the_fastest(chosen, evidence, contenders),
+        *_why_left_out(baseline, evidence, left_out or {}),
+    ]
     if is_kept:
         return " ".join([f"Keep what you have: {baseline}; nothing measured is worth a change.", *why_not_faster])
     speed = f"{chosen} reaches {evidence.samples_per_second:.4g} samples/s"
@@ -67,11 +76,11 @@ def excluded(
             reason=f"{failure.kind}: {failure.message}",
         )
         for r in records
-        if (failure := disqualifying(r))
+        if (failure := disqualifying(r)) and not r.candidate.pinned_modules
     ]
     known = [*space.excluded, *failures, *exclusions]
     if is_budget_spent:
-        tried = {r.candidate for r in records}
+        tried = {r.candidate for r in records if is_trial(r)}
         untried = [c for c in without(space.candidates, known) if c not in tried]
         known += [Exclusion(precision=c.precision, batch_size=c.batch_size, reason=_BUDGET_SPENT) for c in untried]
     unique: dict[tuple[str, int | None], Exclusion] = {}
@@ -81,13 +90,19 @@ def excluded(
 
 
 def rows(
-    records: Sequence[Record], space: Space, exclusions: Sequence[Exclusion], environment: Mapping[str, str]
+    records: Sequence[Record],
+    space: Space,
+    exclusions: Sequence[Exclusion],
+    environment: Mapping[str, str],
+    out: Mapping[Candidate, str] | None = None,
 ) -> tuple[CandidateRow, ...]:
     """The table of all candidates, the untried ones too; `exclusions` say why those were left out.
 
-    Numbers are those measured in `environment`, the baseline's those in the user's own.
+    Those that are `out`, with the reason, were measured and are excluded all the same. Numbers are those measured in
+    `environment`, the baseline's those in the user's own.
     """
-    candidates = dict.fromkeys([space.baseline, *space.candidates, *(r.candidate for r in records)])
+    tried = [r for r in records if is_trial(r)]
+    candidates = dict.fromkeys([space.baseline, *space.candidates, *(r.candidate for r in tried)])
     ordered = sorted(candidates, key=lambda c: (PRECISIONS.index(c.precision), c.batch_size, c.accumulation_steps))
     table = []
     for candidate in ordered:
@@ -95,7 +110,10 @@ def rows(
         runs = best_runs(ours, candidate, {} if candidate == space.baseline else environment)
         failure = runs.failure if candidate == space.baseline else next(filter(None, map(disqualifying, ours)), None)
         fallbacks = tuple(r.outcome for r in ours if r.purpose == "fallback" and isinstance(r.outcome, Measurement))
-        table.append(_row(runs, runs.measurements or fallbacks, failure, exclusions))
+        row = _row(runs, runs.measurements or fallbacks, failure, exclusions)
+        if out and candidate in out and failure is None:
+            row = msgspec.structs.replace(row, status="excluded", reason=out[candidate])
+        table.append(row)
     return tuple(table)
 
 
@@ -106,6 +124,20 @@ def _why_not_the_fastest(chosen: Candidate, evidence: Evidence, contenders: Mapp
         return []
     drawback = "has more to go wrong" if fastest.precision != chosen.precision else "takes a larger batch"
     return [f"{fastest} is only {gain:.1f} % faster and {drawback}."]
+
+
+def _why_left_out(
+    baseline: Candidate, evidence: Evidence, left_out: Mapping[Candidate, tuple[float, str]]
+) -> list[str]:
+    found = []
+    if baseline in left_out:
+        found.append(f"The baseline is no choice: {_sentence(left_out[baseline][1])}")
+    others = {c: speed for c, (speed, _) in left_out.items() if c != baseline}
+    fastest = max(others, key=lambda c: others[c], default=None)
+    if fastest is not None and others[fastest] > evidence.samples_per_second:
+        ratio = others[fastest] / evidence.samples_per_second
+        found.append(f"{fastest} was {ratio:.2f} times as fast and is left out: {_sentence(left_out[fastest][1])}")
+    return found
 
 
 def _doubts(chosen: Runs, evidence: Evidence) -> list[str]:
@@ -126,13 +158,40 @@ def _doubts(chosen: Runs, evidence: Evidence) -> list[str]:
             f"{100 * evidence.data_share:.0f} % of a step is spent waiting for data: the loader sets the speed. "
             "Give it more workers before anything else."
         )
+    found += _numerical_doubts(chosen.candidate, evidence)
     num_skips = sum(m.num_skips for m in chosen.measurements)
-    if num_skips:
+    if num_skips and evidence.loss_scale is None:
         found.append(
             f"The loss scaler skipped {num_skips} of the measured steps because gradients overflowed: "
             "the initial scale is too high for the start of this training."
         )
     return found
+
+
+def _numerical_doubts(chosen: Candidate, evidence: Evidence) -> list[str]:
+    found, fidelity, scale = [], evidence.fidelity, evidence.loss_scale
+    if fidelity is not None and fidelity.verdict == "unchecked":
+        found.append(
+            f"{_sentence(fidelity.reason)} A finite loss was checked; whether it learns what fp32 learns was not. "
+            f"{_sentence(fidelity.next_step)}"
+        )
+    if fidelity is not None and fidelity.verdict == "doubtful":
+        found.append(f"{_sentence(fidelity.reason)} {_sentence(fidelity.next_step)}")
+    if chosen.precision == "fp16" and scale is None:
+        found.append(
+            "The loss scale is GradScaler's default: it was not calibrated, since the budget ended or fp16 was not "
+            "among the fastest when it was measured."
+        )
+    if scale is not None and scale.num_skips_seen > scale.num_skips_foretold:
+        found.append(
+            f"The loss scaler skipped {scale.num_skips_seen} of {scale.num_confirming_steps} measured steps, where the "
+            f"calibration foretold {scale.num_skips_foretold}: the gradients grow beyond what it saw."
+        )
+    return found
+
+
+def _sentence(text: str) -> str:
+    return f"{text.rstrip('.')}."
 
 
 def _consequences(chosen: Candidate, baseline: Candidate) -> list[str]:
@@ -143,8 +202,6 @@ def _consequences(chosen: Candidate, baseline: Candidate) -> list[str]:
             f"The optimizer sees {after} samples a step instead of {before}: the learning rate may need another look. "
             f"--effective-batch-size {before} keeps them."
         )
-    if chosen.precision not in ("fp32", baseline.precision):
-        found.append(f"Under {chosen.precision} a finite loss was checked; whether it learns what fp32 learns was not.")
     return found
 
 
@@ -184,4 +241,5 @@ def _row(
         step_seconds=median(m.step_seconds for m in measured) if measured else None,
         peak_memory_bytes=max(m.peak_memory_bytes for m in measured) if measured else None,
         reason=why,
+        pinned_modules=candidate.pinned_modules,
     )

@@ -6,16 +6,17 @@ import math
 
 import msgspec
 
-from autotune_amp.search import seeding
-from autotune_amp.search.session import Session, spent_on
+from autotune_amp.search import gate, seeding, verdicts
+from autotune_amp.search.session import Session, outcome_of, spent_on
 from autotune_amp.search.space import Space, without
-from autotune_amp.search.study import Study
+from autotune_amp.search.study import Asked, Study
 from autotune_amp.trial.outcome import Failure, Measurement, Outcome
 from autotune_amp.trial.runner import Runner
 from autotune_amp.trial.spec import Candidate, TrialSpec
 
 CUT_RATIO = 1.25  # median of five steps against the best: cuts equals 4 % of the time (measurement.md, Timing)
 SLOW_PRECISION_SHARE = 0.1  # of the budget, for a precision that has not shown itself worth more
+CHECK_SHARE = 0.1  # of the budget, kept back for the checks that follow, where there is something to check
 MIN_TRIAL_SECONDS = 0.5
 MAX_IDLE_SUGGESTIONS = 4  # suggestions in a row that were known already or brought nothing
 DEADLINE_RATIO = 20.0  # a step so many times longer than the best throughput foretells is not waited for
@@ -24,22 +25,50 @@ NUM_TRIALS_FORESEEN = 16  # one trial's steps take at most this part of the sear
 
 
 def explore(session: Session, runner: Runner, space: Space, study: Study, max_trials: int | None) -> None:
-    """Try candidates until nothing promising is left, the search's share of the budget is used, or `max_trials`."""
-    while _may_go_on(session, max_trials):
-        candidate = seeding.next_seed(session.hardware, space, session.outcomes, session.memory_limit_bytes)
+    """Try candidates until nothing promising is left, its share of the budget is used, or `max_trials`.
+
+    It leaves `CHECK_SHARE` of the budget for the checks. An fp16 candidate that may win has its loss scale calibrated
+    at once, and is told with it.
+    """
+    while _may_go_on(session, space, max_trials):
+        candidate = seeding.next_seed(
+            session.hardware,
+            space,
+            session.unpinned_outcomes,
+            session.memory_limit_bytes,
+            session.exclusions(space),
+        )
         if candidate is None:
             break
-        asked = study.ask(candidate)
-        record = session.run(runner, search_spec(session, asked.candidate))
-        study.tell(asked, record.outcome, number=record.number)
-        _keep_if_worth_it(session, runner, record.outcome)
+        outcome = _measure(session, runner, space, study, study.ask(candidate))
+        _keep_if_worth_it(session, runner, outcome)
     _follow_suggestions(session, runner, space, study, max_trials)
+
+
+def left_to_explore(session: Session, space: Space) -> float:
+    """Seconds left before the checks' share begins."""
+    is_checked = any(verdicts.needs_check(c, space) for c in (*space.candidates, space.baseline))
+    return session.clock.left_for_search() - is_checked * CHECK_SHARE * session.clock.budget_seconds
+
+
+def _measure(session: Session, runner: Runner, space: Space, study: Study, asked: Asked) -> Outcome:
+    seconds = left_to_explore(session, space)
+    record = session.run(runner, search_spec(session, asked.candidate, seconds))
+    outcome = outcome_of(record)
+    is_calibrated = gate.is_worth_calibrating(session, asked.candidate, outcome)
+    if is_calibrated:
+        gate.calibrate(session, runner, asked.candidate)
+        session.progress.phase("searching")
+    study.tell(asked, outcome, number=record.number)
+    if is_calibrated:
+        gate.answer_seeds(session, study, asked.candidate)
+    return outcome
 
 
 def _follow_suggestions(session: Session, runner: Runner, space: Space, study: Study, max_trials: int | None) -> None:
     num_idle = 0
-    while num_idle < MAX_IDLE_SUGGESTIONS and _may_go_on(session, max_trials):
-        excluded = seeding.exclusions(space, session.outcomes)
+    while num_idle < MAX_IDLE_SUGGESTIONS and _may_go_on(session, space, max_trials):
+        excluded = session.exclusions(space)
         untried = [c for c in without(space.candidates, excluded) if c not in session.outcomes]
         if not untried:
             return
@@ -54,8 +83,7 @@ def _follow_suggestions(session: Session, runner: Runner, space: Space, study: S
             num_idle += 1
             continue
         best = session.best()
-        record = session.run(runner, search_spec(session, asked.candidate))
-        study.tell(asked, record.outcome, number=record.number)
+        _measure(session, runner, space, study, asked)
         num_idle = 0 if best is None or session.best() is not best else num_idle + 1
 
 
@@ -63,17 +91,16 @@ def _names(precision: str, batch_size: int | None, candidate: Candidate) -> bool
     return precision == candidate.precision and batch_size in (None, candidate.batch_size)
 
 
-def _may_go_on(session: Session, max_trials: int | None) -> bool:
+def _may_go_on(session: Session, space: Space, max_trials: int | None) -> bool:
     num_done = sum(r.purpose == "search" for r in session.records)
     if max_trials is not None and num_done >= max_trials:
         return False
-    return session.clock.left_for_search() > MIN_TRIAL_SECONDS
+    return left_to_explore(session, space) > MIN_TRIAL_SECONDS
 
 
-def search_spec(session: Session, candidate: Candidate) -> TrialSpec:
-    """A search trial with its limits: what the best so far says a step may take, and what the budget has left."""
+def search_spec(session: Session, candidate: Candidate, search_seconds: float) -> TrialSpec:
+    """A search trial with its limits: what the best so far says a step may take, and the `search_seconds` left."""
     best = session.best()
-    search_seconds = session.clock.left_for_search()
     if best is None:
         # Nothing is known of the step: two thirds of what is left, so that one that hangs leaves time for another.
         return session.spec(

@@ -117,7 +117,7 @@ class StudyFolder:
                     f"{place} has format {found}; this version reads up to {RECORD_FORMAT}.",
                     "Upgrade autotune_amp, or give this search another name with --study.",
                 )
-            return msgspec.convert(document, Record)
+            return msgspec.json.decode(line, type=Record)  # keys that are numbers are read from JSON only
         except msgspec.MsgspecError as error:
             raise FormatError(
                 f"{place} is damaged: {error}.", "Remove that line, or give this search another name with --study."

@@ -13,6 +13,7 @@ from autotune_amp.config import PRECISIONS, Precision
 from autotune_amp.errors import InvalidRequestError
 
 SEED_LIMIT = 2**32 - 10_000  # numpy's, with room for resumed trials, which add their number to the seed
+MAX_STEPS = 1_000_000  # a replay holds a number for each, and takes up to 0.1 s then
 
 _DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 _NAME = re.compile(r"[\w.-]+")
@@ -24,7 +25,8 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Checked options; `from_user` makes one from what a user typed or passed.
 
     `batch_size` is an inclusive range in samples, `baseline` a precision and a batch size. `memory_fraction` is the
-    share of the available memory that a trial may take.
+    share of the available memory that a trial may take, `num_steps` the optimizer steps of the training to come,
+    over which a loss scale is judged.
     """
 
     budget_seconds: float = 110.0
@@ -35,6 +37,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     effective_batch_size: int | None = None
     baseline: tuple[Precision, int] | None = None
     memory_fraction: float = 0.9
+    num_steps: int = 10_000
     study: str | None = None
     out: str = "studies"
     storage: str | None = None
@@ -52,6 +55,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
         effective_batch_size: int | None = None,
         baseline: str | tuple[str, int] | None = None,
         memory_fraction: float = 0.9,
+        steps: int = 10_000,
         study: str | None = None,
         out: str = "studies",
         storage: str | None = None,
@@ -67,6 +71,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
             memory_fraction,
             "a share above 0 and at most 1",
         )
+        _check(_is_whole(steps) and 1 <= steps <= MAX_STEPS, "steps", steps, f"a whole number from 1 to {MAX_STEPS}")
         _check(
             study is None or (_matches(_NAME, study) and study.strip(".") != ""),
             "study",
@@ -88,6 +93,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
             effective_batch_size=effective_batch_size,
             baseline=_baseline(baseline),
             memory_fraction=float(memory_fraction),
+            num_steps=steps,
             study=study,
             out=out,
             storage=storage,

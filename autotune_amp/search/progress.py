@@ -14,19 +14,19 @@ class Progress:
         """The search has its folder and its budget."""
 
     def phase(self, text: str) -> None:
-        """A new phase: ``loading the workload``, ``probing the device``, ``searching``, ``confirming``."""
+        """A new phase: ``loading the workload``, ``searching``, ``checking bf16 against fp32``, ``confirming`` ..."""
 
     def found_hardware(self, hardware: Hardware) -> None:
         """The probe is back."""
 
     def trial_started(self, number: int, candidate: Candidate, purpose: Purpose) -> None:
-        """A trial begins."""
+        """A trial or a check begins."""
 
     def step(self, num_steps: int, step_seconds: float) -> None:
         """The running trial finished a step."""
 
     def trial_ended(self, record: Record, best: Record | None) -> None:
-        """A trial ended; `best` is the fastest measured so far."""
+        """A trial or a check ended; `best` is the fastest measured so far."""
 
     def tick(self, elapsed_seconds: float) -> None:
         """Time passes."""

@@ -105,15 +105,21 @@ def exclusions(space: Space, outcomes: Mapping[Candidate, Outcome]) -> tuple[Exc
 
 
 def next_seed(
-    hardware: Hardware, space: Space, outcomes: Mapping[Candidate, Outcome], memory_limit_bytes: int | None
+    hardware: Hardware,
+    space: Space,
+    outcomes: Mapping[Candidate, Outcome],
+    memory_limit_bytes: int | None,
+    excluded: Sequence[Exclusion] = (),
 ) -> Candidate | None:
     """What to try next, or None when seeding is over. Never something that has an outcome or is excluded.
 
-    Candidates that the memory model puts more than a tenth over `memory_limit_bytes` are skipped, not excluded.
+    `excluded` is beyond what the outcomes rule out. Candidates that the memory model puts more than a tenth over
+    `memory_limit_bytes` are skipped, not excluded.
     """
     if space.baseline not in outcomes:
         return space.baseline
-    untried = [c for c in without(space.candidates, exclusions(space, outcomes)) if c not in outcomes]
+    ruled_out = (*excluded, *exclusions(space, outcomes))
+    untried = [c for c in without(space.candidates, ruled_out) if c not in outcomes]
     fitting = [c for c in untried if _fits(c, outcomes, memory_limit_bytes)]
     for precision in _by_promise(hardware, space):
         seed = _first_of(precision, fitting, outcomes, space.baseline.batch_size)

@@ -10,12 +10,18 @@ import msgspec
 
 from autotune_amp.config import LossScale
 from autotune_amp.hardware.types import Hardware
+from autotune_amp.numerics.scaler_replay import Replay
+from autotune_amp.recommendation import Exclusion
+from autotune_amp.search import loss_scales, seeding, verdicts
+from autotune_amp.search.evidence import is_trial
 from autotune_amp.search.folder import StudyFolder
+from autotune_amp.search.loss_scales import Key, Pair, Refused, Scales
 from autotune_amp.search.progress import Progress
-from autotune_amp.trial.outcome import Measurement, Outcome, Record
+from autotune_amp.search.space import Space
+from autotune_amp.trial.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.trial.process import Watcher
 from autotune_amp.trial.runner import Runner
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.spec import Candidate, CheckKind, CheckSpec, Purpose, TrialSpec
 
 # The confirmation takes at most this share of the budget; what is left over of the search is not handed on.
 CONFIRM_SHARE = 0.4
@@ -76,6 +82,7 @@ class Session:
         loss_scale: LossScale,
         holds_heap: bool,
         seed: int,
+        num_steps: int = loss_scales.NUM_STEPS,
     ) -> None:
         self.clock = clock
         self.progress = progress
@@ -88,27 +95,72 @@ class Session:
         self._loss_scale = loss_scale
         self._holds_heap = holds_heap
         self._seed = seed
+        self._num_steps = num_steps
+        self.scales: dict[Key, Scales | Refused] = loss_scales.calibrated(self.records, num_steps)
+
+    @property
+    def trials(self) -> list[Record]:
+        """The records without the checks."""
+        return [r for r in self.records if is_trial(r)]
 
     @property
     def outcomes(self) -> dict[Candidate, Outcome]:
         """What the search phase knows of each candidate."""
-        return {r.candidate: r.outcome for r in self.records if r.purpose in ("search", "fallback")}
+        return {r.candidate: outcome_of(r) for r in self.records if r.purpose in ("search", "fallback")}
+
+    @property
+    def unpinned_outcomes(self) -> dict[Candidate, Outcome]:
+        """The same of the space's own candidates: one with pins says nothing of those without."""
+        return {c: outcome for c, outcome in self.outcomes.items() if not c.pinned_modules}
+
+    def exclusions(self, space: Space) -> tuple[Exclusion, ...]:
+        """What the outcomes and the checks so far rule out, with the reason."""
+        by_checks = (
+            *verdicts.exclusions(verdicts.verdicts(self.records)),
+            *loss_scales.exclusions(self.scales),
+        )
+        return (*by_checks, *seeding.exclusions(space, self.unpinned_outcomes))
 
     def best(self) -> Record | None:
-        """The fastest measured so far."""
-        measured = [r for r in self.records if r.purpose == "search" and isinstance(r.outcome, Measurement)]
+        """The fastest measured so far, without what the checks rule out."""
+        known = verdicts.verdicts(self.records)
+        measured = [
+            r
+            for r in self.records
+            if r.purpose == "search"
+            and isinstance(r.outcome, Measurement)
+            and not verdicts.unfaithful(known, r.candidate)
+            and not loss_scales.refusal(self.scales, r.candidate)
+        ]
         return max(measured, key=_samples_per_second, default=None)
+
+    def judge(self, candidate: Candidate, outcome: Outcome, pair: Pair | None) -> tuple[Outcome, Replay | None]:
+        """What the study is told; see `told.Judge`."""
+        if isinstance(outcome, Failure) or pair is None:
+            return outcome, None
+        refusal = loss_scales.refusal(self.scales, candidate)
+        if refusal is not None:
+            return Failure(kind="nonfinite", message=refusal), None
+        scales = loss_scales.scales_of(self.scales, candidate)
+        return outcome, None if scales is None else scales.replay(pair)
+
+    def chosen_loss_scale(self, candidate: Candidate) -> LossScale | None:
+        """What a candidate is confirmed with: the calibrated pair, where there is one."""
+        return loss_scales.loss_scale(self.scales, candidate, self._loss_scale)
 
     def spec(self, candidate: Candidate, **fields: Any) -> TrialSpec:
         """A trial of `candidate` under this search's conditions."""
         return TrialSpec(
             candidate=candidate,
             device=self.hardware.device,
-            loss_scale=self._loss_scale if candidate.precision == "fp16" else None,
             seed=self._seed,
             memory_limit_bytes=self.memory_limit_bytes,
             torch_state=self._torch_state,
-            **{"hold_heap": self._holds_heap, **fields},
+            **{
+                "hold_heap": self._holds_heap,
+                "loss_scale": self._loss_scale if candidate.precision == "fp16" else None,
+                **fields,
+            },
         )
 
     def run(
@@ -120,24 +172,69 @@ class Session:
         environment: dict[str, str] | None = None,
     ) -> Record:
         """Run one trial, log it, tell the progress."""
-        number = 1 + max((r.number for r in self.records), default=0)
-        self.progress.trial_started(number, spec.candidate, spec.purpose)
+        number = self._begin(spec.candidate, spec.purpose)
         started = time.monotonic()
         outcome = runner.run(spec)
+        return self._log(
+            Record(
+                search_id=self._search_id,
+                number=number,
+                candidate=spec.candidate,
+                purpose=spec.purpose,
+                outcome=outcome,
+                seconds=time.monotonic() - started,
+                round=round_number,
+                environment=environment or {},
+            )
+        )
+
+    def check(self, runner: Runner, what: CheckKind, candidate: Candidate, *, find_pins: bool = True) -> None:
+        """Check a candidate's precision within what is left for the search, and log it as a trial is logged."""
+        number = self._begin(candidate, what)
+        started = time.monotonic()
+        outcome = runner.check(
+            CheckSpec(
+                what=what,
+                precision=candidate.precision,
+                batch_size=candidate.batch_size,
+                device=self.hardware.device,
+                pinned_modules=candidate.pinned_modules,
+                find_pins=find_pins,
+                seed=self._seed,
+                deadline_seconds=max(0.0, self.clock.left_for_search()),
+                memory_limit_bytes=self.memory_limit_bytes,
+                torch_state=self._torch_state,
+                hold_heap=self._holds_heap,
+            )
+        )
         record = Record(
             search_id=self._search_id,
             number=number,
-            candidate=spec.candidate,
-            purpose=spec.purpose,
+            candidate=candidate,
+            purpose=what,
             outcome=outcome,
             seconds=time.monotonic() - started,
-            round=round_number,
-            environment=environment or {},
         )
+        if what == "calibration":
+            self.scales[loss_scales.key_of(candidate)] = loss_scales.answer(record, self._num_steps)
+        self._log(record)
+
+    def _begin(self, candidate: Candidate, purpose: Purpose) -> int:
+        number = 1 + max((r.number for r in self.records), default=0)
+        self.progress.trial_started(number, candidate, purpose)
+        return number
+
+    def _log(self, record: Record) -> Record:
         self._folder.append(record)
         self.records.append(record)
         self.progress.trial_ended(record, self.best())
         return record
+
+
+def outcome_of(record: Record) -> Outcome:
+    """What became of a trial."""
+    assert isinstance(record.outcome, (Measurement, Failure)), "a check is no trial"
+    return record.outcome
 
 
 def spent_on(records: Iterable[Record], precision: str) -> float:

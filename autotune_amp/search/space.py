@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -33,13 +33,16 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
 
     `candidates` are legal, unique by precision and batch size, ordered by precision and then batch size. `baseline`
     is measured even where it is not among them: as found, or outside the ranges asked for. `excluded` says what was
-    left out before any trial, `notes` what was assumed.
+    left out before any trial, `notes` what was assumed. `weights` is what the parameters are kept in, `has_tf32`
+    whether the device has it.
     """
 
     candidates: tuple[Candidate, ...]
     baseline: Candidate
     excluded: tuple[Exclusion, ...] = ()
     notes: tuple[str, ...] = ()
+    weights: Literal["fp32", "bf16", "frozen_low"] = "fp32"
+    has_tf32: bool = False
 
 
 def build_space(hardware: Hardware, description: Description, options: SearchOptions) -> Space:
@@ -64,6 +67,8 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
         baseline=baseline,
         excluded=tuple(excluded),
         notes=(*notes, *_weight_notes(description)),
+        weights=description.weights,
+        has_tf32="tf32" in hardware.precisions and hardware.precisions["tf32"].level != "unsupported",
     )
 
 

@@ -1,8 +1,7 @@
-"""The steps of a search: load, probe, describe, explore, confirm, decide, save."""
+"""The steps of a search: load, probe, describe, explore, check, confirm, decide, save."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,27 +9,28 @@ import msgspec
 import psutil
 
 from autotune_amp.config import PRECISIONS, LossScale
-from autotune_amp.errors import BudgetTooSmallError, NothingWorksError, SearchInterruptedError
+from autotune_amp.errors import NothingWorksError, SearchInterruptedError
 from autotune_amp.fingerprint import changed, versions
 from autotune_amp.hardware import identify
 from autotune_amp.hardware.types import Hardware
 from autotune_amp.recommendation import Exclusion, Fingerprint, Recommendation, SearchSummary
 from autotune_amp.report.format import size
-from autotune_amp.search import seeding
 from autotune_amp.search.choose import decide, shortlist
 from autotune_amp.search.confirm import confirm, measure_fallbacks
+from autotune_amp.search.endings import nothing_to_choose, too_small
 from autotune_amp.search.explain import excluded as explain_excluded
-from autotune_amp.search.explore import MIN_TRIAL_SECONDS, explore
+from autotune_amp.search.explore import MIN_TRIAL_SECONDS, explore, left_to_explore, search_spec
 from autotune_amp.search.flow import cached_answer
 from autotune_amp.search.folder import StudyFolder
+from autotune_amp.search.gate import pass_gate
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.origin import Origin
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.session import CONFIRM_SHARE, Clock, ProgressWatcher, Session, with_held_memory
+from autotune_amp.search.session import Clock, ProgressWatcher, Session, with_held_memory
 from autotune_amp.search.space import Space, build_space
 from autotune_amp.search.study import Study
 from autotune_amp.trial.heap import recommended_environment
-from autotune_amp.trial.outcome import Description, Failure, Record
+from autotune_amp.trial.outcome import Description, Failure
 from autotune_amp.trial.runner import Payload, Runner, can_fork
 
 _LOSS_SCALE = LossScale()
@@ -87,6 +87,7 @@ class _Steps:
         self._progress = progress
         self._warnings: list[str] = []
         self._start_seconds = 0.0
+        self._is_spent = False
 
     def load(self, runner: Runner) -> dict[str, Any]:
         """Start the process that holds the workload; returns the torch state that trials take over."""
@@ -94,7 +95,7 @@ class _Steps:
         return self._origin.torch_state(runner.load(self.clock.left()))
 
     def run(self, runner: Runner, payload: Payload, fingerprint: Fingerprint, search_id: str) -> Recommendation:
-        """Probe, describe, explore, confirm, decide and save."""
+        """Probe, describe, explore, check, confirm, decide and save."""
         state = self._open(runner)
         hardware = self._probe(runner, state)
         description = self._describe(runner, state, hardware)
@@ -113,9 +114,10 @@ class _Steps:
             loss_scale=_LOSS_SCALE,
             holds_heap=bool(environment),
             seed=self._options.seed,
+            num_steps=self._options.num_steps,
         )
         if session.records:
-            self._progress.note(f"Going on with {len(session.records)} trials that were measured before.")
+            self._progress.note(f"Going on with {len(session.trials)} trials that were measured before.")
         was_interrupted = False
         try:
             self._explore(session, runner, space, search_id)
@@ -124,14 +126,20 @@ class _Steps:
             was_interrupted = True
         finally:
             runner.close()
-        excluded = seeding.exclusions(space, session.outcomes)
-        if shortlist(session.records, space.baseline) is None:
-            raise self._nothing(session.records, space, excluded, was_interrupted=was_interrupted)
+        excluded = session.exclusions(space)
+        if shortlist(session.records, space.baseline, session.scales) is None:
+            raise nothing_to_choose(
+                session.records,
+                explain_excluded(session.records, space, excluded, is_budget_spent=True),
+                self.clock,
+                self.watcher.last_step_seconds,
+                was_interrupted=was_interrupted,
+            )
         recommendation = self._decide(session, space, excluded, environment, fingerprint, was_interrupted)
         self.folder.save(recommendation)
         if was_interrupted:
             raise SearchInterruptedError(
-                f"Interrupted after {len(session.records)} trials; the best so far is in "
+                f"Interrupted after {len(session.trials)} trials; the best so far is in "
                 f"{self.folder.recommendation_path}.",
                 "Run the same command again to go on.",
                 recommendation.excluded,
@@ -187,7 +195,7 @@ class _Steps:
     def _ask(self, runner: Runner, what: str, args: dict[str, Any]) -> Any:
         answer = runner.ask(what, args, max(0.0, self.clock.left()))
         if isinstance(answer, Failure) and answer.kind == "timeout":
-            raise self._too_small(self.clock.elapsed())
+            raise too_small(self.clock, self.watcher.last_step_seconds)
         return answer
 
     def _explore(self, session: Session, runner: Runner, space: Space, search_id: str) -> None:
@@ -198,17 +206,19 @@ class _Steps:
             space,
             search_id=search_id,
             owner=str(self.folder.path.resolve()),
-            loss_scale=_LOSS_SCALE,
+            judge=session.judge,
             seed=self._options.seed,
             records=session.records,
         ) as study:
             self._progress.phase("searching")
             explore(session, runner, space, study, self._options.max_trials)
+            self._is_spent = left_to_explore(session, space) <= MIN_TRIAL_SECONDS
+            pass_gate(session, runner, space, study, search_spec)
 
     def _confirm(
         self, session: Session, runner: Runner, payload: Payload, space: Space, environment: dict[str, str]
     ) -> None:
-        chosen = shortlist(session.records, space.baseline)
+        chosen = shortlist(session.records, space.baseline, session.scales)
         if chosen is None:
             return
         for contender in filter(None, (chosen.winner, chosen.runner_up)):  # the confirmation may turn them round
@@ -237,14 +247,15 @@ class _Steps:
         fingerprint: Fingerprint,
         was_interrupted: bool,
     ) -> Recommendation:
-        is_spent = self.clock.left_for_search() <= MIN_TRIAL_SECONDS or was_interrupted
         decision = decide(
             session.records,
             space,
             environment=environment,
             loss_scale=_LOSS_SCALE,
             exclusions=excluded,
-            is_budget_spent=is_spent,
+            is_budget_spent=self._is_spent or was_interrupted,
+            scales=session.scales,
+            num_steps_per_report=session.spec(space.baseline).num_steps_per_report,
         )
         unknown = tuple(f"This answer cannot be cached: {part}." for part in fingerprint.unknown)
         return Recommendation(
@@ -256,46 +267,15 @@ class _Steps:
             candidates=decision.candidates,
             search=SearchSummary(
                 study=self.folder.path.name,
-                num_trials=len(session.records),
-                num_failures=sum(isinstance(r.outcome, Failure) for r in session.records),
+                num_trials=len(session.trials),
+                num_failures=sum(isinstance(r.outcome, Failure) for r in session.trials),
                 seconds=self.clock.elapsed(),
                 was_interrupted=was_interrupted,
             ),
             hardware=session.hardware,
             versions=versions(),
             fingerprint=fingerprint,
-        )
-
-    def _nothing(
-        self, records: Sequence[Record], space: Space, found: Sequence[Exclusion], *, was_interrupted: bool
-    ) -> NothingWorksError | BudgetTooSmallError | SearchInterruptedError:
-        excluded = explain_excluded(records, space, found, is_budget_spent=True)
-        if was_interrupted:
-            return SearchInterruptedError(
-                "Interrupted before anything was measured.", "Run the same command again.", excluded, None
-            )
-        failures = [r.outcome for r in records if isinstance(r.outcome, Failure)]
-        is_only_slow = all(f.kind == "timeout" for f in failures)
-        if is_only_slow and (not failures or self.watcher.last_step_seconds is not None):
-            return self._too_small(self.clock.elapsed())
-        first = next((f for f in failures if f.kind == "workload_error"), failures[0])
-        candidate = next(r.candidate for r in records if r.outcome is first)
-        details = f"\n{first.details.rstrip()}" if first.details else ""
-        return NothingWorksError(
-            f"None of {len(records)} trials worked; {candidate}: {first.message}.{details}",
-            "Mend what the reasons name; a workload that trains one step on its own will be measured."
-            + (" If steps are only slow, give a larger --budget." if is_only_slow else ""),
-            excluded,
-        )
-
-    def _too_small(self, used_seconds: float) -> BudgetTooSmallError:
-        """Twice the shortest trial there is, with what came before it, must fit in the search's share."""
-        step_seconds = self.watcher.last_step_seconds or 0.0
-        needed = (2 * used_seconds + 12 * step_seconds) / (1 - CONFIRM_SHARE)
-        return BudgetTooSmallError(
-            f"The budget of {self.clock.budget_seconds:g} s ended before anything was measured; "
-            f"{used_seconds:.0f} s had gone into loading, probing and building the workload and its first trials.",
-            f"Give --budget {math.ceil(needed / 10) * 10} or more.",
+            fidelity=decision.fidelity,
         )
 
 

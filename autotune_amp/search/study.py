@@ -1,8 +1,9 @@
 """The ask/tell loop around Optuna: the only file that imports it.
 
 One study, four parameters: `precision`, `batch_size` (an int on a log scale, snapped to the nearest legal size: an
-int range may change later and a category may not) and, under fp16, `init_scale` and `growth_interval`, for now with
-the values given. User attributes say the rest, since they are what optuna-dashboard shows: the candidate that was
+int range may change later and a category may not) and, under fp16, `init_scale` (snapped to a power of two) and
+`growth_interval`. An fp16 batch size is measured once; what is told of its pairs of the two comes from a replay, which
+a `told.Judge` knows. User attributes say the rest, since they are what optuna-dashboard shows: the candidate that was
 run, why it failed, its memory and step time. They are few, since each is a commit.
 """
 
@@ -11,11 +12,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import re
-import sqlite3
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import quote
 
 import optuna
 import sqlalchemy
@@ -24,27 +22,40 @@ from optuna.exceptions import DuplicatedStudyError, StorageInternalError, Update
 from optuna.samplers import TPESampler
 from optuna.storages import RDBStorage
 from optuna.trial import TrialState
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.exc import SQLAlchemyError
 
-from autotune_amp.config import PRECISIONS, LossScale
+from autotune_amp.config import PRECISIONS
 from autotune_amp.errors import StudyError
-from autotune_amp.trial.outcome import Measurement, Outcome, Record
+from autotune_amp.search import told
+from autotune_amp.search.loss_scales import DEFAULT_PAIR, LOG2_INIT_SCALES, Pair, snapped
+from autotune_amp.search.storage import open_file, sqlite_url, study_error
+from autotune_amp.trial.outcome import Failure, Measurement
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from autotune_amp.search.space import Space
+    from autotune_amp.search.told import Judge
+    from autotune_amp.trial.outcome import Outcome, Record
     from autotune_amp.trial.spec import Candidate
+
+__all__ = ["Asked", "Study", "sqlite_url"]
+
+GROWTH_INTERVALS = (10, 20_000)
 
 # TPE learns from a violated constraint and ignores a trial told as FAIL (shared/reference/measurement.md, Optuna 5).
 _RUNS = "runs"
 
 
 class Asked(NamedTuple):
-    """A trial that the study waits for: run `candidate`, then `Study.tell` its outcome."""
+    """A trial that the study waits for: run `candidate`, then `Study.tell` its outcome.
+
+    `pair` is init_scale, a power of two, and growth_interval under fp16, None otherwise.
+    """
 
     candidate: Candidate
     trial: optuna.Trial
+    pair: Pair | None
 
 
 class Study:
@@ -53,10 +64,10 @@ class Study:
     Every method raises `StudyError` where the storage fails. To be used from one thread.
     """
 
-    def __init__(self, storage: str | Path, study: optuna.Study, space: Space, loss_scale: LossScale) -> None:
+    def __init__(self, storage: str | Path, study: optuna.Study, space: Space, judge: Judge) -> None:
         self._storage = storage
         self._study = study
-        self._loss_scale = loss_scale
+        self._judge = judge
         self._cleanup = contextlib.ExitStack()
         self._legal = (*space.candidates, space.baseline)
         self._precisions = [p for p in PRECISIONS if any(c.precision == p for c in self._legal)]
@@ -71,7 +82,7 @@ class Study:
         *,
         search_id: str,
         owner: str = "",
-        loss_scale: LossScale | None = None,
+        judge: Judge = told.as_measured,
         seed: int = 0,
         records: Iterable[Record] = (),
     ) -> Study:
@@ -92,7 +103,7 @@ class Study:
             with _storage_errors(storage):
                 study = _create_or_load(connected, name, search_id, owner)
                 study.sampler = TPESampler(seed=seed + len(study.trials))  # resumed, it must not draw the same again
-                opened = cls(storage, study, space, loss_scale or LossScale())
+                opened = cls(storage, study, space, judge)
                 opened._fail_left_behind()
                 opened._add_missing(record for record in records if record.search_id == search_id)
             opened._cleanup = cleanup.pop_all()
@@ -113,66 +124,75 @@ class Study:
         """The study's name in the storage."""
         return self._study.study_name
 
-    def ask(self, candidate: Candidate | None = None) -> Asked:
+    def ask(self, candidate: Candidate | None = None, pair: Pair | None = DEFAULT_PAIR) -> Asked:
         """The next trial: of `candidate`, or of what TPE suggests, snapped to the nearest legal batch size.
 
-        A trial that somebody enqueued through the dashboard comes first, so run what is returned. What TPE suggests
-        may have been measured or ruled out: tell what is known, TPE learns from that too.
+        Under fp16 with `pair`; with None TPE suggests one for the candidate. A candidate with pinned modules is told
+        under the precision that it pins them in. A trial that somebody enqueued through the dashboard comes first, so
+        run what is returned. What TPE suggests may have been measured or ruled out: tell what is known, TPE learns
+        from that too.
         Raises `ValueError` for a candidate outside the space: enqueued, it would leave a running trial behind.
         What others enqueued that cannot be read is a `StudyError`.
         """
-        if candidate is not None and candidate not in self._legal:
+        if candidate is not None and told.unpinned(candidate) not in self._legal:
             raise ValueError(f"{candidate} is not in the space.")
         with _storage_errors(self._storage):
             if candidate is not None:
-                self._study.enqueue_trial(self._parameters(candidate)[0], user_attrs=_described(candidate))
+                self._study.enqueue_trial(told.parameters(candidate, pair), user_attrs=told.described(candidate))
             trial = self._study.ask()
             try:
-                precision, size = self._suggested(trial)
+                precision = trial.suggest_categorical("precision", self._precisions)
+                size = trial.suggest_int("batch_size", *self._sizes, log=True)
+                suggested = self._suggested_pair(trial) if precision == "fp16" else None
                 if candidate is None or (precision, size) != (candidate.precision, candidate.batch_size):
                     candidate = self._nearest(precision, size)
-                    _set_attributes(trial, _described(candidate))
+                    _set_attributes(trial, told.described(candidate))
             except ValueError as error:
                 raise StudyError(
                     f"Trial {trial.number}, which somebody enqueued in study {self.name}, cannot be run: {error}.",
                     f"Enqueue {', '.join(self._precisions)} only; the same command again goes on without that trial.",
                 ) from error
-            return Asked(candidate, trial)
+            return Asked(candidate, trial, suggested)
 
     def tell(self, asked: Asked, outcome: Outcome, *, number: int | None = None) -> None:
-        """Finish a trial: its throughput, or why there is none.
+        """Finish a trial: its applied samples per second as the judge has them, or why there are none.
 
         `number` is that of the record, written before this is called; None where the outcome was known already.
         A failure becomes a pruned trial with a violated constraint, never a failed one, so that TPE learns from it.
         """
+        outcome, replay = self._judge(asked.candidate, outcome, asked.pair)
         with _storage_errors(self._storage):
-            _set_attributes(asked.trial, _explained(outcome, number))
+            _set_attributes(asked.trial, told.explained(outcome, number, asked.pair, replay))
             if isinstance(outcome, Measurement):
-                self._study.tell(asked.trial, outcome.samples_per_second)
+                self._study.tell(asked.trial, told.value(outcome, replay))
             else:
                 asked.trial.set_constraint(_RUNS, 1.0)
                 self._study.tell(asked.trial, state=TrialState.PRUNED)
 
-    def _suggested(self, trial: optuna.Trial) -> tuple[str, int]:
-        precision = trial.suggest_categorical("precision", self._precisions)
-        size = trial.suggest_int("batch_size", *self._sizes, log=True)
-        if precision == "fp16":
-            trial.suggest_float("init_scale", *2 * (self._loss_scale.init_scale,))
-            trial.suggest_int("growth_interval", *2 * (self._loss_scale.growth_interval,))
-        return precision, size
+    def pairs(self, candidate: Candidate) -> list[Pair]:
+        """The pairs that were answered for an fp16 candidate, in order."""
+        finished = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        ours = [
+            t for t in finished if t.user_attrs.get("candidate") == str(candidate) and "applied_share" in t.user_attrs
+        ]
+        return [(snapped(t.params["init_scale"]), t.params["growth_interval"]) for t in ours]
 
-    def _parameters(self, candidate: Candidate) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
-        parameters: dict[str, Any] = {"precision": candidate.precision, "batch_size": candidate.batch_size}
-        distributions: dict[str, BaseDistribution] = {
+    def _suggested_pair(self, trial: optuna.Trial) -> Pair:
+        low, high = (2.0**log2_scale for log2_scale in LOG2_INIT_SCALES)
+        return (
+            snapped(trial.suggest_float("init_scale", low, high, log=True)),
+            trial.suggest_int("growth_interval", *GROWTH_INTERVALS, log=True),
+        )
+
+    def _distributions(self, names: Iterable[str]) -> dict[str, BaseDistribution]:
+        low, high = (2.0**log2_scale for log2_scale in LOG2_INIT_SCALES)
+        known: dict[str, BaseDistribution] = {
             "precision": CategoricalDistribution(self._precisions),
             "batch_size": IntDistribution(*self._sizes, log=True),
+            "init_scale": FloatDistribution(low, high, log=True),
+            "growth_interval": IntDistribution(*GROWTH_INTERVALS, log=True),
         }
-        if candidate.precision == "fp16":
-            scale, interval = self._loss_scale.init_scale, self._loss_scale.growth_interval
-            parameters |= {"init_scale": scale, "growth_interval": interval}
-            distributions["init_scale"] = FloatDistribution(scale, scale)
-            distributions["growth_interval"] = IntDistribution(interval, interval)
-        return parameters, distributions
+        return {name: known[name] for name in names}
 
     def _nearest(self, precision: str, size: int) -> Candidate:
         """The legal candidate with the nearest batch size; strict flags before as found where both have it."""
@@ -190,45 +210,27 @@ class Study:
             self._study.tell(left.number, state=TrialState.FAIL)
 
     def _add_missing(self, records: Iterable[Record]) -> None:
-        told = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
-        known = {trial.user_attrs.get("record") for trial in told}
+        finished = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+        known = {trial.user_attrs.get("record") for trial in finished}
         for record in records:
-            if record.purpose != "search" or record.number in known or record.candidate not in self._legal:
+            candidate, outcome = record.candidate, record.outcome
+            if record.purpose != "search" or record.number in known or told.unpinned(candidate) not in self._legal:
                 continue
-            parameters, distributions = self._parameters(record.candidate)
-            is_measured = isinstance(record.outcome, Measurement)
+            assert isinstance(outcome, (Measurement, Failure))
+            pair = DEFAULT_PAIR if candidate.precision == "fp16" else None
+            parameters = told.parameters(candidate, pair)
+            outcome, replay = self._judge(candidate, outcome, pair)
+            is_measured = isinstance(outcome, Measurement)
             self._study.add_trial(
                 optuna.create_trial(
                     state=TrialState.COMPLETE if is_measured else TrialState.PRUNED,
-                    value=record.outcome.samples_per_second if isinstance(record.outcome, Measurement) else None,
+                    value=told.value(outcome, replay) if isinstance(outcome, Measurement) else None,
                     params=parameters,
-                    distributions=distributions,
-                    user_attrs=_described(record.candidate) | _explained(record.outcome, record.number),
+                    distributions=self._distributions(parameters),
+                    user_attrs=told.described(candidate) | told.explained(outcome, record.number, pair, replay),
                     constraints=None if is_measured else {_RUNS: 1.0},
                 )
             )
-
-
-def sqlite_url(path: Path) -> str:
-    """The storage URL by which others open a study's file; quoted, since '?' ends the path of a URL."""
-    return f"sqlite:///{quote(str(path.resolve()))}"
-
-
-def _described(candidate: Candidate) -> dict[str, Any]:
-    return {"candidate": str(candidate)}
-
-
-def _explained(outcome: Outcome, number: int | None) -> dict[str, Any]:
-    if isinstance(outcome, Measurement):
-        explained: dict[str, Any] = {
-            "step_seconds": outcome.step_seconds,
-            "peak_memory_bytes": outcome.peak_memory_bytes,
-        }
-        if outcome.was_cut:
-            explained["was_cut"] = True
-    else:
-        explained = {"failure": outcome.kind, "reason": outcome.message}
-    return explained if number is None else explained | {"record": number}
 
 
 def _set_attributes(owner: optuna.Trial | optuna.Study, attributes: dict[str, Any]) -> None:
@@ -256,27 +258,14 @@ def _connect(storage: str | Path) -> RDBStorage:
     # Without a pool no SQLite connection outlives its session, not even one that Optuna's constructor failed on.
     options: dict[str, Any] = {}
     if isinstance(storage, Path):
-        options["pool"] = sqlalchemy.NullPool(lambda: _open_file(storage))  # type: ignore[arg-type]
+        options["pool"] = sqlalchemy.NullPool(lambda: open_file(storage))  # type: ignore[arg-type]
     elif storage.startswith("sqlite") and ":memory:" not in storage and storage != "sqlite://":
         options["poolclass"] = sqlalchemy.NullPool
     try:
         return RDBStorage("sqlite://" if isinstance(storage, Path) else storage, engine_kwargs=options)
     except Exception as error:  # a wrong URL, driver, host, password, file or schema: each has a type of its own
-        raise _study_error(storage, error) from error
-
-
-def _open_file(path: Path) -> sqlite3.Connection:
-    """A connection that does not wait for the disk: a trial's dozen commits took 330 ms, and take 75 (measured).
-
-    A killed process harms nothing so. Only a power failure may, and then the records make the file again.
-    """
-    connection = sqlite3.connect(path, check_same_thread=False)
-    try:
-        connection.execute("PRAGMA synchronous = OFF")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+        cause = error.__cause__ if isinstance(error, StorageInternalError) else None
+        raise study_error(storage, cause or error) from error
 
 
 def _disconnect(storage: RDBStorage) -> None:
@@ -288,32 +277,12 @@ def _disconnect(storage: RDBStorage) -> None:
 def _storage_errors(storage: str | Path) -> Iterator[None]:
     try:
         yield
-    except (SQLAlchemyError, StorageInternalError) as error:
-        raise _study_error(storage, error) from error
+    except StorageInternalError as error:
+        raise study_error(storage, error.__cause__ or error) from error
+    except SQLAlchemyError as error:
+        raise study_error(storage, error) from error
     except UpdateFinishedTrialError as error:
         raise StudyError(
             "A trial of this search was finished in the study by somebody else while it was running.",
             "Run the same command again to go on; leave a running search's trials alone.",
         ) from error
-
-
-def _study_error(storage: str | Path, error: Exception) -> StudyError:
-    cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
-    what = str(getattr(cause, "orig", None) or cause).strip().split("\n")[0].rstrip(".") or type(cause).__name__
-    if isinstance(storage, Path):
-        return StudyError(
-            f"The study's file {storage} cannot be used: {what}.",
-            "Check that its folder can be written and has space; a damaged file can be moved away, "
-            "the search makes it again.",
-        )
-    try:
-        url = sqlalchemy.make_url(storage)
-    except ArgumentError:
-        shown = re.sub(r"(?<=:)[^/:@][^:@]*(?=@)", "***", storage)
-    else:
-        shown = url.render_as_string(hide_password=True)
-        what = what.replace(str(url.password), "***") if url.password else what
-    return StudyError(
-        f"The storage {shown} cannot be used: {what}.",
-        "Check that it is there and can be written, or leave --storage out to use a file in the study's folder.",
-    )

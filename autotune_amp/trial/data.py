@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from autotune_amp.errors import WorkloadError
 
-Stream = Iterator[Any]
+Stream = Generator[Any, None, None]
 
 
 def describe(data: Any) -> tuple[str, int | None, int | None]:

@@ -1,4 +1,4 @@
-"""What came back from a trial: a measurement or a failure; plain data, JSON both ways."""
+"""What came back from a trial or a check: what it found, or a failure; plain data, JSON both ways."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from autotune_amp.config import Precision
-from autotune_amp.trial.spec import Candidate, Purpose
+from autotune_amp.numerics.results import Calibration, Fidelity
+from autotune_amp.trial.spec import Candidate, CheckSpec, Purpose
 
 FailureKind: TypeAlias = Literal["oom", "timeout", "nonfinite", "unsupported", "crash", "workload_error"]
 
@@ -48,10 +49,32 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", ta
 
 
 Outcome: TypeAlias = Measurement | Failure
+CheckOutcome: TypeAlias = Fidelity | Calibration | Failure
+
+_NEXT_STEPS: dict[FailureKind, str] = {
+    "oom": "Free memory or use a device with more of it; until then compare a training run of your own with fp32.",
+    "timeout": "Give a larger budget.",
+    "nonfinite": "Use another precision.",
+    "unsupported": "Use another precision.",
+    "crash": "Run a few training steps in this precision on their own, to see how they end.",
+    "workload_error": "Mend what the reason names.",
+}
+
+
+def unchecked(spec: CheckSpec, failure: Failure) -> Fidelity:
+    """What a check that could not be made says of its precision: nothing, with the reason."""
+    return Fidelity(
+        precision=spec.precision,
+        batch_size=spec.batch_size,
+        verdict="unchecked",
+        reason=f"{spec.precision} is unchecked ({failure.kind}): {failure.message.rstrip('.')}.",
+        next_step=_NEXT_STEPS[failure.kind],
+        pinned_modules=spec.pinned_modules,
+    )
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of outcomes.jsonl: a trial and its outcome.
+    """One line of outcomes.jsonl: a trial or a check, and its outcome.
 
     `search_id` tells the searches in one folder apart; only lines of the running search are resumed. `seconds` is
     what the trial cost, process start and set-up included. `round` numbers the confirmation rounds from 0.
@@ -62,7 +85,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     candidate: Candidate
     purpose: Purpose
-    outcome: Measurement | Failure
+    outcome: Measurement | Failure | Fidelity | Calibration
     seconds: float
     round: int | None = None
     environment: dict[str, str] = {}

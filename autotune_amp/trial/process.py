@@ -123,6 +123,8 @@ class Process:
             if event == "first step":
                 phase = "in the first step"
                 limit = None if deadlines.first_step_seconds is None else now + deadlines.first_step_seconds
+            elif event == "phase":
+                phase = message["name"]
             elif event == "step":
                 phase = f"after step {message['number']}" if message["number"] else "warming up"
                 self._watcher.step(message["number"], message["seconds"])

@@ -10,9 +10,10 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from autotune_amp.errors import AutotuneAmpError, BudgetTooSmallError, WorkloadError
-from autotune_amp.trial.outcome import Failure, Measurement, Outcome
+from autotune_amp.numerics.results import Calibration, Fidelity
+from autotune_amp.trial.outcome import CheckOutcome, Failure, Measurement, Outcome, unchecked
 from autotune_amp.trial.process import Deadlines, Process, ProcessEndedError, Watcher
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.spec import CheckSpec, TrialSpec
 
 Isolation: TypeAlias = Literal["fork", "kept", "fresh"]
 
@@ -120,16 +121,40 @@ class Runner:
             first_step_seconds=spec.first_step_deadline_seconds,
             step_seconds=spec.step_deadline_seconds,
         )
+        value = self._attempt("trial", spec, deadlines)
+        outcome: Outcome = value if isinstance(value, Failure) else msgspec.convert(value, type=Measurement | Failure)
+        return outcome
+
+    def check(self, spec: CheckSpec) -> CheckOutcome:
+        """Run one check, of half the batch again and again where memory is short; never raises for what the workload
+        does. What does not fit at batch 1 either is unchecked.
+        """
+        seconds = spec.deadline_seconds
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while True:
+            outcome = self._check(spec, deadline)
+            if not (isinstance(outcome, Failure) and outcome.kind == "oom"):
+                return outcome
+            if spec.batch_size == 1:
+                return unchecked(spec, outcome) if spec.what == "fidelity" else outcome
+            # In another process: what an allocation that failed leaves behind must not count against the next.
+            spec = msgspec.structs.replace(spec, batch_size=spec.batch_size // 2)
+
+    def _check(self, spec: CheckSpec, deadline: float | None) -> CheckOutcome:
+        value = self._attempt("check", spec, Deadlines(whole=deadline))
+        if isinstance(value, Failure):
+            return value
+        # JSON has no whole numbers as keys.
+        outcome: CheckOutcome = msgspec.convert(value, type=Fidelity | Calibration | Failure, str_keys=True)
+        return outcome
+
+    def _attempt(self, what: str, spec: TrialSpec | CheckSpec, deadlines: Deadlines) -> Any:
         try:
-            value = self._call("trial", msgspec.to_builtins(spec), deadlines)
+            return self._call(what, msgspec.to_builtins(spec), deadlines)
         except BudgetTooSmallError:  # a fresh process, loading it again
             return Failure(kind="timeout", message="it was still loading the workload when its time was up")
         except AutotuneAmpError as error:
             return Failure(kind="workload_error", message=error.message, details=error.next_step)
-        if isinstance(value, Failure):
-            return value
-        outcome: Outcome = msgspec.convert(value, type=Measurement | Failure)
-        return outcome
 
     def _call(self, what: str, args: dict[str, Any], deadlines: Deadlines) -> Any:
         try:

@@ -104,7 +104,7 @@ class Server:
 
     def _answer(self, what: str, args: dict[str, Any]) -> Any:
         from autotune_amp.trial import worker
-        from autotune_amp.trial.spec import TrialSpec
+        from autotune_amp.trial.spec import CheckSpec, TrialSpec
 
         if what == "probe":
             from autotune_amp import torch_state
@@ -122,6 +122,10 @@ class Server:
             return compute(self._source, args["options"], identity, args["torch_state"])
         if what == "describe":
             return worker.describe(self._bench, args["device"], args["torch_state"])
+        if what == "check":
+            from autotune_amp.trial import checks
+
+            return checks.check(self._bench, msgspec.convert(args, CheckSpec), self._channel.send)
         return worker.run(self._bench, msgspec.convert(args, TrialSpec), self._channel.send)
 
     def attempt(self, action: Any, *args: Any) -> None:

@@ -9,8 +9,10 @@ import msgspec
 from autotune_amp.config import LossScale, Precision
 
 # search: a candidate tried; fallback: a plan for a lower rung; confirm: again in a fresh process in the recommended
-# environment (the baseline: in the user's own); plain: the winner once in the user's own environment.
-Purpose: TypeAlias = Literal["search", "fallback", "confirm", "plain"]
+# environment (the baseline: in the user's own); plain: the winner once in the user's own environment; fidelity and
+# calibration: no trials but checks of what a precision does to the gradient.
+Purpose: TypeAlias = Literal["search", "fallback", "confirm", "plain", "fidelity", "calibration"]
+CheckKind: TypeAlias = Literal["fidelity", "calibration"]
 
 # Micro-batches timed for a longer accumulation window; the window's time is composed from them, since windows of
 # hundreds of passes would cost more than the search has (measurement.md, Timing).
@@ -23,13 +25,14 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """One setting that can be tried.
 
     `as_found` keeps the caller's own TF32 flags and autocast instead of the strict flags of `precision`: only the
-    baseline is run so, and only where the two differ.
+    baseline is run so, and only where the two differ. `pinned_modules` run in fp32 whatever the precision.
     """
 
     precision: Precision
     batch_size: int
     accumulation_steps: int = 1
     as_found: bool = False
+    pinned_modules: tuple[str, ...] = ()
 
     @property
     def effective_batch_size(self) -> int:
@@ -40,6 +43,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         name = f"{self.precision} batch {self.batch_size}"
         if self.accumulation_steps > 1:
             name += f" x {self.accumulation_steps}"
+        if self.pinned_modules:
+            num_pinned = len(self.pinned_modules)
+            name += f" with {num_pinned} module{'s' if num_pinned > 1 else ''} pinned"
         return name + (" as found" if self.as_found else "")
 
 
@@ -80,3 +86,26 @@ class TrialSpec(msgspec.Struct, frozen=True, kw_only=True):
     def num_steps_per_report(self) -> int:
         """Steps timed, and reported, together."""
         return 1 if self.device == "cpu" else STEPS_PER_SYNC
+
+
+class CheckSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One check in a process of its own: of `precision` against fp32, or of the loss scales that are safe.
+
+    `num_batches` different batches of `batch_size` samples are used, fewer samples where they do not fit into memory.
+    `find_pins`: look for modules that make the precision faithful when they run in fp32. `pinned_modules` do so during
+    the check. `deadline_seconds` is for all of it; the parent enforces it by killing the process. `torch_state` is the
+    caller's global torch state as `torch_state.capture` gave it.
+    """
+
+    what: CheckKind
+    precision: Precision
+    batch_size: int
+    device: str
+    pinned_modules: tuple[str, ...] = ()
+    find_pins: bool = True
+    seed: int = 0
+    num_batches: int = 12
+    deadline_seconds: float | None = None
+    memory_limit_bytes: int | None = None
+    torch_state: dict[str, Any] = {}
+    hold_heap: bool = False

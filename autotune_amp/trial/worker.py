@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import random
-import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,12 +22,13 @@ from autotune_amp.trial import data
 from autotune_amp.trial.heap import hold_heap
 from autotune_amp.trial.memory import PeakMemory
 from autotune_amp.trial.outcome import Description, Failure, FailureKind, Measurement, Outcome
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.spec import CheckSpec, TrialSpec
 from autotune_amp.trial.step import Training, make_model, make_optimizer
 from autotune_amp.trial.timing import NonFiniteError, Timing, time_steps
 from autotune_amp.workload import Workload
 
 Send = Callable[[dict[str, Any]], None]
+Result = TypeVar("Result")
 
 # By exception type first; then by text, because CPU and driver failures are plain RuntimeErrors.
 _OOM_TEXTS = (
@@ -100,11 +99,16 @@ def describe(bench: Bench, device: str, state: dict[str, Any]) -> Description:
 
 def run(bench: Bench, spec: TrialSpec, send: Send) -> Outcome:
     """Run one trial; whatever goes wrong comes back as a `Failure`."""
+    return guarded(bench, spec, lambda: _measure(bench, spec, send))
+
+
+def guarded(bench: Bench, spec: TrialSpec | CheckSpec, action: Callable[[], Result]) -> Result | Failure:
+    """Do it in the caller's torch state; what it raises comes back as a `Failure`, a kept worker is left clean."""
     try:
         torch_state.apply(spec.torch_state)
         if spec.hold_heap:
             hold_heap()
-        return _measure(bench, spec, send)
+        return action()
     except Exception as error:
         failure = classify(error)
         # A traceback holds the frames that hold the tensors: a kept worker would carry them into its next trial.
@@ -116,6 +120,16 @@ def run(bench: Bench, spec: TrialSpec, send: Send) -> Outcome:
             free_cache()
 
 
+def prepare(bench: Bench, spec: TrialSpec | CheckSpec) -> tuple[PeakMemory, float]:
+    """Seed, start the accelerator and limit the memory; returns what watches it, and the start's seconds."""
+    device = torch.device(spec.device)
+    torch_state.seed(spec.seed)
+    context_seconds = _start_accelerator(device)
+    memory = PeakMemory(device, spec.memory_limit_bytes, bench.resident_bytes_before)
+    bench.resident_bytes_before = memory.resident_bytes_before
+    return memory, context_seconds
+
+
 def free_cache() -> None:
     """Give what torch's CUDA allocator keeps back, so that it does not count as the next trial's."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch does not type it
@@ -123,13 +137,9 @@ def free_cache() -> None:
 
 
 def _measure(bench: Bench, spec: TrialSpec, send: Send) -> Outcome:
-    device = torch.device(spec.device)
-    _seed(spec.seed)
-    context_seconds = _start_accelerator(device)
-    memory = PeakMemory(device, spec.memory_limit_bytes, bench.resident_bytes_before)
-    bench.resident_bytes_before = memory.resident_bytes_before
+    memory, context_seconds = prepare(bench, spec)
     started = time.perf_counter()
-    training = Training(bench.workload, bench.model(device), spec)
+    training = Training(bench.workload, bench.model(torch.device(spec.device)), spec)
     build_seconds = time.perf_counter() - started
     send({"event": "first step"})
 
@@ -139,6 +149,7 @@ def _measure(bench: Bench, spec: TrialSpec, send: Send) -> Outcome:
 
     retries = memory.num_allocator_retries()
     timing = time_steps(training, report)
+    training.unpin()
     peak, reserved = memory.peak_bytes()
     if memory.is_over_limit():
         return Failure(
@@ -207,13 +218,6 @@ def _printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
-
-
 def _start_accelerator(device: torch.device) -> float:
     """Seconds to bring the device up, which no step should pay for."""
     if device.type == "cpu":
@@ -225,7 +229,7 @@ def _start_accelerator(device: torch.device) -> float:
 
 
 def _weights(parameters: list[nn.Parameter]) -> Any:
-    low = {torch.bfloat16, torch.float16}
+    low = precision.HALF_DTYPES
     if any(p.requires_grad and p.dtype in low for p in parameters):
         return "bf16"
     return "frozen_low" if any(p.dtype in low for p in parameters) else "fp32"

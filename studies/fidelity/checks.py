@@ -1,6 +1,6 @@
 """The check of each precision on each case of a zoo, over seeds; appends what is missing to raw/checks_<zoo>.jsonl.
 
-Usage: checks.py --zoo healthy|sick|held_out [--seeds 10] [--device cpu] [--only NAME ...]
+Usage: checks.py --zoo healthy|sick|held_out [--seeds 10] [--device cpu] [--suffix after] [--only NAME ...]
 """
 
 from __future__ import annotations
@@ -39,14 +39,16 @@ def main() -> None:
     parser.add_argument("--zoo", choices=common.ZOOS, required=True)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--suffix", default="", help="for a round after a change: checks_<zoo>_<suffix>.jsonl")
     parser.add_argument("--only", nargs="*", default=[])
     options = parser.parse_args()
     common.quieten()
     device, code = torch.device(options.device), common.code()
-    raw = common.raw_file(f"checks_{options.zoo}", device, ("case", "precision", "seed"))
+    name = f"checks_{options.zoo}{options.suffix and '_' + options.suffix}"
+    raw = common.RawFile(common.raw_path(name, device), ("case", "precision", "seed"))
     for case in common.cases(options.zoo, options.only):
         for precision in precisions(case, device):
-            expected = "sick" if precision in case.sick_in else "healthy"
+            expected = common.expected(case, precision)
             truth = {"expected": expected, "culprit": case.culprit, "is_healable": case.is_healable}
             for seed in range(options.seeds):
                 key = {"case": case.name, "precision": precision, "seed": seed}

@@ -17,6 +17,7 @@ from case import Case
 
 import autotune_amp
 from autotune_amp import torch_state
+from autotune_amp.config import Precision
 from autotune_amp.numerics.passes import Subject
 from autotune_amp.trial import data
 from autotune_amp.trial.step import make_model, make_optimizer
@@ -34,6 +35,13 @@ def cases(zoo: str, only: Sequence[str] = ()) -> list[Case]:
     module, names = ZOOS[zoo]
     found = [case for name in names for case in getattr(importlib.import_module(module), name)]
     return [case for case in found if not only or case.name in only]
+
+
+def expected(case: Case, precision: Precision) -> str:
+    """What a true check says of it; unsupported on the CPU at least."""
+    if precision in case.sick_in:
+        return "sick"
+    return "unsupported" if precision in case.is_unsupported_in else "healthy"
 
 
 def quieten() -> None:
@@ -84,13 +92,13 @@ class RawFile:
             file.write(json.dumps(row) + "\n")
 
     def _key(self, row: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(row[key] for key in self._keys)
+        return tuple(map(repr, (row[key] for key in self._keys)))
 
 
 
-def raw_file(name: str, device: torch.device, keys: tuple[str, ...]) -> RawFile:
+def raw_path(name: str, device: torch.device) -> Path:
     """raw/<name>.jsonl, and one of its own for each kind of accelerator."""
-    return RawFile(RAW / f"{name}{'' if device.type == 'cpu' else '_' + device.type}.jsonl", keys)
+    return RAW / f"{name}{'' if device.type == 'cpu' else '_' + device.type}.jsonl"
 
 
 def said(error: Exception) -> str:

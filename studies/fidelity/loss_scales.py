@@ -93,13 +93,13 @@ def main() -> None:
     options = parser.parse_args()
     common.quieten()
     device = torch.device(options.device)
-    raw = common.raw_file("loss_scales", device, ("case", "seed"))
+    raw = common.RawFile(common.raw_path("loss_scales", device), ("case", "seed"))
     for zoo in options.zoo:
         for case in common.cases(zoo, options.only):
             key = {"case": case.name, "seed": 0}
             if not raw.has(**key):
-                expected = "sick" if "fp16" in case.sick_in else "healthy"
-                row = {**key, "zoo": zoo, "expected": expected, "code": common.code(), **outcome(case, 0, device)}
+                row = {**key, "zoo": zoo, "expected": common.expected(case, "fp16"), "code": common.code()}
+                row |= outcome(case, 0, device)
                 raw.append(row)
                 print({name: value for name, value in row.items() if name != "calibration"}, flush=True)
 

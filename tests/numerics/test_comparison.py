@@ -106,9 +106,7 @@ def test_huge_and_tiny_values_neither_overflow_nor_vanish() -> None:
 
 def test_a_complex_gradient_is_its_real_and_its_imaginary_part() -> None:
     low, reference, other = (torch.tensor([complex(*pair)]) for pair in ((3.0, 4.5), (3.0, 4.0), (3.0, 9.0)))
-    assert sums([{"w": low}], [{"w": reference}, {"w": other}]) == sums(
-        [one(3.0, 4.5)], [one(3.0, 4.0), one(3.0, 9.0)]
-    )
+    assert sums([{"w": low}], [{"w": reference}, {"w": other}]) == sums([one(3.0, 4.5)], [one(3.0, 4.0), one(3.0, 9.0)])
 
 
 def test_parameters_without_entries_say_nothing() -> None:

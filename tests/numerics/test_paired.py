@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -101,7 +102,7 @@ def test_the_loss_may_fall_and_be_in_any_unit(losses: list[float], unit: float) 
 
     plain, other = of(runs(0.0, 1.0)), of(runs(0.0, unit))
     assert other[0] == pytest.approx(plain[0], rel=1e-3)
-    steps = [b - a for a, b in zip(losses, losses[1:], strict=False)]
+    steps = [b - a for a, b in itertools.pairwise(losses)]
     if max(steps) - min(steps) > 1e-2:  # the scatter is no rounding noise
         assert other[1] == pytest.approx(plain[1], rel=1e-3)
         assert of(runs(3.0, 1.0))[1] == pytest.approx(plain[1], rel=1e-3)

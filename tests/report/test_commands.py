@@ -96,6 +96,7 @@ def test_search_without_options_asks_for_the_defaults(monkeypatch: pytest.Monkey
         "effective_batch_size": None,
         "baseline": None,
         "memory_fraction": 0.9,
+        "steps": 10_000,
         "study": None,
         "out": "studies",
         "storage": None,
@@ -109,8 +110,8 @@ def test_search_passes_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
     api = Api(monkeypatch, BEST)
     line = (
         "search train.py:workload --budget 120 --trials 3 --device cuda:1 --precision fp32 --precision bf16 "
-        "--batch-size 8:64 --effective-batch-size 128 --baseline fp32:32 --memory-fraction 0.5 --study s --out o "
-        "--storage sqlite:///x.db --seed 7 --fresh --quiet"
+        "--batch-size 8:64 --effective-batch-size 128 --baseline fp32:32 --memory-fraction 0.5 "
+        "--steps 500 --study s --out o --storage sqlite:///x.db --seed 7 --fresh --quiet"
     )
     assert run(line.split()) == 0
     assert api.target == "train.py:workload"
@@ -123,6 +124,7 @@ def test_search_passes_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "effective_batch_size": 128,
         "baseline": "fp32:32",
         "memory_fraction": 0.5,
+        "steps": 500,
         "study": "s",
         "out": "o",
         "storage": "sqlite:///x.db",

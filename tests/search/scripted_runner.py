@@ -9,14 +9,16 @@ from typing import cast
 
 from autotune_amp.config import LossScale, Precision
 from autotune_amp.hardware.types import Capability, DeviceIdentity, DeviceMemory, Hardware
+from autotune_amp.numerics.results import Calibration, Fidelity, Verdict
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.session import Clock, Session
-from autotune_amp.trial.outcome import Failure, Measurement, Outcome
+from autotune_amp.trial.outcome import CheckOutcome, Failure, Measurement, Outcome
 from autotune_amp.trial.runner import Isolation, Runner
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.spec import Candidate, CheckSpec, TrialSpec
 
 SETUP_SECONDS = 0.5
+CHECK_SECONDS = 1.0
 
 
 class ScriptedClock(Clock):
@@ -31,12 +33,21 @@ class ScriptedClock(Clock):
 
 
 class ScriptedRunner:
-    """`answer` says what becomes of a spec; measuring moves the clock by what it would have taken."""
+    """`answer` says what becomes of a spec; measuring moves the clock by what it would have taken.
+
+    `check_answer` does so for checks, each of which takes a second; by default all is well.
+    """
 
     def __init__(
-        self, answer: Callable[[TrialSpec], Outcome], clock: ScriptedClock, environment: dict[str, str] | None = None
+        self,
+        answer: Callable[[TrialSpec], Outcome],
+        clock: ScriptedClock,
+        environment: dict[str, str] | None = None,
+        check_answer: Callable[[CheckSpec], CheckOutcome] | None = None,
     ) -> None:
         self._answer = answer
+        self._check_answer = check_answer or all_well
+        self.checks: list[CheckSpec] = []
         self._clock = clock
         self.environment = environment or {}
         self.isolation: Isolation = "fork"
@@ -50,6 +61,11 @@ class ScriptedRunner:
         else:
             self._clock.now += spec.deadline_seconds or 0.0 if outcome.kind == "timeout" else SETUP_SECONDS
         return outcome
+
+    def check(self, spec: CheckSpec) -> CheckOutcome:
+        self.checks.append(spec)
+        self._clock.now += CHECK_SECONDS
+        return self._check_answer(spec)
 
     def keep(self) -> None:
         self.isolation = "kept"
@@ -68,6 +84,51 @@ class ScriptedRunner:
     @property
     def as_runner(self) -> Runner:
         return cast("Runner", self)
+
+
+def fidelity(
+    precision: Precision,
+    verdict: Verdict = "faithful",
+    pins: tuple[str, ...] = (),
+    healing: tuple[str, ...] = (),
+    batch_size: int = 16,
+) -> Fidelity:
+    """A verdict with a reason that names it."""
+    return Fidelity(
+        precision=precision,
+        batch_size=batch_size,
+        verdict=verdict,
+        reason=f"{precision} is {verdict}: so it was written.",
+        next_step="Look at the numbers",
+        pinned_modules=pins,
+        healing_pins=healing,
+        noise_ratio=0.01,
+    )
+
+
+def calibration(
+    log2_scale: float | None = 14.5,
+    histogram: dict[int, int] | None = None,
+    batch_size: int = 16,
+    pins: tuple[str, ...] = (),
+) -> Calibration:
+    """Twelve steps with one largest safe scale; the gradient's entries lie around 2^-10 unless told otherwise."""
+    return Calibration(
+        batch_size=batch_size,
+        log2_scales=(log2_scale,) * 12,
+        bisected_log2_scales={},
+        gradient_histogram=tuple(sorted((histogram or {-10: 1000, -11: 500}).items())),
+        init_scale=None if log2_scale is None else 2.0 ** (log2_scale // 1 - 1),
+        forward_max=3.0,
+        pinned_modules=pins,
+    )
+
+
+def all_well(spec: CheckSpec) -> CheckOutcome:
+    """Every precision is faithful, every loss scale up to 2^14.5 safe."""
+    if spec.what == "calibration":
+        return calibration(batch_size=spec.batch_size, pins=spec.pinned_modules)
+    return fidelity(spec.precision, pins=spec.pinned_modules, batch_size=spec.batch_size)
 
 
 def measured(spec: TrialSpec, rate: float, memory: int = 2**28, build_seconds: float = 0.01) -> Measurement:

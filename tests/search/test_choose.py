@@ -11,7 +11,7 @@ from autotune_amp.recommendation import Exclusion, PlainEnvironment
 from autotune_amp.search.choose import Decision, decide, rank, search_speeds, shortlist
 from autotune_amp.search.evidence import LADDER
 from autotune_amp.search.space import Space
-from autotune_amp.trial.outcome import Failure, FailureKind, Measurement, Outcome, Record
+from autotune_amp.trial.outcome import CheckOutcome, Failure, FailureKind, Measurement, Outcome, Record
 from autotune_amp.trial.spec import Candidate, Purpose
 
 HEAP = {"MALLOC_TRIM_THRESHOLD_": "2147483647"}
@@ -49,8 +49,10 @@ class Log:
     def __init__(self) -> None:
         self.records: list[Record] = []
 
-    def add(self, candidate: Candidate, outcome: Outcome | float, purpose: Purpose = "search", **more: Any) -> Log:
-        if not isinstance(outcome, (Measurement, Failure)):
+    def add(
+        self, candidate: Candidate, outcome: Outcome | CheckOutcome | float, purpose: Purpose = "search", **more: Any
+    ) -> Log:
+        if isinstance(outcome, float):
             outcome = measured(outcome)
         fields = {"search_id": "s", "number": len(self.records), "seconds": 1.0, **more}
         self.records.append(Record(candidate=candidate, purpose=purpose, outcome=outcome, **fields))
@@ -356,8 +358,9 @@ def test_doubts_are_said(outcome: Measurement, said: str | None) -> None:
     chosen = at("fp16", 32)
     log = Log().add(FP32, 100.0).add(chosen, 200.0).confirm(FP32, *[100.0] * 3).confirm(chosen, *[outcome] * 3)
     warnings = decided(log).warnings
-    assert [w for w in warnings if "Under fp16 a finite loss was checked" in w]
-    assert len(warnings) == (1 if said is None else 2)
+    assert [w for w in warnings if "A finite loss was checked; whether it learns what fp32 learns was not" in w]
+    assert [w for w in warnings if "it was not calibrated" in w]
+    assert len(warnings) == (2 if said is None else 3)
     assert said is None or any(said in w for w in warnings)
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import signal
 import sqlite3
@@ -17,6 +18,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autotune_amp.config import LossScale, Precision
 from autotune_amp.errors import StudyError
+from autotune_amp.numerics.scaler_replay import Replay
+from autotune_amp.search.loss_scales import Pair
 from autotune_amp.search.space import Space
 from autotune_amp.search.study import Study, sqlite_url
 from autotune_amp.trial.outcome import Failure, Measurement, Outcome, Record
@@ -110,14 +113,55 @@ def test_a_failure_is_pruned_and_infeasible_never_failed(file: Path) -> None:
     assert trial.user_attrs["reason"] == "it asked for 3 GiB of 2 GiB"
 
 
+def judge(candidate: Candidate, outcome: Outcome, pair: Pair | None) -> tuple[Outcome, Replay | None]:
+    """A quarter of the gradient is lost at every loss scale but 2^10; batch 100 was not calibrated."""
+    if pair is None or isinstance(outcome, Failure) or candidate.batch_size == 100:
+        return outcome, None
+    return outcome, Replay(3, 0, 1.0 if pair[0] == 1024 else 0.75, pair[0])
+
+
 def test_fp16_carries_the_loss_scale_and_the_others_do_not(file: Path) -> None:
-    scale = LossScale(init_scale=8.0, growth_interval=5)
-    with Study.open(file, "demo", SPACE, search_id="s1", loss_scale=scale) as study:
-        study.tell(study.ask(at("fp16", 8)), measured())
+    with Study.open(file, "demo", SPACE, search_id="s1", judge=judge) as study:
+        study.tell(study.ask(at("fp16", 8)), measured(), number=1)
+        study.tell(study.ask(at("fp16", 8), (1024.0, 50)), measured())
+        study.tell(study.ask(at("fp16", 100)), measured())
         study.tell(study.ask(at("fp32", 8)), measured())
-    fp16, fp32 = trials(file)
-    assert fp16.params == {"precision": "fp16", "batch_size": 8, "init_scale": 8.0, "growth_interval": 5}
+        assert study.pairs(at("fp16", 8)) == [(65536.0, 2000), (1024.0, 50)]
+        assert study.pairs(at("fp16", 100)) == []
+    first, second, uncalibrated, fp32 = trials(file)
+    assert first.params == {"precision": "fp16", "batch_size": 8, "init_scale": 65536.0, "growth_interval": 2000}
+    assert (first.value, first.user_attrs["applied_share"], first.user_attrs["num_skips"]) == (75.0, 0.75, 3)
+    assert (second.value, second.user_attrs["snapped_init_scale"]) == (100.0, 1024.0)
+    assert "record" not in second.user_attrs
+    assert (uncalibrated.value, uncalibrated.user_attrs["is_calibrated"]) == (100.0, False)
     assert fp32.params == {"precision": "fp32", "batch_size": 8}
+    assert "is_calibrated" not in fp32.user_attrs
+
+
+def test_pairs_are_suggested_for_one_candidate_and_snapped(file: Path) -> None:
+    with Study.open(file, "demo", SPACE, search_id="s1", judge=judge) as study:
+        for _ in range(20):
+            asked = study.ask(at("fp16", 16), None)
+            assert asked.candidate == at("fp16", 16)
+            assert asked.pair is not None
+            assert math.log2(asked.pair[0]).is_integer()
+            assert -24 <= math.log2(asked.pair[0]) <= 24
+            assert 10 <= asked.pair[1] <= 20_000
+            study.tell(asked, measured())
+        assert len(study.pairs(at("fp16", 16))) == 20
+    raw = [trial.params["init_scale"] for trial in trials(file)]
+    assert len({trial.user_attrs["snapped_init_scale"] for trial in trials(file)}) > 5
+    assert any(not math.log2(scale).is_integer() for scale in raw)
+
+
+def test_a_candidate_with_pins_is_told_under_its_precision(file: Path) -> None:
+    pinned = at("bf16", 8, pinned_modules=("head",))
+    records = [record(5, at("bf16", 16, pinned_modules=("head",)), measured(7.0))]
+    with Study.open(file, "demo", SPACE, search_id="s1", records=records) as study:
+        asked = study.ask(pinned)
+        assert asked.candidate == pinned
+        study.tell(asked, measured())
+    assert [t.user_attrs["candidate"] for t in trials(file)] == [str(records[0].candidate), str(pinned)]
 
 
 def test_a_baseline_outside_the_ranges_can_be_asked_for(file: Path) -> None:

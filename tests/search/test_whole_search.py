@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scripted_runner import (
     ScriptedClock,
     ScriptedRunner,
+    all_well,
     candidate,
     hardware,
     measured,
@@ -18,15 +19,16 @@ from scripted_runner import (
 )
 
 from autotune_amp.config import PRECISIONS, LossScale, Precision
-from autotune_amp.search import seeding
+from autotune_amp.search import gate
 from autotune_amp.search.choose import Decision, Shortlist, decide, shortlist
 from autotune_amp.search.confirm import NUM_ROUNDS, confirm, measure_fallbacks, plan_round
-from autotune_amp.search.explore import explore
+from autotune_amp.search.explore import explore, search_spec
+from autotune_amp.search.gate import pass_gate
 from autotune_amp.search.session import CONFIRM_SHARE, Session
 from autotune_amp.search.space import Space
 from autotune_amp.search.study import Study
-from autotune_amp.trial.outcome import Failure, Outcome
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.outcome import CheckOutcome, Failure, Outcome
+from autotune_amp.trial.spec import Candidate, CheckSpec, TrialSpec
 
 SIZES = (8, 16, 32, 64, 128)
 HELD = {"MALLOC_TRIM_THRESHOLD_": "2147483647"}
@@ -45,13 +47,17 @@ class Machine:
     def __init__(self, folder: Path, budget_seconds: float = 200.0) -> None:
         self.clock = ScriptedClock(budget_seconds)
         self.session: Session = session(folder, self.clock, hardware(RATES))
-        self.runner = ScriptedRunner(self.answer, self.clock)
+        self.runner = ScriptedRunner(self.answer, self.clock, check_answer=self.check)
+        self.check_answers: dict[tuple[str, str, int], CheckOutcome] = {}
         self.oom_from: dict[Precision, int] = {}
         self.base: dict[Precision, float] = {"fp32": 100.0, "bf16": 200.0, "fp16": 2.0}
+        self.nonfinite: tuple[Precision, ...] = ()
         self.confirming: list[tuple[Candidate, dict[str, str]]] = []
 
     def answer(self, spec: TrialSpec) -> Outcome:
         tried = spec.candidate
+        if tried.precision in self.nonfinite and not tried.pinned_modules:
+            return Failure(kind="nonfinite", message="the loss became nan")
         if tried.batch_size >= self.oom_from.get(tried.precision, 10**9):
             return out_of_memory()
         rate = self.base[tried.precision] * min(tried.batch_size, 64) / 64
@@ -59,9 +65,22 @@ class Machine:
             return Failure(kind="timeout", message="a step took too long")
         return measured(spec, rate, memory=2**26 * tried.batch_size)
 
-    def explore(self, where: Space, folder: Path, max_trials: int | None = None) -> None:
-        with Study.open(folder / "study.db", "scripted", where, search_id="scripted-1") as study:
+    def check(self, spec: CheckSpec) -> CheckOutcome:
+        key = spec.what, spec.precision, len(spec.pinned_modules)
+        return self.check_answers.get(key) or all_well(spec)
+
+    def explore(self, where: Space, folder: Path, max_trials: int | None = None, *, is_gated: bool = False) -> None:
+        with Study.open(
+            folder / "study.db",
+            "scripted",
+            where,
+            search_id="scripted-1",
+            judge=self.session.judge,
+            records=self.session.records,
+        ) as study:
             explore(self.session, self.runner.as_runner, where, study, max_trials)
+            if is_gated:
+                pass_gate(self.session, self.runner.as_runner, where, study, search_spec)
 
     def confirm(self, chosen: Shortlist) -> None:
         def runner_for(environment: dict[str, str]):  # type: ignore[no-untyped-def]  # a scripted runner
@@ -78,8 +97,17 @@ class Machine:
         confirm(self.session, runner_for, chosen, HELD, start_seconds=1.0)
 
     def decide(self, where: Space) -> Decision:
-        excluded = seeding.exclusions(where, self.session.outcomes)
-        return decide(self.session.records, where, environment=HELD, loss_scale=LossScale(), exclusions=excluded)
+        return decide(
+            self.session.records,
+            where,
+            environment=HELD,
+            loss_scale=LossScale(),
+            exclusions=self.session.exclusions(where),
+            scales=self.session.scales,
+        )
+
+    def checks(self) -> list[str]:
+        return [f"{r.purpose} {r.candidate}" for r in self.session.records if r.purpose in ("fidelity", "calibration")]
 
 
 def test_a_whole_search(tmp_path: Path) -> None:
@@ -240,14 +268,16 @@ def test_a_round_never_costs_more_than_what_is_left(
 )
 def test_on_any_machine_the_answer_was_measured_and_the_budget_kept(
     tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
     base: dict[Precision, float],
     oom: dict[Precision, int],
     budget: float,
 ) -> None:
+    monkeypatch.setattr(gate, "NUM_PAIRS", 4)  # a pair costs Optuna a dozen commits
     folder = tmp_path_factory.mktemp("machine")
     machine, where = Machine(folder, budget), space()
     machine.base, machine.oom_from = base, oom
-    machine.explore(where, folder)
+    machine.explore(where, folder, is_gated=True)
     searched = [record for record in machine.session.records if record.purpose == "search"]
     assert len({record.candidate for record in searched}) == len(searched), "measured twice"
     chosen = shortlist(machine.session.records, where.baseline)

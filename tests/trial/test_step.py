@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ from torch import nn
 
 from autotune_amp import LossScale, Workload, torch_state
 from autotune_amp.config import Precision
-from autotune_amp.errors import WorkloadError
+from autotune_amp.errors import InvalidRequestError, WorkloadError
+from autotune_amp.precision import is_pinned, pin_fp32
 from autotune_amp.trial.spec import Candidate, TrialSpec
 from autotune_amp.trial.step import Training, make_model, make_optimizer
 
@@ -31,12 +33,22 @@ PARTS: dict[str, Any] = {
 
 
 def training(
-    precision: Precision = "fp32", *, batch_size: int = 8, accumulation_steps: int = 1, **parts: Any
+    precision: Precision = "fp32",
+    *,
+    batch_size: int = 8,
+    accumulation_steps: int = 1,
+    pinned_modules: tuple[str, ...] = (),
+    **parts: Any,
 ) -> Training:
     torch.manual_seed(0)
     workload = Workload(**{**PARTS, "model": nn.Linear(4, 1), **parts})
     spec = TrialSpec(
-        candidate=Candidate(precision=precision, batch_size=batch_size, accumulation_steps=accumulation_steps),
+        candidate=Candidate(
+            precision=precision,
+            batch_size=batch_size,
+            accumulation_steps=accumulation_steps,
+            pinned_modules=pinned_modules,
+        ),
         device="cpu",
         loss_scale=LossScale(init_scale=8.0) if precision == "fp16" else None,
         torch_state=torch_state.capture(),
@@ -81,6 +93,40 @@ def test_low_precision_runs_under_autocast_and_keeps_fp32_weights(precision: Pre
     assert trained.loss_scale() == (8.0 if precision == "fp16" else None)
 
 
+def test_pinned_modules_run_in_fp32_until_they_are_unpinned() -> None:
+    seen: list[torch.dtype] = []
+
+    def watching(model: nn.Module, batch: Any) -> torch.Tensor:
+        hidden = model[0](batch[0])  # type: ignore[index]  # a Sequential
+        output = model[1](hidden)  # type: ignore[index]  # a Sequential
+        seen.extend((hidden.dtype, output.dtype))
+        result: torch.Tensor = output.float().square().mean()
+        return result
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    trained = training("bf16", model=model, loss=watching, pinned_modules=("0",))
+    weights_after(trained, 1)
+    assert seen == [torch.float32, torch.bfloat16]
+    trained.unpin()
+    weights_after(trained, 1)
+    assert seen[2:] == [torch.bfloat16, torch.bfloat16]
+    assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
+
+
+def test_what_the_user_pinned_stays_pinned() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    pin_fp32(model[0], "cpu")
+    trained = training("bf16", model=model, pinned_modules=("0", "1"))
+    assert is_pinned(model[1])
+    trained.unpin()
+    assert [is_pinned(layer) for layer in model] == [True, False]
+
+
+def test_a_module_to_pin_that_is_not_there() -> None:
+    with pytest.raises(InvalidRequestError, match="no module named 'head'"):
+        training("fp16", pinned_modules=("head",))
+
+
 @pytest.mark.parametrize(
     ("broken", "word"),
     [
@@ -108,6 +154,16 @@ def test_an_optimizer_instance_gives_its_class_groups_and_hyperparameters() -> N
     assert {id(p) for g in made.param_groups for p in g["params"]} == {id(p) for p in model.parameters()}
 
 
+def test_an_optimizer_instance_with_groups_is_made_for_a_copy_of_its_model_too() -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1))
+    groups: list[dict[str, Any]] = [{"params": model[1].parameters(), "lr": 0.5}, {"params": model[0].parameters()}]
+    given = torch.optim.SGD(groups, lr=0.25)
+    twin = copy.deepcopy(model)
+    made = make_optimizer(Workload(model, loss, make_batch, given), twin)
+    assert [group["lr"] for group in made.param_groups] == [0.5, 0.25]
+    assert [id(p) for p in made.param_groups[0]["params"]] == [id(p) for p in twin[1].parameters()]
+
+
 @pytest.mark.parametrize(
     "kind", ["Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop"]
 )
@@ -131,3 +187,15 @@ def test_groups_over_another_models_parameters_are_refused() -> None:
 def test_factories_that_make_something_else(parts: dict[str, Any]) -> None:
     with pytest.raises(WorkloadError, match="returned a int"):
         training(**parts)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({}, "fp16 batch 8"),
+        ({"pinned_modules": ("head",)}, "fp16 batch 8 with 1 module pinned"),
+        ({"pinned_modules": ("0", "1"), "accumulation_steps": 4}, "fp16 batch 8 x 4 with 2 modules pinned"),
+    ],
+)
+def test_a_candidates_name(fields: dict[str, Any], name: str) -> None:
+    assert str(Candidate(precision="fp16", batch_size=8, **fields)) == name

@@ -1,0 +1,61 @@
+"""How a search ends without a recommendation: the errors for a budget that is too small and for nothing that works."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autotune_amp.errors import BudgetTooSmallError, NothingWorksError, SearchInterruptedError
+from autotune_amp.recommendation import Exclusion
+from autotune_amp.search.choose import measured_speeds
+from autotune_amp.search.evidence import is_trial
+from autotune_amp.search.explore import CHECK_SHARE
+from autotune_amp.search.session import CONFIRM_SHARE, Clock
+from autotune_amp.trial.outcome import Failure, Record
+
+
+def nothing_to_choose(
+    records: Sequence[Record],
+    excluded: tuple[Exclusion, ...],
+    clock: Clock,
+    last_step_seconds: float | None,
+    *,
+    was_interrupted: bool,
+) -> NothingWorksError | BudgetTooSmallError | SearchInterruptedError:
+    """Why there is nothing to recommend; `last_step_seconds` is the last step that any trial finished, if one did."""
+    if was_interrupted:
+        return SearchInterruptedError(
+            "Interrupted before anything was measured.", "Run the same command again.", excluded, None
+        )
+    trials = [r for r in records if is_trial(r)]
+    if measured_speeds(trials):
+        reasons = dict.fromkeys(f"{e.precision}: {e.reason}" for e in excluded if e.reason)
+        return NothingWorksError(
+            f"Whatever ran does harm to what the model learns: {'; '.join(reasons)}.",
+            "Allow --precision fp32 as well, or mend what the reasons name.",
+            excluded,
+        )
+    failures = [r.outcome for r in trials if isinstance(r.outcome, Failure)]
+    is_only_slow = all(f.kind == "timeout" for f in failures)
+    if is_only_slow and (not failures or last_step_seconds is not None):
+        return too_small(clock, last_step_seconds)
+    first = next((f for f in failures if f.kind == "workload_error"), failures[0])
+    candidate = next(r.candidate for r in trials if r.outcome is first)
+    details = f"\n{first.details.rstrip()}" if first.details else ""
+    return NothingWorksError(
+        f"None of {len(trials)} trials worked; {candidate}: {first.message}.{details}",
+        "Mend what the reasons name; a workload that trains one step on its own will be measured."
+        + (" If steps are only slow, give a larger --budget." if is_only_slow else ""),
+        excluded,
+    )
+
+
+def too_small(clock: Clock, last_step_seconds: float | None) -> BudgetTooSmallError:
+    """Twice the shortest trial there is, with what came before it, must fit in the search's share."""
+    used_seconds, step_seconds = clock.elapsed(), last_step_seconds or 0.0
+    needed = (2 * used_seconds + 12 * step_seconds) / (1 - CONFIRM_SHARE - CHECK_SHARE)
+    return BudgetTooSmallError(
+        f"The budget of {clock.budget_seconds:g} s ended before anything was measured; "
+        f"{used_seconds:.0f} s had gone into loading, probing and building the workload and its first trials.",
+        f"Give --budget {math.ceil(needed / 10) * 10} or more.",
+    )

@@ -1,0 +1,130 @@
+"""check_fidelity() behind its arguments: load, probe, describe and check one precision in a child, without a search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from autotune_amp.config import Precision
+from autotune_amp.errors import BudgetTooSmallError, InvalidRequestError, NothingWorksError, WorkloadError
+from autotune_amp.hardware.types import Hardware
+from autotune_amp.numerics.results import Fidelity
+from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.origin import Origin
+from autotune_amp.search.progress import Progress
+from autotune_amp.search.session import Clock, ProgressWatcher
+from autotune_amp.search.space import build_space
+from autotune_amp.trial.outcome import Description, Failure, unchecked
+from autotune_amp.trial.runner import Runner, can_fork
+from autotune_amp.trial.spec import CheckSpec
+
+MAX_BATCH_SIZE = 16  # what rounding does hardly depends on the batch size (measurement.md, Fidelity)
+
+
+class Request(NamedTuple):
+    """A check that was asked for; `batch_size` None is the workload's own."""
+
+    precision: Precision
+    batch_size: int | None
+    pinned_modules: tuple[str, ...]
+    options: SearchOptions
+
+
+def checked_request(
+    precision: str,
+    batch_size: int | None,
+    device: str,
+    pinned_modules: Sequence[str],
+    seed: int,
+    budget: float,
+) -> Request:
+    """The arguments of `check_fidelity`; raises `InvalidRequestError` for one that cannot be meant."""
+    if not isinstance(precision, str):
+        raise InvalidRequestError(f"precision is {precision!r}; it must be one name.", 'Pass for example "bf16".')
+    if not (
+        batch_size is None or (isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size >= 1)
+    ):
+        raise InvalidRequestError(
+            f"batch_size is {batch_size!r}; it must be a whole number from 1 up.",
+            "Leave it out for the workload's own.",
+        )
+    if isinstance(pinned_modules, str):
+        raise InvalidRequestError(
+            f"pinned_modules is {pinned_modules!r}; it must be a list of module names.", f"Pass [{pinned_modules!r}]."
+        )
+    options = SearchOptions.from_user(budget=budget, device=device, precision=precision, seed=seed)
+    assert options.precisions is not None
+    return Request(options.precisions[0], batch_size, tuple(pinned_modules), options)
+
+
+def run_check(origin: Origin, request: Request, progress: Progress) -> Fidelity:
+    """Check in a child; see `autotune_amp.check_fidelity`."""
+    clock = Clock(request.options.budget_seconds)
+    watcher = ProgressWatcher(progress, clock)
+    with Runner(origin.payload(), "fork" if can_fork() else "kept", watcher) as runner:
+        progress.phase("loading the workload")
+        runner.load(clock.left())
+        found, why_not_fork = runner.open(request.options.device, origin.num_threads(), clock.left())
+        if why_not_fork is not None:
+            runner.keep()
+        state = origin.torch_state(found)
+        progress.phase("probing the device")
+        args = {"device": request.options.device, "torch_state": state}
+        hardware = msgspec.convert(_ask(runner, "probe", args, clock), Hardware)
+        args["device"] = hardware.device
+        description = msgspec.convert(_ask(runner, "describe", args, clock), Description)
+        spec = check_spec(request, hardware, description, state, max(0.0, clock.left()))
+        progress.phase(f"checking {spec.precision} against fp32")
+        outcome = runner.check(spec)
+    if isinstance(outcome, Fidelity):
+        return outcome
+    assert isinstance(outcome, Failure)
+    if outcome.kind == "workload_error":
+        raise WorkloadError(*_told(outcome))
+    return unchecked(spec, outcome)
+
+
+def _ask(runner: Runner, what: str, args: dict[str, Any], clock: Clock) -> Any:
+    answer = runner.ask(what, args, max(0.0, clock.left()))
+    if not isinstance(answer, Failure):
+        return answer
+    if answer.kind == "timeout":
+        raise BudgetTooSmallError(
+            f"The budget of {clock.budget_seconds:g} s ended before the check began.", "Give a larger budget."
+        )
+    if what == "probe":
+        raise NothingWorksError(f"The probe failed: {answer.message}.", 'Try device="cpu".', ())
+    raise WorkloadError(*_told(answer))
+
+
+def check_spec(
+    request: Request, hardware: Hardware, description: Description, torch_state: dict[str, Any], seconds: float
+) -> CheckSpec:
+    """The check to make within `seconds`; raises `InvalidRequestError` for a precision that cannot be checked here."""
+    if request.precision == "fp32" and description.weights != "bf16":
+        raise InvalidRequestError("precision is 'fp32', which the others are held against.", "Give tf32, bf16 or fp16.")
+    space = build_space(hardware, description, request.options)  # refuses a precision that the device does not have
+    batch_size = min(MAX_BATCH_SIZE, space.baseline.batch_size)
+    if description.num_samples is not None:  # two batches of the same samples would have no noise between them
+        batch_size = max(1, min(batch_size, description.num_samples // 2))
+    return CheckSpec(
+        what="fidelity",
+        precision=request.precision,
+        batch_size=request.batch_size or batch_size,
+        device=hardware.device,
+        pinned_modules=request.pinned_modules,
+        seed=request.options.seed,
+        deadline_seconds=seconds,
+        memory_limit_bytes=int(request.options.memory_fraction * hardware.memory.available),
+        torch_state=torch_state,
+    )
+
+
+def _told(failure: Failure) -> tuple[str, str]:
+    """Message and next step; the details are one line of advice where the error is ours, else a traceback."""
+    details = (failure.details or "").rstrip()
+    if details and "\n" not in details:
+        return failure.message, details
+    return f"{failure.message}\n{details}".rstrip(), "Mend it until one training step in fp32 works on its own."

@@ -1,0 +1,215 @@
+"""What a calibration says of every (init_scale, growth_interval): answered by replay, without a training step. Pure."""
+
+from __future__ import annotations
+
+import math
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from autotune_amp.config import MIN_LOSS_SCALE, LossScale
+from autotune_amp.numerics.results import Calibration
+from autotune_amp.numerics.scaler_replay import (
+    Burst,
+    FlushedShares,
+    Replay,
+    best_pair,
+    extend,
+    replay,
+    skips,
+    starting_scale,
+)
+from autotune_amp.recommendation import Exclusion, LossScaleEvidence
+from autotune_amp.trial.outcome import Failure, Measurement
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from autotune_amp.trial.outcome import Record
+    from autotune_amp.trial.spec import Candidate
+
+Pair: TypeAlias = tuple[float, int]  # init_scale, growth_interval
+
+NUM_STEPS = 10_000
+DEFAULT_PAIR: Pair = (65536.0, 2000)  # of torch.amp.GradScaler
+LOG2_INIT_SCALES = (-24, 24)  # searched: what fp16 can hold at the low end, LossScale's default maximum at the other
+_INTERVALS = (2000, 200)  # GradScaler's own, and one that recovers ten times as fast from a scale that fell
+MAX_FLUSHED_SHARE = 0.01  # loss-scaling.md, section 3, "Refuse fp16"
+_NUM_WARMUP_STEPS = 3  # TrialSpec's: a measurement counts the skips after them, and after the scale came down
+
+
+class Refused(NamedTuple):
+    """Why fp16 is left out at a batch size: it could not be calibrated, or no loss scale is safe."""
+
+    reason: str
+
+
+class Scales:
+    """A calibration's answer for any pair over `num_steps` optimizer steps; `scored` holds those asked for so far.
+
+    The loss of an accumulation window's pass is divided by `accumulation_steps`, and so, in effect, is its scale.
+    Raises `ValueError` where no step has a safe scale.
+    """
+
+    def __init__(self, calibration: Calibration, num_steps: int, accumulation_steps: int = 1) -> None:
+        self.calibration = calibration
+        self.num_steps = num_steps
+        self.log2_scales = [-math.inf if s is None else s for s in calibration.log2_scales]
+        self._accumulation_steps = accumulation_steps
+        self._trace = extend(self.log2_scales, num_steps)
+        self._flushed = FlushedShares(dict(calibration.gradient_histogram))
+        log2_start = math.log2(accumulation_steps * starting_scale(self.log2_scales))
+        self.preferred: Pair = (2.0 ** min(math.floor(log2_start), LOG2_INIT_SCALES[1]), _INTERVALS[0])
+        self.scored: dict[Pair, Replay] = {}
+        for pair in self.seeds:
+            self.replay(pair)
+
+    @property
+    def seeds(self) -> tuple[Pair, ...]:
+        """The pairs to begin with, the preferred one first."""
+        ours = [(self.preferred[0], interval) for interval in _INTERVALS]
+        return tuple(dict.fromkeys([ours[0], DEFAULT_PAIR, *ours[1:]]))
+
+    def replay(self, pair: Pair) -> Replay:
+        """What the pair does over the horizon."""
+        if pair not in self.scored:
+            self.scored[pair] = replay(self._trace, self._of_one_pass(pair), self._flushed)
+        return self.scored[pair]
+
+    @property
+    def best(self) -> Pair:
+        """The pair to recommend, of those asked for."""
+        return best_pair(self.scored, self.preferred)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why fp16 is not to be used at all, None where it may."""
+        share = self.flushed_share(self.best)
+        if share <= MAX_FLUSHED_SHARE:
+            return None
+        return (
+            f"{100 * share:.1f} % of the gradient's entries are flushed to zero at a loss scale of {self.best[0]:g}, "
+            f"and larger ones overflow (the largest safe one is {_power(min(self.finite_log2_scales))})"
+        )
+
+    def flushed_share(self, pair: Pair) -> float:
+        """The share of the gradient's entries that fp16 flushes to zero at the pair's init_scale."""
+        return self._flushed.at(math.log2(pair[0] / self._accumulation_steps))
+
+    @property
+    def finite_log2_scales(self) -> list[float]:
+        """log2 of the largest safe loss scale in an accumulation window, for each step that has one."""
+        return [s + math.log2(self._accumulation_steps) for s in self.log2_scales if s > -math.inf]
+
+    def num_skips_among(self, pair: Pair, num_measured: int) -> int:
+        """Skips foretold for that many steps of a process, measured as `trial.timing` does: once warm-up is over."""
+        num_foreseen = _NUM_WARMUP_STEPS + 64 + num_measured
+        steps = set(skips(extend(self.log2_scales, num_foreseen, burst=Burst(num_steps=0)), self._of_one_pass(pair)))
+        after_warmup = range(_NUM_WARMUP_STEPS, num_foreseen - num_measured)
+        start = next((step for step in after_warmup if step - 1 not in steps), after_warmup.stop)
+        return sum(start <= step < start + num_measured for step in steps)
+
+    def _of_one_pass(self, pair: Pair) -> LossScale:
+        return LossScale(init_scale=max(MIN_LOSS_SCALE, pair[0] / self._accumulation_steps), growth_interval=pair[1])
+
+
+class Key(NamedTuple):
+    """What a calibration holds for."""
+
+    batch_size: int
+    accumulation_steps: int
+    pinned_modules: tuple[str, ...]
+
+
+AllScales: TypeAlias = "Mapping[Key, Scales | Refused]"
+
+
+def key_of(candidate: Candidate) -> Key:
+    """The calibration that holds for an fp16 candidate."""
+    return Key(candidate.batch_size, candidate.accumulation_steps, candidate.pinned_modules)
+
+
+def snapped(init_scale: float) -> float:
+    """The power of two that is nearest by its logarithm: multiplying by one is exact."""
+    return float(2.0 ** round(math.log2(init_scale)))
+
+
+def calibrated(records: Iterable[Record], num_steps: int = NUM_STEPS) -> dict[Key, Scales | Refused]:
+    """What the calibrations among the records say, over a horizon of `num_steps` optimizer steps."""
+    return {key_of(r.candidate): answer(r, num_steps) for r in records if r.purpose == "calibration"}
+
+
+def answer(record: Record, num_steps: int) -> Scales | Refused:
+    """What one calibration says."""
+    outcome = record.outcome
+    if isinstance(outcome, Failure):
+        return Refused(f"its loss scale could not be calibrated: {outcome.kind}: {outcome.message}")
+    assert isinstance(outcome, Calibration)
+    if outcome.init_scale is None or all(s is None for s in outcome.log2_scales):
+        return Refused("its loss or gradients are not finite at any loss scale")
+    return Scales(outcome, num_steps, record.candidate.accumulation_steps)
+
+
+def refusal(scales: AllScales, candidate: Candidate) -> str | None:
+    """Why an fp16 candidate is left out, None where it is not."""
+    found = scales.get(key_of(candidate)) if candidate.precision == "fp16" else None
+    return found.reason if isinstance(found, Refused) else None if found is None else found.refusal
+
+
+def exclusions(scales: AllScales) -> tuple[Exclusion, ...]:
+    """The batch sizes at which fp16 is refused; with pins they are candidates apart."""
+    found = []
+    for key, known in scales.items():
+        reason = known.reason if isinstance(known, Refused) else known.refusal
+        if reason is not None and not key.pinned_modules:
+            found.append(Exclusion(precision="fp16", batch_size=key.batch_size, reason=reason))
+    return tuple(found)
+
+
+def scales_of(scales: AllScales, candidate: Candidate) -> Scales | None:
+    """What is known of an fp16 candidate's loss scales; None for any other, and where it was not calibrated."""
+    found = scales.get(key_of(candidate)) if candidate.precision == "fp16" else None
+    return found if isinstance(found, Scales) else None
+
+
+def applied_share(scales: AllScales, candidate: Candidate) -> float:
+    """The share of the gradient that reaches the optimizer with the best pair; 1, an upper bound, where unknown."""
+    found = scales_of(scales, candidate)
+    return 1.0 if found is None else found.replay(found.best).applied_share
+
+
+def loss_scale(scales: AllScales, candidate: Candidate, default: LossScale) -> LossScale | None:
+    """What a candidate is to be trained with: the best pair; `default` for fp16 that was not calibrated."""
+    if candidate.precision != "fp16":
+        return None
+    found = scales_of(scales, candidate)
+    return default if found is None else LossScale(init_scale=found.best[0], growth_interval=found.best[1])
+
+
+def evidence(
+    scales: AllScales, candidate: Candidate, confirming: Sequence[Measurement], num_steps_per_report: int
+) -> LossScaleEvidence | None:
+    """What the recommended pair is based on; `confirming` are the processes that ran with it."""
+    found = scales_of(scales, candidate)
+    if found is None:
+        return None
+    pair = found.best
+    ours, defaults = found.replay(pair), found.replay(DEFAULT_PAIR)
+    nums_measured = [num_steps_per_report * len(m.raw_step_seconds) for m in confirming]
+    return LossScaleEvidence(
+        num_steps=found.num_steps,
+        num_skips=ours.num_skips,
+        applied_share=ours.applied_share,
+        default_num_skips=defaults.num_skips,
+        default_applied_share=defaults.applied_share,
+        num_confirming_steps=sum(nums_measured),
+        num_skips_seen=sum(m.num_skips for m in confirming),
+        num_skips_foretold=sum(found.num_skips_among(pair, num) for num in nums_measured),
+        num_calibrated_steps=len(found.log2_scales),
+        log2_safe_scale_min=min(found.finite_log2_scales),
+        log2_safe_scale_median=median(found.finite_log2_scales),
+        flushed_share=found.flushed_share(pair),
+    )
+
+
+def _power(log2_scale: float) -> str:
+    return f"2^{log2_scale:.1f}"

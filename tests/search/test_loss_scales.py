@@ -1,0 +1,140 @@
+"""What a calibration says of any loss scale, without a training step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from scripted_runner import calibration, candidate
+
+from autotune_amp.config import LossScale
+from autotune_amp.numerics.results import Calibration
+from autotune_amp.numerics.scaler_replay import extend, skips
+from autotune_amp.search import loss_scales
+from autotune_amp.search.loss_scales import DEFAULT_PAIR, Refused, Scales, calibrated, key_of, snapped
+from autotune_amp.trial.outcome import Failure, Measurement, Record
+from autotune_amp.trial.spec import Candidate
+
+FP16 = candidate("fp16", 16)
+REACHING_DOWN = dict.fromkeys(range(-34, -4), 100)  # a hundredth below 2^-33, a thirtieth below 2^-32 ...
+
+
+def scales(num_steps: int = 10_000, accumulation_steps: int = 1, **more: Any) -> Scales:
+    return Scales(calibration(**more), num_steps, accumulation_steps)
+
+
+def recorded(outcome: Calibration | Failure, tried: Candidate = FP16, number: int = 1) -> Record:
+    return Record(search_id="s", number=number, candidate=tried, purpose="calibration", outcome=outcome, seconds=1.0)
+
+
+def test_the_seeds_are_the_calibrated_scale_and_gradscalers_own() -> None:
+    known = scales(log2_scale=14.5)
+    assert known.preferred == (2.0**13, 2000)
+    assert known.seeds == ((2.0**13, 2000), DEFAULT_PAIR, (2.0**13, 200))
+    assert set(known.scored) == set(known.seeds)
+    assert scales(log2_scale=17.0).seeds == (DEFAULT_PAIR, (65536.0, 200))
+
+
+def test_the_choice_is_neither_the_smallest_scale_nor_the_largest_interval() -> None:
+    """Skips alone would choose those: they overflow least."""
+    known = scales(log2_scale=18.5, histogram={**REACHING_DOWN, -6: 10_000_000})
+    for log2_scale in range(-24, 25, 4):
+        for interval in (10, 200, 2000, 20_000):
+            known.replay((2.0**log2_scale, interval))
+    fewest_skips = min(known.scored, key=lambda pair: (known.scored[pair].num_skips, pair[0], -pair[1]))
+    assert fewest_skips == (2.0**-24, 20_000)
+    assert known.best == known.preferred == (2.0**17, 2000)
+    assert known.scored[fewest_skips].applied_share < 0.1
+    assert known.scored[known.best].applied_share > 0.99
+    assert known.refusal is None
+
+
+def test_a_better_pair_that_was_asked_for_is_chosen() -> None:
+    """Its bursts of bad batches leave the scale low for long: a short interval recovers."""
+    known = scales(num_steps=1000, log2_scale=18.5, histogram={-41: 100, -6: 900})
+    assert known.best == (2.0**17, 200)
+    assert known.replay((2.0**17, 50)).applied_share > known.scored[2.0**17, 200].applied_share
+    assert known.best == (2.0**17, 50)
+
+
+def test_fp16_is_refused_with_the_number_where_too_much_flushes_at_every_safe_scale() -> None:
+    known = scales(log2_scale=4.2, histogram={-40: 400, -6: 600})
+    assert known.refusal is not None
+    assert "40.0 % of the gradient's entries are flushed to zero at a loss scale of 8" in known.refusal
+    assert "2^4.2" in known.refusal
+    answers = calibrated([recorded(calibration(4.2, {-40: 400, -6: 600}))])
+    assert loss_scales.refusal(answers, FP16) == known.refusal
+    (exclusion,) = loss_scales.exclusions(answers)
+    assert (exclusion.precision, exclusion.batch_size, exclusion.reason) == ("fp16", 16, known.refusal)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        (calibration(None), "not finite at any loss scale"),
+        (Failure(kind="oom", message="it took too much"), "could not be calibrated: oom: it took too much"),
+    ],
+)
+def test_without_a_safe_scale_fp16_is_refused(outcome: Calibration | Failure, said: str) -> None:
+    answers = calibrated([recorded(outcome)])
+    assert isinstance(answers[key_of(FP16)], Refused)
+    assert said in (loss_scales.refusal(answers, FP16) or "")
+    assert loss_scales.refusal(answers, candidate("fp16", 32)) is None
+    assert loss_scales.refusal(answers, candidate("bf16", 16)) is None
+    assert loss_scales.applied_share(answers, FP16) == 1.0
+
+
+def test_a_window_of_passes_divides_the_loss_and_so_the_scale() -> None:
+    """The same gradients at a quarter of the scale: all that is safe or flushed moves by two octaves."""
+    one, four = scales(), scales(accumulation_steps=4)
+    assert four.preferred == (4 * one.preferred[0], 2000)
+    assert four.replay(four.preferred)[:3] == one.scored[one.preferred][:3]
+    assert four.flushed_share((2.0**10, 1)) == one.flushed_share((2.0**8, 1))
+    assert min(four.finite_log2_scales) == min(one.finite_log2_scales) + 2
+
+
+@pytest.mark.parametrize("scale", [2.0**-24, 0.7, 1.5, 65536.0, 90_000.0, 2.0**24])
+def test_snapping_is_to_the_nearest_power_of_two(scale: float) -> None:
+    exponent = math.log2(snapped(scale))
+    assert exponent.is_integer()
+    assert abs(exponent - math.log2(scale)) <= 0.5
+
+
+def test_what_a_process_should_have_skipped_is_counted_as_the_trial_counts() -> None:
+    known = scales(log2_scale=14.5)
+    assert known.num_skips_among(known.preferred, 400) == 0
+    pair = (2.0**14, 5)  # grows to 2^15 after five steps, which is one skip, and so on every six steps
+    trace = extend(known.log2_scales, 100)
+    assert skips(trace, LossScale(init_scale=pair[0], growth_interval=5))[:3] == [5, 11, 17]
+    assert known.num_skips_among(pair, 15) == 3  # after three steps of warm-up
+    assert known.num_skips_among((2.0**20, 2000), 50) == 0  # it comes down during the warm-up
+
+
+def test_the_evidence_sets_what_was_seen_beside_what_was_foretold() -> None:
+    answers = calibrated([recorded(calibration())])
+    ran = Measurement(
+        step_seconds=1.0,
+        step_seconds_interval=(1.0, 1.0),
+        samples_per_second=1.0,
+        data_seconds=0.0,
+        peak_memory_bytes=1,
+        reserved_memory_bytes=1,
+        raw_step_seconds=(1.0,) * 20,
+        build_seconds=0.0,
+        context_seconds=0.0,
+        first_step_seconds=0.0,
+        num_skips=2,
+    )
+    found = loss_scales.evidence(answers, FP16, [ran, ran], num_steps_per_report=4)
+    assert found is not None
+    assert (found.num_steps, found.num_confirming_steps, found.num_skips_seen) == (10_000, 160, 4)
+    assert (found.num_skips_foretold, found.num_calibrated_steps) == (0, 12)
+    assert (found.log2_safe_scale_min, found.log2_safe_scale_median, found.flushed_share) == (14.5, 14.5, 0.0)
+    assert found.num_skips <= found.default_num_skips  # 65536 is above 2^14.5: it has to come down first
+    assert found.applied_share > found.default_applied_share
+    assert loss_scales.evidence({}, FP16, [], 1) is None
+    default = LossScale()
+    assert loss_scales.loss_scale({}, FP16, default) is default
+    assert loss_scales.loss_scale(answers, FP16, default) == LossScale(init_scale=2.0**13)
+    assert loss_scales.loss_scale(answers, candidate("bf16", 16), default) is None

@@ -1,0 +1,213 @@
+"""Checks in real child processes: what they find, what the workload does to them, and what they leave behind."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune_amp.numerics.results import Calibration, Fidelity
+from autotune_amp.trial.outcome import CheckOutcome, Failure, Measurement, unchecked
+from autotune_amp.trial.process import Watcher
+from autotune_amp.trial.runner import Isolation, Payload, Runner
+from autotune_amp.trial.spec import Candidate, CheckSpec, TrialSpec
+
+WORKLOAD = """
+import os, pathlib, time
+import torch
+from torch import nn
+from autotune_amp import Workload
+
+def mode():
+    return pathlib.Path(__file__).with_name("mode").read_text()
+
+def model():
+    if mode() == "lstm":
+        return nn.LSTM(8, 8, batch_first=True)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.ReLU(), nn.Linear(16, 1))
+
+def loss(model, batch):
+    x, y = batch.pop("x"), batch.pop("y")  # as many do: the next pass needs them again
+    is_low = torch.is_autocast_enabled("cpu")
+    MODE = mode()
+    if MODE == "oom" or (MODE == "oom above 4" and len(x) > 4):
+        raise torch.OutOfMemoryError(f"{len(x)} samples are too many")
+    if MODE == "crash" and is_low:
+        os._exit(7)
+    if MODE == "hang" and is_low:
+        time.sleep(1000)
+    if MODE == "wrong" or (MODE == "wrong in low" and is_low):
+        raise ValueError("no good")
+    if MODE == "late" and is_low:
+        loss.num_low += 1
+        if loss.num_low == 3:
+            raise ValueError("the third pass")
+    if MODE == "detached":
+        return model(x).mean().detach()
+    if MODE == "lstm":
+        return model(x[:, None])[0].square().mean()
+    if isinstance(model, nn.Sequential):
+        print("dtype", model[0](x).dtype)
+    return (model(x) - y).square().mean()
+
+loss.num_low = 0
+
+def data(size):
+    generator = torch.Generator().manual_seed(size)
+    def batches():
+        while True:
+            x = torch.randn(size, 8, generator=generator)
+            yield {"x": x, "y": x[:, :1] + 0.1 * torch.randn(size, 1, generator=generator)}
+    return batches()
+
+def workload():
+    return Workload(model, loss, data, lambda p: torch.optim.AdamW(p, lr=0.01))
+"""
+
+
+class Listener(Watcher):
+    def __init__(self) -> None:
+        self.text = ""
+
+    def output(self, text: str) -> None:
+        self.text += text
+
+
+class Folder:
+    """A workload in a folder, with one template for all checks; `mode` is how it is to misbehave."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        (path / "train.py").write_text(WORKLOAD)
+        self.set_mode("")
+        self.runner, self.state = self.opened("fork", Watcher())
+
+    def set_mode(self, mode: str) -> None:
+        (self._path / "mode").write_text(mode)
+
+    def opened(self, isolation: Isolation, watcher: Watcher) -> tuple[Runner, dict[str, Any]]:
+        runner = Runner(Payload(target="train:workload", path=(str(self._path), *sys.path)), isolation, watcher)
+        runner.load(60)
+        return runner, runner.open("cpu", 1, 60)[0]
+
+    def check(self, mode: str = "", **fields: Any) -> CheckOutcome:
+        self.set_mode(mode)
+        return self.runner.check(spec(self.state, **fields))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
+    made = Folder(tmp_path_factory.mktemp("checks"))
+    with made.runner:
+        yield made
+
+
+def spec(state: dict[str, Any], **fields: Any) -> CheckSpec:
+    asked = {"what": "fidelity", "precision": "bf16", "batch_size": 8, "device": "cpu", "torch_state": state}
+    return CheckSpec(**{**asked, **fields})
+
+
+def trial(state: dict[str, Any], **fields: Any) -> TrialSpec:
+    candidate = Candidate(**{"precision": "fp32", "batch_size": 8, **fields})
+    return TrialSpec(candidate=candidate, device="cpu", torch_state=state, num_steps=(4, 4))
+
+
+def test_a_healthy_model_is_faithful_also_where_its_loss_takes_its_batch_apart(folder: Folder) -> None:
+    found = folder.check()
+    assert isinstance(found, Fidelity)
+    assert (found.verdict, found.precision, found.batch_size) == ("faithful", "bf16", 8)
+    assert found.num_passes > 0
+
+
+@pytest.mark.parametrize("find_pins", [True, False])
+def test_pinned_modules_and_whether_pins_are_looked_for_reach_the_check(folder: Folder, find_pins: bool) -> None:
+    found = folder.check(pinned_modules=("0", "4"), find_pins=find_pins)
+    assert isinstance(found, Fidelity)
+    assert found.pinned_modules == ("0", "4")
+
+
+def test_where_memory_is_short_a_smaller_batch_is_checked(folder: Folder) -> None:
+    found = folder.check("oom above 4", batch_size=16)
+    assert isinstance(found, Fidelity)
+    assert (found.verdict, found.batch_size) == ("faithful", 4)
+
+
+def test_what_does_not_fit_at_batch_1_either_is_unchecked_and_not_faithful(folder: Folder) -> None:
+    found = folder.check("oom", batch_size=3)
+    assert isinstance(found, Fidelity)
+    assert (found.verdict, found.batch_size) == ("unchecked", 1)
+    assert "1 samples are too many" in found.reason
+    assert "memory" in found.next_step
+
+
+def test_a_calibration_that_does_not_fit_has_failed(folder: Folder) -> None:
+    found = folder.check("oom", what="calibration", precision="fp16", batch_size=2)
+    assert isinstance(found, Failure)
+    assert found.kind == "oom"
+
+
+def test_a_calibration_arrives_whole(folder: Folder) -> None:
+    found = folder.check(what="calibration", precision="fp16", batch_size=4)
+    assert isinstance(found, Calibration)
+    assert found.batch_size == 4
+    assert len(found.log2_scales) == 12
+    assert {0, 11} <= set(found.bisected_log2_scales)
+
+
+@pytest.mark.parametrize(
+    ("mode", "fields", "kind", "message"),
+    [
+        ("crash", {}, "crash", "exited with status 7 before it reported, checking bf16 against fp32"),
+        ("hang", {"deadline_seconds": 4.0}, "timeout", "still checking bf16 against fp32 when its time was up"),
+        ("wrong", {}, "workload_error", "ValueError: no good"),
+        ("wrong in low", {}, "unsupported", "ValueError: no good"),
+        ("late", {}, "crash", "ValueError: the third pass"),
+        ("detached", {}, "workload_error", "without gradient"),
+        ("lstm", {"precision": "fp16"}, "unsupported", "could not create a primitive"),
+        ("", {"pinned_modules": ("9",)}, "workload_error", "no module named '9'"),
+    ],
+)
+def test_what_goes_wrong_is_told_apart(
+    folder: Folder, mode: str, fields: dict[str, Any], kind: str, message: str
+) -> None:
+    found = folder.check(mode, **fields)
+    assert isinstance(found, Failure)
+    assert found.kind == kind
+    assert message in found.message
+
+
+def test_a_kept_worker_is_as_a_check_found_it(folder: Folder) -> None:
+    folder.set_mode("")
+    runner, state = folder.opened("kept", Watcher())
+    with runner:
+        before = [runner.run(trial(state)) for _ in range(2)]
+        assert isinstance(runner.check(spec(state)), Fidelity)
+        after = runner.run(trial(state))
+    # The first trial built the model, which drew from the generator; the others did not.
+    assert isinstance(before[1], Measurement)
+    assert isinstance(after, Measurement)
+    assert after.last_loss == before[1].last_loss
+
+
+def test_a_kept_worker_pins_for_one_trial_only(folder: Folder) -> None:
+    listener = Listener()
+    folder.set_mode("")
+    runner, state = folder.opened("kept", listener)
+    with runner:
+        seen = []
+        for pins in ((), ("0",), ()):
+            listener.text = ""
+            assert isinstance(runner.run(trial(state, precision="bf16", pinned_modules=pins)), Measurement)
+            seen.append({line for line in listener.text.splitlines() if line.startswith("dtype")})
+    assert seen == [{"dtype torch.bfloat16"}, {"dtype torch.float32"}, {"dtype torch.bfloat16"}]
+
+
+def test_an_unchecked_precision_says_why_and_what_to_do() -> None:
+    asked = CheckSpec(what="fidelity", precision="fp16", batch_size=8, device="cpu", pinned_modules=("head",))
+    found = unchecked(asked, Failure(kind="timeout", message="it was still checking when its time was up"))
+    assert (found.verdict, found.precision, found.pinned_modules) == ("unchecked", "fp16", ("head",))
+    assert found.reason == "fp16 is unchecked (timeout): it was still checking when its time was up."
+    assert found.next_step == "Give a larger budget."
