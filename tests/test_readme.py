@@ -29,7 +29,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.mark.slow
 def test_the_python_example_runs(cli: CommandLine) -> None:
-    example, _ = blocks("python")
+    example, _, _ = blocks("python")
     (cli.folder / "example.py").write_text(example.replace("budget=60", "budget=20"))
     done = subprocess.run(
         [sys.executable, "example.py"], cwd=cli.folder, env=cli.environment, capture_output=True, text=True
@@ -38,8 +38,19 @@ def test_the_python_example_runs(cli: CommandLine) -> None:
     assert re.match(r"(fp32|bf16|fp16) \d+ ", done.stdout)
 
 
+@pytest.mark.slow
+def test_the_check_of_a_precision_runs(cli: CommandLine) -> None:
+    _, example, _ = blocks("python")
+    (cli.folder / "check.py").write_text(example)
+    done = subprocess.run(
+        [sys.executable, "check.py"], cwd=cli.folder, env=cli.environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "unfaithful ('encoder.block.1.layer.1.DenseReluDense.wo',)\n"
+
+
 def test_the_training_loop_runs(cli: CommandLine) -> None:
-    _, example = blocks("python")
+    _, _, example = blocks("python")
     (cli.folder / "loop.py").write_text(example)
     done = subprocess.run(
         [sys.executable, "loop.py"], cwd=cli.folder, env=cli.environment, capture_output=True, text=True

@@ -62,8 +62,7 @@ def judge(found: Findings) -> Judgement:
         )
     judgements = [*_one_step(found), *_training(found)]
     if not judgements:
-        noise = "" if found.noise_ratio is None else f": {found.noise_ratio:.2g} of the noise between batches"
-        return Judgement("faithful", f"its rounding noise is small beside what sampling does anyway{noise}")
+        return Judgement("faithful", "its rounding noise is small beside what sampling does anyway")
     verdict = max((judgement.verdict for judgement in judgements), key=_ORDER.index)
     worst = [judgement for judgement in judgements if judgement.verdict == verdict]
     is_of_weights = all(judgement.is_of_weights for judgement in worst)

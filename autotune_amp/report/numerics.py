@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from autotune_amp.recommendation import LossScaleEvidence
 
 
+_NO_LIMIT = 1e30  # what only fp16 is below: nothing comes near the range that bf16 shares with fp32
+
+
 def check_line(found: Fidelity) -> str:
     """A check: its verdict with the modules to blame, the numbers, and the modules that heal it."""
     pinned = f"with {names(found.pinned_modules)} in fp32 " if found.pinned_modules else ""
@@ -72,7 +75,8 @@ def _numbers(found: Fidelity) -> list[str]:
     if found.flushed_share is not None:
         parts.append(f"{_percent(found.flushed_share)} flushed")
     if found.forward_max is not None:
-        limit = "" if found.format_max is None else f" of {found.format_max:.3g}"
+        has_limit = found.format_max is not None and found.format_max < _NO_LIMIT
+        limit = f" of {found.format_max:.5g}" if has_limit else ""
         parts.append(f"activations up to {found.forward_max:.3g}{limit}")
     if found.training_gap is not None:
         parts.append(f"training gap {_small(found.training_gap)} over {count(found.num_paired_steps, 'step')}")

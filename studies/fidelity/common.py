@@ -1,4 +1,4 @@
-"""What the scripts of this study share: the cases of a zoo, a subject made from one, raw files that can be gone on with."""
+"""What the scripts of this study share: the cases of a zoo, subjects made from them, and resumable raw files."""
 
 from __future__ import annotations
 
@@ -93,7 +93,6 @@ class RawFile:
 
     def _key(self, row: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(map(repr, (row[key] for key in self._keys)))
-
 
 
 def raw_path(name: str, device: torch.device) -> Path:

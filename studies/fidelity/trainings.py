@@ -22,7 +22,6 @@ from training import Trained, train
 from autotune_amp.config import Precision
 from autotune_amp.numerics.calibration import calibrate
 from autotune_amp.numerics.paired import UNIT_ROUNDOFF
-from autotune_amp.numerics.passes import Subject
 from autotune_amp.precision import has_half_weights
 
 LONG = ("gpt2", "resnet", "bert_classes", "large_offset", "t5_feed_forward")  # the last two are sick
@@ -58,9 +57,10 @@ def judge(low: Trained, fp32: Trained, perturbed: list[Trained]) -> Judged:
 class Trainings:
     """All trainings of one case, on the same batches and draws; those in fp32 once."""
 
-    def __init__(self, subject: Subject, num_steps: int) -> None:
-        self._subject, self.num_steps = subject, num_steps
-        self._has_half_weights = has_half_weights(subject.model)
+    def __init__(self, case: Case, num_steps: int, device: torch.device) -> None:
+        self._subject = common.subject(case, 0, num_steps, device)
+        self._batch_size, self._num_steps = case.batch_size, num_steps
+        self._has_half_weights = has_half_weights(self._subject.model)
 
     @functools.cached_property
     def fp32(self) -> Trained:
@@ -74,9 +74,7 @@ class Trainings:
     def row(self, precision: Precision, pinned_modules: tuple[str, ...] = ()) -> dict[str, Any]:
         started = time.perf_counter()
         scale = self._init_scale(pinned_modules) if precision == "fp16" else None
-        low = train(
-            self._subject, precision, self.num_steps, init_scale=scale or 1.0, pinned_modules=pinned_modules
-        )
+        low = train(self._subject, precision, self._num_steps, init_scale=scale or 1.0, pinned_modules=pinned_modules)
         perturbed = self.perturbed(precision)
         return {
             "judged": judge(low, self.fp32, perturbed)._asdict(),
@@ -89,13 +87,13 @@ class Trainings:
 
     def _in_fp32(self, perturbation: float, seed: int) -> Trained:
         return train(
-            self._subject, "fp32", self.num_steps, perturbation=perturbation, seed=seed,
+            self._subject, "fp32", self._num_steps, perturbation=perturbation, seed=seed,
             with_fp32_weights=self._has_half_weights,
         )  # fmt: skip
 
     def _init_scale(self, pinned_modules: tuple[str, ...]) -> float:
         stretch = replace(self._subject, batches=self._subject.batches[:NUM_CALIBRATION_BATCHES])
-        found = calibrate(stretch, batch_size=1, pinned_modules=pinned_modules).init_scale
+        found = calibrate(stretch, batch_size=self._batch_size, pinned_modules=pinned_modules).init_scale
         return UNCALIBRATED_SCALE if found is None else found
 
 
@@ -144,7 +142,7 @@ def main() -> None:
     raw = common.RawFile(common.raw_path(name, device), ("case", "precision", "pinned_modules"))
     for zoo, case in wanted(options):
         num_steps = affordable_steps(case, options.minutes, device) if options.long else options.steps
-        trainings = Trainings(common.subject(case, 0, num_steps, device), num_steps)
+        trainings = Trainings(case, num_steps, device)
         for precision in precisions(case, device):
             for pins in pins_to_try(case, precision, zoo, device):
                 key = {"case": case.name, "precision": precision, "pinned_modules": list(pins)}

@@ -62,9 +62,19 @@ FAITHFUL = Findings(
 )
 
 
+def test_two_hints_together_are_a_doubt() -> None:
+    """Neither says anything alone; found on a held-out workload (studies/fidelity)."""
+    assert judge(FAITHFUL._replace(noise_ratio=0.15)).verdict == "faithful"
+    assert judge(FAITHFUL._replace(training_gap=16.0)).verdict == "faithful"
+    both = judge(FAITHFUL._replace(noise_ratio=0.15, training_gap=16.0))
+    assert both.verdict == "doubtful"
+    assert "0.15" in both.reason
+    assert "16" in both.reason
+
+
 def test_small_numbers_are_faithful() -> None:
     assert judge(FAITHFUL).verdict == "faithful"
-    assert "0.05 of the noise between batches" in judge(FAITHFUL).reason
+    assert "small beside what sampling does" in judge(FAITHFUL).reason
     assert judge(Findings()).verdict == "faithful"
 
 
