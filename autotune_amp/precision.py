@@ -165,10 +165,12 @@ class Observer:
 
     In eager mode a module writes only while `is_sampling` is on. A compiled graph always writes: looking at the switch
     would make two graphs of one. Slots are tensors of their own, so that modules of one class can share a graph.
+    With `only_half` outputs in fp32, and the least number of the format, which masks are made of, do not count.
     """
 
-    def __init__(self, num_slots: int, device: torch.device | str) -> None:
+    def __init__(self, num_slots: int, device: torch.device | str, *, only_half: bool = False) -> None:
         self.is_sampling = False
+        self.only_half = only_half
         self.precisions: set[Precision] = set()  # that modules ran in while sampling, eager and not pinned ones
         self.maxima = tuple(torch.zeros((), dtype=torch.float32, device=device) for _ in range(num_slots))
         for maximum in self.maxima:
@@ -220,9 +222,9 @@ class _Roles(NamedTuple):
         if self.observed is not None and module.training:
             observer, maximum = self.observed
             if torch.compiler.is_compiling():
-                _raise_maximum(maximum, output)
+                _raise_maximum(maximum, output, only_half=observer.only_half)
             elif observer.is_sampling:
-                _raise_maximum(maximum, output)
+                _raise_maximum(maximum, output, only_half=observer.only_half)
                 if forced is None:
                     observer.precisions.add(ambient(maximum.device.type))
         return output
@@ -259,11 +261,15 @@ def _tensor_cast_up(leaf: Any) -> Any:
     return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in HALF_DTYPES else leaf
 
 
-def _raise_maximum(maximum: Tensor, output: Any) -> None:
+def _raise_maximum(maximum: Tensor, output: Any, *, only_half: bool) -> None:
     tensor = _first_floating(output)
     if tensor is None or tensor.numel() == 0:  # an expert that no token was sent to
         return
+    if only_half and tensor.dtype not in HALF_DTYPES:
+        return
     with torch.no_grad():
+        if only_half:
+            tensor = tensor.masked_fill(tensor <= torch.finfo(tensor.dtype).min, 0)
         low, high = torch.aminmax(tensor.detach())  # abs() would cost a copy of the whole output
         maximum.copy_(torch.maximum(maximum, torch.maximum(high, -low).to(maximum)))
 

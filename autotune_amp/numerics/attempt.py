@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from autotune_amp.config import MIN_LOSS_SCALE, LossScale, Precision
-from autotune_amp.numerics.blame import modules_by_name
 from autotune_amp.numerics.comparison import Comparison, compare, signals
 from autotune_amp.numerics.forward_max import ForwardWatch
 from autotune_amp.numerics.low_weights import lost_updates
@@ -21,7 +20,7 @@ from autotune_amp.numerics.passes import Pass, Passes
 from autotune_amp.numerics.results import LowWeights
 from autotune_amp.numerics.safe_scale import largest_safe_scale
 from autotune_amp.numerics.verdict import Findings
-from autotune_amp.precision import has_half_weights, is_cast, override
+from autotune_amp.precision import has_half_weights, override
 
 NUM_BATCHES = 3  # held against each other in one step
 NUM_PAIRED_STEPS = 8
@@ -97,7 +96,7 @@ class Bench:
         self._watch.reset()
         with self.low.pinned(pins):
             low, scale, has_safe_scale = self._low_passes(num_batches)
-        forward_maxima = self._low_maxima(pins)
+        forward_maxima = self._low_maxima()
         bad_index = next((index for index, done in enumerate(low) if not done.is_finite), None)
         if bad_index is not None:
             return Attempt(tuple(pins), tuple(low), scale, has_safe_scale, bad_index, forward_maxima=forward_maxima)
@@ -124,8 +123,7 @@ class Bench:
         reference, *perturbed = runs
         distance = gap(run, reference, perturbed) if run.is_finite and all(r.is_finite for r in runs) else None
         maxima = {
-            name: max(maximum, attempt.forward_maxima.get(name, 0.0))
-            for name, maximum in self._low_maxima(attempt.pins).items()
+            name: max(maximum, attempt.forward_maxima.get(name, 0.0)) for name, maximum in self._low_maxima().items()
         }
         return replace(attempt, training=run, gap=distance, forward_maxima=maxima)
 
@@ -157,14 +155,8 @@ class Bench:
         train(self._fp32, "fp32", 1)
         return lost_updates(self.subject.model, before, dict(_parameters(self._fp32, restored=False)))
 
-    def _low_maxima(self, pins: Sequence[str]) -> dict[str, float]:
-        """Of the modules that put out the precision's own numbers: what is in fp32 has room enough."""
-        modules = modules_by_name(self.subject.model)
-        return {
-            name: math.inf if math.isnan(maximum) else maximum
-            for name, maximum in self._watch.maxima().items()
-            if is_cast(modules[name]) and not is_inside(name, pins)
-        }
+    def _low_maxima(self) -> dict[str, float]:
+        return {name: math.inf if math.isnan(m) else m for name, m in self._watch.maxima().items()}
 
     def _low_passes(self, num_batches: int) -> tuple[list[Pass], float, bool]:
         scale = 1.0

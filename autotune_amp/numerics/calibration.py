@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from autotune_amp.numerics.comparison import COUNTS
 from autotune_amp.numerics.forward_max import watch_forward
 from autotune_amp.numerics.passes import Passes, Subject
 from autotune_amp.numerics.results import Calibration
@@ -53,11 +54,17 @@ def calibrate(subject: Subject, *, batch_size: int, pinned_modules: Sequence[str
 
 
 def count_octaves(gradients: Iterable[Tensor]) -> Tensor:
-    """How many entries there are in each octave of float32, from the lowest up; zeros and non-finite ones left out."""
+    """How many entries there are in each octave of float32, from the lowest up.
+
+    Left out are zeros, non-finite ones and those that move nothing beside the largest of their tensor (`COUNTS`): an
+    output layer's gradients for words that are all but impossible are most of what fp16 flushes, and no loss.
+    """
     counts = torch.zeros(_HIGHEST_OCTAVE - _LOWEST_OCTAVE + 1, dtype=torch.int64)
     for gradient in gradients:
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
         counted = values[values.isfinite() & (values != 0)].float()
+        if counted.numel():
+            counted = counted[counted.abs() > COUNTS * counted.abs().amax()]
         octaves = torch.frexp(counted).exponent - 1  # its mantissa lies in [1/2, 1)
         counts += torch.bincount(octaves - _LOWEST_OCTAVE, minlength=len(counts)).cpu()
     return counts

@@ -7,7 +7,7 @@ blame are looked for, and tried in fp32.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -35,30 +35,41 @@ def check(
     batch_size: int,
     pinned_modules: Sequence[str] = (),
     find_pins: bool = True,
+    judged: Callable[[Fidelity], None] | None = None,
 ) -> Fidelity:
     """Hold `precision`, with `pinned_modules` in fp32, against fp32 on `subject`, whose model is left as it was.
 
     `subject.batches` are eight at least, of `batch_size` samples. With `find_pins` a bad verdict says which modules are
     to blame, and whether pinning them heals it. What the model's own code raises comes through, as do out-of-memory
     errors and the `InvalidRequestError` for a module that cannot be pinned; numbers that are not finite never raise.
+    `judged` is given a bad verdict before that search, which may take long, or take the process with it.
     """
     started = time.perf_counter()
     passes = Passes(subject)
+
+    def complete(found: Fidelity) -> Fidelity:
+        return msgspec.structs.replace(found, batch_size=batch_size, seconds=time.perf_counter() - started)
+
+    def tell(found: Fidelity) -> None:
+        if judged is not None:
+            judged(complete(found))
+
     with watch_forward(subject.model, subject.device) as watch:
         try:
-            found = _checked(Bench(passes, precision, watch), tuple(pinned_modules), find_pins=find_pins)
+            bench = Bench(passes, precision, watch)
+            return complete(_checked(bench, tuple(pinned_modules), tell, find_pins=find_pins))
         finally:
             passes.restore()
             passes.model.zero_grad(set_to_none=True)
-    return msgspec.structs.replace(found, batch_size=batch_size, seconds=time.perf_counter() - started)
 
 
-def _checked(bench: Bench, pins: tuple[str, ...], *, find_pins: bool) -> Fidelity:
+def _checked(bench: Bench, pins: tuple[str, ...], tell: Callable[[Fidelity], None], *, find_pins: bool) -> Fidelity:
     weights = bench.lost_updates()
     attempt, judgement = _tried(bench, pins, weights)
     culprits: tuple[str, ...] = ()
     healing: tuple[str, ...] = ()
     if find_pins and judgement.verdict in ("doubtful", "unfaithful") and not judgement.is_of_weights:
+        tell(_report(bench, attempt, judgement, weights, (), ()))
         culprits, healing = _blame(bench, attempt, weights)
     return _report(bench, attempt, judgement, weights, culprits, healing)
 
@@ -84,7 +95,10 @@ def _blame(bench: Bench, attempt: Attempt, weights: LowWeights | None) -> tuple[
     given = pins = attempt.pins
     culprits: tuple[str, ...] = ()
     for _ in range(MAX_ROUNDS):
-        found = _suspects(bench, attempt)
+        try:
+            found = _suspects(bench, attempt)
+        except Exception:  # the user's code, run another way than it was written for, may raise anything
+            break
         culprits = culprits or found
         usable = [name for name in found if name and can_be_pinned(modules[name]) and not is_inside(name, pins)]
         added = [pin for pin in pins if pin not in given]
@@ -93,7 +107,10 @@ def _blame(bench: Bench, attempt: Attempt, weights: LowWeights | None) -> tuple[
         if wanted in (attempt.pins, given) or len(wanted) - len(given) > limit:
             break
         pins = wanted
-        attempt, judgement = _tried_with(bench, attempt, pins, weights)
+        try:
+            attempt, judgement = _tried_with(bench, attempt, pins, weights)
+        except Exception:  # fp32 in its midst, or the memory for it, is more than it can take: no cure
+            break
         if judgement.verdict == "faithful":
             return tuple(pin for pin in pins if pin not in given), pins
     return culprits, ()
@@ -123,7 +140,7 @@ def _suspects(bench: Bench, attempt: Attempt) -> tuple[str, ...]:
             bench.low.restore()
             return blown_up(bench.low, attempt.bad_index, bench.precision, attempt.scale)
         if too_large := [n for n, m in attempt.forward_maxima.items() if m > MAX_FORWARD_SHARE * bench.format_max]:
-            return tuple(too_large)
+            return tuple(n for n in too_large if not any(other != n and is_inside(other, (n,)) for other in too_large))
         errors = local_errors(bench.low, 0, bench.precision).own()
     worst = max(errors, key=lambda name: errors[name], default=None)
     if worst is not None and errors[worst] >= MIN_LOCAL_ERROR:

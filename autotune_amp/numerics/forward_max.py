@@ -1,4 +1,4 @@
-"""The largest magnitude that each module puts out; in compiled models too, where forward hooks would not be called."""
+"""The largest magnitude that each module puts out in half precision; in compiled models too, unlike with hooks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from autotune_amp.numerics.blame import modules_by_name
-from autotune_amp.precision import Observer, observe, stop_observing
+from autotune_amp.numerics.safe_scale import is_compiled
+from autotune_amp.precision import Observer, is_cast, observe, stop_observing
 
 
 class ForwardWatch:
@@ -33,19 +34,20 @@ class ForwardWatch:
 
 @contextmanager
 def watch_forward(model: nn.Module, device: torch.device) -> Iterator[ForwardWatch]:
-    """Watch every module that holds no other, while it trains: the first floating tensor of what it puts out.
+    """Watch modules while they train: the first floating tensor that each puts out, where that is in half precision.
 
-    TorchScript's modules cannot be watched. A compiled model recompiles on the first entry.
+    TorchScript's modules cannot be watched. A compiled model recompiles on the first entry; of what holds no weight
+    matrix nothing is watched there, since compiled code keeps such numbers in fp32.
     """
-    leaves = {
+    watched = {
         name: module
         for name, module in modules_by_name(model).items()
-        if next(module.children(), None) is None and not isinstance(module, torch.jit.ScriptModule)
+        if not isinstance(module, torch.jit.ScriptModule) and (is_cast(module) or not is_compiled(model))
     }
-    observer = Observer(len(leaves), device)
+    observer = Observer(len(watched), device, only_half=True)
     observer.is_sampling = True
     with ExitStack() as stack:
-        for slot, module in enumerate(leaves.values()):
+        for slot, module in enumerate(watched.values()):
             observe(module, observer, slot)
             stack.callback(stop_observing, module)
-        yield ForwardWatch(list(leaves), observer)
+        yield ForwardWatch(list(watched), observer)

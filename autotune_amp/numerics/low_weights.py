@@ -27,12 +27,15 @@ def lost_updates(model: nn.Module, before: Mapping[str, Tensor], after: Mapping[
             continue
         dtypes.add(parameter.dtype)
         update = (after[name] - before[name]).double()
-        nearest = (after[name].to(parameter.dtype).double() - before[name].double()).where(update != 0, 0)
+        nearest = after[name].to(parameter.dtype).double() - before[name].double()
+        # Not finite: a mask of -inf kept as a parameter, or a step past the end of the format, which is no rounding.
+        counts = (update != 0) & update.isfinite() & nearest.isfinite()
+        update, nearest = update.where(counts, 0), nearest.where(counts, 0)
         num_moved += int((update != 0).sum())
         num_lost += int(((update != 0) & (nearest == 0)).sum())
         moved += float(update.square().sum())
         applied += float((update * nearest).sum())
-        variance += float(_stochastic_variance(after[name], parameter.dtype).where(update.cpu() != 0, 0).sum())
+        variance += float(_stochastic_variance(after[name], parameter.dtype).where(counts.cpu(), 0).sum())
     if not num_moved or not moved:
         return None
     return LowWeights(

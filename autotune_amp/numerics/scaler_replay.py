@@ -69,13 +69,15 @@ class Trace:
 class FlushedShares:
     """F0: the share of gradient entries, true zeros left out, that fp16 flushes to zero at a loss scale.
 
-    `histogram` maps an octave k to the number of entries with floor(log2|g|) = k at loss scale 1, in fp32. Raises
-    `ValueError` for a number that is negative or not finite.
+    `histogram` maps an octave k to the number of entries with floor(log2|g|) = k at loss scale 1, in fp32.
+    `log2_divisor` is what the loss is divided by before it is scaled, as in an accumulation window. Raises `ValueError`
+    for a number that is negative or not finite.
     """
 
-    def __init__(self, histogram: Mapping[int, float]) -> None:
+    def __init__(self, histogram: Mapping[int, float], log2_divisor: float = 0.0) -> None:
         if not all(math.isfinite(number) and number >= 0 for number in histogram.values()):
             raise ValueError(f"The histogram is {dict(histogram)!r}; it must hold finite numbers from 0 up.")
+        self._threshold = _FLUSHED_LOG2 + log2_divisor
         counted = [octave for octave, number in histogram.items() if number]
         self._lowest = min(counted, default=0)
         octaves = range(self._lowest, max(counted, default=-1) + 1)
@@ -88,7 +90,7 @@ class FlushedShares:
         0 where no entry was counted.
         """
         shares = self._shares_below
-        position = _FLUSHED_LOG2 - log2_scale - self._lowest
+        position = self._threshold - log2_scale - self._lowest
         if position >= len(shares) - 1:
             return shares[-1]
         if position <= 0:
@@ -175,8 +177,19 @@ class Burst(NamedTuple):
     start_share: float = 1 / 3
 
 
-def extend(log2_scales: Sequence[float], num_steps: int, *, seed: int = 0, burst: Burst = Burst()) -> Trace:  # noqa: B008 - immutable
+def extend(
+    log2_scales: Sequence[float],
+    num_steps: int,
+    *,
+    seed: int = 0,
+    burst: Burst = Burst(),  # noqa: B008 - immutable
+    num_passes_per_step: int = 1,
+) -> Trace:
     """The recorded stretch `log2_scales`, extended to a horizon of `num_steps`; the same for the same `seed`.
+
+    `log2_scales` are of single passes. A step of `num_passes_per_step` overflows where any of them does: what is
+    recorded becomes the minima over that many consecutive passes, an incomplete window at the end left out, and each
+    step drawn is the minimum of as many draws.
 
     The recorded steps come first, as recorded. The rest is drawn from their second half, because the start of a
     training is not like what follows, and holds one `burst`, without which a slow recovery would cost nothing
@@ -185,9 +198,11 @@ def extend(log2_scales: Sequence[float], num_steps: int, *, seed: int = 0, burst
     """
     if not len(log2_scales):
         raise ValueError("Nothing was recorded: log2_scales is empty.")
-    recorded = list(log2_scales[:num_steps])
-    later_half = log2_scales[len(log2_scales) // 2 :]
-    drawn = random.Random(seed).choices(later_half, k=num_steps - len(recorded))  # noqa: S311 - a simulation
+    num_recorded = min(num_steps, len(log2_scales) // num_passes_per_step)
+    windows = (log2_scales[step * num_passes_per_step :][:num_passes_per_step] for step in range(num_recorded))
+    recorded = list(map(min, windows))
+    later_half, rng = log2_scales[len(log2_scales) // 2 :], random.Random(seed)  # noqa: S311 - a simulation
+    drawn = [min(rng.choices(later_half, k=num_passes_per_step)) for _ in range(num_steps - num_recorded)]
     extended = recorded + drawn
     start = max(len(recorded), int(num_steps * burst.start_share))
     end = min(num_steps, start + burst.num_steps)

@@ -2,7 +2,8 @@
 
 The rule: within 3 % of the fastest the precision with the least to go wrong at run time wins, then the smallest
 batch; and what the user runs today stays unless something beats it by 3 %. What does not learn what fp32 learns is out,
-what is doubtful comes last, and fp16 counts only the share of the gradient that reaches the optimizer.
+what nobody checked comes after fp32 and what was shown to be faithful, what is doubtful comes last, and fp16 counts
+only the share of the gradient that reaches the optimizer.
 """
 
 from __future__ import annotations
@@ -59,15 +60,17 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rank(
-    measured: Mapping[Candidate, float], plateau: float = PLATEAU, doubtful: Collection[Candidate] = ()
+    measured: Mapping[Candidate, float], plateau: float = PLATEAU, tiers: Mapping[Candidate, int] | None = None
 ) -> list[Candidate]:
     """Candidates by the rule, from their samples per second: the winner, then the winner without it, and so on.
 
-    Doubtful ones come after all others; of both, candidates as found come last, since a config cannot express them.
+    Lower tiers come first, 0 where `tiers` does not say; in each, candidates as found come last, since a config cannot
+    express them.
     """
+    groups = {c: ((tiers or {}).get(c, 0), c.as_found) for c in measured}
     ranking: list[Candidate] = []
-    for tier in ((False, False), (False, True), (True, False), (True, True)):
-        left = {c: speed for c, speed in measured.items() if (c in doubtful, c.as_found) == tier}
+    for group in sorted(set(groups.values())):
+        left = {c: speed for c, speed in measured.items() if groups[c] == group}
         while left:
             fastest = max(left.values())
             close = [c for c, speed in left.items() if speed >= (1 - plateau) * fastest]
@@ -112,24 +115,42 @@ def why_out(records: Sequence[Record], scales: AllScales | None) -> dict[Candida
     return out
 
 
-def _doubtful(records: Sequence[Record], candidates: Collection[Candidate]) -> set[Candidate]:
-    known = verdicts.verdicts(records)
-    return {c for c in candidates if verdicts.is_doubtful(known, c)}
-
-
 def shortlist(records: Sequence[Record], baseline: Candidate, scales: AllScales | None = None) -> Shortlist | None:
-    """What to confirm, or None where nothing was measured that may be recommended.
+    """What to check, and then to confirm, while checks are still to come: what awaits its own counts as faithful.
 
-    The runner-up is the fastest of the others within 10 % of the fastest, else the next in the ranking; a doubtful one
-    only where nothing else is left.
+    None where nothing was measured that may be recommended.
+    """
+    known = verdicts.verdicts(records)
+    speeds = search_speeds(records, scales)
+    return _shortlist(speeds, {c: verdicts.tier(known.get(verdicts.check_of(c))) for c in speeds}, baseline)
+
+
+def finalists(records: Sequence[Record], space: Space, scales: AllScales | None = None) -> Shortlist | None:
+    """What to confirm once the checks are over: what has none by now is *unchecked*.
+
+    None where nothing was measured that may be recommended.
     """
     speeds = search_speeds(records, scales)
+    return _shortlist(speeds, _final_tiers(records, space, speeds), space.baseline)
+
+
+def _final_tiers(records: Sequence[Record], space: Space, candidates: Collection[Candidate]) -> dict[Candidate, int]:
+    known = verdicts.verdicts(records)
+    return {c: verdicts.tier(verdicts.verdict_on(c, space, known)) for c in candidates}
+
+
+def _shortlist(
+    speeds: Mapping[Candidate, float], tiers: Mapping[Candidate, int], baseline: Candidate
+) -> Shortlist | None:
+    """The runner-up is the fastest of the others within 10 % of the fastest, else the next in the ranking.
+
+    It is of a tier behind the others only where nothing else is left.
+    """
     if not speeds:
         return None
-    doubtful = _doubtful(records, speeds)
-    winner, *others = rank(speeds, doubtful=doubtful)
+    winner, *others = rank(speeds, tiers=tiers)
     others = [c for c in others if not c.as_found]
-    sound = [c for c in others if c not in doubtful] or others
+    sound = [c for c in others if tiers[c] == min(map(tiers.__getitem__, others))]
     fastest = max(speed for c, speed in speeds.items() if c == winner or c in sound)
     rivals = [c for c in sound if speeds[c] >= (1 - RIVAL) * fastest]
     runner_up = max(rivals, key=lambda c: speeds[c]) if rivals else next(iter(sound), None)
@@ -160,8 +181,8 @@ def decide(
     speeds = search_speeds(records, scales)
     if not speeds:
         raise ValueError("Nothing was measured: there is nothing to choose from.")
-    out, doubtful = why_out(records, scales), _doubtful(records, speeds)
-    sound = {c: speed for c, speed in speeds.items() if c not in doubtful} or speeds
+    out, tiers = why_out(records, scales), _final_tiers(records, space, speeds)
+    sound = {c: speed for c, speed in speeds.items() if tiers[c] == min(tiers.values())}
     confirmed = {
         c: runs.speed * loss_scales.applied_share(scales, c)
         for c in sound
@@ -170,7 +191,11 @@ def decide(
     contenders = {c: speed for c, speed in confirmed.items() if not c.as_found} or sound
     candidate = rank(contenders)[0]
     baseline = best_runs(records, space.baseline, {})
-    may_be_kept = space.baseline not in out and (space.baseline in sound or space.baseline not in speeds)
+    may_be_kept = space.baseline not in out and (
+        space.baseline in sound
+        or space.baseline not in speeds
+        or not verdicts.can_check(space.baseline, space)  # no budget would settle it, and it is what the user runs
+    )
     is_kept = may_be_kept and _keeps_baseline(candidate, contenders[candidate], baseline)
     promised = {} if is_kept else dict(environment)
     chosen = baseline if is_kept else best_runs(records, candidate, promised)
@@ -186,13 +211,31 @@ def decide(
     config = plain_config(chosen.candidate, chosen_scale, promised, plans)
     excluded = explain.excluded(records, space, exclusions, is_budget_spent=is_budget_spent)
     left_out = {c: (speed, out[c]) for c, speed in measured_speeds(records).items() if c in out}
+    passed_over = {
+        c: (speed, found)
+        for c, speed in speeds.items()
+        if tiers[c] > min(tiers.values()) and (found := verdicts.verdict_on(c, space, known)) is not None
+    }
     return Decision(
         config=config,
         evidence=evidence,
         reason=explain.reason(
-            chosen.candidate, space.baseline, evidence, contenders, is_kept=is_kept, left_out=left_out
+            chosen.candidate,
+            space.baseline,
+            evidence,
+            contenders,
+            is_kept=is_kept,
+            left_out=left_out,
+            passed_over=passed_over,
         ),
-        warnings=explain.warnings(chosen, space, evidence, config, is_kept=is_kept),
+        warnings=explain.warnings(
+            chosen,
+            space,
+            evidence,
+            config,
+            is_kept=is_kept,
+            why_uncalibrated=loss_scales.why_uncalibrated(scales, chosen.candidate),
+        ),
         excluded=excluded,
         candidates=explain.rows(records, space, excluded, environment, out),
         fidelity=tuple(known.values()),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from autotune_amp.errors import BudgetTooSmallError, NothingWorksError, SearchInterruptedError
 from autotune_amp.recommendation import Exclusion
-from autotune_amp.search.choose import measured_speeds
 from autotune_amp.search.evidence import is_trial
 from autotune_amp.search.explore import CHECK_SHARE
 from autotune_amp.search.session import CONFIRM_SHARE, Clock
 from autotune_amp.trial.outcome import Failure, Record
+from autotune_amp.trial.spec import Candidate
 
 
 def nothing_to_choose(
@@ -19,19 +19,24 @@ def nothing_to_choose(
     excluded: tuple[Exclusion, ...],
     clock: Clock,
     last_step_seconds: float | None,
+    out: Mapping[Candidate, str],
     *,
     was_interrupted: bool,
 ) -> NothingWorksError | BudgetTooSmallError | SearchInterruptedError:
-    """Why there is nothing to recommend; `last_step_seconds` is the last step that any trial finished, if one did."""
+    """Why there is nothing to recommend.
+
+    `last_step_seconds` is the last step that any trial finished, if one did; `out` is what was measured and must not be
+    recommended, with the reason.
+    """
     if was_interrupted:
         return SearchInterruptedError(
             "Interrupted before anything was measured.", "Run the same command again.", excluded, None
         )
     trials = [r for r in records if is_trial(r)]
-    if measured_speeds(trials):
-        reasons = dict.fromkeys(f"{e.precision}: {e.reason}" for e in excluded if e.reason)
+    if out:
+        reasons = dict.fromkeys(f"{candidate.precision}: {reason}" for candidate, reason in out.items())
         return NothingWorksError(
-            f"Whatever ran does harm to what the model learns: {'; '.join(reasons)}.",
+            f"Whatever ran is ruled out: {'; '.join(reasons)}.",
             "Allow --precision fp32 as well, or mend what the reasons name.",
             excluded,
         )

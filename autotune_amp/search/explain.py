@@ -16,6 +16,7 @@ from autotune_amp.trial.outcome import Failure, Measurement, Record
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from autotune_amp.numerics.results import Fidelity
     from autotune_amp.trial.spec import Candidate
 
 MAX_DATA_SHARE = 0.10  # a wait of 5 to 10 % of a step: the loader sets the speed (measurement.md, Timing)
@@ -33,14 +34,17 @@ def reason(
     *,
     is_kept: bool,
     left_out: Mapping[Candidate, tuple[float, str]] | None = None,
+    passed_over: Mapping[Candidate, tuple[float, Fidelity]] | None = None,
 ) -> str:
     """Why this one: what it gains, and why nothing faster was taken. `contenders` are samples per second.
 
-    `left_out` are samples per second too, with the reason: what was fast enough, and does harm.
+    `left_out` are samples per second too, with the reason: what was fast enough, and must not be recommended.
+    `passed_over` are those whose verdict put them behind the choice.
     """
     why_not_faster = [
         *_why_not_the_fastest(chosen, evidence, contenders),
         *_why_left_out(baseline, evidence, left_out or {}),
+        *_why_passed_over(chosen, evidence, passed_over or {}),
     ]
     if is_kept:
         return " ".join([f"Keep what you have: {baseline}; nothing measured is worth a change.", *why_not_faster])
@@ -50,16 +54,27 @@ def reason(
         gain += f"({evidence.baseline.reason})."
     elif chosen == baseline:
         gain = f"{speed} in the recommended environment, {evidence.speedup:.2f} times what it reaches without."
-    elif evidence.speedup < 1:
+    elif evidence.speedup < 1 and baseline not in {**(left_out or {}), **(passed_over or {})}:
         gain = f"{speed}, within 3 % of the baseline, {baseline}, and has less to go wrong."
     else:
         gain = f"{speed}, {evidence.speedup:.2f} times the baseline, {baseline}."
     return " ".join([gain, *why_not_faster])
 
 
-def warnings(chosen: Runs, space: Space, evidence: Evidence, config: AmpConfig, *, is_kept: bool) -> tuple[str, ...]:
-    """What the reader has to know before relying on the numbers or the config, the space's notes first."""
-    found = [*space.notes, *_doubts(chosen, evidence), *_missing_plans(space, config)]
+def warnings(
+    chosen: Runs,
+    space: Space,
+    evidence: Evidence,
+    config: AmpConfig,
+    *,
+    is_kept: bool,
+    why_uncalibrated: str | None = None,
+) -> tuple[str, ...]:
+    """What the reader has to know before relying on the numbers or the config, the space's notes first.
+
+    `why_uncalibrated` is what became of fp16's calibration, where one was tried and did not come to an end.
+    """
+    found = [*space.notes, *_doubts(chosen, evidence, why_uncalibrated), *_missing_plans(space, config)]
     if not is_kept:
         found += _consequences(chosen.candidate, space.baseline)
     return tuple(dict.fromkeys(found))
@@ -140,7 +155,19 @@ def _why_left_out(
     return found
 
 
-def _doubts(chosen: Runs, evidence: Evidence) -> list[str]:
+def _why_passed_over(
+    chosen: Candidate, evidence: Evidence, passed_over: Mapping[Candidate, tuple[float, Fidelity]]
+) -> list[str]:
+    others = {c: speed for c, (speed, _) in passed_over.items() if c != chosen}
+    fastest = max(others, key=lambda c: others[c], default=None)
+    if fastest is None or others[fastest] <= evidence.samples_per_second:
+        return []
+    verdict = passed_over[fastest][1]
+    why = verdict.reason.removeprefix(f"{verdict.precision} is ")
+    return [f"{fastest} is {others[fastest] / evidence.samples_per_second:.2f} times as fast but {_sentence(why)}"]
+
+
+def _doubts(chosen: Runs, evidence: Evidence, why_uncalibrated: str | None) -> list[str]:
     found = []
     low, high = evidence.samples_per_second_interval
     if not evidence.is_confirmed:
@@ -158,7 +185,7 @@ def _doubts(chosen: Runs, evidence: Evidence) -> list[str]:
             f"{100 * evidence.data_share:.0f} % of a step is spent waiting for data: the loader sets the speed. "
             "Give it more workers before anything else."
         )
-    found += _numerical_doubts(chosen.candidate, evidence)
+    found += _numerical_doubts(chosen.candidate, evidence, why_uncalibrated)
     num_skips = sum(m.num_skips for m in chosen.measurements)
     if num_skips and evidence.loss_scale is None:
         found.append(
@@ -168,7 +195,7 @@ def _doubts(chosen: Runs, evidence: Evidence) -> list[str]:
     return found
 
 
-def _numerical_doubts(chosen: Candidate, evidence: Evidence) -> list[str]:
+def _numerical_doubts(chosen: Candidate, evidence: Evidence, why_uncalibrated: str | None) -> list[str]:
     found, fidelity, scale = [], evidence.fidelity, evidence.loss_scale
     if fidelity is not None and fidelity.verdict == "unchecked":
         found.append(
@@ -178,10 +205,8 @@ def _numerical_doubts(chosen: Candidate, evidence: Evidence) -> list[str]:
     if fidelity is not None and fidelity.verdict == "doubtful":
         found.append(f"{_sentence(fidelity.reason)} {_sentence(fidelity.next_step)}")
     if chosen.precision == "fp16" and scale is None:
-        found.append(
-            "The loss scale is GradScaler's default: it was not calibrated, since the budget ended or fp16 was not "
-            "among the fastest when it was measured."
-        )
+        why = why_uncalibrated or "the budget ended or fp16 was not among the fastest when it was measured"
+        found.append(f"The loss scale is GradScaler's default: it was not calibrated, since {_sentence(why)}")
     if scale is not None and scale.num_skips_seen > scale.num_skips_foretold:
         found.append(
             f"The loss scaler skipped {scale.num_skips_seen} of {scale.num_confirming_steps} measured steps, where the "

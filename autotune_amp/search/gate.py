@@ -9,7 +9,7 @@ import msgspec
 
 from autotune_amp.numerics.results import Fidelity
 from autotune_amp.search import loss_scales, verdicts
-from autotune_amp.search.choose import RIVAL, measured_speeds, rank, shortlist
+from autotune_amp.search.choose import RIVAL, finalists, measured_speeds, rank, shortlist
 from autotune_amp.search.loss_scales import AllScales
 from autotune_amp.search.seeding import HOPELESS
 from autotune_amp.search.session import Session, outcome_of
@@ -86,7 +86,7 @@ def pass_gate(session: Session, runner: Runner, space: Space, study: Study, spec
             session.progress.phase(f"measuring {todo.candidate}")
             record = session.run(runner, spec_for(session, todo.candidate, session.clock.left_for_search()))
             study.tell(study.ask(todo.candidate), outcome_of(record), number=record.number)
-    chosen = shortlist(session.records, space.baseline, session.scales)
+    chosen = finalists(session.records, space, session.scales)
     for contender in filter(None, (chosen or ())[:2]):
         _suggest_pairs(session, study, contender)
 

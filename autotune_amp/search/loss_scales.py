@@ -6,7 +6,7 @@ import math
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from autotune_amp.config import MIN_LOSS_SCALE, LossScale
+from autotune_amp.config import LossScale
 from autotune_amp.numerics.results import Calibration
 from autotune_amp.numerics.scaler_replay import (
     Burst,
@@ -18,7 +18,9 @@ from autotune_amp.numerics.scaler_replay import (
     skips,
     starting_scale,
 )
+from autotune_amp.numerics.verdict import MAX_FORWARD_SHARE
 from autotune_amp.recommendation import Exclusion, LossScaleEvidence
+from autotune_amp.search.verdicts import OF_THE_PRECISION
 from autotune_amp.trial.outcome import Failure, Measurement
 
 if TYPE_CHECKING:
@@ -34,31 +36,40 @@ DEFAULT_PAIR: Pair = (65536.0, 2000)  # of torch.amp.GradScaler
 LOG2_INIT_SCALES = (-24, 24)  # searched: what fp16 can hold at the low end, LossScale's default maximum at the other
 _INTERVALS = (2000, 200)  # GradScaler's own, and one that recovers ten times as fast from a scale that fell
 MAX_FLUSHED_SHARE = 0.01  # loss-scaling.md, section 3, "Refuse fp16"
+_FP16_MAX = 65504
 _NUM_WARMUP_STEPS = 3  # TrialSpec's: a measurement counts the skips after them, and after the scale came down
 
 
 class Refused(NamedTuple):
-    """Why fp16 is left out at a batch size: it could not be calibrated, or no loss scale is safe."""
+    """Why fp16 is left out at a batch size: it does not run in a calibration, or no loss scale is safe."""
+
+    refusal: str
+
+
+class Uncalibrated(NamedTuple):
+    """Why a calibration did not come to an end; it speaks neither for fp16 nor against it."""
 
     reason: str
+    refusal: None = None
 
 
 class Scales:
     """A calibration's answer for any pair over `num_steps` optimizer steps; `scored` holds those asked for so far.
 
-    The loss of an accumulation window's pass is divided by `accumulation_steps`, and so, in effect, is its scale.
-    Raises `ValueError` where no step has a safe scale.
+    A pair is run within `LossScale`'s own bounds, as the `PrecisionController` runs it. The loss of an accumulation
+    window's pass is divided by `accumulation_steps`, and so, in effect, is its scale; the window overflows where any of
+    its passes does. Raises `ValueError` where no step has a safe scale.
     """
 
     def __init__(self, calibration: Calibration, num_steps: int, accumulation_steps: int = 1) -> None:
         self.calibration = calibration
         self.num_steps = num_steps
-        self.log2_scales = [-math.inf if s is None else s for s in calibration.log2_scales]
+        log2_divisor = math.log2(accumulation_steps)
+        self.log2_scales = [-math.inf if s is None else s + log2_divisor for s in calibration.log2_scales]
         self._accumulation_steps = accumulation_steps
-        self._trace = extend(self.log2_scales, num_steps)
-        self._flushed = FlushedShares(dict(calibration.gradient_histogram))
-        log2_start = math.log2(accumulation_steps * starting_scale(self.log2_scales))
-        self.preferred: Pair = (2.0 ** min(math.floor(log2_start), LOG2_INIT_SCALES[1]), _INTERVALS[0])
+        self._trace = extend(self.log2_scales, num_steps, num_passes_per_step=accumulation_steps)
+        self._flushed = FlushedShares(dict(calibration.gradient_histogram), log2_divisor)
+        self.preferred: Pair = (starting_scale(self.log2_scales, LOG2_INIT_SCALES[1]), _INTERVALS[0])
         self.scored: dict[Pair, Replay] = {}
         for pair in self.seeds:
             self.replay(pair)
@@ -72,8 +83,13 @@ class Scales:
     def replay(self, pair: Pair) -> Replay:
         """What the pair does over the horizon."""
         if pair not in self.scored:
-            self.scored[pair] = replay(self._trace, self._of_one_pass(pair), self._flushed)
+            self.scored[pair] = replay(self._trace, _loss_scale(pair), self._flushed, is_bounded=True)
         return self.scored[pair]
+
+    @property
+    def of_gradscaler(self) -> Replay:
+        """What ``torch.amp.GradScaler`` with its defaults does over the horizon: it knows no bounds."""
+        return replay(self._trace, _loss_scale(DEFAULT_PAIR), self._flushed)
 
     @property
     def best(self) -> Pair:
@@ -82,7 +98,13 @@ class Scales:
 
     @property
     def refusal(self) -> str | None:
-        """Why fp16 is not to be used at all, None where it may."""
+        """Why fp16 is not to be used at all, None where it may (loss-scaling.md, section 3, "Refuse fp16")."""
+        forward_max = self.calibration.forward_max
+        if forward_max > MAX_FORWARD_SHARE * _FP16_MAX:
+            return (
+                f"activations reach {forward_max:.5g} at batch {self.calibration.batch_size}, "
+                f"where fp16 ends at {_FP16_MAX}"
+            )
         share = self.flushed_share(self.best)
         if share <= MAX_FLUSHED_SHARE:
             return None
@@ -93,23 +115,26 @@ class Scales:
 
     def flushed_share(self, pair: Pair) -> float:
         """The share of the gradient's entries that fp16 flushes to zero at the pair's init_scale."""
-        return self._flushed.at(math.log2(pair[0] / self._accumulation_steps))
+        return self._flushed.at(math.log2(pair[0]))
 
     @property
     def finite_log2_scales(self) -> list[float]:
-        """log2 of the largest safe loss scale in an accumulation window, for each step that has one."""
-        return [s + math.log2(self._accumulation_steps) for s in self.log2_scales if s > -math.inf]
+        """log2 of the largest safe loss scale, for each calibrated pass that has one."""
+        return [s for s in self.log2_scales if s > -math.inf]
 
     def num_skips_among(self, pair: Pair, num_measured: int) -> int:
-        """Skips foretold for that many steps of a process, measured as `trial.timing` does: once warm-up is over."""
+        """Skips foretold for that many steps of a process, measured as `trial.timing` does: once warm-up is over.
+
+        A trial trains with ``torch.amp.GradScaler``, which knows no bounds.
+        """
         num_foreseen = _NUM_WARMUP_STEPS + 64 + num_measured
-        steps = set(skips(extend(self.log2_scales, num_foreseen, burst=Burst(num_steps=0)), self._of_one_pass(pair)))
+        trace = extend(
+            self.log2_scales, num_foreseen, burst=Burst(num_steps=0), num_passes_per_step=self._accumulation_steps
+        )
+        steps = set(skips(trace, _loss_scale(pair)))
         after_warmup = range(_NUM_WARMUP_STEPS, num_foreseen - num_measured)
         start = next((step for step in after_warmup if step - 1 not in steps), after_warmup.stop)
         return sum(start <= step < start + num_measured for step in steps)
-
-    def _of_one_pass(self, pair: Pair) -> LossScale:
-        return LossScale(init_scale=max(MIN_LOSS_SCALE, pair[0] / self._accumulation_steps), growth_interval=pair[1])
 
 
 class Key(NamedTuple):
@@ -120,7 +145,8 @@ class Key(NamedTuple):
     pinned_modules: tuple[str, ...]
 
 
-AllScales: TypeAlias = "Mapping[Key, Scales | Refused]"
+Answer: TypeAlias = Scales | Refused | Uncalibrated
+AllScales: TypeAlias = "Mapping[Key, Answer]"
 
 
 def key_of(candidate: Candidate) -> Key:
@@ -133,16 +159,18 @@ def snapped(init_scale: float) -> float:
     return float(2.0 ** round(math.log2(init_scale)))
 
 
-def calibrated(records: Iterable[Record], num_steps: int = NUM_STEPS) -> dict[Key, Scales | Refused]:
+def calibrated(records: Iterable[Record], num_steps: int = NUM_STEPS) -> dict[Key, Answer]:
     """What the calibrations among the records say, over a horizon of `num_steps` optimizer steps."""
     return {key_of(r.candidate): answer(r, num_steps) for r in records if r.purpose == "calibration"}
 
 
-def answer(record: Record, num_steps: int) -> Scales | Refused:
+def answer(record: Record, num_steps: int) -> Answer:
     """What one calibration says."""
     outcome = record.outcome
     if isinstance(outcome, Failure):
-        return Refused(f"its loss scale could not be calibrated: {outcome.kind}: {outcome.message}")
+        if outcome.kind in OF_THE_PRECISION:
+            return Refused(f"its loss scale could not be calibrated: {outcome.kind}: {outcome.message}")
+        return Uncalibrated(f"the calibration did not come to an end: {outcome.kind}: {outcome.message}")
     assert isinstance(outcome, Calibration)
     if outcome.init_scale is None or all(s is None for s in outcome.log2_scales):
         return Refused("its loss or gradients are not finite at any loss scale")
@@ -152,17 +180,22 @@ def answer(record: Record, num_steps: int) -> Scales | Refused:
 def refusal(scales: AllScales, candidate: Candidate) -> str | None:
     """Why an fp16 candidate is left out, None where it is not."""
     found = scales.get(key_of(candidate)) if candidate.precision == "fp16" else None
-    return found.reason if isinstance(found, Refused) else None if found is None else found.refusal
+    return None if found is None else found.refusal
 
 
 def exclusions(scales: AllScales) -> tuple[Exclusion, ...]:
     """The batch sizes at which fp16 is refused; with pins they are candidates apart."""
-    found = []
-    for key, known in scales.items():
-        reason = known.reason if isinstance(known, Refused) else known.refusal
-        if reason is not None and not key.pinned_modules:
-            found.append(Exclusion(precision="fp16", batch_size=key.batch_size, reason=reason))
-    return tuple(found)
+    return tuple(
+        Exclusion(precision="fp16", batch_size=key.batch_size, reason=found.refusal)
+        for key, found in scales.items()
+        if found.refusal is not None and not key.pinned_modules
+    )
+
+
+def why_uncalibrated(scales: AllScales, candidate: Candidate) -> str | None:
+    """Why the calibration of an fp16 candidate did not come to an end, None where it did or was never tried."""
+    found = scales.get(key_of(candidate)) if candidate.precision == "fp16" else None
+    return found.reason if isinstance(found, Uncalibrated) else None
 
 
 def scales_of(scales: AllScales, candidate: Candidate) -> Scales | None:
@@ -182,7 +215,7 @@ def loss_scale(scales: AllScales, candidate: Candidate, default: LossScale) -> L
     if candidate.precision != "fp16":
         return None
     found = scales_of(scales, candidate)
-    return default if found is None else LossScale(init_scale=found.best[0], growth_interval=found.best[1])
+    return default if found is None else _loss_scale(found.best)
 
 
 def evidence(
@@ -193,7 +226,7 @@ def evidence(
     if found is None:
         return None
     pair = found.best
-    ours, defaults = found.replay(pair), found.replay(DEFAULT_PAIR)
+    ours, defaults = found.replay(pair), found.of_gradscaler
     nums_measured = [num_steps_per_report * len(m.raw_step_seconds) for m in confirming]
     return LossScaleEvidence(
         num_steps=found.num_steps,
@@ -209,6 +242,10 @@ def evidence(
         log2_safe_scale_median=median(found.finite_log2_scales),
         flushed_share=found.flushed_share(pair),
     )
+
+
+def _loss_scale(pair: Pair) -> LossScale:
+    return LossScale(init_scale=pair[0], growth_interval=pair[1])
 
 
 def _power(log2_scale: float) -> str:

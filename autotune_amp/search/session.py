@@ -15,7 +15,7 @@ from autotune_amp.recommendation import Exclusion
 from autotune_amp.search import loss_scales, seeding, verdicts
 from autotune_amp.search.evidence import is_trial
 from autotune_amp.search.folder import StudyFolder
-from autotune_amp.search.loss_scales import Key, Pair, Refused, Scales
+from autotune_amp.search.loss_scales import Answer, Key, Pair
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.space import Space
 from autotune_amp.trial.outcome import Failure, Measurement, Outcome, Record
@@ -96,7 +96,7 @@ class Session:
         self._holds_heap = holds_heap
         self._seed = seed
         self._num_steps = num_steps
-        self.scales: dict[Key, Scales | Refused] = loss_scales.calibrated(self.records, num_steps)
+        self.scales: dict[Key, Answer] = loss_scales.calibrated(self.records, num_steps)
 
     @property
     def trials(self) -> list[Record]:

@@ -15,7 +15,7 @@ from autotune_amp.hardware import identify
 from autotune_amp.hardware.types import Hardware
 from autotune_amp.recommendation import Exclusion, Fingerprint, Recommendation, SearchSummary
 from autotune_amp.report.format import size
-from autotune_amp.search.choose import decide, shortlist
+from autotune_amp.search.choose import decide, finalists, why_out
 from autotune_amp.search.confirm import confirm, measure_fallbacks
 from autotune_amp.search.endings import nothing_to_choose, too_small
 from autotune_amp.search.explain import excluded as explain_excluded
@@ -127,12 +127,13 @@ class _Steps:
         finally:
             runner.close()
         excluded = session.exclusions(space)
-        if shortlist(session.records, space.baseline, session.scales) is None:
+        if finalists(session.records, space, session.scales) is None:
             raise nothing_to_choose(
                 session.records,
                 explain_excluded(session.records, space, excluded, is_budget_spent=True),
                 self.clock,
                 self.watcher.last_step_seconds,
+                why_out(session.records, session.scales),
                 was_interrupted=was_interrupted,
             )
         recommendation = self._decide(session, space, excluded, environment, fingerprint, was_interrupted)
@@ -218,7 +219,7 @@ class _Steps:
     def _confirm(
         self, session: Session, runner: Runner, payload: Payload, space: Space, environment: dict[str, str]
     ) -> None:
-        chosen = shortlist(session.records, space.baseline, session.scales)
+        chosen = finalists(session.records, space, session.scales)
         if chosen is None:
             return
         for contender in filter(None, (chosen.winner, chosen.runner_up)):  # the confirmation may turn them round

@@ -172,9 +172,9 @@ class Study:
     def pairs(self, candidate: Candidate) -> list[Pair]:
         """The pairs that were answered for an fp16 candidate, in order."""
         finished = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        ours = [
-            t for t in finished if t.user_attrs.get("candidate") == str(candidate) and "applied_share" in t.user_attrs
-        ]
+        wanted = told.described(candidate)
+        answered = (t for t in finished if "applied_share" in t.user_attrs)
+        ours = [t for t in answered if all(t.user_attrs.get(key) == wanted[key] for key in wanted)]
         return [(snapped(t.params["init_scale"]), t.params["growth_interval"]) for t in ours]
 
     def _suggested_pair(self, trial: optuna.Trial) -> Pair:

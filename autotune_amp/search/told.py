@@ -41,7 +41,9 @@ def value(outcome: Measurement, replay: Replay | None) -> float:
 
 def described(candidate: Candidate) -> dict[str, Any]:
     """What is known when a trial begins."""
-    return {"candidate": str(candidate)}
+    found: dict[str, Any] = {"candidate": str(candidate)}
+    # The name says how many, which two sets of pins can have in common.
+    return found | {"pinned_modules": list(candidate.pinned_modules)} if candidate.pinned_modules else found
 
 
 def explained(outcome: Outcome, number: int | None, pair: Pair | None, replay: Replay | None) -> dict[str, Any]:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from autotune_amp.trial.outcome import Record
     from autotune_amp.trial.spec import Candidate
 
-# A check that fails so tells of the precision; any other failure tells of the check, and leaves it undecided.
-_OF_THE_PRECISION = ("unsupported", "nonfinite")
+# A check or calibration that fails so tells of the precision; any other failure tells of the check itself.
+OF_THE_PRECISION = ("unsupported", "nonfinite")
 
 
 class Check(NamedTuple):
@@ -73,10 +73,9 @@ def unfaithful(known: Mapping[Check, Fidelity], candidate: Candidate) -> Fidelit
     return found if found is not None and found.verdict == "unfaithful" else None
 
 
-def is_doubtful(known: Mapping[Check, Fidelity], candidate: Candidate) -> bool:
-    """Whether it is to rank behind all that are not."""
-    found = known.get(check_of(candidate))
-    return found is not None and found.verdict == "doubtful"
+def tier(found: Fidelity | None) -> int:
+    """What ranks before what: fp32 and the faithful are in tier 0, then the unchecked, then the doubtful."""
+    return 0 if found is None else {"unchecked": 1, "doubtful": 2}.get(found.verdict, 0)
 
 
 def exclusions(known: Mapping[Check, Fidelity]) -> tuple[Exclusion, ...]:
@@ -96,7 +95,7 @@ def harm(found: Fidelity) -> str:
 def _of_failure(record: Record) -> Fidelity:
     failure, candidate = record.outcome, record.candidate
     assert isinstance(failure, Failure)
-    if failure.kind in _OF_THE_PRECISION:
+    if failure.kind in OF_THE_PRECISION:
         return Fidelity(
             precision=candidate.precision,
             batch_size=candidate.batch_size,

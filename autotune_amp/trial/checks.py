@@ -38,7 +38,7 @@ def _check(bench: Bench, spec: CheckSpec, send: Send) -> CheckOutcome:
     subject = _subject(bench, spec)
     send({"event": "phase", "name": _PHASES[spec.what].format(spec.precision)})
     try:
-        return _found(subject, spec)
+        return _found(subject, spec, send)
     except Exception as error:
         failure = classify(error)
         if isinstance(error, AutotuneAmpError) or failure.kind not in ("workload_error", "unsupported"):
@@ -57,7 +57,7 @@ def _attributed(failure: Failure, subject: Subject, spec: CheckSpec) -> Failure:
     return msgspec.structs.replace(failure, kind="crash", details=traceback.format_exc()[-8000:])
 
 
-def _found(subject: Subject, spec: CheckSpec) -> Fidelity | Calibration:
+def _found(subject: Subject, spec: CheckSpec, send: Send) -> Fidelity | Calibration:
     if spec.what == "calibration":
         return calibration.calibrate(subject, batch_size=spec.batch_size, pinned_modules=spec.pinned_modules)
     return fidelity.check(
@@ -66,6 +66,7 @@ def _found(subject: Subject, spec: CheckSpec) -> Fidelity | Calibration:
         pinned_modules=spec.pinned_modules,
         batch_size=spec.batch_size,
         find_pins=spec.find_pins,
+        judged=lambda found: send({"event": "so far", "value": msgspec.to_builtins(found)}),
     )
 
 

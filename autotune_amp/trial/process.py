@@ -58,9 +58,10 @@ class Deadlines(msgspec.Struct, kw_only=True):
 class ProcessEndedError(Exception):
     """The process ended, or was ended, before it answered."""
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: Failure, so_far: Any = None) -> None:
         super().__init__(failure.message)
         self.failure = failure
+        self.so_far = so_far  # what it had found before that, None for nothing
 
 
 class Process:
@@ -109,6 +110,7 @@ class Process:
         A template's children answer and then exit; `ends_with_exit` waits for that too.
         """
         answer: Any = None
+        so_far: Any = None
         is_answered = False
         limit = None
         phase = "building the workload"
@@ -118,13 +120,15 @@ class Process:
             message = self._next_message()
             now = time.monotonic()
             if message is None:
-                raise ProcessEndedError(self._classify_exit(self._end_status(), phase))
+                raise ProcessEndedError(self._classify_exit(self._end_status(), phase), so_far)
             event = message["event"] if message else None
             if event == "first step":
                 phase = "in the first step"
                 limit = None if deadlines.first_step_seconds is None else now + deadlines.first_step_seconds
             elif event == "phase":
                 phase = message["name"]
+            elif event == "so far":
+                so_far = message["value"]
             elif event == "step":
                 phase = f"after step {message['number']}" if message["number"] else "warming up"
                 self._watcher.step(message["number"], message["seconds"])
@@ -138,15 +142,15 @@ class Process:
                 self._drain_output()
                 if is_answered:
                     return _raised(answer)
-                raise ProcessEndedError(self._classify_exit(message["status"], phase))
+                raise ProcessEndedError(self._classify_exit(message["status"], phase), so_far)
             overdue = _overdue(now, deadlines.whole, limit)
             if overdue is not None:
                 if is_answered:
                     self._kill_child()
                     return _raised(answer)
-                raise ProcessEndedError(
-                    self._kill_for(deadlines, is_whole=overdue == "whole", has_child=ends_with_exit, phase=phase)
-                )
+                is_whole = overdue == "whole"
+                failure = self._kill_for(deadlines, is_whole=is_whole, has_child=ends_with_exit, phase=phase)
+                raise ProcessEndedError(failure, so_far)
 
     def _next_message(self) -> dict[str, Any] | None:
         """The next message, an empty one if nothing came within a tick, None at the end of the process."""

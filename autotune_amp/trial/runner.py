@@ -144,8 +144,11 @@ class Runner:
         value = self._attempt("check", spec, Deadlines(whole=deadline))
         if isinstance(value, Failure):
             return value
-        # JSON has no whole numbers as keys.
-        outcome: CheckOutcome = msgspec.convert(value, type=Fidelity | Calibration | Failure, str_keys=True)
+        try:
+            # JSON has no whole numbers as keys.
+            outcome: CheckOutcome = msgspec.convert(value, type=Fidelity | Calibration | Failure, str_keys=True)
+        except msgspec.ValidationError as error:  # a number that is none, where there must be one
+            return Failure(kind="crash", message=f"the check gave a result that cannot be read: {error}")
         return outcome
 
     def _attempt(self, what: str, spec: TrialSpec | CheckSpec, deadlines: Deadlines) -> Any:
@@ -164,7 +167,7 @@ class Runner:
         except ProcessEndedError as ended:
             if self._isolation != "fork":  # a template outlives its children; if it has not, the next call sees it
                 self.close()
-            return ended.failure
+            return ended.failure if ended.so_far is None else ended.so_far
         except BaseException:
             self.close()
             raise

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from autotune_amp.config import Precision
 from autotune_amp.numerics.attempt import NUM_PAIRED_STEPS
+from autotune_amp.numerics.fidelity import check
 from autotune_amp.numerics.passes import Subject
+from autotune_amp.numerics.results import Fidelity
 from autotune_amp.precision import is_pinned, pin_fp32
 
 
@@ -181,6 +183,42 @@ def test_a_culprit_whose_pin_does_not_heal_is_still_named() -> None:
     assert found.healing_pins == ()
     assert found.pinned_modules == ("body",)
     assert "fp32" in found.next_step or "less to go wrong" in found.next_step
+
+
+def test_a_culprit_that_cannot_run_in_fp32_does_not_undo_the_verdict() -> None:
+    """As a router does that writes what its experts put out into a tensor in half precision."""
+    torch.manual_seed(0)
+
+    def sum_of_half(x: Tensor) -> Tensor:
+        out = torch.empty_like(x, dtype=torch.get_autocast_dtype("cpu") if is_low[0] else torch.float32)
+        out[torch.arange(len(x))] = running_sum(x)
+        return out
+
+    is_low = [False]
+    made = with_middle(sum_of_half)
+    made.model.register_forward_pre_hook(lambda *_: is_low.__setitem__(0, torch.is_autocast_enabled("cpu")))
+    found = checked(made, "bf16")
+    assert found.verdict == "unfaithful"
+    assert found.healing_pins == ()
+
+
+def test_a_bad_verdict_is_told_before_the_culprits_are_looked_for() -> None:
+    torch.manual_seed(0)
+    told: list[Fidelity] = []
+    found = check(with_middle(running_sum), "bf16", batch_size=8, judged=told.append)
+    assert [first.verdict for first in told] == ["unfaithful"]
+    assert (told[0].culprits, found.culprits) == ((), ("middle",))
+    assert told[0].batch_size == 8
+
+
+def test_a_module_without_weights_that_puts_out_what_fp16_hardly_holds_is_seen() -> None:
+    torch.manual_seed(0)
+    made = with_middle(lambda x: torch.nn.functional.softsign(x) * 50_000.0)
+    assert isinstance(made.model, nn.Sequential)
+    made.model.body = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16))
+    found = checked(made, "fp16")
+    assert found.verdict == "unfaithful"
+    assert "activations reach" in found.reason
 
 
 def test_the_users_own_pins_stay() -> None:

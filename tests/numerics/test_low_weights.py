@@ -34,6 +34,13 @@ def test_the_figures_of_adam_sized_steps_on_bf16_weights_of_spread_0_02(lr: floa
     assert found.lost_share == pytest.approx(lost, abs=0.03)
 
 
+def test_a_mask_of_minus_infinity_and_a_step_past_the_end_of_the_format_do_not_count() -> None:
+    weights = torch.tensor([-math.inf, 1.0, 1.0], dtype=torch.float16)
+    found = after(weights, torch.tensor([0.0, 1e6, 2.0**-3]))
+    assert found is not None
+    assert (found.lost_share, found.applied_share, found.stochastic_noise) == (0.0, 1.0, 0.0)
+
+
 def test_by_hand() -> None:
     # bf16 steps by 2^-7 from 1 on and by 2^-8 below it: the first update is lost, the second rounds up to a whole step.
     step = 2.0**-7

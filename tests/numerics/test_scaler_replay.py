@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import subprocess
 import sys
 from typing import Any
@@ -312,6 +313,38 @@ def test_the_recorded_steps_are_kept_and_cut_before_the_burst(num_steps: int, nu
     assert len(extended) == num_steps
     assert extended[:9] == stretch[:num_steps]
     assert extended.count(NEVER_FINITE) == num_bad
+
+
+@given(
+    stretch=st.lists(st.one_of(st.floats(-30, 30), st.just(NEVER_FINITE)), min_size=1, max_size=40),
+    num_passes=st.integers(1, 8),
+    num_steps=st.integers(1, 200),
+    seed=st.integers(0, 99),
+)
+def test_a_window_is_as_bad_as_its_worst_pass(stretch: list[float], num_passes: int, num_steps: int, seed: int) -> None:
+    none = Burst(num_steps=0)
+    windows = log2_scales_of(extend(stretch, num_steps, seed=seed, burst=none, num_passes_per_step=num_passes))
+    whole = [min(stretch[i : i + num_passes]) for i in range(0, len(stretch) - num_passes + 1, num_passes)]
+    assert len(windows) == num_steps
+    assert windows[: len(whole)] == whole[:num_steps]
+    # Drawn as the passes of a longer horizon are, and the least of each window taken.
+    later_half = stretch[len(stretch) // 2 :]
+    num_drawn = max(0, num_steps - len(whole))
+    passes = random.Random(seed).choices(later_half, k=num_drawn * num_passes)
+    drawn = [min(passes[i * num_passes :][:num_passes]) for i in range(num_drawn)]
+    assert windows[len(whole) :] == drawn
+
+
+def test_a_window_of_more_passes_than_were_recorded_is_drawn() -> None:
+    extended = log2_scales_of(extend([3.0, 5.0], 50, burst=Burst(num_steps=0), num_passes_per_step=3))
+    assert set(extended) == {5.0}
+
+
+def test_a_divided_loss_flushes_as_a_smaller_scale_does() -> None:
+    histogram = {-30: 1.0, -28: 2.0, -20: 1.0}
+    whole, divided = FlushedShares(histogram), FlushedShares(histogram, log2_divisor=math.log2(3))
+    for log2_scale in (-3.0, 0.0, 2.5, 4.75, 9.0):
+        assert divided.at(log2_scale + math.log2(3)) == pytest.approx(whole.at(log2_scale))
 
 
 def test_without_a_recording_there_is_nothing_to_extend() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import optuna
 import pytest
 from scripted_runner import calibration, candidate, fidelity
@@ -179,14 +180,51 @@ def test_a_check_that_fails_takes_nothing_down(kind: FailureKind, verdict: str) 
     assert (BF16 in search_speeds(made.records)) == (verdict == "unchecked")
     decision = decided(made)
     assert all(row.status not in ("crash", "oom") for row in decision.candidates)
+    assert decision.config.precision == "fp32"
     if verdict == "unchecked":
+        assert f"is 2.00 times as fast but unchecked: the check did not come to an end: {kind}: it" in decision.reason
+        made.records = made.records[1:]
+        decision = decided(made)
         assert decision.config.precision == "bf16"
         assert any("learns was not" in w and "it went wrong" in w for w in decision.warnings)
 
 
+def test_what_could_not_be_checked_leaves_its_check_to_the_next() -> None:
+    made = log(fp32=100.0, bf16=200.0, tf32=120.0)
+    made.add(candidate("bf16", 16), Failure(kind="oom", message="it took too much"), "fidelity")
+    assert todo(made, has_tf32=True) == Hold(candidate("tf32", 16), find_pins=True)
+    made.add(candidate("tf32", 16), fidelity("tf32"), "fidelity")
+    assert todo(made, has_tf32=True) is None
+    decision = decided(made)
+    assert decision.config.precision == "tf32"
+    assert "bf16 batch 64 is 1.67 times as fast but unchecked: the check did not come to an end" in decision.reason
+
+
+def test_unchecked_comes_after_faithful_and_before_doubtful() -> None:
+    made = log(fp16=210.0, bf16=200.0).add(candidate("fp16", 16), fidelity("fp16", "doubtful"), "fidelity")
+    decision = decided(made, is_checked=False)
+    assert decision.config.precision == "bf16"
+    assert "fp16 batch 64 is 1.05 times as fast but doubtful: so it was written." in decision.reason
+    made.add(FP32, 20.0)
+    decision = decided(made, is_checked=False)
+    assert decision.config.precision == "fp32"
+    assert "fp16 batch 64 is 10.50 times as fast but doubtful" in decision.reason
+
+
+def test_a_baseline_that_is_unchecked_is_kept_only_where_no_check_could_be_made() -> None:
+    bf16 = at("bf16", 32)
+    decision = decided(Log().add(FP32, 100.0).add(bf16, 140.0), baseline=bf16, is_checked=False)
+    assert decision.config.precision == "fp32"
+    assert "0.71 times the baseline, bf16 batch 32. bf16 batch 32 is 1.40 times as fast but unchecked: the budget" in (
+        decision.reason
+    )
+    found = decided(log(fp32=100.0, found=120.0), baseline=FOUND)
+    assert found.evidence.is_as_found
+
+
 def test_unchecked_says_why_and_faithful_says_nothing() -> None:
-    made = log(fp32=100.0, bf16=200.0)
-    (warning,) = [w for w in decided(made).warnings if "learns was not" in w]
+    made = log(bf16=200.0)
+    (warning,) = [w for w in decided(made, is_checked=False).warnings if "learns was not" in w]
     assert warning.startswith("bf16 is unchecked: the budget ended before it was checked. A finite loss was checked;")
     assert warning.endswith("Give a larger --budget.")
     made.add(candidate("bf16", 16), fidelity("bf16"), "fidelity")
@@ -222,7 +260,27 @@ def test_a_calibrated_choice_carries_its_pair_and_its_evidence() -> None:
     assert decision.evidence.loss_scale.num_confirming_steps == 3
     assert not any("calibrated" in w for w in decision.warnings)
     uncalibrated = decided(log(fp32=100.0, fp16=200.0))
-    assert any("it was not calibrated" in w for w in uncalibrated.warnings)
+    assert any("it was not calibrated, since the budget ended" in w for w in uncalibrated.warnings)
+
+
+@pytest.mark.parametrize("kind", ["timeout", "oom", "crash"])
+def test_a_calibration_that_did_not_end_leaves_the_defaults_and_is_tried_once(kind: FailureKind) -> None:
+    made = log(fp32=100.0, fp16=200.0).add(FP16, Failure(kind=kind, message="it went wrong"), "calibration")
+    assert todo(made) == Hold(candidate("fp16", 16), find_pins=True)
+    decision = decided(made, scales=calibrated(made.records))
+    assert (decision.config.precision, decision.evidence.loss_scale) == ("fp16", None)
+    said = f"it was not calibrated, since the calibration did not come to an end: {kind}: it went wrong."
+    assert [w for w in decision.warnings if said in w]
+    assert decision.excluded == ()
+
+
+def test_activations_near_the_end_of_fp16_refuse_it_and_pins_may_heal_it() -> None:
+    large = msgspec.structs.replace(calibration(), forward_max=44480.0)
+    made = log(fp32=100.0, fp16=200.0).add(FP16, large, "calibration")
+    assert todo(made) == Hold(candidate("fp16", 16), find_pins=True)
+    decision = decided(made, scales=calibrated(made.records))
+    assert decision.config.precision == "fp32"
+    assert "2.00 times as fast and is left out: activations reach 44480 at batch 16" in decision.reason
 
 
 def test_a_harmful_precision_is_no_fallback() -> None:
@@ -352,7 +410,9 @@ def test_the_checks_keep_to_the_budget_and_what_they_left_is_said(tmp_path: Path
     machine.clock.now = machine.clock.budget_seconds
     machine.explore(where, tmp_path, is_gated=True)
     assert machine.checks() == []
-    assert any("the budget ended before it was checked" in w for w in machine.decide(where).warnings)
+    decision = machine.decide(where)
+    assert decision.config.precision == "fp32"
+    assert "times as fast but unchecked: the budget ended before it was checked" in decision.reason
 
 
 def test_refused_fp16_leaves_the_choice(tmp_path: Path) -> None:

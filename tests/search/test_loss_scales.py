@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import pytest
 from scripted_runner import calibration, candidate
 
@@ -13,7 +14,7 @@ from autotune_amp.numerics.results import Calibration
 from autotune_amp.numerics.scaler_replay import extend, skips
 from autotune_amp.search import loss_scales
 from autotune_amp.search.loss_scales import DEFAULT_PAIR, Refused, Scales, calibrated, key_of, snapped
-from autotune_amp.trial.outcome import Failure, Measurement, Record
+from autotune_amp.trial.outcome import Failure, FailureKind, Measurement, Record
 from autotune_amp.trial.spec import Candidate
 
 FP16 = candidate("fp16", 16)
@@ -73,7 +74,8 @@ def test_fp16_is_refused_with_the_number_where_too_much_flushes_at_every_safe_sc
     ("outcome", "said"),
     [
         (calibration(None), "not finite at any loss scale"),
-        (Failure(kind="oom", message="it took too much"), "could not be calibrated: oom: it took too much"),
+        (Failure(kind="nonfinite", message="nan"), "could not be calibrated: nonfinite: nan"),
+        (Failure(kind="unsupported", message="no LSTM"), "could not be calibrated: unsupported: no LSTM"),
     ],
 )
 def test_without_a_safe_scale_fp16_is_refused(outcome: Calibration | Failure, said: str) -> None:
@@ -83,6 +85,47 @@ def test_without_a_safe_scale_fp16_is_refused(outcome: Calibration | Failure, sa
     assert loss_scales.refusal(answers, candidate("fp16", 32)) is None
     assert loss_scales.refusal(answers, candidate("bf16", 16)) is None
     assert loss_scales.applied_share(answers, FP16) == 1.0
+
+
+@pytest.mark.parametrize("kind", ["timeout", "oom", "crash", "workload_error"])
+def test_a_calibration_that_did_not_end_refuses_nothing(kind: FailureKind) -> None:
+    answers = calibrated([recorded(Failure(kind=kind, message="it went wrong"))])
+    assert loss_scales.refusal(answers, FP16) is None
+    assert loss_scales.exclusions(answers) == ()
+    assert loss_scales.loss_scale(answers, FP16, LossScale(init_scale=4.0)) == LossScale(init_scale=4.0)
+    assert loss_scales.why_uncalibrated(answers, FP16) == (
+        f"the calibration did not come to an end: {kind}: it went wrong"
+    )
+    assert loss_scales.why_uncalibrated(answers, candidate("bf16", 16)) is None
+    assert loss_scales.why_uncalibrated({}, FP16) is None
+
+
+@pytest.mark.parametrize(("forward_max", "is_refused"), [(16376.0, False), (16377.0, True), (44480.0, True)])
+def test_fp16_is_refused_where_activations_come_near_its_end(forward_max: float, is_refused: bool) -> None:
+    found = msgspec.structs.replace(calibration(batch_size=512), forward_max=forward_max)
+    refusal = Scales(found, 100).refusal
+    said = f"activations reach {forward_max:.0f} at batch 512, where fp16 ends at 65504"
+    assert refusal == (said if is_refused else None)
+
+
+def test_ours_is_replayed_within_its_bounds_and_gradscalers_defaults_without() -> None:
+    """Nothing ever overflows before the burst: GradScaler's scale grows beyond 2^24, the controller's stays there."""
+    known = scales(log2_scale=200.0)
+    short = (65536.0, 20)
+    assert known.replay(short).final_scale == 2.0**24
+    grown = Scales(calibration(200.0), 40_000)
+    assert grown.of_gradscaler.final_scale > 2.0**24
+    assert grown.replay(DEFAULT_PAIR).final_scale <= 2.0**24
+
+
+def test_a_window_overflows_where_any_of_its_passes_does() -> None:
+    """One pass in six is a hundredfold larger: of windows of four every second one holds such a pass."""
+    noisy = msgspec.structs.replace(calibration(), log2_scales=(14.5, 14.5, 14.5, 14.5, 14.5, 8.0) * 4)
+    one, four = Scales(noisy, 10_000, 1), Scales(noisy, 10_000, 4)
+    often = four.replay((4 * 2.0**13, 20_000)).num_skips, one.replay((2.0**13, 20_000)).num_skips
+    assert often[0] >= often[1]
+    quick = four.replay((4 * 2.0**13, 1)).num_skips / one.replay((2.0**13, 1)).num_skips
+    assert quick > 1.0
 
 
 def test_a_window_of_passes_divides_the_loss_and_so_the_scale() -> None:

@@ -138,6 +138,14 @@ def test_fp16_carries_the_loss_scale_and_the_others_do_not(file: Path) -> None:
     assert "is_calibrated" not in fp32.user_attrs
 
 
+def test_pairs_of_one_set_of_pins_are_not_those_of_another(file: Path) -> None:
+    plain, head, body = (at("fp16", 8, pinned_modules=pins) for pins in ((), ("head",), ("body",)))
+    with Study.open(file, "demo", SPACE, search_id="s1", judge=judge) as study:
+        for number, candidate in enumerate((plain, head, body)):
+            study.tell(study.ask(candidate, (2.0**number, 50)), measured())
+        assert [study.pairs(c) for c in (plain, head, body)] == [[(1.0, 50)], [(2.0, 50)], [(4.0, 50)]]
+
+
 def test_pairs_are_suggested_for_one_candidate_and_snapped(file: Path) -> None:
     with Study.open(file, "demo", SPACE, search_id="s1", judge=judge) as study:
         for _ in range(20):

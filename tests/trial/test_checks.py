@@ -49,11 +49,19 @@ def loss(model, batch):
         return model(x).mean().detach()
     if MODE == "lstm":
         return model(x[:, None])[0].square().mean()
+    if MODE == "hang when pinned":
+        model[0].register_forward_pre_hook(wait_in_fp32)
+        return (model(x) * 1e6).to(torch.float16 if is_low else torch.float32).mean()
     if isinstance(model, nn.Sequential):
         print("dtype", model[0](x).dtype)
     return (model(x) - y).square().mean()
 
 loss.num_low = 0
+
+def wait_in_fp32(module, args):
+    loss.num_low += torch.is_autocast_enabled("cpu")
+    if loss.num_low and not torch.is_autocast_enabled("cpu"):
+        time.sleep(1000)
 
 def data(size):
     generator = torch.Generator().manual_seed(size)
@@ -211,3 +219,10 @@ def test_an_unchecked_precision_says_why_and_what_to_do() -> None:
     assert (found.verdict, found.precision, found.pinned_modules) == ("unchecked", "fp16", ("head",))
     assert found.reason == "fp16 is unchecked (timeout): it was still checking when its time was up."
     assert found.next_step == "Give a larger budget."
+
+
+def test_a_verdict_outlives_the_search_for_culprits(folder: Folder) -> None:
+    found = folder.check("hang when pinned", precision="fp16", deadline_seconds=12.0)
+    assert isinstance(found, Fidelity)
+    assert found.verdict == "unfaithful"
+    assert found.culprits == ()
