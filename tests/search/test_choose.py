@@ -179,7 +179,7 @@ def test_once_the_checks_are_over_what_has_none_comes_after_fp32() -> None:
 
 @given(speeds, st.dictionaries(candidates, st.integers(0, 2)))
 def test_a_lower_tier_always_comes_first(given_speeds: dict[Candidate, float], tiers: dict[Candidate, int]) -> None:
-    drawn = {c: tier for c, tier in zip(given_speeds, [*tiers.values(), *[0] * len(given_speeds)], strict=False)}
+    drawn = dict(zip(given_speeds, [*tiers.values(), *[0] * len(given_speeds)], strict=False))
     ranked = [drawn[c] for c in rank(given_speeds, tiers=drawn)]
     assert ranked == sorted(ranked)
     assert rank(given_speeds, tiers=dict.fromkeys(given_speeds, 1)) == rank(given_speeds)

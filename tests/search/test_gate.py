@@ -8,13 +8,14 @@ from typing import Any
 import msgspec
 import optuna
 import pytest
-from scripted_runner import calibration, candidate, fidelity
+from scripted_runner import ScriptedClock, calibration, candidate, fidelity
 from test_choose import HEAP, Log, at, decided, measured
 from test_whole_search import Machine, space
 
 from autotune_amp.config import LossScale, Precision
 from autotune_amp.search import gate
-from autotune_amp.search.choose import search_speeds, shortlist
+from autotune_amp.search.choose import search_speeds, shortlist, why_out
+from autotune_amp.search.endings import nothing_to_choose
 from autotune_amp.search.gate import Calibrate, Hold, Measure, next_todo
 from autotune_amp.search.loss_scales import DEFAULT_PAIR, calibrated
 from autotune_amp.search.space import Space
@@ -281,6 +282,19 @@ def test_activations_near_the_end_of_fp16_refuse_it_and_pins_may_heal_it() -> No
     decision = decided(made, scales=calibrated(made.records))
     assert decision.config.precision == "fp32"
     assert "2.00 times as fast and is left out: activations reach 44480 at batch 16" in decision.reason
+
+
+def test_where_all_that_ran_is_ruled_out_the_reasons_are_said_and_no_harm_is_alleged() -> None:
+    made = Log().add(FP16, 200.0).add(FP16, Failure(kind="unsupported", message="no LSTM"), "calibration")
+    made.add(at("fp16", 128), Failure(kind="oom", message="it took too much"))
+    scales = calibrated(made.records)
+    assert shortlist(made.records, FP16, scales) is None
+    out = why_out(made.records, scales)
+    error = nothing_to_choose(made.records, (), ScriptedClock(10.0), None, out, was_interrupted=False)
+    assert "Whatever ran is ruled out: fp16: its loss scale could not be calibrated: unsupported: no LSTM." in str(
+        error
+    )
+    assert "oom" not in str(error)
 
 
 def test_a_harmful_precision_is_no_fallback() -> None:

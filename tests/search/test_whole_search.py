@@ -112,7 +112,7 @@ class Machine:
 
 def test_a_whole_search(tmp_path: Path) -> None:
     machine, where = Machine(tmp_path), space()
-    machine.explore(where, tmp_path)
+    machine.explore(where, tmp_path, is_gated=True)
     chosen = shortlist(machine.session.records, where.baseline)
     assert chosen is not None
     assert chosen.winner == candidate("bf16", 64)
@@ -144,7 +144,7 @@ def test_a_hopeless_precision_costs_at_most_a_tenth_of_the_budget(tmp_path: Path
 def test_a_fallback_that_does_not_fit_is_split(tmp_path: Path) -> None:
     machine, where = Machine(tmp_path), space()
     machine.oom_from = {"fp32": 64}
-    machine.explore(where, tmp_path)
+    machine.explore(where, tmp_path, is_gated=True)
     measure_fallbacks(machine.session, machine.runner.as_runner, where, candidate("bf16", 64))
     (plan,) = machine.decide(where).config.plans
     assert (plan.precision, plan.batch_size, plan.accumulation_steps) == ("fp32", 32, 2)
@@ -169,7 +169,7 @@ def test_what_a_small_budget_left_untried_is_said(tmp_path: Path) -> None:
 def test_a_baseline_out_of_memory_leaves_no_speedup(tmp_path: Path) -> None:
     machine, where = Machine(tmp_path), space(baseline=128)
     machine.oom_from = {"fp32": 128}
-    machine.explore(where, tmp_path)
+    machine.explore(where, tmp_path, is_gated=True)
     chosen = shortlist(machine.session.records, where.baseline)
     assert chosen is not None
     machine.confirm(chosen)
