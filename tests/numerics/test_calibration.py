@@ -235,7 +235,7 @@ class Mixed(nn.Module):
         return out
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_the_maxima_are_of_outputs_in_half_precision_by_the_names_the_user_gave_them(is_compiled: bool) -> None:
     model = Mixed()
