@@ -19,6 +19,9 @@ import pytest
 
 MARK = "AUTOTUNE_AMP_TEST_MARK"
 
+# Started in the background of a shell, pytest ignores Ctrl-C, and so would every command that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 @dataclass
 class Finished:
