@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autotune_amp.api import check_fidelity, recommend_config
+    from autotune_amp.api import check_fidelity, profile_amp, recommend_config
     from autotune_amp.config import AmpConfig, LossScale
     from autotune_amp.hardware import probe
     from autotune_amp.numerics.results import Fidelity
+    from autotune_amp.profile.results import AmpProfile
     from autotune_amp.recommendation import Recommendation
     from autotune_amp.runtime.controller import PrecisionController
     from autotune_amp.workload import Workload
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AmpConfig",
+    "AmpProfile",
     "Fidelity",
     "LossScale",
     "PrecisionController",
@@ -24,11 +26,13 @@ __all__ = [
     "Workload",
     "check_fidelity",
     "probe",
+    "profile_amp",
     "recommend_config",
 ]
 
 _HOMES = {
     "AmpConfig": "config",
+    "AmpProfile": "profile.results",
     "Fidelity": "numerics.results",
     "LossScale": "config",
     "PrecisionController": "runtime.controller",
@@ -36,6 +40,7 @@ _HOMES = {
     "Workload": "workload",
     "check_fidelity": "api",
     "probe": "hardware",
+    "profile_amp": "api",
     "recommend_config": "api",
 }
 

@@ -1,22 +1,27 @@
-"""recommend_config(): the whole flow on one screen; and check_fidelity(), one precision held against fp32."""
+"""recommend_config(): the whole flow on one screen; and what can be asked alone: check_fidelity(), profile_amp()."""
 
 from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.errors import InvalidRequestError, NothingWorksError, SearchInterruptedError
 from autotune_amp.recommendation import Recommendation
+from autotune_amp.report.write import keep_report
 from autotune_amp.search.flow import search
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.origin import Origin, live, target
 from autotune_amp.search.progress import Progress
+from autotune_amp.search.ranks import answer_on_first, place
 from autotune_amp.workload import Workload
 
 if TYPE_CHECKING:
     from autotune_amp.numerics.results import Fidelity
+    from autotune_amp.profile.results import AmpProfile
 
 WorkloadArgument: TypeAlias = Workload | Callable[[], Workload] | str | None
 
@@ -31,10 +36,13 @@ def recommend_config(
     device: str = "auto",
     precision: Sequence[str] | str | None = None,
     batch_size: str | tuple[int, int] | None = None,
-    effective_batch_size: int | None = None,
+    effective_batch_size: int | str | None = None,
     baseline: str | tuple[str, int] | None = None,
     memory_fraction: float = 0.9,
-    steps: int = 10_000,
+    objective: str = "speed",
+    steps: int | None = None,
+    samples: int | None = None,
+    price_per_hour: float | None = None,
     study: str | None = None,
     out: str = "studies",
     storage: str | None = None,
@@ -47,35 +55,64 @@ def recommend_config(
 
     `workload` is a Workload, a function that returns one, "path/file.py:function" or "package.module:function"; the
     embedded one if left out. `budget` is wall-clock seconds for everything. `batch_size` is "LOW:HIGH" or a pair,
-    `baseline` "PRECISION:BATCH" or a pair: what you run today. `effective_batch_size` is kept exactly, by accumulation.
-    `steps` is how many optimizer steps the training will take: fp16's loss scale is chosen for them.
-    Results go to `out`/`study`. `fresh` measures again what was measured already. `progress` hears how it goes; by
-    default that is standard error unless `quiet`.
+    `baseline` "PRECISION:BATCH" or a pair: what you run today. `effective_batch_size` is kept exactly, by accumulation:
+    samples per optimizer step over all ranks, that of the DataLoader if left out; "free" lets the search change it.
+    `objective` is "speed", "memory" (the least, no slower than the baseline) or "energy". `steps` or `samples` is how
+    long the training will be: fp16's loss scale is chosen for it (10,000 steps if left out), and with `price_per_hour`
+    the recommendation's `job` has its hours and its price. These change nothing of what is measured: a finished search
+    is ranked again.
+    Results go to `out`/`study`, report.html among them; where it cannot be drawn there is a warning, no more. `fresh`
+    measures again what was measured already. `progress` hears how it goes; by default that is standard error unless
+    `quiet`.
+
+    Under torchrun or another launcher (WORLD_SIZE above 1), or in a process group, call it on all ranks alike: rank 0
+    searches and shows its progress, the others wait for its answer. Before init_process_group() it works as well as
+    after.
 
     Raises `InvalidRequestError` (a wrong option, workload, device or folder), `BudgetTooSmallError`,
-    `NothingWorksError` (every candidate failed) and `SearchInterruptedError` (Ctrl-C; the best so far is saved).
+    `NothingWorksError` (every candidate failed) and `SearchInterruptedError` (Ctrl-C; the best so far is saved),
+    on every rank alike; and on the others `RunnerError` where rank 0 died.
     """
-    options = SearchOptions.from_user(
-        budget=budget,
-        trials=trials,
-        device=device,
-        precision=precision,
-        batch_size=batch_size,
-        effective_batch_size=effective_batch_size,
-        baseline=baseline,
-        memory_fraction=memory_fraction,
-        steps=steps,
-        study=study,
-        out=out,
-        storage=storage,
-        seed=seed,
-    )
-    origin = _origin(workload, "recommend_config", "search")
-    progress = progress or _default_progress(quiet)
-    try:
-        return search(origin, options, progress, is_fresh=fresh)
-    finally:
-        progress.ended()
+    where = place()
+
+    def find() -> Recommendation:
+        options = SearchOptions.from_user(
+            budget=budget,
+            trials=trials,
+            device=device,
+            precision=precision,
+            batch_size=batch_size,
+            effective_batch_size=effective_batch_size,
+            num_ranks=where.num_ranks,
+            baseline=baseline,
+            memory_fraction=memory_fraction,
+            objective=objective,
+            steps=steps,
+            samples=samples,
+            price_per_hour=price_per_hour,
+            study=study,
+            out=out,
+            storage=storage,
+            seed=seed,
+        )
+        origin = _origin(workload, "recommend_config", "search")
+        shown = progress or _default_progress(quiet)
+        warn = _warn if quiet else shown.note
+        try:
+            recommendation = search(origin, options, shown, is_fresh=fresh)
+            keep_report(Path(out, recommendation.search.study), shown.note, warn)
+            return recommendation
+        except SearchInterruptedError as interrupted:
+            if interrupted.best is not None:
+                keep_report(Path(out, interrupted.best.search.study), shown.note, warn)
+            raise
+        except NothingWorksError:
+            keep_report(Path(out, study or origin.name), shown.note, warn)
+            raise
+        finally:
+            shown.ended()
+
+    return answer_on_first(find, where, budget)
 
 
 def check_fidelity(
@@ -111,6 +148,41 @@ def check_fidelity(
         progress.ended()
 
 
+def profile_amp(
+    workload: WorkloadArgument = None,
+    num_batches: int = 10,
+    *,
+    device: str = "auto",
+    precision: Sequence[str] | str | None = None,
+    batch_size: int | None = None,
+    trace: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+) -> AmpProfile:
+    """Whether mixed precision pays for `workload` here, and why: fp32 against bf16 and fp16 on the same batches.
+
+    `workload` is as `recommend_config` takes it. It runs in processes of its own, on copies, at the user's own batch
+    size unless `batch_size` is given: each precision alone for its memory, then all of them in turns, batch by batch,
+    over `num_batches` training steps each, divided among three processes (one where building the model takes long),
+    then a few steps of each under torch.profiler. What takes more than five times as long as fp32 is cut. `precision`
+    names those to hold against fp32 (TF32 too, by default, where the device has it). `trace` is a file for the
+    profiler's Chrome trace, which https://ui.perfetto.dev opens.
+
+    A precision that the device lacks, that runs out of memory or that fails has a row with the reason. Raises
+    `InvalidRequestError` (a wrong option or device), `WorkloadError` (the workload does not run in fp32 either) and
+    `NothingWorksError` (no precision could be measured).
+    """
+    from autotune_amp.profile.request import checked_request
+    from autotune_amp.profile.running import run_profile
+
+    request = checked_request(num_batches, device, precision, batch_size, trace)
+    origin = _origin(workload, "profile_amp", "profile")
+    progress = _default_progress(quiet)
+    try:
+        return run_profile(origin, request, progress)
+    finally:
+        progress.ended()
+
+
 def _origin(workload: WorkloadArgument, caller: str, what: str) -> Origin:
     if "AUTOTUNE_AMP_TRIAL" in os.environ:
         raise InvalidRequestError(
@@ -118,6 +190,10 @@ def _origin(workload: WorkloadArgument, caller: str, what: str) -> Origin:
             'Put that call behind `if __name__ == "__main__":`.',
         )
     return target(workload or DEFAULT_TARGET) if workload is None or isinstance(workload, str) else live(workload)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def _default_progress(quiet: bool) -> Progress:

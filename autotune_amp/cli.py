@@ -7,25 +7,23 @@ Standard output carries the result and nothing else. Nothing heavy is imported b
 from __future__ import annotations
 
 import os
-import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
 from autotune_amp import __version__
-from autotune_amp.errors import AutotuneAmpError, FormatError, InvalidRequestError, SearchInterruptedError
+from autotune_amp.commands.dashboard import dashboard
+from autotune_amp.commands.export import export
+from autotune_amp.commands.profile import profile
+from autotune_amp.commands.report import report
+from autotune_amp.commands.shared import Device, Folder, Json, Target, Work, recommendation_file, rendered
+from autotune_amp.errors import AutotuneAmpError, InvalidRequestError, SearchInterruptedError
 from autotune_amp.report.failure import error_document, error_text, exit_code
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from autotune_amp.recommendation import Recommendation
-
-# What a command line asks for; returns what goes to standard output.
-Work: TypeAlias = Callable[[], bytes]
 
 # typer brought its own copy of click with 0.2x; the base of every usage error is found wherever it lives.
 _UsageError: type[Any] = typer.BadParameter.__bases__[0]
@@ -36,8 +34,22 @@ app = typer.Typer(
     # typer converts a missing --help through pydantic, and importing that takes longer than all the rest of a --help.
     context_settings={"help_option_names": ["-h", "--help"], "default_map": {"help": False}},
 )
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, of an error too.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps, xpu or xpu:N.", metavar="DEVICE")]
+_OBJECTIVE = typer.Option(
+    help="Choose for speed, memory (the least that is no slower than the baseline) or energy. A finished search is "
+    "ranked again, nothing is run.",
+    metavar="OBJECTIVE",
+)
+Steps = Annotated[
+    int | None,
+    typer.Option(
+        help="Optimizer steps of the training to come: fp16's loss scale is chosen for them, and its hours are given.",
+        metavar="N",
+    ),
+]
+Samples = Annotated[int | None, typer.Option(help="The same in samples.", metavar="N")]
+PricePerHour = Annotated[
+    float | None, typer.Option(help="What an hour costs: with --steps or --samples, the price.", metavar="MONEY")
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -55,14 +67,7 @@ def autotune_amp(
 
 @app.command()
 def search(
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            help="What to train: path/file.py:function or package.module:function, a function that returns a "
-            "Workload. Without it, a small transformer that comes with the package.",
-            metavar="TARGET",
-        ),
-    ] = None,
+    target: Target = None,
     budget: Annotated[float, typer.Option(help="Seconds the whole search may take.", metavar="SECONDS")] = 110.0,
     trials: Annotated[int | None, typer.Option(help="At most this many trials.", metavar="N")] = None,
     device: Device = "auto",
@@ -74,9 +79,11 @@ def search(
         str | None, typer.Option(help="Try only batch sizes in this range, such as 8:256.", metavar="LOW:HIGH")
     ] = None,
     effective_batch_size: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            help="Samples per optimizer step, kept exactly: smaller batches accumulate gradients.", metavar="N"
+            help="Samples per optimizer step, kept exactly: smaller batches accumulate gradients. Without it, what the "
+            "DataLoader has; `free` lets the search change it.",
+            metavar="N|free",
         ),
     ] = None,
     baseline: Annotated[
@@ -89,12 +96,10 @@ def search(
     memory_fraction: Annotated[
         float, typer.Option(help="Share of the available memory that a trial may take.", metavar="SHARE")
     ] = 0.9,
-    steps: Annotated[
-        int,
-        typer.Option(
-            help="Optimizer steps of the training to come: fp16's loss scale is chosen for them.", metavar="N"
-        ),
-    ] = 10_000,
+    objective: Annotated[str, _OBJECTIVE] = "speed",
+    steps: Steps = None,
+    samples: Samples = None,
+    price_per_hour: PricePerHour = None,
     study: Annotated[
         str | None, typer.Option(help="Name of the study; the same name goes on where it stopped.", metavar="NAME")
     ] = None,
@@ -115,6 +120,7 @@ def search(
     def work() -> bytes:
         from autotune_amp.api import recommend_config
         from autotune_amp.report.progress import TerminalProgress
+        from autotune_amp.search.ranks import place
 
         recommendation = recommend_config(
             target,
@@ -126,7 +132,10 @@ def search(
             effective_batch_size=effective_batch_size,
             baseline=baseline,
             memory_fraction=memory_fraction,
+            objective=objective,
             steps=steps,
+            samples=samples,
+            price_per_hour=price_per_hour,
             study=study,
             out=out,
             storage=storage,
@@ -135,7 +144,8 @@ def search(
             quiet=quiet,
             progress=None if quiet else TerminalProgress(sys.stderr),
         )
-        return _result(recommendation, as_json)
+        path = Path(out, recommendation.search.study, "recommendation.json")
+        return _result(recommendation, as_json, path) if place().rank == 0 else b""
 
     return work
 
@@ -149,38 +159,54 @@ def probe(device: Device = "auto", as_json: Json = False) -> Work:
 
     def work() -> bytes:
         import msgspec
+        from rich.console import Console
 
         from autotune_amp.hardware import probe as probe_hardware
 
-        hardware = probe_hardware(device)
+        with Console(stderr=True).status("Probing the device"):
+            hardware = probe_hardware(device)
         if as_json:
             document = msgspec.json.encode({"format": 1, "hardware": hardware})
             return msgspec.json.format(document, indent=2) + b"\n"
         from autotune_amp.report.terminal import hardware_table
 
-        return _rendered(lambda console: hardware_table(hardware, console))
+        return rendered(lambda console: hardware_table(hardware, console))
 
     return work
 
 
 @app.command()
 def show(
-    folder: Annotated[
-        Path | None,
-        typer.Argument(
-            help="A study's folder or its recommendation.json. Without it, the latest in ./studies.", metavar="FOLDER"
-        ),
-    ] = None,
+    folder: Folder = None,
+    objective: Annotated[str | None, _OBJECTIVE] = None,
+    steps: Steps = None,
+    samples: Samples = None,
+    price_per_hour: PricePerHour = None,
     as_json: Json = False,
 ) -> Work:
-    """Print a finished recommendation again."""
+    """Print a finished recommendation again, ranked again where an option asks for it.
+
+    Nothing is run and nothing is saved.
+    """
 
     def work() -> bytes:
         from autotune_amp.recommendation import Recommendation
 
-        return _result(Recommendation.load(_recommendation_file(folder)), as_json)
+        path = recommendation_file(folder)
+        recommendation = Recommendation.load(path)
+        if any(given is not None for given in (objective, steps, samples, price_per_hour)):
+            from autotune_amp.search.rerank import ranked_again
+
+            recommendation = ranked_again(recommendation, path, objective, steps, samples, price_per_hour)
+        return _result(recommendation, as_json, path)
 
     return work
+
+
+app.command()(report)
+app.command()(profile)
+app.command()(export)
+app.command()(dashboard)
 
 
 def main() -> None:
@@ -224,38 +250,13 @@ def _fail(error: AutotuneAmpError, as_json: bool) -> int:
     return exit_code(error)
 
 
-def _result(recommendation: Recommendation, as_json: bool) -> bytes:
+def _result(recommendation: Recommendation, as_json: bool, path: Path | None = None) -> bytes:
     if as_json:
         return f"{recommendation.to_json()}\n".encode()
     from autotune_amp.report.terminal import print_recommendation
 
-    return _rendered(lambda console: print_recommendation(recommendation, console))
-
-
-def _rendered(show: Callable[[Console], None]) -> bytes:
-    from rich.console import Console
-
-    console = Console(file=sys.stdout)
-    with console.capture() as capture:
-        show(console)
-    # Rich fills each line with blanks up to the width of its table.
-    return re.sub(r" +$", "", capture.get(), flags=re.MULTILINE).encode(console.encoding, "replace")
-
-
-def _recommendation_file(folder: Path | None) -> Path:
-    given = folder or Path("studies")
-    try:
-        if folder is not None and not folder.is_dir():
-            return folder
-        found = [*given.glob("*/recommendation.json"), *given.glob("recommendation.json")]
-        if found:
-            return max(found, key=lambda path: path.stat().st_mtime)
-    except OSError as error:
-        raise FormatError(f"{given} cannot be read: {error.strerror}.", "Name a folder that you can read.") from error
-    raise FormatError(
-        f"{given} holds no recommendation.json: no search has finished there.",
-        "Run `autotune-amp search`, or name the folder of a finished study.",
-    )
+    shown = None if path is None else path.as_posix()
+    return rendered(lambda console: print_recommendation(recommendation, console, shown))
 
 
 def _write(result: bytes) -> None:

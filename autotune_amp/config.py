@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence  # msgspec reads it from the annotations
 from itertools import pairwise
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -23,6 +23,8 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16", "fp8")
 # The least number above 0 that fp16 holds: the gradient of an fp16 loss begins as the scale itself, so that below
 # this every gradient is 0.
 MIN_LOSS_SCALE = 2.0**-24
+
+FP16_MAX = 65504.0  # the largest number that fp16 holds
 
 
 def _require(condition: bool, message: str, next_step: str) -> None:
@@ -139,7 +141,10 @@ class AmpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     `batch_size` is the number of samples in one forward pass on one device; `accumulation_steps` such passes make
     one optimizer step. `loss_scale` belongs to fp16 and to nothing else. `fallback` is what to step down to, first
     choice first: measured plans, or names of precisions, which are taken at their word; read it through `plans`.
-    `environment` holds variables to set before Python starts. Raises `InvalidRequestError` when a value cannot work.
+    `num_workers` is the DataLoader's number of worker processes, None for the one that the data came with.
+    `environment` holds variables to set before Python starts. `as_found` keeps the TF32 flags and autocast that the
+    script has, instead of the strict flags of `precision`: they are what was measured. Raises `InvalidRequestError`
+    when a value cannot work.
     """
 
     precision: Precision
@@ -148,10 +153,18 @@ class AmpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     loss_scale: LossScale | None = None
     fallback: Sequence[FallbackPlan | Precision] = ()
     pinned_modules: tuple[str, ...] = ()
+    num_workers: int | None = None
     environment: dict[str, str] = {}
+    as_found: bool = False
 
     def __post_init__(self) -> None:
         _require_plan("AmpConfig", self.precision, self.batch_size, self.accumulation_steps)
+        workers = self.num_workers
+        _require(
+            workers is None or (isinstance(workers, int) and not isinstance(workers, bool) and workers >= 0),
+            f"AmpConfig.num_workers is {workers!r}; it must be a whole number from 0 up, or None.",
+            "Leave num_workers out to keep the number that the data comes with.",
+        )
         _require(
             (self.loss_scale is not None) == (self.precision == "fp16"),
             f"AmpConfig.loss_scale is {self.loss_scale!r} under precision {self.precision!r}; "
@@ -163,7 +176,13 @@ class AmpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             f"AmpConfig.fallback is {self.fallback!r}; it must be a list of precisions or plans.",
             'Write it as a list, e.g. fallback=["fp32"].',
         )
+        _require(
+            isinstance(self.pinned_modules, Sequence) and not isinstance(self.pinned_modules, str),
+            f"AmpConfig.pinned_modules is {self.pinned_modules!r}; it must be a list of module names.",
+            'Write it as a list, e.g. pinned_modules=["head"].',
+        )
         msgspec.structs.force_setattr(self, "fallback", tuple(self.fallback))
+        msgspec.structs.force_setattr(self, "pinned_modules", tuple(self.pinned_modules))
         rungs = [self.precision, *(plan.precision for plan in self.plans)]
         safety = [PRECISIONS.index(rung) for rung in rungs]
         below = PRECISIONS[: safety[0]][::-1]
@@ -185,6 +204,21 @@ class AmpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             else FallbackPlan(precision=rung, batch_size=self.batch_size, accumulation_steps=self.accumulation_steps)
             for rung in self.fallback
         )
+
+    def to_training_arguments(self, **others: Any) -> Any:
+        """``transformers.TrainingArguments`` with this config's batch size, accumulation, precision and loader workers.
+
+        `others` are its other arguments. It cannot hold the loss scale, the fallbacks, the pinned modules and the
+        environment: ``AutotuneTrainer(amp_config=config)`` of `autotune_amp.integrations.transformers` keeps to them,
+        a plain ``Trainer`` scales fp16 with GradScaler's defaults. Raises `InvalidRequestError` for an argument that
+        this config decides and for fp8, ``ImportError`` without transformers, and what TrainingArguments raises itself,
+        as for bf16 without an accelerator unless ``use_cpu=True``.
+        """
+        from transformers import TrainingArguments
+
+        from autotune_amp.integrations.training_arguments import training_arguments
+
+        return TrainingArguments(**training_arguments(self, others))
 
     def to_json(self) -> str:
         """This config as a JSON document."""

@@ -10,7 +10,7 @@ AutotuneAmpError
 ├── BudgetTooSmallError       nothing could be measured within the budget (exit code 2)
 ├── NothingWorksError         every candidate failed; carries the reason of each (exit code 3)
 ├── SearchInterruptedError    Ctrl-C; carries the best so far (exit code 130)
-├── RunnerError               our own trial processes cannot be started
+├── RunnerError               our own trial processes cannot be started, or rank 0 cannot be heard
 └── TrainingStoppedError      the runtime controller ended the training run on purpose
     ├── NotPrecisionError     non-finite in fp32 too: precision is not at fault
     ├── NoRungFitsError       precision is at fault, and no rung is left that fits
@@ -94,7 +94,7 @@ class SearchInterruptedError(AutotuneAmpError):
 
 
 class RunnerError(AutotuneAmpError):
-    """Our own trial processes cannot be started."""
+    """Our own trial processes cannot be started, or rank 0, which searches for all ranks, cannot be heard."""
 
 
 class TrainingStoppedError(AutotuneAmpError):

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import uuid
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from autotune_amp.config import AmpConfig, Precision
 from autotune_amp.errors import FormatError, InvalidRequestError, StudyError
-from autotune_amp.hardware.types import Hardware
-from autotune_amp.numerics.results import Fidelity
+from autotune_amp.hardware.types import Hardware, LoadEvidence, MachineLoad
+from autotune_amp.numerics.results import Accumulation, Fidelity
+from autotune_amp.trial.outcome import Description
 
 FORMAT = 1
+
+Objective: TypeAlias = Literal["speed", "memory", "energy"]
 
 
 class PlainEnvironment(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,15 +63,81 @@ class LossScaleEvidence(msgspec.Struct, frozen=True, kw_only=True):
     flushed_share: float
 
 
+class WorkersTried(msgspec.Struct, frozen=True, kw_only=True):
+    """A trial of `candidate` with another number of loader workers; None where it failed."""
+
+    candidate: str
+    num_workers: int
+    samples_per_second: float | None
+    data_share: float | None
+
+
+class LoaderEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the data loader sets the speed: what the step alone could reach, and which numbers of workers were tried.
+
+    `data_share` is the share of a step of the recommended candidate spent waiting for data with the user's own
+    `num_workers` (None: it has no workers to change), `step_samples_per_second` what its steps reach without waiting.
+    """
+
+    num_workers: int | None
+    data_share: float
+    step_samples_per_second: float
+    tried: tuple[WorkersTried, ...] = ()
+
+
+class ProcessPeak(msgspec.Struct, frozen=True, kw_only=True):
+    """The peak of one process, and the optimizer steps that it took."""
+
+    num_steps: int
+    peak_memory_bytes: int
+
+
+class MemoryEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """What the peak memory was measured on.
+
+    `worst_case` says which batch in a sentence, None where all batches are alike or nobody knows; `num_seen` of
+    `num_samples` samples were looked at for it, None where it was named. `has_evaluation` and `has_checkpoint` say
+    whether the confirmation ran the workload's own. `processes` are those behind the peak, which is their highest.
+    """
+
+    worst_case: str | None
+    num_seen: int | None = None
+    num_samples: int | None = None
+    has_evaluation: bool = False
+    has_checkpoint: bool = False
+    processes: tuple[ProcessPeak, ...] = ()
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """The training to come: `num_steps` optimizer steps over `num_samples` samples, in hours and money.
+
+    Intervals are 95 % and follow from that of the throughput. `baseline_hours` is the same training as it runs today,
+    None where that was not measured. Prices are in the currency of `price_per_hour`, None where that was not given.
+    """
+
+    num_steps: int
+    num_samples: int
+    hours: float
+    hours_interval: tuple[float, float]
+    baseline_hours: float | None = None
+    price_per_hour: float | None = None
+    price: float | None = None
+    price_interval: tuple[float, float] | None = None
+
+
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured of the recommended config.
 
     Intervals are 95 %: `samples_per_second_interval` is where a new run is expected to land, `speedup_interval`
     holds the mean ratio to the baseline. `num_processes` fresh processes stand behind them; `is_confirmed` is false
-    with fewer than three. `data_share` is the share of a step spent waiting for data. `is_as_found`: the recommended
-    config keeps the TF32 flags and autocast that the caller had. `fidelity` is the verdict on the config's precision,
-    *unchecked* where no check was made; None for fp32, which the others are held to. `loss_scale` is None for fp16
-    that was not calibrated, and for every other precision.
+    with fewer than three. `peak_memory_bytes` is the highest of theirs; on a CPU their resident size, without that of
+    loader workers. `data_share` is the share of a step spent waiting for data, `update_share` that spent in the
+    optimizer, None where it was not timed apart. `fidelity` is the verdict on the config's precision, *unchecked* where
+    no check was made; None for fp32, which the others are held to. `loss_scale` is None for fp16 not calibrated, and
+    for every other precision. `accumulation` is what was found of it, None where nobody asked; `loader` is None where
+    the data loader does not set the speed. `is_build_shared`: the processes shared a model that was built once, so that
+    the interval does not hold what building it anew changes. `joules_per_sample` is None where nothing says what the
+    device draws, `load` where nobody looked what others did on the machine.
     """
 
     samples_per_second: float
@@ -80,10 +150,18 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     num_processes: int
     is_confirmed: bool
     data_share: float
+    update_share: float | None = None
     plain_environment: PlainEnvironment | None = None
-    is_as_found: bool = False
     fidelity: Fidelity | None = None
     loss_scale: LossScaleEvidence | None = None
+    accumulation: Accumulation | None = None
+    loader: LoaderEvidence | None = None
+    memory: MemoryEvidence | None = None
+    is_build_shared: bool = False
+    evaluation_seconds: float | None = None
+    checkpoint_seconds: float | None = None
+    joules_per_sample: float | None = None
+    load: LoadEvidence | None = None
 
 
 class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,17 +176,29 @@ class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SearchSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """How the search went. Checks and calibrations are no trials, and not counted."""
+    """How the search went. Checks and calibrations are no trials, and not counted.
+
+    `search_id` names its lines in outcomes.jsonl; `warnings` are those of its circumstances, which no ranking changes.
+    `load` is what others did on the machine before the first trial.
+    """
 
     study: str
     num_trials: int
     num_failures: int
     seconds: float
     was_interrupted: bool = False
+    search_id: str = ""
+    is_budget_spent: bool = False
+    warnings: tuple[str, ...] = ()
+    load: MachineLoad | None = None
 
 
 class CandidateRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the table of all candidates: what became of it."""
+    """One line of the table of all candidates: what became of it.
+
+    Numbers are those in the recommended environment where it was confirmed there. The baseline's are those in the
+    user's own; where it was confirmed in the recommended one too, a second line `has_environment`.
+    """
 
     precision: Precision
     batch_size: int
@@ -120,6 +210,9 @@ class CandidateRow(msgspec.Struct, frozen=True, kw_only=True):
     peak_memory_bytes: int | None
     reason: str | None
     pinned_modules: tuple[str, ...] = ()
+    num_workers: int | None = None
+    joules_per_sample: float | None = None
+    has_environment: bool = False
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +224,11 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
-    """A config, the evidence behind it, and what it was measured on. `fidelity` holds every check against fp32."""
+    """A config, the evidence behind it, and what it was measured on. `fidelity` holds every check against fp32.
+
+    `objective` is what the config was chosen for; `job` is there where the length of the training was given. `workload`
+    and `options` (a `SearchOptions`) are what a finished search is ranked again with.
+    """
 
     format: int = FORMAT
     config: AmpConfig
@@ -145,6 +242,10 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     fingerprint: Fingerprint
     fidelity: tuple[Fidelity, ...] = ()
+    workload: Description | None = None
+    options: dict[str, Any] = {}
+    objective: Objective = "speed"
+    job: Job | None = None
 
     def to_json(self) -> str:
         """The document; a missing number is null, never NaN."""
@@ -181,6 +282,9 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
                 f"{path} is damaged: {what}.", "Move it away and search again, or restore it from a backup."
             ) from error
 
+    def __str__(self) -> str:
+        return self.explain()
+
     def explain(self) -> str:
         """The reason, the evidence and the warnings as a few lines of plain text."""
         from autotune_amp.report.terminal import explain  # rich is imported only where something is shown
@@ -190,20 +294,17 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
 
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` beside `path` and move it there; raises `StudyError` if the folder cannot be written."""
+    # Not tempfile's: its files are for nobody else to read, whatever the umask says.
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise StudyError(
-            f"{path} cannot be written: {error.strerror}.", "Free some space, or choose another folder with --out."
-        ) from error
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).replace(path)
+        temporary.replace(path)
     except BaseException as error:
-        Path(temporary).unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         if isinstance(error, OSError):
             raise StudyError(
                 f"{path} cannot be written: {error.strerror}.",

@@ -24,9 +24,12 @@ _BACKEND_FLAGS = (
     "cudnn.enabled",
     "cudnn.benchmark",
     "cudnn.deterministic",
+    "mkldnn.enabled",
     "cuda.matmul.allow_fp16_reduced_precision_reduction",
     "cuda.matmul.allow_bf16_reduced_precision_reduction",
 )
+# The kernels that scaled_dot_product_attention may take.
+_ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.bfloat16, torch.float16)}
 _DTYPES["float32"] = torch.float32
 
@@ -54,6 +57,8 @@ def capture() -> dict[str, Any]:
         state[f"{flag}.fp32_precision"] = attrgetter(f"{flag}.fp32_precision")(torch.backends)
     for flag in _BACKEND_FLAGS:
         state[flag] = attrgetter(flag)(torch.backends)
+    for kernel in _ATTENTION_KERNELS:
+        state[f"cuda.{kernel}_sdp"] = getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")()
     for device_type in ("cpu", "cuda", "xpu", "mps"):
         is_on = torch.is_autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type) if is_on else None
@@ -66,19 +71,26 @@ def apply(state: dict[str, Any]) -> None:
     torch.set_num_threads(state["num_threads"])
     if torch.get_num_interop_threads() != state["num_interop_threads"]:
         torch.set_num_interop_threads(state["num_interop_threads"])
+    apply_fp32_flags(state)
+    torch.use_deterministic_algorithms(state["deterministic_algorithms"], warn_only=state["deterministic_warn_only"])
+    torch.set_default_dtype(_DTYPES[state["default_dtype"]])
+    for flag in _BACKEND_FLAGS:
+        owner, _, name = flag.rpartition(".")
+        setattr(attrgetter(owner)(torch.backends), name, state[flag])
+    for kernel in _ATTENTION_KERNELS:
+        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(state[f"cuda.{kernel}_sdp"])
+
+
+def apply_fp32_flags(state: dict[str, Any]) -> None:
+    """Of `apply` the flags that say how fp32 is computed, which `precision.set_flags` changes."""
     if _backends().fp32_precision != state["fp32_precision"]:
         _backends().fp32_precision = state["fp32_precision"]  # the root: setting it sets every leaf, so it comes first
     if state["float32_matmul_precision"] is not None:
         torch.set_float32_matmul_precision(state["float32_matmul_precision"])
-    torch.use_deterministic_algorithms(state["deterministic_algorithms"], warn_only=state["deterministic_warn_only"])
-    torch.set_default_dtype(_DTYPES[state["default_dtype"]])
     for flag in FP32_PRECISION_FLAGS:
         backend = attrgetter(flag)(torch.backends)
         if backend.fp32_precision != state[f"{flag}.fp32_precision"]:
             backend.fp32_precision = state[f"{flag}.fp32_precision"]
-    for flag in _BACKEND_FLAGS:
-        owner, _, name = flag.rpartition(".")
-        setattr(attrgetter(owner)(torch.backends), name, state[flag])
 
 
 def _backends() -> Any:

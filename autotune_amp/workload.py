@@ -2,73 +2,205 @@
 
 from __future__ import annotations
 
-import copyreg
 import importlib
 import importlib.util
-import io
 import sys
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune_amp.errors import WorkloadError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from autotune_amp.config import Precision
 
 
 class Workload:
     """What a training step is made of. Nothing given here is ever changed: trials run on copies in other processes.
 
-    model      an ``nn.Module``, or a function without arguments that makes one
-    loss       ``loss(model, batch) -> Tensor``: runs the model on one batch and returns a scalar
-    data       a Dataset; a DataLoader, whose batch size and settings become the baseline; or a function of the batch
-               size that returns one batch of so many samples, or a loader (a DataLoader or an iterator) of such batches
-    optimizer  a class or function of the parameters that makes an optimizer, or an optimizer instance whose class and
-               hyperparameters are taken; ``torch.optim.AdamW`` with its defaults if left out
-    name       the study's name; letters, digits, '.', '_' and '-'
+    Either a model, a loss and an optimizer:
 
-    Raises `WorkloadError` for what cannot be any of these.
+    model       an ``nn.Module``, or a function without arguments that makes one
+    loss        ``loss(model, batch) -> Tensor``: runs the model on one batch and returns a scalar
+    optimizer   a class or function of the parameters that makes an optimizer, or several in a list; or an optimizer
+                instance (or a list of them) whose class and hyperparameters are taken, a learning rate that its
+                scheduler holds below a tenth of its peak as that tenth; ``torch.optim.AdamW`` with its defaults if
+                left out
+
+    Or a loop of its own (a GAN, a diffusion model with its EMA):
+
+    build       ``build() -> state``: everything that training needs, models and optimizers in any container
+    train_step  ``train_step(state, batch, amp)``: one training step with all its optimizers, written with `amp` as it
+                would be with a `PrecisionController`: ``amp.autocast()``, ``amp.backward(loss)``,
+                ``amp.step(optimizer)``, ``amp.update()``
+
+    And for both:
+
+    data        a Dataset; a DataLoader, whose batch size and settings become the baseline; or a function of the batch
+                size that returns one batch of so many samples, or a loader (a DataLoader or an iterator) of such
+                batches
+    name        the study's name; letters, digits, '.', '_' and '-'
+    worst_batch ``worst_batch(batch_size) -> batch``: the one that takes the most memory, where batches differ; found by
+                a look through the dataset if left out
+    evaluate    ``evaluate(model)``, or ``evaluate(state)`` of a loop: an evaluation pass as the training has them
+    checkpoint  ``checkpoint(model, optimizer, folder)``, or ``checkpoint(state, folder)`` of a loop: writes one
+
+    accumulation_steps, precision: what the training runs today where the data and torch's own flags do not say it: the
+                passes behind an optimizer step, and the precision that it will turn on by itself
+    weighs_passes: whether the training itself weighs the passes of a step by what their losses divide by
+
+    Evaluation and checkpoint are run where a recommendation is confirmed, so that its memory holds for a whole
+    training. Raises `WorkloadError` for what cannot be any of these.
     """
 
     def __init__(
         self,
-        model: Any,
-        loss: Callable[[Any, Any], Any],
-        data: Any,
+        model: Any = None,
+        loss: Callable[[Any, Any], Any] | None = None,
+        data: Any = None,
         optimizer: Any = None,
         name: str = "workload",
+        *,
+        build: Callable[[], Any] | None = None,
+        train_step: Callable[[Any, Any, Any], Any] | None = None,
+        worst_batch: Callable[[int], Any] | None = None,
+        evaluate: Callable[[Any], Any] | None = None,
+        checkpoint: Callable[..., Any] | None = None,
+        accumulation_steps: int = 1,
+        precision: Precision | None = None,
+        weighs_passes: bool = False,
     ) -> None:
-        if not callable(model):
-            raise WorkloadError(
-                f"Workload(model=...) is a {_type_name(model)}; it must be an nn.Module or a function that makes one.",
-                "Pass the model itself or `lambda: MyModel(...)`.",
-            )
-        if not callable(loss):
-            raise WorkloadError(
-                f"Workload(loss=...) is a {_type_name(loss)}; it must be a function loss(model, batch) -> Tensor.",
-                "Pass for example `lambda model, batch: cross_entropy(model(batch[0]), batch[1])`.",
-            )
-        if isinstance(data, Iterator):
-            raise WorkloadError(
-                f"Workload(data=...) is a {_type_name(data)}, an iterator that can be used only once.",
-                "Pass the Dataset or DataLoader itself, or a function of the batch size.",
-            )
-        if not (callable(data) or hasattr(data, "__getitem__") or hasattr(data, "__iter__")):
-            raise WorkloadError(
-                f"Workload(data=...) is a {_type_name(data)}; it must be a Dataset, a DataLoader or a function of the "
-                "batch size.",
-                "Pass for example `lambda n: (torch.randn(n, 8), torch.randint(2, (n,)))`.",
-            )
-        if optimizer is not None and not callable(optimizer) and not hasattr(optimizer, "param_groups"):
-            raise WorkloadError(
-                f"Workload(optimizer=...) is a {_type_name(optimizer)}; it must be a function of the parameters or an "
-                "optimizer.",
-                "Pass for example `lambda parameters: torch.optim.SGD(parameters, lr=0.1)`.",
-            )
         self.model = model
         self.loss = loss
         self.data = data
         self.optimizer = optimizer
         self.name = name
+        self.build = build
+        self.train_step = train_step
+        self.worst_batch = worst_batch
+        self.evaluate = evaluate
+        self.checkpoint = checkpoint
+        self.accumulation_steps = accumulation_steps
+        self.precision = precision
+        self.weighs_passes = weighs_passes
+        if self.is_loop:
+            self._check_loop()
+        else:
+            self._check_parts()
+        _check_data(data)
+        _check_functions(worst_batch=worst_batch, evaluate=evaluate, checkpoint=checkpoint)
+        self._check_today()
+
+    @classmethod
+    def from_trainer(cls, trainer: Any) -> Workload:
+        """What a ``transformers.Trainer`` trains: its model, train loader, optimizer and ``training_step``.
+
+        Today's batch size, accumulation and mixed precision are those of its TrainingArguments. A trial runs a pass of
+        the trainer's own ``training_step`` at its own batch size, collated and sampled by the trainer's loader, its
+        loss normalised over the pass (``num_items_in_batch``) where the Trainer does so over all passes of a step. The
+        trainer is left as it was. Raises `WorkloadError` for one that trains under DeepSpeed or FSDP, has no
+        train_dataset, has trained in mixed precision before, or is an AutotuneTrainer.
+        """
+        from autotune_amp.integrations.trainer_workload import workload
+
+        return workload(trainer)
+
+    @classmethod
+    def from_lightning(cls, module: Any, data: Any, **options: Any) -> Workload:
+        """What ``lightning.Trainer().fit(module, data)`` trains; see `autotune_amp.integrations.lightning.workload`."""
+        from autotune_amp.integrations.lightning import workload
+
+        return workload(module, data, **options)
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether it takes its training steps itself."""
+        return self.build is not None or self.train_step is not None
+
+    def _check_loop(self) -> None:
+        given = [name for name in ("model", "loss", "optimizer") if getattr(self, name) is not None]
+        if given or self.build is None or self.train_step is None:
+            raise WorkloadError(
+                "A Workload is either model, loss and optimizer or build and train_step"
+                + (f"; both kinds were given: {', '.join(given)}." if given else "; one of the latter two is missing."),
+                "Give build=, train_step= and data= alone: build() makes the models and optimizers itself.",
+            )
+        _check_functions(build=self.build, train_step=self.train_step)
+
+    def _check_today(self) -> None:
+        steps = self.accumulation_steps
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1 or (self.is_loop and steps > 1):
+            raise WorkloadError(
+                f"Workload(accumulation_steps={steps!r}); it must be a whole number from 1 up, and 1 for a loop of its "
+                "own, which takes its own optimizer steps.",
+                "Leave accumulation_steps out, or pass the number of passes behind an optimizer step.",
+            )
+        if self.precision not in (None, "fp32", "tf32", "bf16", "fp16"):
+            raise WorkloadError(
+                f"Workload(precision={self.precision!r}); it must be fp32, tf32, bf16 or fp16.",
+                "Leave precision out to have it read from torch's autocast and TF32 flags.",
+            )
+
+    def _check_parts(self) -> None:
+        if not callable(self.model):
+            raise WorkloadError(
+                f"Workload(model=...) is a {type_name(self.model)}; it must be an nn.Module or a function that makes "
+                "one.",
+                "Pass the model itself or `lambda: MyModel(...)`.",
+            )
+        if not callable(self.loss):
+            raise WorkloadError(
+                f"Workload(loss=...) is a {type_name(self.loss)}; it must be a function loss(model, batch) -> Tensor.",
+                "Pass for example `lambda model, batch: cross_entropy(model(batch[0]), batch[1])`.",
+            )
+        optimizer = self.optimizer
+        if optimizer is not None and not callable(optimizer) and not _are_optimizers(optimizer):
+            raise WorkloadError(
+                f"Workload(optimizer=...) is a {type_name(optimizer)}; it must be a function of the parameters or an "
+                "optimizer.",
+                "Pass for example `lambda parameters: torch.optim.SGD(parameters, lr=0.1)`.",
+            )
+
+
+class OptimizersOfModel:
+    """For ``Workload(optimizer=...)``: a function of the model, where the model itself makes its optimizers."""
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        self.make = make
+
+    def __call__(self, model: Any) -> Any:
+        """The optimizers of this model."""
+        return self.make(model)
+
+
+def _are_optimizers(given: Any) -> bool:
+    several = given if isinstance(given, list | tuple) else [given]
+    return bool(several) and all(hasattr(optimizer, "param_groups") for optimizer in several)
+
+
+def _check_functions(**given: Any) -> None:
+    for name, function in given.items():
+        if function is not None and not callable(function):
+            raise WorkloadError(
+                f"Workload({name}=...) is a {type_name(function)}; it must be a function.",
+                f"Pass the function itself, as `{name}=my_{name}`.",
+            )
+
+
+def _check_data(data: Any) -> None:
+    if isinstance(data, Iterator):
+        raise WorkloadError(
+            f"Workload(data=...) is a {type_name(data)}, an iterator that can be used only once.",
+            "Pass the Dataset or DataLoader itself, or a function of the batch size.",
+        )
+    if not (callable(data) or hasattr(data, "__getitem__") or hasattr(data, "__iter__")):
+        raise WorkloadError(
+            f"Workload(data=...) is a {type_name(data)}; it must be a Dataset, a DataLoader or a function of the "
+            "batch size.",
+            "Pass for example `lambda n: (torch.randn(n, 8), torch.randint(2, (n,)))`.",
+        )
 
 
 WorkloadSource = Workload | Callable[[], Workload]
@@ -87,12 +219,26 @@ def import_target(target: str) -> WorkloadSource:
     found: Any = module
     for name in attribute.split("."):
         if not hasattr(found, name):
-            defined = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-            raise WorkloadError(
-                f"{place} has no {attribute!r}.", f"Name one of what it defines: {defined or 'nothing callable'}."
-            )
+            raise WorkloadError(f"{place} has no {attribute!r}.", _what_to_name(module))
         found = getattr(found, name)
     return check_source(found, target)
+
+
+def _what_to_name(module: ModuleType) -> str:
+    """Of a module its workloads and its own functions without arguments; what it imports makes no workload."""
+    import inspect
+
+    names = []
+    for name, value in vars(module).items():
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_"):
+            parameters = inspect.signature(value).parameters.values()
+            if all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+                names.append(name)
+        elif isinstance(value, Workload):
+            names.append(name)
+    if names:
+        return f"Name one that returns a Workload; it has {', '.join(names)}."
+    return "Write a function in it: `def workload(): return Workload(model=..., loss=..., data=..., optimizer=...)`."
 
 
 def check_source(found: Any, origin: str) -> WorkloadSource:
@@ -101,7 +247,7 @@ def check_source(found: Any, origin: str) -> WorkloadSource:
         source: WorkloadSource = found
         return source
     raise WorkloadError(
-        f"{origin} is a {_type_name(found)}; it must be a Workload or a function without arguments that returns one.",
+        f"{origin} is a {type_name(found)}; it must be a Workload or a function without arguments that returns one.",
         "Write `def workload(): return Workload(model=..., loss=..., data=..., optimizer=...)`.",
     )
 
@@ -122,7 +268,7 @@ def make_workload(source: WorkloadSource, origin: str) -> Workload:
     made = source()
     if not isinstance(made, Workload):
         raise WorkloadError(
-            f"{origin} returned a {_type_name(made)}; it must return a Workload.",
+            f"{origin} returned a {type_name(made)}; it must return a Workload.",
             "Return Workload(model=..., loss=..., data=..., optimizer=...).",
         )
     return made
@@ -159,84 +305,7 @@ def _import_file(path: Path) -> Any:
     return module
 
 
-def pack(source: WorkloadSource) -> bytes:
-    """Everything of the workload in one piece, so that tied weights and optimizer groups keep their identity.
-
-    Tensors on an accelerator travel as CPU copies. Raises `WorkloadError` naming by its path what cannot travel.
-    """
-    import torch
-
-    buffer = io.BytesIO()
-    try:
-        torch.save(source, buffer, pickle_module=_pickle_module())
-    except Exception as error:
-        path, culprit, reason = _find_unpicklable(source, "workload", error)
-        raise WorkloadError(
-            f"{path} (a {_type_name(culprit)}) cannot be sent to a trial: {reason}.",
-            "Make it inside a function that the trial calls (model, data and optimizer may all be functions).",
-        ) from error
-    return buffer.getvalue()
-
-
-def _pickle_module() -> Any:
-    """cloudpickle, without the running iterator that a DataLoader with persistent workers keeps between epochs."""
-    import cloudpickle
-    from torch.utils.data import DataLoader
-
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it ships no types
-        def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, DataLoader) and obj._iterator is not None:
-                return copyreg.__newobj__, (type(obj),), {**vars(obj), "_iterator": None}  # type: ignore[attr-defined]
-            return super().reducer_override(obj)
-
-    return types.SimpleNamespace(__name__="cloudpickle", Pickler=Pickler, dumps=cloudpickle.dumps)
-
-
-def unpack(packed: bytes) -> WorkloadSource:
-    """What `pack` packed, with every tensor on the CPU. Only ever called on bytes from the parent's own pipe."""
-    import torch
-
-    # What cloudpickle wrote, plain pickle reads.
-    source: WorkloadSource = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
-    return source
-
-
-def _find_unpicklable(value: Any, path: str, error: Exception) -> tuple[str, Any, Exception]:
-    """Walk down to the innermost part that fails on its own."""
-    import cloudpickle
-
-    seen: set[int] = set()
-    while id(value) not in seen:
-        seen.add(id(value))
-        for name, part in _parts(value):
-            try:
-                cloudpickle.dumps(part)
-            except Exception as part_error:
-                value, path, error = part, path + name, part_error
-                break
-    return path, value, error
-
-
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        yield from ((f"[{key!r}]", part) for key, part in value.items())
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from ((f"[{index}]", part) for index, part in enumerate(value))
-    else:
-        closure = getattr(value, "__closure__", None)
-        if closure:
-            names = value.__code__.co_freevars
-            yield from ((f".<{name}>", cell.cell_contents) for name, cell in zip(names, closure, strict=True))
-        code, scope = getattr(value, "__code__", None), getattr(value, "__globals__", {})
-        if code is not None:
-            yield from ((f".<global {name}>", scope[name]) for name in code.co_names if name in scope)
-        for name in ("__self__", "__func__", "func", "args", "keywords"):
-            if hasattr(value, name) and not isinstance(value, type):
-                yield f".{name}", getattr(value, name)
-        if hasattr(value, "__dict__") and not isinstance(value, type):
-            yield from ((f".{name}", part) for name, part in vars(value).items())
-
-
-def _type_name(value: object) -> str:
+def type_name(value: object) -> str:
+    """The name of its type, with its module unless that is builtins."""
     kind = type(value)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -18,6 +20,10 @@ import psutil
 import pytest
 
 MARK = "AUTOTUNE_AMP_TEST_MARK"
+
+# Two workers and their children share the cores: a second thread of one waits for the core that another test has. What
+# was set outside stands. Before anything imports torch, which reads it once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Started in the background of a shell, pytest ignores Ctrl-C, and so would every command that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -43,8 +49,8 @@ class CommandLine:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.temporary = folder / "tmp"
-        self.temporary.mkdir()
+        # Not in `folder`: its name may be too long for the sockets that loader workers put there.
+        self.temporary = Path(tempfile.mkdtemp(prefix="amp-"))
         self.mark = uuid.uuid4().hex
         self.environment = {**os.environ, "TMPDIR": str(self.temporary), MARK: self.mark, "NO_COLOR": "1"}
 
@@ -73,6 +79,14 @@ class CommandLine:
     def write(self, name: str, text: str) -> str:
         (self.folder / name).write_text(text)
         return f"{name}:workload"
+
+    def failures(self) -> list[str]:
+        """What failed in the searches in this folder, without what a busy machine left no time for."""
+        paths = list(self.folder.glob("studies/*/outcomes.jsonl"))
+        assert paths, "no search has run here"
+        outcomes = [json.loads(line)["outcome"] for path in paths for line in path.read_text().splitlines()]
+        failed = [outcome for outcome in outcomes if outcome["outcome"] == "failure"]
+        return [f"{outcome['kind']}: {outcome['message']}" for outcome in failed if outcome["kind"] != "timeout"]
 
     def leftovers(self) -> list[str]:
         """Processes of this test that are still alive, and temporary files."""
@@ -107,4 +121,5 @@ def cli(tmp_path: Path) -> Iterator[CommandLine]:
     yield command_line
     left = command_line.wait_until_alone()
     command_line.end()
+    shutil.rmtree(command_line.temporary)
     assert left == []

@@ -50,7 +50,9 @@ def configs(draw: st.DrawFn) -> AmpConfig:
         loss_scale=draw(loss_scales) if precision == "fp16" else None,
         fallback=[draw(st.just(name) | plans(name)) for name in below],
         pinned_modules=tuple(draw(st.lists(st.text(), max_size=3))),
+        num_workers=draw(st.none() | st.integers(0, 128)),
         environment=draw(st.dictionaries(st.text(), st.text(), max_size=3)),
+        as_found=draw(st.booleans()),
     )
 
 
@@ -65,7 +67,9 @@ def test_a_config_survives_json(config: AmpConfig) -> None:
         "loss_scale",
         "fallback",
         "pinned_modules",
+        "num_workers",
         "environment",
+        "as_found",
     }
 
 
@@ -76,6 +80,8 @@ def test_a_config_survives_json(config: AmpConfig) -> None:
         ({"precision": "fp32", "batch_size": 0}, "batch_size is 0"),
         ({"precision": "fp32", "batch_size": True}, "batch_size is True"),
         ({"precision": "fp32", "batch_size": 4, "accumulation_steps": -1}, "accumulation_steps is -1"),
+        ({"precision": "fp32", "batch_size": 4, "num_workers": -1}, "num_workers is -1"),
+        ({"precision": "fp32", "batch_size": 4, "num_workers": True}, "num_workers is True"),
         ({"precision": "fp16", "batch_size": 4}, "fp16 needs a loss scale"),
         ({"precision": "bf16", "batch_size": 4, "loss_scale": LossScale()}, "no other precision takes one"),
     ],

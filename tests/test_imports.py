@@ -34,13 +34,17 @@ def is_under(module: str, package: str) -> bool:
 @pytest.mark.parametrize("file", FILES)
 def test_directions(file: str) -> None:
     modules = list(imported(file))
-    if file.startswith("search/") or file in ("trial/runner.py", "trial/process.py", "cli.py", "api.py", "__init__.py"):
+    light = ("search/", "commands/", "trial/runner.py", "trial/process.py", "cli.py", "api.py", "__init__.py")
+    if file.startswith(light):
         assert not any(is_under(module, "torch") for module in modules)
     if file != "search/study.py":
         assert not any(is_under(module, "optuna") for module in modules)
-    if file.startswith(("trial/", "hardware/", "fingerprint/")):
+    in_child = ("profile/child.py", "profile/flops.py", "profile/trainings.py")
+    if file.startswith("profile/") and file not in in_child:
+        assert not any(is_under(module, "torch") for module in modules)
+    if file.startswith(("trial/", "hardware/", "fingerprint/")) or file in in_child:
         assert not any(is_under(module, f"autotune_amp.{p}") for module in modules for p in ("search", "report", "api"))
-    if file in [f"runtime/{name}.py" for name in ("policy", "actions", "state", "scale_rule", "checkpoint")]:
+    if file in [f"runtime/{name}.py" for name in ("policy", "actions", "state", "scale_rule", "checkpoint", "run_log")]:
         assert not any(is_under(module, "torch") for module in modules)
     if file in [f"numerics/{name}.py" for name in ("results", "verdict", "scaler_replay")]:  # the parent reads them
         assert not any(is_under(module, "torch") for module in modules)
@@ -49,8 +53,18 @@ def test_directions(file: str) -> None:
         assert not any(is_under(module, f"autotune_amp.{p}") for module in modules for p in above)
     if file.startswith("runtime/"):
         assert not any(is_under(module, f"autotune_amp.{p}") for module in modules for p in ABOVE_RUNTIME)
-    if not file.startswith("report/") and file not in ("cli.py", "recommendation.py", "api.py", "search/steps.py"):
-        assert not any(is_under(module, "autotune_amp.report") for module in modules)
+    results = ("recommendation.py", "profile/results.py")  # which explain themselves
+    if not file.startswith(("report/", "commands/", "cli.py", "api.py", *results)):
+        # How a number reads is the same in every sentence; that file imports nothing.
+        words = "autotune_amp.report.format" if file.startswith("search/") else None
+        assert not any(is_under(module, "autotune_amp.report") for module in modules if module != words)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_frameworks_are_imported_by_their_adapters_alone(file: str) -> None:
+    frameworks = ("accelerate", "deepspeed", "lightning", "transformers")
+    if any(is_under(module, framework) for module in imported(file) for framework in frameworks):
+        assert file.startswith("integrations/") or file == "config.py"  # AmpConfig.to_training_arguments
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file not in ("cli.py", "__main__.py")])

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from conftest import CommandLine
@@ -27,54 +28,81 @@ def blocks(language: str) -> list[str]:
     return found
 
 
-@pytest.mark.slow
-def test_the_python_example_runs(cli: CommandLine) -> None:
-    example, _, _ = blocks("python")
-    (cli.folder / "example.py").write_text(example.replace("budget=60", "budget=20"))
-    done = subprocess.run(
-        [sys.executable, "example.py"], cwd=cli.folder, env=cli.environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.match(r"(fp32|bf16|fp16) \d+ ", done.stdout)
+class Example(NamedTuple):
+    """A Python block of the README, and what it prints.
+
+    word: a part of the block that no other block has.
+    seconds: in the place of the block's own budget.
+    """
+
+    word: str
+    printed: str
+    seconds: int | None = None
 
 
-@pytest.mark.slow
-def test_the_check_of_a_precision_runs(cli: CommandLine) -> None:
-    _, example, _ = blocks("python")
-    (cli.folder / "check.py").write_text(example)
-    done = subprocess.run(
-        [sys.executable, "check.py"], cwd=cli.folder, env=cli.environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "unfaithful ('encoder.block.1.layer.1.DenseReluDense.wo',)\n"
-
-
-def test_the_training_loop_runs(cli: CommandLine) -> None:
-    _, _, example = blocks("python")
-    (cli.folder / "loop.py").write_text(example)
-    done = subprocess.run(
-        [sys.executable, "loop.py"], cwd=cli.folder, env=cli.environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "fp16 0 ()\n"
-
-
-COMMANDS = [
-    line.partition("#")[0].strip() for block in blocks("sh") for line in block.splitlines() if "autotune-amp" in line
+QUICK = [
+    Example("AutotuneAccelerator", r"\Afp16\n\Z"),
+    Example("controller.on_step", r"\Afp16 0 \(\)\n\Z"),
+]
+SLOW = [
+    Example("recommendation.reason", r"\A(fp32|bf16|fp16) \d+ ", seconds=30),
+    Example("def train_step", r"\A(fp32|bf16|fp16) 32\n\Z", seconds=30),
+    Example("check_fidelity", r"\Aunfaithful \('encoder\.block\.1\.layer\.1\.DenseReluDense\.wo',\)\n\Z"),
+    Example("LightningModule", r"^(32-true|bf16-mixed|16-mixed) \d+$"),
+    Example("from_trainer", r"^16 10\n\Z"),
+    Example("profile_amp", r"\A(bf16|fp16) \d+\.\d+ (excellent|significant|modest|negligible|slower) "),
 ]
 
 
+def block_of(example: Example) -> str:
+    """The one Python block with the example's word, whole."""
+    (found,) = [block for block in blocks("python") if example.word in block]
+    return found
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        *(pytest.param(one, id=one.word) for one in QUICK),
+        *(pytest.param(one, id=one.word, marks=pytest.mark.slow) for one in SLOW),
+    ],
+)
+def test_what_is_shown_in_python_runs(cli: CommandLine, example: Example) -> None:
+    source = block_of(example)
+    if example.seconds is not None:
+        assert "budget=60" in source
+        source = source.replace("budget=60", f"budget={example.seconds}")
+    (cli.folder / "example.py").write_text(source)
+    command = [sys.executable, "example.py"]
+    done = subprocess.run(command, cwd=cli.folder, env=cli.environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(example.printed, done.stdout, re.MULTILINE)
+
+
+def test_everything_shown_in_python_is_run() -> None:
+    assert sorted(map(block_of, QUICK + SLOW)) == sorted(blocks("python"))
+    assert set(re.findall(r"^```(\S+)$", README, re.MULTILINE)) == {"python", "sh"}
+
+
+SHOWN = [
+    shlex.split(arguments.partition(" > ")[0])
+    for block in blocks("sh")
+    for line in block.splitlines()
+    for arguments in line.partition("#")[0].split("autotune-amp ")[1:]
+]
+COMMANDS = sorted({words[0] for words in SHOWN})
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_line_shown_is_understood(cli: CommandLine, command: str) -> None:
-    words = shlex.split(command.partition(" > ")[0])[1:]
-    helped = cli(words[0], "--help")
+def test_every_option_shown_is_there(cli: CommandLine, command: str) -> None:
+    helped = cli(command, "--help")
     assert helped.code == 0
-    for option in (word for word in words if word.startswith("--")):
-        assert option in helped.out
+    there = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", helped.out, re.MULTILINE))
+    assert {word for words in SHOWN if words[0] == command for word in words if word.startswith("--")} <= there
 
 
 def test_commands_are_shown() -> None:
-    assert {shlex.split(command)[1] for command in COMMANDS} == {"search", "probe", "show"}
+    assert COMMANDS == ["dashboard", "export", "probe", "profile", "report", "search", "show"]
 
 
 def test_the_tree_is_there() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from typing import TYPE_CHECKING
 
@@ -61,8 +62,18 @@ def test_what_was_saved_comes_back_and_older_documents_too(tmp_path: Path) -> No
     MADE.save(tmp_path / "r.json")
     assert Recommendation.load(tmp_path / "r.json") == MADE
     older = json.loads(GOOD)
-    del older["evidence"]["is_as_found"]
+    del older["evidence"]["is_build_shared"]
     assert load(tmp_path / "r.json", json.dumps(older).encode()) == MADE
+
+
+def test_others_may_read_what_the_umask_lets_them(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        MADE.save(tmp_path / "r.json")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "r.json").stat().st_mode & 0o777 == 0o640
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
 
 @pytest.mark.parametrize(

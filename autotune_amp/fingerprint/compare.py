@@ -14,6 +14,7 @@ from autotune_amp import __version__
 from autotune_amp.fingerprint.code import short_hex
 from autotune_amp.fingerprint.origin import version
 from autotune_amp.fingerprint.walk import Walk, workload_parts
+from autotune_amp.launcher import is_from_launcher
 from autotune_amp.recommendation import Fingerprint
 
 if TYPE_CHECKING:
@@ -24,10 +25,9 @@ _DECIDING = (
     *("LD_PRELOAD", "MALLOC_", "GLIBC_TUNABLES", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNNL_"),
     *("TORCH", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32_OVERRIDE"),
 )
-# Set by us in children, by torch and its compiler in the running process, by torchrun for each run.
+# Set by us in children, by torch and its compiler in the running process.
 _SET_BY_PROGRAMS = (
     *("PYTORCH_NVML_BASED_CUDA_CHECK", "CUDA_MODULE_LOADING", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK"),
-    "TORCHELASTIC_",
 )
 
 
@@ -64,7 +64,11 @@ def compute(
 
 
 def _environment() -> dict[str, str]:
-    return {n: v for n, v in os.environ.items() if n.startswith(_DECIDING) and not n.startswith(_SET_BY_PROGRAMS)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_DECIDING) and not (name.startswith(_SET_BY_PROGRAMS) or is_from_launcher(name))
+    }
 
 
 def _setting(value: object) -> str:

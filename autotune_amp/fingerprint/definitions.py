@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from autotune_amp.fingerprint.code import code_digest, digest, references, text
 from autotune_amp.fingerprint.origin import module_origin, origin_of
-from autotune_amp.fingerprint.peek import class_dict, class_name, instance_dict, is_a
+from autotune_amp.fingerprint.peek import class_dict, class_name, instance_dict, is_a, mro
 from autotune_amp.fingerprint.sources import import_link, imported_names, note
+from autotune_amp.launcher import is_from_launcher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -123,7 +124,7 @@ def _references(walk: Walk, function: FunctionType) -> Iterator[bytes]:
 
 
 def _environment(walk: Walk, name: str) -> bytes:
-    value = os.environ.get(name)
+    value = None if is_from_launcher(name) else os.environ.get(name)
     return walk.part(("environment", name), f"environment variable {name}", lambda: walk.value(value))
 
 
@@ -183,8 +184,27 @@ def class_link(walk: Walk, cls: type) -> bytes:
     else:
         note(walk, origin)
         link = text("library", module, name)
+        if replaced := _replaced_methods(cls):
+            link = digest("patched", link, *(text("name", name) + walk.value(found) for name, found in replaced))
     walk.class_links[id(cls)] = (cls, link)
     return link
+
+
+def _replaced_methods(cls: type) -> list[tuple[str, FunctionType]]:
+    """Functions of the user's that were put into a library's class, by name."""
+    found = {
+        name: value
+        for base in reversed(mro(cls))
+        for name, value in class_dict(base).items()
+        if type(value) is FunctionType and _is_written_by_user(value)
+    }
+    return sorted(found.items())
+
+
+def _is_written_by_user(function: FunctionType) -> bool:
+    """Not what a library generates, as for a named tuple: its module has no file."""
+    origin = origin_of(function.__globals__)
+    return origin.is_user and (origin.file is not None or origin.root == "__main__")
 
 
 def class_digest(walk: Walk, cls: type) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
@@ -139,6 +140,8 @@ HANDLERS: dict[int, Handler] = {
     id(types.FunctionType): function_link,
     id(types.ModuleType): module_link,
     id(type): class_link,
+    # The variables that code names are parts of their own.
+    id(type(os.environ)): lambda walk, obj: class_link(walk, type(obj)),
     id(types.CodeType): lambda _, obj: code_digest(obj),
     id(types.CellType): _cell,
     id(property): _property,

@@ -9,7 +9,7 @@ import torch
 
 from autotune_amp.config import PRECISIONS
 from autotune_amp.errors import DeviceError
-from autotune_amp.hardware import cpu, cuda, host, matmul, mps, xpu
+from autotune_amp.hardware import cpu, cuda, matmul, mps, xpu
 from autotune_amp.hardware.naming import parse
 from autotune_amp.hardware.types import Capability, Hardware
 
@@ -29,7 +29,7 @@ def measure(device: str, *, seconds: float = 1.0) -> Hardware:
     cannot be used.
     """
     backend, name, passed_over = _resolve(device)
-    notes = (*passed_over, *host.load_notes(), *backend.notes_before(name))  # before the rest makes the device busy
+    notes = (*passed_over, *backend.notes_before(name))  # before the rest makes the device busy
     memory = backend.memory(name)
     precisions = {
         precision: _with_rate(

@@ -89,11 +89,24 @@ def card(uuid: str) -> Card | None:
 
 def process_notes(uuid: str) -> tuple[str, ...]:
     """Who else computes on the card, with the memory they hold where the driver says."""
+    return tuple(_process_note(pid, used) for pid, used in processes(uuid) or () if pid != os.getpid())
+
+
+def processes(uuid: str) -> tuple[tuple[int, int | None], ...] | None:
+    """The processes that compute on the card, ours too, with the bytes they hold; None where the driver does not say.
+
+    Their numbers may be the host's where this process is in a container.
+    """
     handle = _handle(uuid)
-    processes = None if handle is None else _ask("nvmlDeviceGetComputeRunningProcesses", handle)
-    return tuple(
-        _process_note(process.pid, process.usedGpuMemory) for process in processes or () if process.pid != os.getpid()
-    )
+    found = None if handle is None else _ask("nvmlDeviceGetComputeRunningProcesses", handle)
+    return None if found is None else tuple((process.pid, process.usedGpuMemory) for process in found)
+
+
+def utilization(uuid: str) -> float | None:
+    """The share of the last second or less in which the card was at work; None where the driver does not say."""
+    handle = _handle(uuid)
+    rates = None if handle is None else _ask("nvmlDeviceGetUtilizationRates", handle)
+    return None if rates is None else rates.gpu / 100
 
 
 def _process_note(pid: int, used_bytes: int | None) -> str:
@@ -103,18 +116,24 @@ def _process_note(pid: int, used_bytes: int | None) -> str:
 
 
 def slowdown_notes(uuid: str) -> tuple[str, ...]:
-    """Why the card runs below its clocks at this moment."""
+    """Why the card runs below its clocks at this moment, one note for each reason."""
+    names = slowdown_names(uuid) or ()
+    return tuple(f"The card lowers its clocks: {name}; rates are too low." for name in names)
+
+
+def slowdown_names(uuid: str) -> tuple[str, ...] | None:
+    """Why the card runs below its clocks at this moment; None where the driver does not say."""
     handle = _handle(uuid)
     # The old name of ...ClocksEventReasons: every driver has it.
-    reasons = 0 if handle is None else _ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
-    return slowdowns(reasons)
+    reasons = None if handle is None else _ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+    return None if reasons is None else tuple(name for bit, name in _SLOWDOWNS.items() if reasons & bit)
 
 
-def slowdowns(reasons: int) -> tuple[str, ...]:
-    """One note for each bit in NVML's clock event reasons that makes a measurement too slow."""
-    return tuple(
-        f"The card lowers its clocks: {name}; rates are too low." for bit, name in _SLOWDOWNS.items() if reasons & bit
-    )
+def energy_joules(uuid: str) -> float | None:
+    """What the card has drawn since its driver was loaded; None for a card without that counter, a MIG instance too."""
+    handle = _handle(uuid)
+    millijoules = None if handle is None else _ask("nvmlDeviceGetTotalEnergyConsumption", handle)
+    return None if millijoules is None else millijoules / 1e3
 
 
 def _handle(uuid: str) -> Any | None:

@@ -13,6 +13,7 @@ import msgspec
 
 from autotune_amp.errors import DeviceError, RunnerError
 from autotune_amp.hardware.child import Answer
+from autotune_amp.hardware.host import load_notes
 from autotune_amp.hardware.naming import parse
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def probe(device: str = "auto", *, deadline_seconds: float = DEADLINE_SECONDS) -
     gives no answer within `deadline_seconds`, with the end of what it wrote to its standard error.
     """
     parse(device)
+    busy = load_notes()  # before the child adds to it
     with TemporaryDirectory(prefix="autotune_amp-") as folder:
         # A file of its own: neither prints nor anything that holds an inherited pipe open can spoil it.
         answer, log = Path(folder, "answer.json"), Path(folder, "log")
@@ -38,7 +40,7 @@ def probe(device: str = "auto", *, deadline_seconds: float = DEADLINE_SECONDS) -
     if reply.no_device is not None:
         raise DeviceError(reply.no_device.message, reply.no_device.next_step)
     assert reply.hardware is not None, "the child answers one of the two"
-    return reply.hardware
+    return msgspec.structs.replace(reply.hardware, notes=(*busy, *reply.hardware.notes))
 
 
 def _run(command: list[str], log: Path, deadline_seconds: float) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from autotune_amp.config import MIN_LOSS_SCALE, LossScale, Precision
+from autotune_amp.config import FP16_MAX, MIN_LOSS_SCALE, Precision
 from autotune_amp.numerics.comparison import Comparison, compare, signals
 from autotune_amp.numerics.forward_max import ForwardWatch
 from autotune_amp.numerics.low_weights import lost_updates
@@ -19,13 +19,14 @@ from autotune_amp.numerics.paired import UNIT_ROUNDOFF, Gap, Run, gap, perturb, 
 from autotune_amp.numerics.passes import Pass, Passes
 from autotune_amp.numerics.results import LowWeights
 from autotune_amp.numerics.safe_scale import largest_safe_scale
+from autotune_amp.numerics.scaler_replay import starting_scale
 from autotune_amp.numerics.verdict import Findings
 from autotune_amp.precision import has_half_weights, override
 
 NUM_BATCHES = 3  # held against each other in one step
 NUM_PAIRED_STEPS = 8
-_REROUNDING = 2.0**-20  # moves weights enough for fp32 to round otherwise, and no more
-_FORMAT_MAX: dict[Precision, float] = {"fp16": 65504.0}
+REROUNDING = 2.0**-20  # moves weights enough for fp32 to round otherwise, and no more
+_FORMAT_MAX: dict[Precision, float] = {"fp16": FP16_MAX}
 _FLOAT32_MAX = 3.4e38  # of tf32 and bf16 too, nearly
 
 
@@ -61,9 +62,10 @@ class Bench:
         self._watch = watch
         self.precision = precision
         self.low = low
-        self._fp32 = Passes(subject, _in_fp32(subject.model, subject.device.type)) if self.has_low_weights else self.low
+        self._fp32 = Passes(subject, in_fp32(subject.model, subject.device.type)) if self.has_low_weights else self.low
         self.reference = [self._fp32.run(index, "fp32") for index in range(NUM_BATCHES)]
         self.fp32_step_seconds: float | None = None
+        self.has_moved = True  # False once fp32's own training run has moved no weight
         self._signals: set[str] | None = None
         self._runs: list[Run] = []
 
@@ -87,7 +89,7 @@ class Bench:
         """The parameters whose gradient is more than rounding noise in fp32 itself."""
         if self._signals is None:
             self._fp32.restore()
-            perturb(self._fp32.model, _REROUNDING, self.subject.seed)
+            perturb(self._fp32.model, REROUNDING, self.subject.seed)
             self._signals = signals(self.reference[0].gradients, self._fp32.go_on(0, "fp32").gradients)
         return self._signals
 
@@ -144,6 +146,7 @@ class Bench:
             is_training_finite=attempt.training is None or attempt.training.is_finite,
             training_gap=None if attempt.gap is None else attempt.gap.over_perturbed,
             training_noise_gap=None if attempt.gap is None else attempt.gap.over_scatter,
+            has_moved=self.has_moved,
             lost_share=None if low_weights is None else low_weights.lost_share,
         )
 
@@ -151,9 +154,11 @@ class Bench:
         """What rounding leaves of the first step, where weights are kept in half precision."""
         if not self.has_low_weights:
             return None
-        before = {name: value.clone() for name, value in _parameters(self._fp32, restored=True)}
+        self._fp32.restore()
+        weights = {name: parameter.detach() for name, parameter in self._fp32.model.named_parameters()}
+        before = {name: weight.clone() for name, weight in weights.items()}
         train(self._fp32, "fp32", 1)
-        return lost_updates(self.subject.model, before, dict(_parameters(self._fp32, restored=False)))
+        return lost_updates(self.subject.model, before, after=weights)
 
     def _low_maxima(self) -> dict[str, float]:
         return {name: math.inf if math.isnan(m) else m for name, m in self._watch.maxima().items()}
@@ -164,8 +169,7 @@ class Bench:
             safe = largest_safe_scale(self.low, 0)
             if safe.log2_scale is None:
                 return [safe.last], safe.last_scale, False
-            # One octave below the largest safe one, as `starting_scale` has it.
-            scale = min(max(2.0 ** math.floor(safe.log2_scale - 1), MIN_LOSS_SCALE), LossScale().max_scale)
+            scale = starting_scale([safe.log2_scale])
         low: list[Pass] = []
         while len(low) < num_batches:
             done = self.low.run(len(low), self.precision, scale=scale)
@@ -182,10 +186,10 @@ class Bench:
         if not self._runs:
             ours = UNIT_ROUNDOFF["bf16" if self.has_low_weights else self.precision]
             started = time.perf_counter()
-            self._runs = [
-                train(self._fp32, "fp32", NUM_PAIRED_STEPS, perturbation=perturbation, seed=self.subject.seed)
-                for perturbation in (0.0, ours)
-            ]
+            reference = train(self._fp32, "fp32", NUM_PAIRED_STEPS)
+            self.has_moved = self._fp32.has_moved()
+            perturbed = train(self._fp32, "fp32", NUM_PAIRED_STEPS, perturbation=ours, seed=self.subject.seed)
+            self._runs = [reference, perturbed]
             self.fp32_step_seconds = (time.perf_counter() - started) / (2 * NUM_PAIRED_STEPS)
         return self._runs
 
@@ -195,13 +199,8 @@ def is_inside(name: str, pins: Sequence[str]) -> bool:
     return any(not pin or name == pin or name.startswith(pin + ".") for pin in pins)
 
 
-def _parameters(passes: Passes, *, restored: bool) -> list[tuple[str, torch.Tensor]]:
-    if restored:
-        passes.restore()
-    return [(name, parameter.detach()) for name, parameter in passes.model.named_parameters()]
-
-
-def _in_fp32(model: nn.Module, device_type: str) -> nn.Module:
+def in_fp32(model: nn.Module, device_type: str) -> nn.Module:
+    """A copy with its weights in fp32, and run in it."""
     reference = copy.deepcopy(model).float()
     override(reference, "fp32", device_type)  # casts its inputs up
     return reference

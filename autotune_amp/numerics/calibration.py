@@ -13,7 +13,7 @@ from autotune_amp.numerics.comparison import COUNTS
 from autotune_amp.numerics.forward_max import watch_forward
 from autotune_amp.numerics.passes import Passes, Subject
 from autotune_amp.numerics.results import Calibration
-from autotune_amp.numerics.safe_scale import SafeScale, by_backward, by_bisection, is_compiled
+from autotune_amp.numerics.safe_scale import SafeScale, by_backward, by_bisection, must_bisect
 from autotune_amp.numerics.scaler_replay import starting_scale
 
 _STEPS_PER_HISTOGRAM = 4
@@ -27,9 +27,9 @@ def calibrate(subject: Subject, *, batch_size: int, pinned_modules: Sequence[str
 
     A step that is non-finite at every scale is not taken. S* is measured by one backward pass, at the first and the
     last step also by bisection: where the two are not in one octave the lower counts, and the steps that follow are
-    bisected, as those of a compiled model all are. The histogram is of fp32 passes, because fp16 flushes what it is to
-    show; `forward_max` is of the steps that have a safe scale, and of finite outputs. Raises `InvalidRequestError` for
-    a module that cannot be pinned; what the model's own code raises comes through.
+    bisected, as those of a compiled model and of a loop all are. The histogram is of fp32 passes, because fp16 flushes
+    what it is to show; `forward_max` is of the steps that have a safe scale, and of finite outputs. Raises
+    `InvalidRequestError` for a module that cannot be pinned; what the model's own code raises comes through.
     """
     started = time.perf_counter()
     first, passes = Passes(subject), Passes(subject)
@@ -62,6 +62,7 @@ def count_octaves(gradients: Iterable[Tensor]) -> Tensor:
     counts = torch.zeros(_HIGHEST_OCTAVE - _LOWEST_OCTAVE + 1, dtype=torch.int64)
     for gradient in gradients:
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        values = torch.view_as_real(values) if values.is_complex() else values
         counted = values[values.isfinite() & (values != 0)].float()
         if counted.numel():
             counted = counted[counted.abs() > COUNTS * counted.abs().amax()]
@@ -84,7 +85,7 @@ class _Stretch:
         self.octaves = count_octaves([])
         self.forward_max = 0.0
         self._passes = passes
-        self._bisects = is_compiled(passes.model)
+        self._bisects = must_bisect(passes)
         self._guess = _FIRST_GUESS
 
     def run(self) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from autotune_amp.numerics.passes import Gradients
-from autotune_amp.numerics.results import ParameterDamage
+from autotune_amp.numerics.results import GradientDamage
 
 # Entries so much smaller than the largest of their parameter move nothing: not worth a loss scale.
 COUNTS = 2.0**-12
@@ -61,31 +62,49 @@ class Sums:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`whole` sums over all parameters that carry a signal, `parameters` holds each of those."""
+    """`whole` sums over all parameters that carry a signal; `parameters` holds each of those, in the model's order."""
 
     whole: Sums
     parameters: dict[str, Sums]
 
-    def worst(self, num: int) -> tuple[ParameterDamage, ...]:
+    def worst(self, num: int) -> tuple[GradientDamage, ...]:
         """The parameters whose rounding noise is largest against their batch noise."""
         return self._ranked(lambda damage: damage.noise_ratio)[:num]
 
-    def most_flushed(self) -> ParameterDamage | None:
+    def most_flushed(self) -> GradientDamage | None:
         """The parameter of which the largest share is flushed; None where there is none at all."""
         return next(iter(self._ranked(lambda damage: damage.flushed_share)), None)
 
-    def _ranked(self, key: Callable[[ParameterDamage], float]) -> tuple[ParameterDamage, ...]:
-        damages = (
-            ParameterDamage(
-                name=name,
-                noise_ratio=sums.noise_ratio,
-                cosine=sums.cosine,
-                norm_ratio=sums.norm_ratio,
-                flushed_share=sums.flushed_share,
-            )
-            for name, sums in self.parameters.items()
+    def modules(self, max_modules: int) -> tuple[GradientDamage, ...]:
+        """The modules with parameters of their own, in the order of the model.
+
+        Modules are joined from the innermost level on, until there are at most `max_modules` or the outermost are left.
+        """
+        paths = {name: name.split(".")[:-1] for name in self.parameters}
+        depth = max(map(len, paths.values()), default=0)
+        while depth > 1 and len({tuple(path[:depth]) for path in paths.values()}) > max_modules:
+            depth -= 1
+        joined: dict[str, Sums] = {}
+        for name, sums in self.parameters.items():
+            module = joined.setdefault(".".join(paths[name][:depth]), Sums())
+            module += sums
+        return _damages(joined)
+
+    def _ranked(self, key: Callable[[GradientDamage], float]) -> tuple[GradientDamage, ...]:
+        return tuple(sorted(_damages(self.parameters), key=key, reverse=True))
+
+
+def _damages(named: Mapping[str, Sums]) -> tuple[GradientDamage, ...]:
+    return tuple(
+        GradientDamage(
+            name=name,
+            noise_ratio=sums.noise_ratio,
+            cosine=sums.cosine,
+            norm_ratio=sums.norm_ratio,
+            flushed_share=sums.flushed_share,
         )
-        return tuple(sorted(damages, key=key, reverse=True))
+        for name, sums in named.items()
+    )
 
 
 def signals(gradients: Gradients, perturbed: Gradients) -> set[str]:
@@ -106,7 +125,7 @@ def compare(low: Sequence[Gradients], reference: Sequence[Gradients], names: Col
     """
     parameters: dict[str, Sums] = {}
     whole = Sums()
-    for name in sorted(names):
+    for name in (name for name in dict.fromkeys(chain(*reference, *low)) if name in names):
         sums = Sums()
         for index, gradients in enumerate(low):
             following = reference[(index + 1) % len(reference)]

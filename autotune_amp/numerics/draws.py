@@ -96,6 +96,11 @@ def comparable_draws(device: torch.device) -> AbstractContextManager[object]:
     return _WithoutDropout()
 
 
+def without_dropout() -> AbstractContextManager[object]:
+    """What to run forward passes in, and backward passes that compute them again, so that dropout drops nothing."""
+    return _WithoutDropout()
+
+
 def _draws_are_equal(device: torch.device) -> bool:
     indices = [] if device.index is None else [device.index]
     with torch.random.fork_rng(indices, device_type=device.type):

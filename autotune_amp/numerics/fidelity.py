@@ -14,6 +14,7 @@ import msgspec
 from autotune_amp.config import Precision
 from autotune_amp.numerics.attempt import Attempt, Bench, is_inside
 from autotune_amp.numerics.blame import bad_parameters, modules_by_name
+from autotune_amp.numerics.calibration import count_octaves, histogram
 from autotune_amp.numerics.forward_max import watch_forward
 from autotune_amp.numerics.locate import OUTSIDE, blown_up, local_errors
 from autotune_amp.numerics.passes import Passes, Subject
@@ -26,6 +27,7 @@ MAX_ROUNDS = 3
 # A module whose output is off by less of what its samples differ by is not what makes a gradient wrong.
 MIN_LOCAL_ERROR = 0.05
 _NUM_WORST = 5
+_MAX_MODULES = 40  # rows of a chart
 
 
 def check(
@@ -198,7 +200,10 @@ def _report(
         training_noise_gap=None if attempt.gap is None else attempt.gap.over_scatter,
         num_paired_steps=0 if attempt.training is None else len(attempt.training.losses),
         num_skips=0 if attempt.training is None else attempt.training.num_skips,
+        has_moved=bench.has_moved,
         worst_parameters=() if sums is None else sums.worst(_NUM_WORST),
+        modules=() if sums is None else sums.modules(_MAX_MODULES),
+        gradient_histogram=histogram(count_octaves(bench.reference[0].gradients.values())),
         culprits=culprits,
         healing_pins=healing,
         low_weights=weights,

@@ -16,6 +16,7 @@ from autotune_amp.config import Precision
 from autotune_amp.errors import InvalidRequestError
 from autotune_amp.numerics.blame import modules_by_name, parameters_by_name
 from autotune_amp.numerics.draws import comparable_draws
+from autotune_amp.numerics.loop import CatchingAmp, Loop, NoStepError, is_all_finite, scaled
 from autotune_amp.precision import autocast, is_pinned, pin_fp32, set_flags, unpin
 
 Gradients: TypeAlias = dict[str, Tensor]
@@ -25,7 +26,8 @@ Gradients: TypeAlias = dict[str, Tensor]
 class Subject:
     """What is checked: a model in training mode, its loss as the workload computes it, and batches on its device.
 
-    `make_optimizer` gives a fresh optimizer over the parameters of a model like this one.
+    `make_optimizer` gives a fresh optimizer over the parameters of a model like this one. With a `loop` the model holds
+    all of its modules, the loss is `no_loss`, and the optimizer steps all that the loop has.
     """
 
     model: nn.Module
@@ -34,6 +36,7 @@ class Subject:
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     device: torch.device
     seed: int = 0
+    loop: Loop | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Pass:
     @property
     def is_finite(self) -> bool:
         """Whether the loss and every gradient are."""
-        return math.isfinite(self.loss) and all(_is_finite(gradient) for gradient in self.gradients.values())
+        return math.isfinite(self.loss) and all(is_all_finite(gradient) for gradient in self.gradients.values())
 
 
 class Passes:
@@ -96,21 +99,42 @@ class Passes:
         before_backward: Callable[[Tensor], object] | None = None,
         around_backward: AbstractContextManager[object] | None = None,
     ) -> Pass:
-        """`run` from the weights as they are, for a training run; buffers move on."""
+        """`run` from the weights as they are, for a training run; buffers move on.
+
+        A loop's forward and backward passes are its own affair: what is to be done around them is not.
+        """
         self.num_passes += 1
         self.model.zero_grad(set_to_none=True)
         set_flags(precision)
         torch_state.seed(self.subject.seed + index)
+        if self.subject.loop is not None:
+            return self._loop_pass(self.subject.loop, index, precision, scale)
         with self._draws, autocast(precision, self.subject.device.type), around_forward or nullcontext():
             loss = self.subject.loss(self.model, self.subject.batches[index])
-        # As GradScaler scales: by a tensor in fp32, so that a loss in fp16 gets its gradient in fp16.
-        scaled = loss * torch.full((), scale, device=loss.device)
+        to_go_back_from = scaled(loss, scale)
         if before_backward is not None:
-            before_backward(scaled)
+            before_backward(to_go_back_from)
         with around_backward or nullcontext():
-            torch.autograd.backward(scaled)
+            torch.autograd.backward(to_go_back_from)
         value = float(loss.detach())
         return Pass(value, self._take_gradients(scale))
+
+    def _loop_pass(self, loop: Loop, index: int, precision: Precision, scale: float) -> Pass:
+        """A whole step that nothing is stepped in; its loss is the sum of all that it went back from.
+
+        Raises `NoStepError` where the call is not a whole step.
+        """
+        device_type = self.subject.device.type
+        names = {id(parameter): name for name, parameter in parameters_by_name(self.model).items()}
+        amp = CatchingAmp(lambda: autocast(precision, device_type), device_type, loop.config(precision), names, scale)
+        amp.begin()
+        with self._draws:
+            loop.step(self.model, self.subject.batches[index], amp)
+        self.model.zero_grad(set_to_none=True)
+        loss = float(amp.total_loss(needs_autocast=precision in ("bf16", "fp16")))
+        if amp.num_steps == 0:
+            raise NoStepError
+        return Pass(loss, amp.gradients)
 
     def step(self, optimizer: torch.optim.Optimizer, gradients: Gradients) -> None:
         """Have the optimizer step on these gradients."""
@@ -129,11 +153,20 @@ class Passes:
             else:
                 first.copy_(value.detach())
 
+    def has_moved(self) -> bool:
+        """Whether a trained parameter is no longer what `run` begins from; waits for the device."""
+        trained = ((name, value) for name, value in self.model.named_parameters() if value.requires_grad)
+        return any(
+            name not in self._first_state or not torch.equal(value, self._first_state[name]) for name, value in trained
+        )
+
     def restore(self) -> None:
         """Put the first parameters and buffers back.
 
         Buffers that came since, or that have another shape now, stay: they are caches, whose module knows their size.
         """
+        if self.subject.loop is not None:
+            self.subject.loop.forget(self.model)
         with torch.no_grad():
             for name, value in _state(self.model):
                 first = self._first_state.get(name)
@@ -181,7 +214,3 @@ def _is_expanded(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor._values() if tensor.is_sparse else tensor).all())

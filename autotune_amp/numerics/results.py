@@ -1,4 +1,4 @@
-"""What a check of a precision and a calibration of the loss scale found; plain data, JSON both ways. No torch."""
+"""What the checks found: of a precision, the loss scale, accumulation; plain data, JSON both ways. No torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from autotune_amp.config import Precision
 Verdict: TypeAlias = Literal["faithful", "doubtful", "unfaithful", "unchecked"]
 
 
-class ParameterDamage(msgspec.Struct, frozen=True, kw_only=True):
-    """How one parameter's gradient fared; fields as in `Fidelity`."""
+class GradientDamage(msgspec.Struct, frozen=True, kw_only=True):
+    """How the gradient of one parameter, or of all those of a module, fared; fields as in `Fidelity`."""
 
     name: str
     noise_ratio: float
@@ -45,6 +45,13 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     `training_gap` is the mean distance between the losses of a paired training run over `num_paired_steps` steps, in
     units of that between fp32 runs whose first weights differ by one rounding of the precision, `training_noise_gap`
     the same in units of the loss's own scatter from batch to batch. `num_skips` are steps of it that overflowed.
+    `has_moved` is False where fp32's training run moved no weight, so that nothing was seen of the training.
+
+    `modules` are in the order of the model, each with the parameters of its own: larger ones, with all that is in
+    them, where there would be more than a chart can show; "" holds the parameters outside of every module.
+
+    `gradient_histogram` counts the non-zero entries of the fp32 gradient of one batch, as `Calibration` does; empty
+    where an earlier version made the check.
 
     `culprits` are the modules responsible, "" the code outside of every module, as the loss function is.
     `healing_pins`: with these modules in fp32 the precision was found faithful; `pinned_modules` were in fp32 during
@@ -69,13 +76,48 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     training_noise_gap: float | None = None
     num_paired_steps: int = 0
     num_skips: int = 0
-    worst_parameters: tuple[ParameterDamage, ...] = ()
+    has_moved: bool = True
+    worst_parameters: tuple[GradientDamage, ...] = ()
+    modules: tuple[GradientDamage, ...] = ()
+    gradient_histogram: tuple[tuple[int, int], ...] = ()
     culprits: tuple[str, ...] = ()
     healing_pins: tuple[str, ...] = ()
     low_weights: LowWeights | None = None
     num_passes: int = 0
     seconds: float = 0.0
     fp32_step_seconds: float | None = None
+
+
+# What a check of accumulation takes at the least: two micro-batches of two, since BatchNorm cannot train on one sample.
+MIN_CUT_SAMPLES = 4
+AccumulationVerdict: TypeAlias = Literal["mean", "sum", "weighted", "inexact", "unchecked"]
+
+
+class Accumulation(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="accumulation"):
+    """Whether the gradients of micro-batches add up to that of the whole batch, found out in fp32 without dropout.
+
+    `verdict`: their *mean* does, their *sum* does (a loss that is a sum), a *weighted* mean does (a loss that is a mean
+    over something of which the micro-batches hold unequal shares, as tokens; `weighted_by` names it where it was found,
+    such as "labels != -100"), or none does: *inexact*. *unchecked* could not be found out. `error` is the distance of
+    the best such combination from the whole batch's gradient, relative to it; `mean_error` that of the plain mean.
+    `batch_size` samples were cut into `num_micro_batches`.
+    """
+
+    verdict: AccumulationVerdict
+    reason: str
+    next_step: str
+    batch_size: int
+    num_micro_batches: int
+    error: float | None = None
+    mean_error: float | None = None
+    weighted_by: str | None = None
+    num_passes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether accumulation can be offered: with the right weights it learns what the large batch learns."""
+        return self.verdict in ("mean", "sum", "weighted")
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="calibration"):

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from autotune_amp.config import FP16_MAX
 from autotune_amp.numerics.passes import Pass, Passes
 
-LOG2_FP16_MAX = math.log2(65504.0)
+LOG2_FP16_MAX = math.log2(FP16_MAX)
 # A scale under 2^-24 is 0 in fp16, where the backward pass begins with it. Above 2^40 nobody needs to look: no fp16
 # number times that stays finite, so that all gradients would have to be in fp32.
 MIN_LOG2_SCALE, MAX_LOG2_SCALE = -24, 40
@@ -119,8 +120,13 @@ def by_bisection(passes: Passes, index: int, start: float = 12.0) -> SafeScale:
 
 
 def largest_safe_scale(passes: Passes, index: int, start: float = 12.0) -> SafeScale:
-    """By one backward pass; by bisection for a compiled model, whose graphs hide their tensors."""
-    return (by_bisection if is_compiled(passes.model) else by_backward)(passes, index, start)
+    """By one backward pass, or by bisection where none can be watched."""
+    return (by_bisection if must_bisect(passes) else by_backward)(passes, index, start)
+
+
+def must_bisect(passes: Passes) -> bool:
+    """Whether backward passes cannot be watched: compiled graphs hide their tensors, and a loop runs its own."""
+    return passes.subject.loop is not None or is_compiled(passes.model)
 
 
 def is_compiled(model: nn.Module) -> bool:

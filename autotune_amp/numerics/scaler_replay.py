@@ -112,7 +112,7 @@ class Replay(NamedTuple):
     final_scale: float
 
 
-def _stretches(trace: Trace, loss_scale: LossScale, is_bounded: bool) -> Iterator[tuple[float, int, int | None]]:
+def stretches(trace: Trace, loss_scale: LossScale, *, is_bounded: bool) -> Iterator[tuple[float, int, int | None]]:
     """The whole trace in stretches at one scale: the scale, the number of clean steps, and the skip that ends it.
 
     The skip is None where the scale grew or the trace ended. The last stretch, of 0 steps or more, is at the scale
@@ -156,7 +156,7 @@ def replay(
     """
     clean_steps: dict[float, int] = {}
     num_skips, first_skip, scale = 0, None, loss_scale.init_scale
-    for scale, num_clean, skip in _stretches(trace, loss_scale, is_bounded):
+    for scale, num_clean, skip in stretches(trace, loss_scale, is_bounded=is_bounded):
         clean_steps[scale] = clean_steps.get(scale, 0) + num_clean
         if skip is not None:
             num_skips += 1
@@ -167,7 +167,7 @@ def replay(
 
 def skips(trace: Trace, loss_scale: LossScale, *, is_bounded: bool = False) -> list[int]:
     """The steps that `replay` counts as skipped, in order."""
-    return [skip for _, _, skip in _stretches(trace, loss_scale, is_bounded) if skip is not None]
+    return [skip for _, _, skip in stretches(trace, loss_scale, is_bounded=is_bounded) if skip is not None]
 
 
 class Burst(NamedTuple):

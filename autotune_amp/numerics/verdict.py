@@ -9,7 +9,7 @@ import math
 from typing import NamedTuple
 
 from autotune_amp.config import Precision
-from autotune_amp.numerics.results import ParameterDamage, Verdict
+from autotune_amp.numerics.results import GradientDamage, Verdict
 
 FAITHFUL_NOISE, UNFAITHFUL_NOISE = 0.2, 0.3  # rounding noise over the noise between batches
 MAX_PARAMETER_NOISE = 1.0  # the same of any one parameter
@@ -23,6 +23,7 @@ NOISE_WITH_GAP, GAP_WITH_NOISE = 0.1, 10.0
 FAITHFUL_SCATTER, UNFAITHFUL_SCATTER = 0.5, 1.0  # of the loss from batch to batch
 
 _ORDER: tuple[Verdict, ...] = ("faithful", "doubtful", "unfaithful")
+_UNMOVED = "; that is of the first weights alone: no weight moved in the training run, as with a learning rate of 0"
 
 
 class Findings(NamedTuple):
@@ -33,13 +34,14 @@ class Findings(NamedTuple):
     has_safe_scale: bool = True
     noise_ratio: float | None = None
     flushed_share: float | None = None
-    noisiest: ParameterDamage | None = None
-    most_flushed: ParameterDamage | None = None
+    noisiest: GradientDamage | None = None
+    most_flushed: GradientDamage | None = None
     forward_max: float | None = None
     format_max: float = math.inf
     is_training_finite: bool = True
     training_gap: float | None = None
     training_noise_gap: float | None = None
+    has_moved: bool = True
     lost_share: float | None = None
 
 
@@ -61,12 +63,13 @@ def judge(found: Findings) -> Judgement:
             "unchecked", "fp32 itself gives numbers that are not finite, so there is nothing to hold it to"
         )
     judgements = [*_one_step(found), *_training(found)]
+    unmoved = "" if found.has_moved else _UNMOVED
     if not judgements:
-        return Judgement("faithful", "its rounding noise is small beside what sampling does anyway")
+        return Judgement("faithful", "its rounding noise is small beside what sampling does anyway" + unmoved)
     verdict = max((judgement.verdict for judgement in judgements), key=_ORDER.index)
     worst = [judgement for judgement in judgements if judgement.verdict == verdict]
     is_of_weights = all(judgement.is_of_weights for judgement in worst)
-    return Judgement(verdict, "; ".join(judgement.reason for judgement in worst), is_of_weights)
+    return Judgement(verdict, "; ".join(judgement.reason for judgement in worst) + unmoved, is_of_weights)
 
 
 def next_step(precision: Precision, verdict: Verdict, pins: tuple[str, ...], *, is_of_weights: bool = False) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 _OUTCOMES = {
     "oom": "out of memory",
     "timeout": "timed out",
@@ -18,6 +20,14 @@ def number(value: float) -> str:
         if abs(value) >= limit:
             return f"{value:,.{decimals}f}"
     return f"{value:.3g}"
+
+
+def exact(loss_scale: float) -> str:
+    """A loss scale with every digit, as a power of two below 1: ``1048576``, ``2^-10``."""
+    if loss_scale == int(loss_scale):
+        return str(int(loss_scale))
+    mantissa, exponent = math.frexp(loss_scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else repr(loss_scale)
 
 
 def rate(samples_per_second: float) -> str:

@@ -14,7 +14,7 @@ from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
-from autotune_amp.report.format import clock, duration
+from autotune_amp.report.format import clock, duration, size
 from autotune_amp.report.progress import Screen, View, measured
 from autotune_amp.trial.outcome import Measurement
 
@@ -98,19 +98,33 @@ class _Terminal:
 
 
 def _display(view: View) -> RenderableType:
-    left = view.budget_seconds - view.elapsed_seconds
-    time_left = f"{clock(left)} left of {clock(view.budget_seconds)}" if left > 0 else "time is up, finishing"
     top = Table.grid(padding=(0, 2, 0, 0), expand=True)
     top.add_column(no_wrap=True)
     top.add_column(ratio=1)
     top.add_column(no_wrap=True)
-    bar = ProgressBar(total=view.budget_seconds or 1.0, completed=view.elapsed_seconds, complete_style="cyan")
-    top.add_row(Text(view.phase, "bold"), bar, Text(time_left))
-    return Group(Text(""), top, _line("now ", _now(view)), _line("best", _best(view), "green"))
+    bar = ProgressBar(
+        total=view.budget_seconds, completed=view.elapsed_seconds, complete_style="cyan", pulse_style="cyan"
+    )
+    top.add_row(Text(view.phase, "bold"), bar, Text(_time(view)))
+    lines = []
+    if view.is_search or view.candidate is not None:
+        lines.append(_line("now ", _now(view)))
+    if view.is_search:
+        lines.append(_line("best", _best(view), "green"))
+    if view.highest_memory_bytes and view.available_memory_bytes is not None:
+        lines.append(_line("mem ", _memory(view.highest_memory_bytes, view.available_memory_bytes)))
+    return Group(Text(""), top, *lines)
 
 
 def _line(label: str, text: str, style: str = "") -> Text:
     return Text.assemble((f"{label} ", "dim"), (text, style), no_wrap=True, overflow="ellipsis")
+
+
+def _time(view: View) -> str:
+    if view.budget_seconds is None:
+        return clock(view.elapsed_seconds)
+    left = view.budget_seconds - view.elapsed_seconds
+    return f"{clock(left)} left of {clock(view.budget_seconds)}" if left > 0 else "time is up, finishing"
 
 
 def _now(view: View) -> str:
@@ -125,3 +139,7 @@ def _best(view: View) -> str:
     if best is None or not isinstance(best.outcome, Measurement):
         return "-"
     return f"{best.candidate!s:<18}  {measured(best.outcome)}"
+
+
+def _memory(highest_bytes: int, available_bytes: int) -> str:
+    return f"{size(highest_bytes)} at the highest peak, {size(available_bytes)} available"

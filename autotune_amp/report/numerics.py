@@ -1,17 +1,17 @@
-"""Checks against fp32 and calibrations in words, a line for each. Plain text, for every renderer."""
+"""Checks and calibrations in words, a line for each. Plain text, for every renderer."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
-from autotune_amp.report.format import count, number, one_line
+from autotune_amp.report.format import count, exact, number, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from autotune_amp.config import LossScale
-    from autotune_amp.numerics.results import Calibration, Fidelity
+    from autotune_amp.numerics.results import Accumulation, Calibration, Fidelity
     from autotune_amp.recommendation import LossScaleEvidence
 
 
@@ -41,9 +41,23 @@ def short_calibration(found: Calibration) -> str:
     return f"loss scale {number(found.init_scale)}, from {count(len(found.log2_scales), 'step')}"
 
 
+def short_accumulation(found: Accumulation) -> str:
+    """The verdict with how far the gradients part."""
+    by = f" by {found.weighted_by}" if found.weighted_by else ""
+    error = "" if found.error is None else f", gradients part by {_small(found.error)}"
+    return f"accumulation {found.verdict}{by}{error}"
+
+
+def accumulation_line(found: Accumulation) -> str:
+    """What accumulated gradients are to those of the whole batch."""
+    by = f" by {found.weighted_by}" if found.weighted_by else ""
+    error = "" if found.error is None else f", {_small(found.error)} off the whole batch's gradient"
+    return f"{found.verdict}{by}{error}"
+
+
 def loss_scale_line(scale: LossScale, known: LossScaleEvidence | None) -> str:
     """fp16's init_scale and growth interval, and what they were chosen on."""
-    text = f"starts at {scale.init_scale:g}, growth interval {scale.growth_interval}"
+    text = f"starts at {exact(scale.init_scale)}, growth interval {scale.growth_interval}"
     if known is None:
         return text
     text += (

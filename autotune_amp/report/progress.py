@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
-from autotune_amp.numerics.results import Calibration, Fidelity
+from autotune_amp.numerics.results import Accumulation, Calibration, Fidelity
 from autotune_amp.report.format import duration, one_line, outcome_name, printable, rate, size
-from autotune_amp.report.numerics import short_calibration, short_check
+from autotune_amp.report.numerics import short_accumulation, short_calibration, short_check
 from autotune_amp.search.progress import Progress
 from autotune_amp.trial.outcome import Failure, Measurement, Record
 
@@ -24,13 +24,16 @@ class View:
     """What the live display shows."""
 
     phase: str = ""
-    budget_seconds: float = 0.0
+    budget_seconds: float | None = None
     elapsed_seconds: float = 0.0
     number: int = 0
     candidate: Candidate | None = None
     num_steps: int = 0
     step_seconds: float = 0.0
+    is_search: bool = True
     best: Record | None = None
+    highest_memory_bytes: int = 0
+    available_memory_bytes: int | None = None
 
 
 class Screen:
@@ -86,6 +89,15 @@ class TerminalProgress(Progress):
 
     def started(self, study: str, folder: str, budget_seconds: float) -> None:  # noqa: ARG002
         """Say where the results go; from here to `ended` a terminal is live."""
+        self._go_live(budget_seconds)
+        self._screen.line(f"Study {folder}: {duration(budget_seconds)}. Ctrl-C keeps the best so far.")
+
+    def work_started(self, budget_seconds: float | None) -> None:
+        """From here to `ended` a terminal is live."""
+        self._view.is_search = False
+        self._go_live(budget_seconds)
+
+    def _go_live(self, budget_seconds: float | None) -> None:
         self._view.budget_seconds = budget_seconds
         if self._stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
             # Only now: an answer from the cache, which never gets here, must not wait for rich.
@@ -93,7 +105,6 @@ class TerminalProgress(Progress):
 
             self._screen.close()
             self._screen = LiveScreen(self._stream)
-        self._screen.line(f"Study {folder}: {duration(budget_seconds)}. Ctrl-C keeps the best so far.")
 
     def phase(self, text: str) -> None:
         """Head what follows."""
@@ -105,6 +116,7 @@ class TerminalProgress(Progress):
         """Say what the search runs on."""
         usable = [name for name, capability in hardware.precisions.items() if capability.level != "unsupported"]
         name = one_line(hardware.identity.name)
+        self._view.available_memory_bytes = hardware.memory.available
         self._screen.line(
             f"  {hardware.device}: {name}, {size(hardware.memory.available)} available, {', '.join(usable)}"
         )
@@ -124,8 +136,11 @@ class TerminalProgress(Progress):
         """One line for the trial, and once the traceback of an error in the user's own code."""
         self._view.candidate, self._view.best = None, best
         outcome = record.outcome
+        if isinstance(outcome, Measurement):
+            self._view.highest_memory_bytes = max(self._view.highest_memory_bytes, outcome.peak_memory_bytes)
         failed = isinstance(outcome, Failure)
-        self._screen.line(trial_line(record), "yellow" if failed else "green" if record == best else "", is_cut=True)
+        style = "yellow" if failed else "green" if record == best else ""
+        self._screen.line(trial_line(record), style, is_cut=failed)  # what failed is told in full at the end
         if isinstance(outcome, Failure) and outcome.kind in ("crash", "workload_error"):
             self._show_details(outcome.details or "")
         self._screen.draw(self._view)
@@ -166,6 +181,8 @@ def trial_line(record: Record) -> str:
         return f"{head}  {short_check(outcome)}  {duration(record.seconds):>6}  check"
     if isinstance(outcome, Calibration):
         return f"{head}  {short_calibration(outcome)}  {duration(record.seconds):>6}  calibration"
+    if isinstance(outcome, Accumulation):
+        return f"{head}  {short_accumulation(outcome)}  {duration(record.seconds):>6}  check"
     purpose = "" if record.purpose == "search" else record.purpose
     cut = "cut" if outcome.was_cut else ""
     return f"{head}  {measured(outcome)}  {duration(record.seconds):>6}  {purpose}{cut}".rstrip()

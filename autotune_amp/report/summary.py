@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from typing import TYPE_CHECKING
 
-from autotune_amp.report.format import count, duration, number, one_line, rate, size, times
-from autotune_amp.report.numerics import check_line, loss_scale_line, names
+from autotune_amp.report.conditions import load_line, loader_line, memory_line, pauses_line
+from autotune_amp.report.format import count, duration, number, one_line, outcome_name, rate, size, times
+from autotune_amp.report.job import job_lines
+from autotune_amp.report.numerics import accumulation_line, check_line, loss_scale_line, names
 from autotune_amp.trial.spec import Candidate
 
 if TYPE_CHECKING:
-    from autotune_amp.config import AmpConfig, FallbackPlan
-    from autotune_amp.numerics.results import Fidelity
+    from autotune_amp.config import AmpConfig, FallbackPlan, Precision
+    from autotune_amp.numerics.results import Accumulation, Fidelity
     from autotune_amp.recommendation import CandidateRow, Recommendation
 
 _AUTOCAST = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
@@ -33,19 +36,30 @@ def facts(recommendation: Recommendation) -> list[tuple[str, str]]:
             f", {config.accumulation_steps} accumulation steps "
             f"(effective batch size {config.batch_size * config.accumulation_steps})"
         )
+    if config.num_workers is not None:
+        plan += f", {count(config.num_workers, 'loader worker')}"
     lines = [
         ("config", plan),
         ("speed", _speed(recommendation)),
         ("speed-up", _speedup(recommendation)),
         *_plain_environment(recommendation),
-        ("memory", f"{size(evidence.peak_memory_bytes)} at the peak"),
+        ("memory", memory_line(evidence, recommendation.hardware.identity.type)),
+        *job_lines(recommendation),
         ("reason", one_line(recommendation.reason)),
     ]
+    if evidence.loader is not None:
+        lines.append(("loader", loader_line(evidence.loader)))
+    if (load := load_line(evidence.load)) is not None:
+        lines.append(("machine", load))
+    if (pauses := pauses_line(evidence)) is not None:
+        lines.append(("pauses", pauses))
     if config.loss_scale is not None:
         lines.append(("loss scale", loss_scale_line(config.loss_scale, evidence.loss_scale)))
+    if config.accumulation_steps > 1 and evidence.accumulation is not None:
+        lines.append(("accumulation", accumulation_line(evidence.accumulation)))
     if config.pinned_modules:
         lines.append(("pinned", f"{names(config.pinned_modules)} in fp32"))
-    lines += [("fidelity", check_line(found)) for found in _checks(recommendation)]
+    lines += [("fidelity", check_line(found)) for found in checks(recommendation)]
     for fallback in config.plans:
         speed, memory = fallback.samples_per_second, fallback.peak_memory_bytes
         measured = ([rate(speed)] if speed is not None else []) + ([size(memory)] if memory is not None else [])
@@ -53,7 +67,7 @@ def facts(recommendation: Recommendation) -> list[tuple[str, str]]:
     return lines + [("warning", one_line(warning)) for warning in recommendation.warnings]
 
 
-def _checks(recommendation: Recommendation) -> list[Fidelity]:
+def checks(recommendation: Recommendation) -> list[Fidelity]:
     """The checks that were made, and that of the config's own precision where it was not."""
     own, made = recommendation.evidence.fidelity, list(recommendation.fidelity)
     return made if own is None or own in made else [own, *made]
@@ -62,15 +76,19 @@ def _checks(recommendation: Recommendation) -> list[Fidelity]:
 def recommended_row(recommendation: Recommendation) -> CandidateRow | None:
     """The candidate that the config stands for, as found or strict; the other one where only that has a row."""
     config = recommendation.config
-    wanted = (config.precision, config.batch_size, config.accumulation_steps, config.pinned_modules)
+    wanted = (config.precision, config.batch_size, config.accumulation_steps, config.pinned_modules, config.num_workers)
     rows = [
         row
         for row in recommendation.candidates
-        if (row.precision, row.batch_size, row.accumulation_steps, row.pinned_modules) == wanted
+        if (row.precision, row.batch_size, row.accumulation_steps, row.pinned_modules, row.num_workers) == wanted
         and row.step_seconds is not None
     ]
-    is_as_found = recommendation.evidence.is_as_found
-    return min(rows, key=lambda row: row.as_found != is_as_found, default=None)
+    wanted_state = config.as_found, bool(config.environment)
+    return min(
+        rows,
+        key=lambda row: (row.as_found != wanted_state[0], row.has_environment != wanted_state[1]),
+        default=None,
+    )
 
 
 def baseline_row(recommendation: Recommendation) -> CandidateRow | None:
@@ -80,9 +98,17 @@ def baseline_row(recommendation: Recommendation) -> CandidateRow | None:
     rows = [
         row
         for row in recommendation.candidates
-        if (row.precision, row.batch_size, row.accumulation_steps) == wanted and not row.pinned_modules
+        if (row.precision, row.batch_size, row.accumulation_steps) == wanted
+        and not row.pinned_modules
+        and row.num_workers is None
+        and not row.has_environment
     ]
     return max(rows, key=lambda row: row.as_found, default=None)
+
+
+def outcome_words(row: CandidateRow) -> str:
+    """What became of a candidate: ``confirmed, with the variables``."""
+    return outcome_name(row.status) + ", with the variables" * row.has_environment
 
 
 def export_lines(recommendation: Recommendation) -> list[str]:
@@ -93,37 +119,86 @@ def export_lines(recommendation: Recommendation) -> list[str]:
     return ["export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())]
 
 
-def python_lines(recommendation: Recommendation) -> list[str]:
-    """Plain PyTorch that trains with the config."""
+def python_lines(recommendation: Recommendation, path: str | None = None) -> list[str]:
+    """Plain PyTorch that trains with the config; where that is not enough, with the controller of the file at `path`.
+
+    None is where a search puts it unless told otherwise.
+    """
     config = recommendation.config
-    device_type = recommendation.hardware.identity.type
-    lines = []
-    if recommendation.evidence.is_as_found:
-        lines.append("# the TF32 flags and autocast stay as they are")
-    elif device_type == "cuda":
-        is_tf32 = config.precision == "tf32"
-        lines.append(f'torch.set_float32_matmul_precision("{"high" if is_tf32 else "highest"}")')
-        lines.append(f"torch.backends.cudnn.allow_tf32 = {is_tf32}")
+    path = path or f"studies/{recommendation.search.study}/recommendation.json"
     steps = config.accumulation_steps
-    lines.append(
-        f"loader = DataLoader(dataset, batch_size={config.batch_size})"
-        + (f"  # {steps} batches to one optimizer step" if steps > 1 else "")
-    )
-    if config.loss_scale is not None:
-        scale = config.loss_scale
-        lines.append(
-            f'scaler = torch.amp.GradScaler("{device_type}", init_scale={scale.init_scale:g}, '
-            f"growth_interval={scale.growth_interval})"
-        )
+    lines = [
+        "# your loader's other arguments stay: shuffle, collate_fn, drop_last, ...",
+        loader_source(config) + (f"  # {steps} batches to one optimizer step" if steps > 1 else ""),
+    ]
+    device_type = recommendation.hardware.identity.type
+    loaded = f'autotune_amp.PrecisionController.load({json.dumps(path)}, "{device_type}")'
+    weighting = _weighting(steps, recommendation.evidence.accumulation)
+    if recommendation.workload is not None and recommendation.workload.is_loop:
+        return [*lines, f"amp = {loaded}", "train_step(state, batch, amp)"]
     if config.pinned_modules:
-        lines.append("# autotune_amp.PrecisionController keeps modules in fp32; without it, wrap their forward in")
-        lines.append(f'# torch.autocast("{device_type}", enabled=False): {names(config.pinned_modules)}')
+        lines += [f"controller = {loaded}", f"controller.attach(model)  # keeps {names(config.pinned_modules)} in fp32"]
+        loss = [*_loss_lines("controller.autocast()"), *weighting]
+        return [*lines, *loss, *_update_lines("controller.backward(loss)", "controller", steps)]
+    context = None
     if config.precision in _AUTOCAST:
-        lines.append(f'with torch.autocast("{device_type}", dtype={_AUTOCAST[config.precision]}):')
-        lines.append("    loss = compute_loss(model, batch)")
-    else:
-        lines.append("loss = compute_loss(model, batch)  # no autocast")
-    return lines
+        context = f'torch.autocast("{device_type}", dtype={_AUTOCAST[config.precision]})'
+    lines, loss = [*_flag_lines(config, device_type), *lines], [*_loss_lines(context), *weighting]
+    if config.loss_scale is None:
+        return [*lines, *loss]
+    scale = config.loss_scale
+    arguments = f'"{device_type}", init_scale={scale.init_scale!r}, growth_interval={scale.growth_interval}'
+    lines.append(f"scaler = torch.amp.GradScaler({arguments})")
+    return [*lines, *loss, *_update_lines("scaler.scale(loss).backward()", "scaler", steps)]
+
+
+def _flag_lines(config: AmpConfig, device_type: str) -> list[str]:
+    if config.as_found:
+        return ["# the TF32 flags and autocast stay as they are"]
+    return strict_flag_lines(config.precision) if device_type == "cuda" else []
+
+
+def strict_flag_lines(precision: Precision) -> list[str]:
+    """Of `precision.set_flags` what matters on CUDA, as Python."""
+    is_tf32 = precision == "tf32"
+    return [
+        f'torch.set_float32_matmul_precision("{"high" if is_tf32 else "highest"}")',
+        f"torch.backends.cudnn.allow_tf32 = {is_tf32}",
+    ]
+
+
+def loader_source(config: AmpConfig) -> str:
+    """The user's loader with what the config decides of it, as Python."""
+    workers = "" if config.num_workers is None else f", num_workers={config.num_workers}"
+    return f"loader = DataLoader(dataset, batch_size={config.batch_size}{workers})"
+
+
+def _loss_lines(context: str | None) -> list[str]:
+    loss = "loss = compute_loss(model, batch)"
+    return [f"{loss}  # no autocast"] if context is None else [f"with {context}:", f"    {loss}"]
+
+
+def _update_lines(backward: str, scaler: str, steps: int) -> list[str]:
+    """The optimizer's step comes after the last of `steps` batches."""
+    update = [f"{scaler}.step(optimizer)", f"{scaler}.update()"]
+    if steps == 1:
+        return [backward, *update]
+    return [backward, f"if is_last:  # of {steps} batches", *(f"    {line}" for line in update)]
+
+
+def _weighting(accumulation_steps: int, found: Accumulation | None) -> list[str]:
+    """What a micro-batch's loss is multiplied by."""
+    if accumulation_steps == 1:
+        return []
+    if found is not None and found.verdict == "sum":
+        return [f"# a sum: the loss is not divided by the {accumulation_steps} batches"]
+    if found is not None and found.verdict == "weighted":
+        counted = "that the loss is a mean over" if found.weighted_by is None else f"({found.weighted_by})"
+        return [
+            f"# share: this batch's part of all {counted} in the {accumulation_steps} batches of an optimizer step",
+            "loss = loss * share",
+        ]
+    return [f"loss = loss / {accumulation_steps}"]
 
 
 def _speed(recommendation: Recommendation) -> str:
@@ -131,8 +206,14 @@ def _speed(recommendation: Recommendation) -> str:
     low, high = evidence.samples_per_second_interval
     text = f"{rate(evidence.samples_per_second)} (a new run: {number(low)} to {number(high)})"
     text += f", {duration(evidence.step_seconds)} a step"
-    if evidence.data_share >= 0.01:
-        text += f", {100 * evidence.data_share:.0f} % of it waiting for data"
+    shares = [(evidence.data_share, "waiting for data"), (evidence.update_share or 0.0, "in the optimizer")]
+    of_it = " of it"
+    for share, where in shares:
+        if share >= 0.01:
+            text += f", {100 * share:.0f} %{of_it} {where}"
+            of_it = ""
+    if evidence.is_build_shared and evidence.num_processes > 1:
+        text += "; its processes shared one built model"
     if not evidence.is_confirmed:
         text += f"; unconfirmed, measured in {count(evidence.num_processes, 'process', 'processes')} only"
     return text

@@ -10,9 +10,17 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from autotune_amp.report.format import count, duration, flops, number, one_line, outcome_name, size
+from autotune_amp.report.format import count, duration, flops, number, one_line, size
 from autotune_amp.report.progress import TerminalProgress
-from autotune_amp.report.summary import baseline_row, explain, export_lines, facts, python_lines, recommended_row
+from autotune_amp.report.summary import (
+    baseline_row,
+    explain,
+    export_lines,
+    facts,
+    outcome_words,
+    python_lines,
+    recommended_row,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,8 +31,11 @@ if TYPE_CHECKING:
 __all__ = ["TerminalProgress", "explain", "hardware_table", "print_recommendation"]
 
 
-def print_recommendation(recommendation: Recommendation, console: Console) -> None:
-    """All candidates with their outcome, the recommended config with its evidence, and how to use it."""
+def print_recommendation(recommendation: Recommendation, console: Console, path: str | None = None) -> None:
+    """All candidates with their outcome, the recommended config with its evidence, and how to use it.
+
+    `path` is that of its file, as in `python_lines`.
+    """
     search, hardware = recommendation.search, recommendation.hardware
     console.print(
         Text(
@@ -35,11 +46,11 @@ def print_recommendation(recommendation: Recommendation, console: Console) -> No
     console.print(_candidates(recommendation))
     title = "Best so far: the search was interrupted" if search.was_interrupted else "Recommended"
     console.print(
-        Panel(_grid(facts(recommendation)), title=Text(title, "bold"), title_align="left", border_style="green")
+        Panel(grid(facts(recommendation)), title=Text(title, "bold"), title_align="left", border_style="green")
     )
     # Below the panel and never wrapped by us: these lines are there to be copied.
     _print_lines("In the shell, before Python starts:", export_lines(recommendation), console)
-    _print_lines("In Python:", python_lines(recommendation), console)
+    _print_lines("In Python:", python_lines(recommendation, path), console)
 
 
 def hardware_table(hardware: Hardware, console: Console) -> None:
@@ -57,7 +68,7 @@ def hardware_table(hardware: Hardware, console: Console) -> None:
     ]
     if memory.held_by_caller:
         lines.append(("held", f"{size(memory.held_by_caller)} by the calling process itself"))
-    console.print(_grid(lines + [("warning", one_line(note)) for note in hardware.notes]))
+    console.print(grid(lines + [("warning", one_line(note)) for note in hardware.notes]))
 
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("precision", no_wrap=True)
@@ -79,8 +90,11 @@ def hardware_table(hardware: Hardware, console: Console) -> None:
 def _candidates(recommendation: Recommendation) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     has_accumulation = any(row.accumulation_steps > 1 for row in recommendation.candidates)
+    has_workers = any(row.num_workers is not None for row in recommendation.candidates)
+    extra = ["accum"] * has_accumulation + ["workers"] * has_workers
     table.add_column("precision", no_wrap=True)
-    for name in ("batch", *(["accum"] if has_accumulation else []), "samples/s", "step", "memory"):
+    has_energy = any(row.joules_per_sample is not None for row in recommendation.candidates)
+    for name in ("batch", *extra, "samples/s", "step", "memory", *["J/sample"] * has_energy):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("outcome", overflow="fold")
     recommended, baseline = recommended_row(recommendation), baseline_row(recommendation)
@@ -92,14 +106,16 @@ def _candidates(recommendation: Recommendation) -> Table:
             row.precision + (" as found" if row.as_found else "") + (" pinned" if row.pinned_modules else ""),
             _span(row.batch_size, *(other.batch_size for other in others)),
             *([_span(row.accumulation_steps, *(o.accumulation_steps for o in others))] if has_accumulation else []),
+            *(["-" if row.num_workers is None else str(row.num_workers)] if has_workers else []),
             "-" if row.samples_per_second is None else number(row.samples_per_second),
             "-" if row.step_seconds is None else duration(row.step_seconds),
             "-" if row.peak_memory_bytes is None else size(row.peak_memory_bytes),
+            *(["-" if row.joules_per_sample is None else f"{row.joules_per_sample:.3g}"] if has_energy else []),
             Text(", ".join([*names, row.status if (row.precision, row.reason) in everywhere else _outcome(row)])),
             style="bold green" if row is recommended else "dim" if row.samples_per_second is None else "",
         )
     for precision, batch_sizes, reason in _exclusions(recommendation):
-        blanks = ["-"] * (4 if has_accumulation else 3)
+        blanks = ["-"] * (3 + len(extra) + has_energy)
         table.add_row(precision, batch_sizes, *blanks, Text(f"excluded: {one_line(reason)}"), style="dim")
     return table
 
@@ -108,21 +124,21 @@ def _fate(row: CandidateRow) -> object:
     """Neighbours with one fate share a line; what was measured has its own."""
     if row.reason is None or row.samples_per_second is not None:
         return id(row)
-    return row.precision, row.as_found, row.status, row.reason
+    return row.precision, row.as_found, row.num_workers, row.status, row.reason
 
 
 def _exclusions(recommendation: Recommendation) -> list[tuple[str, str, str]]:
-    """Precision, batch sizes and reason of what has no row yet; batch sizes with one reason are told together."""
+    """Precisions, batch sizes and reason of what has no row yet; what has one reason is told together."""
     listed = {(row.precision, row.batch_size) for row in recommendation.candidates}
     together: dict[tuple[str, str], list[int]] = {}
     for exclusion in recommendation.excluded:
         if (exclusion.precision, exclusion.batch_size) not in listed:
             batch_sizes = together.setdefault((exclusion.precision, exclusion.reason), [])
             batch_sizes += [] if exclusion.batch_size is None else [exclusion.batch_size]
-    return [
-        (precision, _span(*batch_sizes) if batch_sizes else "any", reason)
-        for (precision, reason), batch_sizes in together.items()
-    ]
+    shared: dict[tuple[str, str], list[str]] = {}
+    for (precision, reason), batch_sizes in together.items():
+        shared.setdefault((_span(*batch_sizes) if batch_sizes else "any", reason), []).append(precision)
+    return [("\n".join(precisions), batch_sizes, reason) for (batch_sizes, reason), precisions in shared.items()]
 
 
 def _span(*values: int) -> str:
@@ -130,17 +146,18 @@ def _span(*values: int) -> str:
 
 
 def _outcome(row: CandidateRow) -> str:
-    name, reason = outcome_name(row.status), one_line(row.reason or "")
+    name, reason = outcome_words(row), one_line(row.reason or "")
     return reason if reason.startswith(name) else f"{name}: {reason}" if reason else name
 
 
-def _grid(lines: list[tuple[str, str]]) -> Table:
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
+def grid(lines: list[tuple[str, str]]) -> Table:
+    """Labels and their texts, side by side; warnings and notes stand out."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for label, text in lines:
-        grid.add_row(Text(label, "dim"), Text(text, "yellow" if label == "warning" else ""))
-    return grid
+        table.add_row(Text(label, "dim"), Text(text, "yellow" if label in ("warning", "note") else ""))
+    return table
 
 
 def _print_lines(heading: str, lines: list[str], console: Console) -> None:

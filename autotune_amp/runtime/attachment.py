@@ -23,6 +23,7 @@ class Attachment:
         self.model = unwrap(model)
         self.rerun = rerun
         self.pinned: tuple[str, ...] = ()
+        self.num_window_passes = 1  # of the latest update, of which `rerun` repeats the last
         self._device_type = device.type
         self._statistics = RunningStatistics(self.model)
         self._statistics_are_saved = True
@@ -34,7 +35,15 @@ class Attachment:
         self.observer = precision.Observer(len(observed), device)
         for slot, module in enumerate(observed):
             precision.observe(module, self.observer, slot)
-        self.model.register_load_state_dict_post_hook(_OnLoad(self))  # type: ignore[no-untyped-call]
+        self._hook = self.model.register_load_state_dict_post_hook(_OnLoad(self))  # type: ignore[no-untyped-call]
+
+    def detach(self) -> None:
+        """Leave the model as it was: nothing in it is pinned, forced into a precision or watched any more."""
+        self.run_in(None)
+        for module in self.model.modules():
+            precision.unpin(module)
+            precision.stop_observing(module)
+        self._hook.remove()
 
     def loaded(self) -> None:
         """Weights were loaded: what was remembered of the statistics belongs to those before."""

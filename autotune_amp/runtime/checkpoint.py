@@ -63,6 +63,7 @@ class _Counters(msgspec.Struct):
     is_off: bool
     wishes: list[tuple[str, str]]
     waiting: list[tuple[list[float], list[int]]]
+    run_id: str | None = None  # of its log, where it has one
 
 
 class _Own(_Versioned):

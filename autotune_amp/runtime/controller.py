@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from autotune_amp import precision
+from autotune_amp import precision, torch_state
 from autotune_amp.config import AmpConfig, Precision
 from autotune_amp.errors import InvalidRequestError
 from autotune_amp.recommendation import Recommendation, write_atomically
@@ -23,12 +24,15 @@ from autotune_amp.runtime import checkpoint, windows
 from autotune_amp.runtime.attachment import Attachment
 from autotune_amp.runtime.checks import checked_device
 from autotune_amp.runtime.ranks import Ranks
+from autotune_amp.runtime.run_log import RunLog
 from autotune_amp.runtime.status import MoveRecord, Status, peak_memory_bytes, to_plain
 from autotune_amp.runtime.steered import SteeredScaler
 from autotune_amp.runtime.steering import OnDemotion, Steering
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # torch can be built without
+
+log = logging.getLogger("autotune_amp.runtime")
 
 Batch = TypeVar("Batch")
 
@@ -47,8 +51,11 @@ class PrecisionController(SteeredScaler):
     promote: go back up where a rerun (see `attach`) shows that it is safe and more than 5 % faster.
     process_group: the ranks that decide alike; all of them where None.
     writer: an object with TensorBoard's ``add_scalar(tag, value, step)``.
+    run_log: a file to append to, for ``autotune-amp report``: a line of JSON for every move, every change of the loss
+        scale, and every 64th update with the loss. Rank 0 writes it; a resumed run goes on in it.
 
-    Raises `DeviceError` for a device that is not there and `InvalidRequestError` for options that cannot be kept.
+    Warns in the log ``autotune_amp.runtime`` where this process lacks the config's environment variables. Raises
+    `DeviceError` for a device that is not there and `InvalidRequestError` for options that cannot be kept.
     """
 
     def __init__(
@@ -63,18 +70,24 @@ class PrecisionController(SteeredScaler):
         promote: bool = False,
         process_group: ProcessGroup | None = None,
         writer: Any = None,
+        run_log: str | os.PathLike[str] | None = None,
     ) -> None:
         checked = checked_device(device)
+        ranks = Ranks(checked, process_group)
         steering = Steering(
             config,
             checked,
-            Ranks(checked, process_group),
+            ranks,
             halts=halt,
             promotes=promote,
             on_demotion=on_demotion,
             max_slowdown=max_slowdown,
         )
-        super().__init__(steering, guard=guard, writer=writer)
+        _warn_of_missing(config.environment)
+        written = None if run_log is None else RunLog(run_log)
+        if written is not None and ranks.rank == 0:
+            written.check()
+        super().__init__(steering, guard=guard, writer=writer, run_log=written)
         self._window: int | None = None
 
     @classmethod
@@ -133,6 +146,13 @@ class PrecisionController(SteeredScaler):
         """Backward passes in the current window of `windows`; outside of it, the config's accumulation steps."""
         return self._window or self.config.accumulation_steps
 
+    def discard_window(self) -> None:
+        """End the accumulation window without a step and without a trace, for a loop that drops its gradients."""
+        if self._is_in_window:
+            self._verdicts.clear()
+            self._skipped(True)
+            self._end_window()
+
     def on_step(self, callback: Callable[[], object], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Call `callback` once for every step really taken: of `optimizer`, or (None) of any in the update.
 
@@ -148,14 +168,28 @@ class PrecisionController(SteeredScaler):
     def attach(self, model: nn.Module, rerun: Callable[[], Tensor] | None = None) -> None:
         """Use the model: watch its activations, undo batch norm statistics of skipped steps, pin modules in fp32.
 
-        `rerun` recomputes the loss of the latest batch: with it a trip is diagnosed before anything moves. Code that
-        opens an autocast of its own can be demoted only through this. Call it before or after compiling.
+        `rerun` recomputes the loss of the latest batch: with it a trip is diagnosed before anything moves, unless an
+        earlier pass of the accumulation window is what fails. Code that opens an autocast of its own can be demoted
+        only through this. Call it before or after compiling.
         Raises `InvalidRequestError` for a second model, and for a module to pin that the model does not have.
         """
         if self._steering.attachment is not None:
             raise InvalidRequestError("A model is attached already.", "Make another controller for another model.")
         self._steering.attach(Attachment(model, rerun, self._main_device))
         self._apply_rung()
+
+    def detach(self) -> None:
+        """Let go of the attached model, if there is one, and leave it as it was: this controller is done with.
+
+        TF32 flags that it keeps as found (`AmpConfig.as_found`) are as they were, too.
+        """
+        if self._steering.attachment is not None:
+            self._steering.attachment.detach()
+            self._steering.attachment = None
+            self._policy.can_rerun = False
+            self._steering.is_advisory = not self._autocast_is_ours
+        if self._found is not None:
+            torch_state.apply_fp32_flags(self._found)
 
     @property
     def config(self) -> AmpConfig:
@@ -225,6 +259,7 @@ class PrecisionController(SteeredScaler):
         Inside an accumulation window save the gradients too: they are the model's, not the controller's.
         """
         counters = {
+            "run_id": self._run_id,
             "num_steps": self._num_steps,
             "num_amp_steps": self._num_amp_steps,
             "num_passes": self._num_passes,
@@ -262,5 +297,18 @@ class PrecisionController(SteeredScaler):
             self._is_off = counters["is_off"]
             self._pending = [(what, name) for what, name in counters["wishes"]]
         self._apply_rung()
+        self._run_id = counters.get("run_id")
+        if self._run_log is not None:
+            self._run_log.has_begun = False
         if counters:
             self._resume(counters["waiting"], state_dict["scale"], state_dict["_growth_tracker"])
+
+
+def _warn_of_missing(environment: Mapping[str, str]) -> None:
+    missing = " ".join(f"{name}={value}" for name, value in environment.items() if os.environ.get(name) != value)
+    if missing:
+        log.warning(
+            "The config was measured with variables that this process was started without, so it may be slower. "
+            "Before Python starts: export %s",
+            missing,
+        )

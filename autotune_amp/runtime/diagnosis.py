@@ -21,6 +21,7 @@ _MAX_PIN_ROUNDS = 3
 class Finding:
     """What reruns of the batch have shown; the same on every rank.
 
+    `reproduced`: the batch is not finite again, or an earlier pass of its window may be what was not.
     `culprit` says for people where the non-finite numbers begin. `finite_in` are those of the precisions asked for in
     which loss and gradients are finite, `not_run` those that could not be: out of memory, or the loop keeps its own.
     With `pins` kept in fp32 the current precision is finite. `is_precision`: the batch is finite in a safer precision,
@@ -56,18 +57,22 @@ def diagnose(
     agree: Callable[[bool], bool] = lambda flag: flag,
     gather: Callable[[tuple[str, ...]], tuple[str, ...]] = lambda names: names,
     can_run_fp32: bool = True,
+    is_whole: bool = True,
 ) -> Finding:
     """Rerun the batch in `current`, in fp32, with modules pinned and in each of `lower`; no step is taken.
 
     `rerun` computes the loss of the batch. `lower` is ordered, first choice first. `agree` is whether a flag is set on
-    any rank, `gather` the names from all ranks. Raises `InvalidRequestError` where the closure fails.
+    any rank, `gather` the names from all ranks. `is_whole`: the batch is all of the window that failed, not the last of
+    several passes, which tells nothing of the others if it is finite. Raises `InvalidRequestError` where the closure
+    fails.
     """
     bench = Rerunner(model, rerun, current=current, device_type=device_type, agree=agree)
     first = bench.run(current, loss_scale)
     if not first.fits:
         return Finding(True, (), None, (), bench.num_passes, not_run=(current,))
     if first.is_finite:
-        return Finding(False, (), None, (), bench.num_passes)
+        culprit = None if is_whole else "an earlier pass of the window than the one run again"
+        return Finding(not is_whole, (), culprit, (), bench.num_passes)
 
     passes = {current: first}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -19,7 +20,19 @@ class Ranks:
     @property
     def are_many(self) -> bool:
         """Whether there is anybody to agree with."""
-        return dist.is_available() and dist.is_initialized() and dist.get_world_size(self._group) > 1
+        return self.num_ranks > 1
+
+    @property
+    def rank(self) -> int:
+        """This process's place among them; before `init_process_group`, what the launcher says."""
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank(self._group)
+        return int(os.environ.get("RANK", "0"))
+
+    @property
+    def num_ranks(self) -> int:
+        """How many there are, 1 before `init_process_group`."""
+        return dist.get_world_size(self._group) if dist.is_available() and dist.is_initialized() else 1
 
     def maximum_(self, values: Tensor) -> Tensor:
         """The largest of each value over the ranks, in place; waits for the device only where the backend does."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -12,12 +13,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from autotune_amp import precision
+from autotune_amp import precision, torch_state
 from autotune_amp.config import Precision
 from autotune_amp.runtime.actions import Action, Signal
 from autotune_amp.runtime.attachment import Attachment
 from autotune_amp.runtime.checks import refuse_half_parameters
+from autotune_amp.runtime.run_log import BeginLine, MoveLine, RunLog, SampleLine, new_run_id, now
 from autotune_amp.runtime.scaler import JudgingScaler
+from autotune_amp.runtime.status import MoveRecord
 from autotune_amp.runtime.steering import Steering
 from autotune_amp.runtime.verdicts import BAD_LOSS, CLEAN, OVERFLOW
 
@@ -34,13 +37,17 @@ class SteeredScaler(JudgingScaler):
     precision is changed by contexts inside it, which use no cache.
     """
 
-    def __init__(self, steering: Steering, *, guard: bool, writer: Any) -> None:
+    def __init__(self, steering: Steering, *, guard: bool, writer: Any, run_log: RunLog | None) -> None:
         super().__init__(steering.policy.scale, steering.device, steering.ranks)
         steering.applied = self._apply_rung
         self._steering = steering
         self._policy = steering.policy
         self._guard = guard
         self._writer = writer
+        self._run_log = run_log
+        self._run_id: str | None = None  # as in the log, and in every checkpoint from then on
+        if run_log is not None:
+            steering.listeners.append(self._log_move)
         self._is_off = False
         self._is_in_window = False  # from the first autocast() or scale() until update()
         self._autocast_is_ours = False
@@ -53,6 +60,7 @@ class SteeredScaler(JudgingScaler):
         self._seconds: deque[float] = deque(maxlen=101)
         self._precision: Precision = "fp32"
         self._is_verifying = False
+        self._found = torch_state.capture() if steering.own_config.as_found else None
         self._apply_rung()
 
     def _apply_rung(self) -> None:
@@ -61,13 +69,20 @@ class SteeredScaler(JudgingScaler):
         self._seconds.clear()
         self._last_update = None
         self._precision = "fp32" if self._is_off else self._policy.precision
-        precision.set_flags(self._precision)
+        self._set_flags()
         torch.clear_autocast_cache()
         self._scaling = self._policy.is_scaling and not self._is_off
         self._enabled = not self._is_off and (self._guard or self._scaling)
         self._force_model()
         self._begin_verifying()
         self._write_scale(is_forced=True)
+
+    def _set_flags(self) -> None:
+        own = self._steering.own_config
+        if self._found is not None and self._precision == own.precision and not self._is_off:
+            torch_state.apply_fp32_flags(self._found)
+        else:
+            precision.set_flags(self._precision)
 
     def _force_model(self) -> None:
         """Against an autocast of the user's own; where the loop uses ours, that is all it takes."""
@@ -131,6 +146,8 @@ class SteeredScaler(JudgingScaler):
                 self._is_in_window = False
 
     def _end_window(self) -> None:
+        if self._steering.attachment is not None:
+            self._steering.attachment.num_window_passes = self._num_passes
         super()._end_window()
         self._is_in_window = False
         self._settle()
@@ -168,10 +185,11 @@ class SteeredScaler(JudgingScaler):
         attachment.observer.is_sampling = self._wants_sample() or self._is_verifying
 
     def _judged(self, verdicts: Mapping[int, int], loss: float, lost_share: float | None) -> None:
-        now = time.perf_counter()
+        self._begin_log()
+        judged_at = time.perf_counter()
         if self._last_update is not None:
-            self._seconds.append(now - self._last_update)
-        self._last_update = now
+            self._seconds.append(judged_at - self._last_update)
+        self._last_update = judged_at
         has_stepped = CLEAN in verdicts.values()
         self._num_steps += has_stepped
         self._num_amp_steps += has_stepped and self._precision in ("bf16", "fp16")
@@ -185,8 +203,12 @@ class SteeredScaler(JudgingScaler):
         for callback, key in self._on_step:  # last: they may save a checkpoint
             if has_stepped if key is None else verdicts.get(key) == CLEAN:
                 callback()
-        if self._writer is not None and self._policy.num_updates % SAMPLE_EVERY == 0:
+        is_sampled = self._policy.num_updates % SAMPLE_EVERY == 0 and not self._is_off
+        if self._writer is not None and is_sampled:
             self._write_scalars()
+        if self._run_log is not None and (is_sampled or self._run_log.scale != self._scale_in_use):
+            is_known = self._enabled and math.isfinite(loss)
+            self._run_log.write(SampleLine(**self._stand(), loss=loss if is_known else None))
 
     def _act(self) -> None:
         action, self._action = self._action, None
@@ -206,3 +228,51 @@ class SteeredScaler(JudgingScaler):
             ("steps", self._num_steps),
         ):
             self._writer.add_scalar(f"autotune_amp/{name}", value, policy.num_updates)
+
+    @property
+    def _scale_in_use(self) -> float | None:
+        return self._rule.scale if self._scaling else None
+
+    def _stand(self) -> dict[str, Any]:
+        return {
+            "update": self._policy.num_updates,
+            "num_steps": self._num_steps,
+            "num_skips": self._policy.num_skips,
+            "precision": self._precision,
+            "scale": self._scale_in_use,
+        }
+
+    def _begin_log(self) -> None:
+        """Only now: by its first update a run knows its ranks and has loaded its checkpoint."""
+        run_log, ranks = self._run_log, self._ranks
+        if run_log is None or run_log.has_begun:
+            return
+        if ranks.rank != 0:
+            run_log.begin(None)
+            return
+        self._run_id = self._run_id or new_run_id()
+        begin = BeginLine(
+            **self._stand(),
+            run_id=self._run_id,
+            is_resumed=self._policy.num_updates > 0,
+            time=now(),
+            device=str(self._main_device),
+            rank=ranks.rank,
+            num_ranks=ranks.num_ranks,
+            config=self._steering.own_config,
+        )
+        run_log.begin(begin)
+
+    def _log_move(self, record: MoveRecord) -> None:
+        assert self._run_log is not None  # else nobody listens
+        self._begin_log()
+        self._run_log.write(
+            MoveLine(
+                **self._stand(),
+                kind=record.kind,
+                before=record.before,
+                after=record.after,
+                reason=record.reason,
+                pinned_modules=record.config.pinned_modules,
+            )
+        )

@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from autotune_amp.config import AmpConfig, FallbackPlan, Precision
+from autotune_amp.config import FP16_MAX, AmpConfig, FallbackPlan, Precision
 from autotune_amp.errors import DemotedError, InvalidRequestError, NoRungFitsError, NotPrecisionError
 from autotune_amp.runtime import actions, diagnosis
 from autotune_amp.runtime.actions import Action, Move
@@ -24,7 +24,7 @@ log = logging.getLogger("autotune_amp.runtime")
 
 OnDemotion = Literal["continue", "checkpoint_and_stop"]
 MIN_SPEEDUP = 1.05  # less than that is not worth the risk of going back up
-MAX_FORWARD = 65504 / 8  # the largest activation with which fp16 is tried again
+MAX_FORWARD = FP16_MAX / 8  # the largest activation with which fp16 is tried again
 _KINDS: dict[type, str] = {
     actions.Demote: "demotion",
     actions.Promote: "promotion",
@@ -205,6 +205,7 @@ class Steering:
                 loss_scale=policy.scale_before_burst if policy.is_scaling else 1.0,
                 device_type=self.device.type,
                 already_pinned=policy.has_pinned,
+                is_whole=not self.ranks.any(attachment.num_window_passes > 1),
                 can_run_fp32=not attachment.has_frozen_half_weights,
                 agree=self.ranks.any,
                 gather=self.ranks.union,
@@ -236,9 +237,8 @@ class Steering:
 
     def _probe(self, probe: actions.Probe) -> Action | None:
         attachment, rerun = self._what_to_rerun()
-        faster, here = self.plans[probe.rung].precision, self.policy.precision
-        seconds = self.rung_seconds
-        speedup = self.ranks.least(seconds[here] / seconds[faster] if {here, faster} <= set(seconds) else 0.0)
+        faster, here, timed = self.plans[probe.rung].precision, self.policy.precision, self.rung_seconds
+        speedup = self.ranks.least(timed[here] / timed[faster] if {here, faster} <= set(timed) else 0.0)
         if not speedup:
             slower, quicker = (self.plans[rung].slowdown if rung else 1.0 for rung in (self.policy.rung, probe.rung))
             speedup = self.ranks.least(slower / quicker if slower and quicker else 0.0)
@@ -267,6 +267,7 @@ class Steering:
         self._note("stop", self.policy.precision, reason)
         if not self._halts:
             return
+        self.policy.decline(num_quiet=0)  # a run that goes on from here all the same is judged anew
         if stop.is_precision:
             raise NoRungFitsError(
                 f"Training was stopped in {self.policy.precision}: {reason}.",

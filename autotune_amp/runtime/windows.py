@@ -6,10 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
-
+from autotune_amp import batches
 from autotune_amp.errors import InvalidRequestError
 
 Batch = TypeVar("Batch")
@@ -17,10 +14,10 @@ Batch = TypeVar("Batch")
 
 def take(loader: Iterator[Batch], num_batches: int, num_pieces: int) -> list[Batch]:
     """The passes of the next window: `num_batches` of the loader's batches, each in `num_pieces`; fewer at its end."""
-    batches = list(islice(loader, num_batches))
+    whole = list(islice(loader, num_batches))
     if num_pieces == 1:
-        return batches
-    return [piece for batch in batches for piece in split(batch, num_pieces)]
+        return whole
+    return [piece for batch in whole for piece in split(batch, num_pieces)]
 
 
 def split(batch: Any, num_pieces: int) -> Iterable[Any]:
@@ -28,20 +25,14 @@ def split(batch: Any, num_pieces: int) -> Iterable[Any]:
 
     Raises `InvalidRequestError` where its tensors do not agree on a first dimension.
     """
-    leaves, spec = pytree.tree_flatten(batch)
-    sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in leaves if isinstance(leaf, Tensor)}
+    sizes = batches.first_dimensions(batch)
     if len(sizes) != 1 or 0 in sizes:
         raise InvalidRequestError(
             f"A {type(batch).__name__} whose tensors have first dimensions {sorted(sizes)} cannot be split into the "
             "smaller batches that the new precision needs.",
             'Pass on_demotion="checkpoint_and_stop" and start again with the batch size in the error\'s config.',
         )
-    size = -(-sizes.pop() // num_pieces)
-    columns = [torch.split(leaf, size) if isinstance(leaf, Tensor) else None for leaf in leaves]
-    num_cut = max(len(column) for column in columns if column is not None)
-    for index in range(num_cut):
-        pieces = [leaf if cut is None else cut[index] for leaf, cut in zip(leaves, columns, strict=True)]
-        yield pytree.tree_unflatten(pieces, spec)
+    return batches.cut(batch, -(-sizes.pop() // num_pieces))
 
 
 def shape(loader_batch: int, batch: int, steps: int) -> tuple[int, int]:

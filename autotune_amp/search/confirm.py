@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from statistics import fmean
 from typing import NamedTuple
 
 from autotune_amp.config import Precision
-from autotune_amp.search import verdicts
+from autotune_amp.search import accumulate, verdicts
 from autotune_amp.search.choose import Shortlist
-from autotune_amp.search.evidence import LADDER, disqualifying
+from autotune_amp.search.evidence import LADDER, failures
 from autotune_amp.search.seeding import HOPELESS
 from autotune_amp.search.session import CONFIRM_SHARE, Session, outcome_of
 from autotune_amp.search.space import Space
@@ -22,6 +23,7 @@ NUM_ROUNDS, MIN_ROUNDS = 5, 3
 # time, long ones are fewer: it is the spread between processes that counts.
 MEASURE_SECONDS = 2.0
 MAX_STEPS = 400
+ENDING_SHARE = 0.25  # of the confirmation's time, for evaluations and checkpoints
 MAX_FALLBACK_TRIES = 3
 SAFETY = 1.1  # an estimate of a process's seconds that turns out short must not break the budget
 
@@ -37,14 +39,17 @@ class Run(NamedTuple):
 def measure_fallbacks(session: Session, runner: Runner, space: Space, winner: Candidate) -> None:
     """Measure a plan for each precision with less to go wrong, at the winner's effective batch size.
 
-    The batch is halved and the accumulation doubled where it runs out of memory; what was measured already is left.
-    A precision that does harm is none to step down to.
+    The batch is halved and the accumulation doubled where it runs out of memory, if accumulation is offered; what was
+    measured already is left. A precision that does harm is none to step down to.
     """
     harmful = {e.precision for e in verdicts.exclusions(verdicts.verdicts(session.records))}
     for precision in LADDER[winner.precision]:
         if precision in harmful or not any(c.precision == precision for c in space.candidates):
             continue
         for _, candidate in zip(range(MAX_FALLBACK_TRIES), _halvings(winner, precision), strict=False):
+            is_split = candidate.accumulation_steps > winner.accumulation_steps
+            if is_split and not accumulate.is_offered(session, runner, space):
+                break
             outcome = session.outcomes.get(candidate)
             if outcome is None:
                 if session.clock.left_for_search() <= 0:
@@ -66,6 +71,7 @@ def _halvings(winner: Candidate, precision: Precision) -> list[Candidate]:
                 precision=precision,
                 batch_size=winner.batch_size // factor,
                 accumulation_steps=winner.accumulation_steps * factor,
+                num_workers=winner.num_workers,
             )
         )
         factor *= 2
@@ -107,32 +113,49 @@ def _cost(runs: Sequence[Run], seconds_of: Callable[[Candidate], float]) -> floa
 
 def confirm(
     session: Session,
-    runner_for: Callable[[dict[str, str]], Runner],
+    runner_for: Callable[[dict[str, str]], AbstractContextManager[Runner]],
     shortlist: Shortlist,
     environment: dict[str, str],
     start_seconds: float,
 ) -> None:
-    """Run the rounds; `start_seconds` is what a fresh process takes before its first step.
+    """Run the rounds; `start_seconds` is what each process takes before its first step.
 
-    A resumed search runs only the rounds that are missing; what failed is not run again.
+    They have their share of the budget; what the search left over of its own goes to the winner and the baseline, until
+    both are confirmed. A resumed search runs only the rounds that are missing; what failed is not run again. The
+    workload's evaluation and checkpoint are run once for each candidate in its environment.
     """
     budget_seconds = min(CONFIRM_SHARE * session.clock.budget_seconds, session.clock.left())
     until = session.clock.left() - budget_seconds
 
     def seconds_of(candidate: Candidate) -> float:
-        return SAFETY * _process_seconds(session, candidate, start_seconds)
+        return SAFETY * process_seconds(session, candidate, start_seconds)
 
-    contenders = _runnable(session, shortlist)
+    has_ending = session.description is not None and session.description.has_ending
+    ending_budget_seconds = ENDING_SHARE * CONFIRM_SHARE * session.clock.budget_seconds if has_ending else 0.0
+
+    def ending_left() -> float:
+        return max(0.0, ending_budget_seconds - sum(map(_ending_seconds, session.records)))
+
+    contenders, is_borrowing = _runnable(session, shortlist), False
     for number in range(NUM_ROUNDS):
+        if is_borrowing and number >= MIN_ROUNDS:
+            return
+        ending_seconds = ending_left() if number == 0 else 0.0
+        planned = plan_round(contenders, environment, seconds_of, session.clock.left() - until - ending_seconds, number)
+        if number < MIN_ROUNDS and not {contenders.winner, contenders.baseline} <= {run.candidate for run in planned}:
+            contenders, until, is_borrowing = contenders._replace(runner_up=None), 0.0, True
+            planned = plan_round(contenders, environment, seconds_of, session.clock.left() - ending_seconds, number)
         runs = [
             run
-            for run in plan_round(contenders, environment, seconds_of, session.clock.left() - until, number)
+            for run in planned
             if not _is_done(session.records, run, number) and not _has_failed(session.records, run.candidate)
         ]
         for run in runs:
             left = session.clock.left() - until
             if left < seconds_of(run.candidate):
                 return
+            needs_ending = has_ending and run.purpose == "confirm" and not _has_ended(session.records, run)
+            ending = min(ending_left(), left - seconds_of(run.candidate))
             spec = session.spec(
                 run.candidate,
                 purpose=run.purpose,
@@ -141,9 +164,20 @@ def confirm(
                 num_steps=(MAX_STEPS, MAX_STEPS),
                 measure_seconds=MEASURE_SECONDS,
                 deadline_seconds=left,
+                ending_seconds=ending if needs_ending else None,
             )
             with runner_for(run.environment) as runner:
                 session.run(runner, spec, round_number=number, environment=run.environment)
+
+
+def _has_ended(records: Sequence[Record], run: Run) -> bool:
+    """Whether a process like this one has come as far as the evaluation and the checkpoint, however that went."""
+    ours = [r.outcome for r in records if (r.candidate, r.purpose, r.environment) == run]
+    return any(isinstance(outcome, Measurement) and outcome.ending_seconds is not None for outcome in ours)
+
+
+def _ending_seconds(record: Record) -> float:
+    return (record.outcome.ending_seconds or 0.0) if isinstance(record.outcome, Measurement) else 0.0
 
 
 def _runnable(session: Session, shortlist: Shortlist) -> Shortlist:
@@ -158,9 +192,10 @@ def _runnable(session: Session, shortlist: Shortlist) -> Shortlist:
     return shortlist
 
 
-def _process_seconds(session: Session, candidate: Candidate, start_seconds: float) -> float:
-    """What one fresh process of a candidate costs: as seen, else as the search's own trial foretells."""
-    seen = [r.seconds for r in session.records if r.candidate == candidate and r.round is not None]
+def process_seconds(session: Session, candidate: Candidate, start_seconds: float) -> float:
+    """What one process of the confirmation costs before its ending: as seen, else as the search's trial foretells."""
+    ours = [r for r in session.records if r.candidate == candidate and r.round is not None]
+    seen = [r.seconds - _ending_seconds(r) for r in ours]
     if seen:
         return fmean(seen)
     outcome = session.outcomes.get(candidate)
@@ -182,4 +217,4 @@ def _is_done(records: Sequence[Record], run: Run, number: int) -> bool:
 
 
 def _has_failed(records: Sequence[Record], candidate: Candidate) -> bool:
-    return any(r.candidate == candidate and disqualifying(r) is not None for r in records)
+    return candidate in failures(records)

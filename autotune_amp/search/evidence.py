@@ -9,13 +9,18 @@ import msgspec
 
 from autotune_amp.config import AmpConfig, FallbackPlan, LossScale, Precision
 from autotune_amp.recommendation import BaselineEvidence, Evidence, PlainEnvironment
+from autotune_amp.search import accumulate, busy, conditions
+from autotune_amp.search.objective import joules_per_sample
 from autotune_amp.statistics import prediction_interval, ratio_interval
 from autotune_amp.trial.outcome import Failure, Measurement, Record
+from autotune_amp.trial.stopping import NUM_STEPS_BEFORE_CUT
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from autotune_amp.trial.spec import Candidate
+    from autotune_amp.hardware.types import MachineLoad
+    from autotune_amp.trial.outcome import Description
+    from autotune_amp.trial.spec import Candidate, Purpose
 
 MIN_PROCESSES = 3  # fewer say nothing of the spread between processes, which dominates (measurement.md, Timing)
 
@@ -33,12 +38,14 @@ class Runs(msgspec.Struct, frozen=True, kw_only=True):
     """The processes that measured one candidate under one environment.
 
     `rounds` are the confirmation rounds, one for each measurement; empty where the search's own trial has to do.
+    `loads` are what others did on the machine during them, as far as that was looked at.
     `failure` is why there is no measurement, None where there are some or the candidate was never run.
     """
 
     candidate: Candidate
     measurements: tuple[Measurement, ...] = ()
     rounds: tuple[int, ...] = ()
+    loads: tuple[MachineLoad, ...] = ()
     failure: Failure | None = None
 
     @property
@@ -59,18 +66,35 @@ class Runs(msgspec.Struct, frozen=True, kw_only=True):
 
 def is_trial(record: Record) -> bool:
     """Whether a record is of a trial, and not of a check."""
-    return record.purpose not in ("fidelity", "calibration")
+    return record.purpose not in ("fidelity", "calibration", "accumulation")
 
 
-def disqualifying(record: Record) -> Failure | None:
-    """The failure that speaks against a record's candidate, if it is one.
+def disqualifying(record: Record, records: Sequence[Record]) -> Failure | None:
+    """The failure that speaks against a record's candidate, if it is one; `records` are what else is known of it.
 
-    A confirmation cut off by the budget does not, nor does the one run without the recommended environment. What a
-    check's failure says is for `verdicts` and `loss_scales` to tell.
+    A confirmation cut off by the budget does not, nor does the one run without the recommended environment, nor a
+    search trial that overran its time where another of its candidate did not: the machine stalled. What a check's
+    failure says is for `verdicts` and `loss_scales` to tell.
     """
-    if not isinstance(record.outcome, Failure) or record.purpose == "plain" or not is_trial(record):
+    failure = record.outcome
+    if not isinstance(failure, Failure) or record.purpose == "plain" or not is_trial(record):
         return None
-    return None if record.purpose == "confirm" and record.outcome.kind == "timeout" else record.outcome
+    if failure.kind != "timeout":
+        return failure
+    is_stalled = record.purpose == "search" and any(
+        r.candidate == record.candidate and r.purpose == "search" and isinstance(r.outcome, Measurement)
+        for r in records
+    )
+    return None if is_stalled or record.purpose == "confirm" else failure
+
+
+def failures(records: Sequence[Record]) -> dict[Candidate, Failure]:
+    """The candidates with a failure that speaks against them, and the first such of each."""
+    found: dict[Candidate, Failure] = {}
+    for record in records:
+        if failure := disqualifying(record, records):
+            found.setdefault(record.candidate, failure)
+    return found
 
 
 def confirm_runs(records: Sequence[Record], candidate: Candidate, environment: Mapping[str, str]) -> Runs:
@@ -81,7 +105,8 @@ def confirm_runs(records: Sequence[Record], candidate: Candidate, environment: M
         candidate=candidate,
         measurements=tuple(m for _, m in measured),
         rounds=tuple(number for number, _ in measured),
-        failure=None if measured else _first_failure(ours),
+        loads=_loads(ours),
+        failure=None if measured else failures(ours).get(candidate),
     )
 
 
@@ -91,15 +116,25 @@ def best_runs(records: Sequence[Record], candidate: Candidate, environment: Mapp
     if confirmed.measurements or confirmed.failure:
         return confirmed
     ours = [r for r in records if r.candidate == candidate and r.purpose == "search"]
-    measured = tuple(r.outcome for r in ours if isinstance(r.outcome, Measurement))
-    return Runs(candidate=candidate, measurements=measured[-1:], failure=None if measured else _first_failure(ours))
+    measured = [r for r in ours if isinstance(r.outcome, Measurement)][-1:]
+    return Runs(
+        candidate=candidate,
+        measurements=tuple(r.outcome for r in measured if isinstance(r.outcome, Measurement)),
+        loads=_loads(measured),
+        failure=None if measured else failures(ours).get(candidate),
+    )
 
 
 def gather(
-    records: Sequence[Record], chosen: Runs, baseline: Runs, environment: Mapping[str, str], loss_scale: LossScale
+    records: Sequence[Record],
+    chosen: Runs,
+    baseline: Runs,
+    environment: Mapping[str, str],
+    loss_scale: LossScale,
+    description: Description | None = None,
 ) -> Evidence:
     """The evidence for `chosen`, measured in `environment`, against `baseline`, measured in the user's own."""
-    speedup, speedup_interval = _speedup(chosen, baseline)
+    speedup, speedup_interval = _speedup(chosen, baseline, records)
     processes = [runs.num_confirming for runs in (chosen, baseline) if runs.measurements]
     return Evidence(
         samples_per_second=chosen.speed,
@@ -111,9 +146,17 @@ def gather(
         speedup_interval=speedup_interval,
         num_processes=len(chosen.measurements),
         is_confirmed=min(processes) >= MIN_PROCESSES,
-        data_share=median(m.data_seconds / m.step_seconds for m in chosen.measurements),
+        data_share=median(map(conditions.data_share, chosen.measurements)),
+        update_share=_median(m.update_seconds and m.update_seconds / m.step_seconds for m in chosen.measurements),
         plain_environment=_plain_environment(records, chosen.candidate, baseline) if environment else None,
-        is_as_found=chosen.candidate.as_found,
+        is_build_shared=any(m.is_build_shared for m in chosen.measurements),
+        joules_per_sample=joules_per_sample(chosen.measurements),
+        loader=conditions.loader_evidence(records, chosen, description),
+        memory=conditions.memory_evidence(chosen, description),
+        evaluation_seconds=_median(m.evaluation_seconds for m in chosen.measurements),
+        checkpoint_seconds=_median(m.checkpoint_seconds for m in chosen.measurements),
+        accumulation=accumulate.finding(records),
+        load=busy.evidence(records, chosen.loads),
     )
 
 
@@ -131,18 +174,22 @@ def plain_config(
         loss_scale=loss_scale if candidate.precision == "fp16" else None,
         fallback=fallback,
         pinned_modules=candidate.pinned_modules,
+        num_workers=candidate.num_workers,
         environment=dict(environment or {}),
+        as_found=candidate.as_found,
     )
 
 
 def fallback_plans(
-    records: Sequence[Record], chosen: Candidate, harmful: Collection[Precision] = ()
+    records: Sequence[Record], chosen: Candidate, harmful: Collection[Precision] = (), *, may_add_steps: bool
 ) -> tuple[FallbackPlan, ...]:
     """For each precision to step down to, the fastest candidate of the same effective batch that never failed.
 
-    `harmful` precisions are none to step down to, nor is one with pins, which a plan cannot say.
+    Its batches are whole parts of those that the run's loader goes on giving. Unless `may_add_steps`, it has no more
+    accumulation steps than `chosen`. `harmful` precisions are none to step down to, nor is one with pins, which a plan
+    cannot say.
     """
-    failed = {r.candidate for r in records if disqualifying(r)}
+    failed = failures(records)
     measured: dict[Candidate, list[Measurement]] = {}
     for record in records:
         if isinstance(record.outcome, Measurement) and record.purpose != "plain":  # no plan is run so
@@ -152,8 +199,11 @@ def fallback_plans(
         c
         for c in measured
         if c.effective_batch_size == chosen.effective_batch_size
+        and chosen.batch_size % c.batch_size == 0
+        and (may_add_steps or c.accumulation_steps == chosen.accumulation_steps)
         and not c.as_found
         and not c.pinned_modules
+        and c.num_workers == chosen.num_workers  # the loader stays as it is when the precision goes down
         and c not in failed
     ]
     plans: list[FallbackPlan] = []
@@ -176,39 +226,59 @@ def fallback_plans(
     return tuple(plans)
 
 
-def _first_failure(records: Sequence[Record]) -> Failure | None:
-    return next(filter(None, map(disqualifying, records)), None)
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return median(known) if known else None
+
+
+def _loads(records: Sequence[Record]) -> tuple[MachineLoad, ...]:
+    return tuple(r.load for r in records if isinstance(r.outcome, Measurement) and r.load is not None)
 
 
 def _promise(runs: Runs, records: Sequence[Record]) -> tuple[float, float]:
-    """The prediction interval, widened to hold the median that it stands beside.
+    """The prediction interval, widened to hold the median that it stands beside, and what others' load may change.
 
-    Its spread is pooled over all that was confirmed: they ran on the same machine in the same minutes.
+    Its spread is pooled over all that was confirmed, and over the search's trials of what it measured again: they ran
+    on the same machine, and the latter further apart in time, so that they see it change its speed between minutes.
     """
-    groups: dict[tuple[Candidate, tuple[tuple[str, str], ...]], list[float]] = {}
+    groups: dict[tuple[Candidate, Purpose, tuple[tuple[str, str], ...]], list[float]] = {}
     for record in records:
-        if record.purpose == "confirm" and isinstance(record.outcome, Measurement):
-            key = record.candidate, tuple(sorted(record.environment.items()))
-            groups.setdefault(key, []).append(record.outcome.samples_per_second)
+        found = record.outcome
+        if isinstance(found, Measurement) and (record.purpose == "confirm" or _is_timed_well(record.purpose, found)):
+            key = record.candidate, record.purpose, tuple(sorted(record.environment.items()))
+            groups.setdefault(key, []).append(found.samples_per_second)
     ours = [m.samples_per_second for m in runs.measurements]
     others = list(groups.values())
     if ours in others:
         others.remove(ours)
     low, high = prediction_interval(ours, others)
-    return min(low, runs.speed), max(high, runs.speed)
+    low_factor, high_factor = busy.interval_factors(runs.loads)
+    return low_factor * min(low, runs.speed), high_factor * max(high, runs.speed)
 
 
-def _speedup(chosen: Runs, baseline: Runs) -> tuple[float | None, tuple[float, float] | None]:
-    """The ratio of the medians, and the interval of the mean ratio over the rounds that both were run in."""
+def _is_timed_well(purpose: Purpose, found: Measurement) -> bool:
+    """Whether it is a search's trial of more than its warm-up."""
+    return purpose == "search" and len(found.raw_step_seconds) >= NUM_STEPS_BEFORE_CUT
+
+
+def _speedup(
+    chosen: Runs, baseline: Runs, records: Sequence[Record]
+) -> tuple[float | None, tuple[float, float] | None]:
+    """The ratio of the medians, and the interval of the mean ratio over the rounds that both were run in.
+
+    Without such a round nothing says that the machine was the same for both: then the ends are those of their promises.
+    """
     if not baseline.measurements:
         return None, None
     if chosen == baseline:
         return 1.0, (1.0, 1.0)
     ours, theirs = chosen.by_round, baseline.by_round
     shared = sorted(ours.keys() & theirs.keys())
-    pairs = [(ours[r], theirs[r]) for r in shared] or [(chosen.speed, baseline.speed)]
-    low, high = ratio_interval(*zip(*pairs, strict=True))
     ratio = chosen.speed / baseline.speed
+    if not shared:
+        (low, high), (their_low, their_high) = _promise(chosen, records), _promise(baseline, records)
+        return ratio, (low / their_high, high / their_low)
+    low, high = ratio_interval(*zip(*((ours[r], theirs[r]) for r in shared), strict=True))
     return ratio, (min(low, ratio), max(high, ratio))
 
 

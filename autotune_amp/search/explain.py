@@ -9,17 +9,22 @@ import msgspec
 
 from autotune_amp.config import PRECISIONS, AmpConfig
 from autotune_amp.recommendation import CandidateRow, Evidence, Exclusion
-from autotune_amp.search.evidence import LADDER, MIN_PROCESSES, Runs, best_runs, disqualifying, is_trial
+from autotune_amp.report.format import number, rate
+from autotune_amp.search import accumulate, busy
+from autotune_amp.search.conditions import ending_doubts, loader_doubts, loader_reason, memory_doubts
+from autotune_amp.search.evidence import LADDER, MIN_PROCESSES, Runs, best_runs, confirm_runs, failures, is_trial
+from autotune_amp.search.objective import joules_per_sample
 from autotune_amp.search.space import Space, without
+from autotune_amp.search.verdicts import sentence
 from autotune_amp.trial.outcome import Failure, Measurement, Record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from autotune_amp.numerics.results import Fidelity
+    from autotune_amp.trial.outcome import Description
     from autotune_amp.trial.spec import Candidate
 
-MAX_DATA_SHARE = 0.10  # a wait of 5 to 10 % of a step: the loader sets the speed (measurement.md, Timing)
 WIDE_INTERVAL = 0.2  # plus and minus; processes 5 % apart, as the prior has it, give 15 % with three, 13 % with five
 
 _UNTRIED = "not tried: less promising than what was measured"
@@ -45,10 +50,11 @@ def reason(
         *_why_not_the_fastest(chosen, evidence, contenders),
         *_why_left_out(baseline, evidence, left_out or {}),
         *_why_passed_over(chosen, evidence, passed_over or {}),
+        *loader_reason(chosen, evidence),
     ]
     if is_kept:
         return " ".join([f"Keep what you have: {baseline}; nothing measured is worth a change.", *why_not_faster])
-    speed = f"{chosen} reaches {evidence.samples_per_second:.4g} samples/s"
+    speed = f"{chosen} reaches {rate(evidence.samples_per_second)}"
     if evidence.speedup is None:
         gain = f"{speed}; there is no speed-up to give, since the baseline, {baseline}, has no measurement "
         gain += f"({evidence.baseline.reason})."
@@ -67,16 +73,16 @@ def warnings(
     evidence: Evidence,
     config: AmpConfig,
     *,
-    is_kept: bool,
     why_uncalibrated: str | None = None,
+    description: Description | None = None,
 ) -> tuple[str, ...]:
     """What the reader has to know before relying on the numbers or the config, the space's notes first.
 
     `why_uncalibrated` is what became of fp16's calibration, where one was tried and did not come to an end.
     """
-    found = [*space.notes, *_doubts(chosen, evidence, why_uncalibrated), *_missing_plans(space, config)]
-    if not is_kept:
-        found += _consequences(chosen.candidate, space.baseline)
+    found = [*space.notes, *_doubts(chosen, evidence, why_uncalibrated), *_missing_plans(space, config, evidence)]
+    found += busy.doubts(evidence.load) + memory_doubts(description) + ending_doubts(chosen)
+    found += accumulate.warnings(space, chosen.candidate, config, evidence.accumulation)
     return tuple(dict.fromkeys(found))
 
 
@@ -84,16 +90,16 @@ def excluded(
     records: Sequence[Record], space: Space, exclusions: Sequence[Exclusion], *, is_budget_spent: bool
 ) -> tuple[Exclusion, ...]:
     """Every candidate that failed, could not run or was left untried for want of time, each with its reason, once."""
-    failures = [
+    failed = [
         Exclusion(
-            precision=r.candidate.precision,
-            batch_size=r.candidate.batch_size,
+            precision=candidate.precision,
+            batch_size=candidate.batch_size,
             reason=f"{failure.kind}: {failure.message}",
         )
-        for r in records
-        if (failure := disqualifying(r)) and not r.candidate.pinned_modules
+        for candidate, failure in failures(records).items()
+        if not candidate.pinned_modules and candidate.num_workers is None
     ]
-    known = [*space.excluded, *failures, *exclusions]
+    known = [*space.excluded, *failed, *exclusions]
     if is_budget_spent:
         tried = {r.candidate for r in records if is_trial(r)}
         untried = [c for c in without(space.candidates, known) if c not in tried]
@@ -114,21 +120,28 @@ def rows(
     """The table of all candidates, the untried ones too; `exclusions` say why those were left out.
 
     Those that are `out`, with the reason, were measured and are excluded all the same. Numbers are those measured in
-    `environment`, the baseline's those in the user's own.
+    `environment`, the baseline's those in the user's own; a second line has those in `environment`.
     """
     tried = [r for r in records if is_trial(r)]
     candidates = dict.fromkeys([space.baseline, *space.candidates, *(r.candidate for r in tried)])
-    ordered = sorted(candidates, key=lambda c: (PRECISIONS.index(c.precision), c.batch_size, c.accumulation_steps))
+    ordered = sorted(
+        candidates,
+        key=lambda c: (PRECISIONS.index(c.precision), c.batch_size, c.accumulation_steps, c.num_workers or 0),
+    )
     table = []
     for candidate in ordered:
         ours = [r for r in records if r.candidate == candidate]
         runs = best_runs(ours, candidate, {} if candidate == space.baseline else environment)
-        failure = runs.failure if candidate == space.baseline else next(filter(None, map(disqualifying, ours)), None)
+        failure = runs.failure if candidate == space.baseline else failures(ours).get(candidate)
         fallbacks = tuple(r.outcome for r in ours if r.purpose == "fallback" and isinstance(r.outcome, Measurement))
         row = _row(runs, runs.measurements or fallbacks, failure, exclusions)
         if out and candidate in out and failure is None:
             row = msgspec.structs.replace(row, status="excluded", reason=out[candidate])
         table.append(row)
+        again = confirm_runs(ours, candidate, environment)
+        if candidate == space.baseline and environment and again.measurements:
+            row = _row(again, again.measurements, None, exclusions)
+            table.append(msgspec.structs.replace(row, has_environment=True))
     return tuple(table)
 
 
@@ -137,8 +150,13 @@ def _why_not_the_fastest(chosen: Candidate, evidence: Evidence, contenders: Mapp
     gain = 100 * (contenders[fastest] / evidence.samples_per_second - 1)
     if fastest.as_found or fastest == chosen or gain <= 0:
         return []
-    drawback = "has more to go wrong" if fastest.precision != chosen.precision else "takes a larger batch"
-    return [f"{fastest} is only {gain:.1f} % faster and {drawback}."]
+    if fastest.precision != chosen.precision:
+        return [f"{fastest} is only {gain:.1f} % faster and has more to go wrong."]
+    if fastest.batch_size > chosen.batch_size:
+        return [f"{fastest} is only {gain:.1f} % faster and takes a larger batch."]
+    if fastest.batch_size == chosen.batch_size:
+        return [f"{fastest} is only {gain:.1f} % faster and takes more loader workers."]
+    return [f"{fastest} is only {gain:.1f} % faster."]
 
 
 def _why_left_out(
@@ -146,12 +164,12 @@ def _why_left_out(
 ) -> list[str]:
     found = []
     if baseline in left_out:
-        found.append(f"The baseline is no choice: {_sentence(left_out[baseline][1])}")
+        found.append(f"The baseline is no choice: {sentence(left_out[baseline][1])}")
     others = {c: speed for c, (speed, _) in left_out.items() if c != baseline}
     fastest = max(others, key=lambda c: others[c], default=None)
     if fastest is not None and others[fastest] > evidence.samples_per_second:
         ratio = others[fastest] / evidence.samples_per_second
-        found.append(f"{fastest} was {ratio:.2f} times as fast and is left out: {_sentence(left_out[fastest][1])}")
+        found.append(f"{fastest} was {ratio:.2f} times as fast and is left out: {sentence(left_out[fastest][1])}")
     return found
 
 
@@ -164,7 +182,7 @@ def _why_passed_over(
         return []
     verdict = passed_over[fastest][1]
     why = verdict.reason.removeprefix(f"{verdict.precision} is ")
-    return [f"{fastest} is {others[fastest] / evidence.samples_per_second:.2f} times as fast but {_sentence(why)}"]
+    return [f"{fastest} is {others[fastest] / evidence.samples_per_second:.2f} times as fast but {sentence(why)}"]
 
 
 def _doubts(chosen: Runs, evidence: Evidence, why_uncalibrated: str | None) -> list[str]:
@@ -175,16 +193,12 @@ def _doubts(chosen: Runs, evidence: Evidence, why_uncalibrated: str | None) -> l
             f"Unconfirmed: fewer than {MIN_PROCESSES} fresh processes measured this config and the baseline. "
             "A larger --budget confirms it."
         )
-    elif high - low > 2 * WIDE_INTERVAL * evidence.samples_per_second:
+    elif high - low > 2 * WIDE_INTERVAL * evidence.samples_per_second and not _is_widened(evidence):
         found.append(
-            f"The processes disagree: a run is expected anywhere from {low:.4g} to {high:.4g} samples/s. "
+            f"The processes disagree: a run is expected anywhere from {number(low)} to {rate(high)}. "
             "Stop what else runs on this machine and search again with --fresh."
         )
-    if evidence.data_share > MAX_DATA_SHARE:
-        found.append(
-            f"{100 * evidence.data_share:.0f} % of a step is spent waiting for data: the loader sets the speed. "
-            "Give it more workers before anything else."
-        )
+    found += loader_doubts(evidence)
     found += _numerical_doubts(chosen.candidate, evidence, why_uncalibrated)
     num_skips = sum(m.num_skips for m in chosen.measurements)
     if num_skips and evidence.loss_scale is None:
@@ -195,18 +209,25 @@ def _doubts(chosen: Runs, evidence: Evidence, why_uncalibrated: str | None) -> l
     return found
 
 
+def _is_widened(evidence: Evidence) -> bool:
+    """Whether what others did on the machine is in the interval, and told of."""
+    return evidence.load is not None and evidence.load.interval_factors != (1.0, 1.0)
+
+
 def _numerical_doubts(chosen: Candidate, evidence: Evidence, why_uncalibrated: str | None) -> list[str]:
     found, fidelity, scale = [], evidence.fidelity, evidence.loss_scale
     if fidelity is not None and fidelity.verdict == "unchecked":
         found.append(
-            f"{_sentence(fidelity.reason)} A finite loss was checked; whether it learns what fp32 learns was not. "
-            f"{_sentence(fidelity.next_step)}"
+            f"{sentence(fidelity.reason)} A finite loss was checked; whether it learns what fp32 learns was not. "
+            f"{sentence(fidelity.next_step)}"
         )
+    if fidelity is not None and fidelity.verdict == "faithful" and not fidelity.has_moved:
+        found.append(f"{sentence(fidelity.reason)} Search again with a learning rate above 0 for the rest.")
     if fidelity is not None and fidelity.verdict == "doubtful":
-        found.append(f"{_sentence(fidelity.reason)} {_sentence(fidelity.next_step)}")
+        found.append(f"{sentence(fidelity.reason)} {sentence(fidelity.next_step)}")
     if chosen.precision == "fp16" and scale is None:
         why = why_uncalibrated or "the budget ended or fp16 was not among the fastest when it was measured"
-        found.append(f"The loss scale is GradScaler's default: it was not calibrated, since {_sentence(why)}")
+        found.append(f"The loss scale is GradScaler's default: it was not calibrated, since {sentence(why)}")
     if scale is not None and scale.num_skips_seen > scale.num_skips_foretold:
         found.append(
             f"The loss scaler skipped {scale.num_skips_seen} of {scale.num_confirming_steps} measured steps, where the "
@@ -215,27 +236,17 @@ def _numerical_doubts(chosen: Candidate, evidence: Evidence, why_uncalibrated: s
     return found
 
 
-def _sentence(text: str) -> str:
-    return f"{text.rstrip('.')}."
-
-
-def _consequences(chosen: Candidate, baseline: Candidate) -> list[str]:
-    found = []
-    before, after = baseline.effective_batch_size, chosen.effective_batch_size
-    if before != after:
-        found.append(
-            f"The optimizer sees {after} samples a step instead of {before}: the learning rate may need another look. "
-            f"--effective-batch-size {before} keeps them."
-        )
-    return found
-
-
-def _missing_plans(space: Space, config: AmpConfig) -> list[str]:
+def _missing_plans(space: Space, config: AmpConfig, evidence: Evidence) -> list[str]:
+    found = evidence.accumulation
+    is_withheld = space.accumulation_withheld is not None or (found is not None and not found.is_exact)
+    way_out = "A larger --budget measures one."
+    if is_withheld:
+        way_out = "A larger --budget measures one if the whole batch fits: accumulation, which splits it, is withheld."
     planned = {plan.precision for plan in config.plans}
     missing = {c.precision for c in space.candidates}.intersection(LADDER[config.precision]) - planned
     return [
         f"No plan for stepping down to {precision} was measured: should {config.precision} fail during the training, "
-        f"nobody knows which batch size fits in memory then. A larger --budget measures one."
+        f"nobody knows which batch size fits in memory then. {way_out}"
         for precision in LADDER[config.precision]
         if precision in missing
     ]
@@ -267,4 +278,6 @@ def _row(
         peak_memory_bytes=max(m.peak_memory_bytes for m in measured) if measured else None,
         reason=why,
         pinned_modules=candidate.pinned_modules,
+        num_workers=candidate.num_workers,
+        joules_per_sample=joules_per_sample(measured),
     )

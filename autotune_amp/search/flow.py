@@ -7,12 +7,12 @@ import msgspec
 from autotune_amp.hardware import identify
 from autotune_amp.recommendation import Fingerprint, Recommendation
 from autotune_amp.search.folder import StudyFolder
-from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.options import RANKING, SearchOptions
 from autotune_amp.search.origin import Origin
 from autotune_amp.search.progress import Progress
 
-# Where a search writes changes nothing of what it measures.
-_OPTIONS_OUTSIDE_FINGERPRINT = ("study", "out", "storage")
+# Neither where a search writes nor what is chosen for changes anything of what it measures.
+_OPTIONS_OUTSIDE_FINGERPRINT = ("study", "out", "storage", *RANKING)
 
 
 def search(origin: Origin, options: SearchOptions, progress: Progress, *, is_fresh: bool) -> Recommendation:
@@ -22,15 +22,36 @@ def search(origin: Origin, options: SearchOptions, progress: Progress, *, is_fre
     settings = {name: fields[name] for name in fields if name not in _OPTIONS_OUTSIDE_FINGERPRINT}
     cached = folder.cached()
     fingerprint = origin.fingerprint(settings, identify(options.device))
-    if fingerprint is not None and not is_fresh and (answer := cached_answer(cached, fingerprint)) is not None:
-        return answer
+    if fingerprint is not None and not is_fresh:
+        answer = cached_answer(cached, fingerprint, options, folder, progress)
+        if answer is not None:
+            return answer
     from autotune_amp.search.steps import run_steps
 
     return run_steps(origin, options, progress, folder, settings, cached, fingerprint, is_fresh=is_fresh)
 
 
-def cached_answer(cached: Recommendation | None, fingerprint: Fingerprint) -> Recommendation | None:
-    """`cached` where it holds for this fingerprint: finished, alike in every part, and nothing in it unknown."""
+def cached_answer(
+    cached: Recommendation | None,
+    fingerprint: Fingerprint,
+    options: SearchOptions,
+    folder: StudyFolder,
+    progress: Progress,
+) -> Recommendation | None:
+    """`cached` where it holds for this fingerprint: finished, alike in every part, and nothing in it unknown.
+
+    One for another objective, length of training or price is ranked again, and saved.
+    """
     if cached is None or cached.search.was_interrupted or fingerprint.unknown:
         return None
-    return cached if cached.fingerprint.digest == fingerprint.digest else None
+    if cached.fingerprint.digest != fingerprint.digest:
+        return None
+    before = msgspec.convert(cached.options, SearchOptions)
+    if all(getattr(before, name) == getattr(options, name) for name in RANKING):
+        return cached
+    from autotune_amp.search.rerank import rerank  # not needed for a plain answer, which has 50 ms
+
+    answer = rerank(cached, options, folder)
+    folder.save(answer)
+    progress.note(f"Ranked again for {options.objective} from what this search measured before; nothing was run.")
+    return answer

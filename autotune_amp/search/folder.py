@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import tempfile
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import filelock
 
 RECORD_FORMAT = 1
+_LOCK = ".lock"
 
 
 def study_name(target: str) -> str:
@@ -43,6 +45,7 @@ class StudyFolder:
     def __init__(self, out: str, name: str) -> None:
         self.path = Path(out) / name
         self._lock: filelock.BaseFileLock | None = None
+        self._is_new = False
 
     @property
     def recommendation_path(self) -> Path:
@@ -63,11 +66,12 @@ class StudyFolder:
         import filelock  # not needed for a cached answer, which has 50 ms
 
         try:
+            self._is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.path).close()
-            self._lock = filelock.FileLock(self.path / ".lock")
+            self._lock = filelock.FileLock(self.path / _LOCK)
             self._lock.acquire(blocking=False)
-            for half_written in self.path.glob(f".{self.recommendation_path.name}.*"):
+            for half_written in (*self.path.glob(".recommendation.json.*"), *self.path.glob(".report.html.*")):
                 half_written.unlink()  # left by a kill between writing and renaming; nobody else writes here now
         except filelock.Timeout as error:
             raise StudyBusyError(
@@ -84,6 +88,9 @@ class StudyFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._lock is not None
+        # A misspelt name should leave no folder.
+        if self._is_new and [path.name for path in self.path.iterdir()] == [_LOCK]:
+            shutil.rmtree(self.path, ignore_errors=True)
         self._lock.release()
 
     def search_id(self, digest: str, *, is_fresh: bool) -> str:
@@ -102,9 +109,16 @@ class StudyFolder:
         if rest:
             with self._outcomes_path.open("r+b") as file:
                 file.truncate(len(data) - len(rest))
-        records = []
-        for number, line in enumerate(whole.splitlines(), start=1):
-            records.append(self._record(line, number))
+        return self._parsed(whole, search_id)
+
+    def peek(self, search_id: str | None = None) -> list[Record]:
+        """The same without touching the file: another search may be writing to it."""
+        if not self._outcomes_path.exists():
+            return []
+        return self._parsed(self._outcomes_path.read_bytes().rpartition(b"\n")[0], search_id)
+
+    def _parsed(self, whole_lines: bytes, search_id: str | None) -> list[Record]:
+        records = [self._record(line, number) for number, line in enumerate(whole_lines.splitlines(), start=1)]
         return [r for r in records if search_id is None or r.search_id == search_id]
 
     def _record(self, line: bytes, number: int) -> Record:

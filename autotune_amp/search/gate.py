@@ -8,19 +8,21 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from autotune_amp.numerics.results import Fidelity
+from autotune_amp.recommendation import Objective
 from autotune_amp.search import loss_scales, verdicts
-from autotune_amp.search.choose import RIVAL, finalists, measured_speeds, rank, shortlist
+from autotune_amp.search.choose import RIVAL, finalists, measured_speeds, shortlist
 from autotune_amp.search.loss_scales import AllScales
+from autotune_amp.search.objective import rank
 from autotune_amp.search.seeding import HOPELESS
 from autotune_amp.search.session import Session, outcome_of
 from autotune_amp.search.space import Space
 from autotune_amp.search.study import Study
+from autotune_amp.search.told import own_workers
 from autotune_amp.search.verdicts import Check
 from autotune_amp.trial.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.trial.runner import Runner
 from autotune_amp.trial.spec import Candidate, TrialSpec
 
-MAX_CHECK_BATCH_SIZE = 16  # what rounding does hardly moves with the batch size (measurement.md, Fidelity)
 NUM_PAIRS = 24  # of (init_scale, growth_interval) for one contender, the seeds among them
 MIN_CHECK_SECONDS = 0.5
 
@@ -48,22 +50,28 @@ Todo: TypeAlias = Hold | Calibrate | Measure
 SpecFor: TypeAlias = Callable[[Session, Candidate, float], TrialSpec]  # with the seconds that are left
 
 
-def next_todo(records: Sequence[Record], space: Space, scales: AllScales) -> Todo | None:
+def next_todo(
+    records: Sequence[Record], space: Space, scales: AllScales, objective: Objective = "speed"
+) -> Todo | None:
     """What is still to be found out before the contenders can be confirmed; None where all are judged. Pure.
 
     Every answer adds a record that changes the next one: what is unfaithful leaves the shortlist to others.
     """
-    chosen = shortlist(records, space.baseline, scales)
+    chosen = shortlist(records, space.baseline, scales, objective)
     known = verdicts.verdicts(records)
     speeds = measured_speeds(records)
     healing = _healing(records, known, speeds)
     if healing is not None:
         return healing
     fastest = max((speeds[c] for c in (chosen or ())[:2] if c is not None), default=0.0)
-    for candidate in _contenders(records, space, scales):
-        is_rival = speeds[candidate] >= (1 - RIVAL) * fastest or (chosen is not None and candidate == chosen.winner)
+    for candidate in _contenders(records, space, scales, objective):
+        is_rival = (
+            objective != "speed"  # then what is slower may win
+            or speeds[candidate] >= (1 - RIVAL) * fastest
+            or (chosen is not None and candidate == chosen.winner)
+        )
         if candidate.precision == "fp16" and is_rival and loss_scales.key_of(candidate) not in scales:
-            return Calibrate(candidate)
+            return Calibrate(own_workers(candidate))
         if verdicts.can_check(candidate, space) and verdicts.check_of(candidate) not in known:
             return _hold(candidate, verdicts.check_of(candidate))
     lame = _lame(records, space, scales, known, fastest)
@@ -73,7 +81,7 @@ def next_todo(records: Sequence[Record], space: Space, scales: AllScales) -> Tod
 def pass_gate(session: Session, runner: Runner, space: Space, study: Study, spec_for: SpecFor) -> None:
     """Check and calibrate until the contenders are judged, or the search's share of the budget is used."""
     while session.clock.left_for_search() > MIN_CHECK_SECONDS:
-        todo = next_todo(session.records, space, session.scales)
+        todo = next_todo(session.records, space, session.scales, session.objective)
         if todo is None:
             break
         if isinstance(todo, Calibrate):
@@ -86,9 +94,9 @@ def pass_gate(session: Session, runner: Runner, space: Space, study: Study, spec
             session.progress.phase(f"measuring {todo.candidate}")
             record = session.run(runner, spec_for(session, todo.candidate, session.clock.left_for_search()))
             study.tell(study.ask(todo.candidate), outcome_of(record), number=record.number)
-    chosen = finalists(session.records, space, session.scales)
+    chosen = finalists(session.records, space, session.scales, session.objective)
     for contender in filter(None, (chosen or ())[:2]):
-        _suggest_pairs(session, study, contender)
+        _suggest_pairs(session, study, own_workers(contender))
 
 
 def is_worth_calibrating(session: Session, candidate: Candidate, outcome: Outcome) -> bool:
@@ -133,12 +141,12 @@ def _suggest_pairs(session: Session, study: Study, candidate: Candidate) -> None
         study.tell(study.ask(candidate, None), session.outcomes[candidate])
 
 
-def _contenders(records: Sequence[Record], space: Space, scales: AllScales) -> list[Candidate]:
+def _contenders(records: Sequence[Record], space: Space, scales: AllScales, objective: Objective) -> list[Candidate]:
     """What may be recommended, the winner first: a runner-up that is hopelessly slow is not confirmed either.
 
     The baseline is one: it may be kept.
     """
-    chosen = shortlist(records, space.baseline, scales)
+    chosen = shortlist(records, space.baseline, scales, objective)
     if chosen is None:
         return []
     speeds = measured_speeds(records)
@@ -161,7 +169,7 @@ def _healing(
         # Where nothing of the precision ran, the smallest: it may have been the numbers that failed it.
         ran = {c: speeds[c] for c in ours if c in speeds}
         like = rank(ran)[0] if ran else min(ours, key=lambda c: c.batch_size)
-        healed = msgspec.structs.replace(like, pinned_modules=found.healing_pins)
+        healed = msgspec.structs.replace(own_workers(like), pinned_modules=found.healing_pins)
         verdict = known.get(verdicts.check_of(healed))
         if verdict is None:
             return _hold(healed, verdicts.check_of(healed))
@@ -201,7 +209,7 @@ def _lame(
 def _hold(like: Candidate, check: Check) -> Hold:
     candidate = Candidate(
         precision=check.precision,
-        batch_size=min(MAX_CHECK_BATCH_SIZE, like.batch_size),
+        batch_size=min(verdicts.MAX_BATCH_SIZE, like.batch_size),
         pinned_modules=check.pinned_modules,
     )
     return Hold(candidate, find_pins=not check.pinned_modules)

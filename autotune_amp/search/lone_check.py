@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
 from autotune_amp.config import Precision
-from autotune_amp.errors import BudgetTooSmallError, InvalidRequestError, NothingWorksError, WorkloadError
+from autotune_amp.errors import InvalidRequestError, WorkloadError
 from autotune_amp.hardware.types import Hardware
 from autotune_amp.numerics.results import Fidelity
+from autotune_amp.search.opening import open_workload, told
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.origin import Origin
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.session import Clock, ProgressWatcher
 from autotune_amp.search.space import build_space
+from autotune_amp.search.verdicts import MAX_BATCH_SIZE
 from autotune_amp.trial.outcome import Description, Failure, unchecked
 from autotune_amp.trial.runner import Runner, can_fork
 from autotune_amp.trial.spec import CheckSpec
-
-MAX_BATCH_SIZE = 16  # what rounding does hardly depends on the batch size (measurement.md, Fidelity)
 
 
 class Request(NamedTuple):
@@ -63,18 +61,9 @@ def run_check(origin: Origin, request: Request, progress: Progress) -> Fidelity:
     """Check in a child; see `autotune_amp.check_fidelity`."""
     clock = Clock(request.options.budget_seconds)
     watcher = ProgressWatcher(progress, clock)
+    progress.work_started(clock.budget_seconds)
     with Runner(origin.payload(), "fork" if can_fork() else "kept", watcher) as runner:
-        progress.phase("loading the workload")
-        runner.load(clock.left())
-        found, why_not_fork = runner.open(request.options.device, origin.num_threads(), clock.left())
-        if why_not_fork is not None:
-            runner.keep()
-        state = origin.torch_state(found)
-        progress.phase("probing the device")
-        args = {"device": request.options.device, "torch_state": state}
-        hardware = msgspec.convert(_ask(runner, "probe", args, clock), Hardware)
-        args["device"] = hardware.device
-        description = msgspec.convert(_ask(runner, "describe", args, clock), Description)
+        hardware, description, state = open_workload(runner, origin, request.options.device, clock, progress)
         spec = check_spec(request, hardware, description, state, max(0.0, clock.left()))
         progress.phase(f"checking {spec.precision} against fp32")
         outcome = runner.check(spec)
@@ -82,21 +71,8 @@ def run_check(origin: Origin, request: Request, progress: Progress) -> Fidelity:
         return outcome
     assert isinstance(outcome, Failure)
     if outcome.kind == "workload_error":
-        raise WorkloadError(*_told(outcome))
+        raise WorkloadError(*told(outcome))
     return unchecked(spec, outcome)
-
-
-def _ask(runner: Runner, what: str, args: dict[str, Any], clock: Clock) -> Any:
-    answer = runner.ask(what, args, max(0.0, clock.left()))
-    if not isinstance(answer, Failure):
-        return answer
-    if answer.kind == "timeout":
-        raise BudgetTooSmallError(
-            f"The budget of {clock.budget_seconds:g} s ended before the check began.", "Give a larger budget."
-        )
-    if what == "probe":
-        raise NothingWorksError(f"The probe failed: {answer.message}.", 'Try device="cpu".', ())
-    raise WorkloadError(*_told(answer))
 
 
 def check_spec(
@@ -120,11 +96,3 @@ def check_spec(
         memory_limit_bytes=int(request.options.memory_fraction * hardware.memory.available),
         torch_state=torch_state,
     )
-
-
-def _told(failure: Failure) -> tuple[str, str]:
-    """Message and next step; the details are one line of advice where the error is ours, else a traceback."""
-    details = (failure.details or "").rstrip()
-    if details and "\n" not in details:
-        return failure.message, details
-    return f"{failure.message}\n{details}".rstrip(), "Mend it until one training step in fp32 works on its own."

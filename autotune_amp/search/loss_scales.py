@@ -6,7 +6,7 @@ import math
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from autotune_amp.config import LossScale
+from autotune_amp.config import FP16_MAX, LossScale
 from autotune_amp.numerics.results import Calibration
 from autotune_amp.numerics.scaler_replay import (
     Burst,
@@ -17,27 +17,28 @@ from autotune_amp.numerics.scaler_replay import (
     replay,
     skips,
     starting_scale,
+    stretches,
 )
-from autotune_amp.numerics.verdict import MAX_FORWARD_SHARE
+from autotune_amp.numerics.verdict import MAX_FLUSHED_SHARE, MAX_FORWARD_SHARE
 from autotune_amp.recommendation import Exclusion, LossScaleEvidence
+from autotune_amp.report.format import exact
+from autotune_amp.search import accumulate
+from autotune_amp.search.options import DEFAULT_NUM_STEPS
 from autotune_amp.search.verdicts import OF_THE_PRECISION
 from autotune_amp.trial.outcome import Failure, Measurement
+from autotune_amp.trial.spec import NUM_WARMUP_STEPS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from autotune_amp.trial.outcome import Record
     from autotune_amp.trial.spec import Candidate
 
 Pair: TypeAlias = tuple[float, int]  # init_scale, growth_interval
 
-NUM_STEPS = 10_000
 DEFAULT_PAIR: Pair = (65536.0, 2000)  # of torch.amp.GradScaler
 LOG2_INIT_SCALES = (-24, 24)  # searched: what fp16 can hold at the low end, LossScale's default maximum at the other
 _INTERVALS = (2000, 200)  # GradScaler's own, and one that recovers ten times as fast from a scale that fell
-MAX_FLUSHED_SHARE = 0.01  # loss-scaling.md, section 3, "Refuse fp16"
-_FP16_MAX = 65504
-_NUM_WARMUP_STEPS = 3  # TrialSpec's: a measurement counts the skips after them, and after the scale came down
 
 
 class Refused(NamedTuple):
@@ -53,22 +54,32 @@ class Uncalibrated(NamedTuple):
     refusal: None = None
 
 
+class Stretch(NamedTuple):
+    """Steps at one loss scale: the first of them, and the skipped one that ended it, None where the scale grew."""
+
+    scale: float
+    first_step: int
+    skip: int | None
+
+
 class Scales:
     """A calibration's answer for any pair over `num_steps` optimizer steps; `scored` holds those asked for so far.
 
     A pair is run within `LossScale`'s own bounds, as the `PrecisionController` runs it. The loss of an accumulation
-    window's pass is divided by `accumulation_steps`, and so, in effect, is its scale; the window overflows where any of
-    its passes does. Raises `ValueError` where no step has a safe scale.
+    window's pass is divided by `accumulation_steps`, unless it `is_loss_sum`, and so, in effect, is its scale; the
+    window overflows where any of its passes does. Raises `ValueError` where no step has a safe scale.
     """
 
-    def __init__(self, calibration: Calibration, num_steps: int, accumulation_steps: int = 1) -> None:
+    def __init__(
+        self, calibration: Calibration, num_steps: int, accumulation_steps: int = 1, *, is_loss_sum: bool = False
+    ) -> None:
         self.calibration = calibration
         self.num_steps = num_steps
-        log2_divisor = math.log2(accumulation_steps)
-        self.log2_scales = [-math.inf if s is None else s + log2_divisor for s in calibration.log2_scales]
+        self.log2_divisor = 0.0 if is_loss_sum else math.log2(accumulation_steps)
+        self.log2_scales = [-math.inf if s is None else s + self.log2_divisor for s in calibration.log2_scales]
         self._accumulation_steps = accumulation_steps
         self._trace = extend(self.log2_scales, num_steps, num_passes_per_step=accumulation_steps)
-        self._flushed = FlushedShares(dict(calibration.gradient_histogram), log2_divisor)
+        self._flushed = FlushedShares(dict(calibration.gradient_histogram), self.log2_divisor)
         self.preferred: Pair = (starting_scale(self.log2_scales, LOG2_INIT_SCALES[1]), _INTERVALS[0])
         self.scored: dict[Pair, Replay] = {}
         for pair in self.seeds:
@@ -86,6 +97,14 @@ class Scales:
             self.scored[pair] = replay(self._trace, _loss_scale(pair), self._flushed, is_bounded=True)
         return self.scored[pair]
 
+    def course(self, pair: Pair, *, is_bounded: bool = True) -> list[Stretch]:
+        """The same stretch by stretch; not `is_bounded` it is that of ``torch.amp.GradScaler``."""
+        found, step = [], 0
+        for scale, num_clean, skip in stretches(self._trace, _loss_scale(pair), is_bounded=is_bounded):
+            found.append(Stretch(scale, step, skip))
+            step += num_clean + (skip is not None)
+        return found
+
     @property
     def of_gradscaler(self) -> Replay:
         """What ``torch.amp.GradScaler`` with its defaults does over the horizon: it knows no bounds."""
@@ -100,17 +119,18 @@ class Scales:
     def refusal(self) -> str | None:
         """Why fp16 is not to be used at all, None where it may (loss-scaling.md, section 3, "Refuse fp16")."""
         forward_max = self.calibration.forward_max
-        if forward_max > MAX_FORWARD_SHARE * _FP16_MAX:
+        if forward_max > MAX_FORWARD_SHARE * FP16_MAX:
             return (
                 f"activations reach {forward_max:.5g} at batch {self.calibration.batch_size}, "
-                f"where fp16 ends at {_FP16_MAX}"
+                f"where fp16 ends at {FP16_MAX:g}"
             )
         share = self.flushed_share(self.best)
         if share <= MAX_FLUSHED_SHARE:
             return None
         return (
-            f"{100 * share:.1f} % of the gradient's entries are flushed to zero at a loss scale of {self.best[0]:g}, "
-            f"and larger ones overflow (the largest safe one is {_power(min(self.finite_log2_scales))})"
+            f"{100 * share:.1f} % of the gradient's entries are flushed to zero at a loss scale of "
+            f"{exact(self.best[0])}, and larger ones overflow (the largest safe one is "
+            f"{_power(min(self.finite_log2_scales))})"
         )
 
     def flushed_share(self, pair: Pair) -> float:
@@ -127,12 +147,12 @@ class Scales:
 
         A trial trains with ``torch.amp.GradScaler``, which knows no bounds.
         """
-        num_foreseen = _NUM_WARMUP_STEPS + 64 + num_measured
+        num_foreseen = NUM_WARMUP_STEPS + 64 + num_measured
         trace = extend(
             self.log2_scales, num_foreseen, burst=Burst(num_steps=0), num_passes_per_step=self._accumulation_steps
         )
         steps = set(skips(trace, _loss_scale(pair)))
-        after_warmup = range(_NUM_WARMUP_STEPS, num_foreseen - num_measured)
+        after_warmup = range(NUM_WARMUP_STEPS, num_foreseen - num_measured)
         start = next((step for step in after_warmup if step - 1 not in steps), after_warmup.stop)
         return sum(start <= step < start + num_measured for step in steps)
 
@@ -159,13 +179,16 @@ def snapped(init_scale: float) -> float:
     return float(2.0 ** round(math.log2(init_scale)))
 
 
-def calibrated(records: Iterable[Record], num_steps: int = NUM_STEPS) -> dict[Key, Answer]:
+def calibrated(records: Sequence[Record], num_steps: int = DEFAULT_NUM_STEPS) -> dict[Key, Answer]:
     """What the calibrations among the records say, over a horizon of `num_steps` optimizer steps."""
-    return {key_of(r.candidate): answer(r, num_steps) for r in records if r.purpose == "calibration"}
+    is_sum = accumulate.is_loss_sum(records)
+    return {
+        key_of(r.candidate): answer(r, num_steps, is_loss_sum=is_sum) for r in records if r.purpose == "calibration"
+    }
 
 
-def answer(record: Record, num_steps: int) -> Answer:
-    """What one calibration says."""
+def answer(record: Record, num_steps: int, *, is_loss_sum: bool = False) -> Answer:
+    """What one calibration says; `is_loss_sum` as `accumulate` found it."""
     outcome = record.outcome
     if isinstance(outcome, Failure):
         if outcome.kind in OF_THE_PRECISION:
@@ -174,7 +197,7 @@ def answer(record: Record, num_steps: int) -> Answer:
     assert isinstance(outcome, Calibration)
     if outcome.init_scale is None or all(s is None for s in outcome.log2_scales):
         return Refused("its loss or gradients are not finite at any loss scale")
-    return Scales(outcome, num_steps, record.candidate.accumulation_steps)
+    return Scales(outcome, num_steps, record.candidate.accumulation_steps, is_loss_sum=is_loss_sum)
 
 
 def refusal(scales: AllScales, candidate: Candidate) -> str | None:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from autotune_amp.config import PRECISIONS, Precision
 from autotune_amp.errors import InvalidRequestError
+from autotune_amp.recommendation import Objective
 
 SEED_LIMIT = 2**32 - 10_000  # numpy's, with room for resumed trials, which add their number to the seed
+DEFAULT_NUM_STEPS = 10_000
 MAX_STEPS = 1_000_000  # a replay holds a number for each, and takes up to 0.1 s then
+
+# What changes nothing of what is measured, only what is chosen and said: a finished search is ranked again for these.
+RANKING = ("objective", "num_steps", "num_samples", "price_per_hour")
 
 _DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 _NAME = re.compile(r"[\w.-]+")
@@ -25,8 +30,10 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Checked options; `from_user` makes one from what a user typed or passed.
 
     `batch_size` is an inclusive range in samples, `baseline` a precision and a batch size. `memory_fraction` is the
-    share of the available memory that a trial may take, `num_steps` the optimizer steps of the training to come,
-    over which a loss scale is judged.
+    share of the available memory that a trial may take. `effective_batch_size` is that of all `num_ranks` together;
+    None is what the data comes with, "free" none at all. The training to come has `num_steps` optimizer steps or
+    `num_samples` samples: a loss scale is judged over them, `DEFAULT_NUM_STEPS` where neither is given. `objective`,
+    the length and the price change nothing of what is measured.
     """
 
     budget_seconds: float = 110.0
@@ -34,14 +41,25 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"
     precisions: tuple[Precision, ...] | None = None
     batch_size: tuple[int, int] | None = None
-    effective_batch_size: int | None = None
+    effective_batch_size: int | Literal["free"] | None = None
+    num_ranks: int = 1
     baseline: tuple[Precision, int] | None = None
     memory_fraction: float = 0.9
-    num_steps: int = 10_000
+    objective: Objective = "speed"
+    num_steps: int | None = None
+    num_samples: int | None = None
+    price_per_hour: float | None = None
     study: str | None = None
     out: str = "studies"
     storage: str | None = None
     seed: int = 0
+
+    def horizon_steps(self, effective_batch_size: int) -> int:
+        """Optimizer steps that a loss scale is judged over, given the samples of one step on one rank."""
+        steps = self.num_steps
+        if self.num_samples is not None:
+            steps = -(-self.num_samples // (effective_batch_size * self.num_ranks))
+        return DEFAULT_NUM_STEPS if steps is None else min(steps, MAX_STEPS)
 
     @classmethod
     def from_user(
@@ -52,10 +70,14 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
         device: str = "auto",
         precision: Sequence[str] | str | None = None,
         batch_size: str | tuple[int, int] | None = None,
-        effective_batch_size: int | None = None,
+        effective_batch_size: str | int | None = None,
+        num_ranks: int = 1,
         baseline: str | tuple[str, int] | None = None,
         memory_fraction: float = 0.9,
-        steps: int = 10_000,
+        objective: str = "speed",
+        steps: int | None = None,
+        samples: int | None = None,
+        price_per_hour: float | None = None,
         study: str | None = None,
         out: str = "studies",
         storage: str | None = None,
@@ -71,15 +93,26 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
             memory_fraction,
             "a share above 0 and at most 1",
         )
-        _check(_is_whole(steps) and 1 <= steps <= MAX_STEPS, "steps", steps, f"a whole number from 1 to {MAX_STEPS}")
+        _check(_is_count(steps) and (steps or 1) <= MAX_STEPS, "steps", steps, f"a whole number from 1 to {MAX_STEPS}")
+        _check(_is_count(samples), "samples", samples, "a whole number from 1 up")
+        _check(steps is None or samples is None, "samples", samples, "left out where --steps is given")
+        _check(
+            price_per_hour is None or (_is_number(price_per_hour) and 0 <= price_per_hour < math.inf),
+            "price-per-hour",
+            price_per_hour,
+            "an amount of money from 0 up",
+        )
+        _check(
+            price_per_hour is None or steps is not None or samples is not None,
+            "price-per-hour",
+            price_per_hour,
+            "given together with --steps or --samples",
+        )
         _check(
             study is None or (_matches(_NAME, study) and study.strip(".") != ""),
             "study",
             study,
             "a folder name of letters, digits, '.', '_' and '-'",
-        )
-        _check(
-            _is_count(effective_batch_size), "effective-batch-size", effective_batch_size, "a whole number from 1 up"
         )
         _check(isinstance(out, str), "out", out, "a folder's path, as a string")
         _check(storage is None or isinstance(storage, str), "storage", storage, "an Optuna storage URL, as a string")
@@ -90,10 +123,14 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
             device=device,
             precisions=_precisions(precision),
             batch_size=_batch_range(batch_size),
-            effective_batch_size=effective_batch_size,
+            effective_batch_size=_effective(effective_batch_size, num_ranks),
+            num_ranks=num_ranks,
             baseline=_baseline(baseline),
             memory_fraction=float(memory_fraction),
+            objective=_objective(objective),
             num_steps=steps,
+            num_samples=samples,
+            price_per_hour=None if price_per_hour is None else float(price_per_hour),
             study=study,
             out=out,
             storage=storage,
@@ -106,6 +143,31 @@ def _check(condition: bool, option: str, given: object, wanted: str) -> None:
         raise InvalidRequestError(f"--{option} is {given!r}; it must be {wanted}.", f"Give --{option} {wanted}.")
 
 
+def _effective(given: str | int | None, num_ranks: int) -> int | Literal["free"] | None:
+    if given == "free":
+        return "free"
+    number = int(given) if isinstance(given, str) and given.isdecimal() else given
+    _check(_is_count(number), "effective-batch-size", given, 'a whole number from 1 up, or "free"')
+    assert number is None or isinstance(number, int)
+    _check(
+        number is None or number % num_ranks == 0,
+        "effective-batch-size",
+        given,
+        f"a multiple of the {num_ranks} ranks that share it",
+    )
+    return number
+
+
+def _objective(given: object) -> Objective:
+    for objective in get_args(Objective):
+        if objective == given:
+            found: Objective = objective
+            return found
+    raise InvalidRequestError(
+        f"--objective is {given!r}; it must be one of {', '.join(get_args(Objective))}.", "Pick one of the names given."
+    )
+
+
 def _is_whole(given: object) -> bool:
     return isinstance(given, int) and not isinstance(given, bool)
 
@@ -114,7 +176,7 @@ def _is_number(given: object) -> bool:
     return isinstance(given, float) or _is_whole(given)
 
 
-def _is_count(given: int | None) -> bool:
+def _is_count(given: Any) -> bool:
     return given is None or (_is_whole(given) and given >= 1)
 
 

@@ -87,8 +87,8 @@ class _Live(Origin):
         self.name = folder_name(str(getattr(workload, "name", None) or getattr(workload, "__name__", "workload")))
 
     def payload(self) -> Payload:
+        from autotune_amp.packing import pack
         from autotune_amp.trial.runner import Payload
-        from autotune_amp.workload import pack
 
         return Payload(target=None, packed=pack(self._workload), path=_import_path())
 

@@ -13,6 +13,9 @@ class Progress:
     def started(self, study: str, folder: str, budget_seconds: float) -> None:
         """The search has its folder and its budget."""
 
+    def work_started(self, budget_seconds: float | None) -> None:
+        """Work that is no search begins: a check on its own, or a profile, which has no budget."""
+
     def phase(self, text: str) -> None:
         """A new phase: ``loading the workload``, ``searching``, ``checking bf16 against fp32``, ``confirming`` ..."""
 

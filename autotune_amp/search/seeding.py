@@ -1,4 +1,5 @@
-"""What to try first: the baseline, every precision at a middle batch, then where the models of time and memory point.
+"""What to try first: the baseline, every precision at a middle batch, then where the models of time and memory point,
+then what lies round the best.
 
 Seeding a sampler so cuts the mean regret at 15 trials from 14 % to 2 % (shared/reference/measurement.md, Optuna 5).
 Pure and without state: the next seed follows from the outcomes so far, so a resumed search goes on where it was.
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from autotune_amp.recommendation import Exclusion
+from autotune_amp.search.objective import PLATEAU
 from autotune_amp.search.space import Space, excluded_by_oom, without
 from autotune_amp.trial.outcome import Failure, Measurement, Outcome
 
@@ -22,11 +24,14 @@ if TYPE_CHECKING:
     from autotune_amp.hardware.types import Hardware
     from autotune_amp.trial.spec import Candidate
 
-PLATEAU = 0.03  # within 3 % of the best the smaller batch wins (DESIGN.md, Objective)
 MIN_GAIN = 0.01  # a doubled batch that gains less ends the climb (measurement.md: "until OOM or < 1 % gain")
 HOPELESS = 5.0  # times slower at the same batch: no batch size makes up for it
 MEMORY_MARGIN = 1.1  # the memory model is within 2 to 19 % (measurement.md), so it may skip but never exclude
 NUM_PRECISIONS = 2  # precisions whose batch size is worth a search
+# Beyond the best batch of a precision that is not far behind, every batch is looked at until two in a row are so much
+# slower: processes differ by 8 to 23 %, and one slow one must not end a climb (studies/search_efficiency).
+FAR_BEHIND = 1.25
+NUM_FAR_BEHIND = 2
 
 
 class StepTimeModel(msgspec.Struct, frozen=True):
@@ -53,7 +58,7 @@ class MemoryModel(msgspec.Struct, frozen=True):
     m1: float
     m2: float
 
-    def bytes_at(self, batch_size: int) -> float:
+    def bytes_at(self, batch_size: float) -> float:
         """The memory at this batch size."""
         return max(self.m0, self.m1 + self.m2 * batch_size)
 
@@ -130,6 +135,22 @@ def next_seed(
         if seed is not None:
             return seed
     return None
+
+
+def next_look(
+    space: Space,
+    outcomes: Mapping[Candidate, Outcome],
+    memory_limit_bytes: int | None,
+    excluded: Sequence[Exclusion] = (),
+) -> Candidate | None:
+    """What to try once seeding is over: the batches round the best of each precision that is not far behind.
+
+    None where all of them are known. The arguments are those of `next_seed`.
+    """
+    untried = [c for c in without(space.candidates, (*excluded, *exclusions(space, outcomes))) if c not in outcomes]
+    fitting = [c for c in untried if _fits(c, outcomes, memory_limit_bytes)]
+    looks = (_round_the_best(precision, fitting, outcomes) for precision in _best_precisions(outcomes))
+    return next(filter(None, looks), None)
 
 
 def _measured(precision: Precision, outcomes: Mapping[Candidate, Outcome]) -> dict[int, Measurement]:
@@ -236,6 +257,30 @@ def _next_of(
         plateau = smallest_on_plateau({size: model.samples_per_second(size) for size in sizes})
         wanted = [max(plateau, best), *wanted]
     return next((untried[size] for size in wanted if size in untried), None)
+
+
+def _round_the_best(
+    precision: Precision, fitting: Sequence[Candidate], outcomes: Mapping[Candidate, Outcome]
+) -> Candidate | None:
+    """The nearest untried batch above or below the best one, on a side where not all is far behind yet."""
+    untried = {c.batch_size: c for c in fitting if c.precision == precision}
+    rates = {size: m.samples_per_second for size, m in _measured(precision, outcomes).items()}
+    known = [m.samples_per_second for c, m in outcomes.items() if isinstance(m, Measurement) and not c.as_found]
+    best = max(rates, key=lambda size: rates[size])
+    if rates[best] * FAR_BEHIND < max(known):
+        return None
+    sizes = sorted({*rates, *untried})
+    above, below = [s for s in sizes if s > best], [s for s in reversed(sizes) if s < best]
+    for side in (above, below):
+        num_far_behind = 0
+        for size in side:
+            if size in untried and num_far_behind < NUM_FAR_BEHIND:
+                return untried[size]
+            is_far = rates.get(size, 0.0) * FAR_BEHIND < rates[best]
+            num_far_behind = num_far_behind + 1 if is_far else 0
+            if num_far_behind == NUM_FAR_BEHIND:
+                break
+    return None
 
 
 def smallest_on_plateau(rates: Mapping[int, float]) -> int:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from autotune_amp.config import LossScale
+from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.hardware.types import Hardware
 from autotune_amp.numerics.scaler_replay import Replay
-from autotune_amp.recommendation import Exclusion
-from autotune_amp.search import loss_scales, seeding, verdicts
-from autotune_amp.search.evidence import is_trial
+from autotune_amp.recommendation import Exclusion, Objective
+from autotune_amp.search import accumulate, loss_scales, seeding, verdicts
+from autotune_amp.search.evidence import failures, is_trial
 from autotune_amp.search.folder import StudyFolder
-from autotune_amp.search.loss_scales import Answer, Key, Pair
+from autotune_amp.search.loss_scales import AllScales, Answer, Key, Pair
+from autotune_amp.search.options import DEFAULT_NUM_STEPS
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.space import Space
-from autotune_amp.trial.outcome import Failure, Measurement, Outcome, Record
+from autotune_amp.trial.outcome import Description, Failure, Measurement, Outcome, Record
 from autotune_amp.trial.process import Watcher
 from autotune_amp.trial.runner import Runner
 from autotune_amp.trial.spec import Candidate, CheckKind, CheckSpec, Purpose, TrialSpec
@@ -48,11 +51,12 @@ class Clock:
 
 
 class ProgressWatcher(Watcher):
-    """Passes what a runner says while it waits on to the progress."""
+    """Passes what a runner says while it waits on to the progress, and to the meter what bears on it."""
 
-    def __init__(self, progress: Progress, clock: Clock) -> None:
+    def __init__(self, progress: Progress, clock: Clock, meter: LoadMeter | None = None) -> None:
         self._progress = progress
         self._clock = clock
+        self._meter = meter
         self.last_step_seconds: float | None = None
 
     def tick(self) -> None:  # noqa: D102 - see Watcher
@@ -60,10 +64,16 @@ class ProgressWatcher(Watcher):
 
     def step(self, num_steps: int, step_seconds: float) -> None:  # noqa: D102 - see Watcher
         self.last_step_seconds = step_seconds
+        if num_steps and self._meter is not None:
+            self._meter.step()
         self._progress.step(num_steps, step_seconds)
 
     def output(self, text: str) -> None:  # noqa: D102 - see Watcher
         self._progress.output(text)
+
+    def ending(self) -> None:  # noqa: D102 - see Watcher
+        if self._meter is not None:
+            self._meter.hold()
 
 
 class Session:
@@ -82,11 +92,16 @@ class Session:
         loss_scale: LossScale,
         holds_heap: bool,
         seed: int,
-        num_steps: int = loss_scales.NUM_STEPS,
+        num_steps: int = DEFAULT_NUM_STEPS,
+        description: Description | None = None,
+        objective: Objective = "speed",
+        meter: LoadMeter | None = None,
     ) -> None:
         self.clock = clock
         self.progress = progress
         self.hardware = hardware
+        self.description = description
+        self.objective = objective
         self.memory_limit_bytes = memory_limit_bytes
         self.records = folder.records(search_id)
         self._folder = folder
@@ -96,6 +111,7 @@ class Session:
         self._holds_heap = holds_heap
         self._seed = seed
         self._num_steps = num_steps
+        self._meter = meter
         self.scales: dict[Key, Answer] = loss_scales.calibrated(self.records, num_steps)
 
     @property
@@ -106,20 +122,16 @@ class Session:
     @property
     def outcomes(self) -> dict[Candidate, Outcome]:
         """What the search phase knows of each candidate."""
-        return {r.candidate: outcome_of(r) for r in self.records if r.purpose in ("search", "fallback")}
+        return _outcomes(self.records)
 
     @property
-    def unpinned_outcomes(self) -> dict[Candidate, Outcome]:
-        """The same of the space's own candidates: one with pins says nothing of those without."""
-        return {c: outcome for c, outcome in self.outcomes.items() if not c.pinned_modules}
+    def space_outcomes(self) -> dict[Candidate, Outcome]:
+        """The same of the space's own candidates: one with pins or other workers says nothing of those without."""
+        return _space_outcomes(self.records)
 
     def exclusions(self, space: Space) -> tuple[Exclusion, ...]:
         """What the outcomes and the checks so far rule out, with the reason."""
-        by_checks = (
-            *verdicts.exclusions(verdicts.verdicts(self.records)),
-            *loss_scales.exclusions(self.scales),
-        )
-        return (*by_checks, *seeding.exclusions(space, self.unpinned_outcomes))
+        return exclusions(self.records, self.scales, space)
 
     def best(self) -> Record | None:
         """The fastest measured so far, without what the checks rule out."""
@@ -150,12 +162,15 @@ class Session:
 
     def spec(self, candidate: Candidate, **fields: Any) -> TrialSpec:
         """A trial of `candidate` under this search's conditions."""
+        sizes = None if self.description is None else self.description.sample_sizes
         return TrialSpec(
             candidate=candidate,
             device=self.hardware.device,
             seed=self._seed,
             memory_limit_bytes=self.memory_limit_bytes,
             torch_state=self._torch_state,
+            worst_samples=() if sizes is None else sizes.largest[: candidate.batch_size],
+            is_loss_sum=accumulate.is_loss_sum(self.records),
             **{
                 "hold_heap": self._holds_heap,
                 "loss_scale": self._loss_scale if candidate.precision == "fp16" else None,
@@ -173,7 +188,9 @@ class Session:
     ) -> Record:
         """Run one trial, log it, tell the progress."""
         number = self._begin(spec.candidate, spec.purpose)
-        started = time.monotonic()
+        if self._meter is not None:
+            self._meter.start()
+        started = self.clock.elapsed()
         outcome = runner.run(spec)
         return self._log(
             Record(
@@ -182,16 +199,26 @@ class Session:
                 candidate=spec.candidate,
                 purpose=spec.purpose,
                 outcome=outcome,
-                seconds=time.monotonic() - started,
+                seconds=self.clock.elapsed() - started,
                 round=round_number,
                 environment=environment or {},
+                loss_scale=spec.loss_scale,
+                load=None if self._meter is None else self._meter.stop(),
             )
         )
 
-    def check(self, runner: Runner, what: CheckKind, candidate: Candidate, *, find_pins: bool = True) -> None:
-        """Check a candidate's precision within what is left for the search, and log it as a trial is logged."""
+    def check(
+        self,
+        runner: Runner,
+        what: CheckKind,
+        candidate: Candidate,
+        *,
+        find_pins: bool = True,
+        seconds: float = math.inf,
+    ) -> None:
+        """Make a check within `seconds` and what is left for the search, and log it as a trial is logged."""
         number = self._begin(candidate, what)
-        started = time.monotonic()
+        started = self.clock.elapsed()
         outcome = runner.check(
             CheckSpec(
                 what=what,
@@ -201,7 +228,7 @@ class Session:
                 pinned_modules=candidate.pinned_modules,
                 find_pins=find_pins,
                 seed=self._seed,
-                deadline_seconds=max(0.0, self.clock.left_for_search()),
+                deadline_seconds=max(0.0, min(seconds, self.clock.left_for_search())),
                 memory_limit_bytes=self.memory_limit_bytes,
                 torch_state=self._torch_state,
                 hold_heap=self._holds_heap,
@@ -213,10 +240,12 @@ class Session:
             candidate=candidate,
             purpose=what,
             outcome=outcome,
-            seconds=time.monotonic() - started,
+            seconds=self.clock.elapsed() - started,
         )
         if what == "calibration":
-            self.scales[loss_scales.key_of(candidate)] = loss_scales.answer(record, self._num_steps)
+            self.scales[loss_scales.key_of(candidate)] = loss_scales.answer(
+                record, self._num_steps, is_loss_sum=accumulate.is_loss_sum(self.records)
+            )
         self._log(record)
 
     def _begin(self, candidate: Candidate, purpose: Purpose) -> int:
@@ -229,6 +258,23 @@ class Session:
         self.records.append(record)
         self.progress.trial_ended(record, self.best())
         return record
+
+
+def exclusions(records: Sequence[Record], scales: AllScales, space: Space) -> tuple[Exclusion, ...]:
+    """What the outcomes and the checks among the records rule out, with the reason. Pure."""
+    by_checks = *verdicts.exclusions(verdicts.verdicts(records)), *loss_scales.exclusions(scales)
+    return *by_checks, *seeding.exclusions(space, _space_outcomes(records))
+
+
+def _outcomes(records: Sequence[Record]) -> dict[Candidate, Outcome]:
+    """The last measurement of each candidate, or else the failure that speaks against it."""
+    known = [r for r in records if r.purpose in ("search", "fallback")]
+    measured: dict[Candidate, Outcome] = {r.candidate: r.outcome for r in known if isinstance(r.outcome, Measurement)}
+    return measured | dict(failures(known))
+
+
+def _space_outcomes(records: Sequence[Record]) -> dict[Candidate, Outcome]:
+    return {c: o for c, o in _outcomes(records).items() if not c.pinned_modules and c.num_workers is None}
 
 
 def outcome_of(record: Record) -> Outcome:

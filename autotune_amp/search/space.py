@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
 from autotune_amp.errors import InvalidRequestError
 from autotune_amp.recommendation import Exclusion
+from autotune_amp.search.accumulate import without_accumulation
+from autotune_amp.search.batch_sizes import Sizing, batch_sizes, first_too_large, largest_divisor, of_all_ranks
 from autotune_amp.trial.spec import Candidate
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from autotune_amp.trial.outcome import Description
 
 ASSUMED_BATCH_SIZE = 32
-MAX_BATCH_SIZES = 10
-SEARCH_DOWN, SEARCH_UP = 8, 16  # without --batch-size: from an eighth of the baseline's batch to sixteen times it
 SAME_MEMORY = 0.98  # peaks of one candidate differ by a percent or two between processes
 
 _TRIED: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16")
@@ -33,24 +32,36 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
 
     `candidates` are legal, unique by precision and batch size, ordered by precision and then batch size. `baseline`
     is measured even where it is not among them: as found, or outside the ranges asked for. `excluded` says what was
-    left out before any trial, `notes` what was assumed. `weights` is what the parameters are kept in, `has_tf32`
-    whether the device has it.
+    left out before any trial, `notes` what was assumed. `effective_batch_size` is that of every candidate, in samples
+    on one device; None where it is free. `num_ranks` devices make an optimizer step together. `accumulation_withheld`
+    is why nothing may accumulate, None where nothing speaks against it. `weights` is what the parameters are kept in,
+    `has_tf32` whether the device has it. `weighs_passes`: the training itself weighs what accumulates.
     """
 
     candidates: tuple[Candidate, ...]
     baseline: Candidate
     excluded: tuple[Exclusion, ...] = ()
     notes: tuple[str, ...] = ()
+    effective_batch_size: int | None = None
+    num_ranks: int = 1
+    accumulation_withheld: str | None = None
     weights: Literal["fp32", "bf16", "frozen_low"] = "fp32"
     has_tf32: bool = False
+    weighs_passes: bool = False
 
 
 def build_space(hardware: Hardware, description: Description, options: SearchOptions) -> Space:
     """The space of a search; raises `InvalidRequestError` where the options leave nothing, naming what would do."""
-    baseline, notes = _baseline(hardware, description, options)
+    today = _today(hardware, description, options)
     precisions, excluded = _legal_precisions(hardware, description, options)
-    sizes = _batch_sizes(baseline.batch_size, description.num_samples, options)
-    too_large = _first_too_large(baseline.batch_size, description.num_samples, options)
+    sizing = Sizing(
+        baseline=today.baseline.batch_size,
+        effective=today.effective_batch_size,
+        asked=options.batch_size,
+        num_samples=description.num_samples,
+        num_ranks=options.num_ranks,
+    )
+    sizes, too_large = batch_sizes(sizing), first_too_large(sizing)
     if too_large is not None:
         reason = (
             f"the dataset has {description.num_samples} samples, fewer than one such batch; "
@@ -58,18 +69,22 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
         )
         excluded += [Exclusion(precision=p, batch_size=too_large, reason=reason) for p in precisions]
     candidates = tuple(
-        Candidate(precision=p, batch_size=b, accumulation_steps=_accumulation(b, options))
+        Candidate(precision=p, batch_size=b, accumulation_steps=(today.effective_batch_size or b) // b)
         for p in precisions
         for b in sizes
     )
-    return Space(
+    space = Space(
         candidates=candidates,
-        baseline=baseline,
+        baseline=today.baseline,
         excluded=tuple(excluded),
-        notes=(*notes, *_weight_notes(description)),
+        notes=(*today.notes, *_weight_notes(description)),
+        effective_batch_size=today.effective_batch_size,
+        num_ranks=options.num_ranks,
         weights=description.weights,
         has_tf32="tf32" in hardware.precisions and hardware.precisions["tf32"].level != "unsupported",
+        weighs_passes=description.weighs_passes,
     )
+    return _for_a_loop(space) if description.is_loop else space
 
 
 def without(candidates: Iterable[Candidate], exclusions: Collection[Exclusion]) -> tuple[Candidate, ...]:
@@ -114,7 +129,15 @@ def _peaks(measured_peaks: Mapping[Candidate, int], precision: Precision) -> dic
     return {c.batch_size: peak for c, peak in measured_peaks.items() if c.precision == precision}
 
 
-def _baseline(hardware: Hardware, description: Description, options: SearchOptions) -> tuple[Candidate, list[str]]:
+class _Today(NamedTuple):
+    """What the user runs, the effective batch size to keep to (None: free), and what was assumed for it."""
+
+    baseline: Candidate
+    effective_batch_size: int | None
+    notes: list[str]
+
+
+def _today(hardware: Hardware, description: Description, options: SearchOptions) -> _Today:
     precision, as_found = description.as_found_precision, not description.is_as_found_strict
     size = description.batch_size
     notes: list[str] = []
@@ -126,6 +149,7 @@ def _baseline(hardware: Hardware, description: Description, options: SearchOptio
                 f"--baseline is {precision}:{size}, which cannot be trained on {hardware.device}: {reason}.",
                 f"Give a baseline in {' or '.join(p for p in _TRIED if _why_not(p, hardware, description) is None)}.",
             )
+    is_assumed = size is None
     if size is None:
         size = ASSUMED_BATCH_SIZE
         notes.append(
@@ -138,22 +162,40 @@ def _baseline(hardware: Hardware, description: Description, options: SearchOptio
             "the dataset has no more samples."
         )
         size = max(1, description.num_samples)
-    effective = options.effective_batch_size
-    if effective is not None and effective % size:
-        largest = max(d for d in _divisors(effective) if d <= size)
+    todays = size * description.accumulation_steps
+    effective = _kept(options, None if is_assumed else todays)
+    if effective is not None and effective != size and description.is_loop:
         notes.append(
-            f"The baseline's batch size is {largest} instead of {size}: "
-            f"{size} does not divide the effective batch size {effective}."
+            f"The baseline's batch size is {effective} instead of {size}: train_step takes an optimizer step on every "
+            "batch, so a batch is the effective batch."
+        )
+        size = effective
+    elif effective is not None and effective % size:
+        largest = largest_divisor(effective, at_most=size)
+        notes.append(
+            f"The baseline's batch size is {largest} instead of {size}: {size} does not divide the effective batch "
+            f"size {of_all_ranks(effective, options.num_ranks)}."
         )
         size = largest
     baseline = Candidate(
-        precision=precision, batch_size=size, accumulation_steps=_accumulation(size, options), as_found=as_found
+        precision=precision, batch_size=size, accumulation_steps=(effective or todays) // size, as_found=as_found
     )
-    return baseline, notes
+    return _Today(baseline, effective, notes)
 
 
-def _accumulation(size: int, options: SearchOptions) -> int:
-    return 1 if options.effective_batch_size is None else options.effective_batch_size // size
+def _kept(options: SearchOptions, known: int | None) -> int | None:
+    """Samples of an optimizer step on one device that are kept: those asked for, else those `known` of today."""
+    if options.effective_batch_size == "free":
+        return None
+    return known if options.effective_batch_size is None else options.effective_batch_size // options.num_ranks
+
+
+def _for_a_loop(space: Space) -> Space:
+    """A loop accumulates nothing: it is handed a batch and steps its optimizers itself."""
+    reason = "train_step takes its own optimizer steps, so nothing can be accumulated around it"
+    if any(c.accumulation_steps > 1 for c in space.candidates):
+        return without_accumulation(space, reason, "")
+    return msgspec.structs.replace(space, accumulation_withheld=reason)
 
 
 def _legal_precisions(
@@ -203,67 +245,3 @@ def _weight_notes(description: Description) -> tuple[str, ...]:
     if description.weights == "frozen_low":
         return ("Frozen weights are kept in low precision: the rows called fp32 compute with them as they are.",)
     return ()
-
-
-def _range(base: int, options: SearchOptions) -> tuple[int, int]:
-    return options.batch_size or (max(1, base // SEARCH_DOWN), base * SEARCH_UP)
-
-
-def _grid(base: int, options: SearchOptions) -> list[int]:
-    """Every size worth a thought in the range: the baseline halved and doubled, or the divisors of what is exact."""
-    low, high = _range(base, options)
-    if options.effective_batch_size is not None:
-        sizes = set(_divisors(options.effective_batch_size))
-    else:
-        powers = [2**k for k in range(max(base, high).bit_length() + 1)]
-        sizes = {base // power for power in powers} | {base * power for power in powers}
-        if options.batch_size is not None:
-            sizes |= {low, high}
-    return sorted(size for size in sizes if low <= size <= high)
-
-
-def _batch_sizes(base: int, num_samples: int | None, options: SearchOptions) -> list[int]:
-    low, high = _range(base, options)
-    limit = high if num_samples is None else max(1, min(high, num_samples))
-    sizes = [size for size in _grid(base, options) if size <= limit]
-    if options.batch_size is not None and options.effective_batch_size is None and low <= limit:
-        sizes = sorted({*sizes, limit})
-    if not sizes:
-        raise _nothing_left(low, high, num_samples, options)
-    return _thin(sizes, keep=base)
-
-
-def _first_too_large(base: int, num_samples: int | None, options: SearchOptions) -> int | None:
-    return next((size for size in _grid(base, options) if num_samples is not None and size > num_samples), None)
-
-
-def _nothing_left(low: int, high: int, num_samples: int | None, options: SearchOptions) -> InvalidRequestError:
-    if num_samples is not None and low > num_samples:
-        return InvalidRequestError(
-            f"--batch-size is {low}:{high}, but the dataset has only {num_samples} samples.",
-            f"Give a range that begins at {num_samples} or less.",
-        )
-    effective = options.effective_batch_size
-    assert effective is not None  # without it, low itself is in the grid
-    divisors = [d for d in _divisors(effective) if num_samples is None or d <= num_samples]
-    named = ", ".join(map(str, _thin(divisors, keep=1)))
-    return InvalidRequestError(
-        f"No batch size from {low} to {high} divides the effective batch size {effective}.",
-        f"Give a --batch-size range that holds one of {named}, or another --effective-batch-size.",
-    )
-
-
-def _thin(sizes: list[int], keep: int) -> list[int]:
-    """At most `MAX_BATCH_SIZES` of the sorted `sizes`, evenly spread over the logarithm; both ends and `keep` stay."""
-    if len(sizes) <= MAX_BATCH_SIZES:
-        return sizes
-    num = MAX_BATCH_SIZES - 1  # one place is for `keep`
-    ratio = math.log(sizes[-1] / sizes[0]) / (num - 1)
-    wanted = [sizes[0] * math.exp(ratio * k) for k in range(num)]
-    chosen = {min(sizes, key=lambda size: abs(math.log(size / target))) for target in wanted}
-    return sorted(chosen | {sizes[0], sizes[-1]} | ({keep} & set(sizes)))
-
-
-def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})

@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import psutil
 
-from autotune_amp.config import PRECISIONS, LossScale
+from autotune_amp.config import PRECISIONS
 from autotune_amp.errors import NothingWorksError, SearchInterruptedError
 from autotune_amp.fingerprint import changed, versions
 from autotune_amp.hardware import identify
-from autotune_amp.hardware.types import Hardware
+from autotune_amp.hardware.host import load_notes
+from autotune_amp.hardware.machine_load import LoadMeter
+from autotune_amp.hardware.types import Hardware, MachineLoad
 from autotune_amp.recommendation import Exclusion, Fingerprint, Recommendation, SearchSummary
 from autotune_amp.report.format import size
-from autotune_amp.search.choose import decide, finalists, why_out
+from autotune_amp.search import busy
+from autotune_amp.search.accumulate import judge
+from autotune_amp.search.building import LONG_BUILD_SECONDS, confirming_runners
+from autotune_amp.search.choose import finalists, why_out
 from autotune_amp.search.confirm import confirm, measure_fallbacks
 from autotune_amp.search.endings import nothing_to_choose, too_small
 from autotune_amp.search.explain import excluded as explain_excluded
-from autotune_amp.search.explore import MIN_TRIAL_SECONDS, explore, left_to_explore, search_spec
+from autotune_amp.search.explore import MIN_TRIAL_SECONDS, explore, left_to_explore, search_spec, share_building
 from autotune_amp.search.flow import cached_answer
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.gate import pass_gate
+from autotune_amp.search.loaders import try_workers
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.origin import Origin
 from autotune_amp.search.progress import Progress
+from autotune_amp.search.ranks import alone
+from autotune_amp.search.rerank import LOSS_SCALE, recommend
 from autotune_amp.search.session import Clock, ProgressWatcher, Session, with_held_memory
-from autotune_amp.search.space import Space, build_space
+from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.search.study import Study
+from autotune_amp.trial.energy import require_counter
 from autotune_amp.trial.heap import recommended_environment
 from autotune_amp.trial.outcome import Description, Failure
-from autotune_amp.trial.runner import Payload, Runner, can_fork
+from autotune_amp.trial.runner import Isolation, Payload, Runner, can_fork
 
-_LOSS_SCALE = LossScale()
 _HELD_SHARE_WORTH_A_WORD = 0.05
-_STOLEN_SHARE_WORTH_A_WORD = 0.02
 
 
 def run_steps(
@@ -58,7 +63,7 @@ def run_steps(
             state = steps.load(runner)
             if fingerprint is None:
                 fingerprint = origin.fingerprint_by_child(settings, identify(options.device), runner, state)
-                answer = None if is_fresh else cached_answer(cached, fingerprint)
+                answer = None if is_fresh else cached_answer(cached, fingerprint, options, folder, progress)
                 if answer is not None:
                     return answer
             if cached is not None and not is_fresh:
@@ -81,13 +86,16 @@ class _Steps:
     def __init__(self, origin: Origin, options: SearchOptions, progress: Progress, folder: StudyFolder) -> None:
         self.clock = Clock(options.budget_seconds)
         self.folder = folder
-        self.watcher = ProgressWatcher(progress, self.clock)
+        self._meter = LoadMeter(identify(options.device).uuid)
+        self._load_notes = load_notes()  # before our own work is part of it
+        self.watcher = ProgressWatcher(progress, self.clock, self._meter)
         self._origin = origin
         self._options = options
         self._progress = progress
         self._warnings: list[str] = []
         self._start_seconds = 0.0
         self._is_spent = False
+        self._load: MachineLoad | None = None
 
     def load(self, runner: Runner) -> dict[str, Any]:
         """Start the process that holds the workload; returns the torch state that trials take over."""
@@ -98,7 +106,10 @@ class _Steps:
         """Probe, describe, explore, check, confirm, decide and save."""
         state = self._open(runner)
         hardware = self._probe(runner, state)
+        if self._options.objective == "energy":
+            require_counter(hardware.identity.type, hardware.identity.uuid)
         description = self._describe(runner, state, hardware)
+        self._look_around()
         space = build_space(hardware, description, self._options)
         # What a fresh process pays before its first step: importing torch, loading, calling, building, the accelerator.
         self._start_seconds += description.build_seconds + description.context_seconds
@@ -111,32 +122,36 @@ class _Steps:
             hardware=hardware,
             torch_state=state,
             memory_limit_bytes=int(self._options.memory_fraction * hardware.memory.available),
-            loss_scale=_LOSS_SCALE,
+            loss_scale=LOSS_SCALE,
             holds_heap=bool(environment),
             seed=self._options.seed,
-            num_steps=self._options.num_steps,
+            num_steps=self._options.horizon_steps(space.baseline.effective_batch_size),
+            description=description,
+            objective=self._options.objective,
+            meter=self._meter,
         )
         if session.records:
             self._progress.note(f"Going on with {len(session.trials)} trials that were measured before.")
         was_interrupted = False
         try:
+            share_building(session, runner, space)
+            space = judge(session, runner, space)
             self._explore(session, runner, space, search_id)
             self._confirm(session, runner, payload, space, environment)
         except KeyboardInterrupt:
             was_interrupted = True
         finally:
             runner.close()
-        excluded = session.exclusions(space)
         if finalists(session.records, space, session.scales) is None:
             raise nothing_to_choose(
                 session.records,
-                explain_excluded(session.records, space, excluded, is_budget_spent=True),
+                explain_excluded(session.records, space, session.exclusions(space), is_budget_spent=True),
                 self.clock,
                 self.watcher.last_step_seconds,
                 why_out(session.records, session.scales),
                 was_interrupted=was_interrupted,
             )
-        recommendation = self._decide(session, space, excluded, environment, fingerprint, was_interrupted)
+        recommendation = self._decide(session, space, environment, description, fingerprint, search_id, was_interrupted)
         self.folder.save(recommendation)
         if was_interrupted:
             raise SearchInterruptedError(
@@ -167,7 +182,7 @@ class _Steps:
         held = self._origin.held_bytes(hardware.device)
         hardware = with_held_memory(hardware, held)
         self._progress.found_hardware(hardware)
-        self._warnings += hardware.notes
+        self._warnings += [*hardware.notes, *alone(self._options.num_ranks, hardware.device)]
         if held > _HELD_SHARE_WORTH_A_WORD * hardware.memory.total:
             way_out = (
                 "make the data and the model inside functions that the trial calls"
@@ -182,9 +197,14 @@ class _Steps:
 
     def _describe(self, runner: Runner, state: dict[str, Any], hardware: Hardware) -> Description:
         self._progress.phase("building the workload once")
-        answer = self._ask(runner, "describe", {"device": hardware.device, "torch_state": state})
+        baseline_batch_size = self._options.baseline[1] if self._options.baseline else ASSUMED_BATCH_SIZE
+        args = {"device": hardware.device, "torch_state": state, "baseline_batch_size": baseline_batch_size}
+        answer = self._ask(runner, "describe", args)
         if not isinstance(answer, Failure):
-            return msgspec.convert(answer, Description)
+            description = msgspec.convert(answer, Description)
+            if description.build_seconds > LONG_BUILD_SECONDS:
+                self._progress.note(f"Building the workload took {description.build_seconds:.1f} s.")
+            return description
         reason = f"{answer.kind}: {answer.message}" + (f"\n{answer.details.rstrip()}" if answer.details else "")
         asked = self._options.precisions or PRECISIONS
         raise NothingWorksError(
@@ -192,6 +212,16 @@ class _Steps:
             "Mend what the traceback shows; the model, data and optimizer must work on their own.",
             tuple(Exclusion(precision=precision, batch_size=None, reason=reason) for precision in asked),
         )
+
+    def _look_around(self) -> None:
+        """Say what others did on the machine while the workload was loaded and probed."""
+        self._load = self._meter.stop()
+        said = busy.before_first_trial(self._load)
+        if self._load.others_num_cores is None:
+            said += self._load_notes
+        for line in said:
+            self._progress.note(line)
+        self._warnings += said
 
     def _ask(self, runner: Runner, what: str, args: dict[str, Any]) -> Any:
         answer = runner.ask(what, args, max(0.0, self.clock.left()))
@@ -215,11 +245,12 @@ class _Steps:
             explore(session, runner, space, study, self._options.max_trials)
             self._is_spent = left_to_explore(session, space) <= MIN_TRIAL_SECONDS
             pass_gate(session, runner, space, study, search_spec)
+            try_workers(session, runner, space, study, self._options.max_trials)
 
     def _confirm(
         self, session: Session, runner: Runner, payload: Payload, space: Space, environment: dict[str, str]
     ) -> None:
-        chosen = finalists(session.records, space, session.scales)
+        chosen = finalists(session.records, space, session.scales, session.objective)
         if chosen is None:
             return
         for contender in filter(None, (chosen.winner, chosen.runner_up)):  # the confirmation may turn them round
@@ -227,56 +258,47 @@ class _Steps:
         runner.close()  # its memory and threads are not there in the user's own run either
         self._progress.phase("confirming in fresh processes")
 
-        def runner_for(variables: dict[str, str]) -> Runner:
-            return Runner(payload, "fresh", self.watcher, variables)
+        def make(isolation: Isolation, variables: dict[str, str]) -> Runner:
+            return Runner(payload, isolation, self.watcher, variables)
 
-        before = psutil.cpu_times()
-        confirm(session, runner_for, chosen, environment, self._start_seconds)
-        share = _stolen_share(before, psutil.cpu_times())
-        if share > _STOLEN_SHARE_WORTH_A_WORD:
-            self._warnings.append(
-                f"The hypervisor gave {100 * share:.0f} % of the CPU time to others during the confirmation: "
-                "at another hour a run may be faster or slower than promised."
-            )
+        is_forking = runner.isolation == "fork"
+        with confirming_runners(
+            session, make, chosen.winner, environment, self._start_seconds, can_share=is_forking
+        ) as (runner_for, start_seconds):
+            confirm(session, runner_for, chosen, environment, start_seconds)
 
     def _decide(
         self,
         session: Session,
         space: Space,
-        excluded: Sequence[Exclusion],
         environment: dict[str, str],
+        description: Description,
         fingerprint: Fingerprint,
+        search_id: str,
         was_interrupted: bool,
     ) -> Recommendation:
-        decision = decide(
+        unknown = [f"This answer cannot be cached: {part}." for part in fingerprint.unknown]
+        return recommend(
             session.records,
             space,
-            environment=environment,
-            loss_scale=_LOSS_SCALE,
-            exclusions=excluded,
-            is_budget_spent=self._is_spent or was_interrupted,
+            options=self._options,
             scales=session.scales,
-            num_steps_per_report=session.spec(space.baseline).num_steps_per_report,
-        )
-        unknown = tuple(f"This answer cannot be cached: {part}." for part in fingerprint.unknown)
-        return Recommendation(
-            config=decision.config,
-            evidence=decision.evidence,
-            reason=decision.reason,
-            warnings=(*decision.warnings, *self._warnings, *unknown),
-            excluded=decision.excluded,
-            candidates=decision.candidates,
+            environment=environment,
+            hardware=session.hardware,
+            workload=description,
             search=SearchSummary(
                 study=self.folder.path.name,
                 num_trials=len(session.trials),
                 num_failures=sum(isinstance(r.outcome, Failure) for r in session.trials),
                 seconds=self.clock.elapsed(),
                 was_interrupted=was_interrupted,
+                search_id=search_id,
+                is_budget_spent=self._is_spent or was_interrupted,
+                warnings=(*self._warnings, *unknown),
+                load=self._load,
             ),
-            hardware=session.hardware,
-            versions=versions(),
             fingerprint=fingerprint,
-            fidelity=decision.fidelity,
+            versions=versions(),
         )
 
 
@@ -285,9 +307,3 @@ def _say_why(progress: Progress, cached: Recommendation, fingerprint: Fingerprin
     if not cached.search.was_interrupted:
         for line in changed(cached.fingerprint, fingerprint):
             progress.note(f"Searching again: {line}.")
-
-
-def _stolen_share(before: Any, after: Any) -> float:
-    """The share of all CPU time between two readings that a hypervisor gave away; 0 where the system does not say."""
-    total = sum(after) - sum(before)
-    return (getattr(after, "steal", 0.0) - getattr(before, "steal", 0.0)) / total if total else 0.0

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from autotune_amp.trial.outcome import Outcome, Record
     from autotune_amp.trial.spec import Candidate
 
-__all__ = ["Asked", "Study", "sqlite_url"]
+__all__ = ["Asked", "Study", "connected", "sqlite_url"]
 
 GROWTH_INTERVALS = (10, 20_000)
 
@@ -98,10 +98,9 @@ class Study:
         with contextlib.ExitStack() as cleanup:
             cleanup.callback(optuna.logging.set_verbosity, optuna.logging.get_verbosity())
             optuna.logging.set_verbosity(optuna.logging.ERROR)
-            connected = _connect(storage)
-            cleanup.callback(_disconnect, connected)
+            database = cleanup.enter_context(connected(storage))
             with _storage_errors(storage):
-                study = _create_or_load(connected, name, search_id, owner)
+                study = _create_or_load(database, name, search_id, owner)
                 study.sampler = TPESampler(seed=seed + len(study.trials))  # resumed, it must not draw the same again
                 opened = cls(storage, study, space, judge)
                 opened._fail_left_behind()
@@ -254,6 +253,17 @@ def _create_or_load(storage: RDBStorage, name: str, search_id: str, owner: str) 
     return study
 
 
+@contextlib.contextmanager
+def connected(storage: str | Path) -> Iterator[RDBStorage]:
+    """An Optuna storage by its URL, or a search's own file. Raises `StudyError` where it cannot be used."""
+    database = _connect(storage)
+    try:
+        yield database
+    finally:
+        database.remove_session()
+        database.engine.dispose()
+
+
 def _connect(storage: str | Path) -> RDBStorage:
     # Without a pool no SQLite connection outlives its session, not even one that Optuna's constructor failed on.
     options: dict[str, Any] = {}
@@ -266,11 +276,6 @@ def _connect(storage: str | Path) -> RDBStorage:
     except Exception as error:  # a wrong URL, driver, host, password, file or schema: each has a type of its own
         cause = error.__cause__ if isinstance(error, StorageInternalError) else None
         raise study_error(storage, cause or error) from error
-
-
-def _disconnect(storage: RDBStorage) -> None:
-    storage.remove_session()
-    storage.engine.dispose()
 
 
 @contextlib.contextmanager

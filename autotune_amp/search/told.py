@@ -26,6 +26,11 @@ def unpinned(candidate: Candidate) -> Candidate:
     return msgspec.structs.replace(candidate, pinned_modules=())
 
 
+def own_workers(candidate: Candidate) -> Candidate:
+    """The candidate with the user's own number of loader workers; any other is none of the study's."""
+    return msgspec.structs.replace(candidate, num_workers=None)
+
+
 def parameters(candidate: Candidate, pair: Pair | None) -> dict[str, Any]:
     """The parameters of a candidate's trial; without `pair` those of the loss scale are left out."""
     found: dict[str, Any] = {"precision": candidate.precision, "batch_size": candidate.batch_size}

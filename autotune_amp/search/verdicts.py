@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # A check or calibration that fails so tells of the precision; any other failure tells of the check itself.
 OF_THE_PRECISION = ("unsupported", "nonfinite")
 
+MAX_BATCH_SIZE = 16  # of a check: what rounding does hardly moves with the batch size (measurement.md, Fidelity)
+
 
 class Check(NamedTuple):
     """What one check is of; its verdict holds for every batch size."""
@@ -90,6 +92,11 @@ def exclusions(known: Mapping[Check, Fidelity]) -> tuple[Exclusion, ...]:
 def harm(found: Fidelity) -> str:
     """A verdict against a precision as the reason of an exclusion."""
     return found.reason.rstrip(".")
+
+
+def sentence(text: str) -> str:
+    """A reason or a message with one full stop."""
+    return f"{text.rstrip('.')}."
 
 
 def _of_failure(record: Record) -> Fidelity:

@@ -1,4 +1,4 @@
-"""Child side of a check: a precision held against fp32 on the user's own model and batches, or its loss scale measured.
+"""Child side of a check of a precision, of its loss scale, or of accumulation, on the user's own model and batches.
 
 The numbers come from numerics/; here the workload is built for them, and what it raises is told apart.
 """
@@ -10,22 +10,34 @@ import traceback
 from contextlib import closing
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import msgspec
 import torch
 
 from autotune_amp.config import Precision
 from autotune_amp.errors import AutotuneAmpError
-from autotune_amp.numerics import calibration, fidelity
+from autotune_amp.numerics import accumulation, calibration, fidelity
+from autotune_amp.numerics.loop import Loop, NoStepError, no_loss
 from autotune_amp.numerics.passes import Passes, Subject
-from autotune_amp.numerics.results import Calibration, Fidelity
+from autotune_amp.numerics.results import Accumulation, Calibration, Fidelity
+from autotune_amp.precision import has_half_weights
 from autotune_amp.trial import data
+from autotune_amp.trial.bench import Bench
+from autotune_amp.trial.optimizers import make_optimizer
 from autotune_amp.trial.outcome import CheckOutcome, Failure
+from autotune_amp.trial.pieces import CannotCutError, whole_and_pieces
 from autotune_amp.trial.spec import CheckSpec
-from autotune_amp.trial.step import checked_loss, make_optimizer
-from autotune_amp.trial.worker import Bench, Send, classify, guarded, prepare
+from autotune_amp.trial.state import LoopState
+from autotune_amp.trial.step import checked_loss
+from autotune_amp.trial.worker import Send, classify, guarded, prepare
+from autotune_amp.workload import Workload
 
-_PHASES = {"fidelity": "checking {} against fp32", "calibration": "calibrating the loss scale"}
+_PHASES = {
+    "fidelity": "checking {} against fp32",
+    "calibration": "calibrating the loss scale",
+    "accumulation": "holding accumulated gradients against those of a whole batch",
+}
 
 
 def check(bench: Bench, spec: CheckSpec, send: Send) -> CheckOutcome:
@@ -35,10 +47,18 @@ def check(bench: Bench, spec: CheckSpec, send: Send) -> CheckOutcome:
 
 def _check(bench: Bench, spec: CheckSpec, send: Send) -> CheckOutcome:
     prepare(bench, spec)
-    subject = _subject(bench, spec)
+    try:
+        subject = _subject(bench, spec)
+    except CannotCutError as error:
+        return accumulation.unchecked(str(error), spec.batch_size)
     send({"event": "phase", "name": _PHASES[spec.what].format(spec.precision)})
     try:
         return _found(subject, spec, send)
+    except NoStepError:
+        reason = "one call of train_step takes no optimizer step, so that it cannot be held against fp32"
+        if spec.what == "fidelity":
+            return _unchecked(spec, reason, "Give train_step a whole step of it, or compare runs of some hundred steps")
+        return Failure(kind="workload_error", message=reason)
     except Exception as error:
         failure = classify(error)
         if isinstance(error, AutotuneAmpError) or failure.kind not in ("workload_error", "unsupported"):
@@ -57,28 +77,48 @@ def _attributed(failure: Failure, subject: Subject, spec: CheckSpec) -> Failure:
     return msgspec.structs.replace(failure, kind="crash", details=traceback.format_exc()[-8000:])
 
 
-def _found(subject: Subject, spec: CheckSpec, send: Send) -> Fidelity | Calibration:
+def _found(subject: Subject, spec: CheckSpec, send: Send) -> Fidelity | Calibration | Accumulation:
+    if spec.what == "accumulation":
+        return accumulation.check(subject, accumulation.num_checked(spec.batch_size))
     if spec.what == "calibration":
         return calibration.calibrate(subject, batch_size=spec.batch_size, pinned_modules=spec.pinned_modules)
+    if subject.loop is not None and has_half_weights(subject.model):
+        return _unchecked(
+            spec,
+            "a loop that keeps weights in half precision cannot be run in fp32",
+            "Compare a few hundred of its steps with those of the same loop whose weights are in fp32.",
+        )
     return fidelity.check(
         subject,
         spec.precision,
         pinned_modules=spec.pinned_modules,
         batch_size=spec.batch_size,
-        find_pins=spec.find_pins,
+        find_pins=spec.find_pins and subject.loop is None,
         judged=lambda found: send({"event": "so far", "value": msgspec.to_builtins(found)}),
+    )
+
+
+def _unchecked(spec: CheckSpec, reason: str, next_step: str) -> Fidelity:
+    return Fidelity(
+        precision=spec.precision,
+        batch_size=spec.batch_size,
+        pinned_modules=spec.pinned_modules,
+        verdict="unchecked",
+        reason=f"{spec.precision} is unchecked: {reason}.",
+        next_step=next_step,
     )
 
 
 def _subject(bench: Bench, spec: CheckSpec) -> Subject:
     device = torch.device(spec.device)
     workload = bench.workload
-    loss = checked_loss(workload.loss)
     model = bench.model(device)
-    with closing(data.stream(workload.data, spec.batch_size)) as stream:
-        batches = list(islice(stream, spec.num_batches))
+    batches = _batches(workload.data, spec)
     if device.type != "cpu":
         batches = [data.move(batch, device) for batch in batches]
+    if isinstance(model, LoopState):
+        return _loop_subject(workload, model, batches, spec)
+    loss = checked_loss(workload.loss)
     return Subject(
         model=model,
         # Of a copy: what the user's code takes out of its batch, or changes in it, is there for the next pass.
@@ -88,6 +128,32 @@ def _subject(bench: Bench, spec: CheckSpec) -> Subject:
         device=device,
         seed=spec.seed,
     )
+
+
+def _loop_subject(workload: Workload, model: LoopState, batches: list[Any], spec: CheckSpec) -> Subject:
+    train_step = workload.train_step
+    assert train_step is not None
+    loop = Loop(
+        step=lambda state, batch, amp: train_step(state.held, copy.deepcopy(batch), amp),
+        forget=LoopState.forget_steps,
+        batch_size=spec.batch_size,
+    )
+    return Subject(
+        model=model,
+        loss=no_loss,
+        batches=batches,
+        make_optimizer=lambda _: model.first_optimizer(),
+        device=torch.device(spec.device),
+        seed=spec.seed,
+        loop=loop,
+    )
+
+
+def _batches(user_data: Any, spec: CheckSpec) -> list[Any]:
+    if spec.what == "accumulation":
+        return whole_and_pieces(user_data, accumulation.num_checked(spec.batch_size), spec.seed)
+    with closing(data.stream(user_data, spec.batch_size)) as stream:
+        return list(islice(stream, spec.num_batches))
 
 
 def _runs(passes: Passes, precision: Precision) -> bool:

@@ -1,13 +1,15 @@
-"""The user's data as an endless stream of batches of one size; one with too few samples is refused."""
+"""The user's data as an endless stream of batches of one size, and its worst batch; too few samples are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Sequence
+from itertools import cycle, islice, repeat
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from autotune_amp.batches import tensors
 from autotune_amp.errors import WorkloadError
 
 Stream = Generator[Any, None, None]
@@ -21,10 +23,17 @@ def describe(data: Any) -> tuple[str, int | None, int | None]:
                 "The DataLoader has no batch_size (it uses a batch sampler, or yields ready batches).",
                 "Pass data=make_loader, a function of the batch size that returns such a loader.",
             )
-        return f"DataLoader, {data.num_workers} workers", data.batch_size, _length(data.dataset)
+        return f"DataLoader, {data.num_workers} workers", data.batch_size, length(data.dataset)
     if _is_dataset(data):
-        return "Dataset", None, _length(data)
+        return "Dataset", None, length(data)
     return "function of the batch size", None, None
+
+
+class Opened(NamedTuple):
+    """The data opened for batches of one size: their endless stream, and the DataLoader behind it, None without one."""
+
+    stream: Stream
+    loader: DataLoader[Any] | None
 
 
 def stream(data: Any, batch_size: int) -> Stream:
@@ -32,15 +41,53 @@ def stream(data: Any, batch_size: int) -> Stream:
 
     Raises `WorkloadError` where the data yields no batch, or none with as many samples as asked.
     """
+    return opened(data, batch_size).stream
+
+
+def opened(data: Any, batch_size: int, num_workers: int | None = None) -> Opened:
+    """The stream with the loader behind it, whose worker processes are `num_workers`, None for the user's number."""
     if isinstance(data, DataLoader):
-        return _cycle(lambda: _resized(data, batch_size), batch_size)
-    if _is_dataset(data):
-        is_stream = isinstance(data, IterableDataset)
-        loader: DataLoader[Any] = DataLoader(
-            data, batch_size=batch_size, shuffle=None if is_stream else True, drop_last=True
-        )
-        return _cycle(lambda: loader, batch_size)
-    return _from_function(data, batch_size)
+        loader = _resized(data, batch_size, num_workers)
+    elif _is_dataset(data):
+        shuffle = None if isinstance(data, IterableDataset) else True
+        loader = DataLoader(data, batch_size=batch_size, shuffle=shuffle, drop_last=True, num_workers=num_workers or 0)
+    else:
+        return _from_function(data, batch_size, num_workers)
+    return Opened(_cycle(lambda: loader, batch_size), loader)
+
+
+def worst_batches(
+    named: Callable[[int], Any] | None,
+    loader: DataLoader[Any] | None,
+    samples: Sequence[int],
+    batch_size: int,
+    num_batches: int,
+    *,
+    is_exact: bool,
+) -> Stream:
+    """What `named` gives for the batch size, else the `samples` collated by the loader, again and again if too few.
+
+    The same batch anew, `num_batches` times; none where there is neither. `WorkloadError` where it has too few
+    samples, or `named` gives too many and the data `is_exact`: its batches have as many samples as asked.
+    """
+    if named is not None:
+        origin = "Workload(worst_batch=...)"
+        made: Iterator[Any] = map(named, repeat(batch_size, num_batches))
+    elif samples and loader is not None:
+        origin = "The data's own collate_fn"
+        made = _collated(loader, list(islice(cycle(samples), batch_size)), num_batches)
+    else:
+        return
+    for batch in made:
+        found = 0 if batch is None else num_samples(batch, batch_size)
+        is_more = named is not None and is_exact
+        if found is not None and (found < batch_size or (is_more and found > batch_size)):
+            raise WorkloadError(
+                f"{origin} was asked for the worst batch of {batch_size} samples and gave {found}.",
+                "Give Workload(worst_batch=...) a function of the batch size that returns a batch of so many samples.",
+            )
+        yield batch
+        del batch
 
 
 def num_samples(batch: Any, asked: int) -> int | None:
@@ -49,7 +96,7 @@ def num_samples(batch: Any, asked: int) -> int | None:
     It is `asked` where the first dimension of any tensor says so, or the second of all that have one (time first);
     else the first dimension of its first tensor.
     """
-    shapes = [tuple(tensor.shape) for tensor in _tensors(batch) if tensor.dim() > 0]
+    shapes = [tuple(tensor.shape) for _, tensor in tensors(batch) if tensor.dim() > 0]
     matrices = [shape for shape in shapes if len(shape) > 1]
     if any(shape[0] == asked for shape in shapes) or (matrices and all(shape[1] == asked for shape in matrices)):
         return asked
@@ -75,14 +122,15 @@ def _is_dataset(data: Any) -> bool:
     return hasattr(data, "__getitem__") or isinstance(data, IterableDataset)
 
 
-def _length(dataset: Any) -> int | None:
+def length(dataset: Any) -> int | None:
+    """Its number of samples, None where it has none, as a stream."""
     try:
         return len(dataset)
-    except TypeError:  # a stream
+    except TypeError:
         return None
 
 
-def _resized(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]:
+def _resized(loader: DataLoader[Any], batch_size: int, num_workers: int | None) -> DataLoader[Any]:
     """The user's loader with another batch size; incomplete batches are dropped, everything else is kept."""
     sampling: dict[str, Any] = {}
     if not isinstance(loader.dataset, IterableDataset):
@@ -90,28 +138,61 @@ def _resized(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]:
             sampling["shuffle"] = isinstance(loader.sampler, RandomSampler)
         else:
             sampling["sampler"] = loader.sampler
-    return DataLoader(
-        loader.dataset,
-        batch_size=batch_size,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        drop_last=True,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        **sampling,
-    )
+    return rebuilt(loader, num_workers, batch_size=batch_size, drop_last=True, **sampling)
 
 
-def _from_function(make: Callable[[int], Any], batch_size: int) -> Stream:
-    made = make(batch_size)
-    if isinstance(made, (DataLoader, Iterator)):
-        return _cycle(_first_then(made, lambda: make(batch_size)), batch_size)
-    return _single_batches(make, made, batch_size)
+def _with_workers(loader: DataLoader[Any], num_workers: int) -> DataLoader[Any]:
+    """The user's loader with another number of worker processes; it draws what it drew before."""
+    if loader.batch_size is None and loader.batch_sampler is not None:
+        return rebuilt(loader, num_workers, batch_sampler=loader.batch_sampler)
+    sampling = {} if isinstance(loader.dataset, IterableDataset) else {"sampler": loader.sampler}
+    return rebuilt(loader, num_workers, batch_size=loader.batch_size, drop_last=loader.drop_last, **sampling)
+
+
+def _collated(loader: DataLoader[Any], indices: list[int], num_batches: int) -> Iterator[Any]:
+    """The batch of these samples so many times; from one worker process if the loader has them, since a dataset opened
+    here may not survive their start. What the loader draws next stays the same."""
+    again = [indices] * num_batches
+    return iter(rebuilt(loader, min(loader.num_workers, 1), batch_sampler=again, generator=torch.Generator()))
+
+
+def rebuilt(loader: DataLoader[Any], num_workers: int | None = None, **settings: Any) -> DataLoader[Any]:
+    """The user's loader with these `settings` and, unless None, another number of worker processes."""
+    kept: dict[str, Any] = {
+        "num_workers": loader.num_workers if num_workers is None else num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "worker_init_fn": loader.worker_init_fn,
+        "generator": loader.generator,
+    }
+    if kept["num_workers"] > 0:  # without workers, anything but the default is refused
+        kept |= {
+            "timeout": loader.timeout,
+            "multiprocessing_context": loader.multiprocessing_context,
+            "prefetch_factor": loader.prefetch_factor,
+            "persistent_workers": loader.persistent_workers,
+            "in_order": loader.in_order,
+        }
+    return DataLoader(loader.dataset, **(kept | settings))
+
+
+def _from_function(make: Callable[[int], Any], batch_size: int, num_workers: int | None) -> Opened:
+    def remake() -> Any:
+        made = make(batch_size)
+        # One of 1 may hold ready batches; what those hold is seen in the stream.
+        if isinstance(made, DataLoader) and made.batch_size not in (None, 1, batch_size):
+            raise WorkloadError(
+                f"The data function was asked for batches of {batch_size} samples and returned a DataLoader with "
+                f"batch_size={made.batch_size}.",
+                "Make it pass its argument on: DataLoader(dataset, batch_size=batch_size, ...).",
+            )
+        return made if num_workers is None or not isinstance(made, DataLoader) else _with_workers(made, num_workers)
+
+    first = remake()
+    loader = first if isinstance(first, DataLoader) else None
+    if loader is None and not isinstance(first, Iterator):
+        return Opened(_single_batches(make, first, batch_size), None)
+    return Opened(_cycle(_first_then(first, remake), batch_size), loader)
 
 
 def _first_then(first: Any, make: Callable[[], Any]) -> Callable[[], Any]:
@@ -149,17 +230,3 @@ def _cycle(make_loader: Callable[[], Any], batch_size: int) -> Stream:
                 f"The data was asked for batches of {batch_size} samples, but {given}.",
                 "Give it more samples, or limit --batch-size to what it can yield.",
             )
-
-
-def _tensors(batch: Any) -> Iterator[torch.Tensor]:
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _tensors(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from _tensors(value)
-    elif hasattr(batch, "__dict__") and not callable(batch):
-        for value in vars(batch).values():
-            yield from _tensors(value)

@@ -4,35 +4,69 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import psutil
 import torch
 
 _STATUS = Path("/proc/self/status")
+Built = TypeVar("Built")
+
+
+class BuildMemory(NamedTuple):
+    """What building took of a CPU's memory: what it left resident, and its peak."""
+
+    resident_bytes: int
+    peak_bytes: int
+
+
+def watched_build(build: Callable[[], Built]) -> tuple[Built, BuildMemory]:
+    """What `build` makes, and the memory that this took."""
+    is_linux = sys.platform == "linux"
+    if is_linux:
+        _trim_heap()
+        _reset_peak()
+    held, own = psutil.Process().memory_info().rss, _own_resident_bytes()
+    built = build()
+    peak = _peak_resident_bytes() - held if is_linux else 0
+    if is_linux:
+        _trim_heap()  # what building freed is not the model's
+    resident_bytes = max(0, _own_resident_bytes() - own)
+    return built, BuildMemory(resident_bytes, max(resident_bytes, peak))
 
 
 class PeakMemory:
     """Watches one device from its creation on.
 
-    `limit_bytes` is what the trial may take beyond `resident_bytes_before`, by default what the process holds now; a
-    kept worker passes what it held before it built the model, so that each of its trials counts the model.
+    `limit_bytes` is what the trial may take beyond what the process holds now. A model that is there already counts
+    as the trial's: `build_memory` is what building it took. `template_file_bytes` is what the process that this one was
+    forked from has of mapped files: a fork begins without them, though a process of its own would have them.
     """
 
-    def __init__(self, device: torch.device, limit_bytes: int | None, resident_bytes_before: int | None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        limit_bytes: int | None,
+        build_memory: BuildMemory | None = None,
+        template_file_bytes: int = 0,
+    ) -> None:
         self._device = device
+        self._template_file_bytes = template_file_bytes
         self._limit_bytes = limit_bytes
         self._polled = 0
+        self._resident_bytes_before = 0
+        self._build_peak_bytes = 0
         if device.type == "cpu":
             if sys.platform == "linux":
-                ctypes.CDLL(None).malloc_trim(0)  # what an earlier trial of a kept worker left in the heap
-                Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, which a fork inherits
-            held = psutil.Process().memory_info().rss
-            self.resident_bytes_before = held if resident_bytes_before is None else resident_bytes_before
+                _trim_heap()  # what an earlier trial of a kept worker left
+                _reset_peak()
+            built, self._build_peak_bytes = build_memory or (0, 0)
+            self._resident_bytes_before = psutil.Process().memory_info().rss - built
             if limit_bytes is not None and sys.platform == "linux":
-                _limit_data(limit_bytes)
+                _limit_data(max(0, limit_bytes - built))
         else:
-            self.resident_bytes_before = 0
             if device.type in ("cuda", "xpu"):
                 backend = getattr(torch, device.type)
                 backend.reset_peak_memory_stats(device)
@@ -46,11 +80,12 @@ class PeakMemory:
             self._polled = max(self._polled, torch.mps.driver_allocated_memory())
 
     def peak_bytes(self) -> tuple[int, int]:
-        """The peak to report and what counts against the limit: resident size on a CPU, allocated and reserved
-        memory on an accelerator."""
+        """The peak to report and what counts against the limit: resident size on a CPU, of a fork that which a process
+        of its own would have, allocated and reserved memory on an accelerator."""
         if self._device.type == "cpu":
-            peak = _peak_resident_bytes()
-            return peak, peak - self.resident_bytes_before
+            taken = max(_peak_resident_bytes() - self._resident_bytes_before, self._build_peak_bytes)
+            missing = max(0, self._template_file_bytes - file_bytes())
+            return self._resident_bytes_before + taken + missing, taken
         if self._device.type == "mps":
             return self._polled, self._polled
         stats = getattr(torch, self._device.type).memory_stats(self._device)
@@ -67,11 +102,34 @@ class PeakMemory:
         return int(torch.cuda.memory_stats(self._device)["num_alloc_retries"])
 
 
+def _trim_heap() -> None:
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def _reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM, which a fork inherits
+
+
+def file_bytes() -> int:
+    """Resident memory that is mapped from files, 0 where the system does not say."""
+    return _status_bytes("RssFile") if sys.platform == "linux" else 0
+
+
+def _own_resident_bytes() -> int:
+    """Resident memory without what is mapped from files, which a forked child has only in part."""
+    if sys.platform == "linux":
+        return _status_bytes("RssAnon")
+    return psutil.Process().memory_info().rss
+
+
+def _status_bytes(name: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
+
+
 def _peak_resident_bytes() -> int:
     if sys.platform == "linux":
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+        return _status_bytes("VmHWM")
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     import resource
@@ -86,7 +144,6 @@ def _limit_data(limit_bytes: int) -> None:
     """
     import resource
 
-    data = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmData:"))
-    allowed = int(data.split()[1]) * 1024 + limit_bytes
+    allowed = _status_bytes("VmData") + limit_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (allowed if hard < 0 else min(allowed, hard), hard))

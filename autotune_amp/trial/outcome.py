@@ -6,8 +6,9 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from autotune_amp.config import Precision
-from autotune_amp.numerics.results import Calibration, Fidelity
+from autotune_amp.config import LossScale, Precision
+from autotune_amp.hardware.types import MachineLoad
+from autotune_amp.numerics.results import Accumulation, Calibration, Fidelity
 from autotune_amp.trial.spec import Candidate, CheckSpec, Purpose
 
 FailureKind: TypeAlias = Literal["oom", "timeout", "nonfinite", "unsupported", "crash", "workload_error"]
@@ -22,7 +23,15 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     `peak_memory_bytes` is the peak resident memory of the process on a CPU, the peak allocated on an accelerator;
     `reserved_memory_bytes` is what counts against the limit. `num_skips`: measured steps that the loss scaler
     skipped. `build_seconds` is model, data and optimizer; `context_seconds` starting the accelerator;
-    `first_step_seconds` the first training step, with its compilation.
+    `first_step_seconds` the first training step, with its compilation. `update_seconds` is the optimizer's part of a
+    step, None where it was not timed apart. `num_compiling_steps` were timed anew because a compiler ran in them.
+    `is_build_shared`: the model was built once and shared with other trials. `evaluation_seconds` and
+    `checkpoint_seconds` are those of the workload's own, None where it has none or they did not run to their end;
+    `ending_seconds` is what was spent on both, None where they were not to be run, and `ending_problem` why one of them
+    did not end.
+    `joules_per_sample` is what the device drew over the measured steps, None where nothing says so.
+    `num_steps_taken` are all the optimizer steps behind `peak_memory_bytes`, 0 where an earlier version did not count
+    them.
     """
 
     step_seconds: float
@@ -38,6 +47,15 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     num_skips: int = 0
     last_loss: float | None = None
     was_cut: bool = False
+    update_seconds: float | None = None
+    num_compiling_steps: int = 0
+    is_build_shared: bool = False
+    evaluation_seconds: float | None = None
+    checkpoint_seconds: float | None = None
+    ending_seconds: float | None = None
+    ending_problem: str | None = None
+    joules_per_sample: float | None = None
+    num_steps_taken: int = 0
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="failure"):
@@ -49,7 +67,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", ta
 
 
 Outcome: TypeAlias = Measurement | Failure
-CheckOutcome: TypeAlias = Fidelity | Calibration | Failure
+CheckOutcome: TypeAlias = Fidelity | Calibration | Accumulation | Failure
 
 _NEXT_STEPS: dict[FailureKind, str] = {
     "oom": "Free memory or use a device with more of it; until then compare a training run of your own with fp32.",
@@ -77,7 +95,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One line of outcomes.jsonl: a trial or a check, and its outcome.
 
     `search_id` tells the searches in one folder apart; only lines of the running search are resumed. `seconds` is
-    what the trial cost, process start and set-up included. `round` numbers the confirmation rounds from 0.
+    what the trial cost, process start and set-up included. `round` numbers the confirmation rounds from 0. `loss_scale`
+    is what fp16 ran with, `load` what others did on the machine meanwhile; both are None where an earlier version did
+    not log them, `load` of a check too.
     """
 
     format: int = 1
@@ -85,10 +105,27 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     candidate: Candidate
     purpose: Purpose
-    outcome: Measurement | Failure | Fidelity | Calibration
+    outcome: Measurement | Failure | Fidelity | Calibration | Accumulation
     seconds: float
     round: int | None = None
     environment: dict[str, str] = {}
+    loss_scale: LossScale | None = None
+    load: MachineLoad | None = None
+
+
+class SampleSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """How large single samples are, in numbers that their tensors and sequences hold, from a scan cut off by the clock.
+
+    `num_seen` samples of `num_samples` were looked at, in random order. `largest` are indices into the dataset, the
+    largest first; as many as the largest batch may need.
+    """
+
+    num_seen: int
+    num_samples: int
+    smallest_size: int
+    median_size: int
+    largest_size: int
+    largest: tuple[int, ...]
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,7 +134,13 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     `batch_size` is that of the user's own loader, None where the data has none. `num_samples` is the dataset's
     length, None where it has none. `as_found_precision` is what the caller's own autocast and TF32 flags amount to;
     `is_as_found_strict` says that they equal the strict flags of that precision, so that the baseline is an ordinary
-    candidate. `build_seconds` is one building of model, data and optimizer.
+    candidate. `build_seconds` is one building of model, data and optimizer. `num_workers` are the worker processes of
+    its loader, None where it has no loader whose number could be changed. `sample_sizes` is None where the samples are
+    alike, cannot be scanned, or the workload names its worst batch (`has_worst_batch`). `batch_sizes_seen` are the
+    least and the largest size of batches drawn from data that cannot be scanned, None where they were alike.
+    `scan_problem` is the error, in one line, that ended either look, None without one. `has_ending`: it has an
+    evaluation or a checkpoint of its own. `is_loop`: it takes its training steps itself (`Workload.train_step`).
+    `accumulation_steps` are the passes behind an optimizer step today; with `weighs_passes` the training weighs them.
     """
 
     name: str
@@ -111,3 +154,12 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     is_as_found_strict: bool
     build_seconds: float
     context_seconds: float
+    num_workers: int | None = None
+    sample_sizes: SampleSizes | None = None
+    batch_sizes_seen: tuple[int, int] | None = None
+    scan_problem: str | None = None
+    has_worst_batch: bool = False
+    has_ending: bool = False
+    is_loop: bool = False
+    accumulation_steps: int = 1
+    weighs_passes: bool = False

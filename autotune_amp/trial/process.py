@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ TICK_SECONDS = 0.1
 _MARK = "AUTOTUNE_AMP_PROCESS"
 _OUTPUT_TAIL_CHARACTERS = 4000
 _EXIT_SECONDS, _KILL_SECONDS = 10.0, 5.0
+_EXEC_SECONDS = 0.02  # a process that is just executing another program shows no environment, and so no mark
 _SERVER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from autotune_amp.trial.server import main; main(sys.argv[2], int(sys.argv[3]))"
@@ -45,6 +47,9 @@ class Watcher:
 
     def output(self, text: str) -> None:
         """The user's own code printed something."""
+
+    def ending(self) -> None:
+        """The process and all that came of it are about to be killed."""
 
 
 class Deadlines(msgspec.Struct, kw_only=True):
@@ -74,6 +79,7 @@ class Process:
         self._printed: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._tail: deque[str] = deque(maxlen=64)
         self._num_oom_kills = 0
+        self._folders: list[str] = []  # that a child makes and removes, unless it is killed
         try:
             self._popen = subprocess.Popen(  # noqa: S603 - our own interpreter and module
                 [sys.executable, "-c", _SERVER, json.dumps(sys.path), mode, str(os.getpid())],
@@ -112,7 +118,7 @@ class Process:
         answer: Any = None
         so_far: Any = None
         is_answered = False
-        limit = None
+        allowed = limit = None
         phase = "building the workload"
         self._tail.clear()
         self._num_oom_kills = _count_oom_kills()
@@ -123,18 +129,21 @@ class Process:
                 raise ProcessEndedError(self._classify_exit(self._end_status(), phase), so_far)
             event = message["event"] if message else None
             if event == "first step":
-                phase = "in the first step"
-                limit = None if deadlines.first_step_seconds is None else now + deadlines.first_step_seconds
+                phase, allowed = "in the first step", deadlines.first_step_seconds
+            elif event == "compiling":
+                if allowed is not None:
+                    phase, allowed = "compiling", _compiling_seconds(deadlines, now)
             elif event == "phase":
-                phase = message["name"]
+                phase, allowed = message["name"], message.get("seconds")
+                self._folders += [message["folder"]] if "folder" in message else []
             elif event == "so far":
                 so_far = message["value"]
             elif event == "step":
                 phase = f"after step {message['number']}" if message["number"] else "warming up"
+                allowed = deadlines.step_seconds
                 self._watcher.step(message["number"], message["seconds"])
-                limit = None if deadlines.step_seconds is None else now + deadlines.step_seconds
             elif event in ("result", "failed", "error"):
-                answer, is_answered, limit = _answer(message), True, None
+                answer, is_answered, allowed = _answer(message), True, None
                 if not ends_with_exit:
                     return _raised(answer)
                 deadlines.whole = now + _EXIT_SECONDS
@@ -143,13 +152,16 @@ class Process:
                 if is_answered:
                     return _raised(answer)
                 raise ProcessEndedError(self._classify_exit(message["status"], phase), so_far)
+            if event is not None and event != "so far":
+                limit = None if allowed is None else now + allowed
             overdue = _overdue(now, deadlines.whole, limit)
             if overdue is not None:
                 if is_answered:
                     self._kill_child()
                     return _raised(answer)
-                is_whole = overdue == "whole"
-                failure = self._kill_for(deadlines, is_whole=is_whole, has_child=ends_with_exit, phase=phase)
+                if ends_with_exit:
+                    self._kill_child()
+                failure = Failure(kind="timeout", message=_overdue_message(overdue, allowed, phase))
                 raise ProcessEndedError(failure, so_far)
 
     def _next_message(self) -> dict[str, Any] | None:
@@ -165,14 +177,6 @@ class Process:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._watcher.output(self._printed.get_nowait())
-
-    def _kill_for(self, deadlines: Deadlines, *, is_whole: bool, has_child: bool, phase: str) -> Failure:
-        if has_child:
-            self._kill_child()
-        if is_whole:
-            return Failure(kind="timeout", message=f"it was still {phase} when its time was up")
-        limit = deadlines.first_step_seconds if phase == "in the first step" else deadlines.step_seconds
-        return Failure(kind="timeout", message=f"a step took longer than {limit:.1f} s ({phase})")
 
     def _kill_child(self) -> None:
         """Have the template kill the child it watches; a template that does not answer is killed itself."""
@@ -202,14 +206,15 @@ class Process:
 
     def end(self) -> None:
         """Kill the process and all that came of it, what left its group and outlived it too; then it is gone."""
+        self._watcher.ending()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
-        left = _marked(self._mark)
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(left, timeout=_KILL_SECONDS)
+        _kill(_marked(self._mark))
+        time.sleep(_EXEC_SECONDS)
+        _kill(_marked(self._mark))
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
         for thread in self._threads:
             thread.join(_KILL_SECONDS)
         self._drain_output()
@@ -240,6 +245,20 @@ def _overdue(now: float, whole: float | None, limit: float | None) -> Literal["w
     return "step" if limit is not None and now > limit else None
 
 
+def _overdue_message(overdue: Literal["whole", "step"], allowed: float | None, phase: str) -> str:
+    if overdue == "whole":
+        return f"it was still {phase} when its time was up"
+    return f"a step took longer than {allowed:.1f} s ({phase})"
+
+
+def _compiling_seconds(deadlines: Deadlines, now: float) -> float | None:
+    """What one compilation may take: half of what is left to the trial, since a compiler's cache may have made the
+    first steps that the deadlines are taken from quick."""
+    if deadlines.first_step_seconds is None or deadlines.whole is None:
+        return deadlines.first_step_seconds
+    return max(deadlines.first_step_seconds, (deadlines.whole - now) / 2)
+
+
 def _answer(message: dict[str, Any]) -> Any:
     if message["event"] == "result":
         return message["value"]
@@ -253,6 +272,13 @@ def _raised(answer: Any) -> Any:
     if isinstance(answer, AutotuneAmpError):
         raise answer
     return answer
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=_KILL_SECONDS)
 
 
 def _marked(mark: str) -> list[psutil.Process]:

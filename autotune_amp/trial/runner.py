@@ -10,7 +10,8 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from autotune_amp.errors import AutotuneAmpError, BudgetTooSmallError, WorkloadError
-from autotune_amp.numerics.results import Calibration, Fidelity
+from autotune_amp.launcher import is_from_launcher
+from autotune_amp.numerics.results import MIN_CUT_SAMPLES, Accumulation, Calibration, Fidelity
 from autotune_amp.trial.outcome import CheckOutcome, Failure, Measurement, Outcome, unchecked
 from autotune_amp.trial.process import Deadlines, Process, ProcessEndedError, Watcher
 from autotune_amp.trial.spec import CheckSpec, TrialSpec
@@ -61,7 +62,7 @@ class Runner:
         self._isolation = isolation
         self._watcher = watcher
         self._environment = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if not is_from_launcher(name)},
             **TRACKERS_OFF,
             **_FORK_SAFE,
             "AUTOTUNE_AMP_TRIAL": "1",
@@ -70,6 +71,7 @@ class Runner:
         self._process: Process | None = None
         self._device = "cpu"
         self._num_threads: int | None = None
+        self._share_command: dict[str, Any] | None = None
 
     def __enter__(self) -> Runner:
         return self
@@ -88,10 +90,33 @@ class Runner:
         """How calls are run now."""
         return self._isolation
 
+    @property
+    def is_build_shared(self) -> bool:
+        """Whether the template builds the model once for all calls."""
+        return self._share_command is not None
+
     def keep(self) -> None:
         """Go on with one kept worker in place of forks."""
         self.close()
-        self._isolation = "kept"
+        self._isolation, self._share_command = "kept", None
+
+    def share_build(self, spec: TrialSpec, deadline_seconds: float) -> str | None:
+        """Have the template build the model once, as the trial `spec` would, for all calls to come.
+
+        Returns why that cannot be, None where it can; after a reason the process is to be closed, or another kept.
+        """
+        command = {"cmd": "share", "device": spec.device, "torch_state": spec.torch_state, "seed": spec.seed}
+        deadline = time.monotonic() + deadline_seconds
+        try:
+            self._ready_process(Deadlines(whole=deadline))
+            reason: str | None = self._expect(command, b"", deadline)
+        except BudgetTooSmallError:
+            return f"building it in the process that trials are forked from took more than {deadline_seconds:.0f} s"
+        except WorkloadError as error:
+            return f"it cannot be built in the process that trials are forked from: {error.message.splitlines()[0]}"
+        if reason is None:
+            self._share_command = command
+        return reason
 
     def load(self, deadline_seconds: float) -> dict[str, Any]:
         """Start the process and import or unpack the workload; returns the torch state found after it.
@@ -127,7 +152,7 @@ class Runner:
 
     def check(self, spec: CheckSpec) -> CheckOutcome:
         """Run one check, of half the batch again and again where memory is short; never raises for what the workload
-        does. What does not fit at batch 1 either is unchecked.
+        does. What does not fit at the smallest either is unchecked, an oom `Failure` where fidelity is not asked for.
         """
         seconds = spec.deadline_seconds
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -135,7 +160,7 @@ class Runner:
             outcome = self._check(spec, deadline)
             if not (isinstance(outcome, Failure) and outcome.kind == "oom"):
                 return outcome
-            if spec.batch_size == 1:
+            if spec.batch_size // 2 < (MIN_CUT_SAMPLES if spec.what == "accumulation" else 1):
                 return unchecked(spec, outcome) if spec.what == "fidelity" else outcome
             # In another process: what an allocation that failed leaves behind must not count against the next.
             spec = msgspec.structs.replace(spec, batch_size=spec.batch_size // 2)
@@ -146,7 +171,9 @@ class Runner:
             return value
         try:
             # JSON has no whole numbers as keys.
-            outcome: CheckOutcome = msgspec.convert(value, type=Fidelity | Calibration | Failure, str_keys=True)
+            outcome: CheckOutcome = msgspec.convert(
+                value, type=Fidelity | Calibration | Accumulation | Failure, str_keys=True
+            )
         except msgspec.ValidationError as error:  # a number that is none, where there must be one
             return Failure(kind="crash", message=f"the check gave a result that cannot be read: {error}")
         return outcome
@@ -167,7 +194,9 @@ class Runner:
         except ProcessEndedError as ended:
             if self._isolation != "fork":  # a template outlives its children; if it has not, the next call sees it
                 self.close()
-            return ended.failure if ended.so_far is None else ended.so_far
+            # A trial whose evaluation was too long was measured; one that died of it did not survive its job.
+            is_usable = what == "check" or ended.failure.kind == "timeout"
+            return ended.so_far if ended.so_far is not None and is_usable else ended.failure
         except BaseException:
             self.close()
             raise
@@ -180,6 +209,8 @@ class Runner:
             self.close()
             self._load(deadlines.whole)
             self._open(deadlines.whole)
+            if self._share_command is not None:
+                self._expect(self._share_command, b"", deadlines.whole)
         assert self._process is not None
         return self._process
 

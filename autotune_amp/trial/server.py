@@ -18,7 +18,6 @@ import select
 import signal
 import sys
 import threading
-import time
 import traceback
 from typing import Any
 
@@ -28,7 +27,6 @@ import psutil
 from autotune_amp.trial.channel import Channel
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_CANARY_SECONDS, _ACCELERATOR_CANARY_SECONDS = 10.0, 60.0  # the latter starts the driver
 
 
 class Server:
@@ -41,61 +39,67 @@ class Server:
         self._source: Any = None
         self._origin = ""
         self._bench: Any = None
+        self._threads: Any = None
 
     def load(self, command: dict[str, Any]) -> None:
         """Import or unpack the workload; a function that makes one is not called before `open`."""
-        from autotune_amp import workload
+        from autotune_amp import packing, workload
+        from autotune_amp.trial.forking import HeldThreads
 
         sys.path[:] = command["path"]
         self._origin = command["target"] or "workload"
         packed = self._channel.read_exactly(command["num_packed_bytes"])
         if self._is_template:
-            self._hold_threads()
+            self._threads = HeldThreads()
         if command["target"]:
             self._source = workload.import_target(command["target"])
         else:
-            self._source = workload.unpack(packed)
+            self._source = packing.unpack(packed)
         self._channel.send({"event": "result", "value": self._torch_state()})
-
-    def _hold_threads(self) -> None:
-        """Keep this process at one thread, since a thread pool does not survive a fork and children would hang on it.
-
-        What the user's code asks for is only noted: trials take it over.
-        """
-        import torch
-
-        self._num_threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        self._set_num_threads, torch.set_num_threads = torch.set_num_threads, self._note_num_threads  # type: ignore[assignment]  # the same but for a name
-
-    def _note_num_threads(self, num_threads: int) -> None:
-        self._num_threads = num_threads
 
     def _torch_state(self) -> dict[str, Any]:
         from autotune_amp import torch_state
 
         state = torch_state.capture()
-        return {**state, "num_threads": self._num_threads} if self._is_template else state
+        return {**state, "num_threads": self._threads.num_threads} if self._is_template else state
 
     def open(self, device: str, num_threads: int | None) -> None:
         """Call the user's function once; answers with the torch state after it, and why children could not work.
 
         `num_threads` is what trials will use; None is what the user's code asked for.
         """
-        import torch
-
-        from autotune_amp.trial.worker import Bench
+        from autotune_amp.trial.bench import Bench
+        from autotune_amp.trial.memory import file_bytes
         from autotune_amp.workload import make_workload
 
         workload = make_workload(self._source, self._origin)
-        self._bench = Bench(workload, is_kept=self._mode == "kept")
+        template_file_bytes = file_bytes() if self._is_template else 0
+        self._bench = Bench(workload, is_kept=self._mode == "kept", template_file_bytes=template_file_bytes)
         state = self._torch_state()
         reason = None
         if self._is_template:
-            torch.set_num_threads = self._set_num_threads
-            reason = _why_not_fork(device, num_threads or state["num_threads"])
-            gc.freeze()  # a collection in a child would copy every page that holds an object
+            reason = self._why_not_fork(device, num_threads or state["num_threads"])
         self._channel.send({"event": "result", "value": {"torch_state": state, "why_not_fork": reason}})
+
+    def share(self, device: str, state: dict[str, Any], seed: int) -> None:
+        """Build the model once, as a trial would, for all children; answers with why they could not work after it."""
+        from autotune_amp import torch_state
+        from autotune_amp.trial.forking import HeldThreads
+
+        self._threads = HeldThreads()
+        torch_state.apply(state)
+        torch_state.seed(seed)
+        self._bench.share(self._torch_state)
+        reason = self._why_not_fork(device, self._threads.num_threads, "building")
+        self._channel.send({"event": "result", "value": reason})
+
+    def _why_not_fork(self, device: str, num_threads: int, done: str = "loading") -> str | None:
+        from autotune_amp.trial import forking
+
+        self._threads.release()
+        reason = forking.why_not_fork(device, num_threads, done)
+        gc.freeze()  # a collection in a child would copy every page that holds an object
+        return reason
 
     def call(self, command: dict[str, Any]) -> None:
         """Answer one call in this process."""
@@ -121,11 +125,16 @@ class Server:
             identity = msgspec.convert(args["identity"], DeviceIdentity)
             return compute(self._source, args["options"], identity, args["torch_state"])
         if what == "describe":
-            return worker.describe(self._bench, args["device"], args["torch_state"])
+            return worker.describe(self._bench, args["device"], args["torch_state"], args.get("baseline_batch_size"))
         if what == "check":
             from autotune_amp.trial import checks
 
             return checks.check(self._bench, msgspec.convert(args, CheckSpec), self._channel.send)
+        if what == "profile":
+            from autotune_amp.profile import child
+            from autotune_amp.profile.spec import ProfileSpec
+
+            return child.profile(self._bench, msgspec.convert(args, ProfileSpec), self._channel.send)
         return worker.run(self._bench, msgspec.convert(args, TrialSpec), self._channel.send)
 
     def attempt(self, action: Any, *args: Any) -> None:
@@ -152,6 +161,8 @@ class Server:
             self.attempt(self.load, command)
         elif command["cmd"] == "open":
             self.attempt(self.open, command["device"], command["num_threads"])
+        elif command["cmd"] == "share":
+            self.attempt(self.share, command["device"], command["torch_state"], command["seed"])
         else:
             self.attempt(self.call, command)
 
@@ -160,7 +171,7 @@ def run_template(channel: Channel, server: Server) -> None:
     """Fork a child for each call and watch it and the parent at once."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a trial leaves running becomes ours, to end
     while (command := channel.read_line()) is not None:
-        if command["cmd"] in ("load", "open"):
+        if command["cmd"] in ("load", "open", "share"):
             server.handle(command)
         elif command["cmd"] == "call":
             own = {process.pid for process in psutil.Process().children(recursive=True)}
@@ -255,43 +266,6 @@ def _enter_trial() -> None:
     if sys.platform == "linux":
         # A loader's workers cannot pickle classes of the user's __main__, which exists only as our copy.
         multiprocessing.set_start_method("fork", force=True)
-
-
-def _why_not_fork(device: str, num_threads: int) -> str | None:
-    """None if a child of this process can use the accelerator and all threads; found out by trying."""
-    import torch
-
-    for device_type in ("cuda", "xpu"):
-        backend = getattr(torch, device_type)
-        if backend.is_initialized():
-            return f"loading the workload started {device_type} in its process"
-    pid = os.fork()
-    if pid == 0:
-        os._exit(_try_everything(device, num_threads))
-    deadline = time.monotonic() + (_CANARY_SECONDS if device == "cpu" else _ACCELERATOR_CANARY_SECONDS)
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return None if status == 0 else "a forked child could not use the accelerator or all threads"
-        time.sleep(0.002)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return "loading the workload started threads in its process, and a forked child hung on them"
-
-
-def _try_everything(device: str, num_threads: int) -> int:
-    """In a forked child: 0 if the thread pool and the accelerator, where there is one, can be used."""
-    import torch
-
-    try:
-        torch.set_num_threads(num_threads)
-        torch.ones(1 << 20).add_(1).sum()
-        if device != "cpu" and torch.accelerator.is_available():
-            torch.ones(1, device=torch.accelerator.current_accelerator()).add_(1).cpu()
-    except Exception:
-        traceback.print_exc()
-        return 1
-    return 0
 
 
 def _kill_group(pid: int) -> None:

@@ -9,16 +9,17 @@ import msgspec
 from autotune_amp.config import LossScale, Precision
 
 # search: a candidate tried; fallback: a plan for a lower rung; confirm: again in a fresh process in the recommended
-# environment (the baseline: in the user's own); plain: the winner once in the user's own environment; fidelity and
-# calibration: no trials but checks of what a precision does to the gradient.
-Purpose: TypeAlias = Literal["search", "fallback", "confirm", "plain", "fidelity", "calibration"]
-CheckKind: TypeAlias = Literal["fidelity", "calibration"]
+# environment (the baseline: in the user's own); plain: the winner once in the user's own environment. The others are no
+# trials but checks: of what a precision or accumulation does to the gradient.
+Purpose: TypeAlias = Literal["search", "fallback", "confirm", "plain", "fidelity", "calibration", "accumulation"]
+CheckKind: TypeAlias = Literal["fidelity", "calibration", "accumulation"]
 
 # Micro-batches timed for a longer accumulation window; the window's time is composed from them, since windows of
 # hundreds of passes would cost more than the search has (measurement.md, Timing).
 MAX_TIMED_MICRO_BATCHES = 4
 # An accelerator runs ahead of the host, so steps between two synchronisations are timed together.
 STEPS_PER_SYNC = 4
+NUM_WARMUP_STEPS = 3
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +27,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     `as_found` keeps the caller's own TF32 flags and autocast instead of the strict flags of `precision`: only the
     baseline is run so, and only where the two differ. `pinned_modules` run in fp32 whatever the precision.
+    `num_workers` is the DataLoader's number of worker processes, None for the user's own number.
     """
 
     precision: Precision
@@ -33,6 +35,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     accumulation_steps: int = 1
     as_found: bool = False
     pinned_modules: tuple[str, ...] = ()
+    num_workers: int | None = None
 
     @property
     def effective_batch_size(self) -> int:
@@ -46,6 +49,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         if self.pinned_modules:
             num_pinned = len(self.pinned_modules)
             name += f" with {num_pinned} module{'s' if num_pinned > 1 else ''} pinned"
+        if self.num_workers is not None:
+            name += f" with {self.num_workers} loader worker{'' if self.num_workers == 1 else 's'}"
         return name + (" as found" if self.as_found else "")
 
 
@@ -56,7 +61,11 @@ class TrialSpec(msgspec.Struct, frozen=True, kw_only=True):
     95 % interval of the step time is within `interval_share` of it, or after `measure_seconds`. After five steps
     a median above `cut_step_seconds` ends the trial early. `first_step_seconds` and `step_seconds` are deadlines
     that the parent enforces by killing the process: for a first step with its compilation, and for any other.
-    `torch_state` is the caller's global torch state as `torch_state.capture` gave it.
+    `torch_state` is the caller's global torch state as `torch_state.capture` gave it. `worst_samples` are the dataset's
+    largest samples that were found, the largest first; empty where the samples are alike or the workload names its
+    worst batch itself. `is_loss_sum`: the loss is a sum over its samples, so that it is not divided by the
+    accumulation steps. `ending_seconds` is what the workload's evaluation and checkpoint may take after the measuring,
+    with the parent's deadline; None: they are not run.
     """
 
     candidate: Candidate
@@ -64,7 +73,7 @@ class TrialSpec(msgspec.Struct, frozen=True, kw_only=True):
     purpose: Purpose = "search"
     loss_scale: LossScale | None = None
     seed: int = 0
-    num_warmup_steps: int = 3
+    num_warmup_steps: int = NUM_WARMUP_STEPS
     num_steps: tuple[int, int] = (8, 40)
     interval_share: float = 0.05
     measure_seconds: float | None = None
@@ -75,12 +84,25 @@ class TrialSpec(msgspec.Struct, frozen=True, kw_only=True):
     memory_limit_bytes: int | None = None
     torch_state: dict[str, Any] = {}
     hold_heap: bool = False
+    worst_samples: tuple[int, ...] = ()
+    is_loss_sum: bool = False
+    ending_seconds: float | None = None
+
+    @property
+    def is_miniature(self) -> bool:
+        """Whether it is a miniature of the job: whole accumulation windows, the worst batch first and last."""
+        return self.purpose in ("confirm", "plain")
+
+    @property
+    def num_worst_batches(self) -> int:
+        """Steps taken on the worst batch: the first, one after the warm-up, a miniature's last."""
+        return 3 if self.is_miniature else 2
 
     @property
     def num_timed_micro_batches(self) -> int:
         """Forward and backward passes run for one timed step: a whole window only where it is confirmed."""
         window = self.candidate.accumulation_steps
-        return window if self.purpose in ("confirm", "plain") else min(window, MAX_TIMED_MICRO_BATCHES)
+        return window if self.is_miniature else min(window, MAX_TIMED_MICRO_BATCHES)
 
     @property
     def num_steps_per_report(self) -> int:
@@ -89,7 +111,8 @@ class TrialSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One check in a process of its own: of `precision` against fp32, or of the loss scales that are safe.
+    """One check in a process of its own: of `precision` against fp32, of the loss scales that are safe, or of whether
+    accumulated gradients equal those of the whole batch (in fp32).
 
     `num_batches` different batches of `batch_size` samples are used, fewer samples where they do not fit into memory.
     `find_pins`: look for modules that make the precision faithful when they run in fp32. `pinned_modules` do so during

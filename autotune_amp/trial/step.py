@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autotune_amp import precision
+from autotune_amp.config import AmpConfig, LossScale
 from autotune_amp.errors import WorkloadError
 from autotune_amp.numerics.passes import named
 from autotune_amp.torch_state import as_found_autocast
 from autotune_amp.trial import data
+from autotune_amp.trial.amp import TrialAmp, has_gradients
+from autotune_amp.trial.optimizers import Optimizers, each, make_optimizer
 from autotune_amp.trial.spec import TrialSpec
-from autotune_amp.workload import Workload
+from autotune_amp.trial.state import LoopState
+from autotune_amp.workload import Workload, type_name
 
 
-class Training:
-    """A model, its optimizer and its batches, ready to take steps as `spec` says.
+class BaseTraining(ABC):
+    """A model and its batches, ready to take steps as `spec` says.
 
     `forward_backward` runs one batch and adds to the gradients; `update` takes the optimizer step.
     """
 
+    scaler: torch.amp.GradScaler | None
+    is_update_apart = True  # whether `update` is all of the optimizer's work
+    num_steps_taken = 0  # counted by who takes them
+    has_stepped = True  # False until a loop that accumulates over its calls has taken its first optimizer step
+
     def __init__(self, workload: Workload, model: nn.Module, spec: TrialSpec) -> None:
         self.spec = spec
+        self.workload = workload
         self.device = torch.device(spec.device)
         self.model = model
-        self.loss = checked_loss(workload.loss)
-        self.optimizer = make_optimizer(workload, model)
-        self.batches = data.stream(workload.data, spec.candidate.batch_size)
-        self.scaler = precision.grad_scaler(spec.loss_scale, self.device.type)
+        candidate = spec.candidate
+        self.batches, self._loader = data.opened(workload.data, candidate.batch_size, candidate.num_workers)
+        self._taken: list[Any] = []
+        self._last_batch: Any = None
+        self._worst: data.Stream | None = None
         if not spec.candidate.as_found:
             precision.set_flags(spec.candidate.precision)
         self._pinned: list[nn.Module] = []
@@ -42,25 +55,127 @@ class Training:
             for module in self._pinned:
                 precision.pin_fp32(module, self.device.type)
 
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[Any, ...]:
+        """What the user's own functions know the training by: (model, optimizer) or (state,)."""
+
+    def start_loading(self) -> None:
+        """Take the first batch, which starts the loader's workers, and keep it for `next_batch`."""
+        self._taken.append(next(self.batches))
+        spec, asked = self.spec, self.spec.candidate.batch_size
+        self._worst = data.worst_batches(
+            self.workload.worst_batch,
+            self._loader,
+            spec.worst_samples,
+            asked,
+            spec.num_worst_batches,
+            is_exact=data.num_samples(self._taken[0], asked) == asked,
+        )
+
     def next_batch(self) -> Any:
-        """The next batch as the loader gives it."""
-        return next(self.batches)
+        """The next batch as the loader gives it; the one before is let go only now, as in any loop."""
+        self._last_batch = self._taken.pop() if self._taken else next(self.batches)
+        return self._last_batch
+
+    @property
+    def has_loader(self) -> bool:
+        """Whether a DataLoader makes the batches."""
+        return self._loader is not None
+
+    @property
+    def num_loader_workers(self) -> int:
+        """Worker processes of the loader, 0 without one."""
+        return 0 if self._loader is None else self._loader.num_workers
+
+    @property
+    def num_loaded_ahead(self) -> int:
+        """Batches that the loader's workers may hold ready."""
+        loader = self._loader
+        return 0 if loader is None or loader.num_workers == 0 else loader.num_workers * (loader.prefetch_factor or 0)
+
+    def worst_batch(self) -> Any | None:
+        """The one that takes the most memory, made anew each time; None where all are alike or nobody knows.
+
+        `start_loading` comes before it.
+        """
+        return None if self._worst is None else next(self._worst, None)
+
+    def evaluate(self) -> None:
+        """The workload's own evaluation, in the candidate's precision; modules are left training or not as before."""
+        assert self.workload.evaluate is not None
+        before = {module: module.training for module in self.model.modules()}
+        try:
+            with self.autocast():
+                self.workload.evaluate(self.parts[0])
+        finally:
+            for module, is_training in before.items():
+                module.training = is_training
+
+    def checkpoint(self, folder: Path) -> None:
+        """Have the workload write its own checkpoint into `folder`."""
+        assert self.workload.checkpoint is not None
+        self.workload.checkpoint(*self.parts, folder)
+
+    @abstractmethod
+    def forward_backward(self, batch: Any) -> Tensor:
+        """Move the batch to the device and add its gradients; returns the loss, detached, of no dimension."""
+
+    @abstractmethod
+    def update(self) -> None:
+        """Take the optimizer step and clear the gradients."""
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context of the candidate's forward passes, fresh each time."""
+        candidate = self.spec.candidate
+        if candidate.as_found:
+            return as_found_autocast(self.spec.torch_state, self.device.type)
+        return precision.autocast(candidate.precision, self.device.type)
+
+    def loss_scale(self) -> float | None:
+        """The current scale; waits for the device."""
+        return None if self.scaler is None else float(self.scaler.get_scale())
+
+    def close(self) -> None:
+        """End the loader's workers, which remove what they made only then, and leave the model as it was before."""
+        self.batches.close()
+        if self._worst is not None:
+            self._worst.close()
+        for module in self._pinned:
+            precision.unpin(module)
+
+    def _on_device(self, batch: Any) -> Any:
+        return batch if self.device.type == "cpu" else data.move(batch, self.device)
+
+
+class Training(BaseTraining):
+    """Model, loss and optimizer."""
+
+    def __init__(self, workload: Workload, model: nn.Module, spec: TrialSpec) -> None:
+        super().__init__(workload, model, spec)
+        self.loss = checked_loss(workload.loss)
+        self.optimizer = make_optimizer(workload, model)
+        # A loop's own variable holds the last graph until the next is there. Blocks that large tensors leave free
+        # cannot be joined over it: a heap without it peaks up to 5 % lower than a training's (studies/peak_memory).
+        self._last_loss: Tensor | None = None
+        self.scaler = precision.grad_scaler(spec.loss_scale, self.device.type)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The model and the optimizer; several as a list."""
+        several = list(each(self.optimizer))
+        return self.model, several if isinstance(self.optimizer, Optimizers) else self.optimizer
 
     def forward_backward(self, batch: Any) -> Tensor:
         """Move the batch to the device and add its gradients; returns the loss, detached, of no dimension."""
-        candidate = self.spec.candidate
-        if self.device.type != "cpu":
-            batch = data.move(batch, self.device)
-        context = (
-            as_found_autocast(self.spec.torch_state, self.device.type)
-            if candidate.as_found
-            else precision.autocast(candidate.precision, self.device.type)
-        )
-        with context:
+        batch = self._on_device(batch)
+        with self.autocast():
             loss = self.loss(self.model, batch)
-        scaled = loss / candidate.accumulation_steps if candidate.accumulation_steps > 1 else loss
+        divisor = 1 if self.spec.is_loss_sum else self.spec.candidate.accumulation_steps
+        scaled = loss / divisor if divisor > 1 else loss
         to_go_back_from: Tensor = scaled if self.scaler is None else self.scaler.scale(scaled)
         to_go_back_from.backward()  # type: ignore[no-untyped-call]  # torch does not type it
+        self._last_loss = loss
         return loss.detach().reshape(())
 
     def update(self) -> None:
@@ -68,27 +183,77 @@ class Training:
         if self.scaler is None:
             self.optimizer.step()
         else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+            # It refuses to step an optimizer without gradients.
+            trained = list(filter(has_gradients, each(self.optimizer)))
+            for optimizer in trained:
+                self.scaler.step(optimizer)
+            if trained:
+                self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def loss_scale(self) -> float | None:
-        """The current scale; waits for the device."""
-        return None if self.scaler is None else float(self.scaler.get_scale())
 
-    def unpin(self) -> None:
-        """Leave the model as it was before: a kept worker goes on with it."""
-        for module in self._pinned:
-            precision.unpin(module)
+class LoopTraining(BaseTraining):
+    """A loop of its own: `forward_backward` is its whole step."""
+
+    is_update_apart = False
+    has_stepped = False
+
+    def __init__(self, workload: Workload, model: LoopState, spec: TrialSpec) -> None:
+        super().__init__(workload, model, spec)
+        assert workload.train_step is not None
+        self._train_step = workload.train_step
+        self._state = model.held
+        self._amp = TrialAmp(self.autocast, self.device.type, _config(spec))
+        self.scaler = self._amp if self._amp.is_enabled() else None
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The state, as `build` returned it."""
+        return (self._state,)
+
+    def forward_backward(self, batch: Any) -> Tensor:
+        """Move the batch to the device and take the step; returns the sum of the losses that amp saw, detached."""
+        batch = self._on_device(batch)
+        self._amp.begin()
+        self._train_step(self._state, batch, self._amp)
+        candidate = self.spec.candidate
+        needs_autocast = candidate.precision in ("bf16", "fp16") and not candidate.as_found
+        loss = self._amp.total_loss(needs_autocast=needs_autocast)
+        self.has_stepped = self._amp.has_stepped
+        return loss
+
+    def update(self) -> None:
+        """Taken already."""
 
 
-def checked_loss(loss: Callable[[nn.Module, Any], Any]) -> Callable[[nn.Module, Any], Tensor]:
+def _config(spec: TrialSpec) -> AmpConfig:
+    candidate = spec.candidate
+    return AmpConfig(
+        precision=candidate.precision,
+        batch_size=candidate.batch_size,
+        accumulation_steps=candidate.accumulation_steps,
+        loss_scale=(spec.loss_scale or LossScale()) if candidate.precision == "fp16" else None,
+        pinned_modules=candidate.pinned_modules,
+        num_workers=candidate.num_workers,
+        as_found=candidate.as_found,
+    )
+
+
+def make_training(workload: Workload, model: nn.Module, spec: TrialSpec) -> BaseTraining:
+    """The training of a `model` made by `make_model`. Raises `WorkloadError` for what cannot train."""
+    if isinstance(model, LoopState):
+        return LoopTraining(workload, model, spec)
+    return Training(workload, model, spec)
+
+
+def checked_loss(loss: Callable[[nn.Module, Any], Any] | None) -> Callable[[nn.Module, Any], Tensor]:
     """The workload's loss; calling it raises `WorkloadError` where what it returns cannot be gone back from."""
+    assert loss is not None
 
     def checked(model: nn.Module, batch: Any) -> Tensor:
         value = loss(model, batch)
         if not isinstance(value, Tensor) or value.numel() != 1:
-            given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {_name(value)}"
+            given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type_name(value)}"
             raise WorkloadError(
                 f"loss(model, batch) returned {given}; it must return a tensor with one element.",
                 "Reduce it, for example with .mean(), and return the loss alone.",
@@ -103,52 +268,19 @@ def checked_loss(loss: Callable[[nn.Module, Any], Any]) -> Callable[[nn.Module, 
     return checked
 
 
-def _name(value: object) -> str:
-    return type(value).__name__
-
-
 def make_model(workload: Workload) -> nn.Module:
-    """The model on the CPU or wherever its factory puts it, in training mode unless made otherwise in parts."""
+    """The model on the CPU or wherever its factory puts it, in training mode unless made otherwise in parts.
+
+    Of a loop everything that it builds, as a `LoopState`.
+    """
+    if workload.build is not None:
+        return LoopState(workload.build())
     model = workload.model if isinstance(workload.model, nn.Module) else workload.model()
     if not isinstance(model, nn.Module):
         raise WorkloadError(
-            f"The model function returned a {_name(model)}; it must return an nn.Module.",
+            f"The model function returned a {type_name(model)}; it must return an nn.Module.",
             "Return the model alone.",
         )
     if not model.training:
         model.train()
     return model
-
-
-def make_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimizer:
-    """A fresh optimizer over the model's parameters; of an instance the class and hyperparameters are taken."""
-    given = workload.optimizer
-    if given is None:
-        return torch.optim.AdamW(model.parameters())
-    if isinstance(given, torch.optim.Optimizer):
-        return _like(given, workload.model, model)
-    made = given(model.parameters())
-    if not isinstance(made, torch.optim.Optimizer):
-        raise WorkloadError(
-            f"The optimizer function returned a {_name(made)}; it must return a torch.optim.Optimizer.",
-            "Return for example torch.optim.SGD(parameters, lr=0.1).",
-        )
-    return made
-
-
-def _like(optimizer: torch.optim.Optimizer, given_model: Any, model: nn.Module) -> torch.optim.Optimizer:
-    kind = type(optimizer)
-    accepted = inspect.signature(kind).parameters
-    defaults = {name: value for name, value in optimizer.defaults.items() if name in accepted}
-    own = {id(parameter): parameter for parameter in model.parameters()}
-    if isinstance(given_model, nn.Module):  # which the one at hand may be a copy of
-        own |= {id(given): ours for given, ours in zip(given_model.parameters(), model.parameters(), strict=True)}
-    groups: Iterable[Any] = model.parameters()
-    if all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-        groups = [{**group, "params": [own[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
-    elif len(optimizer.param_groups) > 1:
-        raise WorkloadError(
-            f"The optimizer has {len(optimizer.param_groups)} parameter groups over another model's parameters.",
-            "Pass the model instance that it was made for, or an optimizer function of the parameters.",
-        )
-    return kind(groups, **defaults)

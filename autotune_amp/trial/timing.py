@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
 from autotune_amp.hardware.matmul import synchronize
-from autotune_amp.statistics import trimmed_interval
-from autotune_amp.trial.step import Training
+from autotune_amp.trial.step import BaseTraining
+from autotune_amp.trial.stopping import is_hopeless, stop
 
-NUM_STEPS_BEFORE_CUT = 5
-DEADLINE_SHARE = 0.6
-# Warm-up steps that are all so many times over the cut end the trial at once: bf16 or fp16 that is merely emulated.
-HOPELESS_RATIO = 1.6
 # From 65536 down to 1, and a few more: after that the loss scale is not what is wrong.
 MAX_SCALE_SEARCH_STEPS = 20
+SHORT_WAIT = 0.1  # of a step
+MIN_BURSTS = 2  # measured, of the batches that loader workers deliver together, where a step waits for them
+# A step in which torch.compile compiled is taken again; dynamo gives a function up after eight shapes of it.
+MAX_COMPILING_STEPS = 20
 
 Report = Callable[[int, float], None]
+Enter = Callable[[str], None]
 
 
 class NonFiniteError(Exception):
@@ -29,69 +30,144 @@ class NonFiniteError(Exception):
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of optimizer steps; `data_seconds` is the share of a mean step that waited for `next()`."""
+    """Seconds of optimizer steps; `data_seconds` is what a mean step takes longer for the wait for `next()`.
+
+    `update_seconds` is the optimizer's share, None where timing it apart would have cost a synchronisation.
+    """
 
     first_step_seconds: float
     raw_step_seconds: tuple[float, ...]
     data_seconds: float
+    update_seconds: float | None
     num_skips: int
     last_loss: float
     was_cut: bool
+    num_compiling_steps: int
 
 
-def time_steps(training: Training, report: Report) -> Timing:
+def time_steps(
+    training: BaseTraining, report: Report, enter: Enter, count_compilations: Callable[[], int] = lambda: 0
+) -> Timing:
     """Warm up and measure as `training.spec` says; `report` hears of every step (its number, its seconds).
 
-    Raises `NonFiniteError` for a loss that is not finite, and where the loss scaler skips every step.
+    The loader's workers start before the first step, as a part of it. Where there is a worst batch the first step is
+    taken on it, and one after the warm-up, since only then does the optimizer hold its state; a miniature's last step
+    too. `enter` hears of those that no step's deadline is meant for. A step in which `count_compilations` rose is not
+    counted but taken again, `MAX_COMPILING_STEPS` times at most. Raises `NonFiniteError` for a loss that is not finite,
+    and where the loss scaler skips every step.
     """
     spec = training.spec
-    timer = _StepTimer(training)
+    timer = _StepTimer(training, count_compilations)
     began = time.perf_counter()
-    first_step_seconds = timer.time(1)
+    training.start_loading()
+    worst = training.worst_batch()
+    has_worst = worst is not None
+    first_step_seconds = time.perf_counter() - began + timer.time(1, worst).seconds
+    del worst  # it may be large
     report(0, first_step_seconds)
-    warm_up_seconds = _warm_up(training, timer, report)
-    if spec.cut_step_seconds and min(warm_up_seconds) > HOPELESS_RATIO * spec.cut_step_seconds:
-        return timer.result(first_step_seconds, warm_up_seconds, was_cut=True)
-    timer.start_measuring()
+    warm_up = _warm_up(training, timer, report)
+    if is_hopeless(spec, [step.seconds for step in warm_up]):
+        return timer.result(first_step_seconds, warm_up, was_cut=True)
+    if has_worst:
+        report(0, _step_on_worst(training, timer, enter))
+    _drop_loaded_ahead(training, timer, report)
+    timer.compiling_seconds = 0.0
     started = time.perf_counter()
-    steps: list[float] = []
+    groups: list[_Timed] = []
+    skips: list[int] = []
     was_cut = False
-    group = spec.num_steps_per_report
+    burst = _groups_per_burst(training)
+    fewest, most = (math.ceil(num_steps / spec.num_steps_per_report / burst) * burst for num_steps in spec.num_steps)
+    most = max(most, MIN_BURSTS * burst) if burst > 1 else most
+    limit_seconds = math.inf if spec.measure_seconds is None else spec.measure_seconds
     scale = training.loss_scale()
-    num_skips = 0
-    while len(steps) < spec.num_steps[1]:
-        seconds = timer.time(group)
-        steps += [seconds] * group
-        report(len(steps), seconds)
+    while len(groups) < most:
+        groups.append(timer.time_compiled(spec.num_steps_per_report))
+        num_steps = len(groups) * spec.num_steps_per_report
+        report(num_steps, groups[-1].seconds)
         new_scale = training.loss_scale()
-        num_skips += _num_backoffs(training, scale, new_scale)
+        skips.append(_num_backoffs(training, scale, new_scale))
         scale = new_scale
-        median = statistics.median(steps)
-        if spec.cut_step_seconds and len(steps) >= NUM_STEPS_BEFORE_CUT and median > spec.cut_step_seconds:
-            was_cut = True
-            break
         now = time.perf_counter()
-        is_late = spec.measure_seconds is not None and now - started > spec.measure_seconds
-        # A few steps reported are worth more than many cut off by the parent's deadline.
-        is_late |= spec.deadline_seconds is not None and now - began > DEADLINE_SHARE * spec.deadline_seconds
-        if is_late or (len(steps) >= spec.num_steps[0] and _is_narrow(steps[::group], spec.interval_share)):
+        num_needed = burst * (MIN_BURSTS if burst > 1 and _waits(groups) else 1)
+        reason = stop(
+            spec,
+            [group.seconds for group in groups],
+            is_whole=len(groups) >= max(fewest, num_needed) and len(groups) % burst == 0,
+            measure_seconds=limit_seconds * (num_needed / burst if len(groups) < num_needed else 1),
+            measuring_seconds=now - started - timer.compiling_seconds,
+            training_seconds=now - began,
+        )
+        was_cut = reason == "cut"
+        if reason is not None:
             break
-    if num_skips >= len(steps):
-        raise NonFiniteError(f"the loss scaler skipped all {len(steps)} measured steps")
-    return timer.result(first_step_seconds, steps, num_skips=num_skips, was_cut=was_cut)
+    if sum(skips) >= len(groups) * spec.num_steps_per_report:
+        raise NonFiniteError(f"the loss scaler skipped all {len(groups) * spec.num_steps_per_report} measured steps")
+    num_kept = len(groups) // burst * burst or len(groups)
+    held_seconds = None
+    if training.device.type != "cpu" and not was_cut and _waits(groups[:num_kept]):
+        held_seconds = timer.time(spec.num_steps_per_report, held=training.next_batch()).seconds
+        report(0, held_seconds)
+    found = timer.result(
+        first_step_seconds,
+        groups[:num_kept],
+        num_skips=sum(skips[:num_kept]),
+        was_cut=was_cut,
+        held_seconds=held_seconds,
+    )
+    if has_worst and spec.is_miniature:
+        _step_on_worst(training, timer, enter)
+    return found
 
 
-def _warm_up(training: Training, timer: _StepTimer, report: Report) -> list[float]:
-    """The remaining warm-up steps, and under fp16 as many more as the scale needs to come down; seconds of each."""
+def _groups_per_burst(training: BaseTraining) -> int:
+    """Steps timed together after which they have taken whole multiples of what the loader's workers deliver at a time.
+
+    Workers that begin together are ready together: then one step in so many waits for all of them.
+    """
+    num_batches = training.spec.num_timed_micro_batches * training.spec.num_steps_per_report
+    num_workers = max(1, training.num_loader_workers)
+    return num_workers // math.gcd(num_workers, num_batches)
+
+
+def _waits(groups: list[_Timed]) -> bool:
+    return sum(group.data_seconds for group in groups) > SHORT_WAIT * sum(group.seconds for group in groups)
+
+
+def _drop_loaded_ahead(training: BaseTraining, timer: _StepTimer, report: Report) -> None:
+    """Take what workers may have loaded during the slow first steps: steps on it would wait for nothing, whatever the
+    loader can keep up with. Then take a step, which waits for them to load again.
+    """
+    if not training.num_loaded_ahead:
+        return
+    limit_seconds = training.spec.measure_seconds
+    began = time.perf_counter()
+    for _ in range(training.num_loaded_ahead):
+        asked = time.perf_counter()
+        training.next_batch()
+        now = time.perf_counter()
+        report(0, now - asked)
+        if limit_seconds is not None and now - began > limit_seconds:
+            break
+    report(0, timer.time_compiled(1).seconds)
+
+
+def _step_on_worst(training: BaseTraining, timer: _StepTimer, enter: Enter) -> float:
+    enter("taking a step on the worst batch")
+    return timer.time(1, training.worst_batch()).seconds
+
+
+def _warm_up(training: BaseTraining, timer: _StepTimer, report: Report) -> list[_Timed]:
+    """The remaining warm-up steps, and as many more as a loop takes to its first update, fp16's scale to come down."""
     spec = training.spec
-    steps: list[float] = []
+    steps: list[_Timed] = []
     while True:
         scale = training.loss_scale()
-        steps.append(timer.time(1))
-        report(0, steps[-1])
+        steps.append(timer.time_compiled(1))
+        report(0, steps[-1].seconds)
         is_skipping = _num_backoffs(training, scale, training.loss_scale()) > 0
         num_done = 1 + len(steps)
-        if num_done >= spec.num_warmup_steps and not is_skipping:
+        if num_done >= spec.num_warmup_steps and not is_skipping and training.has_stepped:
             return steps
         if num_done >= spec.num_warmup_steps + MAX_SCALE_SEARCH_STEPS:
             raise NonFiniteError(
@@ -99,72 +175,106 @@ def _warm_up(training: Training, timer: _StepTimer, report: Report) -> list[floa
             )
 
 
-def _num_backoffs(training: Training, before: float | None, after: float | None) -> int:
+def _num_backoffs(training: BaseTraining, before: float | None, after: float | None) -> int:
     if before is None or after is None or training.scaler is None or not 0 < after < before:
         return 0
     return round(math.log(after / before) / math.log(training.scaler.get_backoff_factor()))
 
 
-def _is_narrow(steps: list[float], share: float) -> bool:
-    if len(steps) < 2:
-        return False
-    low, high = trimmed_interval(steps)
-    return (high - low) / 2 <= share * (high + low) / 2
+class _Timed(NamedTuple):
+    """Steps timed together: seconds of a mean step, of the host's wait for its data, and of its update."""
+
+    num_steps: int
+    seconds: float
+    data_seconds: float
+    update_seconds: float
 
 
 class _StepTimer:
     """Runs whole optimizer steps, or composes their time from fewer micro-batches and one update."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: BaseTraining, count_compilations: Callable[[], int]) -> None:
         self._training = training
+        self._count_compilations = count_compilations
+        self.num_compiling_steps = 0
+        self.compiling_seconds = 0.0
         self._num_micro = training.spec.num_timed_micro_batches
         self._repeats = training.spec.candidate.accumulation_steps / self._num_micro
-        self.start_measuring()
+        self._is_split = self._repeats > 1 or training.device.type == "cpu"
         self.last_loss = math.nan
 
-    def start_measuring(self) -> None:
-        """Forget what warm-up counted."""
-        self.data_seconds = 0.0
-        self.num_measured_steps = 0
-
     def result(
-        self, first_step_seconds: float, steps: list[float], *, num_skips: int = 0, was_cut: bool = False
+        self,
+        first_step_seconds: float,
+        groups: list[_Timed],
+        *,
+        num_skips: int = 0,
+        was_cut: bool = False,
+        held_seconds: float | None = None,
     ) -> Timing:
-        """What was measured since `start_measuring`."""
+        """What `groups` measured; a step without any wait for data takes `held_seconds`, None where nobody timed it."""
+        has_update_seconds = self._is_split and self._training.is_update_apart
+        data_seconds = _mean(groups, "data_seconds")
+        if held_seconds is not None:  # the host waits while the device computes
+            data_seconds = min(data_seconds, max(0.0, _mean(groups, "seconds") - held_seconds))
         return Timing(
             first_step_seconds=first_step_seconds,
-            raw_step_seconds=tuple(steps),
-            data_seconds=self.data_seconds / self.num_measured_steps,
+            raw_step_seconds=tuple(group.seconds for group in groups for _ in range(group.num_steps)),
+            data_seconds=data_seconds,
+            update_seconds=_mean(groups, "update_seconds") if has_update_seconds else None,
             num_skips=num_skips,
             last_loss=self.last_loss,
             was_cut=was_cut,
+            num_compiling_steps=self.num_compiling_steps,
         )
 
-    def time(self, num_steps: int) -> float:
-        """Mean seconds of one optimizer step over `num_steps` taken between two synchronisations."""
-        training, device = self._training, self._training.device
-        synchronize(device)
-        micro_seconds = update_seconds = 0.0
+    def time_compiled(self, num_steps: int) -> _Timed:
+        """`time` of steps in which nothing was compiled, unless there is no end to it."""
+        while True:
+            num_compilations, began = self._count_compilations(), time.perf_counter()
+            timed = self.time(num_steps)
+            if self._count_compilations() == num_compilations or self.num_compiling_steps >= MAX_COMPILING_STEPS:
+                return timed
+            self.num_compiling_steps += num_steps
+            self.compiling_seconds += time.perf_counter() - began
+
+    def time(self, num_steps: int, worst: Any = None, held: Any = None) -> _Timed:
+        """`num_steps` optimizer steps between two synchronisations.
+
+        The last micro-batch of each is `worst` unless that is None: then the other gradients are there as well. The
+        others are all `held` unless that is None.
+        """
+        training = self._training
+        synchronize(training.device)
+        data_seconds = micro_seconds = update_seconds = 0.0
         losses = []
         last = time.perf_counter()
         for _ in range(num_steps):
-            for _ in range(self._num_micro):
-                asked = time.perf_counter()
-                batch = training.next_batch()
-                self.data_seconds += (time.perf_counter() - asked) * self._repeats
+            for number in range(self._num_micro):
+                batch = worst if number == self._num_micro - 1 and worst is not None else held
+                if batch is None:
+                    asked = time.perf_counter()
+                    batch = training.next_batch()
+                    data_seconds += time.perf_counter() - asked
                 losses.append(training.forward_backward(batch))
-            if self._repeats > 1:
-                synchronize(device)
+                del batch
+            if self._is_split:
+                synchronize(training.device)
                 micro_seconds, last = micro_seconds + time.perf_counter() - last, time.perf_counter()
             training.update()
-            if self._repeats > 1:
-                synchronize(device)
+            training.num_steps_taken += 1
+            if self._is_split:
+                synchronize(training.device)
                 update_seconds, last = update_seconds + time.perf_counter() - last, time.perf_counter()
-        synchronize(device)
+        synchronize(training.device)
         update_seconds += time.perf_counter() - last
-        self.num_measured_steps += num_steps
         self._check(losses)
-        return (micro_seconds * self._repeats + update_seconds) / num_steps
+        return _Timed(
+            num_steps,
+            (micro_seconds * self._repeats + update_seconds) / num_steps,
+            data_seconds * self._repeats / num_steps,
+            update_seconds / num_steps,
+        )
 
     def _check(self, losses: list[torch.Tensor]) -> None:
         values = torch.stack([loss.float() for loss in losses])
@@ -172,3 +282,8 @@ class _StepTimer:
             bad = values[~torch.isfinite(values)][0].item()
             raise NonFiniteError(f"the loss became {bad}")
         self.last_loss = float(values[-1])
+
+
+def _mean(groups: list[_Timed], field: str) -> float:
+    total: float = sum(getattr(group, field) * group.num_steps for group in groups)
+    return total / sum(group.num_steps for group in groups)

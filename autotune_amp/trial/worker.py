@@ -7,25 +7,30 @@ import errno
 import gc
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import torch
-from torch import nn
-from torch.nn.parameter import is_lazy
 
 from autotune_amp import precision, torch_state
 from autotune_amp.errors import AutotuneAmpError
 from autotune_amp.statistics import trimmed_interval
 from autotune_amp.trial import data
+from autotune_amp.trial.bench import Bench
+from autotune_amp.trial.compiling import CompileWatch, forget_compiled
+from autotune_amp.trial.energy import Counter, EnergyMeter, counter_of
 from autotune_amp.trial.heap import hold_heap
 from autotune_amp.trial.memory import PeakMemory
+from autotune_amp.trial.miniature import Ending, Finish, check_signatures
+from autotune_amp.trial.optimizers import make_optimizer
 from autotune_amp.trial.outcome import Description, Failure, FailureKind, Measurement, Outcome
+from autotune_amp.trial.sizes import Look, look
 from autotune_amp.trial.spec import CheckSpec, TrialSpec
-from autotune_amp.trial.step import Training, make_model, make_optimizer
+from autotune_amp.trial.state import LoopState
+from autotune_amp.trial.step import BaseTraining, make_training
 from autotune_amp.trial.timing import NonFiniteError, Timing, time_steps
-from autotune_amp.workload import Workload
 
 Send = Callable[[dict[str, Any]], None]
 Result = TypeVar("Result")
@@ -49,51 +54,49 @@ _UNSUPPORTED_TEXTS = (
 _OWN_FILES = Path(__file__).parents[1]
 
 
-class Bench:
-    """What a trial process holds. A kept worker builds the model once and starts each trial from its first state."""
+def describe(bench: Bench, device: str, state: dict[str, Any], baseline_batch_size: int | None = None) -> Description:
+    """What the workload is, from building it once; of the data's sizes nothing if no `baseline_batch_size` is given.
 
-    def __init__(self, workload: Workload, *, is_kept: bool) -> None:
-        self.workload = workload
-        self.is_kept = is_kept
-        self._kept: tuple[nn.Module, dict[str, torch.Tensor]] | None = None
-        self.resident_bytes_before: int | None = None
-
-    def model(self, device: torch.device) -> nn.Module:
-        """The model on the device, as first built."""
-        if self._kept is not None:
-            model, first_state = self._kept
-            model.load_state_dict(first_state)
-            model.zero_grad(set_to_none=True)
-            return model
-        model = make_model(self.workload).to(device)
-        if self.is_kept and not any(map(is_lazy, model.state_dict().values())):
-            self._kept = model, {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
-        return model
-
-
-def describe(bench: Bench, device: str, state: dict[str, Any]) -> Description:
-    """What the workload is, from building it once."""
+    A batch size of the data's own comes before it.
+    """
     torch_state.apply(state)
+    check_signatures(bench.workload)
     kind, batch_size, num_samples = data.describe(bench.workload.data)
     context_seconds = _start_accelerator(torch.device(device))
     started = time.perf_counter()
     model = bench.model(torch.device(device))
-    make_optimizer(bench.workload, model)
-    build_seconds = time.perf_counter() - started
     parameters = list(model.parameters())
+    if isinstance(model, LoopState):
+        trained = model.trained()
+    else:
+        make_optimizer(bench.workload, model)
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+    build_seconds = time.perf_counter() - started
     as_found, is_strict = precision.as_found(state, torch.device(device).type)
+    if bench.workload.precision is not None:
+        as_found, is_strict = bench.workload.precision, True
+    seen = Look() if baseline_batch_size is None else look(bench.workload, batch_size or baseline_batch_size)
     return Description(
         name=bench.workload.name,
         batch_size=batch_size,
         num_samples=num_samples,
         data=kind,
         num_parameters=sum(p.numel() for p in parameters),
-        num_trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
-        weights=_weights(parameters),
+        num_trainable_parameters=sum(p.numel() for p in trained),
+        weights=_weights(parameters, trained),
         as_found_precision=as_found,
         is_as_found_strict=is_strict,
         build_seconds=build_seconds,
         context_seconds=context_seconds,
+        num_workers=seen.num_workers,
+        sample_sizes=seen.sample_sizes,
+        batch_sizes_seen=seen.batch_sizes_seen,
+        scan_problem=seen.scan_problem,
+        has_worst_batch=bench.workload.worst_batch is not None,
+        has_ending=bench.workload.evaluate is not None or bench.workload.checkpoint is not None,
+        is_loop=bench.workload.is_loop,
+        accumulation_steps=bench.workload.accumulation_steps,
+        weighs_passes=bench.workload.weighs_passes,
     )
 
 
@@ -123,10 +126,11 @@ def guarded(bench: Bench, spec: TrialSpec | CheckSpec, action: Callable[[], Resu
 def prepare(bench: Bench, spec: TrialSpec | CheckSpec) -> tuple[PeakMemory, float]:
     """Seed, start the accelerator and limit the memory; returns what watches it, and the start's seconds."""
     device = torch.device(spec.device)
+    if bench.is_kept:
+        forget_compiled()
     torch_state.seed(spec.seed)
     context_seconds = _start_accelerator(device)
-    memory = PeakMemory(device, spec.memory_limit_bytes, bench.resident_bytes_before)
-    bench.resident_bytes_before = memory.resident_bytes_before
+    memory = PeakMemory(device, spec.memory_limit_bytes, bench.build_memory, bench.template_file_bytes)
     return memory, context_seconds
 
 
@@ -138,31 +142,67 @@ def free_cache() -> None:
 
 def _measure(bench: Bench, spec: TrialSpec, send: Send) -> Outcome:
     memory, context_seconds = prepare(bench, spec)
+    is_build_shared = bench.is_build_shared
     started = time.perf_counter()
-    training = Training(bench.workload, bench.model(torch.device(spec.device)), spec)
-    build_seconds = time.perf_counter() - started
+    training = make_training(bench.workload, bench.model(torch.device(spec.device)), spec)
+    building = {
+        "build_seconds": time.perf_counter() - started,
+        "context_seconds": context_seconds,
+        "is_build_shared": is_build_shared,
+    }
+    with contextlib.closing(training):
+        return _train(training, memory, send, building)
+
+
+def _train(training: BaseTraining, memory: PeakMemory, send: Send, building: dict[str, Any]) -> Outcome:
+    spec = training.spec
+    meter = EnergyMeter(_energy_counter(torch.device(spec.device)))
     send({"event": "first step"})
 
     def report(number: int, seconds: float) -> None:
+        meter.step(number, compiling.count())
         memory.poll()
         send({"event": "step", "number": number, "seconds": seconds})
 
+    def enter(name: str) -> None:
+        send({"event": "phase", "name": name})
+
     retries = memory.num_allocator_retries()
-    timing = time_steps(training, report)
-    training.unpin()
-    peak, reserved = memory.peak_bytes()
-    if memory.is_over_limit():
-        return Failure(
-            kind="oom", message=f"it took {reserved / 2**20:.0f} MiB, over the limit of {_mib(spec.memory_limit_bytes)}"
+    with CompileWatch(lambda: send({"event": "compiling"})) as compiling:
+        timing = time_steps(training, report, enter, compiling.count)
+
+    def outcome(ending: Ending) -> Outcome:
+        memory.poll()
+        peak, reserved = memory.peak_bytes()
+        if memory.is_over_limit():
+            limit = _mib(spec.memory_limit_bytes)
+            return Failure(kind="oom", message=f"it took {reserved / 2**20:.0f} MiB, over the limit of {limit}")
+        if memory.num_allocator_retries() > retries:
+            return Failure(kind="oom", message="the allocator had to flush its cache to make room: memory is full")
+        return _measurement(
+            spec,
+            timing,
+            peak_memory_bytes=peak,
+            reserved_memory_bytes=reserved,
+            joules_per_sample=meter.joules_per_sample(spec.candidate.batch_size * spec.num_timed_micro_batches),
+            num_steps_taken=training.num_steps_taken,
+            **building,
+            **ending._asdict(),
         )
-    if memory.num_allocator_retries() > retries:
-        return Failure(kind="oom", message="the allocator had to flush its cache to make room: memory is full")
-    return _measurement(spec, timing, peak, reserved, build_seconds, context_seconds)
+
+    found = outcome(Ending())
+    if spec.ending_seconds is not None and isinstance(found, Measurement):
+        measured = found
+
+        def keep(ending: Ending) -> None:
+            value = msgspec.structs.replace(measured, **ending._asdict())
+            send({"event": "so far", "value": msgspec.to_builtins(value)})
+
+        found = outcome(Finish(training, spec.ending_seconds, send, keep, classify).run())
+    return found
 
 
-def _measurement(
-    spec: TrialSpec, timing: Timing, peak: int, reserved: int, build_seconds: float, context_seconds: float
-) -> Measurement:
+def _measurement(spec: TrialSpec, timing: Timing, **measured: Any) -> Measurement:
     steps = timing.raw_step_seconds
     # The mean, not the median: what a long run reaches includes its slow steps.
     step_seconds = sum(steps) / len(steps)
@@ -171,16 +211,20 @@ def _measurement(
         step_seconds_interval=trimmed_interval(list(steps)) if len(steps) > 1 else (step_seconds, step_seconds),
         samples_per_second=spec.candidate.effective_batch_size / step_seconds,
         data_seconds=timing.data_seconds,
-        peak_memory_bytes=peak,
-        reserved_memory_bytes=reserved,
         raw_step_seconds=steps,
-        build_seconds=build_seconds,
-        context_seconds=context_seconds,
         first_step_seconds=timing.first_step_seconds,
         num_skips=timing.num_skips,
         last_loss=timing.last_loss,
         was_cut=timing.was_cut,
+        update_seconds=timing.update_seconds,
+        num_compiling_steps=timing.num_compiling_steps,
+        **measured,
     )
+
+
+def _energy_counter(device: torch.device) -> Counter | None:
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return counter_of(device.type, str(torch.cuda.get_device_properties(device).uuid) if is_nvidia else None)
 
 
 def classify(error: BaseException) -> Failure:
@@ -228,9 +272,9 @@ def _start_accelerator(device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def _weights(parameters: list[nn.Parameter]) -> Any:
+def _weights(parameters: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]) -> Any:
     low = precision.HALF_DTYPES
-    if any(p.requires_grad and p.dtype in low for p in parameters):
+    if any(p.dtype in low for p in trained):
         return "bf16"
     return "frozen_low" if any(p.dtype in low for p in parameters) else "fp32"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -43,7 +44,8 @@ FAILURES = {
     "hangs": ("time.sleep(1000)", ["timeout"]),
     "non-finite": ("return float('nan')", ["nonfinite", "nan"]),
 }
-SHORT = ("--budget", "16", "--precision", "fp32", "--memory-fraction", "0.05", "--device", "cpu")
+FREE = ("--effective-batch-size", "free")
+SHORT = ("--budget", "24", "--precision", "fp32", "--memory-fraction", "0.05", "--device", "cpu", *FREE)
 
 
 def reasons(document: dict[str, Any]) -> str:
@@ -58,16 +60,29 @@ def test_a_failing_candidate_does_not_end_the_search(cli: CommandLine, name: str
     assert done.code == 0, done.err
     document = done.document
     assert (document["config"]["precision"], document["config"]["batch_size"]) == ("fp32", 8)
-    assert document["search"]["num_failures"] == 1
+    assert document["search"]["num_failures"] >= 1  # on a busy machine a confirmation may be cut off as well
     (failed,) = [entry for entry in document["excluded"] if entry["batch_size"] == 16]
+    outcomes = (cli.folder / "studies/train/outcomes.jsonl").read_text().splitlines()
+    tried = [json.loads(line) for line in outcomes if json.loads(line)["candidate"]["batch_size"] == 16]
+    assert [line["outcome"]["outcome"] for line in tried] == ["failure"], "it is not tried twice"
     for word in words:
         assert word in failed["reason"]
 
 
-@pytest.mark.parametrize("name", FAILURES)
-def test_where_every_candidate_fails_every_reason_is_given(cli: CommandLine, name: str) -> None:
-    failure, words = FAILURES[name]
-    target = cli.write("train.py", WORKLOAD.format(failure=failure, when="True"))
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("raises", "raises bytes"),
+        ("killed", "segfaults"),
+        ("exits", "sys.exit"),
+        ("non-finite", "hangs"),
+        ("out of memory", "out of memory"),
+    ],
+)
+def test_where_every_candidate_fails_every_reason_is_given(cli: CommandLine, name: str, other: str) -> None:
+    failures = {8: FAILURES[name], 16: FAILURES[other]}
+    body = "\n".join(f"    if size == {size}:\n        {failure}" for size, (failure, _) in failures.items())
+    target = cli.write("train.py", WORKLOAD.format(failure=body.strip(), when="True"))
     done = cli.search(target, *SHORT, "--baseline", "fp32:8", "--batch-size", "8:16")
     assert done.code == 3, done.err
     document = done.document
@@ -75,9 +90,10 @@ def test_where_every_candidate_fails_every_reason_is_given(cli: CommandLine, nam
     assert document["error"]["next_step"]
     assert document["best"] is None
     by_size = {entry["batch_size"]: entry["reason"] for entry in document["excluded"]}
-    assert set(by_size) >= {8, 16}
-    for word in words:
-        assert word in by_size[8]
+    expected = {8: FAILURES[name][1], 16: FAILURES[other][1] if name != other else ["fp32 batch 8 ran out of memory"]}
+    for size, words in expected.items():
+        for word in words:
+            assert word in by_size[size]
 
 
 def test_the_users_traceback_arrives_with_the_candidate(cli: CommandLine) -> None:
@@ -143,6 +159,14 @@ def test_a_workload_that_cannot_be_loaded(cli: CommandLine, text: str, target: s
     assert document["error"]["next_step"]
     assert document["excluded"] == []
     assert document["best"] is None
+
+
+def test_a_misspelt_function_is_told_what_there_is_and_leaves_no_folder(cli: CommandLine) -> None:
+    text = "from autotune_amp import Workload\ndef load(path): ...\ndef tiny(size=8): ...\nREADY = Workload\n"
+    cli.write("train.py", text)
+    done = cli.search("train.py:tinny", *SHORT)
+    assert done.document["error"]["next_step"] == "Name one that returns a Workload; it has tiny."
+    assert not (cli.folder / "studies/train-tinny").exists()
 
 
 def test_a_model_that_cannot_be_built(cli: CommandLine) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from conftest import CommandLine
 
+from autotune_amp.search.explore import NUM_SEARCH_PROCESSES
+
 # Steps that sleep take as long in one precision as in another, and as long for 16 samples as for 4.
 WORKLOADS = """
 import time
@@ -59,7 +61,8 @@ def offset():
         return inputs + 1000, inputs.sum(1)
     return Workload(Offset, loss, batch, sgd)
 """
-OPTIONS = ("--baseline", "fp32:4", "--batch-size", "16:16", "--device", "cpu", "--budget", "45")
+SIZES = ("--baseline", "fp32:4", "--batch-size", "16:16", "--effective-batch-size", "free")
+OPTIONS = (*SIZES, "--device", "cpu", "--budget", "45")
 
 
 def records(cli: CommandLine, study: str) -> list[dict[str, Any]]:
@@ -88,14 +91,15 @@ def test_fp16_is_measured_once_calibrated_and_every_pair_answered_by_replay(cli:
     lines = records(cli, "train-healthy")
     fp16 = [line for line in lines if line["candidate"]["precision"] == "fp16"]
     searched = [line["candidate"]["batch_size"] for line in fp16 if line["purpose"] == "search"]
-    assert searched == [16]
+    assert set(searched) == {16}
+    assert len(searched) <= NUM_SEARCH_PROCESSES
     (calibrated,) = [line["outcome"] for line in fp16 if line["purpose"] == "calibration"]
     assert len(calibrated["log2_scales"]) >= 8
     trials = attributes(cli, "train-healthy")
     assert len(trials) >= 3
     assert all({"precision", "batch_size", "init_scale", "growth_interval"} <= set(trial) for trial in trials)
     assert all({"applied_share", "num_skips", "snapped_init_scale"} <= set(trial) for trial in trials)
-    assert sum("record" in trial for trial in trials) == 1, "one trial was run, the others were replayed"
+    assert sum("record" in trial for trial in trials) == len(searched), "the others were replayed"
     assert calibrated["init_scale"] in {trial["snapped_init_scale"] for trial in trials}
 
     # Interrupted before its answer was saved, it goes on without a check or a trial of fp16 more.
@@ -146,7 +150,8 @@ def test_a_precision_that_does_harm_is_excluded_with_its_reason(cli: CommandLine
 @pytest.mark.slow
 def test_a_precision_that_pins_heal_is_recommended_with_them(cli: CommandLine) -> None:
     cli.write("train.py", WORKLOADS)
-    done = cli.search("train.py:offset", *OPTIONS, "--precision", "bf16")
+    # Finding the pins takes the longest of all checks, and on a busy machine several times as long.
+    done = cli.search("train.py:offset", *OPTIONS, "--budget", "90", "--precision", "bf16")
     assert done.code == 0, done.err
     document = done.document
     config = document["config"]

@@ -12,11 +12,13 @@ from autotune_amp.fingerprint import changed
 from autotune_amp.recommendation import Fingerprint
 
 SCRIPT = """
-import enum, functools, json, os, sys
+import dataclasses, enum, functools, json, os, sys
+from os import environ
 import torch
 import helpers
 import unrelated
 import pkg.layers
+import pkg.registry
 from autotune_amp.fingerprint import compute
 from autotune_amp.hardware.types import DeviceIdentity
 
@@ -26,7 +28,20 @@ COLORS = {"red", "green", "blue", "cyan"}
 class Mode(enum.Enum):
     FAST = "fast"
 
-class Net(torch.nn.Module):
+@dataclasses.dataclass
+class Settings:
+    rate: float = 0.5
+    names: list = dataclasses.field(default_factory=lambda: ["a", "b"])
+
+settings = Settings()
+
+def collate(samples, scale=lambda x: x * 8):
+    return scale(torch.stack(samples)) * settings.rate
+
+def train_step(state, batch, amp):
+    return pkg.registry.get("step")(batch) * float(environ.get("STEP_SCALE", 1))
+
+class Net(pkg.layers.Base):
     width = 4
 
     def __init__(self, depth):
@@ -61,6 +76,9 @@ workload.loss = loss
 workload.data = torch.utils.data.TensorDataset(torch.zeros(32, 4), torch.zeros(32, 4))
 workload.optimizer = functools.partial(torch.optim.SGD, lr=LEARNING_RATE)
 workload.extra = lazily
+workload.train_step = functools.partial(train_step, amp=16)
+workload.evaluate = torch.utils.data.DataLoader(workload.data, batch_size=4, num_workers=2, collate_fn=collate)
+workload.checkpoint = Net(3).checkpoint
 
 identity = DeviceIdentity(type="cpu", name="cpu", num_cpus=4, total_memory_bytes=1024)
 found = compute(workload, {"budget": 90.0}, identity, {"allow_tf32": False})
@@ -74,7 +92,16 @@ FILES = {
     "late.py": "from later import VALUE\n",
     "later.py": "VALUE = 1\n",
     "pkg/__init__.py": "",
-    "pkg/layers.py": "import torch\n\n\ndef activate(x):\n    return torch.relu(x)\n",
+    "pkg/layers.py": (
+        "import torch\n\n\ndef activate(x):\n    return torch.relu(x)\n\n\n"
+        "class Base(torch.nn.Module):\n    def checkpoint(self, folder):\n        return folder / 'last'\n"
+    ),
+    # The step is found by its name in a table that an import fills.
+    "pkg/registry.py": (
+        "STEPS = {}\n\n\ndef register(step):\n    STEPS[step.__name__] = step\n    return step\n\n\n"
+        "def get(name):\n    return STEPS[name]\n\n\nfrom pkg import steps\n"
+    ),
+    "pkg/steps.py": "from pkg.registry import register\n\n\n@register\ndef step(x):\n    return x * 3\n",
 }
 
 
@@ -106,6 +133,17 @@ MISSES = [
     (("helpers.py", "return 1", "return 2"), "source file helpers.py changed"),
     (("later.py", "VALUE = 1", "VALUE = 2"), "source file later.py changed"),
     (("pkg/layers.py", "relu(x)", "tanh(x)"), "function activate of pkg/layers.py changed"),
+    (("pkg/layers.py", "'last'", "'best'"), "class Base of pkg/layers.py changed"),
+    (("pkg/steps.py", "x * 3", "x * 4"), "function step of pkg/steps.py changed"),
+    (("train.py", "rate: float = 0.5", "rate: float = 0.6"), "global settings of train.py changed"),
+    (("train.py", '["a", "b"]', '["a"]'), "global settings of train.py changed"),
+    (("train.py", "x * 8", "x * 9"), "function <lambda> of train.py changed"),
+    (("train.py", "torch.stack(samples)", "torch.cat(samples)"), "function collate of train.py changed"),
+    (("train.py", "num_workers=2", "num_workers=1"), "workload.evaluate changed"),
+    (("train.py", "amp=16", "amp=8"), "workload.train_step changed"),
+    (("train.py", "Net(3).checkpoint", "Net(4).checkpoint"), "workload.checkpoint changed"),
+    (("train.py", "zeros(32, 4)", "zeros(32, 4, dtype=torch.half)"), "workload.data: shapes changed"),
+    (("train.py", 'cpu", num', 'cpu", driver="2", num'), "device driver changed from None to 2"),
 ]
 
 # Runs each script in a process of its own, forked where torch is imported already, which takes seconds.
@@ -206,8 +244,9 @@ def test_what_changes_misses_and_is_named(
 
 
 def test_an_environment_variable_that_the_code_reads_is_a_part(original: Fingerprint, tmp_path: Path) -> None:
-    (found,) = run(write(tmp_path, FILES) / "train.py", LOSS_SCALE="2", ANOTHER="3")
-    assert changed(original, found) == ("environment variable LOSS_SCALE changed",)
+    (found,) = run(write(tmp_path, FILES) / "train.py", LOSS_SCALE="2", STEP_SCALE="2", ANOTHER="3", MASTER_PORT="4")
+    changes = {f"environment variable {name} changed" for name in ("LOSS_SCALE", "STEP_SCALE")}
+    assert set(changed(original, found)) == changes
 
 
 def test_importing_the_fingerprint_imports_no_torch() -> None:

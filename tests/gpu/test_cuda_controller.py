@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeAlias
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController
 from autotune_amp.config import Precision
+from autotune_amp.runtime import run_log
 from autotune_amp.runtime.lag import LAG_UPDATES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and a torch built for it")
@@ -128,11 +130,14 @@ class Training:
 @pytest.mark.parametrize("attaches", [False, True])
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-def test_no_step_waits_for_the_device(precision: Precision, clips: bool, attaches: bool, guard: bool) -> None:
+def test_no_step_waits_for_the_device(
+    precision: Precision, clips: bool, attaches: bool, guard: bool, tmp_path: Path
+) -> None:
     """Long enough for verdicts to be read, gradients to be sampled and activations to be observed, twice."""
     given = batches(150)
-    training = Training(PrecisionController(config(precision), DEVICE, guard=guard), OPTIMIZERS["fused Adam"], clips)
-    controller, calls = training.controller, []
+    controller = PrecisionController(config(precision), DEVICE, guard=guard, run_log=tmp_path / "run.jsonl")
+    training = Training(controller, OPTIMIZERS["fused Adam"], clips)
+    calls: list[int] = []
     controller.on_step(lambda: calls.append(1))
     if attaches:
         controller.attach(training.model)
@@ -145,6 +150,7 @@ def test_no_step_waits_for_the_device(precision: Precision, clips: bool, attache
     lag = LAG_UPDATES if guard or precision == "fp16" else 0
     assert len(calls) == 150 - lag
     assert controller.status().num_steps == len(calls) == 150
+    assert {0, 64, 128} <= {line.update for line in run_log.read(tmp_path / "run.jsonl").lines}
     scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0, enabled=precision == "fp16")
     expected, _ = reference(precision, given, OPTIMIZERS["fused Adam"], scaler, clips)
     assert_same(state(training.model), state(expected))

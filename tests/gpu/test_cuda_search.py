@@ -8,6 +8,7 @@ from conftest import CommandLine
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and a torch built for it")
 
+FREE = ("--effective-batch-size", "free")
 WORKLOAD = """
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ def workload():
 
 def test_every_precision_is_measured_and_the_baseline_is_confirmed(cli: CommandLine) -> None:
     target = cli.write("train.py", WORKLOAD.format(memory_per_sample=0))
-    done = cli.search(target, "--device", "cuda", "--budget", "150", "--batch-size", "64:512")
+    done = cli.search(target, "--device", "cuda", "--budget", "150", "--batch-size", "64:512", *FREE)
     assert done.code == 0, done.err
     document = done.document
     assert document["hardware"]["device"].startswith("cuda:")
@@ -45,7 +46,8 @@ def test_every_precision_is_measured_and_the_baseline_is_confirmed(cli: CommandL
 
 def test_a_batch_over_the_devices_memory_is_out_of_memory_and_the_search_goes_on(cli: CommandLine) -> None:
     target = cli.write("train.py", WORKLOAD.format(memory_per_sample=2**30))
-    done = cli.search(target, "--device", "cuda", "--precision", "fp32", "--budget", "60", "--batch-size", "64:1024")
+    options = ("--batch-size", "64:1024", *FREE)
+    done = cli.search(target, "--device", "cuda", "--precision", "fp32", "--budget", "60", *options)
     assert done.code == 0, done.err
     reasons = [e["reason"] for e in done.document["excluded"] if e["batch_size"] in (512, 1024)]
     assert any("oom" in reason for reason in reasons)

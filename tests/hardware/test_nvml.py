@@ -68,6 +68,11 @@ class MadeNvml:
         assert handle in self.names
         return self.reasons
 
+    def nvmlDeviceGetUtilizationRates(self, handle: str) -> SimpleNamespace:  # noqa: N802
+        if handle == UUIDS[1]:
+            raise NVMLError("not supported: a MIG instance")
+        return SimpleNamespace(gpu=35, memory=2)
+
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> MadeNvml:
@@ -136,6 +141,9 @@ def test_without_nvml_there_are_no_cards_and_nothing_to_note() -> None:
     assert nvml.visible_uuids() == ()
     assert nvml.card(UUIDS[0]) is None
     assert nvml.process_notes(UUIDS[0]) == nvml.slowdown_notes(UUIDS[0]) == ()
+    assert nvml.processes(UUIDS[0]) is None
+    assert nvml.utilization(UUIDS[0]) is None
+    assert nvml.slowdown_names(UUIDS[0]) is None
 
 
 @pytest.mark.usefixtures("made")
@@ -165,6 +173,11 @@ def test_clock_event_reasons_that_slow_a_card(made: MadeNvml, reasons: int, word
     notes = nvml.slowdown_notes(UUIDS[0])
     assert len(notes) == len(words)
     assert all(word in note for word, note in zip(words, notes, strict=True))
+
+
+@pytest.mark.usefixtures("made")
+def test_how_busy_a_card_is() -> None:
+    assert (nvml.utilization(UUIDS[0]), nvml.utilization(UUIDS[1])) == (0.35, None)
 
 
 @pytest.mark.usefixtures("made")

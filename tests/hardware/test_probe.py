@@ -29,8 +29,10 @@ def shadow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, st
     return write
 
 
-def test_the_cpu_is_probed_in_a_child() -> None:
+def test_the_cpu_is_probed_in_a_child_and_a_busy_machine_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (1000.0, 0.0, 0.0))
     hardware = probe("cpu")
+    assert "load average 1000.0" in hardware.notes[0]
     assert isinstance(hardware, Hardware)
     assert (hardware.device, hardware.identity) == ("cpu", identify("cpu"))
     assert tuple(hardware.precisions) == PRECISIONS

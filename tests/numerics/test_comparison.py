@@ -47,6 +47,33 @@ def test_sums_add_up_over_parameters_and_batches() -> None:
     assert found.whole.difference == pytest.approx(1 + 4 + 5)
 
 
+def comparison_of(*names: str) -> Comparison:
+    gradients = {name: torch.tensor([float(number)]) for number, name in enumerate(names, start=1)}
+    return compare([gradients], [gradients, {name: 2 * value for name, value in gradients.items()}], set(names))
+
+
+def test_modules_hold_their_own_parameters_in_the_order_of_the_model() -> None:
+    low = {"z.bias": torch.tensor([1.0]), "z.weight": torch.tensor([1.0]), "a.weight": torch.tensor([1.0])}
+    low["scale"] = torch.tensor([1.0])
+    reference = {name: value + 3.0 for name, value in low.items()}
+    other = {name: value + 4.0 for name, value in reference.items()}
+    found = {damage.name: damage for damage in compare([low], [reference, other], set(low)).modules(40)}
+    assert list(found) == ["z", "a", ""]
+    assert found["z"].noise_ratio == pytest.approx(math.sqrt(2 * 9 / (2 * 16)))
+    assert found["a"].norm_ratio == pytest.approx(1 / 4)
+
+
+def test_modules_are_joined_from_the_innermost_on_until_they_are_few() -> None:
+    names = [f"model.layers.{layer}.{part}.weight" for layer in range(6) for part in ("query", "key", "value")]
+    found = comparison_of("model.embedding.weight", *names, "head.weight")
+    few = [damage.name for damage in found.modules(7)]
+    assert [damage.name for damage in found.modules(20)][1:3] == ["model.layers.0.query", "model.layers.0.key"]
+    assert few == ["model.embedding", "model.layers", "head"]
+    assert [d.name for d in found.modules(8)] == ["model.embedding", *(f"model.layers.{n}" for n in range(6)), "head"]
+    assert [damage.name for damage in found.modules(1)] == ["model", "head"], "the outermost are not joined"
+    assert {damage.noise_ratio for damage in found.modules(1)} == {0.0}
+
+
 def test_equal_batches_fall_back_to_the_gradient_itself() -> None:
     assert sums([one(3.0, 3.9)], [one(3.0, 4.0), one(3.0, 4.0)]).noise_ratio == pytest.approx(0.1 / 5)
 

@@ -56,6 +56,9 @@ def test_the_issues_figure_of_bf16_weights_end_to_end() -> None:
     found = checked(made, "bf16")
     assert found.low_weights is not None
     assert found.low_weights.lost_share == pytest.approx(0.84, abs=0.03)
+    octaves, counts = zip(*found.gradient_histogram, strict=True)
+    assert max(octaves) - min(octaves) <= 12, "what is 2^-12 of the largest moves nothing"
+    assert 0.9 * 256 * 64 < sum(counts) <= 256 * 64
 
 
 def test_compiled_bf16_weights() -> None:
@@ -111,6 +114,15 @@ def test_where_fp32_itself_is_not_finite_the_check_says_nothing(bad: float, from
     assert "fp32 itself" in found.reason
     assert "before relying on it" in found.next_step
     assert found.culprits == ()
+
+
+@pytest.mark.parametrize(("lr", "has_moved"), [(0.0, False), (0.01, True)])
+def test_it_is_said_where_training_moves_no_weight(lr: float, has_moved: bool) -> None:
+    torch.manual_seed(0)
+    made = subject(mlp(), make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=lr))
+    found = checked(made, "bf16")
+    assert (found.verdict, found.has_moved) == ("faithful", has_moved)
+    assert ("no weight moved in the training run" in found.reason) == (not has_moved)
 
 
 class OwnError(Exception):

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune_amp.config import Precision
-from autotune_amp.numerics.results import ParameterDamage, Verdict
+from autotune_amp.numerics.results import GradientDamage, Verdict
 from autotune_amp.numerics.verdict import Findings, judge, next_step
 
 ORDER: tuple[Verdict, ...] = ("faithful", "doubtful", "unfaithful")
 
 
-def damage(noise_ratio: float = 0.0, flushed_share: float = 0.0) -> ParameterDamage:
-    return ParameterDamage(
+def damage(noise_ratio: float = 0.0, flushed_share: float = 0.0) -> GradientDamage:
+    return GradientDamage(
         name="body.weight", noise_ratio=noise_ratio, cosine=1.0, norm_ratio=1.0, flushed_share=flushed_share
     )
 

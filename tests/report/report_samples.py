@@ -14,7 +14,7 @@ from autotune_amp.recommendation import (
     Recommendation,
     SearchSummary,
 )
-from autotune_amp.trial.outcome import Failure, Measurement, Record
+from autotune_amp.trial.outcome import Description, Failure, Measurement, Record
 from autotune_amp.trial.spec import Candidate
 
 MIB = 2**20
@@ -86,6 +86,23 @@ def recommendation(**changes: Any) -> Recommendation:
         "fingerprint": Fingerprint(digest="", parts={}),
     }
     return Recommendation(**(values | changes))
+
+
+def loop() -> Description:
+    return Description(
+        name="gan",
+        batch_size=None,
+        num_samples=None,
+        data="function of the batch size",
+        num_parameters=1,
+        num_trainable_parameters=1,
+        weights="fp32",
+        as_found_precision="fp32",
+        is_as_found_strict=True,
+        build_seconds=0.1,
+        context_seconds=0.0,
+        is_loop=True,
+    )
 
 
 def measurement(**changes: Any) -> Measurement:

@@ -3,10 +3,11 @@ from __future__ import annotations
 import json
 import sys
 import types
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from report_samples import recommendation
+from report_samples import loop, recommendation
 
 from autotune_amp import errors
 from autotune_amp.cli import run
@@ -82,6 +83,21 @@ def test_search_prints_the_recommendation(monkeypatch: pytest.MonkeyPatch, capsy
     assert captured.err == ""
 
 
+def test_a_loop_is_told_the_path_of_its_own_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    best, saved = recommendation(workload=loop()), tmp_path / "sent.json"
+    Api(monkeypatch, best)
+    best.save(saved)
+    for command, path in (
+        ("search", "studies/quiet-otter/recommendation.json"),
+        ("search --out there", "there/quiet-otter/recommendation.json"),
+        (f"show {saved}", str(saved)),
+    ):
+        assert run(command.split()) == 0
+        assert f'PrecisionController.load("{path}", "cpu")' in capsys.readouterr().out
+
+
 def test_search_without_options_asks_for_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     api = Api(monkeypatch, BEST)
     assert run(["search"]) == 0
@@ -96,7 +112,10 @@ def test_search_without_options_asks_for_the_defaults(monkeypatch: pytest.Monkey
         "effective_batch_size": None,
         "baseline": None,
         "memory_fraction": 0.9,
-        "steps": 10_000,
+        "objective": "speed",
+        "steps": None,
+        "samples": None,
+        "price_per_hour": None,
         "study": None,
         "out": "studies",
         "storage": None,
@@ -111,7 +130,8 @@ def test_search_passes_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
     line = (
         "search train.py:workload --budget 120 --trials 3 --device cuda:1 --precision fp32 --precision bf16 "
         "--batch-size 8:64 --effective-batch-size 128 --baseline fp32:32 --memory-fraction 0.5 "
-        "--steps 500 --study s --out o --storage sqlite:///x.db --seed 7 --fresh --quiet"
+        "--objective memory --steps 500 --samples 9 --price-per-hour 2.5 "
+        "--study s --out o --storage sqlite:///x.db --seed 7 --fresh --quiet"
     )
     assert run(line.split()) == 0
     assert api.target == "train.py:workload"
@@ -121,10 +141,13 @@ def test_search_passes_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "device": "cuda:1",
         "precision": ["fp32", "bf16"],
         "batch_size": "8:64",
-        "effective_batch_size": 128,
+        "effective_batch_size": "128",
         "baseline": "fp32:32",
         "memory_fraction": 0.5,
+        "objective": "memory",
         "steps": 500,
+        "samples": 9,
+        "price_per_hour": 2.5,
         "study": "s",
         "out": "o",
         "storage": "sqlite:///x.db",

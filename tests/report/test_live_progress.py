@@ -105,6 +105,51 @@ def test_live_display_follows_every_event(monkeypatch: pytest.MonkeyPatch) -> No
     progress.ended()
 
 
+def test_the_highest_peak_stands_beside_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune_amp.report.live._DRAW_SECONDS", 0.0)
+    stream = FakeTerminal()
+    progress = TerminalProgress(stream)
+    progress.started("s", "studies/s", 90.0)
+    progress.found_hardware(hardware())
+    assert "mem " not in stream.getvalue(), "nothing was measured yet"
+    high, low = record(measurement()), record(measurement(peak_memory_bytes=2**20))
+    progress.trial_ended(high, high)
+    progress.trial_ended(low, high)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    assert text.rstrip().endswith("mem  612 MiB at the highest peak, 6.00 GiB available")
+    progress.ended()
+
+
+def test_work_that_is_no_search_is_live_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune_amp.report.live._DRAW_SECONDS", 0.0)
+    stream = FakeTerminal()
+    progress = TerminalProgress(stream)
+    progress.work_started(90.0)
+    progress.phase("checking bf16 against fp32")
+    progress.tick(25.0)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    assert text.startswith("Checking bf16 against fp32")
+    assert "1:05 left of 1:30" in text
+    assert "best" not in text
+    progress.ended()
+
+
+def test_work_without_a_budget_shows_the_time_and_the_precision_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune_amp.report.live._DRAW_SECONDS", 0.0)
+    stream = FakeTerminal()
+    progress = TerminalProgress(stream)
+    progress.work_started(None)
+    progress.phase("measuring each precision alone")
+    progress.trial_started(1, Candidate(precision="bf16", batch_size=8), "search")
+    progress.step(3, 0.25)
+    progress.tick(65.0)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    assert "1:05" in text
+    assert "left of" not in text
+    assert "bf16 batch 8        trial 1: step 3, 250 ms each" in text
+    progress.ended()
+
+
 def test_confirmations_and_cut_trials_are_marked() -> None:
     stream = io.StringIO()
     progress = TerminalProgress(stream)
@@ -114,6 +159,19 @@ def test_confirmations_and_cut_trials_are_marked() -> None:
     assert cut.endswith("3.1 s  cut")
     assert confirmed.endswith("3.1 s  confirm")
     assert len(confirmed) <= 80
+
+
+def test_at_80_columns_a_long_line_is_wrapped_and_loses_nothing() -> None:
+    stream = FakeTerminal()
+    progress = TerminalProgress(stream)
+    progress.started("s", "studies/s", 90.0)
+    candidate = Candidate(precision="fp32", batch_size=64, num_workers=2)
+    progress.trial_ended(record(measurement(), purpose="confirm", candidate=candidate), None)
+    progress.ended()
+    rows = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", stream.getvalue()).splitlines()
+    assert any("fp32 batch 64 with 2 loader workers" in row and "612 MiB" in row for row in rows)
+    assert any(row.endswith("3.1 s  confirm") for row in rows)
+    assert max(map(len, rows)) <= 80
 
 
 def test_traceback_of_the_users_code_is_shown_once() -> None:

@@ -9,7 +9,7 @@ import pytest
 from report_samples import evidence, recommendation, record, row
 
 from autotune_amp.config import AmpConfig, LossScale
-from autotune_amp.numerics.results import Calibration, Fidelity, LowWeights
+from autotune_amp.numerics.results import Accumulation, Calibration, Fidelity, LowWeights
 from autotune_amp.recommendation import Exclusion, LossScaleEvidence, Recommendation
 from autotune_amp.report.numerics import check_line, loss_scale_line
 from autotune_amp.report.progress import trial_line
@@ -54,6 +54,23 @@ def test_a_check_is_told_with_its_numbers() -> None:
         "bf16 is faithful: its rounding is small; noise ratio 0.0042; 0 % flushed; activations up to 12.3 of 65504; "
         "training gap 1.2 over 8 steps"
     )
+
+
+def test_a_check_of_accumulation_is_one_line() -> None:
+    found = Accumulation(
+        verdict="weighted",
+        reason="They add up.",
+        next_step="Multiply.",
+        batch_size=16,
+        num_micro_batches=4,
+        error=3.2e-7,
+        weighted_by="labels != -100",
+    )
+    unchecked = msgspec.structs.replace(found, verdict="unchecked", error=None, weighted_by=None)
+    failed = record(Failure(kind="oom", message="full"))
+    lines = [trial_line(msgspec.structs.replace(failed, outcome=outcome)) for outcome in (found, unchecked)]
+    assert "accumulation weighted by labels != -100, gradients part by 3.2e-07  " in lines[0]
+    assert "accumulation unchecked  " in lines[1]
 
 
 def test_pins_and_lost_updates_are_told_and_missing_numbers_left_out() -> None:

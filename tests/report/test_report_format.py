@@ -2,7 +2,19 @@ from __future__ import annotations
 
 import pytest
 
-from autotune_amp.report.format import clock, count, duration, flops, number, one_line, printable, rate, size, times
+from autotune_amp.report.format import (
+    clock,
+    count,
+    duration,
+    exact,
+    flops,
+    number,
+    one_line,
+    printable,
+    rate,
+    size,
+    times,
+)
 
 MIB = 2**20
 
@@ -15,6 +27,11 @@ MIB = 2**20
         (number(1.0), "1.00"),
         (number(0.08523), "0.0852"),
         (number(0.0), "0"),
+        (exact(2.0**20), "1048576"),
+        (exact(1024.0), "1024"),
+        (exact(2.0**-10), "2^-10"),
+        (exact(1.0), "1"),
+        (exact(0.3), "0.3"),
         (rate(412.3), "412 samples/s"),
         (size(0), "0 B"),
         (size(1023), "1,023 B"),

@@ -6,13 +6,24 @@ from typing import Any
 
 import msgspec
 import pytest
-from report_samples import MIB, evidence, hardware, recommendation, row
+from report_samples import MIB, evidence, hardware, loop, recommendation, row
 from rich.console import Console
 
 from autotune_amp.config import AmpConfig, FallbackPlan, LossScale
-from autotune_amp.hardware.types import DeviceMemory
-from autotune_amp.recommendation import Exclusion, PlainEnvironment, Recommendation, SearchSummary
-from autotune_amp.report.summary import python_lines, recommended_row
+from autotune_amp.hardware.types import DeviceMemory, LoadEvidence
+from autotune_amp.numerics.results import Accumulation, AccumulationVerdict
+from autotune_amp.recommendation import (
+    Exclusion,
+    Job,
+    LoaderEvidence,
+    MemoryEvidence,
+    PlainEnvironment,
+    ProcessPeak,
+    Recommendation,
+    SearchSummary,
+    WorkersTried,
+)
+from autotune_amp.report.summary import facts, python_lines, recommended_row
 from autotune_amp.report.terminal import explain, hardware_table, print_recommendation
 
 
@@ -57,6 +68,17 @@ def test_table_holds_every_candidate_with_its_outcome() -> None:
     assert "accum" not in text
 
 
+def test_what_runs_today_and_the_same_with_the_variables_are_told_apart() -> None:
+    shown = recommendation(
+        config=AmpConfig(precision="fp32", batch_size=32, environment={"MALLOC_TRIM_THRESHOLD_": "1"}),
+        candidates=(row("fp32", 32, 307.1), row("fp32", 32, 398.2, has_environment=True)),
+    )
+    lines = [" ".join(line.split()) for line in printed(shown).splitlines()]
+    assert "fp32 32 307 104 ms 612 MiB baseline, measured" in lines
+    start = lines.index("fp32 32 398 80.4 ms 612 MiB recommended, measured, with")
+    assert lines[start + 1] == "the variables"
+
+
 def test_neighbours_with_one_fate_share_a_row() -> None:
     reason = "not tried: the budget ended"
     rows = [row("fp32", batch_size, None, status="untried", reason=reason) for batch_size in (2, 4, 8)]
@@ -77,12 +99,15 @@ def test_excluded_batch_sizes_of_one_reason_share_a_row() -> None:
     excluded = (
         Exclusion(precision="bf16", batch_size=128, reason="needs more"),
         Exclusion(precision="bf16", batch_size=512, reason="needs more"),
+        Exclusion(precision="tf32", batch_size=16, reason="withheld"),
+        Exclusion(precision="fp16", batch_size=16, reason="withheld"),
         Exclusion(precision="fp8", batch_size=None, reason="no autocast"),
         Exclusion(precision="fp32", batch_size=32, reason="told in its own row"),
     )
     text = flowing(printed(recommendation(excluded=excluded)))
     assert "bf16 128-512 - - - excluded: needs more" in text
     assert "fp8 any - - - excluded: no autocast" in text
+    assert "tf32 16 - - - excluded: withheld fp16" in text
     assert "told in its own row" not in text
 
 
@@ -128,6 +153,31 @@ def test_what_weakens_the_numbers_is_said_beside_them() -> None:
     assert "371 samples/s (1.21x) without the environment variables below" in text
 
 
+@pytest.mark.parametrize(
+    ("data_share", "update_share", "said"),
+    [
+        (0.3, 0.05, "155 ms a step, 30 % of it waiting for data, 5 % in the optimizer"),
+        (0.0, 0.05, "155 ms a step, 5 % of it in the optimizer"),
+        (0.3, 0.004, "155 ms a step, 30 % of it waiting for data"),
+        (0.0, None, "155 ms a step"),
+    ],
+)
+def test_where_a_steps_time_goes(data_share: float, update_share: float | None, said: str) -> None:
+    shown = recommendation(evidence=evidence(data_share=data_share, update_share=update_share))
+    assert dict(facts(shown))["speed"].endswith(said)
+
+
+def test_an_accelerators_memory_is_that_of_a_long_run_too() -> None:
+    device = hardware()
+    card = msgspec.structs.replace(device, identity=msgspec.structs.replace(device.identity, type="cuda"))
+    assert dict(facts(recommendation(hardware=card)))["memory"] == "702 MiB at the peak"
+
+
+def test_a_shared_build_is_said_beside_the_interval() -> None:
+    text = explain(recommendation(evidence=evidence(is_build_shared=True)))
+    assert "; its processes shared one built model" in text
+
+
 def test_loss_scale_and_fallbacks_are_part_of_the_config() -> None:
     config = AmpConfig(
         precision="fp16",
@@ -142,7 +192,8 @@ def test_loss_scale_and_fallbacks_are_part_of_the_config() -> None:
     assert "starts at 1024, growth interval 500" in text
     assert "fallback bf16 batch 64" in text
     assert "fallback fp32 batch 16, 99.5 samples/s, 1.00 MiB" in text
-    assert 'torch.amp.GradScaler("cpu", init_scale=1024, growth_interval=500)' in text
+    assert 'torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=500)' in text
+    assert "scaler.step(optimizer)" in text
     assert "dtype=torch.float16" in text
 
 
@@ -167,27 +218,125 @@ def test_python_on_cuda_sets_the_tf32_flags(precision: Any, high: str, allowed: 
     assert "torch.autocast" not in text
 
 
-@pytest.mark.parametrize("is_as_found", [True, False])
-def test_what_is_kept_as_found_keeps_its_flags_and_its_row(is_as_found: bool) -> None:
+@pytest.mark.parametrize("as_found", [True, False])
+def test_what_is_kept_as_found_keeps_its_flags_and_its_row(as_found: bool) -> None:
     identity = msgspec.structs.replace(hardware().identity, type="cuda")
     found, strict = row("fp32", 32, 300.0, as_found=True), row("fp32", 32, 200.0)
     shown = recommendation(
-        config=AmpConfig(precision="fp32", batch_size=32),
-        evidence=evidence(is_as_found=is_as_found),
+        config=AmpConfig(precision="fp32", batch_size=32, as_found=as_found),
         hardware=msgspec.structs.replace(hardware(), identity=identity),
         candidates=(strict, found),
     )
-    assert recommended_row(shown) is (found if is_as_found else strict)
+    assert recommended_row(shown) is (found if as_found else strict)
     lines = python_lines(shown)
-    assert any("stay as they are" in line and line.startswith("#") for line in lines) == is_as_found
-    assert any("tf32" in line and not line.startswith("#") for line in lines) != is_as_found
+    assert any("stay as they are" in line and line.startswith("#") for line in lines) == as_found
+    assert any("tf32" in line and not line.startswith("#") for line in lines) != as_found
     compile("\n".join(lines), "shown", "exec")
+
+
+def test_what_memory_and_loader_were_measured_under_is_said() -> None:
+    worst_case = "the 64 largest of 10,000 samples, 4 to 512 numbers each, median 120"
+    tried = (
+        WorkersTried(candidate="bf16 batch 64", num_workers=1, samples_per_second=207.0, data_share=0.5),
+        WorkersTried(candidate="bf16 batch 64", num_workers=2, samples_per_second=None, data_share=None),
+    )
+    slow, fast = row("bf16", 64, 100.0), row("bf16", 64, 412.3, num_workers=2)
+    shown = recommendation(
+        config=AmpConfig(precision="bf16", batch_size=64, num_workers=2),
+        evidence=evidence(
+            memory=MemoryEvidence(
+                worst_case=worst_case,
+                has_evaluation=True,
+                has_checkpoint=True,
+                processes=(ProcessPeak(num_steps=14, peak_memory_bytes=2**29),) * 3,
+            ),
+            loader=LoaderEvidence(num_workers=0, data_share=0.63, step_samples_per_second=420.0, tried=tried),
+            evaluation_seconds=3.1,
+        ),
+        candidates=(row("fp32", 32, 90.0), slow, fast),
+    )
+    text = flowing(printed(shown))
+    assert "bf16, batch size 64, 2 loader workers" in text
+    beyond = "the highest of 3 processes"
+    assert f"702 MiB at the peak, with an evaluation and a checkpoint, on {worst_case}; {beyond}" in text
+    assert "63 % of a step waits for data with 0 workers; 420 samples/s without that wait" in text
+    assert "bf16 batch 64 with 1 worker: 207 samples/s; bf16 batch 64 with 2 workers: failed" in text
+    assert "an evaluation takes 3.1 s" in text
+    assert "bf16 64 2 412 155 ms 612 MiB recommended, measured" in text
+    assert recommended_row(shown) is fast
+    assert "DataLoader(dataset, batch_size=64, num_workers=2)" in "\n".join(python_lines(shown))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"is_busy": True}, "others used 1 of 2 cores"),
+        (
+            {"is_busy": True, "is_stolen": True, "interval_factors": (0.5, 2.0)},
+            "others used 1 of 2 cores; the hypervisor gave 7 % of the CPU time away; "
+            "interval multiplied at its lower end by 0.50 and its upper end by 2.00",
+        ),
+    ],
+)
+def test_what_others_did_on_the_machine_is_said_where_it_is_worth_a_word(changes: Any, said: str | None) -> None:
+    load = LoadEvidence(num_cpus=2, others_num_cores=1.0, stolen_share=0.07, **changes)
+    assert dict(facts(recommendation(evidence=evidence(load=load)))).get("machine") == said
+
+
+@pytest.mark.parametrize(
+    ("verdict", "weighted_by", "expected"),
+    [
+        ("mean", None, "loss = loss / 4"),
+        ("sum", None, "# a sum: the loss is not divided by the 4 batches"),
+        ("weighted", "labels != -100", "this batch's part of all (labels != -100) in the 4 batches"),
+        ("weighted", None, "this batch's part of all that the loss is a mean over"),
+    ],
+)
+def test_accumulated_losses_are_shown_with_their_weight(
+    verdict: AccumulationVerdict, weighted_by: str | None, expected: str
+) -> None:
+    found = Accumulation(
+        verdict=verdict, reason="r", next_step="n", batch_size=16, num_micro_batches=4, weighted_by=weighted_by
+    )
+    config = AmpConfig(precision="fp32", batch_size=16, accumulation_steps=4)
+    shown = recommendation(config=config, evidence=evidence(accumulation=found))
+    assert ("accumulation", verdict + (f" by {weighted_by}" if weighted_by else "")) in facts(shown)
+    text = "\n".join(python_lines(shown))
+    assert expected in text
+    assert ("loss * share" in text) == (verdict == "weighted")
+    compile(text, "shown", "exec")
+
+
+def test_pins_and_exact_scales_take_the_controller_and_every_digit() -> None:
+    scale = LossScale(init_scale=2.0**-20)
+    config = AmpConfig(precision="fp16", batch_size=4, accumulation_steps=2, loss_scale=scale)
+    plain = "\n".join(python_lines(recommendation(config=config)))
+    assert f"init_scale={2.0**-20!r}" in plain
+    assert "if is_last:  # of 2 batches\n    scaler.step(optimizer)" in plain
+    pinned = msgspec.structs.replace(config, pinned_modules=("head",))
+    text = "\n".join(python_lines(recommendation(config=pinned)))
+    assert "controller.attach(model)  # keeps head in fp32" in text
+    assert "GradScaler" not in text
+    for shown in (plain, text):
+        compile(shown, "shown", "exec")
 
 
 def test_python_lines_are_python() -> None:
     text = printed(recommendation())
     compile("\n".join(line[2:] for line in text.split("In Python:\n")[1].splitlines()), "shown", "exec")
     assert 'torch.autocast("cpu", dtype=torch.bfloat16)' in text
+
+
+def test_a_loop_is_given_a_controller() -> None:
+    shown = recommendation(workload=loop())
+    lines = python_lines(shown)
+    compile("\n".join(lines), "shown", "exec")
+    told = "\n".join([*lines, *python_lines(shown, "else/where.json")])
+    for path in ("studies/quiet-otter/recommendation.json", "else/where.json"):
+        assert f'PrecisionController.load("{path}", "cpu")' in told
+    assert lines[-1].startswith("train_step(state, batch, amp)")
+    assert not any("compute_loss" in line for line in lines)
 
 
 def test_interrupted_search_is_headed_so() -> None:
@@ -220,6 +369,30 @@ def test_colors_on_a_terminal_unless_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert colored.search(printed(recommendation(), force_terminal=True))
     monkeypatch.setenv("NO_COLOR", "1")
     assert not colored.search(printed(recommendation(), force_terminal=True))
+
+
+def test_the_objective_its_energy_and_the_job_are_facts() -> None:
+    plain = dict(facts(recommendation()))
+    assert not {"objective", "energy", "job"} & plain.keys()
+    job = Job(
+        num_steps=10_000,
+        num_samples=640_000,
+        hours=0.8372,
+        hours_interval=(0.7, 1.1),
+        baseline_hours=12.345,
+        price_per_hour=3.0,
+        price=2.4,
+        price_interval=(2.1, 3.3),
+    )
+    rows = (row("fp32", 32, 307.1, joules_per_sample=0.3512), row("bf16", 64, 412.3))
+    shown = recommendation(objective="energy", job=job, evidence=evidence(joules_per_sample=0.3512), candidates=rows)
+    found = dict(facts(shown))
+    assert (found["objective"], found["energy"]) == ("energy", "0.351 J a sample")
+    assert found["job"] == (
+        "0.84 h (0.7 to 1.1) for 10,000 steps, 2.40 (2.10 to 3.30) at 3 an hour; 12.3 h as it runs today"
+    )
+    assert "J/sample" in printed(shown)
+    assert "J/sample" not in printed(recommendation())
 
 
 def test_explain_is_plain_text_with_the_same_facts() -> None:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autotune_amp.config import AmpConfig, LossScale, Precision
 from autotune_amp.errors import TrainingStoppedError
-from autotune_amp.runtime import steering
+from autotune_amp.runtime import checkpoint, steering
 from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.status import to_plain
 
@@ -94,6 +94,7 @@ class Scenario:
     asking_ranks: tuple[int, ...] = (0, 1)  # which call status(), state_dict() and get_scale() after every step
     cramped_rank: int | None = None  # has no memory left for another plan
     dies_at: tuple[int, Death] | None = None  # rank 1, without a word
+    run_log: str | None = None
 
 
 @dataclass
@@ -196,7 +197,7 @@ def _train(scenario: Scenario, rank: int) -> Outcome:
     if scenario.scaler in ("plain", "sharded"):
         return _train_with_a_scaler_of_torch(wrapped(bare, scenario.wrapper), scenario, rank)
     kind = LaggedController if scenario.scaler == "lagged" else PrecisionController
-    controller = kind(scenario.config, "cpu")
+    controller = kind(scenario.config, "cpu", run_log=scenario.run_log)
     step = micro_batch = 0
 
     def compute_loss() -> Tensor:
@@ -252,6 +253,7 @@ def _train(scenario: Scenario, rank: int) -> Outcome:
     outcome.counts = (status.num_updates, status.num_steps, status.num_skips)
     outcome.history = [to_plain(move) for move in status.history]
     outcome.state = controller.state_dict()
+    outcome.state[checkpoint.KEY]["counters"]["run_id"] = None  # that of the log, which rank 0 alone writes
     outcome.weights = whole_weights(model)
     return outcome
 

@@ -26,6 +26,7 @@ from rank_training import (
 from rank_worker import Ranks
 
 from autotune_amp.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.runtime import run_log
 
 WRAPPERS: tuple[Wrapper, ...] = ("ddp", "ddp_ignored", "fsdp1", "fsdp1_flat", "fsdp2")
 # A floor so near that two overflows running are a trip.
@@ -104,6 +105,15 @@ def test_trouble_on_one_rank_is_trouble_on_both(
     scenario = Scenario(wrapper=wrapper, optimizer=optimizer, fused=fused, trouble=trouble)
     outcome = run(ranks, scenario, precisions, skipped)
     assert (outcome.scales[-1], outcome.moves) == (scale, moves)
+
+
+def test_one_of_the_ranks_writes_the_run_log(ranks: Ranks, tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    run(ranks, Scenario(trouble=Trouble.at("input", 2, 3, 5), run_log=str(log)), DEMOTED, {2, 3})
+    found = run_log.read(log)
+    assert (found.begin.rank, found.begin.num_ranks) == (0, NUM_RANKS)
+    assert [(move.update, move.kind, move.before, move.after) for move in found.moves] == [DEMOTION]
+    assert log.read_text().count('"event":"begin"') == log.read_text().count('"event":"move"') == 1
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -318,3 +318,14 @@ def test_a_loop_that_updates_inside_its_own_autocast_is_demoted_all_the_same(rer
         output.float().mean().backward()
         reference.optimizer.step()
     loop.assert_is(reference)
+
+
+def test_variables_that_were_not_set_before_python_are_warned_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SET", "1")
+    make(environment={"SET": "1"})
+    assert caplog.messages == []
+    make(environment={"SET": "1", "MALLOC_TRIM_THRESHOLD_": "4711"})
+    (said,) = caplog.messages
+    assert said.endswith("export MALLOC_TRIM_THRESHOLD_=4711")

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import cast
+from typing import Any, cast
 
 from autotune_amp.config import LossScale, Precision
+from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.hardware.types import Capability, DeviceIdentity, DeviceMemory, Hardware
-from autotune_amp.numerics.results import Calibration, Fidelity, Verdict
+from autotune_amp.numerics.results import Accumulation, AccumulationVerdict, Calibration, Fidelity, Verdict
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.session import Clock, Session
-from autotune_amp.trial.outcome import CheckOutcome, Failure, Measurement, Outcome
+from autotune_amp.trial.outcome import CheckOutcome, Description, Failure, Measurement, Outcome
 from autotune_amp.trial.runner import Isolation, Runner
 from autotune_amp.trial.spec import Candidate, CheckSpec, TrialSpec
 
@@ -51,6 +52,8 @@ class ScriptedRunner:
         self._clock = clock
         self.environment = environment or {}
         self.isolation: Isolation = "fork"
+        self.is_build_shared = False
+        self.why_not_shared: str | None = None
         self.specs: list[TrialSpec] = []
 
     def run(self, spec: TrialSpec) -> Outcome:
@@ -68,7 +71,11 @@ class ScriptedRunner:
         return self._check_answer(spec)
 
     def keep(self) -> None:
-        self.isolation = "kept"
+        self.isolation, self.is_build_shared = "kept", False
+
+    def share_build(self, spec: TrialSpec, deadline_seconds: float) -> str | None:
+        self.is_build_shared = self.why_not_shared is None
+        return self.why_not_shared
 
     def close(self) -> None:
         """Nothing to end."""
@@ -124,21 +131,39 @@ def calibration(
     )
 
 
+def accumulation(
+    verdict: AccumulationVerdict = "mean", weighted_by: str | None = None, batch_size: int = 16
+) -> Accumulation:
+    """A finding with a reason that names its verdict."""
+    return Accumulation(
+        verdict=verdict,
+        reason=f"The micro-batches are {verdict}.",
+        next_step=f"Do as {verdict} asks.",
+        batch_size=batch_size,
+        num_micro_batches=4,
+        weighted_by=weighted_by,
+    )
+
+
 def all_well(spec: CheckSpec) -> CheckOutcome:
-    """Every precision is faithful, every loss scale up to 2^14.5 safe."""
+    """Every precision is faithful, every loss scale up to 2^14.5 safe, and gradients accumulate."""
+    if spec.what == "accumulation":
+        return accumulation(batch_size=spec.batch_size)
     if spec.what == "calibration":
         return calibration(batch_size=spec.batch_size, pins=spec.pinned_modules)
     return fidelity(spec.precision, pins=spec.pinned_modules, batch_size=spec.batch_size)
 
 
-def measured(spec: TrialSpec, rate: float, memory: int = 2**28, build_seconds: float = 0.01) -> Measurement:
-    """A steady measurement of `rate` samples per second."""
+def measured(
+    spec: TrialSpec, rate: float, memory: int = 2**28, build_seconds: float = 0.01, data_share: float = 0.0
+) -> Measurement:
+    """A steady measurement of `rate` samples per second, `data_share` of each step a wait for data."""
     step = spec.candidate.effective_batch_size / rate
     return Measurement(
         step_seconds=step,
         step_seconds_interval=(step, step),
         samples_per_second=rate,
-        data_seconds=0.0,
+        data_seconds=data_share * step,
         peak_memory_bytes=memory,
         reserved_memory_bytes=memory,
         raw_step_seconds=(step,) * 8,
@@ -169,7 +194,14 @@ def hardware(rates: dict[Precision, float | None]) -> Hardware:
     )
 
 
-def session(folder: Path, clock: Clock, device: Hardware, progress: Progress | None = None) -> Session:
+def session(
+    folder: Path,
+    clock: Clock,
+    device: Hardware,
+    progress: Progress | None = None,
+    description: Description | None = None,
+    meter: LoadMeter | None = None,
+) -> Session:
     """A session in a folder of its own."""
     study_folder = StudyFolder(str(folder), "scripted")
     study_folder.path.mkdir(parents=True, exist_ok=True)
@@ -184,7 +216,28 @@ def session(folder: Path, clock: Clock, device: Hardware, progress: Progress | N
         loss_scale=LossScale(),
         holds_heap=True,
         seed=0,
+        description=description,
+        meter=meter,
     )
+
+
+def described(**fields: Any) -> Description:
+    """A workload with a DataLoader of batch size 32 that has no worker processes."""
+    values: dict[str, Any] = {
+        "name": "scripted",
+        "batch_size": 32,
+        "num_samples": 10_000,
+        "data": "DataLoader, 0 workers",
+        "num_parameters": 1000,
+        "num_trainable_parameters": 1000,
+        "weights": "fp32",
+        "as_found_precision": "fp32",
+        "is_as_found_strict": True,
+        "build_seconds": 0.01,
+        "context_seconds": 0.0,
+        "num_workers": 0,
+    }
+    return Description(**(values | fields))
 
 
 def candidate(precision: Precision, batch_size: int, accumulation_steps: int = 1) -> Candidate:

@@ -2,15 +2,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_runner import fidelity
+from scripted_runner import accumulation, fidelity
 
 from autotune_amp.config import PRECISIONS, AmpConfig, FallbackPlan, LossScale, Precision
 from autotune_amp.recommendation import Exclusion, PlainEnvironment
-from autotune_amp.search.choose import Decision, decide, finalists, rank, search_speeds, shortlist
+from autotune_amp.search.choose import Decision, decide, finalists, search_speeds, shortlist
 from autotune_amp.search.evidence import LADDER
+from autotune_amp.search.objective import rank
 from autotune_amp.search.space import Space
 from autotune_amp.search.verdicts import check_of, verdicts
 from autotune_amp.trial.outcome import CheckOutcome, Failure, FailureKind, Measurement, Outcome, Record
@@ -298,8 +300,9 @@ def test_a_baseline_as_found_is_the_yardstick_and_kept_as_it_is() -> None:
     decision = decided(log, baseline=FOUND)
     assert decision.reason.startswith("Keep what you have: fp32 batch 32 as found")
     assert decision.evidence.samples_per_second == 100.0
-    assert decision.evidence.is_as_found
-    assert not decided(usual(), environment=HEAP).evidence.is_as_found
+    assert decision.config.as_found
+    assert decision.evidence.baseline.config.as_found
+    assert not decided(usual(), environment=HEAP).config.as_found
     assert decided(Log().add(FOUND, 100.0).confirm(FOUND, 50.0), baseline=FOUND).evidence.samples_per_second == 50.0
 
 
@@ -351,8 +354,13 @@ def test_fallbacks_are_what_was_measured_to_fit_at_the_same_effective_batch() ->
     log.add(at("fp32", 16, accumulation_steps=4), 80.0, "fallback").add(at("tf32", 64), 120.0)
     failing = at("bf16", 32, accumulation_steps=2)
     log.add(failing, 250.0).confirm(failing, Failure(kind="crash", message="it died"))
+    whole = FallbackPlan(
+        precision="bf16", batch_size=64, peak_memory_bytes=1000, samples_per_second=200.0, slowdown=1.5
+    )
+    assert decided(log).config.fallback == (whole,), "nobody asked whether accumulation is exact"
+    log.add(at("fp32", 16), accumulation(), "accumulation")
     assert decided(log).config.fallback == (
-        FallbackPlan(precision="bf16", batch_size=64, peak_memory_bytes=1000, samples_per_second=200.0, slowdown=1.5),
+        whole,
         FallbackPlan(
             precision="fp32",
             batch_size=32,
@@ -362,6 +370,25 @@ def test_fallbacks_are_what_was_measured_to_fit_at_the_same_effective_batch() ->
             slowdown=300.0 / 90.0,
         ),
     )
+
+
+def test_a_plan_may_accumulate_as_the_choice_does_and_no_more_where_accumulation_is_withheld() -> None:
+    chosen = at("bf16", 32, accumulation_steps=2)
+    same, split = (at("fp32", 64 // n, accumulation_steps=n) for n in (2, 4))
+    log = Log().add(FP32, 50.0).add(chosen, 200.0).add(same, 80.0).add(split, 90.0)
+    log.add(at("fp32", 16), accumulation(), "accumulation")
+    candidates = (chosen, same, split)
+    for withheld, num_steps in ((None, 4), ("A loop takes its own steps.", 2)):
+        where = Space(candidates=candidates, baseline=FP32, accumulation_withheld=withheld)
+        (plan,) = decided(log, space=where).config.plans
+        assert plan.accumulation_steps == num_steps
+
+
+def test_the_optimizers_share_is_the_median_of_the_processes_that_timed_it() -> None:
+    log = Log().add(FP32, 100.0).add(BF16, 200.0)
+    assert decided(log).evidence.update_share is None
+    timed = [measured(200.0, update_seconds=seconds) for seconds in (0.02, 0.03, 0.1, None)]
+    assert decided(log.confirm(BF16, *timed)).evidence.update_share == pytest.approx(0.06)
 
 
 def test_the_slowdown_compares_medians_and_leaves_the_plain_run_out() -> None:
@@ -385,7 +412,7 @@ def test_nothing_below_fp32_to_fall_back_to() -> None:
 @pytest.mark.parametrize(
     ("outcome", "said"),
     [
-        (measured(200.0, data_seconds=0.1), "20 % of a step is spent waiting for data"),
+        (measured(200.0, data_seconds=0.1), "20 % of a step waits for it; without waiting it would reach 250 "),
         (measured(200.0, num_skips=2), "skipped 6 of the measured steps"),
         (measured(200.0), None),
     ],
@@ -461,7 +488,8 @@ def test_a_row_never_mixes_environments() -> None:
     log.confirm(FP32, *[151.0] * 3, environment=HEAP).confirm(FP32, 98.0, 99.0, 100.0)
     log.confirm(BF16, 201.0, environment=HEAP).add(BF16, 120.0, "plain", round=0)
     decision = decided(log, environment=HEAP)
-    baseline, other = decision.candidates
+    baseline, again, other = decision.candidates
+    assert (again.samples_per_second, again.has_environment) == (151.0, True)
     assert baseline.samples_per_second == decision.evidence.baseline.samples_per_second == 99.0
     assert baseline.step_seconds == decision.evidence.baseline.step_seconds
     assert other.samples_per_second == 201.0
@@ -503,6 +531,10 @@ def test_a_step_down_without_a_plan_is_said(
     warnings = [w for w in decided(log, space=space).warnings if w.startswith("No plan for stepping down")]
     assert [w.split()[6] for w in warnings] == missing
     assert all("--budget" in w for w in warnings)
+    withheld = msgspec.structs.replace(space, accumulation_withheld="A loop takes its own steps.")
+    said = [w for w in decided(log, space=withheld).warnings if w.startswith("No plan for stepping down")]
+    assert len(said) == len(missing)
+    assert all("if the whole batch fits" in w for w in said)
     alone = Space(candidates=(chosen,), baseline=chosen)
     assert not any("No plan" in w for w in decided(log, space=alone).warnings)
 
@@ -526,3 +558,12 @@ def test_what_is_recommended_was_measured_and_is_never_clearly_slower_than_the_b
     assert decision.evidence.speedup == pytest.approx(given_speeds[chosen] / given_speeds[baseline])
     low, high = decision.evidence.samples_per_second_interval
     assert low < given_speeds[chosen] < high
+
+
+def test_todays_settings_with_the_variables_have_a_line_of_their_own() -> None:
+    log = Log().add(FP32, 100.0).confirm(FP32, 100.0, 101.0, 99.0).confirm(FP32, 150.0, 151.0, 149.0, environment=HEAP)
+    decision = decided(log, environment=HEAP)
+    assert decision.config == AmpConfig(precision="fp32", batch_size=FP32.batch_size, environment=HEAP)
+    today, with_variables = [row for row in decision.candidates if row.samples_per_second is not None]
+    assert (today.samples_per_second, today.has_environment) == (100.0, False)
+    assert (with_variables.samples_per_second, with_variables.has_environment) == (150.0, True)

@@ -64,6 +64,16 @@ def test_a_folder_is_used_by_one_search_at_a_time(tmp_path: Path) -> None:
         pass
 
 
+def test_what_ends_with_nothing_measured_leaves_no_folder(tmp_path: Path) -> None:
+    with StudyFolder(str(tmp_path / "studies"), "misspelt") as folder:
+        assert folder.path.is_dir()
+    assert not folder.path.exists()
+    folder.path.mkdir()
+    with folder:
+        pass
+    assert folder.path.is_dir(), "a folder of the user's own stays"
+
+
 def test_a_folder_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StudyError, match="cannot be written"), StudyFolder(str(tmp_path / "file"), "one"):

@@ -16,6 +16,7 @@ from autotune_amp.config import LossScale, Precision
 from autotune_amp.search import gate
 from autotune_amp.search.choose import search_speeds, shortlist, why_out
 from autotune_amp.search.endings import nothing_to_choose
+from autotune_amp.search.explore import NUM_SEARCH_PROCESSES
 from autotune_amp.search.gate import Calibrate, Hold, Measure, next_todo
 from autotune_amp.search.loss_scales import DEFAULT_PAIR, calibrated
 from autotune_amp.search.space import Space
@@ -220,7 +221,7 @@ def test_a_baseline_that_is_unchecked_is_kept_only_where_no_check_could_be_made(
         decision.reason
     )
     found = decided(log(fp32=100.0, found=120.0), baseline=FOUND)
-    assert found.evidence.is_as_found
+    assert found.config.as_found
 
 
 def test_unchecked_says_why_and_faithful_says_nothing() -> None:
@@ -232,6 +233,14 @@ def test_unchecked_says_why_and_faithful_says_nothing() -> None:
     decision = decided(made)
     assert not any("learns" in w for w in decision.warnings)
     assert decision.evidence.fidelity == fidelity("bf16")
+
+
+def test_a_faithful_verdict_on_weights_that_do_not_train_is_a_warning() -> None:
+    unmoved = msgspec.structs.replace(fidelity("bf16"), has_moved=False)
+    decision = decided(log(bf16=200.0).add(candidate("bf16", 16), unmoved, "fidelity"))
+    assert decision.config.precision == "bf16"
+    (warning,) = [warning for warning in decision.warnings if "Search again with" in warning]
+    assert warning.startswith("bf16 is faithful: so it was written. Search again")
 
 
 def test_fp16_counts_what_is_applied() -> None:
@@ -332,7 +341,7 @@ def test_every_pair_is_answered_without_a_training_step(tmp_path: Path) -> None:
     machine, where = fp16_machine(tmp_path), space(("fp32", "fp16"))
     machine.explore(where, tmp_path, is_gated=True)
     ran = [s.candidate for s in machine.runner.specs if s.candidate.precision == "fp16"]
-    assert len(ran) == len(set(ran)), "each batch size is measured once"
+    assert max(map(ran.count, ran)) <= NUM_SEARCH_PROCESSES, "no batch size is measured for a pair"
     fp16 = [t for t in told(tmp_path) if t.params["precision"] == "fp16"]
     assert all({"init_scale", "growth_interval"} <= set(t.params) for t in fp16)
     best = [t for t in fp16 if t.user_attrs["candidate"] == "fp16 batch 64"]
@@ -388,7 +397,8 @@ def test_a_lost_study_file_is_made_again_from_the_records(tmp_path: Path) -> Non
     again = fp16_machine(tmp_path)
     again.explore(where, tmp_path, is_gated=True)
     default = [t for t in told(tmp_path) if t.user_attrs["candidate"] == "fp16 batch 64" and "record" in t.user_attrs]
-    assert ["applied_share" in t.user_attrs for t in default] == [True]
+    assert default
+    assert all("applied_share" in t.user_attrs for t in default)
     assert again.decide(where).config.loss_scale == machine.decide(where).config.loss_scale
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 import pytest
-from scripted_runner import calibration, candidate
+from scripted_runner import accumulation, calibration, candidate
 
 from autotune_amp.config import LossScale
 from autotune_amp.numerics.results import Calibration
@@ -49,6 +50,20 @@ def test_the_choice_is_neither_the_smallest_scale_nor_the_largest_interval() -> 
     assert known.scored[fewest_skips].applied_share < 0.1
     assert known.scored[known.best].applied_share > 0.99
     assert known.refusal is None
+
+
+@pytest.mark.parametrize("is_bounded", [True, False])
+def test_the_course_is_the_replay_stretch_by_stretch(is_bounded: bool) -> None:
+    known = scales(num_steps=5000, log2_scale=14.5)
+    course = known.course(DEFAULT_PAIR, is_bounded=is_bounded)
+    told = known.replay(DEFAULT_PAIR) if is_bounded else known.of_gradscaler
+    skipped = [stretch.skip for stretch in course if stretch.skip is not None]
+    assert (len(skipped), skipped[0], course[-1].scale) == (told.num_skips, told.first_skip, told.final_scale)
+    assert [stretch.first_step for stretch in course] == sorted(stretch.first_step for stretch in course)
+    for before, after in pairwise(course):
+        grew = before.skip is None
+        assert after.scale == before.scale * (2 if grew else 0.5)
+        assert after.first_step == (before.first_step + 2000 if grew else (before.skip or 0) + 1)
 
 
 def test_a_better_pair_that_was_asked_for_is_chosen() -> None:
@@ -116,6 +131,17 @@ def test_ours_is_replayed_within_its_bounds_and_gradscalers_defaults_without() -
     grown = Scales(calibration(200.0), 40_000)
     assert grown.of_gradscaler.final_scale > 2.0**24
     assert grown.replay(DEFAULT_PAIR).final_scale <= 2.0**24
+
+
+def test_a_sum_is_not_divided_by_the_accumulation_steps() -> None:
+    """The scale that is safe for a pass is safe for its window's: a mean's would be twice as large for two passes."""
+    tried = candidate("fp16", 16, 2)
+    calibrations = [recorded(calibration(log2_scale=12.5), tried)]
+    for found, log2_scale in ((accumulation("mean"), 12.0), (accumulation("sum"), 11.0)):
+        checked = msgspec.structs.replace(calibrations[0], purpose="accumulation", outcome=found)
+        known = loss_scales.scales_of(calibrated([checked, *calibrations]), tried)
+        assert known is not None
+        assert known.preferred[0] == 2.0**log2_scale
 
 
 def test_a_window_overflows_where_any_of_its_passes_does() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from autotune_amp.errors import InvalidRequestError
-from autotune_amp.search.options import SEED_LIMIT, SearchOptions
+from autotune_amp.search.options import DEFAULT_NUM_STEPS, MAX_STEPS, SEED_LIMIT, SearchOptions
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from autotune_amp.search.options import SEED_LIMIT, SearchOptions
         *[("device", value) for value in (None, 0, "gpu")],
         *[("memory_fraction", value) for value in ("x", None, True, 0.0, 1.1)],
         *[("study", value) for value in (3, "", "..", "a/b")],
-        *[("effective_batch_size", value) for value in ("64", 64.0, True, 0)],
+        *[("effective_batch_size", value) for value in ("64x", "", "0", 64.0, True, 0, "none")],
         *[("seed", value) for value in (None, "0", 1.0, False, -1, SEED_LIMIT, 2**32)],
         *[("out", value) for value in (None, 3)],
         *[("storage", value) for value in (3, b"sqlite://")],
@@ -45,7 +45,35 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_option(name: str, given: An
         ("precision", ()),
         ("precision", "bf16"),
         ("storage", "sqlite://"),
+        ("effective_batch_size", "free"),
     ],
 )
 def test_what_makes_sense_is_taken(name: str, given: Any) -> None:
     assert isinstance(SearchOptions.from_user(**{name: given}), SearchOptions)
+
+
+def test_the_command_lines_number_is_a_number() -> None:
+    assert SearchOptions.from_user(effective_batch_size="64").effective_batch_size == 64
+    assert SearchOptions.from_user(effective_batch_size=64).effective_batch_size == 64
+
+
+def test_ranks_share_the_effective_batch_evenly() -> None:
+    assert SearchOptions.from_user(effective_batch_size=96, num_ranks=3).effective_batch_size == 96
+    with pytest.raises(InvalidRequestError, match="a multiple of the 3 ranks"):
+        SearchOptions.from_user(effective_batch_size=64, num_ranks=3)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, DEFAULT_NUM_STEPS),
+        ({"steps": 500}, 500),
+        ({"samples": 64_000}, 1000),
+        ({"samples": 64_001}, 1001),
+        ({"samples": 1}, 1),
+        ({"samples": 64_000, "num_ranks": 4}, 250),
+        ({"samples": 10**12}, MAX_STEPS),
+    ],
+)
+def test_the_training_to_come_in_optimizer_steps(given: dict[str, Any], expected: int) -> None:
+    assert SearchOptions.from_user(**given).horizon_steps(effective_batch_size=64) == expected

@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune_amp.hardware.types import Capability, DeviceIdentity, DeviceMemory, Hardware, Level
-from autotune_amp.search.seeding import exclusions, fit_memory, fit_step_time, next_seed, smallest_on_plateau
+from autotune_amp.search.seeding import (
+    exclusions,
+    fit_memory,
+    fit_step_time,
+    next_look,
+    next_seed,
+    smallest_on_plateau,
+)
 from autotune_amp.search.space import Space, without
 from autotune_amp.trial.outcome import Failure, FailureKind, Measurement, Outcome
 from autotune_amp.trial.spec import Candidate
@@ -79,6 +86,19 @@ def run(
         assert seed in (found.baseline, *without(found.candidates, exclusions(found, outcomes)))
         outcomes[seed] = measure(seed)
     return outcomes
+
+
+def look(
+    measure: Callable[[Candidate], Outcome], outcomes: dict[Candidate, Outcome], found: Space, limit: int | None = None
+) -> list[Candidate]:
+    """What is looked at after seeding, in order; fails as `run` does."""
+    looked = []
+    while (candidate := next_look(found, outcomes, limit)) is not None:
+        assert candidate not in outcomes
+        assert candidate in without(found.candidates, exclusions(found, outcomes))
+        outcomes[candidate] = measure(candidate)
+        looked.append(candidate)
+    return looked
 
 
 def saturating(seconds_per_sample: dict[str, float], overhead: float = 0.01) -> Callable[[Candidate], Measurement]:
@@ -276,3 +296,41 @@ def _regret_and_cost(rng: random.Random) -> tuple[float, int]:
     ran = [c for c, outcome in outcomes.items() if isinstance(outcome, Measurement)]
     best = max(speed(c) for c in found.candidates if c.batch_size <= wall[c.precision])
     return 1 - max(speed(c) for c in ran) / best, len(outcomes)
+
+
+def test_a_slow_process_that_ended_a_climb_is_looked_past() -> None:
+    def measure(candidate: Candidate) -> Measurement:
+        slow = 0.5 if candidate.batch_size == 64 else 1.0
+        return measured(slow * candidate.batch_size / (1 + candidate.batch_size / 400))
+
+    found = space(("fp32",))
+    outcomes = run(measure, found=found)
+    assert max(c.batch_size for c in outcomes) < 512, "the climb ended early"
+    look(measure, outcomes, found)
+    assert at("fp32", 512) in outcomes
+
+
+def test_looking_ends_on_a_side_where_two_in_a_row_are_far_behind() -> None:
+    speeds = {4: 10.0, 8: 10.0, 16: 10.0, 32: 60.0, 64: 100.0, 128: 79.0, 256: 79.0, 512: 1000.0}
+    outcomes: dict[Candidate, Outcome] = {at("fp32", 64): measured(100.0)}
+    looked = look(lambda c: measured(speeds[c.batch_size]), outcomes, space(("fp32",)))
+    assert [c.batch_size for c in looked] == [128, 256, 32, 16]
+
+
+def test_a_precision_far_behind_is_not_looked_at_and_neither_is_what_does_not_fit() -> None:
+    outcomes: dict[Candidate, Outcome] = {
+        at("fp32", 32): measured(50.0, memory=32),
+        at("bf16", 32): measured(90.0, memory=32),
+        at("bf16", 64): measured(100.0, memory=64),
+    }
+    looked = look(lambda c: measured(99.0, memory=c.batch_size), outcomes, space(("fp32", "bf16")), limit=128)
+    assert {c.precision for c in looked} == {"bf16"}
+    assert max(c.batch_size for c in looked) == 128
+
+
+@given(st.dictionaries(st.sampled_from(SIZES), st.floats(1.0, 100.0), min_size=len(SIZES)))
+def test_looking_knows_everything_next_to_the_best(speeds: dict[int, float]) -> None:
+    outcomes: dict[Candidate, Outcome] = {at("fp32", 32): measured(speeds[32])}
+    look(lambda c: measured(speeds[c.batch_size]), outcomes, space(("fp32",)))
+    best = max(outcomes, key=lambda c: speeds[c.batch_size]).batch_size
+    assert {at("fp32", size) for size in SIZES if best / 2 <= size <= best * 2} <= set(outcomes)

@@ -11,11 +11,13 @@ from autotune_amp.config import PRECISIONS, Precision
 from autotune_amp.errors import InvalidRequestError
 from autotune_amp.hardware.types import Capability, DeviceIdentity, DeviceMemory, Hardware, Level
 from autotune_amp.recommendation import Exclusion
+from autotune_amp.search.batch_sizes import MAX_BATCH_SIZES, divisors, has_few, neighbours
 from autotune_amp.search.options import SearchOptions
-from autotune_amp.search.space import MAX_BATCH_SIZES, Space, build_space, excluded_by_oom, without
+from autotune_amp.search.space import Space, build_space, excluded_by_oom, without
 from autotune_amp.trial.outcome import Description
 from autotune_amp.trial.spec import Candidate
 
+FREE = {"effective_batch_size": "free"}
 IDENTITY = DeviceIdentity(type="cpu", name="test", num_cpus=2, total_memory_bytes=1 << 30)
 
 
@@ -56,15 +58,34 @@ def sizes(found: Space, precision: str = "fp32") -> list[int]:
 @pytest.mark.parametrize(
     ("about", "options", "expected"),
     [
-        ({}, {}, [4, 8, 16, 32, 64, 128, 256, 512]),
-        ({"batch_size": 1}, {}, [1, 2, 4, 8, 16]),
-        ({"batch_size": 10}, {}, [1, 2, 5, 10, 20, 40, 80, 160]),
-        ({"num_samples": 100}, {}, [4, 8, 16, 32, 64]),
-        ({}, {"batch_size": "32:32"}, [32]),
-        ({}, {"batch_size": "10:50"}, [10, 16, 32, 50]),
-        ({"num_samples": 40}, {"batch_size": "10:50"}, [10, 16, 32, 40]),
+        ({}, FREE, [4, 8, 16, 32, 64, 128, 256, 512]),
+        ({"batch_size": 1}, FREE, [1, 2, 4, 8, 16]),
+        ({"batch_size": 10}, FREE, [1, 2, 5, 10, 20, 40, 80, 160]),
+        ({"num_samples": 100}, FREE, [4, 8, 16, 32, 64]),
+        ({}, {"batch_size": "32:32"} | FREE, [32]),
+        ({}, {"batch_size": "10:50"} | FREE, [10, 16, 32, 50]),
+        ({"num_samples": 40}, {"batch_size": "10:50"} | FREE, [10, 16, 32, 40]),
+        # Nothing to keep: the data has no batch size, and nobody says what runs today.
+        ({"batch_size": None}, {}, [4, 8, 16, 32, 64, 128, 256, 512]),
+        ({"batch_size": None, "num_samples": 10}, {}, [1, 2, 5, 10]),
+        # Kept: the loader's own, what --baseline says runs today, or the number that was asked for.
+        ({}, {}, [4, 8, 16, 32]),
+        ({"batch_size": 48}, {}, [6, 8, 12, 16, 24, 48]),
+        ({"batch_size": 1}, {}, [1]),
+        ({"num_samples": 12}, {}, [1, 2, 3, 4, 6, 12]),
+        ({}, {"batch_size": "10:50"}, [16, 32]),
+        ({}, {"batch_size": "1:2"}, [1, 2]),
+        ({"batch_size": None}, {"baseline": "fp32:24"}, [3, 4, 6, 8, 12, 24]),
+        ({}, {"baseline": "fp32:24"}, [3, 4, 6, 8, 12, 24]),
+        ({"batch_size": None}, {"effective_batch_size": 64}, [4, 8, 16, 32, 64]),
+        ({}, {"effective_batch_size": 64}, [4, 8, 16, 32, 64]),
+        ({}, {"effective_batch_size": 64, "num_ranks": 4}, [2, 4, 8, 16]),
         ({}, {"effective_batch_size": 96, "baseline": "fp32:8"}, [1, 2, 3, 6, 8, 16, 32, 48, 96]),
         ({}, {"effective_batch_size": 96, "batch_size": "5:50"}, [6, 8, 12, 16, 24, 32, 48]),
+        # A loop steps its optimizers itself, so that a batch is the effective batch.
+        ({"is_loop": True}, {}, [32]),
+        ({"is_loop": True}, {"effective_batch_size": 64}, [64]),
+        ({"is_loop": True, "batch_size": None}, {}, [4, 8, 16, 32, 64, 128, 256, 512]),
     ],
 )
 def test_batch_sizes(about: dict[str, Any], options: dict[str, Any], expected: list[int]) -> None:
@@ -86,10 +107,28 @@ def test_batch_sizes(about: dict[str, Any], options: dict[str, Any], expected: l
         ({}, {"effective_batch_size": 128}, Candidate(precision="fp32", batch_size=32, accumulation_steps=4)),
         ({}, {"effective_batch_size": 90}, Candidate(precision="fp32", batch_size=30, accumulation_steps=3)),
         ({}, {"effective_batch_size": 16}, Candidate(precision="fp32", batch_size=16)),
+        ({}, {"effective_batch_size": 128, "num_ranks": 4}, Candidate(precision="fp32", batch_size=32)),
+        ({}, {"baseline": "bf16:48"}, Candidate(precision="bf16", batch_size=48)),
+        ({"num_samples": 10}, {}, Candidate(precision="fp32", batch_size=10)),
+        ({"num_samples": 10}, FREE, Candidate(precision="fp32", batch_size=10)),
+        (
+            {"num_samples": 10},
+            {"effective_batch_size": 16},
+            Candidate(precision="fp32", batch_size=8, accumulation_steps=2),
+        ),
+        ({"is_loop": True}, {"effective_batch_size": 64}, Candidate(precision="fp32", batch_size=64)),
+        ({"accumulation_steps": 3}, {}, Candidate(precision="fp32", batch_size=32, accumulation_steps=3)),
+        ({"accumulation_steps": 3}, FREE, Candidate(precision="fp32", batch_size=32, accumulation_steps=3)),
+        ({"accumulation_steps": 3}, {"effective_batch_size": 32}, Candidate(precision="fp32", batch_size=32)),
     ],
 )
 def test_baseline(about: dict[str, Any], options: dict[str, Any], expected: Candidate) -> None:
     assert space(about=about, **options).baseline == expected
+
+
+def test_what_accumulates_today_sets_the_effective_batch() -> None:
+    found = space(about={"batch_size": 4, "accumulation_steps": 8})
+    assert {c.effective_batch_size for c in found.candidates} == {found.effective_batch_size} == {32}
 
 
 @pytest.mark.parametrize(
@@ -98,6 +137,7 @@ def test_baseline(about: dict[str, Any], options: dict[str, Any], expected: Cand
         ({"batch_size": None}, {}, "--baseline PRECISION:BATCH"),
         ({"num_samples": 10}, {}, "10 instead of 32"),
         ({}, {"effective_batch_size": 90}, "32 does not divide the effective batch size 90"),
+        ({}, {"effective_batch_size": 180, "num_ranks": 2}, "effective batch size 180 (90 on each of 2 ranks)"),
         ({"weights": "bf16"}, {}, "kept in bf16"),
         ({"weights": "frozen_low"}, {}, "kept in low precision"),
     ],
@@ -141,6 +181,15 @@ def test_precisions(
         ({}, {}, {"precision": "fp8"}, "no fp8 training path", "fp32 or tf32"),
         (dict.fromkeys(get_args(Precision), "unsupported"), {}, {}, "None of the precisions", "--device"),
         ({}, {"num_samples": 20}, {"batch_size": "32:64"}, "only 20 samples", "20 or less"),
+        ({}, {}, {"batch_size": "33:64"}, "effective batch size 32, which is kept", "--effective-batch-size free"),
+        ({}, {"is_loop": True}, {"batch_size": "8:16"}, "accumulation is withheld", "--effective-batch-size free"),
+        (
+            {},
+            {"is_loop": True, "num_samples": 40},
+            {"effective_batch_size": 64},
+            "train_step takes its own optimizer steps",
+            "a dataset that hold 64",
+        ),
         ({}, {}, {"batch_size": "33:47", "effective_batch_size": 96}, "No batch size from 33 to 47", "1, 2, 3"),
         ({}, {}, {"baseline": "fp8:32"}, "no fp8 training path", "Give a baseline in fp32"),
     ],
@@ -155,7 +204,7 @@ def test_a_request_that_leaves_nothing_is_an_error(
 
 
 def test_sizes_above_the_dataset_are_excluded_with_the_reason() -> None:
-    found = space(about={"num_samples": 100}, precision=["fp32", "bf16"])
+    found = space(about={"num_samples": 100}, precision=["fp32", "bf16"], effective_batch_size="free")
     assert [(e.precision, e.batch_size) for e in found.excluded] == [("fp32", 128), ("bf16", 128)]
     assert "100 samples" in found.excluded[0].reason
 
@@ -164,37 +213,91 @@ def test_sizes_above_the_dataset_are_excluded_with_the_reason() -> None:
     base=st.none() | st.integers(1, 300),
     num_samples=st.none() | st.integers(1, 5000),
     batch_range=st.none() | st.tuples(st.integers(1, 4000), st.integers(1, 4000)).map(lambda p: (min(p), max(p))),
-    effective=st.none() | st.integers(1, 3000),
+    effective=st.none() | st.just("free") | st.integers(1, 3000),
+    num_ranks=st.integers(1, 8),
+    baseline=st.none() | st.tuples(st.sampled_from(["fp32", "bf16"]), st.integers(1, 300)),
+    is_loop=st.booleans(),
 )
 def test_every_candidate_is_legal(
-    base: int | None, num_samples: int | None, batch_range: tuple[int, int] | None, effective: int | None
+    base: int | None,
+    num_samples: int | None,
+    batch_range: tuple[int, int] | None,
+    effective: int | str | None,
+    num_ranks: int,
+    baseline: tuple[str, int] | None,
+    is_loop: bool,
 ) -> None:
-    about = {"batch_size": base, "num_samples": num_samples}
+    about = {"batch_size": base, "num_samples": num_samples, "is_loop": is_loop}
+    asked = effective * num_ranks if isinstance(effective, int) else effective
+    today = baseline[1] if baseline else base
+    kept = effective if isinstance(effective, int) else None
+    if effective is None and today is not None:
+        kept = min(today, num_samples or today)
     try:
-        found = space(about=about, batch_size=batch_range, effective_batch_size=effective)
+        found = space(
+            about=about, batch_size=batch_range, effective_batch_size=asked, num_ranks=num_ranks, baseline=baseline
+        )
     except InvalidRequestError:
-        assert batch_range is not None
-        assert effective is not None or (num_samples is not None and batch_range[0] > num_samples)
+        low, high = batch_range or (1, 10**9)
+        is_out = num_samples is not None and low > num_samples
+        fitting = [d for d in divisors(kept or 1) if low <= d <= min(high, num_samples or high)]
+        assert is_out or (kept is not None and (not fitting or (is_loop and kept not in fitting)))
         return
+    assert found.effective_batch_size == kept
     assert len(found.candidates) == len(set(found.candidates)) == 4 * len(sizes(found))
     assert 1 <= len(sizes(found)) <= MAX_BATCH_SIZES
     assert sizes(found) == sorted(sizes(found))
     for candidate in (*found.candidates, found.baseline):
         assert 1 <= candidate.batch_size <= (num_samples or 10**9)
-        assert candidate.effective_batch_size == (effective or candidate.batch_size)
+        assert candidate.effective_batch_size == (kept or candidate.batch_size)
+        assert candidate.accumulation_steps == 1 or not is_loop
     low, high = batch_range or (1, 10**9)
     assert all(low <= size <= high for size in sizes(found))
     assert (found.baseline in found.candidates) == (low <= found.baseline.batch_size <= high)
-    if batch_range and not effective:
+    if batch_range and kept is None:
         assert {low, min(high, num_samples or high)} <= set(sizes(found))
 
 
 @given(st.integers(1, 5000), st.integers(1, 100_000), st.integers(1, 300))
 def test_a_range_is_covered_without_wide_gaps(low: int, ratio: int, base: int) -> None:
     assume(low * ratio >= base)
-    found = sizes(space(about={"batch_size": base, "num_samples": None}, batch_size=(low, low * ratio)))
+    about = {"batch_size": base, "num_samples": None}
+    found = sizes(space(about=about, batch_size=(low, low * ratio), effective_batch_size="free"))
     even = max(4.0, ratio ** (2 / (MAX_BATCH_SIZES - 2)) * 2)
     assert all(above <= even * below + 1 for below, above in itertools.pairwise(found))
+
+
+@pytest.mark.parametrize(
+    ("effective", "expected"),
+    [(97, [96, 100]), (94, [90, 96]), (49, [48]), (53, [48, 54]), (13, [12, 14]), (7, []), (2, []), (1, [])],
+)
+def test_an_effective_batch_with_few_divisors_has_neighbours_with_more(effective: int, expected: list[int]) -> None:
+    assert has_few(effective)
+    assert neighbours(effective) == expected
+
+
+@pytest.mark.parametrize("effective", [4, 8, 10, 12, 32, 50, 64, 96, 100, 1000, 4096])
+def test_the_usual_effective_batches_have_divisors_enough(effective: int) -> None:
+    assert not has_few(effective)
+
+
+@given(st.integers(1, 5000))
+def test_a_neighbour_is_near_and_leaves_a_choice(effective: int) -> None:
+    for neighbour in neighbours(effective):
+        assert 0 < abs(neighbour - effective) <= 0.1 * effective
+        assert len(sizes(space(about={"batch_size": neighbour}))) >= 4
+        assert not has_few(neighbour)
+
+
+def test_a_loop_says_why_nothing_accumulates() -> None:
+    found = space(about={"is_loop": True}, precision=["fp32", "bf16"])
+    assert [(e.precision, e.batch_size) for e in found.excluded] == [("fp32", 16), ("bf16", 16)]
+    assert all("train_step takes its own optimizer steps" in e.reason for e in found.excluded)
+    (note,) = found.notes
+    assert "--effective-batch-size free" in note
+    free = space(about={"is_loop": True}, effective_batch_size="free")
+    assert free.notes == ()
+    assert free.accumulation_withheld == found.accumulation_withheld
 
 
 def test_a_space_is_json() -> None:
@@ -239,13 +342,14 @@ def test_out_of_memory_excludes_what_needs_at_least_as_much(
     peaks: dict[str, dict[int, int]], failed: tuple[Precision, int], expected: set[tuple[str, int]]
 ) -> None:
     candidate = Candidate(precision=failed[0], batch_size=failed[1])
-    found = excluded_by_oom(space(precision=["fp32", "bf16"]), peaks_of(**peaks), candidate)
+    where = space(precision=["fp32", "bf16"], effective_batch_size="free")
+    found = excluded_by_oom(where, peaks_of(**peaks), candidate)
     assert {(e.precision, e.batch_size) for e in found} == expected
     assert all(str(candidate) in e.reason for e in found)
 
 
 def test_an_exclusion_without_a_batch_size_covers_its_precision() -> None:
-    found = space(precision=["fp32", "bf16"], batch_size="32:64")
+    found = space(precision=["fp32", "bf16"], batch_size="32:64", effective_batch_size="free")
     left = without(
         found.candidates,
         [

@@ -22,7 +22,7 @@ from autotune_amp.config import PRECISIONS, LossScale, Precision
 from autotune_amp.search import gate
 from autotune_amp.search.choose import Decision, Shortlist, decide, shortlist
 from autotune_amp.search.confirm import NUM_ROUNDS, confirm, measure_fallbacks, plan_round
-from autotune_amp.search.explore import explore, search_spec
+from autotune_amp.search.explore import NUM_SEARCH_PROCESSES, explore, search_spec
 from autotune_amp.search.gate import pass_gate
 from autotune_amp.search.session import CONFIRM_SHARE, Session
 from autotune_amp.search.space import Space
@@ -196,19 +196,6 @@ def test_a_baseline_at_home_on_the_plateau_is_kept(tmp_path: Path) -> None:
     assert decision.evidence.speedup == 1.0
 
 
-def test_building_that_takes_longer_than_measuring_keeps_one_worker(tmp_path: Path) -> None:
-    machine = Machine(tmp_path)
-    plain = machine.answer
-
-    def building(spec: TrialSpec) -> Outcome:
-        outcome = plain(spec)
-        return outcome if isinstance(outcome, Failure) else measured(spec, outcome.samples_per_second, build_seconds=60)
-
-    machine.runner = ScriptedRunner(building, machine.clock)
-    machine.explore(space(), tmp_path, max_trials=2)
-    assert machine.runner.isolation == "kept"
-
-
 SHORTLIST = Shortlist(candidate("bf16", 64), candidate("bf16", 128), candidate("fp32", 32))
 
 
@@ -279,7 +266,8 @@ def test_on_any_machine_the_answer_was_measured_and_the_budget_kept(
     machine.base, machine.oom_from = base, oom
     machine.explore(where, folder, is_gated=True)
     searched = [record for record in machine.session.records if record.purpose == "search"]
-    assert len({record.candidate for record in searched}) == len(searched), "measured twice"
+    tried = [record.candidate for record in searched]
+    assert all(tried.count(candidate) <= NUM_SEARCH_PROCESSES for candidate in tried)
     chosen = shortlist(machine.session.records, where.baseline)
     if chosen is None:
         assert all(isinstance(record.outcome, Failure) for record in searched)

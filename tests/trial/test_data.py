@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections import namedtuple
 from collections.abc import Iterator
 from itertools import islice
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from autotune_amp.errors import WorkloadError
 from autotune_amp.trial import data
@@ -115,6 +116,96 @@ def test_moving_keeps_the_shape_of_the_batch() -> None:
     assert moved["pair"].inputs.device == device
     assert moved["pair"].targets[0].device == device
     assert moved["name"] == "x"
+
+
+LOADER = DataLoader(
+    TensorDataset(torch.arange(40.0).reshape(20, 2)),
+    batch_size=5,
+    num_workers=1,
+    collate_fn=lambda samples: torch.stack([sample[0] for sample in samples]),
+    prefetch_factor=4,
+    persistent_workers=True,
+    timeout=30,
+    multiprocessing_context="fork",
+)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        TensorDataset(torch.arange(40.0)),
+        LOADER,
+        DataLoader(LOADER.dataset, batch_size=5),
+        lambda size: DataLoader(LOADER.dataset, batch_size=size, drop_last=True, num_workers=1, prefetch_factor=3),
+        lambda size: DataLoader(LOADER.dataset, batch_sampler=BatchSampler(range(20), size, True), num_workers=1),
+        lambda size: DataLoader(Counting(), batch_size=size),
+        lambda size: DataLoader([torch.zeros(size, 2)] * 3, batch_size=None),  # type: ignore[arg-type]
+    ],
+)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_another_number_of_workers_keeps_everything_else(given: Any, num_workers: int) -> None:
+    opened = data.opened(given, 4, num_workers)
+    assert opened.loader is not None
+    assert opened.loader.num_workers == num_workers
+    if num_workers == 0:
+        assert data.num_samples(next(opened.stream), 4) == 4
+    if given is LOADER and num_workers:
+        assert (opened.loader.prefetch_factor, opened.loader.persistent_workers, opened.loader.timeout) == (4, True, 30)
+        assert opened.loader.collate_fn is LOADER.collate_fn
+
+
+def test_what_has_no_loader_has_no_workers() -> None:
+    assert data.opened(pairs, 4, 2).loader is None
+    assert data.opened(lambda size: iter([pairs(size)]), 4, 2).loader is None
+
+
+def test_the_worst_batch_is_of_the_samples_named_collated_by_the_loader() -> None:
+    numbers: Any = list(range(100))
+    loader: DataLoader[int] = DataLoader(numbers, batch_size=3, shuffle=True, collate_fn=tuple)
+    assert worst(None, loader, (7, 42), 5) == [(7, 42, 7, 42, 7)] * 2
+    assert worst(lambda size: list(range(size)), loader, (7,), 2) == [[0, 1]] * 2
+    assert worst(None, loader, (), 2) == []
+    assert worst(None, None, (1, 2), 2) == []
+
+
+def worst(named: Any, loader: Any, samples: tuple[int, ...], size: int, *, is_exact: bool = True) -> list[Any]:
+    return list(data.worst_batches(named, loader, samples, size, 2, is_exact=is_exact))
+
+
+def process_id(samples: list[Any]) -> torch.Tensor:
+    return torch.tensor([[os.getpid(), int(sample[0][0])] for sample in samples])
+
+
+def test_one_worker_makes_all_worst_batches() -> None:
+    loader = data.rebuilt(LOADER, batch_size=5, collate_fn=process_id)
+    first, second = worst(None, loader, (7, 3), 2)
+    assert first[:, 1].tolist() == second[:, 1].tolist() == [14, 6]
+    assert len({os.getpid(), *first[:, 0].tolist()}) == 2
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("given", [None, torch.zeros(3, 2)])
+def test_a_worst_batch_of_too_few_samples_is_refused(given: Any) -> None:
+    with pytest.raises(WorkloadError, match=r"worst batch of 8 samples and gave [03]"):
+        worst(lambda size: given, None, (), 8)
+
+
+def test_a_worst_batch_of_too_many_samples_is_refused_where_others_have_what_was_asked() -> None:
+    def too_many(size: int) -> torch.Tensor:
+        return torch.zeros(100, 2)
+
+    with pytest.raises(WorkloadError, match="worst batch of 8 samples and gave 100"):
+        worst(too_many, None, (), 8)
+    assert len(worst(too_many, None, (), 8, is_exact=False)) == 2
+
+
+def test_a_function_that_ignores_the_batch_size_is_refused() -> None:
+    def make(size: int) -> Any:
+        return DataLoader(TensorDataset(*pairs(50)), batch_size=16)
+
+    with pytest.raises(WorkloadError, match=r"batches of 8 samples .* batch_size=16"):
+        data.opened(make, 8)
+    assert data.opened(make, 16).loader is not None
 
 
 class Unsized(Dataset[int]):

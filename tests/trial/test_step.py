@@ -11,8 +11,9 @@ from autotune_amp import LossScale, Workload, torch_state
 from autotune_amp.config import Precision
 from autotune_amp.errors import InvalidRequestError, WorkloadError
 from autotune_amp.precision import is_pinned, pin_fp32
+from autotune_amp.trial.optimizers import make_optimizer
 from autotune_amp.trial.spec import Candidate, TrialSpec
-from autotune_amp.trial.step import Training, make_model, make_optimizer
+from autotune_amp.trial.step import Training, make_model
 
 
 def make_batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,6 +39,7 @@ def training(
     batch_size: int = 8,
     accumulation_steps: int = 1,
     pinned_modules: tuple[str, ...] = (),
+    is_loss_sum: bool = False,
     **parts: Any,
 ) -> Training:
     torch.manual_seed(0)
@@ -52,6 +54,7 @@ def training(
         device="cpu",
         loss_scale=LossScale(init_scale=8.0) if precision == "fp16" else None,
         torch_state=torch_state.capture(),
+        is_loss_sum=is_loss_sum,
     )
     return Training(workload, make_model(workload), spec)
 
@@ -76,6 +79,18 @@ def test_a_step_is_what_a_hand_written_loop_does() -> None:
 def test_accumulation_takes_the_mean_over_the_window() -> None:
     one, four = weights_after(training(), 1), weights_after(training(accumulation_steps=4), 4)
     assert torch.allclose(one, four, atol=1e-6)
+
+
+def test_accumulation_of_a_sum_takes_the_sum_over_the_window() -> None:
+    def summed(model: nn.Module, batch: Any) -> torch.Tensor:
+        return 0.01 * len(batch[0]) * loss(model, batch)
+
+    four = weights_after(training(accumulation_steps=4, is_loss_sum=True, loss=summed), 4)
+
+    def all_four(model: nn.Module, batch: Any) -> torch.Tensor:
+        return 4 * summed(model, batch)
+
+    assert torch.allclose(weights_after(training(loss=all_four), 1), four, atol=1e-6)
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
@@ -107,8 +122,9 @@ def test_pinned_modules_run_in_fp32_until_they_are_unpinned() -> None:
     trained = training("bf16", model=model, loss=watching, pinned_modules=("0",))
     weights_after(trained, 1)
     assert seen == [torch.float32, torch.bfloat16]
-    trained.unpin()
-    weights_after(trained, 1)
+    batch = trained.next_batch()
+    trained.close()
+    trained.forward_backward(batch)
     assert seen[2:] == [torch.bfloat16, torch.bfloat16]
     assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
 
@@ -118,7 +134,7 @@ def test_what_the_user_pinned_stays_pinned() -> None:
     pin_fp32(model[0], "cpu")
     trained = training("bf16", model=model, pinned_modules=("0", "1"))
     assert is_pinned(model[1])
-    trained.unpin()
+    trained.close()
     assert [is_pinned(layer) for layer in model] == [True, False]
 
 
@@ -199,3 +215,26 @@ def test_factories_that_make_something_else(parts: dict[str, Any]) -> None:
 )
 def test_a_candidates_name(fields: dict[str, Any], name: str) -> None:
     assert str(Candidate(precision="fp16", batch_size=8, **fields)) == name
+
+
+def test_an_optimizer_without_gradients_is_not_stepped_by_the_scaler() -> None:
+    def optimizers(parameters: Any) -> list[torch.optim.Optimizer]:
+        several = list(parameters)
+        trained, idle = several[:2], several[2:]
+        return [torch.optim.SGD(trained, lr=0.1), torch.optim.SGD(idle, lr=0.1)]
+
+    class Half(nn.Sequential):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self[0](inputs).float()
+            return result
+
+    model = Half(nn.Linear(4, 1), nn.Linear(4, 1))
+    trained = training("fp16", model=model, optimizer=optimizers)
+    before = [p.detach().clone() for p in model.parameters()]
+    weights_after(trained, 1)
+    assert [torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True)] == [
+        False,
+        False,
+        True,
+        True,
+    ]

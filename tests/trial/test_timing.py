@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -26,19 +27,37 @@ class Scripted:
         self.device = torch.device("cpu")
         self.now = 0.0
         self.loss = 1.0
-        self.num_batches = self.num_updates = 0
+        self.num_batches = self.num_updates = self.num_steps_taken = 0
         self.scaler: Any = None
         self.scales: list[float] = []
         self._seconds = seconds
         self.data_seconds = 0.0
+        self.num_loaded_ahead = self.num_ready = self.num_loader_workers = 0
+        self.start_seconds = 0.0
         self.update_seconds = 0.0
+        self.is_update_apart = self.has_stepped = True
+        self.worst: str | None = None
+        self.worst_seconds = 0.0
+        self.batches: list[str] = []
+        self.entered: list[str] = []
 
-    def next_batch(self) -> None:
-        self.now += self.data_seconds
+    def start_loading(self) -> None:
+        self.now += self.start_seconds
 
-    def forward_backward(self, batch: None) -> torch.Tensor:
+    def next_batch(self) -> str:
+        if self.num_ready:
+            self.num_ready -= 1
+        else:
+            self.now += self.data_seconds
+        return "typical"
+
+    def worst_batch(self) -> str | None:
+        return self.worst
+
+    def forward_backward(self, batch: str) -> torch.Tensor:
+        self.batches.append(batch)
         self.num_batches += 1
-        self.now += next(self._seconds)
+        self.now += next(self._seconds) if batch == "typical" else self.worst_seconds
         return torch.tensor(self.loss)
 
     def update(self) -> None:
@@ -66,7 +85,11 @@ def constant(seconds: float) -> Iterator[float]:
 
 def run(clock: SimpleNamespace, training: Scripted) -> timing.Timing:
     clock.training = training
-    return timing.time_steps(training, lambda number, seconds: None)  # type: ignore[arg-type]  # a scripted training
+    return timing.time_steps(
+        training,  # type: ignore[arg-type]  # a scripted training
+        lambda number, seconds: None,
+        training.entered.append,
+    )
 
 
 def test_steady_steps_end_at_the_least_number(clock: SimpleNamespace) -> None:
@@ -132,12 +155,168 @@ def test_one_stall_in_the_warm_up_does_not_cut(clock: SimpleNamespace) -> None:
     assert not run(clock, Scripted(stalling(), cut_step_seconds=1.25)).was_cut
 
 
+@pytest.mark.parametrize("num_ready", [0, 8, 40])
+def test_what_was_loaded_ahead_in_the_slow_first_step_does_not_hide_the_wait(
+    clock: SimpleNamespace, num_ready: int
+) -> None:
+    training = Scripted(constant(0.1), num_steps=(8, 8))
+    training.data_seconds, training.num_loaded_ahead, training.num_ready = 0.3, num_ready, num_ready
+    found = run(clock, training)
+    assert found.data_seconds == pytest.approx(0.3)
+    assert training.num_ready == 0
+
+
+def test_the_loaders_start_is_a_part_of_the_first_step_and_no_wait_for_data(clock: SimpleNamespace) -> None:
+    training = Scripted(constant(30.0), cut_step_seconds=1.0)
+    training.start_seconds, training.data_seconds, training.worst = 100.0, 10.0, "worst"
+    found = run(clock, training)
+    assert found.was_cut
+    assert found.first_step_seconds == 100.0
+    assert found.data_seconds / (sum(found.raw_step_seconds) / 2) == pytest.approx(10 / 40)
+
+
+class Bursting(Scripted):
+    """Workers begin together: each time they deliver as many batches as they are, after `load_seconds`."""
+
+    load_seconds = 1.2
+
+    def __init__(self, num_workers: int, seconds: float = 0.03, **fields: Any) -> None:
+        super().__init__(constant(seconds), **fields)
+        self.num_loader_workers, self.num_loaded_ahead = num_workers, 2 * num_workers
+        self.arrivals = [0.0] * self.num_loaded_ahead
+
+    def next_batch(self) -> str:
+        self.now = max(self.now, self.arrivals.pop(0))
+        self.arrivals.append(max(self.now, self.arrivals[-self.num_loader_workers]) + self.load_seconds)
+        return "typical"
+
+
+@pytest.mark.parametrize("purpose", ["search", "confirm"])
+@pytest.mark.parametrize(
+    ("num_workers", "fields"),
+    [
+        (12, {}),
+        (12, {"measure_seconds": 3.0}),
+        (12, {"measure_seconds": 1.5}),
+        (12, {"num_steps": (400, 400), "measure_seconds": 2.0}),
+        (4, {"num_steps": (9, 9)}),
+        (6, {"accumulation_steps": 4}),
+    ],
+)
+def test_batches_that_come_in_bursts_are_measured_in_whole_bursts(
+    clock: SimpleNamespace, purpose: Any, num_workers: int, fields: dict[str, Any]
+) -> None:
+    training = Bursting(num_workers, purpose=purpose, **fields)
+    found = run(clock, training)
+    num_batches = training.spec.candidate.accumulation_steps
+    at_best = Bursting.load_seconds / num_workers * num_batches
+    num_steps = len(found.raw_step_seconds)
+    assert num_steps * num_batches % num_workers == 0
+    assert sum(found.raw_step_seconds) / num_steps == pytest.approx(at_best)
+    assert found.data_seconds == pytest.approx(at_best - 0.03 * num_batches)
+
+
+def test_a_loader_in_bursts_that_keeps_up_is_not_waited_for(clock: SimpleNamespace) -> None:
+    found = run(clock, Bursting(12, seconds=0.2))
+    assert found.raw_step_seconds == pytest.approx((0.2,) * 12)
+    assert found.data_seconds == pytest.approx(0.0)
+
+
+def test_a_slow_loader_does_not_use_the_trial_up_before_it_measures(clock: SimpleNamespace) -> None:
+    training = Scripted(constant(0.1), num_steps=(2, 2), measure_seconds=5.0)
+    training.data_seconds, training.num_loaded_ahead = 2.0, 100
+    run(clock, training)
+    assert training.now == pytest.approx(3 * 2.1 + 3 * 2.0 + (1 + 2) * 2.1)
+
+
+class Asynchronous(Scripted):
+    """A device that computes while the host waits for data, until they synchronise."""
+
+    def __init__(self, seconds: float, data_seconds: float) -> None:
+        super().__init__(constant(0.0))
+        self.device = torch.device("cuda")
+        self.spec = msgspec.structs.replace(self.spec, device="cuda")
+        self.compute_seconds, self.data_seconds = seconds, data_seconds
+        self.is_done_at = 0.0
+
+    def forward_backward(self, batch: str) -> torch.Tensor:
+        self.is_done_at = max(self.now, self.is_done_at) + self.compute_seconds
+        return super().forward_backward(batch)
+
+    def synchronize(self, device: torch.device) -> None:
+        self.now = max(self.now, self.is_done_at)
+
+
+@pytest.mark.parametrize(
+    ("compute_seconds", "data_seconds", "wait"), [(1.0, 0.25, 0.0625), (1.0, 1.5, 0.75), (1.0, 0.05, 0.05)]
+)
+def test_what_the_device_computes_meanwhile_is_no_wait_for_data(
+    clock: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    compute_seconds: float,
+    data_seconds: float,
+    wait: float,
+) -> None:
+    training = Asynchronous(compute_seconds, data_seconds)
+    monkeypatch.setattr(timing, "synchronize", training.synchronize)
+    assert run(clock, training).data_seconds == pytest.approx(wait)
+
+
+def test_of_a_loader_that_keeps_up_no_more_is_dropped_than_it_may_hold(clock: SimpleNamespace) -> None:
+    training = Scripted(constant(0.1), num_steps=(8, 8))
+    training.num_loaded_ahead, training.num_ready = 4, 1000
+    run(clock, training)
+    assert training.num_ready == 1000 - 3 - (4 + 1) - 8
+
+
 def test_waiting_for_data_counts_and_is_reported_apart(clock: SimpleNamespace) -> None:
     training = Scripted(constant(0.5))
     training.data_seconds = 0.25
     found = run(clock, training)
     assert found.raw_step_seconds == (0.75,) * 8
     assert found.data_seconds == pytest.approx(0.25)
+
+
+def test_the_optimizers_part_is_told_apart_where_it_is_one(clock: SimpleNamespace) -> None:
+    training = Scripted(constant(0.5))
+    training.update_seconds = 0.125
+    found = run(clock, training)
+    assert found.raw_step_seconds == (0.625,) * 8
+    assert found.update_seconds == pytest.approx(0.125)
+    loop = Scripted(constant(0.5))
+    loop.is_update_apart = False
+    assert run(clock, loop).update_seconds is None
+
+
+@pytest.mark.parametrize("purpose", ["search", "confirm"])
+def test_the_worst_batch_is_trained_on_and_is_no_measured_step(clock: SimpleNamespace, purpose: Any) -> None:
+    training = Scripted(constant(0.5), purpose=purpose)
+    training.worst, training.worst_seconds = "worst", 30.0
+    found = run(clock, training)
+    ordinary = ["typical"] * 8
+    last = ["worst"] if purpose == "confirm" else []
+    assert training.batches == ["worst", "typical", "typical", "worst", *ordinary, *last]
+    assert training.num_updates == len(training.batches)
+    assert training.entered == ["taking a step on the worst batch"] * (1 + len(last))
+    assert found.first_step_seconds == 30.0
+    assert found.raw_step_seconds == (0.5,) * 8
+    assert found.update_seconds == 0.0
+
+
+def test_the_worst_batch_comes_last_in_its_window_where_the_other_gradients_are_there(clock: SimpleNamespace) -> None:
+    training = Scripted(constant(0.5), accumulation_steps=3, num_steps=(2, 2))
+    training.worst = "worst"
+    run(clock, training)
+    assert training.batches[:3] == ["typical", "typical", "worst"]
+    assert training.batches.count("worst") == 2
+
+
+def test_the_worst_batch_must_have_a_finite_loss(clock: SimpleNamespace) -> None:
+    training = Scripted(constant(0.5))
+    training.worst, training.loss = "worst", math.nan
+    with pytest.raises(timing.NonFiniteError):
+        run(clock, training)
+    assert training.batches == ["worst"]
 
 
 @pytest.mark.parametrize("window", [2, 4, 8, 64])

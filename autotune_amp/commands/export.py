@@ -1,0 +1,71 @@
+"""`autotune-amp export`: a recommendation as a framework takes it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autotune_amp.commands.shared import Folder, Json, Work, recommendation_file
+
+if TYPE_CHECKING:
+    from autotune_amp.recommendation import Recommendation
+
+
+def export(
+    to: Annotated[
+        str,
+        typer.Option(
+            help="lightning, transformers, accelerate, deepspeed, torch, or env for the shell.", metavar="TARGET"
+        ),
+    ],
+    folder: Folder = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write it to this file. With --to accelerate, a .yaml is the file of `accelerate launch "
+            "--config_file`.",
+            metavar="FILE",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> Work:
+    """Print a recommendation as text to paste into a training script, or write it to a file."""
+
+    def work() -> bytes:
+        from autotune_amp.integrations.export import accelerate_file, setting_of
+        from autotune_amp.integrations.export import export as exported
+        from autotune_amp.recommendation import Recommendation, write_atomically
+
+        path = recommendation_file(folder)
+        recommendation = Recommendation.load(path)
+        setting = setting_of(recommendation, _origin(path, recommendation))
+        is_launch_file = to == "accelerate" and out is not None and out.suffix in (".yaml", ".yml")
+        made = accelerate_file(setting) if is_launch_file else exported(setting, to)
+        for note in made.notes:
+            sys.stderr.write(f"Note: {note}\n")
+        if out is not None:
+            write_atomically(out, made.text)
+        if as_json:
+            import msgspec
+
+            return msgspec.json.format(msgspec.json.encode(made), indent=2) + b"\n"
+        return made.text.encode() if out is None else b""
+
+    return work
+
+
+def _origin(path: Path, recommendation: Recommendation) -> str:
+    """Which study, what it recommends, and how sure that is."""
+    from autotune_amp.report.format import one_line, rate
+    from autotune_amp.trial.spec import Candidate
+
+    config, evidence = recommendation.config, recommendation.evidence
+    candidate = Candidate(
+        precision=config.precision, batch_size=config.batch_size, accumulation_steps=config.accumulation_steps
+    )
+    place = path.parent if path.name == "recommendation.json" and path.parent.name else path
+    doubt = "" if evidence.is_confirmed else ", unconfirmed"
+    return one_line(f"{place}: {candidate}, measured at {rate(evidence.samples_per_second)}{doubt}")

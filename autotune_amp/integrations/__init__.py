@@ -1,0 +1,1 @@
+"""Thin adapters to training frameworks: hooks translated and nothing else. Each is imported by its user alone."""

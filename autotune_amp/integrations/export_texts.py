@@ -1,0 +1,223 @@
+"""The exported text of each framework that is told in Python. Pure, and without importing the framework.
+
+Each text leaves `dataset`, `model`, `optimizer` and `compute_loss(model, batch)` to the script it is pasted into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autotune_amp.config import AmpConfig
+from autotune_amp.integrations.accelerate_config import MIXED_PRECISION, accelerate_config, beyond_plain, to_yaml
+from autotune_amp.integrations.export_script import KEPT_FLAGS, Script, Setting, call, keywords, scaler_arguments
+from autotune_amp.integrations.training_arguments import training_arguments
+
+_ACCELERATOR = "autotune_amp.integrations.accelerate.AutotuneAccelerator"
+_DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+_ACCELERATE_LOSS = (
+    "Accelerate hands the model's outputs to the loss in fp32; measured was the loss on them as they are: "
+    f"{_ACCELERATOR} trains so, inside autocast()."
+)
+_TRAINER_LOSS = (
+    "Trainer runs the model's forward alone under autocast and hands its outputs in fp32 to a loss outside of it "
+    "(compute_loss_func, compute_loss); measured was the loss under autocast too: "
+    "autotune_amp.integrations.transformers.AutotuneTrainer trains so."
+)
+
+
+def torch(setting: Setting) -> str:
+    """A loop in plain PyTorch; with the controller where plain PyTorch cannot keep what was measured."""
+    script, config = Script(setting), setting.config
+    if setting.is_loop:
+        return _steered(script, ["for batch in loader:", "    train_step(state, batch, controller)"])
+    if config.pinned_modules:
+        return _steered(
+            script, _steered_loop(_loss(script, _steps_of_rung(config, "controller.window_size"), is_divided=False))
+        )
+    steps = config.accumulation_steps
+    script.add_unheld("PyTorch", "autotune_amp.PrecisionController")
+    script.add_flags()
+    script.add_loader()
+    loss = _loss(script, "1" if steps == 1 else "len(window)", is_divided=False)
+    forward = [f"loss = {loss}"]
+    if (dtype := _DTYPES.get(config.precision)) is not None:
+        script.needs("import torch")
+        forward = [f'with torch.autocast("{setting.device_type}", dtype={dtype}):', f"    loss = {loss}"]
+    backward, step = "loss.backward()", ["optimizer.step()"]
+    if config.loss_scale is not None:
+        arguments = [f'"{setting.device_type}"', *scaler_arguments(config.loss_scale)]
+        script.lines.append(call("scaler = torch.amp.GradScaler(", arguments))
+        backward, step = "scaler.scale(loss).backward()", ["scaler.step(optimizer)", "scaler.update()"]
+    step = [*step, "optimizer.zero_grad()"]
+    if steps == 1:
+        return _looped(script, "for batch in loader:", [*forward, backward, *step])
+    script.needs("from itertools import islice")
+    script.lines.append("batches = iter(loader)")
+    passes = ["for batch in window:", *_indented([*forward, backward])]
+    return _looped(script, f"while window := list(islice(batches, {steps})):", [*passes, *step])
+
+
+def accelerate(setting: Setting) -> str:
+    """A loop with a plain Accelerator, or with ours where the plain one cannot train what was measured."""
+    script, config = Script(setting), setting.config
+    arguments = ["cpu=True"] if setting.device_type == "cpu" else []
+    if _beyond_plain(setting):
+        script.needs("from autotune_amp.integrations.accelerate import AutotuneAccelerator")
+        script.add_config()
+        script.lines.append(call("accelerator = AutotuneAccelerator(", ["config", *arguments]))
+        passes, steps = "accelerator.windows(loader)", _steps_of_rung(config, "accelerator.gradient_accumulation_steps")
+    else:
+        script.needs("from accelerate import Accelerator")
+        _add_unheld_by_accelerate(script)
+        script.add_flags()
+        passes, steps = "loader", str(config.accumulation_steps)
+        arguments += [f'mixed_precision="{MIXED_PRECISION[config.precision]}"', f"gradient_accumulation_steps={steps}"]
+        if config.loss_scale is not None:
+            script.needs("from accelerate.utils import GradScalerKwargs")
+            script.lines.append(call("scaler = GradScalerKwargs(", scaler_arguments(config.loss_scale)))
+            arguments.append("kwargs_handlers=[scaler]")
+        script.lines.append(call("accelerator = Accelerator(", arguments))
+    script.add_loader()
+    if setting.is_loop:
+        script.lines.append("loader = accelerator.prepare(loader)")
+        return _looped(script, "for batch in loader:", ["train_step(state, batch, accelerator.controller)"])
+    script.lines.append("model, optimizer, loader = accelerator.prepare(model, optimizer, loader)")
+    loss = _loss(script, steps, is_divided=True)
+    body = [f"loss = {loss}"]
+    if config.precision in _DTYPES:
+        body = ["with accelerator.autocast():", *_indented(body)]
+    body += ["accelerator.backward(loss)", "optimizer.step()", "optimizer.zero_grad()"]
+    return _looped(script, f"for batch in {passes}:", ["with accelerator.accumulate(model):", *_indented(body)])
+
+
+def accelerate_file(setting: Setting) -> str:
+    """The file that ``accelerate launch --config_file`` reads, with comments on what belongs to the script."""
+    script, needs = Script(setting), needs_of_launched(setting)
+    script.comments[:0] = [
+        *needs,
+        "accelerate launch --config_file THIS_FILE SCRIPT.py",
+        "Batch size, accumulation, loss scale and TF32 flags are the script's: `autotune-amp export --to accelerate`.",
+    ]
+    if not needs:
+        _add_unheld_by_accelerate(script)
+    script.lines.append(to_yaml(accelerate_config(setting.config, setting.device_type)).rstrip())
+    return script.source()
+
+
+def needs_of_launched(setting: Setting) -> list[str]:
+    """What a script has to use under that file, in a sentence or two; nothing where a plain Accelerator does."""
+    beyond = _beyond_plain(setting)
+    if not beyond:
+        return []
+    needs = f"The script has to make its accelerator with {_ACCELERATOR}, which sets the precision itself"
+    is_off = accelerate_config(setting.config, setting.device_type)["mixed_precision"] == "no"
+    plain = " With a plain Accelerator this file trains in fp32." if is_off else ""
+    return [f"{needs}: {'; '.join(beyond)}.{plain}"]
+
+
+def lightning(setting: Setting) -> str:
+    """A Trainer with our precision plugin, which holds all of the config but batch size and workers."""
+    script = Script(setting)
+    script.needs("from autotune_amp.integrations.lightning import trainer_arguments")
+    script.needs("from lightning.pytorch import Trainer")
+    script.comments += setting.divided_by("Lightning")
+    script.add_config()
+    script.add_loader()
+    script.lines += [
+        "# trainer_arguments(config, max_epochs=...) takes the Trainer's other arguments.",
+        "trainer = Trainer(**trainer_arguments(config))",
+        "# trainer.fit(module, loader)",
+    ]
+    return script.source()
+
+
+def transformers(setting: Setting) -> str:
+    """TrainingArguments and a Trainer: ours for fp16, whose loss scale the plain one cannot hold, and for pins."""
+    script, config = Script(setting), setting.config
+    arguments = {"output_dir": "output", **training_arguments(config)}
+    if setting.device_type == "cpu":
+        arguments["use_cpu"] = True
+    if config.as_found:
+        script.comments.append(KEPT_FLAGS)
+    script.comments += setting.divided_by("Where the loss is the script's own, Trainer")
+    given = ["model=model", "args=arguments", "train_dataset=dataset"]
+    if config.precision == "fp16" or config.pinned_modules:
+        trainer, given = "AutotuneTrainer", [*given, "amp_config=config"]
+        script.needs("from autotune_amp.integrations.transformers import AutotuneTrainer")
+        script.needs("from transformers import TrainingArguments")
+        script.add_config()
+    else:
+        trainer = "Trainer"
+        script.needs("from transformers import Trainer, TrainingArguments")
+        script.add_unheld("Trainer", "autotune_amp.integrations.transformers.AutotuneTrainer")
+        if config.precision in _DTYPES:
+            script.comments.append(_TRAINER_LOSS)
+    script.lines.append(call("arguments = TrainingArguments(", keywords(arguments)))
+    script.lines += [call(f"trainer = {trainer}(", given), "# trainer.train()"]
+    return script.source()
+
+
+def _beyond_plain(setting: Setting) -> list[str]:
+    """What of the training a plain Accelerator cannot do, a clause each."""
+    amp = ["train_step takes its controller for amp"] if setting.is_loop else []
+    return [*beyond_plain(setting.config, setting.device_type), *amp]
+
+
+def _add_unheld_by_accelerate(script: Script) -> None:
+    """Say what a plain Accelerator does not hold, or does otherwise than measured."""
+    script.add_unheld("Accelerate", _ACCELERATOR)
+    if script.setting.config.precision in _DTYPES:
+        script.comments.append(_ACCELERATE_LOSS)
+
+
+def _steered_loop(loss: str) -> list[str]:
+    return [
+        "controller.attach(model)",
+        "for batch, is_last in controller.windows(loader):",
+        "    with controller.autocast():",
+        f"        loss = {loss}",
+        "    controller.backward(loss)",
+        "    if is_last:",
+        "        controller.step(optimizer)",
+        "        controller.update()",
+        "        optimizer.zero_grad()",
+    ]
+
+
+def _steered(script: Script, lines: Sequence[str]) -> str:
+    """A loop with the PrecisionController, which sets the TF32 flags itself."""
+    script.needs("from autotune_amp import PrecisionController")
+    script.add_config()
+    script.add_loader()
+    script.lines += [f'controller = PrecisionController(config, "{script.setting.device_type}")', *lines]
+    return script.source()
+
+
+def _looped(script: Script, head: str, body: Sequence[str]) -> str:
+    script.lines += [head, *_indented(body)]
+    return script.source()
+
+
+def _indented(lines: Sequence[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
+
+
+def _loss(script: Script, steps: str, *, is_divided: bool) -> str:
+    """The expression to run backward from, `steps` the source of the accumulation steps.
+
+    `is_divided`: the framework divides it by them.
+    """
+    setting, loss = script.setting, "compute_loss(model, batch)"
+    if steps == "1":
+        return loss
+    if setting.loss == "weighted":
+        script.comments.append(f"share: this batch's part of all {setting.share} in the batches of an optimizer step.")
+        return f"{loss} * share * {steps}" if is_divided else f"{loss} * share"
+    if setting.loss == "sum":
+        return f"{loss} * {steps}" if is_divided else loss
+    return loss if is_divided else f"{loss} / {steps}"
+
+
+def _steps_of_rung(config: AmpConfig, steps: str) -> str:
+    """`steps`, the source of the current rung's accumulation steps, unless no rung accumulates."""
+    return steps if max([config.accumulation_steps, *(plan.accumulation_steps for plan in config.plans)]) > 1 else "1"

@@ -1,0 +1,149 @@
+"""AmpProfile: what a profile found, as plain data. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from autotune_amp.config import Precision
+from autotune_amp.trial.outcome import FailureKind
+
+Verdict: TypeAlias = Literal["excellent", "significant", "modest", "negligible", "slower"]
+PartName: TypeAlias = Literal[
+    "matrix_products", "slow_matrix_products", "casts", "fp32_operations", "optimizer", "loader", "idle", "rest"
+]
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What a part of the step takes: `seconds` of one step and their `share` of it; the shares of a step sum to 1.
+
+    ``matrix_products`` is what the step's products would take at the machine's measured rate, ``slow_matrix_products``
+    what they take beyond that; without a rate or a count the former is all of them. ``casts`` convert between formats,
+    ``fp32_operations`` are those that autocast leaves in fp32, ``loader`` is the wait for data, ``idle`` the time in
+    which an accelerator has no kernel to run, and ``rest`` all else. `largest` names the operations that take most.
+    """
+
+    name: PartName
+    seconds: float
+    share: float
+    largest: tuple[str, ...] = ()
+
+
+class Gap(msgspec.Struct, frozen=True, kw_only=True):
+    """From the machine's matrix rate down to what a step attains, and where the difference goes.
+
+    Rates are in floating-point operations a second: `machine_flops_per_second` that of large matrix products in this
+    precision, `attained_flops_per_second` is `flops_per_step` over the step's seconds. Each is None where it could not
+    be measured or counted. `parts` are in the order of `PartName`; one that does not apply is left out. `note` says
+    what could not be told, None where all could.
+    """
+
+    machine_flops_per_second: float | None
+    attained_flops_per_second: float | None
+    flops_per_step: int | None
+    parts: tuple[Part, ...]
+    note: str | None = None
+
+    def share(self, name: PartName) -> float:
+        """The part's share of the step, 0 where it does not apply."""
+        return sum(part.share for part in self.parts if part.name == name)
+
+
+class NextStep(msgspec.Struct, frozen=True, kw_only=True):
+    """Something worth trying: the step would be at most `max_speedup` times as fast, if `part` vanished."""
+
+    precision: Precision
+    part: PartName
+    share: float
+    max_speedup: float
+    action: str
+
+
+class PrecisionRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One precision. What could not be measured is None, and `reason` says why; `failure` is how it failed if it ran.
+
+    `num_steps` training steps were timed, in the processes of `process_step_seconds`, a step in each of them with the
+    wait for its data. `step_seconds` is the geometric mean of those, `step_seconds_interval` its 95 % interval
+    (`statistics.ratio_interval`). `speedup` over fp32 is the geometric mean over processes of one round, in which both
+    trained on the same batches, `speedup_interval` its 95 % interval with the process as its unit, `verdicts` what the
+    two ends of that would be called. A precision that failed has none of these.
+    `was_cut`: it was left after a few steps as hopelessly slow; without an interval `speedup` is at most that.
+    `peak_memory_bytes` was measured in a process of its own: resident memory on a CPU, allocated on an accelerator.
+    """
+
+    precision: Precision
+    step_seconds: float | None = None
+    step_seconds_interval: tuple[float, float] | None = None
+    speedup: float | None = None
+    speedup_interval: tuple[float, float] | None = None
+    verdict: Verdict | None = None
+    verdicts: tuple[Verdict, Verdict] | None = None
+    peak_memory_bytes: int | None = None
+    process_step_seconds: tuple[float, ...] = ()
+    num_steps: int = 0
+    was_cut: bool = False
+    failure: FailureKind | None = None
+    reason: str | None = None
+    gap: Gap | None = None
+
+
+class AmpProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether mixed precision pays for one workload on one device, and where a step's time goes.
+
+    A step trains `accumulation_steps` batches of `batch_size` samples; `num_batches` steps of each precision were asked
+    for, and each row says how many were timed.
+    `rows` begin with fp32. `best_precision` is the fastest of bf16 and fp16, `speedup` and `verdict` are its; they are
+    None where neither could be compared with fp32. `next_steps` are for the faster of it and fp32, the largest gain
+    first. `trace` is the file written for Perfetto, None without one.
+    """
+
+    format: int = 1
+    workload: str
+    device: str
+    device_name: str
+    batch_size: int
+    accumulation_steps: int
+    num_batches: int
+    rows: tuple[PrecisionRow, ...]
+    best_precision: Precision | None
+    speedup: float | None
+    verdict: Verdict | None
+    next_steps: tuple[NextStep, ...]
+    notes: tuple[str, ...] = ()
+    trace: str | None = None
+
+    def row(self, precision: str) -> PrecisionRow:
+        """The row of a precision; raises `KeyError` where it has none."""
+        for row in self.rows:
+            if row.precision == precision:
+                return row
+        raise KeyError(precision)
+
+    @property
+    def gap(self) -> Gap | None:
+        """The step of `gap_precision` taken apart."""
+        return self.row(self.gap_precision).gap
+
+    @property
+    def gap_precision(self) -> Precision:
+        """The best low precision; fp32 where that was not profiled."""
+        best = self.best_precision
+        return best if best is not None and self.row(best).gap is not None else "fp32"
+
+    @property
+    def next_step(self) -> str | None:
+        """What is worth trying first, with the gain that it could bring; None where no part of a step stands out."""
+        from autotune_amp.report.profile import next_step_line
+
+        return next_step_line(self.next_steps[0]) if self.next_steps else None
+
+    def to_json(self) -> str:
+        """The document; a missing number is null, never NaN."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
+
+    def explain(self) -> str:
+        """The verdict, the numbers, where the time goes and what to try, as a few lines of plain text."""
+        from autotune_amp.report.profile import explain  # rich is imported only where something is shown
+
+        return explain(self)

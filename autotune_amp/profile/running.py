@@ -1,0 +1,290 @@
+"""profile_amp() behind its arguments: each precision alone, then side by side, in children; then what came of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+
+from autotune_amp.config import LossScale, Precision
+from autotune_amp.errors import NothingWorksError, WorkloadError
+from autotune_amp.hardware import identify
+from autotune_amp.hardware.machine_load import LoadMeter
+from autotune_amp.hardware.types import Hardware
+from autotune_amp.profile.answer import LOW, answer, load_notes
+from autotune_amp.profile.request import Request
+from autotune_amp.profile.results import AmpProfile
+from autotune_amp.profile.rounds import NUM_ROUNDS, num_rounds, timed
+from autotune_amp.profile.rows import (
+    Found,
+    cut_step_seconds,
+    first_step_deadline_seconds,
+    is_cut,
+    rows,
+    step_deadline_seconds,
+)
+from autotune_amp.profile.spec import Profiled, ProfileSpec
+from autotune_amp.profile.trace_file import write_trace
+from autotune_amp.recommendation import Exclusion
+from autotune_amp.search.opening import Opened, open_workload, told
+from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.origin import Origin
+from autotune_amp.search.progress import Progress
+from autotune_amp.search.session import Clock, ProgressWatcher
+from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
+from autotune_amp.trial.outcome import Description, Failure, Measurement, Outcome, Record
+from autotune_amp.trial.runner import Runner, can_fork
+from autotune_amp.trial.spec import STEPS_PER_SYNC, Candidate, TrialSpec
+
+DEADLINE_SECONDS = 600.0  # of fp32 alone, which says how long the others may take
+NUM_STEPS_ALONE, SECONDS_ALONE = (4, 8), 5.0
+SECONDS_BETWEEN_NOTES = 3.0
+_TICK_SECONDS = 1.0  # the runner looks at its deadlines several times a second
+_SLACK = 5.0  # how many times the time foreseen the side-by-side run may take
+# Kineto writes a line to standard error at every start and end; this is above all its levels.
+_ENVIRONMENT = {"KINETO_LOG_LEVEL": "99"}
+
+
+class _Watcher(ProgressWatcher):
+    """Says now and then how many steps the precisions have taken in turns, where it is to `expect` some; and knows how
+    long a step has been waited for since `begin`."""
+
+    def __init__(self, progress: Progress, clock: Clock, meter: LoadMeter) -> None:
+        super().__init__(progress, clock, meter)
+        self._say, self._elapsed = progress.note, clock.elapsed
+        self._num_batches: int | None = None
+        self._said_at = self._waited_at = 0.0
+        self._stepped_at: float | None = None
+
+    @property
+    def waited_seconds(self) -> float | None:
+        """From the last step to when the runner last waited, None where no step was reported."""
+        return None if self._stepped_at is None else self._waited_at - self._stepped_at
+
+    def begin(self) -> None:
+        self._stepped_at = None
+
+    def expect(self, num_batches: int | None) -> None:
+        self._num_batches, self._said_at = num_batches, self._elapsed()
+
+    def tick(self) -> None:
+        self._waited_at = self._elapsed()
+        super().tick()
+
+    def step(self, num_steps: int, step_seconds: float) -> None:
+        super().step(num_steps, step_seconds)
+        self._stepped_at = self._elapsed()
+        if self._num_batches is not None and self._elapsed() - self._said_at > SECONDS_BETWEEN_NOTES:
+            self._said_at = self._elapsed()
+            self._say(f"{num_steps} of {self._num_batches} batches")
+
+
+def run_profile(origin: Origin, request: Request, progress: Progress) -> AmpProfile:
+    """Profile in children; see `autotune_amp.profile_amp`."""
+    clock = Clock(math.inf)
+    meter = LoadMeter(identify(request.device).uuid)  # before a context of ours is on the card
+    watcher = _Watcher(progress, clock, meter)
+    progress.work_started(None)
+    with Runner(origin.payload(), "fork" if can_fork() else "kept", watcher, _ENVIRONMENT) as runner:
+        opened = open_workload(runner, origin, request.device, clock, progress)
+        progress.found_hardware(opened.hardware)
+        asked = _asked(request, opened.hardware)
+        space = _space(request, opened, asked)
+        refused = {exclusion.precision: exclusion.reason for exclusion in space.excluded}
+        trials = {p: _trial(p, space, opened) for p in asked if p not in refused}
+        alone, overdue_seconds = _alone(runner, trials, watcher, clock, progress)
+        ran = [p for p, outcome in alone.items() if isinstance(outcome, Measurement) and not is_cut(p, alone)]
+        if not ran:
+            raise _nothing_works(asked, refused, alone)
+        with TemporaryDirectory(prefix="autotune_amp-") as folder:
+            spec = _profile_spec([trials[p] for p in ran], request, opened.hardware.device, Path(folder, "trace"))
+            meter.start()
+            profiled, notes = _profiled(runner, spec, alone, watcher, progress)
+            others = load_notes(meter.stop())
+            no_trace = None if request.trace is None else write_trace(sorted(Path(folder).iterdir()), request.trace)
+    found = Found(
+        refused, alone, profiled, _rates(opened.hardware, profiled), opened.hardware.identity.type, overdue_seconds
+    )
+    return answer(
+        rows(asked, found),
+        profiled,
+        workload=origin.name,
+        hardware=opened.hardware,
+        batch_size=space.baseline.batch_size,
+        accumulation_steps=space.baseline.accumulation_steps,
+        num_batches=request.num_batches,
+        trace=None if request.trace is None or no_trace is not None else str(request.trace),
+        notes=(*_notes(request, opened.description), *notes, *others, *([] if no_trace is None else [no_trace])),
+    )
+
+
+def _asked(request: Request, hardware: Hardware) -> tuple[Precision, ...]:
+    """fp32 first. TF32 is no mixed precision, so that it is shown where the device has it or somebody asks."""
+    capability = hardware.precisions.get("tf32")
+    has_tf32 = capability is not None and capability.level != "unsupported"
+    usual: tuple[Precision, ...] = ("tf32", *LOW) if has_tf32 else LOW
+    return tuple(dict.fromkeys(("fp32", *(request.precisions or usual))))
+
+
+def _space(request: Request, opened: Opened, asked: tuple[Precision, ...]) -> Space:
+    """What is legal, at the user's own batch size and accumulation unless another batch size was given."""
+    size = request.batch_size
+    if size is None and opened.description.batch_size is None:
+        size = ASSUMED_BATCH_SIZE
+    own: dict[str, Any] = {} if size is None else {"baseline": ("fp32", size), "effective_batch_size": "free"}
+    return build_space(opened.hardware, opened.description, SearchOptions.from_user(precision=asked, **own))
+
+
+def _trial(precision: Precision, space: Space, opened: Opened) -> TrialSpec:
+    return TrialSpec(
+        candidate=Candidate(
+            precision=precision,
+            batch_size=space.baseline.batch_size,
+            accumulation_steps=space.baseline.accumulation_steps,
+        ),
+        device=opened.hardware.device,
+        loss_scale=LossScale() if precision == "fp16" else None,
+        num_steps=NUM_STEPS_ALONE,
+        measure_seconds=SECONDS_ALONE,
+        deadline_seconds=DEADLINE_SECONDS,
+        memory_limit_bytes=int(SearchOptions().memory_fraction * opened.hardware.memory.available),
+        torch_state=opened.torch_state,
+    )
+
+
+def _alone(
+    runner: Runner, trials: Mapping[Precision, TrialSpec], watcher: _Watcher, clock: Clock, progress: Progress
+) -> tuple[dict[Precision, Measurement | Failure], dict[Precision, float]]:
+    """Each in a process of its own: its memory, whether it runs at all, and whether it is worth running longer; and of
+    those that hung in a step after the first how long that was waited for."""
+    progress.phase("measuring each precision alone")
+    found: dict[Precision, Measurement | Failure] = {}
+    overdue_seconds: dict[Precision, float] = {}
+    for number, (precision, trial) in enumerate(trials.items(), start=1):
+        progress.trial_started(number, trial.candidate, trial.purpose)
+        watcher.begin()
+        started, limited = clock.elapsed(), _limited(trial, found.get("fp32"))
+        outcome = runner.run(limited)
+        progress.trial_ended(
+            Record(
+                search_id="profile",
+                number=number,
+                candidate=trial.candidate,
+                purpose=trial.purpose,
+                outcome=outcome,
+                seconds=clock.elapsed() - started,
+            ),
+            None,
+        )
+        if isinstance(outcome, Failure) and outcome.kind == "workload_error" and precision == "fp32":
+            raise WorkloadError(*told(outcome))
+        if outcome_is_overdue(outcome, limited, watcher.waited_seconds):
+            overdue_seconds[precision] = limited.step_deadline_seconds or 0.0
+        found[precision] = outcome
+    return found, overdue_seconds
+
+
+def outcome_is_overdue(outcome: Outcome, trial: TrialSpec, waited_seconds: float | None) -> bool:
+    """Whether a step other than the first went past its deadline. Pure.
+
+    `waited_seconds` passed since the last step was reported, None where none was. Compiling again has a deadline no
+    shorter than the first step's, and does not speak of how long a step takes.
+    """
+    step, first_step = trial.step_deadline_seconds, trial.first_step_deadline_seconds
+    if not isinstance(outcome, Failure) or outcome.kind != "timeout" or waited_seconds is None:
+        return False
+    return step is not None and first_step is not None and step <= waited_seconds + _TICK_SECONDS < first_step
+
+
+def _limited(trial: TrialSpec, fp32: Outcome | None) -> TrialSpec:
+    """With what its steps may take, going by those of fp32 where that ran."""
+    if not isinstance(fp32, Measurement) or trial.candidate.precision == "fp32":
+        return trial
+    return msgspec.structs.replace(
+        trial,
+        cut_step_seconds=cut_step_seconds(fp32),
+        first_step_deadline_seconds=first_step_deadline_seconds(fp32),
+        step_deadline_seconds=step_deadline_seconds(fp32),
+    )
+
+
+def _profile_spec(trials: Sequence[TrialSpec], request: Request, device: str, trace_file: Path) -> ProfileSpec:
+    return ProfileSpec(
+        trials=tuple(trials),
+        num_batches=request.num_batches,
+        num_batches_per_block=1 if device == "cpu" else STEPS_PER_SYNC,
+        trace_file=None if request.trace is None else str(trace_file),
+    )
+
+
+def _profiled(
+    runner: Runner,
+    spec: ProfileSpec,
+    alone: Mapping[Precision, Measurement | Failure],
+    watcher: _Watcher,
+    progress: Progress,
+) -> tuple[Profiled, tuple[str, ...]]:
+    """The rounds, and what there is to say of them."""
+    names = [trial.candidate.precision for trial in spec.trials]
+    known = [outcome for name in names if isinstance(outcome := alone[name], Measurement)]
+    num = num_rounds(known, spec.num_batches)
+    joined = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} in turns"
+    progress.phase(f"running {joined} on the same {spec.num_batches} batches, in {_processes(num)}")
+
+    def run(trial: TrialSpec) -> Outcome:
+        return runner.run(_limited(trial, alone.get("fp32")))
+
+    profiled, notes = timed(partial(_ask, runner, watcher, known), run, spec, num, progress.note)
+    if num < min(NUM_ROUNDS, spec.num_batches):
+        few = "Building and first steps take long: one process was timed, and the intervals rest on how far processes"
+        notes = (*notes, f"{few} usually differ.")
+    return profiled, notes
+
+
+def _processes(num: int) -> str:
+    return "one process" if num == 1 else f"{num} processes"
+
+
+def _ask(runner: Runner, watcher: _Watcher, alone: Sequence[Measurement], spec: ProfileSpec) -> Profiled | Failure:
+    """The child's answer; it may take several times what the runs alone foretell, which are all waited for."""
+    watcher.expect(spec.num_batches)
+    foreseen = sum(m.build_seconds + m.first_step_seconds + (spec.num_batches + 10) * m.step_seconds for m in alone)
+    answer = runner.ask("profile", msgspec.to_builtins(spec), 60.0 + _SLACK * foreseen)
+    watcher.expect(None)
+    return answer if isinstance(answer, Failure) else msgspec.convert(answer, type=Profiled | Failure)
+
+
+def _rates(hardware: Hardware, profiled: Profiled) -> dict[Precision, float]:
+    """The highest seen: what else runs on the machine only lowers it."""
+    probed = {p: c.matmul_flops_per_second or 0.0 for p, c in hardware.precisions.items()}
+    return {precision: max(rate, profiled.rates.get(precision, 0.0)) for precision, rate in probed.items()}
+
+
+def _notes(request: Request, description: Description) -> list[str]:
+    """What was assumed of the workload."""
+    notes = []
+    if description.batch_size is None and request.batch_size is None:
+        notes.append(
+            f"The data has no batch size of its own: {ASSUMED_BATCH_SIZE} is assumed. --batch-size says yours."
+        )
+    if description.weights == "bf16":
+        notes.append("The weights are kept in bf16: fp32 runs the model as it is, in bf16, without autocast.")
+    elif not description.is_as_found_strict:
+        notes.append("fp32 is strict here: the TF32 and reduced-precision flags that were found on are off in it.")
+    return notes
+
+
+def _nothing_works(
+    asked: Sequence[Precision], refused: Mapping[Precision, str], alone: Mapping[Precision, Measurement | Failure]
+) -> NothingWorksError:
+    reasons = {**refused, **{p: f"{o.kind}: {o.message}" for p, o in alone.items() if isinstance(o, Failure)}}
+    return NothingWorksError(
+        "No precision could be measured.",
+        "Mend what the reasons name, or give a smaller --batch-size.",
+        tuple(Exclusion(precision=p, batch_size=None, reason=reasons[p]) for p in asked if p in reasons),
+    )

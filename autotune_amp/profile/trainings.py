@@ -1,0 +1,51 @@
+"""Child side of a profile: a training for each precision, all of the same first weights."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from autotune_amp import torch_state
+from autotune_amp.trial.bench import Bench
+from autotune_amp.trial.optimizers import each
+from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.state import LoopState
+from autotune_amp.trial.step import BaseTraining, Training, make_model, make_training
+from autotune_amp.workload import Workload
+
+
+def trainings(bench: Bench, trials: Sequence[TrialSpec]) -> Iterator[BaseTraining]:
+    """Each with a model of its own, all of the same first weights."""
+    device = torch.device(trials[0].device)
+    first = bench.model(device)
+    models = [first, *(_another(bench.workload, first, trial.seed).to(device) for trial in trials[1:])]
+    for model, trial in zip(models, trials, strict=True):
+        yield make_training(bench.workload, model, trial)
+
+
+def _another(workload: Workload, first: nn.Module, seed: int) -> nn.Module:
+    """A model like the first; a copy of it where the workload hands out the same parameters again."""
+    torch_state.seed(seed)
+    made = make_model(workload)
+    known = {id(parameter) for parameter in first.parameters()}
+    if known.isdisjoint(id(parameter) for parameter in made.parameters()):
+        return made
+    return LoopState(copy.deepcopy(made.held)) if isinstance(made, LoopState) else copy.deepcopy(made)
+
+
+def unfused_optimizer(training: BaseTraining) -> str | None:
+    """The class of the first optimizer that could step in fused kernels and does not."""
+    optimizers: Iterable[torch.optim.Optimizer] = ()
+    if isinstance(training.model, LoopState):
+        optimizers = training.model.optimizers.values()
+    elif isinstance(training, Training):
+        optimizers = each(training.optimizer)
+    for optimizer in optimizers:
+        accepts = "fused" in inspect.signature(type(optimizer)).parameters
+        if accepts and not any(group.get("fused") for group in optimizer.param_groups):
+            return type(optimizer).__name__
+    return None

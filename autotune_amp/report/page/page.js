@@ -1,0 +1,68 @@
+"use strict";
+const root = document.documentElement;
+const toggle = document.getElementById("theme");
+const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+const probe = document.body.appendChild(document.createElement("span"));
+probe.hidden = true;
+
+const isDark = () => (root.style.colorScheme || (prefersDark.matches ? "dark" : "light")) === "dark";
+
+// "var(--name)", wherever it stands in a figure, becomes the colour that it has in the theme of the moment.
+function inTheme(value) {
+  if (typeof value === "string" && value.startsWith("var(--")) {
+    probe.style.color = value;
+    return getComputedStyle(probe).color;
+  }
+  if (Array.isArray(value)) return value.map(inTheme);
+  if (value && typeof value === "object") {
+    return Object.fromEntries(Object.entries(value).map(([key, inner]) => [key, inTheme(inner)]));
+  }
+  return value;
+}
+
+async function loadPlotly() {
+  const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (c) => c.charCodeAt(0));
+  const script = document.createElement("script");
+  script.textContent = await new Response(
+    new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip")),
+  ).text();
+  document.head.append(script);
+}
+
+async function draw() {
+  toggle.textContent = isDark() ? "Light" : "Dark";
+  if (!window.Plotly) return;
+  for (const chart of document.querySelectorAll("figure.chart")) {
+    const figure = inTheme(JSON.parse(chart.querySelector("script").textContent));
+    const plot = chart.querySelector(".plot");
+    plot.querySelector(".absent")?.remove();
+    await Plotly.react(plot, figure.data, figure.layout, {
+      responsive: true,
+      displaylogo: false,
+      modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+    });
+  }
+  root.dataset.drawn = isDark() ? "dark" : "light";
+}
+
+async function copy(button) {
+  const text = button.closest(".code").querySelector("pre");
+  try {
+    await navigator.clipboard.writeText(text.textContent);
+  } catch {
+    // No clipboard for a page that is opened from a file, in some browsers: mark the text for the reader's own copy.
+    getSelection().selectAllChildren(text);
+    document.execCommand("copy");
+  }
+  button.textContent = "Copied";
+  setTimeout(() => (button.textContent = "Copy"), 1500);
+}
+
+toggle.addEventListener("click", () => {
+  root.style.colorScheme = isDark() ? "light" : "dark";
+  draw();
+});
+prefersDark.addEventListener("change", draw);
+for (const button of document.querySelectorAll("button.copy")) button.addEventListener("click", () => copy(button));
+loadPlotly().then(draw);
+draw();

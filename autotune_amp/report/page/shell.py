@@ -1,0 +1,115 @@
+"""One self-contained HTML file: its sections, tables and charts in a page that follows the reader's theme.
+
+Everything that is not markup is escaped here. Colours are CSS variables (page.css), in figures too: page.js resolves
+them when it draws, and draws again when the theme changes. plotly.js comes compressed, which is two fifths of its size.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+from collections.abc import Iterable, Sequence
+from functools import cache
+from html import escape
+from importlib.resources import files
+from typing import TYPE_CHECKING, NamedTuple
+
+from autotune_amp.report.format import printable
+
+if TYPE_CHECKING:
+    from autotune_amp.report.page.marks import Drawn
+
+
+class Section(NamedTuple):
+    """A titled part of the page; `body` is HTML, made by the functions below."""
+
+    title: str
+    body: str
+
+
+def marker(kind: str) -> str:
+    """The tag near the start of a page that tells ours from other files; `kind` is what it draws."""
+    return f'<meta name="generator" content="autotune_amp {kind}">'
+
+
+def page(title: str, sections: Iterable[Section], *, kind: str, lead: str = "") -> str:
+    """The HTML document of a "search" or a "run". `lead` is HTML and stands above the sections."""
+    parts = [f"<section><h2>{_text(name)}</h2>{body}</section>" for name, body in sections]
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{marker(kind)}\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{_text(title)}</title>\n<style>\n{_ours('page.css')}</style>\n</head>\n<body>\n"
+        '<header><span class="brand">autotune_amp</span><button id="theme" type="button">Dark</button></header>\n'
+        f"<main>\n<h1>{_text(title)}</h1>\n{lead}\n" + "\n".join(parts) + "\n</main>\n"
+        f'<script type="application/octet-stream" id="plotly">{_plotly()}</script>\n'
+        f"<script>\n{_ours('page.js')}</script>\n</body>\n</html>\n"
+    )
+
+
+def chart(drawn: Drawn, caption: str = "") -> str:
+    """A figure with how to read it, or a line that says why it is not there."""
+    if isinstance(drawn, str):
+        return paragraph(drawn, "absent")
+    below = f"<figcaption>{_text(caption)}</figcaption>" if caption else ""
+    return (
+        f'<figure class="chart"><div class="plot" style="min-height:{drawn.layout.height}px">'
+        '<p class="absent">JavaScript draws this chart, in any browser from 2024 on.</p></div>'
+        f'<script type="application/json">{drawn.to_json()}</script>{below}</figure>'
+    )
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, num_numeric: int = 0) -> str:
+    """A table that scrolls sideways in its own box. The `num_numeric` columns after the first hold numbers."""
+
+    def cells(row: Sequence[str], name: str) -> str:
+        kinds = (' class="number"' if 0 < index <= num_numeric else "" for index in range(len(row)))
+        return "".join(f"<{name}{kind}>{_text(cell)}</{name}>" for kind, cell in zip(kinds, row, strict=True))
+
+    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{cells(columns, "th")}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def facts(pairs: Iterable[tuple[str, str]]) -> str:
+    """Labels, each with a text."""
+    return "<dl>" + "".join(f"<dt>{_text(label)}</dt><dd>{_text(text)}</dd>" for label, text in pairs) + "</dl>"
+
+
+def tiles(told: Iterable[tuple[str, str, str]]) -> str:
+    """Numbers that say most: a label, the number, and a note on it each."""
+    each = (
+        f'<div class="tile"><span>{_text(a)}</span><b>{_text(b)}</b><span>{_text(c)}</span></div>' for a, b, c in told
+    )
+    return f'<div class="tiles">{"".join(each)}</div>'
+
+
+def paragraph(text: str, kind: str = "") -> str:
+    """A paragraph; `kind` is a class of page.css: ``reason``, ``warning``, ``absent``."""
+    return f'<p class="{kind}">{_text(text)}</p>' if kind else f"<p>{_text(text)}</p>"
+
+
+def code(title: str, text: str) -> str:
+    """Lines to copy, with a button that does."""
+    return (
+        f'<div class="code"><div><span>{_text(title)}</span><button type="button" class="copy">Copy</button></div>'
+        f"<pre>{_text(text)}</pre></div>"
+    )
+
+
+def folded(title: str, body: str) -> str:
+    """HTML that unfolds at a click."""
+    return f"<details><summary>{_text(title)}</summary>{body}</details>"
+
+
+def _text(text: str) -> str:
+    return escape(printable(text))
+
+
+def _ours(name: str) -> str:
+    return files("autotune_amp.report.page").joinpath(name).read_text("utf-8")
+
+
+@cache
+def _plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()

@@ -1,0 +1,219 @@
+"""The run log: a training run as a file of JSON lines, appended to by the controller and read for its report. No torch.
+
+A run begins with a `BeginLine`, and so does each of its resumptions, with the same `run_id`: several runs may share a
+file. A run that was resumed from an earlier checkpoint trains some updates again: what the log holds of the first time
+is not read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import BinaryIO, TypeAlias
+
+import msgspec
+
+from autotune_amp.config import AmpConfig, Precision
+from autotune_amp.errors import FormatError, InvalidRequestError
+
+log = logging.getLogger("autotune_amp.runtime")
+
+FORMAT = 1
+_SIGNATURE = b'{"event":"begin",'
+
+
+class _Stand(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+    """Where the run stands: optimizer steps tried (`update`), taken and skipped, the precision, and the loss scale,
+    None where the loss is not scaled.
+    """
+
+    update: int
+    num_steps: int
+    num_skips: int
+    precision: Precision
+    scale: float | None
+
+
+class BeginLine(_Stand, frozen=True, kw_only=True, tag="begin"):
+    """A controller begins, or goes on from a checkpoint; `config` is what it was made with, `time` in ISO 8601.
+
+    `run_id` is kept in the checkpoint; one without it begins a run of its own.
+    """
+
+    format: int = FORMAT
+    run_id: str
+    is_resumed: bool
+    time: str
+    device: str
+    rank: int
+    num_ranks: int
+    config: AmpConfig
+
+
+class SampleLine(_Stand, frozen=True, kw_only=True, tag="sample"):
+    """Every 64 updates and where the loss scale changed. `loss` is that of the last backward pass, the largest of all
+    ranks; None where it was not finite or not seen.
+    """
+
+    loss: float | None
+
+
+class MoveLine(_Stand, frozen=True, kw_only=True, tag="move"):
+    """A move, or what the controller would have done; see `autotune_amp.runtime.status.MoveRecord`."""
+
+    kind: str
+    before: Precision
+    after: Precision
+    reason: str
+    pinned_modules: tuple[str, ...]
+
+
+Line: TypeAlias = BeginLine | SampleLine | MoveLine
+
+
+class RunLog:
+    """Appends to the file at `path`, which is open only while a line is written.
+
+    A line that cannot be written is logged as an error, and the training goes on without the log.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()  # the training may change its folder
+        self.has_begun = False
+        self.scale: float | None = None  # as last written
+        self._is_writing = True
+
+    def check(self) -> None:
+        """Raise `InvalidRequestError` where no run can be added to the file."""
+        try:
+            with self.path.open("a+b") as file:
+                file.seek(0)
+                begin = file.read(len(_SIGNATURE))
+        except OSError as error:
+            raise InvalidRequestError(
+                f"run_log is {str(self.path)!r}, which cannot be written: {error.strerror}.",
+                "Name a file in a folder that is there, such as run.jsonl.",
+            ) from error
+        if not _SIGNATURE.startswith(begin):
+            raise InvalidRequestError(
+                f"run_log is {str(self.path)!r}, which is there and is no run log.",
+                "Name a file that is not there yet, or one that an earlier run logged to.",
+            )
+
+    def begin(self, begin: BeginLine | None) -> None:
+        """Write that a run begins or goes on; None where another rank writes the log."""
+        self.has_begun = True
+        self._is_writing = self._is_writing and begin is not None
+        if begin is not None:
+            self.write(begin)
+
+    def write(self, line: Line) -> None:
+        """Append one line, out of this process when this returns."""
+        self.scale = line.scale
+        if not self._is_writing:
+            return
+        try:
+            with self.path.open("a+b") as file:
+                if isinstance(line, BeginLine) and _is_cut(file):
+                    file.write(b"\n")
+                file.write(msgspec.json.encode(line) + b"\n")
+        except OSError as error:
+            self._is_writing = False
+            log.error("The run log %s cannot be written, and ends here: %s.", self.path, error.strerror)
+
+
+def new_run_id() -> str:
+    """A name that no other run has."""
+    return uuid.uuid4().hex
+
+
+def now() -> str:
+    """The time for a `BeginLine`, in UTC."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True)
+class Run:
+    """The run that wrote last in a log, in the order of updates; `lines` begin with a `BeginLine`.
+
+    `num_other_runs` are not in them, and `num_cut_lines` could not be read: the process was killed as it wrote them.
+    """
+
+    lines: tuple[Line, ...]
+    num_other_runs: int
+    num_cut_lines: int
+
+    @property
+    def begin(self) -> BeginLine:
+        """How the run began."""
+        first = self.lines[0]
+        assert isinstance(first, BeginLine)
+        return first
+
+    @property
+    def moves(self) -> list[MoveLine]:
+        """All moves."""
+        return [line for line in self.lines if isinstance(line, MoveLine)]
+
+
+def read(path: str | os.PathLike[str]) -> Run:
+    """The run that wrote last in the log at `path`.
+
+    Raises `FormatError` where there is no run log, or it is damaged elsewhere than a kill can leave it, or newer.
+    """
+    try:
+        written = Path(path).read_bytes().rstrip(b"\n").split(b"\n")
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read: {error.strerror}.", _HOW_TO_MAKE_ONE) from error
+    runs: dict[str, list[Line]] = {}
+    lines: list[Line] = []  # of the run that is being read
+    num_cut_lines = 0
+    for number, text in enumerate(written, start=1):
+        try:
+            line = _line(text, f"{path} line {number}")
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            if number == len(written) or written[number].startswith(_SIGNATURE):
+                num_cut_lines += bool(text)
+                continue
+            if not lines:
+                raise FormatError(f"{path} is no run log: line {number}: {error}.", _HOW_TO_MAKE_ONE) from error
+            raise FormatError(f"{path} line {number} is damaged: {error}.", "Remove that line.") from error
+        if isinstance(line, BeginLine):
+            before = runs.get(line.run_id, []) if line.is_resumed else []
+            lines = runs[line.run_id] = [known for known in before if known.update <= line.update]
+        elif not lines:
+            raise FormatError(f"{path} line {number} comes before any run begins.", _HOW_TO_MAKE_ONE)
+        lines.append(line)
+    if not lines:
+        raise FormatError(f"{path} holds no run.", _HOW_TO_MAKE_ONE)
+    return Run(tuple(lines), len(runs) - 1, num_cut_lines)
+
+
+_HOW_TO_MAKE_ONE = 'Give a file that PrecisionController(config, run_log="run.jsonl") wrote.'
+
+
+class _Versioned(msgspec.Struct):
+    format: int = FORMAT
+
+
+def _line(text: bytes, place: str) -> Line:
+    found = msgspec.json.decode(text, type=_Versioned).format
+    if found > FORMAT:
+        raise FormatError(f"{place} has format {found}; this version reads up to {FORMAT}.", "Upgrade autotune_amp.")
+    try:
+        line: Line = msgspec.json.decode(text, type=Line)
+    except InvalidRequestError as error:  # of its config
+        raise FormatError(f"{place} is damaged: {error.message.rstrip('.')}.", "Remove that line.") from error
+    return line
+
+
+def _is_cut(file: BinaryIO) -> bool:
+    """Whether the last line is not ended: the process was killed while it wrote it."""
+    if file.seek(0, os.SEEK_END) == 0:
+        return False
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) != b"\n"

@@ -1,0 +1,181 @@
+"""Building a large model costs: where that is much of a trial, it is built once and shared."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from autotune_amp.search.confirm import process_seconds
+from autotune_amp.search.session import CONFIRM_SHARE
+from autotune_amp.trial.outcome import Measurement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+    from autotune_amp.search.session import Session
+    from autotune_amp.trial.runner import Isolation, Runner
+    from autotune_amp.trial.spec import Candidate, TrialSpec
+
+    RunnerFor = Callable[[dict[str, str]], AbstractContextManager[Runner]]
+
+WORTH_SHARING = 0.2  # of a trial
+MIN_SHARED_SECONDS = 0.5  # less is not worth a model that lies in memory and a process that may fail to share it
+LONG_BUILD_SECONDS = 5.0
+BYTES_PER_PARAMETER = 4
+# In the process that trials are forked from one thread builds, where a trial may have used several.
+_SLACK_RATIO, _SLACK_SECONDS = 4.0, 5.0
+
+
+class Costs(NamedTuple):
+    """Seconds of a process that builds its own model: building, starting the accelerator, and all the rest."""
+
+    building: float
+    context: float
+    rest: float
+
+    @property
+    def share(self) -> float:
+        """The part that sharing may save."""
+        return (self.building + self.context) / (self.building + self.context + self.rest)
+
+    @property
+    def way(self) -> Literal["fork", "kept"] | None:
+        """How to share: one template builds for its forks, or one worker is kept, which alone saves the context too."""
+        if self.share <= WORTH_SHARING or max(self.building, self.context) < MIN_SHARED_SECONDS:
+            return None
+        return "fork" if self.building >= self.context else "kept"
+
+
+def setup_seconds(session: Session) -> float:
+    """What a trial that builds its own model takes before its first step."""
+    known = session.description
+    return 0.0 if known is None else known.build_seconds + known.context_seconds
+
+
+def share_where_it_pays(session: Session, runner: Runner, spec: TrialSpec, left_seconds: float) -> None:
+    """Share building among the trials to come if it is more than `WORTH_SHARING` of one, and say so.
+
+    Before the first measurement it is, where it would be even in a trial that measures for all of
+    `spec.measure_seconds`. Where time or memory is too short for a model more, every trial goes on building its own.
+    """
+    if runner.isolation != "fork" or runner.is_build_shared:
+        return
+    measured = _own_builds(session)
+    costs = measured or _foreseen(session, spec)
+    if costs is None or costs.way is None or left_seconds <= 2 * costs.building:
+        return
+    text = f"Building the workload takes {costs.building + costs.context:.1f} s"
+    text += f", {100 * costs.share:.0f} % of a trial: " if measured else ": "
+    if costs.way == "kept":
+        session.progress.note(text + "one process is kept for the trials until one fails.")
+        runner.keep()
+    elif _has_room(session, num_copies=1):
+        session.progress.note(text + "it is built once and shared by the trials.")
+        reason = runner.share_build(spec, _deadline_seconds(costs.building, left_seconds))
+        if reason is not None:
+            session.progress.note(f"It cannot be shared by forking, so one process is kept instead: {reason}.")
+            runner.keep()
+
+
+@contextmanager
+def confirming_runners(
+    session: Session,
+    make: Callable[[Isolation, dict[str, str]], Runner],
+    winner: Candidate,
+    environment: dict[str, str],
+    start_seconds: float,
+    *,
+    can_share: bool,
+) -> Iterator[tuple[RunnerFor, float]]:
+    """Where the confirmation's runs run, and what each of them takes before its first step.
+
+    Each is a process of its own, which takes `start_seconds`. Where building is more than `WORTH_SHARING` of that and
+    time and memory allow, one fresh template for each environment builds once, and each run is its child.
+    """
+    with ExitStack() as stack:
+        templates: dict[tuple[tuple[str, str], ...], Runner] = {}
+        if can_share and _pays_in_confirmation(session, winner, environment, start_seconds):
+            templates = _templates(stack, session, make, winner, environment, start_seconds)
+
+        def runner_for(variables: dict[str, str]) -> AbstractContextManager[Runner]:
+            return nullcontext(templates[_key(variables)]) if templates else make("fresh", variables)
+
+        assert session.description is not None or not templates
+        yield runner_for, session.description.context_seconds if templates and session.description else start_seconds
+
+
+def _templates(
+    stack: ExitStack,
+    session: Session,
+    make: Callable[[Isolation, dict[str, str]], Runner],
+    winner: Candidate,
+    environment: dict[str, str],
+    start_seconds: float,
+) -> dict[tuple[tuple[str, str], ...], Runner]:
+    """A template that has built the model for each environment; none if one of them cannot be forked from."""
+    templates = {_key(variables): make("fork", variables) for variables in _environments(environment)}
+    session.progress.note("Building is much of a fresh process: the confirmation shares models that are built once.")
+    with ExitStack() as unfinished:
+        for runner in templates.values():
+            unfinished.enter_context(runner)
+            reason = runner.share_build(session.spec(winner), _deadline_seconds(start_seconds, session.clock.left()))
+            if reason is not None:
+                session.progress.note(f"They cannot be shared: {reason}.")
+                return {}
+        stack.push(unfinished.pop_all())
+    return templates
+
+
+def _pays_in_confirmation(
+    session: Session, winner: Candidate, environment: dict[str, str], start_seconds: float
+) -> bool:
+    known = session.description
+    if known is None:
+        return False
+    num_templates = len(_environments(environment))
+    left = min(CONFIRM_SHARE * session.clock.budget_seconds, session.clock.left())
+    return (
+        known.build_seconds > max(MIN_SHARED_SECONDS, WORTH_SHARING * process_seconds(session, winner, start_seconds))
+        and num_templates * start_seconds <= left / 2
+        and _has_room(session, num_copies=num_templates)
+    )
+
+
+def _deadline_seconds(expected_seconds: float, left_seconds: float) -> float:
+    return min(left_seconds, _SLACK_RATIO * expected_seconds + _SLACK_SECONDS)
+
+
+def _environments(environment: dict[str, str]) -> list[dict[str, str]]:
+    """That of the recommendation and the user's own."""
+    return [environment, {}] if environment else [{}]
+
+
+def _key(variables: dict[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(variables.items()))
+
+
+def _own_builds(session: Session) -> Costs | None:
+    """The costs of the last search trial that built its own model."""
+    for record in reversed(session.records):
+        found = record.outcome
+        if record.purpose == "search" and isinstance(found, Measurement) and not found.is_build_shared:
+            rest = found.first_step_seconds + sum(found.raw_step_seconds)
+            return Costs(found.build_seconds, found.context_seconds, rest)
+    return None
+
+
+def _foreseen(session: Session, spec: TrialSpec) -> Costs | None:
+    """The same of a trial that measures for as long as it may."""
+    known = session.description
+    if known is None or spec.measure_seconds is None:
+        return None
+    return Costs(known.build_seconds, known.context_seconds, spec.measure_seconds)
+
+
+def _has_room(session: Session, *, num_copies: int) -> bool:
+    """Whether the memory that trials leave free holds so many models more: a template's own lie in the CPU's memory."""
+    if session.hardware.device != "cpu" or session.description is None:
+        return True
+    free = session.hardware.memory.available - session.memory_limit_bytes
+    return num_copies * BYTES_PER_PARAMETER * session.description.num_parameters <= free

@@ -1,0 +1,72 @@
+"""Bench: the workload as a trial process holds it, and the model that several trials share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from autotune_amp import torch_state
+from autotune_amp.trial.memory import BuildMemory, watched_build
+from autotune_amp.trial.state import LoopState
+from autotune_amp.trial.step import make_model
+from autotune_amp.workload import Workload
+
+
+class _Shared(NamedTuple):
+    """What was built once: `torch_state` is how building left it, `first_state` what a kept worker goes back to."""
+
+    model: nn.Module
+    memory: BuildMemory
+    torch_state: dict[str, Any]
+    first_state: dict[str, torch.Tensor] | None
+
+
+class Bench:
+    """What a trial process holds.
+
+    A template builds the model once, on the CPU, for the children it forks; a kept worker builds it in its first
+    trial and starts every other from its first state.
+    """
+
+    def __init__(self, workload: Workload, *, is_kept: bool, template_file_bytes: int = 0) -> None:
+        self.workload = workload
+        self.is_kept = is_kept
+        self.template_file_bytes = template_file_bytes
+        self._shared: _Shared | None = None
+
+    @property
+    def is_build_shared(self) -> bool:
+        """Whether the model is there already."""
+        return self._shared is not None
+
+    @property
+    def build_memory(self) -> BuildMemory | None:
+        """What the model that is there took, None where there is none yet."""
+        return None if self._shared is None else self._shared.memory
+
+    def share(self, capture: Callable[[], dict[str, Any]]) -> None:
+        """Build the model for all children that are forked after this; `capture` reads the torch state they take."""
+        model, memory = watched_build(lambda: make_model(self.workload))
+        self._shared = _Shared(model, memory, capture(), None)
+
+    def model(self, device: torch.device) -> nn.Module:
+        """The model on the device, as first built."""
+        if self._shared is None:
+            model, memory = watched_build(lambda: make_model(self.workload).to(device))
+            if self.is_kept and not any(map(is_lazy, model.state_dict().values())):
+                first_state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+                self._shared = _Shared(model, memory, torch_state.capture(), first_state)
+            return model
+        torch_state.apply(self._shared.torch_state)
+        model = self._shared.model
+        if self._shared.first_state is not None:
+            model.zero_grad(set_to_none=True)
+            if isinstance(model, LoopState):
+                model.start_again(self._shared.first_state)
+            else:
+                model.load_state_dict(self._shared.first_state)
+        return model.to(device)

@@ -1,0 +1,108 @@
+"""What a device draws over the measured steps, from its own counter: NVML's of a card, RAPL's of a CPU's packages.
+
+A counter is of the whole device: whatever else runs on it counts too. Imports no torch: the parent asks beforehand.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+from autotune_amp.errors import InvalidRequestError
+from autotune_amp.hardware import nvml
+
+Counter: TypeAlias = Callable[[], float | None]  # joules since some moment; None where it cannot be read any more
+
+MIN_SECONDS = 0.1  # less is within what a counter's own updates are apart (NVML: up to 100 ms, RAPL: 1 ms)
+POWERCAP = Path("/sys/class/powercap")
+
+_PACKAGE_ZONE = re.compile(r"intel-rapl:\d+")  # AMD's too; zones within a package have a second number
+
+
+class EnergyMeter:
+    """Adds up what `counter` says from step to step; without one it knows nothing."""
+
+    def __init__(self, counter: Counter | None) -> None:
+        self._counter = counter
+        self._joules_before: float | None = None
+        self._moment_before = 0.0
+        self._number_before = 0
+        self._num_compilations_before = 0
+        self._joules = 0.0
+        self._seconds = 0.0
+        self._num_steps = 0
+
+    def step(self, number: int, num_compilations: int = 0) -> None:
+        """Hear that `number` measured steps are done, 0 while warming up. Steps that compiled are left out."""
+        if self._counter is None:
+            return
+        joules, moment = self._counter(), time.perf_counter()
+        is_measured = number > self._number_before and num_compilations == self._num_compilations_before
+        if is_measured and joules is not None and self._joules_before is not None:
+            self._joules += joules - self._joules_before
+            self._seconds += moment - self._moment_before
+            self._num_steps += number - self._number_before
+        self._joules_before, self._moment_before = joules, moment
+        self._number_before, self._num_compilations_before = number, num_compilations
+
+    def joules_per_sample(self, num_samples_per_step: int) -> float | None:
+        """None where there is no counter, or it was read over less than `MIN_SECONDS`."""
+        if self._seconds < MIN_SECONDS or self._joules <= 0:
+            return None
+        return self._joules / (self._num_steps * num_samples_per_step)
+
+
+def counter_of(device_type: str, uuid: str | None, powercap: Path = POWERCAP) -> Counter | None:
+    """The counter of a device, None where it has none that this user may read. `uuid` is that of an NVIDIA card."""
+    if device_type == "cuda" and uuid is not None:
+        return None if nvml.energy_joules(uuid) is None else lambda: nvml.energy_joules(uuid)
+    if device_type == "cpu":
+        try:
+            packages = [_Package(zone) for zone in _packages(powercap)]
+        except (OSError, ValueError):
+            return None
+        return (lambda: sum(package.joules() for package in packages)) if packages else None
+    return None
+
+
+def require_counter(device_type: str, uuid: str | None, powercap: Path = POWERCAP) -> None:
+    """Raise `InvalidRequestError`, saying why and what to do, where `counter_of` finds none."""
+    if counter_of(device_type, uuid, powercap) is not None:
+        return
+    why = f"{device_type} devices have no energy counter that can be read"
+    what_to_do = "Use --objective speed or memory."
+    if device_type == "cuda":
+        why = "the driver gives no energy counter for this card (MIG instances and cards before Volta have none)"
+    elif device_type == "cpu" and _packages(powercap):
+        why = f"this user may not read the CPU's energy counter ({powercap}/intel-rapl:*/energy_uj)"
+        what_to_do = f"Run `chmod a+r {powercap}/intel-rapl:*/energy_uj` as root, or search as root."
+    elif device_type == "cpu":
+        why = f"this machine shows no energy counter of its CPU: {powercap} has no intel-rapl package"
+        what_to_do = "Search outside of the virtual machine or container, or use --objective speed or memory."
+    raise InvalidRequestError(f"--objective is 'energy', which cannot be measured here: {why}.", what_to_do)
+
+
+def _packages(powercap: Path) -> list[Path]:
+    """The zones that are CPU packages: one called psys is the whole board, with the packages in it."""
+    zones = [path for path in powercap.glob("intel-rapl:*") if _PACKAGE_ZONE.fullmatch(path.name)]
+    return [zone for zone in sorted(zones) if (zone / "name").read_text().startswith("package")]
+
+
+class _Package:
+    """One package's counter, which begins anew at its largest value; raises `OSError` where it cannot be read."""
+
+    def __init__(self, zone: Path) -> None:
+        self._path = zone / "energy_uj"
+        self._range = int((zone / "max_energy_range_uj").read_text())
+        self._before = int(self._path.read_text())
+        self._microjoules = 0
+
+    def joules(self) -> float:
+        """Since this was made; has to be read more often than the counter begins anew (minutes)."""
+        now = int(self._path.read_text())
+        self._microjoules += (now - self._before) % (self._range + 1)
+        self._before = now
+        return self._microjoules / 1e6

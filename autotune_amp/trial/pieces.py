@@ -1,0 +1,95 @@
+"""One whole batch of the user's data, and the same samples as micro-batches, each as the loader would have made it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import closing
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from autotune_amp import batches, torch_state
+from autotune_amp.numerics.accumulation import num_micro_batches
+from autotune_amp.numerics.results import MIN_CUT_SAMPLES
+from autotune_amp.trial import data
+
+
+class CannotCutError(Exception):
+    """Why there are no micro-batches; no error of the user's."""
+
+
+def whole_and_pieces(user_data: Any, num_samples: int, seed: int) -> list[Any]:
+    """A batch of `num_samples`, and then its micro-batches, equal in size and in its order.
+
+    The samples of a map-style dataset are fetched once and collated twice, so that padding is what it really is.
+    Elsewhere, and where collating draws at random, the batch is cut along the first dimension of its tensors. Raises
+    `CannotCutError` where that cannot be done, and what the user's data raises.
+    """
+    if num_samples < MIN_CUT_SAMPLES:
+        raise CannotCutError(f"fewer than {MIN_CUT_SAMPLES} samples cannot be cut into micro-batches of two at least")
+    opened = data.opened(user_data, num_samples)
+    with closing(opened.stream):
+        if opened.loader is None or not _has_indices(opened.loader):
+            return _cut_batch(next(opened.stream), num_samples)
+    return _collated(opened.loader.collate_fn, _samples(opened.loader, num_samples), seed)
+
+
+def _has_indices(loader: DataLoader[Any]) -> bool:
+    """Whether it fetches samples one by one and collates them; else the dataset gives ready batches, or a stream."""
+    return loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
+
+
+def _samples(loader: DataLoader[Any], num_samples: int) -> list[Any]:
+    """The first in the loader's own order; from a worker process if it has them, as there the dataset may differ."""
+    order = loader.sampler if loader.batch_size is not None else chain.from_iterable(loader.batch_sampler or ())
+    alone = data.rebuilt(
+        loader,
+        min(loader.num_workers, 1),
+        batch_size=None,
+        sampler=list(islice(order, num_samples)),
+        collate_fn=_as_it_is,
+        generator=torch.Generator(),
+        pin_memory=False,
+    )
+    samples = list(alone)
+    if len(samples) < num_samples:
+        raise CannotCutError(f"the data holds {len(samples)} samples, fewer than the {num_samples} of a batch")
+    return samples
+
+
+def _as_it_is(sample: Any) -> Any:
+    return sample
+
+
+def _collated(collate: Callable[[Any], Any], samples: list[Any], seed: int) -> list[Any]:
+    def of(part: list[Any], with_seed: int = seed) -> Any:
+        torch_state.seed(with_seed)
+        return collate(copy.deepcopy(part))  # which a collate function may take apart
+
+    whole = of(samples)
+    num_samples = len(samples)
+    if not _are_equal(whole, of(samples, seed + 1)):  # it masks or augments at random: micro-batches differ from it
+        return _cut_batch(whole, num_samples)
+    size = num_samples // num_micro_batches(num_samples)
+    return [whole, *(of(samples[start : start + size]) for start in range(0, num_samples, size))]
+
+
+def _cut_batch(batch: Any, num_samples: int) -> list[Any]:
+    found = batches.first_dimensions(batch)
+    if len(found) != 1 or min(found) < num_samples:
+        dimensions = f"tensors with first dimensions {sorted(found)}" if found else "no tensors"
+        raise CannotCutError(f"a batch of {num_samples} samples has {dimensions} and cannot be cut into smaller ones")
+    whole = batches.cut(batch, num_samples)[0]
+    return [whole, *batches.cut(whole, num_samples // num_micro_batches(num_samples))]
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    ours, theirs = dict(batches.tensors(one)), dict(batches.tensors(other))
+    return ours.keys() == theirs.keys() and all(_same(ours[name], theirs[name]) for name in ours)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())

@@ -1,0 +1,148 @@
+"""A recorded landscape: what every cell of a grid did, process by process; plain data, one JSON document a line.
+
+The first line of a file is its `Header`, every other one a `Process`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from autotune_amp.config import Precision
+from autotune_amp.hardware.types import DeviceIdentity, Hardware
+from autotune_amp.trial.outcome import Description, Failure, Measurement
+from autotune_amp.trial.spec import Candidate
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """What the processes of a landscape have in common.
+
+    `hardware` is what the probe found. `start_seconds` is what a fresh process takes before its first step, as a search
+    reckons it. `environment` is what the processes of the stage "pair" that are fresh start with; the others hold their
+    heap where `holds_heap`. `settings` are those of the recorder.
+    """
+
+    format: int = 1
+    workload: str
+    hardware: Hardware
+    description: Description
+    versions: dict[str, str]
+    torch_state: dict[str, Any]
+    precisions: tuple[Precision, ...]
+    batch_sizes: tuple[int, ...]
+    todays_batch_size: int
+    memory_limit_bytes: int
+    start_seconds: float
+    holds_heap: bool
+    environment: dict[str, str]
+    settings: dict[str, Any]
+
+    @property
+    def grid(self) -> list[Candidate]:
+        """Every cell, by precision and batch size."""
+        return [Candidate(precision=p, batch_size=b) for p in self.precisions for b in self.batch_sizes]
+
+
+class Cell(NamedTuple):
+    """One process to be run; `repetition` counts from 0. The grid is forked, a pair is one forked and one fresh."""
+
+    stage: Literal["grid", "pair"]
+    isolation: Literal["fork", "fresh"]
+    repetition: int
+    precision: Precision
+    batch_size: int
+
+    @property
+    def candidate(self) -> Candidate:
+        return Candidate(precision=self.precision, batch_size=self.batch_size)
+
+    def __str__(self) -> str:
+        return f"{self.stage} {self.isolation} {self.candidate} #{self.repetition}"
+
+
+class Process(msgspec.Struct, frozen=True, kw_only=True):
+    """One process that was run. `seconds` is all of it, `warmup_step_seconds` the first step and the rest of the
+    warm-up. `heard_step_seconds` are the measured steps that one which failed had told of.
+
+    A process is ended as soon as a step shows that it will not keep its deadline, and counts for all of that.
+    """
+
+    cell: Cell
+    outcome: Measurement | Failure
+    seconds: float
+    deadline_seconds: float
+    warmup_step_seconds: tuple[float, ...] = ()
+    heard_step_seconds: tuple[float, ...] = ()
+
+    @property
+    def counted_seconds(self) -> float:
+        """What it cost, or would have cost if it had been left until its deadline."""
+        is_timeout = isinstance(self.outcome, Failure) and self.outcome.kind == "timeout"
+        return self.deadline_seconds if is_timeout else self.seconds
+
+
+class Landscape:
+    """All processes of one workload on one machine: those of the grid in `cells`, the pairs apart."""
+
+    def __init__(self, header: Header, processes: Iterable[Process]) -> None:
+        self.header = header
+        self.processes = tuple(processes)
+        self.cells: dict[Candidate, list[Process]] = {}
+        for process in self.processes:
+            if process.cell.stage == "grid":
+                self.cells.setdefault(process.cell.candidate, []).append(process)
+
+    @classmethod
+    def load(cls, path: Path) -> Landscape:
+        """Read a file; a last line that a kill cut short is left out."""
+        header, *lines = path.read_bytes().rpartition(b"\n")[0].splitlines()
+        return cls(
+            msgspec.json.decode(header, type=Header), [msgspec.json.decode(line, type=Process) for line in lines]
+        )
+
+    @property
+    def baseline(self) -> Candidate:
+        """What a user runs today."""
+        return Candidate(precision="fp32", batch_size=self.header.todays_batch_size)
+
+    def samples_per_second(self, candidate: Candidate) -> float:
+        """The mean over the cell's processes, 0 where one of them failed."""
+        return mean_samples_per_second(self.cells[candidate])
+
+    def best(self) -> Candidate:
+        """The cell with the highest mean."""
+        return max(self.cells, key=self.samples_per_second)
+
+    def split(self, seed: int) -> tuple[Landscape, Landscape]:
+        """Two landscapes, one to search and one to score: every cell's processes are dealt out at random, the odd one
+        to either. A cell of a single process, which one that timed out is, is in both.
+        """
+        chance = random.Random(seed)
+        searching: list[Process] = []
+        scoring: list[Process] = []
+        for processes in self.cells.values():
+            shuffled = chance.sample(processes, len(processes))
+            half = (len(shuffled) + chance.randrange(2)) // 2
+            searching += shuffled[:half] or shuffled
+            scoring += shuffled[half:] or shuffled
+        return Landscape(self.header, searching), Landscape(self.header, scoring)
+
+
+def mean_samples_per_second(processes: Sequence[Process]) -> float:
+    """The mean of what was measured, 0 where one of them failed: what fails once in a while is nothing to run."""
+    rates = [p.outcome.samples_per_second for p in processes if isinstance(p.outcome, Measurement)]
+    return fmean(rates) if rates and len(rates) == len(processes) else 0.0
+
+
+def hardware_slug(identity: DeviceIdentity) -> str:
+    """A device in a file's name: ``xeon_2.5ghz_2cpu``."""
+    words = re.sub(r"\((r|tm|c)\)", " ", identity.name.lower())
+    kept = [w for w in re.findall(r"[\w.+-]+", words) if w not in ("intel", "amd", "nvidia", "cpu", "processor")]
+    kept = [re.sub(r"(\.\d*?)0+ghz", r"\1ghz", word).replace(".ghz", "ghz") for word in kept]
+    return "_".join([*kept, f"{identity.num_cpus}cpu"] if identity.type == "cpu" else kept)

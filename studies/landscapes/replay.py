@@ -1,0 +1,253 @@
+"""Play a recorded landscape back: the runner's interface, on a clock that moves by virtual seconds only. No torch."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from statistics import fmean
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import msgspec
+from landscape import Header, Landscape, Process
+
+from autotune_amp.config import Precision
+from autotune_amp.numerics.results import Accumulation, Calibration, Fidelity
+from autotune_amp.search.session import Clock
+from autotune_amp.statistics import trimmed_interval
+from autotune_amp.trial.outcome import CheckOutcome, Failure, Measurement, Outcome
+from autotune_amp.trial.runner import Isolation
+from autotune_amp.trial.spec import CheckSpec, TrialSpec
+from autotune_amp.trial.stopping import is_hopeless, stop
+
+NUM_CHECK_PASSES = 31  # of a check of bf16 in real searches (num_passes in their outcomes.jsonl), half of them in fp32
+
+
+class ReplayClock(Clock):
+    """Moves only when told to."""
+
+    def __init__(self, budget_seconds: float = math.inf) -> None:
+        super().__init__(budget_seconds)
+        self.now = 0.0
+
+    def elapsed(self) -> float:
+        return self.now
+
+
+class Played(NamedTuple):
+    """What a process would have done under a spec, and the seconds that it would have cost."""
+
+    outcome: Outcome
+    seconds: float
+
+
+class _OverdueError(Exception):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+
+class _Watch:
+    """Adds up what passes, until a deadline does."""
+
+    def __init__(self, setup_seconds: float, deadline_seconds: float | None) -> None:
+        self.deadline_seconds = math.inf if deadline_seconds is None else deadline_seconds
+        self.seconds = 0.0
+        self.take(setup_seconds, None)
+
+    def take(self, seconds: float, limit_seconds: float | None) -> None:
+        allowed = math.inf if limit_seconds is None else limit_seconds
+        self.seconds += min(seconds, allowed)
+        if self.seconds > self.deadline_seconds:
+            raise _OverdueError(self.deadline_seconds)
+        if seconds > allowed:
+            raise _OverdueError(self.seconds)
+
+
+def play(process: Process, spec: TrialSpec, header: Header, chance: random.Random) -> Played:
+    """A recorded process as it would have gone under `spec`, whose rules for warm-ups, number of steps, interval, cut,
+    measuring time, deadlines and memory it obeys as the real timing does.
+
+    A confirming process takes the header's `start_seconds` to its first step, another one what the recorded one took.
+    The warm-up is the recorded one. Measured steps are the recorded ones in their order; where more are asked for, they
+    are drawn from these. A recorded failure is that failure again; what a process that was killed at its deadline would
+    have done later nobody knows: it is a timeout once more, at the earliest of the deadlines that it met then and those
+    that it would meet now.
+    """
+    setup_seconds = header.start_seconds if spec.is_miniature else _setup_seconds(process)
+    try:
+        watch = _Watch(setup_seconds, spec.deadline_seconds)
+        if isinstance(process.outcome, Failure):
+            return _fail(process, process.outcome, spec, watch)
+        return _measure(process, process.outcome, spec, watch, chance)
+    except _OverdueError as overdue:
+        return Played(Failure(kind="timeout", message="its time was up"), overdue.seconds)
+
+
+def _setup_seconds(process: Process) -> float:
+    """All but the steps; of one that was killed before its first step nobody knows how much that was."""
+    if isinstance(process.outcome, Measurement):
+        steps = [*process.warmup_step_seconds, *process.outcome.raw_step_seconds]
+    else:
+        steps = [*process.warmup_step_seconds, *process.heard_step_seconds]
+        if process.outcome.kind == "timeout":
+            return 0.0
+    return max(0.0, process.seconds - sum(steps))
+
+
+def _fail(process: Process, failure: Failure, spec: TrialSpec, watch: _Watch) -> Played:
+    limits = _limits(spec)
+    for seconds in (*process.warmup_step_seconds, *process.heard_step_seconds):
+        watch.take(seconds, next(limits))
+    if failure.kind == "timeout":
+        left = process.deadline_seconds - watch.seconds
+        watch.take(max(0.0, left), next(limits))
+    return Played(failure, watch.seconds)
+
+
+def _measure(process: Process, recorded: Measurement, spec: TrialSpec, watch: _Watch, chance: random.Random) -> Played:
+    started, limits = watch.seconds, _limits(spec)
+    first, *warmup = process.warmup_step_seconds
+    watch.take(first, next(limits))
+    if spec.memory_limit_bytes is not None and recorded.reserved_memory_bytes > spec.memory_limit_bytes:
+        return Played(Failure(kind="oom", message="it took more than its limit"), watch.seconds)
+    for seconds in warmup:
+        watch.take(seconds, next(limits))
+    if is_hopeless(spec, warmup):
+        return Played(_measurement(recorded, spec, warmup, was_cut=True), watch.seconds)
+    num_together = spec.num_steps_per_report
+    known = recorded.raw_step_seconds[::num_together]
+    fewest, most = (math.ceil(num_steps / num_together) for num_steps in spec.num_steps)
+    limit_seconds = math.inf if spec.measure_seconds is None else spec.measure_seconds
+    warmed_up = watch.seconds
+    groups: list[float] = []
+    reason = None
+    while len(groups) < most and reason is None:
+        groups.append(known[len(groups)] if len(groups) < len(known) else chance.choice(known))
+        watch.take(num_together * groups[-1], next(limits))
+        reason = stop(
+            spec,
+            groups,
+            is_whole=len(groups) >= fewest,
+            measure_seconds=limit_seconds,
+            measuring_seconds=watch.seconds - warmed_up,
+            training_seconds=watch.seconds - started,
+        )
+    steps = [group for group in groups for _ in range(num_together)]
+    found = _measurement(recorded, spec, steps, was_cut=reason == "cut")
+    return Played(found, watch.seconds)
+
+
+def _limits(spec: TrialSpec) -> Iterator[float | None]:
+    yield spec.first_step_deadline_seconds
+    while True:
+        yield spec.step_deadline_seconds
+
+
+def _measurement(recorded: Measurement, spec: TrialSpec, steps: list[float], *, was_cut: bool) -> Measurement:
+    step_seconds = fmean(steps)
+    return msgspec.structs.replace(
+        recorded,
+        step_seconds=step_seconds,
+        step_seconds_interval=trimmed_interval(steps) if len(steps) > 1 else (step_seconds, step_seconds),
+        samples_per_second=spec.candidate.effective_batch_size / step_seconds,
+        raw_step_seconds=tuple(steps),
+        was_cut=was_cut,
+    )
+
+
+class ReplayRunner:
+    """A `Runner` that plays back whole recorded processes of a cell, drawn with replacement."""
+
+    def __init__(self, landscape: Landscape, clock: ReplayClock, seed: int) -> None:
+        self.landscape = landscape
+        self.isolation: Isolation = "fork"
+        self.is_build_shared = False
+        self._clock = clock
+        self._chance = random.Random(seed)
+
+    def run(self, spec: TrialSpec) -> Outcome:
+        """Raises `KeyError` for what is not in the grid."""
+        if spec.candidate not in self.landscape.cells:
+            there = ", ".join(map(str, self.landscape.cells))
+            raise KeyError(f"{spec.candidate} was not recorded; the landscape has {there}.")
+        process = self._chance.choice(self.landscape.cells[spec.candidate])
+        played = play(process, spec, self.landscape.header, self._chance)
+        self._clock.now += played.seconds
+        return played.outcome
+
+    def check(self, spec: CheckSpec) -> CheckOutcome:
+        """Every precision is faithful, a loss scale of 2^14 is safe and gradients accumulate: landscapes are of time
+        and memory.
+        """
+        seconds = check_seconds(self.landscape, spec.precision, spec.batch_size)
+        if spec.deadline_seconds is not None and seconds > spec.deadline_seconds:
+            self._clock.now += spec.deadline_seconds
+            return Failure(kind="timeout", message="its time was up")
+        self._clock.now += seconds
+        return _all_well(spec)
+
+    def keep(self) -> None:
+        self.isolation = "kept"
+
+    def share_build(self, spec: TrialSpec, deadline_seconds: float) -> str | None:  # noqa: ARG002 - the runner's
+        """A replay builds nothing, so that it has nothing to share."""
+        return "it is a replay"
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def __enter__(self) -> ReplayRunner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def check_seconds(landscape: Landscape, precision: Precision, batch_size: int) -> float:
+    """What a check costs: setting up, and `NUM_CHECK_PASSES` steps, half of them in fp32; inf where one never ran."""
+    precisions: tuple[Precision, ...] = ("fp32", precision)
+    return sum(NUM_CHECK_PASSES / 2 * _step_seconds(landscape, p, batch_size) for p in precisions) + max(
+        map(_setup_seconds, landscape.cells[landscape.baseline])
+    )
+
+
+def _step_seconds(landscape: Landscape, precision: Precision, batch_size: int) -> float:
+    """The mean step at the nearest batch size that was measured, in proportion to it."""
+    measured = {
+        candidate.batch_size: [p.outcome.step_seconds for p in processes if isinstance(p.outcome, Measurement)]
+        for candidate, processes in landscape.cells.items()
+        if candidate.precision == precision
+    }
+    sizes = [size for size, seconds in measured.items() if seconds]
+    if not sizes:
+        return math.inf
+    nearest = min(sizes, key=lambda size: abs(math.log(size / batch_size)))
+    return fmean(measured[nearest]) * batch_size / nearest
+
+
+def _all_well(spec: CheckSpec) -> CheckOutcome:
+    said: dict[str, Any] = {"reason": "It was replayed.", "next_step": "Check a real workload."}
+    if spec.what == "accumulation":
+        return Accumulation(verdict="mean", num_micro_batches=4, batch_size=spec.batch_size, **said)
+    if spec.what == "fidelity":
+        return Fidelity(
+            precision=spec.precision,
+            batch_size=spec.batch_size,
+            verdict="faithful",
+            pinned_modules=spec.pinned_modules,
+            num_passes=NUM_CHECK_PASSES,
+            **said,
+        )
+    return Calibration(
+        batch_size=spec.batch_size,
+        log2_scales=(14.5,) * 12,
+        bisected_log2_scales={},
+        gradient_histogram=((-11, 500), (-10, 1000)),
+        init_scale=2.0**13,
+        forward_max=3.0,
+        pinned_modules=spec.pinned_modules,
+    )

@@ -1,0 +1,45 @@
+"""What a variant of ours changes: constants of the package's modules, and rules that it does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from autotune_amp.config import Precision
+from autotune_amp.search import explore, seeding
+from autotune_amp.trial.outcome import Measurement, Outcome
+from autotune_amp.trial.spec import Candidate, TrialSpec
+
+
+class Patch(NamedTuple):
+    """A module's constant or function, replaced for one variant."""
+
+    module: Any
+    name: str
+    value: Any
+
+
+def steps(low: int, high: int) -> Patch:
+    """Search trials of these many steps."""
+    original = explore.search_spec
+
+    def search_spec(*args: Any) -> TrialSpec:
+        return msgspec.structs.replace(original(*args), num_steps=(low, high))
+
+    return Patch(explore, "search_spec", search_spec)
+
+
+def climbing_within(share: float) -> Patch:
+    """Only precisions whose best so far is within `share` of the best are worth a search for their batch."""
+
+    def best_precisions(outcomes: Mapping[Candidate, Outcome]) -> list[Precision]:
+        best: dict[Precision, float] = {}
+        for cell, outcome in outcomes.items():
+            if isinstance(outcome, Measurement):
+                best[cell.precision] = max(best.get(cell.precision, 0.0), outcome.samples_per_second)
+        ranked = sorted(best, key=lambda precision: -best[precision])
+        return [precision for precision in ranked if best[precision] >= (1 - share) * best[ranked[0]]]
+
+    return Patch(seeding, "_best_precisions", best_precisions)

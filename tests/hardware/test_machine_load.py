@@ -1,0 +1,230 @@
+"""The reckoning is pure; one real process that is not ours keeps a core busy."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune_amp.hardware import machine_load, nvml
+from autotune_amp.hardware.machine_load import LoadMeter, ProcessTimes, Reading, clock_share, load_between, read
+from autotune_amp.hardware.types import CardProcess
+
+OURS, SERVER, TRIAL, OTHER = 100, 101, 102, 7
+
+
+def reading(
+    at: float, busy: float, processes: dict[int, ProcessTimes] | None, num_cpus: int = 2, stolen: float | None = 0.0
+) -> Reading:
+    return Reading(at_seconds=at, num_cpus=num_cpus, busy_seconds=busy, stolen_seconds=stolen, processes=processes)
+
+
+def process(parent: int, own: float = 0.0, children: float = 0.0, name: str = "p", started: int = 0) -> ProcessTimes:
+    return ProcessTimes(parent, name, started, own, children)
+
+
+def test_what_is_left_of_the_busy_time_is_others() -> None:
+    before = {OURS: process(1, 5.0), SERVER: process(OURS, 2.0), TRIAL: process(SERVER, 1.0), OTHER: process(1, 50.0)}
+    # The trial took 3 s more, ended, and was waited for by the server; its loader worker's 2 s went the same way.
+    after = {
+        OURS: process(1, 5.5),
+        SERVER: process(OURS, 2.5, children=6.0),
+        OTHER: process(1, 53.0, name="hog"),
+        8: process(OTHER, 0.5, name="new"),
+        9: process(OTHER, 0.01, name="quiet"),
+    }
+    found = load_between(reading(10.0, 200.0, before), reading(14.0, 209.6, after, stolen=0.4), OURS)
+    assert (found.seconds, found.num_cpus) == (4.0, 2)
+    assert found.own_num_cores == pytest.approx((0.5 + 0.5 + 6.0 - 1.0) / 4)
+    assert found.others_num_cores == pytest.approx(3.6 / 4)
+    assert [(p.name, p.pid, p.num_cores) for p in found.busiest] == [("hog", OTHER, 0.75), ("new", 8, 0.125)]
+    assert found.stolen_share == pytest.approx(0.04)
+
+
+def test_a_number_used_again_is_another_process() -> None:
+    before, after = {OTHER: process(1, 50.0, started=1)}, {OTHER: process(1, 1.0, name="new", started=2)}
+    (busiest,) = load_between(reading(0.0, 0.0, before), reading(2.0, 1.0, after), OURS).busiest
+    assert (busiest.name, busiest.num_cores) == ("new", 0.5)
+
+
+def test_what_the_system_does_not_say_is_none() -> None:
+    found = load_between(reading(0.0, 0.0, None, stolen=None), reading(9.0, 9.0, None, stolen=None), OURS)
+    assert (found.others_num_cores, found.own_num_cores, found.stolen_share, found.busiest) == (None, None, None, ())
+    short = load_between(reading(0.0, 0.0, {}), reading(0.1, 0.1, {}), OURS)
+    assert (short.others_num_cores, short.stolen_share) == (None, None)
+
+
+seconds = st.floats(0, 100)
+
+
+@given(
+    own=st.lists(st.tuples(seconds, st.booleans()), max_size=6),
+    others=st.lists(seconds, max_size=4),
+    took=st.floats(0.25, 50),
+    stolen=seconds,
+)
+def test_own_use_is_never_called_others_and_nothing_is_negative(
+    own: list[tuple[float, bool]], others: list[float], took: float, stolen: float
+) -> None:
+    """Descendants in a chain, each alive at the end or ended and waited for by the next one up that is alive."""
+    before = {OURS: process(1)} | {OURS + 1 + i: process(OURS + i) for i in range(len(own))}
+    after = {OURS: process(1)}
+    for i, (used, is_alive) in enumerate(own):
+        keeper = max(after.keys() & range(OURS, OURS + 1 + i))
+        if is_alive:
+            after[OURS + 1 + i] = process(keeper, used)
+        else:
+            last = after[keeper]
+            after[keeper] = last._replace(children_seconds=last.children_seconds + used)
+    after |= {200 + i: process(1, used) for i, used in enumerate(others)}
+    busy = sum(used for used, _ in own) + sum(others)
+    found = load_between(reading(0.0, 0.0, before), reading(took, busy, after, stolen=stolen), OURS)
+    assert found.others_num_cores is not None
+    assert found.others_num_cores == pytest.approx(min(2.0, sum(others) / took), abs=1e-9)
+    assert found.others_num_cores >= 0
+    assert 0 <= (found.stolen_share or 0.0) <= 1
+    assert not {p.pid for p in found.busiest} & set(range(OURS, OURS + 10))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts what ended children used")
+def test_names_with_blanks_and_brackets_are_read(tmp_path: Path) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "stat").touch()
+    (tmp_path / "42").mkdir()
+    fields = ["R", "7", *["0"] * 9, "300", "100", "20", "30", *["0"] * 4, "999", *["0"] * 20]
+    (tmp_path / "42" / "stat").write_text(f"42 (a) b (c) {' '.join(fields)}\n")
+    found = read(tmp_path).processes
+    assert found is not None
+    ticks = os.sysconf("SC_CLK_TCK")
+    assert found == {42: ProcessTimes(7, "a) b (c", 999, 400 / ticks, 50 / ticks)}
+
+
+def test_counters_that_are_hidden_or_stand_still_claim_no_idleness(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden(percpu: bool) -> None:
+        raise PermissionError("/proc/stat")
+
+    before, after = {OURS: process(1, 1.0)}, {OURS: process(1, 3.0)}
+    still = load_between(reading(0.0, 0.0, before), reading(2.0, 0.0, after), OURS)
+    assert (still.others_num_cores, still.own_num_cores) == (None, None)
+    monkeypatch.setattr(psutil, "cpu_times", hidden)
+    found = read()
+    assert (found.busy_seconds, found.stolen_seconds) == (None, None)
+    assert found.num_cpus >= 1
+    assert load_between(found, reading(1e9, 5.0, after), OURS).others_num_cores is None
+
+
+def test_without_proc_nobody_says_what_others_used(tmp_path: Path) -> None:
+    assert read(tmp_path).processes is None
+
+
+@pytest.fixture
+def hog() -> Iterator[int]:
+    """A process that keeps a core busy and does not descend from this one; killed at the end, come what may."""
+    program = (
+        "import os, sys\n"
+        "if os.fork(): os._exit(0)\n"  # its parent is gone: it is nobody's child here
+        "os.setsid()\n"
+        "print(os.getpid(), flush=True)\n"
+        "os.close(1)\n"
+        "import time\n"
+        "until = time.monotonic() + 30\n"
+        "while time.monotonic() < until: pass\n"
+    )
+    started = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True)
+    pid = int(started.stdout)
+    yield pid
+    os.kill(pid, signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts what ended children used")
+def test_a_busy_process_of_others_is_noticed_and_one_of_ours_is_not(hog: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_load, "_NUM_BUSIEST", 100)  # other tests may be busier
+    meter = LoadMeter()
+    ours = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        meter.start()
+        time.sleep(0.3)
+        meter.step()  # the load counts from here on
+        time.sleep(0.7)
+        meter.hold()
+    finally:
+        ours.kill()
+        ours.wait()
+    found = meter.stop()
+    assert found.seconds < 1.0
+    used = {p.pid: p.num_cores for p in found.busiest}
+    assert used[hog] > 0.1
+    assert ours.pid not in used
+    assert os.getpid() not in used
+    assert (found.others_num_cores or 0.0) > 0.1
+    assert (found.own_num_cores or 0.0) > 0.1
+
+
+def test_what_was_held_is_what_is_told_until_the_next_begins() -> None:
+    meter = LoadMeter()
+    meter.hold()
+    held = meter.stop().seconds
+    time.sleep(0.05)
+    assert meter.stop().seconds == held
+    meter.start()
+    assert meter.stop().seconds < 0.05
+
+
+@pytest.mark.parametrize(
+    ("clocks", "share"), [([], None), ([(2500.0, 0.0)], None), ([(1000.0, 4000.0), (3000.0, 4000.0)], 0.75)]
+)
+def test_clock_share(monkeypatch: pytest.MonkeyPatch, clocks: list[tuple[float, float]], share: float | None) -> None:
+    found = [SimpleNamespace(current=current, max=highest) for current, highest in clocks]
+    monkeypatch.setattr(psutil, "cpu_freq", lambda percpu: found, raising=False)
+    assert clock_share() == share
+
+
+def test_a_system_that_hides_its_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden(percpu: bool) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(psutil, "cpu_freq", hidden, raising=False)
+    assert clock_share() is None
+
+
+def test_on_the_card_others_are_those_seen_that_are_not_ours_or_that_were_there_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hidden, hidden_new = 2**22 + 1, 2**22 + 2  # numbers of another namespace
+    listed: list[tuple[int, int | None]] = [(hidden, 2**30)]
+    names: tuple[str, ...] = ()
+    monkeypatch.setattr(nvml, "processes", lambda uuid: tuple(listed))
+    monkeypatch.setattr(nvml, "utilization", lambda uuid: 0.4)
+    monkeypatch.setattr(nvml, "slowdown_names", lambda uuid: names)
+    monkeypatch.setattr(
+        machine_load, "_processes", lambda root: {os.getpid(): process(1), OTHER: process(1, name="theirs")}
+    )
+    meter = LoadMeter("GPU-a")
+    listed += [(os.getpid(), 1), (OTHER, None), (hidden_new, 5)]
+    names = ("heat, limited by the card",)
+    meter.step()
+    found = meter.stop()
+    assert found.card_utilization == 0.4
+    assert found.card_slowdowns == names
+    assert found.card_processes == (
+        CardProcess(pid=hidden, name=None, memory_bytes=2**30),
+        CardProcess(pid=OTHER, name="theirs", memory_bytes=None),
+    )
+    meter.start()
+    assert meter.stop().card_slowdowns is None, "no measured step, no look"
+
+
+def test_without_a_card_nothing_is_asked_of_it() -> None:
+    found = LoadMeter().stop()
+    assert (found.card_utilization, found.card_processes, found.card_slowdowns) == (None, None, None)

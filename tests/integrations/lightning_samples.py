@@ -1,0 +1,104 @@
+"""A small LightningModule that notes what runs inside it, and Trainers without output, for the tests of the adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+from autotune_amp.config import AmpConfig, LossScale
+
+NUM_BATCHES = 24
+
+
+def fp16(**options: Any) -> AmpConfig:
+    """fp16 with both fallbacks; `options` replace what is given."""
+    given = {"batch_size": 4, "loss_scale": LossScale(init_scale=256.0), "fallback": ["bf16", "fp32"], **options}
+    return AmpConfig(precision="fp16", **given)
+
+
+def loader(num_batches: int = NUM_BATCHES, batch_size: int = 4) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(num_batches * batch_size, 8, generator=generator)
+    return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=batch_size)
+
+
+def ambient() -> torch.dtype | None:
+    """What autocast casts to here, None where it is off."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+
+class Net(lightning.LightningModule):
+    """Trains on its inputs times `factor` in the batches from `first_large` on: past fp16's range, not fp32's.
+
+    `dtypes` are those that autocast gave inside the first layer, one for each pass.
+    """
+
+    def __init__(self, first_large: int = NUM_BATCHES, factor: float = 1e6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+        self.first_large, self.factor = first_large, factor
+        self.mean = MeanMetric(nan_strategy="ignore")
+        self.dtypes: list[torch.dtype | None] = []
+        self.validated: list[torch.dtype | None] = []
+        self.net[0].register_forward_pre_hook(self._note)
+
+    def _note(self, *_: Any) -> None:
+        (self.dtypes if self.training else self.validated).append(ambient())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        factor = self.factor if batch_idx >= self.first_large else 1.0
+        loss = nn.functional.mse_loss(self(inputs * factor).float() / factor, targets)
+        self.mean.update(loss.detach())
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Validated(Net):
+    """Validates too; `validated` are the dtypes inside the first layer then."""
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self(batch[0])
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether they are equal bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def are_finite(module: nn.Module) -> bool:
+    return all(bool(value.isfinite().all()) for value in module.state_dict().values())
+
+
+def trainer(folder: Path, **arguments: Any) -> lightning.Trainer:
+    """One that writes nothing but what `arguments` ask for."""
+    quiet: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": folder,
+    }
+    if not any(isinstance(callback, ModelCheckpoint) for callback in arguments.get("callbacks", ())):
+        quiet["enable_checkpointing"] = False
+    return lightning.Trainer(**(quiet | arguments))

@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+pytest.importorskip("accelerate")
+
+from accelerate import Accelerator
+from accelerate.utils import AutocastKwargs, GradientAccumulationPlugin, GradScalerKwargs
+from accelerate_training import Net, batches_of, fresh_accelerate, inputs, loss_of, reset
+
+from autotune_amp.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.errors import DemotedError, InvalidRequestError
+from autotune_amp.integrations.accelerate import AutotuneAccelerator, grad_scaler_kwargs
+from autotune_amp.precision import is_pinned
+from autotune_amp.runtime.controller import PrecisionController
+from autotune_amp.swap import player_of
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    with fresh_accelerate():
+        yield
+
+
+def fp16(**options: Any) -> AmpConfig:
+    loss_scale = options.pop("loss_scale", LossScale(init_scale=1024.0))
+    return AmpConfig(
+        **{"precision": "fp16", "batch_size": 4, "loss_scale": loss_scale, "fallback": ["fp32"], **options}
+    )
+
+
+class Run:
+    """A loop as Accelerate's documentation writes it."""
+
+    def __init__(self, config: AmpConfig, *, uses_windows: bool = False, clips: bool = False, **options: Any) -> None:
+        reset()
+        self.accelerator = AutotuneAccelerator(config, cpu=True, rerun=self.loss, **options)
+        self.net = Net()
+        self.uses_windows, self.clips = uses_windows, clips
+        self.model: Any = None
+        self.batch = torch.empty(0)
+
+    def loss(self) -> Tensor:
+        return loss_of(self.model, self.batch)
+
+    def prepared(self, samples: Any) -> Any:
+        optimizer: Any = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
+        loader: Any = DataLoader(samples, batch_size=4)
+        self.model, self.optimizer, loader = self.accelerator.prepare(self.net, optimizer, loader)
+        return loader
+
+    def over(self, samples: Tensor) -> Run:
+        return self.train(self.prepared(samples))
+
+    def train(self, loader: Any) -> Run:
+        accelerator = self.accelerator
+        for batch in accelerator.windows(loader) if self.uses_windows else loader:
+            self.batch = batch
+            with accelerator.accumulate(self.model):
+                accelerator.backward(self.loss())
+                if self.clips and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return self
+
+
+def by_hand(config: AmpConfig, samples: Tensor, max_norm: float) -> nn.Module:
+    """The same training in a loop of its own."""
+    net = Net()
+    controller = PrecisionController(config, "cpu")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    controller.attach(net)
+    for batch, is_last in controller.windows(batches_of(samples)):
+        with controller.autocast():
+            outputs = net(batch)
+        loss = nn.functional.mse_loss(outputs.float(), batch[:, :4].sign())
+        controller.backward(loss / controller.window_size)
+        if is_last:
+            controller.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(net.parameters(), max_norm)
+            controller.step(optimizer)
+            controller.update()
+            optimizer.zero_grad()
+    return net
+
+
+def is_finite(net: nn.Module) -> bool:
+    return all(bool(p.isfinite().all()) for p in net.parameters())
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_an_overflow_in_the_middle_demotes_and_the_checkpoint_goes_on_at_the_rung(tmp_path: Path) -> None:
+    run = Run(fp16()).over(inputs(20, overflowing=range(8, 12)))
+    status = run.accelerator.controller.status()
+    (move,) = status.history
+    assert move.kind == "demotion"
+    assert "first in module first" in move.reason  # by the rerun
+    assert (run.net.dtypes[0], run.net.dtypes[-1]) == (torch.float16, torch.float32)
+    assert is_finite(run.net)
+    assert not same(run.net, Net())
+    run.accelerator.save_state(str(tmp_path))
+
+    resumed = Run(fp16())
+    resumed.prepared(inputs(4))
+    resumed.accelerator.load_state(str(tmp_path))
+    found = resumed.accelerator.controller.status()
+    assert (found.precision, found.num_updates, found.history) == ("fp32", status.num_updates, status.history)
+    resumed.batch = inputs(1)
+    resumed.accelerator.backward(resumed.loss())
+    assert resumed.net.dtypes[-1] == torch.float32
+    assert same(run.net, resumed.net)
+
+
+@pytest.mark.parametrize(
+    ("precision", "num_batches", "uses_windows"), [("bf16", 24, False), ("fp16", 24, False), ("bf16", 23, True)]
+)
+def test_it_trains_bit_for_bit_as_the_controller_does_by_hand(
+    precision: Any, num_batches: int, uses_windows: bool
+) -> None:
+    scale = LossScale(init_scale=2.0**22, growth_interval=2) if precision == "fp16" else None  # overflows at first
+    config = AmpConfig(precision=precision, batch_size=4, accumulation_steps=2, loss_scale=scale)
+    samples = inputs(num_batches)
+    run = Run(config, clips=True, uses_windows=uses_windows).over(samples)
+    assert set(run.net.dtypes) == {torch.float16 if precision == "fp16" else torch.bfloat16}
+    assert run.accelerator.controller.status().num_updates == 12
+    assert same(run.net, by_hand(config, samples, 0.5))
+
+
+def test_a_scheduler_waits_for_steps_that_are_taken() -> None:
+    accelerator = AutotuneAccelerator(fp16(loss_scale=LossScale(init_scale=2.0**23), fallback=[]), cpu=True)
+    net = Net()
+    plain = torch.optim.SGD(net.parameters(), lr=0.05)
+    model, optimizer, scheduler = accelerator.prepare(net, plain, torch.optim.lr_scheduler.ExponentialLR(plain, 0.5))
+    for batch in batches_of(inputs(12)):
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    status = accelerator.controller.status()
+    assert status.num_skips > 0
+    assert scheduler.get_last_lr() == [0.05 * 0.5**status.num_steps]
+
+
+def test_two_optimizers_of_one_backward_pass_step_at_the_same_scale() -> None:
+    """The scale grows at every update: after the first of the two the second would unscale by too much."""
+    config = fp16(loss_scale=LossScale(init_scale=4.0, growth_interval=1, max_scale=64.0), fallback=[])
+    accelerator = AutotuneAccelerator(config, cpu=True)
+    nets = [Net(), Net()]
+    model, *optimizers = accelerator.prepare(
+        nets[0], *(torch.optim.SGD(part.parameters(), lr=0.1) for part in (nets[0].first, nets[0].second))
+    )
+    controller = PrecisionController(config, "cpu")
+    alone = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (nets[1].first, nets[1].second)]
+    for batch in batches_of(inputs(8)):
+        accelerator.backward(loss_of(model, batch))
+        accelerator.clip_grad_norm_(nets[0].first.parameters(), 1.0)
+        accelerator.clip_grad_norm_(nets[0].second.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with controller.autocast():
+            outputs = nets[1](batch)
+        controller.backward(nn.functional.mse_loss(outputs.float(), batch[:, :4].sign()))
+        for plain in alone:
+            controller.unscale_(plain)
+        nn.utils.clip_grad_norm_(nets[1].first.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(nets[1].second.parameters(), 1.0)
+        for plain in alone:
+            controller.step(plain)
+            plain.zero_grad()
+        controller.update()
+    assert accelerator.controller.status().num_updates == 8
+    assert same(nets[0], nets[1])
+
+
+def test_optimizers_that_take_turns_have_windows_of_their_own() -> None:
+    accelerator = AutotuneAccelerator(fp16(fallback=[]), cpu=True)
+    one, other = Net(), Net()
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (one, other)]
+    first, second, *prepared = accelerator.prepare(one, other, *optimizers)
+    for batch in batches_of(inputs(3)):
+        for model, optimizer in zip((first, second), prepared, strict=True):
+            optimizer.zero_grad()
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+    assert {*one.dtypes, *other.dtypes} == {torch.float16}
+    assert accelerator.controller.status().num_updates == 5  # the last turn ends when the next one begins
+
+
+@pytest.mark.parametrize("free", ["free_memory", "clear"])
+def test_what_is_prepared_after_free_memory_begins_anew(free: str) -> None:
+    config = fp16(pinned_modules=["second"], fallback=["bf16"])
+    accelerator = AutotuneAccelerator(config, cpu=True)
+    for overflowing in (range(2, 5), range(0)):
+        net = Net()
+        reference = weakref.ref(net)
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05))
+        assert [name for name, module in net.named_modules() if is_pinned(module)] == ["second"]
+        for batch in batches_of(inputs(8, overflowing=overflowing)):
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        status = accelerator.controller.status()
+        assert status.num_updates == 8
+        assert (status.precision, len(status.history)) == (("bf16", 1) if overflowing else ("fp16", 0))
+        getattr(accelerator, free)()
+        assert [type(module) for module in net.modules()] == [Net, nn.Linear, nn.Linear]
+        assert not any(map(player_of, net.modules()))
+        del net, model, optimizer
+        gc.collect()
+        assert reference() is None
+
+
+def test_a_model_that_is_prepared_again_after_free_memory_is_pinned_again() -> None:
+    run = Run(fp16(pinned_modules=["second"])).over(inputs(2))
+    first = run.accelerator.controller
+    run.accelerator.free_memory()
+    run.accelerator.prepare(run.model, run.optimizer)
+    run.train(batches_of(inputs(3)))
+    assert is_pinned(run.net.second)
+    assert set(run.net.dtypes) == {torch.float16}
+    assert (first.status().num_updates, run.accelerator.controller.status().num_updates) == (2, 3)
+
+
+def test_windows_take_up_the_batch_size_of_a_fallback() -> None:
+    plan = FallbackPlan(precision="fp32", batch_size=2, accumulation_steps=4)
+    config = fp16(accumulation_steps=2, fallback=[plan])
+    samples = inputs(24, overflowing=range(8, 16))
+    run = Run(config, uses_windows=True).over(samples)
+    assert (run.net.dtypes[-1], run.net.batch_sizes[0], run.net.batch_sizes[-1]) == (torch.float32, 4, 2)
+    assert run.accelerator.controller.status().num_updates == 12
+    with pytest.raises(DemotedError, match="batch size 2") as raised:
+        Run(config).over(samples)
+    assert (raised.value.config.batch_size, raised.value.config.accumulation_steps) == (2, 4)
+
+
+def test_resuming_at_a_fallback_in_another_batch_takes_windows(tmp_path: Path) -> None:
+    config = fp16(fallback=[FallbackPlan(precision="fp32", batch_size=2, accumulation_steps=2)])
+    run = Run(config, uses_windows=True).over(inputs(8, overflowing=range(2, 8)))
+    assert run.net.dtypes[-1] == torch.float32
+    run.accelerator.save_state(str(tmp_path))
+
+    resumed = Run(config)
+    loader = resumed.prepared(inputs(4))
+    resumed.accelerator.load_state(str(tmp_path))
+    with pytest.raises(DemotedError, match=r"goes on in fp32, .* batch size 2 and 2 .*, not 4 and 1") as raised:
+        resumed.train(loader)
+    assert (raised.value.config.precision, raised.value.config.batch_size) == ("fp32", 2)
+    assert resumed.net.batch_sizes == []
+    resumed.uses_windows = True
+    resumed.train(loader)
+    assert resumed.net.batch_sizes == [2] * 8
+    assert resumed.accelerator.controller.status().num_updates == 8 + 4
+
+
+def test_evaluation_and_blocks_with_autocast_off() -> None:
+    run = Run(fp16())
+    run.prepared(inputs(4))
+    with torch.no_grad():
+        outputs = run.model(inputs(1))
+    assert (run.net.dtypes, outputs.dtype) == ([torch.float16], torch.float32)
+    with run.accelerator.autocast():
+        assert (inputs(1) @ run.net.first.weight.T).dtype == torch.float16
+        with run.accelerator.autocast(AutocastKwargs(enabled=False)):
+            assert (inputs(1) @ run.net.first.weight.T).dtype == torch.float32
+        assert run.model(inputs(1)).dtype == torch.float16  # as in a trial
+        with torch.no_grad():
+            assert run.model(inputs(1)).dtype == torch.float32
+    assert run.model(inputs(1)).dtype == torch.float32
+    assert copy.deepcopy(run.model)(inputs(1)).dtype == torch.float32
+    unwrapped = run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
+    unwrapped(inputs(1))
+    assert run.net.dtypes[-1] == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mixed_precision": "fp16"}, "mixed_precision='fp16' contradicts"),
+        ({"gradient_accumulation_steps": 3}, "accumulate 3 passes, the config 1"),
+        ({"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2)}, "accumulate 2 passes"),
+        ({"kwargs_handlers": [GradScalerKwargs(init_scale=2.0)]}, "GradScalerKwargs"),
+    ],
+)
+def test_what_contradicts_the_config_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        AutotuneAccelerator(fp16(), cpu=True, **options)
+
+
+def test_clipping_inside_an_accumulation_window_is_refused() -> None:
+    run = Run(fp16(accumulation_steps=2))
+    loader = run.prepared(inputs(4))
+    with run.accelerator.accumulate(run.model), pytest.raises(InvalidRequestError, match="sync_gradients"):
+        run.accelerator.clip_grad_norm_(run.model.parameters(), 1.0)
+    assert len(loader) == 4
+
+
+def test_a_plain_accelerator_takes_the_scaler_arguments() -> None:
+    scale = LossScale(init_scale=512.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=7)
+    plain = Accelerator(cpu=True, kwargs_handlers=[grad_scaler_kwargs(fp16(loss_scale=scale))])
+    made = torch.amp.GradScaler("cpu", **plain.scaler_handler.to_kwargs())
+    found = (made.get_scale(), made.get_growth_factor(), made.get_backoff_factor(), made.get_growth_interval())
+    assert found == (512.0, 4.0, 0.25, 7)
+    assert grad_scaler_kwargs(AmpConfig(precision="bf16", batch_size=4)).enabled is False

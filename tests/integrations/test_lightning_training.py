@@ -1,0 +1,211 @@
+"""The controller as Lightning's precision plugin, in real runs of the Trainer."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning_samples import NUM_BATCHES, Net, Validated, ambient, are_finite, fp16, loader, same, trainer, weights
+from torch import Tensor, nn
+
+from autotune_amp.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.errors import DemotedError, InvalidRequestError, NotPrecisionError
+from autotune_amp.integrations.lightning import AutotuneCallback, AutotunePrecision, trainer_arguments
+from autotune_amp.runtime.controller import PrecisionController
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers which may be a bottleneck"),  # tiny data on purpose
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),  # Lightning under this torch
+    pytest.mark.filterwarnings("ignore:The number of training batches"),  # and fewer than its logging interval
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch"),  # as meant here
+]
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def controller_of(run: lightning.Trainer) -> PrecisionController:
+    plugin = run.precision_plugin
+    assert isinstance(plugin, AutotunePrecision)
+    return plugin.controller
+
+
+def test_an_overflow_in_the_middle_demotes_the_run_which_ends_finite_and_resumes_at_its_rung(tmp_path: Path) -> None:
+    net = Validated(first_large=10)
+    saves = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1, save_top_k=0)
+    logs = CSVLogger(tmp_path)
+    run = trainer(tmp_path, **trainer_arguments(fp16(), callbacks=[saves], logger=logs, log_every_n_steps=5))
+    run.fit(net, loader(), loader(2))
+    status = controller_of(run).status()
+    assert [(move.kind, move.before, move.after) for move in status.history] == [("demotion", "fp16", "bf16")]
+    assert "first in module net.0" in status.history[0].reason, "the batch was not run again"
+    assert (status.num_updates, run.precision) == (NUM_BATCHES, "bf16-mixed")
+    assert are_finite(net)
+    demoted = net.dtypes.index(BF16)
+    assert set(net.dtypes[:10]) == {FP16}, "autocast inside the model before the overflow"
+    assert set(net.dtypes[-10:]) == {BF16}, "autocast inside the model after the demotion"
+    assert demoted >= 10
+    assert net.validated == [FP16, FP16, BF16, BF16]  # Lightning's sanity check before the run, validation after it
+    assert net.mean.update_count == NUM_BATCHES, "a batch that was run again was counted again"
+    rows = [row.split(",") for row in (Path(logs.log_dir) / "metrics.csv").read_text().splitlines()]
+    rungs = [row[rows[0].index("autotune_amp/rung")] for row in rows[1:]]
+    assert Counter(filter(None, rungs)) == {"0": 2, "1": 3}, "steps 5 and 10; the move, steps 15 and 20"
+
+    assert saves.last_model_path
+    resumed = Net()
+    again = trainer(tmp_path, **trainer_arguments(fp16(), callbacks=[saves], max_epochs=2))
+    again.fit(resumed, loader(), ckpt_path=saves.last_model_path)
+    after = controller_of(again).status()
+    assert set(resumed.dtypes) == {BF16}
+    assert (after.precision, after.num_updates, len(resumed.dtypes)) == ("bf16", 2 * NUM_BATCHES, NUM_BATCHES)
+    assert are_finite(resumed)
+
+
+@pytest.mark.parametrize("config", [fp16(accumulation_steps=2), AmpConfig(precision="fp32", batch_size=4)])
+def test_until_something_trips_a_run_equals_the_loop_written_by_hand(tmp_path: Path, config: AmpConfig) -> None:
+    net = Net()
+    run = trainer(tmp_path, **trainer_arguments(config, gradient_clip_val=0.5))
+    run.fit(net, loader(5))
+
+    plain = Net()
+    steps = config.accumulation_steps
+    controller = PrecisionController(config, "cpu")
+    optimizer = plain.configure_optimizers()
+    for index, (inputs, targets) in enumerate(loader(5)):
+        with controller.autocast():
+            loss = nn.functional.mse_loss(plain(inputs), targets) / steps
+        controller.backward(loss)
+        if (index + 1) % steps == 0 or index == 4:
+            controller.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            controller.step(optimizer)
+            controller.update()
+            optimizer.zero_grad()
+    assert same(weights(net.net), weights(plain.net))
+    assert controller_of(run).status().num_steps == -(-5 // steps)
+    assert not same(weights(net.net), weights(Net().net)), "nothing was trained"
+
+
+def test_data_that_is_not_finite_stops_the_run_and_keeps_the_precision(tmp_path: Path) -> None:
+    net = Net(first_large=3, factor=float("nan"))
+    run = trainer(tmp_path, **trainer_arguments(fp16()))
+    with pytest.raises(NotPrecisionError, match="the input"):
+        run.fit(net, loader())
+    assert controller_of(run).status().precision == "fp16"
+    assert are_finite(net.net[0])
+
+
+def test_a_fallback_measured_with_another_batch_size_ends_with_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+    config = fp16(fallback=[FallbackPlan(precision="fp32", batch_size=2, accumulation_steps=2)])
+    with pytest.raises(DemotedError, match="batch size 2 and 2 accumulation steps, not 4 and 1"):
+        trainer(tmp_path, plugins=[AutotunePrecision(config)]).fit(Net(first_large=5), loader())
+
+    net, callback = Net(first_large=5), AutotuneCallback()
+    run = trainer(tmp_path, **trainer_arguments(config, callbacks=[callback]))
+    run.fit(net, loader())
+    assert callback.demotion is not None
+    assert callback.checkpoint_path == tmp_path / "autotune_amp.ckpt"
+    assert 5 < len(net.dtypes) < NUM_BATCHES, "it went on to the end"
+    below = callback.demotion.config
+    assert (below.precision, below.batch_size, below.accumulation_steps) == ("fp32", 2, 2)
+
+    resumed = Net()
+    again = trainer(tmp_path, **trainer_arguments(below))
+    again.fit(resumed, loader(2 * NUM_BATCHES, 2), ckpt_path=callback.checkpoint_path)
+    assert set(resumed.dtypes) == {None}
+    assert controller_of(again).status().num_updates > run.global_step
+    assert are_finite(resumed)
+
+
+class Pair(lightning.LightningModule):
+    """Two optimizers by hand, both backward passes before the steps; the second's gradient is clipped to norm 0.1."""
+
+    def __init__(self, first_large: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.one, self.other = nn.Linear(8, 1), nn.Linear(8, 1)
+        self.first_large = first_large
+        self.dtypes: list[torch.dtype | None] = []
+        self.stepped: list[tuple[bool, bool]] = []
+        self.moved: list[float] = []  # by the second
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        inputs, targets = batch
+        optimizers: Any = self.optimizers()
+        first, second = optimizers
+        self.dtypes.append(ambient())
+        factor = 3e3 if batch_idx >= self.first_large else 1.0
+        for optimizer, layer, scaling in ((first, self.one, 1.0), (second, self.other, factor)):
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.mse_loss(layer(inputs * scaling), targets))
+        self.clip_gradients(second, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        before = self.other.weight.detach().clone()
+        self.stepped.append((bool(first.step()), bool(second.step())))
+        self.moved.append(float((self.other.weight.detach() - before).norm()))
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.one, self.other)]
+
+
+def test_manual_optimization_with_two_optimizers_is_guarded_and_demoted(tmp_path: Path) -> None:
+    pair = Pair(first_large=6)
+    run = trainer(tmp_path, **trainer_arguments(fp16(fallback=["fp32"])))
+    run.fit(pair, loader())
+    status = controller_of(run).status()
+    assert [(move.kind, move.after) for move in status.history] == [("demotion", "fp32")]
+    assert (pair.dtypes[5], pair.dtypes[-1]) == (FP16, None)
+    assert set(pair.stepped[:6]) == {(True, True)}
+    assert (True, False) in pair.stepped, "only the one that overflows skips"
+    assert pair.stepped[-1] == (True, True)
+    assert pair.moved[0] == pytest.approx(0.01 * 0.1, rel=0.1), "clipped to the norm of the scaled gradients"
+    assert status.num_updates == NUM_BATCHES, "one update for each training_step"
+    assert are_finite(pair)
+
+
+def test_every_value_of_the_config_is_in_the_live_trainer(tmp_path: Path) -> None:
+    scale = LossScale(init_scale=512.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=3)
+    config = fp16(loss_scale=scale, accumulation_steps=2)
+    run = trainer(tmp_path, **trainer_arguments(config, max_steps=2))
+    run.fit(Net(), loader())
+    controller = controller_of(run)
+    assert (run.accumulate_grad_batches, run.precision, run.global_step) == (2, "16-mixed", 2)
+    assert (controller.config, controller.get_scale()) == (config, 512.0)
+    assert (controller.get_growth_factor(), controller.get_backoff_factor()) == (4.0, 0.25)
+    assert (controller.get_growth_interval(), controller.status().num_updates) == (3, 2)
+
+
+def test_the_callback_warns_of_settings_that_are_not_the_configs(tmp_path: Path) -> None:
+    config = fp16(batch_size=8, accumulation_steps=2, num_workers=1)
+    run = trainer(tmp_path, plugins=[AutotunePrecision(config)], callbacks=[AutotuneCallback()], max_steps=1)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        run.fit(Net(), loader())
+    said = [str(warning.message).split(";")[0] for warning in warned if "the config says" in str(warning.message)]
+    assert said == [
+        "Trainer(accumulate_grad_batches) is 1",
+        "DataLoader(batch_size) is 4",
+        "DataLoader(num_workers) is 0",
+    ]
+
+
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+    class Closures(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(InvalidRequestError, match="LBFGS"):
+        trainer(tmp_path, plugins=[AutotunePrecision(fp16())]).fit(Closures(), loader())
+    with pytest.raises(InvalidRequestError, match="found Precision as"):
+        trainer(tmp_path, callbacks=[AutotuneCallback()]).fit(Net(), loader())
+    with pytest.raises(InvalidRequestError, match="a precision of its own, '16-mixed'"):
+        trainer_arguments(fp16(), precision="16-mixed")
+    with pytest.raises(InvalidRequestError, match="accumulate_grad_batches=4 contradicts the config's 1"):
+        trainer_arguments(fp16(), accumulate_grad_batches=4)
+    with pytest.raises(InvalidRequestError, match="no controller yet"):
+        _ = AutotunePrecision(fp16()).controller

@@ -1,0 +1,260 @@
+"""A Workload from a LightningModule and a DataModule: what its trials run, and what becomes of the live objects."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from conftest import CommandLine
+from lightning_samples import Net, loader, same, trainer, weights
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from autotune_amp import AmpConfig, Workload, precision
+from autotune_amp.errors import WorkloadError
+from autotune_amp.integrations.lightning import trainer_arguments
+from autotune_amp.packing import pack, unpack
+from autotune_amp.trial import data
+from autotune_amp.trial.amp import TrialAmp
+from autotune_amp.trial.optimizers import each, make_optimizer
+from autotune_amp.trial.state import LoopState
+from autotune_amp.trial.step import make_model
+from autotune_amp.workload import make_workload
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers which may be a bottleneck"),  # tiny data on purpose
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),  # Lightning under this torch
+]
+
+
+class Data(lightning.LightningDataModule):
+    """Doubles the inputs after their transfer."""
+
+    def setup(self, stage: str) -> None:
+        assert stage == "fit"
+        inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(2))
+        self.samples = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.samples, batch_size=4, shuffle=True)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] * 2, batch[1]]
+
+
+class Scheduled(Net):
+    """Asks the Trainer how long it trains, and uses its logger."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        assert self.trainer.current_epoch == 0
+        self.logger.experiment.add_scalar("batch", batch_idx)  # type: ignore[union-attr] # TensorBoard's
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_trial_runs_the_modules_own_step_optimizers_and_loader() -> None:
+    live, datamodule = Scheduled(), Data()
+    before = weights(live)
+    workload = make_workload(unpack(pack(Workload.from_lightning(live, datamodule, name="mine"))), "a test")
+    assert (workload.name, data.describe(workload.data)) == ("mine", ("DataLoader, 0 workers", 4, 32))
+    module = make_model(workload)
+    assert isinstance(module, Scheduled)
+    (optimizer,) = each(make_optimizer(workload, module))
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in module.parameters()}
+    assert (type(optimizer), optimizer.param_groups[0]["max_lr"]) == (torch.optim.AdamW, 0.1)
+    batch = next(data.stream(workload.data, 16))
+    assert batch[0].shape == (16, 8)
+    assert workload.loss is not None
+    loss = workload.loss(module, batch)
+    expected = nn.functional.mse_loss(Net()(batch[0] * 2), batch[1])
+    assert torch.equal(loss, expected)
+    loss.backward()
+    optimizer.step()
+    assert not same(weights(module.net), weights(live.net))
+    assert same(weights(live), before)
+    assert live._trainer is None
+    assert datamodule.trainer is None
+    assert not hasattr(datamodule, "samples")
+
+
+class Counted(Data):
+    """Knows after its setup how many inputs there are, and augments in training alone."""
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self.num_inputs = self.samples[0][0].numel()
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        assert self.trainer is not None
+        assert self.trainer.training
+        return super().on_after_batch_transfer(batch, dataloader_idx)
+
+
+def warm_up(trainer: lightning.Trainer, optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 100)
+
+
+def by_epochs(trainer: Any, optimizer: torch.optim.Optimizer) -> Any:
+    num_batches = len(trainer.datamodule.train_dataloader())
+    return torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=0.5, epochs=trainer.max_epochs, steps_per_epoch=num_batches, cycle_momentum=False
+    )
+
+
+def by_steps(trainer: Any, optimizer: torch.optim.Optimizer) -> Any:
+    trainer.fit_loop.setup_data()
+    assert (trainer.num_training_batches, len(trainer.train_dataloader)) == (8, 8)
+    assert trainer.estimated_stepping_batches == 8 * trainer.max_epochs
+    return torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=0.5, total_steps=trainer.estimated_stepping_batches, cycle_momentum=False
+    )
+
+
+class Asking(Net):
+    """Asks its Trainer for the DataModule, and for how long it trains."""
+
+    def __init__(self, schedule: Any, *, is_manual: bool = False) -> None:
+        super().__init__()
+        self.schedule = schedule
+        self.automatic_optimization = not is_manual
+
+    def setup(self, stage: str) -> None:
+        trainer: Any = self.trainer
+        self.num_inputs = trainer.datamodule.num_inputs
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.75)
+        return [optimizer], [self.schedule(self.trainer, optimizer)]
+
+
+@pytest.mark.parametrize("is_manual", [False, True])
+@pytest.mark.parametrize(("schedule", "rate"), [(warm_up, 0.02), (by_epochs, 0.05), (by_steps, 0.05)])
+def test_a_module_may_ask_its_trainer_and_a_warm_up_begins_at_a_tenth_of_its_peak(
+    schedule: Any, rate: float, is_manual: bool
+) -> None:
+    live = Workload.from_lightning(Asking(schedule, is_manual=is_manual), Counted())
+    workload = make_workload(unpack(pack(live)), "a test")
+    made: Any = make_model(workload)
+    module = made.held["module"] if is_manual else made
+    (optimizer,) = made.held["optimizers"] if is_manual else each(make_optimizer(workload, module))
+    assert module.num_inputs == 8
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+    assert optimizer.param_groups[0]["momentum"] == 0.75
+    if workload.loss is not None:
+        assert workload.loss(module, next(data.stream(workload.data, 4))).isfinite()
+
+
+class Pair(lightning.LightningModule):
+    """Manual optimization of two layers, each with its own optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.one, self.other = nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> None:
+        optimizers: Any = self.optimizers()
+        for optimizer, layer in zip(optimizers, (self.one, self.other), strict=True):
+            loss = nn.functional.mse_loss(layer(batch[0]), batch[1])
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.log("loss", loss)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.one, self.other)]
+
+
+def test_a_module_with_manual_optimization_becomes_a_loop(tmp_path: Any) -> None:
+    live, batches = Pair(), loader(5)
+    workload = make_workload(unpack(pack(Workload.from_lightning(live, batches))), "a test")
+    state = make_model(workload)
+    assert isinstance(state, LoopState)
+    config = AmpConfig(precision="bf16", batch_size=4)
+    amp = TrialAmp(lambda: precision.autocast("bf16", "cpu"), "cpu", config)
+    assert workload.train_step is not None
+    for batch in batches:
+        amp.begin()
+        workload.train_step(state.held, batch, amp)
+    assert (amp.num_autocasts, amp.num_scalings, amp.num_steps, amp.num_updates) == (5, 10, 10, 10)
+
+    trained = Pair()
+    trainer(tmp_path, **trainer_arguments(config)).fit(trained, batches)
+    assert same(weights(state.held["module"]), weights(trained)), "not what the Trainer does"
+    assert same(weights(live), weights(Pair()))
+
+
+def test_what_is_no_training_of_lightnings_is_refused() -> None:
+    class Several(Data):
+        def train_dataloader(self) -> Any:
+            return [super().train_dataloader()] * 2
+
+    with pytest.raises(WorkloadError, match="returned several loaders, as a list"):
+        Workload.from_lightning(Net(), Several())
+    with pytest.raises(WorkloadError, match="was given a str; it must be a LightningModule"):
+        Workload.from_lightning("Net", Data())
+    with pytest.raises(WorkloadError, match="it must be a LightningModule"):
+        make_model(Workload.from_lightning(lambda: nn.Linear(1, 1), Data()))
+    with pytest.raises(WorkloadError, match="returned a Pair with manual optimization"):
+        make_model(Workload.from_lightning(Pair, Data()))
+
+
+@pytest.mark.slow
+def test_a_search_on_a_live_module_recommends_and_leaves_it_bit_for_bit_alone(cli: CommandLine) -> None:
+    script = """
+import lightning, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from autotune_amp import Workload, recommend_config
+
+class Net(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.mse_loss(self.layers(batch[0]), batch[1])
+        self.log("loss", loss)
+        return {"loss": loss}
+
+    def configure_optimizers(self):
+        return [torch.optim.AdamW(self.parameters(), lr=0.001)]
+
+class Data(lightning.LightningDataModule):
+    def setup(self, stage):
+        self.samples = TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
+
+    def train_dataloader(self):
+        return DataLoader(self.samples, batch_size=8, shuffle=True)
+
+module, datamodule = Net(), Data()
+trainer = lightning.Trainer(accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False,
+                            enable_progress_bar=False, enable_model_summary=False)
+trainer.fit(module, datamodule)
+
+def snapshot():
+    return [value.numpy().tobytes() for value in (*module.state_dict().values(), torch.get_rng_state())]
+
+before, attached = snapshot(), module.trainer
+found = recommend_config(Workload.from_lightning(module, datamodule), budget=60, precision="fp32", batch_size=(4, 8),
+                         device="cpu")
+assert snapshot() == before and module.trainer is attached and datamodule.trainer is trainer
+print(found.config.precision, found.config.batch_size * found.config.accumulation_steps)
+"""
+    (cli.folder / "script.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=cli.folder, env=cli.environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "fp32 8\n"
+    assert cli.failures() == []

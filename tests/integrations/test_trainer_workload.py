@@ -1,0 +1,315 @@
+"""Workload.from_trainer: a trial's step is the trainer's own, and the trainer is left as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import Tensor, nn
+from trainer_samples import Notes, arguments, halved, rows
+from transformers import (
+    BertConfig,
+    BertForQuestionAnswering,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
+
+from autotune_amp import AmpConfig, Workload, recommend_config
+from autotune_amp.errors import WorkloadError
+from autotune_amp.fingerprint.walk import workload_parts
+from autotune_amp.integrations.transformers import AutotuneTrainer
+from autotune_amp.packing import pack, unpack
+from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.step import Training, make_model, make_training
+
+BATCH, VOCABULARY = 4, 64
+
+
+def sentences(num_rows: int = 48) -> list[dict[str, list[int]]]:
+    generator = torch.Generator().manual_seed(2)
+    lengths = torch.randint(4, 17, (num_rows,), generator=generator).tolist()
+    return [{"input_ids": torch.randint(1, VOCABULARY, (n,), generator=generator).tolist()} for n in lengths]
+
+
+def padded(samples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    rows = [torch.tensor(sample["input_ids"]) for sample in samples]
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    labels = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
+    return {"input_ids": ids, "attention_mask": (labels != -100).long(), "labels": labels}
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    plain: dict[str, Any] = {
+        "resid_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    return GPT2LMHeadModel(GPT2Config(**shape, **plain))
+
+
+def token_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+    logits, targets = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+
+def trainer(folder: Path, kind: type[Trainer] = Trainer, *, loss: Any = None, **options: Any) -> Any:
+    plain: dict[str, Any] = {
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "weight_decay": 0.1,
+    }
+    args = TrainingArguments(str(folder), per_device_train_batch_size=BATCH, max_steps=2, **plain, **options)
+    return kind(gpt2(), args, train_dataset=sentences(), data_collator=padded, compute_loss_func=loss)
+
+
+@contextmanager
+def another_process() -> Iterator[None]:
+    """Accelerate's state is the process's; what runs here finds none, as in a trial, and leaves none."""
+    shared = [kind._shared_state for kind in (PartialState, AcceleratorState, GradientState)]
+    before = [dict(state) for state in shared]
+    try:
+        yield
+    finally:
+        for state, contents in zip(shared, before, strict=True):
+            state.clear()
+            state.update(contents)
+
+
+def trial(workload: Workload, **candidate: Any) -> Training:
+    """What a trial makes of it, on the copy that travels there."""
+    there = unpack(pack(workload))
+    assert isinstance(there, Workload)
+    spec = TrialSpec(candidate=Candidate(**{"precision": "fp32", "batch_size": BATCH, **candidate}), device="cpu")
+    training = make_training(there, make_model(there), spec)
+    assert isinstance(training, Training)
+    return training
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("own_loss", [None, token_loss])
+def test_a_trials_gradient_is_that_of_the_trainers_own_training_step(tmp_path: Path, own_loss: Any) -> None:
+    live = trainer(tmp_path, loss=own_loss)
+    batch = padded(sentences()[:BATCH])
+    with another_process():
+        training = trial(Workload.from_trainer(live))
+        loss = training.forward_backward(copy.deepcopy(batch))
+    (inputs,), num_items = live.get_batch_samples(iter([batch]), 1, live.args.device)
+    live.current_gradient_accumulation_steps = 1
+    expected = live.training_step(live.model, inputs, num_items)
+    assert torch.equal(loss, expected)
+    found, theirs = gradients(training.model), gradients(live.model)
+    assert found.keys() == theirs.keys()
+    assert all(torch.equal(found[name], theirs[name]) for name in theirs)
+
+
+def test_a_trial_takes_the_optimizer_loader_and_preparation_of_the_trainer(tmp_path: Path) -> None:
+    live = trainer(tmp_path, activation_checkpointing=True, optim="adamw_torch", adam_beta2=0.95, learning_rate=0.01)
+    with another_process():
+        training = trial(Workload.from_trainer(live), batch_size=6, accumulation_steps=2)
+        training.start_loading()
+        batch = training.next_batch()
+        training.forward_backward(batch)
+        training.close()
+    names = {id(parameter): name for name, parameter in training.model.named_parameters()}
+    decayed, others = training.optimizer.param_groups
+    assert {names[id(p)] for p in decayed["params"]} == {*live.get_decay_parameter_names(live.model)} & {
+        *names.values()
+    }
+    assert len(decayed["params"]) + len(others["params"]) == len(names)
+    assert isinstance(training.optimizer, torch.optim.AdamW)
+    assert [(g["weight_decay"], g["lr"], g["betas"][1]) for g in (decayed, others)] == [
+        (0.1, 0.01, 0.95),
+        (0, 0.01, 0.95),
+    ]
+    assert batch["input_ids"].shape[0] == 6
+    assert training.model.is_activation_checkpointing
+    assert not live.model.is_activation_checkpointing
+
+
+def test_after_a_training_a_trial_has_a_tenth_of_the_learning_rate_that_its_schedule_took_to_nothing(
+    tmp_path: Path,
+) -> None:
+    live = trainer(tmp_path, learning_rate=0.01)
+    live.train()
+    rates = [group["lr"] for group in live.optimizer.param_groups]
+    assert rates == [0.0, 0.0]
+    with another_process():
+        training = trial(Workload.from_trainer(live))
+        before = {name: value.clone() for name, value in training.model.state_dict().items()}
+        training.forward_backward(padded(sentences()[:BATCH]))
+        training.update()
+    assert [group["lr"] for group in training.optimizer.param_groups] == pytest.approx([0.001, 0.001])
+    assert not same(before, training.model.state_dict())
+    assert [group["lr"] for group in live.optimizer.param_groups] == rates
+
+
+def test_it_runs_under_the_trials_autocast_and_says_what_runs_today(tmp_path: Path) -> None:
+    live: Any = Trainer(
+        Notes(),
+        arguments(AmpConfig(precision="bf16", batch_size=BATCH, accumulation_steps=3), tmp_path),
+        train_dataset=rows(BATCH),
+    )
+    with another_process():
+        workload = Workload.from_trainer(live)
+        training = trial(workload)
+        training.forward_backward(padded_rows())
+    assert training.model.runs == {0: {(None, torch.float32, BATCH)}}  # not the trainer's own bf16
+    assert (workload.accumulation_steps, workload.precision, workload.weighs_passes) == (3, "bf16", False)
+    assert workload.data.batch_size == BATCH
+
+
+def padded_rows() -> dict[str, Tensor]:
+    made = rows(BATCH)
+    return {name: torch.stack([row[name] for row in made]) for name in made[0]}
+
+
+class MeanLoss(Trainer):
+    """Says that its loss is a mean, whatever its model takes."""
+
+    loss_is_scaled_for_ga = False
+
+
+def finding_spans(folder: Path) -> Any:
+    """Labels that do not go by that name, in which a Trainer counts nothing."""
+    shape: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    plain: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = BertForQuestionAnswering(BertConfig(vocab_size=VOCABULARY, **shape, **plain))
+    data = [{"input_ids": [1, 2, 3, 4], "start_positions": 1, "end_positions": 2}] * BATCH
+    made: Any = Trainer(model, trainer(folder).args, train_dataset=data, data_collator=default_data_collator)
+    assert made.model_accepts_loss_kwargs
+    return made
+
+
+@pytest.mark.parametrize(
+    ("made", "weighs"),
+    [(trainer, True), (lambda folder: trainer(folder, MeanLoss), False), (finding_spans, False)],
+)
+def test_it_weighs_passes_where_the_trainer_does_not_divide_by_their_number(
+    tmp_path: Path, made: Callable[[Path], Any], weighs: bool
+) -> None:
+    live = made(tmp_path)
+    losses = []
+    for num_passes in (1, 2):
+        live.current_gradient_accumulation_steps = num_passes
+        batch = live.data_collator(live.train_dataset[:BATCH])
+        (inputs,), num_items = live.get_batch_samples(iter([batch]), 1, live.args.device)
+        losses.append(float(live.training_step(live.model, inputs, num_items)))
+    assert losses[0] == pytest.approx(losses[1] if weighs else 2 * losses[1])
+    assert Workload.from_trainer(live).weighs_passes is weighs
+
+
+def test_two_trainers_made_alike_are_the_same_workload(tmp_path: Path) -> None:
+    (one, unknown), (other, _) = (
+        workload_parts(Workload.from_trainer(trainer(tmp_path / name))) for name in ("one", "other")
+    )
+    assert unknown == ()
+    assert one == other
+    changed, _ = workload_parts(Workload.from_trainer(trainer(tmp_path, label_smoothing_factor=0.1)))
+    assert one != changed
+
+
+def test_what_cannot_be_searched_is_refused(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            loss: Any = self.compute_loss(model, inputs)
+            loss.backward()
+            return torch.zeros(())
+
+    with another_process(), pytest.raises(WorkloadError, match=r"Own.training_step did not call self.accelerator"):
+        trial(Workload.from_trainer(trainer(tmp_path, Own))).forward_backward(padded(sentences()[:BATCH]))
+    live = trainer(tmp_path)
+    live.train_dataset = None
+    with pytest.raises(WorkloadError, match="no train_dataset"):
+        Workload.from_trainer(live)
+    config = AmpConfig(precision="fp32", batch_size=BATCH)
+    with pytest.raises(WorkloadError, match="is an AutotuneTrainer"):
+        Workload.from_trainer(AutotuneTrainer(gpt2(), arguments(config, tmp_path), amp_config=config))
+
+
+def test_what_runs_today_must_be_possible() -> None:
+    with pytest.raises(WorkloadError, match=r"accumulation_steps=0"):
+        Workload(gpt2, lambda model, batch: model(**batch).loss, sentences(), accumulation_steps=0)
+    with pytest.raises(WorkloadError, match=r"accumulation_steps=2.*1 for a loop"):
+        Workload(build=dict, train_step=lambda state, batch, amp: None, data=sentences(), accumulation_steps=2)
+    with pytest.raises(WorkloadError, match=r"precision='int8'"):
+        Workload(gpt2, lambda model, batch: model(**batch).loss, sentences(), precision="int8")  # type: ignore[arg-type]
+
+
+def test_a_fallback_in_a_smaller_batch_keeps_a_loss_that_is_normalised_by_tokens(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    plain = AmpConfig(precision="fp32", batch_size=BATCH, accumulation_steps=2)
+    options: dict[str, Any] = {"use_cpu": True, "max_steps": 2, "report_to": "none", "disable_tqdm": True}
+    options |= {"train_sampling_strategy": "sequential", "optim": "sgd", "learning_rate": 0.1, "save_strategy": "no"}
+    data: dict[str, Any] = {"train_dataset": sentences(), "data_collator": padded}
+    theirs: Any = Trainer(gpt2(), plain.to_training_arguments(output_dir=folder, **options), **data)
+    config = AmpConfig(precision="bf16", batch_size=BATCH, accumulation_steps=2, fallback=[halved(plain)])
+    args = config.to_training_arguments(output_dir=folder, **options)
+    ours: Any = AutotuneTrainer(gpt2(), args, amp_config=config, **data)
+    ours.controller.set_precision("fp32")
+    sizes: list[int] = []
+    ours.model.register_forward_pre_hook(
+        lambda model, args, kwargs: sizes.append(len(kwargs["labels"])), with_kwargs=True
+    )
+    ours.train()
+    theirs.train()
+    assert sizes == [BATCH // 2] * 8
+    for mine, reference in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, reference)
+
+
+def snapshot(live: Any) -> list[Any]:
+    """What of the trainer and of the process a search might change."""
+    return [
+        {name: value.clone() for name, value in live.model.state_dict().items()},
+        {name: id(value) for name, value in vars(live).items()},
+        copy.copy(vars(live.args)),
+        live.model.training,
+        torch.get_rng_state(),
+        np.random.get_state(legacy=False)["state"]["key"].copy(),
+        dict(AcceleratorState._shared_state),
+    ]
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return bool((one == other).all()) if isinstance(one, Tensor | np.ndarray) else bool(one == other)
+
+
+@pytest.mark.slow
+def test_a_search_recommends_for_a_trainer_and_leaves_it_as_it_was(tmp_path: Path) -> None:
+    live = trainer(tmp_path, gradient_accumulation_steps=2)
+    before = snapshot(live)
+    options: dict[str, Any] = {"precision": "fp32", "budget": 75.0, "trials": 2, "out": str(tmp_path), "quiet": True}
+    found = recommend_config(Workload.from_trainer(live), **options)
+    assert all(map(same, before, snapshot(live)))
+    baseline = found.evidence.baseline.config
+    assert (baseline.batch_size, baseline.accumulation_steps) == (BATCH, 2)
+    config = found.config
+    assert config.batch_size * config.accumulation_steps == 2 * BATCH
+    assert found.evidence.accumulation is not None
+    assert found.evidence.accumulation.verdict == "weighted"
+    assert not any("share of the window" in warning for warning in found.warnings), "the Trainer does so by itself"
+    args = config.to_training_arguments(output_dir=str(tmp_path), use_cpu=True, max_steps=1, report_to="none")
+    tuned = AutotuneTrainer(live.model, args, train_dataset=sentences(), data_collator=padded, amp_config=config)
+    tuned.train()
+    assert tuned.state.global_step == 1

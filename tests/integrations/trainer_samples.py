@@ -1,0 +1,99 @@
+"""What tests of the Transformers integration share: a tiny model that notes how it was run, data that breaks fp16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from autotune_amp.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.integrations.transformers import AutotuneTrainer
+
+WIDTH, BATCH = 4, 4
+LARGE = 1e6  # past what fp16 holds; harmless in bf16 and fp32
+Run = tuple[torch.dtype | None, torch.dtype, int]  # autocast, what a layer puts out, samples
+
+
+class Notes(nn.Module):
+    """Two layers side by side, so that no single one can be pinned against an input that is too large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)
+        self.step = 0
+        self.runs: dict[int, set[Run]] = {}  # by optimizer step
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        one = self.one(inputs)
+        self.runs.setdefault(self.step, set()).add((autocast, one.dtype, len(inputs)))
+        logits = one + self.other(inputs)
+        means = logits / inputs.abs().amax(1, keepdim=True)
+        return {"loss": nn.functional.mse_loss(means.squeeze(1), labels), "logits": logits}
+
+    def dtypes(self, first: int, last: int) -> set[tuple[torch.dtype | None, torch.dtype]]:
+        """How it was run in these optimizer steps, `last` not among them."""
+        return {run[:2] for step in range(first, last) for run in self.runs[step]}
+
+
+class StepNumbers(TrainerCallback):
+    """Tells the model at which optimizer step it is."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["model"].step = state.global_step
+
+
+def rows(num_rows: int, large: range = range(0)) -> list[dict[str, Tensor]]:
+    """Rows whose labels a line fits; those in `large` have inputs past fp16's range."""
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for index in range(num_rows):
+        inputs = torch.randn(WIDTH, generator=generator)
+        made.append({"inputs": inputs * (LARGE if index in large else 1.0), "labels": inputs.mean()})
+    return made
+
+
+def fp16(*fallback: Any, **options: Any) -> AmpConfig:
+    return AmpConfig(
+        **{
+            "precision": "fp16",
+            "batch_size": BATCH,
+            "loss_scale": LossScale(init_scale=1024.0),
+            "fallback": fallback or ("bf16", "fp32"),
+            **options,
+        }
+    )
+
+
+def halved(config: AmpConfig) -> FallbackPlan:
+    """fp32 in half of the config's batch."""
+    return FallbackPlan(
+        precision="fp32", batch_size=config.batch_size // 2, accumulation_steps=2 * config.accumulation_steps
+    )
+
+
+def arguments(config: AmpConfig, folder: Path, **options: Any) -> Any:
+    plain = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
+    sequential = {"train_sampling_strategy": "sequential", "learning_rate": 0.05}
+    return config.to_training_arguments(**{"output_dir": str(folder), **plain, **sequential, **options})
+
+
+def trainer(config: AmpConfig, folder: Path, data: Any, **options: Any) -> Any:
+    """An AutotuneTrainer over `Notes`; `options` are TrainingArguments'."""
+    controller_options = options.pop("controller_options", None)
+    return AutotuneTrainer(
+        Notes(),
+        arguments(config, folder, **options),
+        train_dataset=data,
+        callbacks=[StepNumbers()],
+        amp_config=config,
+        controller_options=controller_options,
+    )
+
+
+def all_finite(model: nn.Module) -> bool:
+    return all(bool(weight.isfinite().all()) for weight in model.parameters())

@@ -1,0 +1,173 @@
+"""Loops of their own are held against fp32 as a whole step: what every optimizer would have stepped on."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import loop_samples
+import pytest
+import torch
+from loop_samples import LOOPS, batches, mlp
+from torch import Tensor, nn
+
+from autotune_amp import Workload, torch_state
+from autotune_amp.config import Precision
+from autotune_amp.numerics.passes import Passes, Subject
+from autotune_amp.numerics.results import Calibration, Fidelity
+from autotune_amp.trial import checks
+from autotune_amp.trial.bench import Bench
+from autotune_amp.trial.outcome import CheckOutcome, Failure
+from autotune_amp.trial.spec import CheckKind, CheckSpec
+
+
+def spec(precision: Precision, what: CheckKind = "fidelity") -> CheckSpec:
+    return CheckSpec(
+        what=what, precision=precision, batch_size=32, device="cpu", seed=3, torch_state=torch_state.capture()
+    )
+
+
+def checked(workload: Workload, precision: Precision, what: CheckKind = "fidelity") -> CheckOutcome:
+    return checks.check(Bench(workload, is_kept=False), spec(precision, what), lambda _: None)
+
+
+def subject(workload: Workload) -> Subject:
+    torch.manual_seed(0)
+    return checks._subject(Bench(workload, is_kept=False), spec("bf16"))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", sorted(LOOPS))
+def test_a_healthy_loop_is_faithful(name: str, precision: Precision) -> None:
+    found = checked(LOOPS[name](), precision)
+    assert isinstance(found, Fidelity)
+    assert (found.verdict, found.num_paired_steps) == ("faithful", 8)
+    trained = {"gan": ("nets.generator", "nets.discriminator"), "diffusion": ("denoiser",)}[name]
+    assert found.worst_parameters
+    assert all(parameter.name.startswith(trained) for parameter in found.worst_parameters)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_sum_in_low_precision_is_not(precision: Precision) -> None:
+    found = checked(loop_samples.sick(), precision)
+    assert isinstance(found, Fidelity)
+    assert found.verdict == "unfaithful"
+    assert not found.culprits
+
+
+def test_its_loss_scale_is_measured_by_bisection() -> None:
+    found = checked(LOOPS["diffusion"](), "fp16", "calibration")
+    assert isinstance(found, Calibration)
+    assert list(found.bisected_log2_scales.values()) == list(found.log2_scales)
+    assert found.init_scale is not None
+
+
+def test_a_check_leaves_the_state_as_it_was_and_steps_nothing() -> None:
+    bench = Bench(LOOPS["gan"](), is_kept=True)
+    model = bench.model(torch.device("cpu"))
+    before = copy.deepcopy(model.state_dict())
+    assert isinstance(checks.check(bench, spec("bf16"), lambda _: None), Fidelity)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    held: Any = model.held
+    assert held["num_steps"] == 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_weights_in_half_precision_are_unchecked() -> None:
+    def build() -> dict[str, Any]:
+        net = mlp(8, 1).bfloat16()
+        return {"net": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
+
+    def step(state: dict[str, Any], batch: Tensor, amp: Any) -> None:
+        raise AssertionError("not to be run")
+
+    found = checked(Workload(build=build, train_step=step, data=batches), "bf16")
+    assert isinstance(found, Fidelity)
+    assert found.verdict == "unchecked"
+    assert "half precision" in found.reason
+
+
+def test_optimizers_that_share_a_parameter_are_checked() -> None:
+    found = checked(loop_samples.sharing(), "bf16")
+    assert isinstance(found, Fidelity)
+    assert (found.verdict, found.num_paired_steps) == ("faithful", 8)
+
+
+def test_a_call_that_does_not_step_is_unchecked() -> None:
+    found = checked(loop_samples.accumulating(), "bf16")
+    assert isinstance(found, Fidelity)
+    assert (found.verdict, found.precision) == ("unchecked", "bf16")
+    assert "takes no optimizer step" in found.reason
+    failure = checked(loop_samples.accumulating(), "fp16", "calibration")
+    assert isinstance(failure, Failure)
+    assert failure.kind == "workload_error"
+
+
+# -- one pass ----------------------------------------------------------------------------------------------------------
+
+
+def linear() -> dict[str, Any]:
+    net = nn.Linear(8, 1)
+    return {"net": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
+
+
+def clipping_step(clip: Any) -> Any:
+    def step(state: dict[str, Any], batch: Tensor, amp: Any) -> None:
+        with amp.autocast():
+            loss = state["net"](batch).float().square().mean()
+        amp.backward(loss)
+        amp.unscale_(state["optimizer"])
+        clip(state["net"].parameters())
+        amp.step(state["optimizer"])
+        amp.update()
+
+    return step
+
+
+def test_a_pass_holds_what_the_optimizer_would_have_stepped_on_whatever_the_scale() -> None:
+    step = clipping_step(lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.01))
+    made = subject(Workload(build=linear, train_step=step, data=batches))
+    passes = Passes(made)
+    one, other = passes.run(0, "fp32"), passes.run(0, "fp32", scale=2.0**20)
+    assert one.loss == other.loss
+    torch.testing.assert_close(one.gradients, other.gradients, rtol=0, atol=0)
+    assert sorted(one.gradients) == ["net.bias", "net.weight"]
+    norm = torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in one.gradients.values()]))
+    assert norm == pytest.approx(0.01, rel=1e-4)
+
+
+def test_an_overflow_is_seen_although_clipping_by_value_hides_it() -> None:
+    step = clipping_step(lambda parameters: nn.utils.clip_grad_value_(parameters, 1.0))
+    passes = Passes(subject(Workload(build=linear, train_step=step, data=batches)))
+    assert not passes.run(0, "fp16", scale=2.0**30).is_finite
+    assert passes.run(0, "fp16", scale=2.0**4).is_finite
+
+
+def test_a_parameter_stepped_twice_counts_with_its_last_gradient() -> None:
+    def step(state: dict[str, Any], batch: Tensor, amp: Any) -> None:
+        for factor in (1.0, 3.0):
+            state["optimizer"].zero_grad()
+            with amp.autocast():
+                loss = factor * state["net"](batch).mean()
+            amp.backward(loss)
+            amp.step(state["optimizer"])
+        amp.update()
+
+    done = Passes(subject(Workload(build=linear, train_step=step, data=batches))).run(0, "fp32")
+    assert done.gradients["net.bias"].item() == pytest.approx(3.0)
+
+
+def test_a_training_run_steps_every_optimizer_from_its_first_state() -> None:
+    made = subject(LOOPS["gan"]())
+    passes = Passes(made)
+    ends = []
+    for _ in range(2):
+        passes.restore()
+        optimizer = made.make_optimizer(made.model)
+        for index in range(3):
+            passes.step(optimizer, passes.go_on(index, "fp32").gradients)
+        ends.append(copy.deepcopy(made.model.state_dict()))
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=0)
+    passes.restore()
+    moved = {name for name, value in made.model.state_dict().items() if not torch.equal(value, ends[0][name])}
+    assert {name.split(".")[1] for name in moved} == {"generator", "discriminator"}

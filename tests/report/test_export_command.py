@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from report_samples import evidence, recommendation
+
+from autotune_amp.cli import run
+from autotune_amp.config import AmpConfig
+from autotune_amp.recommendation import Recommendation
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recommendation:
+    """The latest of two recommendations below ./studies."""
+    config = AmpConfig(precision="bf16", batch_size=64, accumulation_steps=2, fallback=("fp32",))
+    best = recommendation(config=config)
+    for name, one in (("older", recommendation()), ("latest", best)):
+        folder = tmp_path / "studies" / name
+        folder.mkdir(parents=True)
+        one.save(folder / "recommendation.json")
+    monkeypatch.chdir(tmp_path)
+    return best
+
+
+def test_export_prints_text_and_notes(saved: Recommendation, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["export", "--to", "torch"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("# studies/latest: bf16 batch 64 x 2, measured at 412 samples/s\n")
+    assert "loader = DataLoader(dataset, batch_size=64)" in captured.out
+    assert captured.err == ""
+    assert run(["export", "studies/latest", "--to", "deepspeed"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["gradient_accumulation_steps"] == saved.config.accumulation_steps
+    assert "Note: Nothing falls back to fp32.\n" in captured.err
+
+
+def test_export_as_a_document(saved: Recommendation, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["export", "--to", "deepspeed", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["format"], document["to"]) == (1, "deepspeed")
+    assert json.loads(document["text"])["train_micro_batch_size_per_gpu"] == saved.config.batch_size
+    assert document["notes"][0] == "studies/latest: bf16 batch 64 x 2, measured at 412 samples/s."
+    assert "Nothing falls back to fp32." in document["notes"]
+
+
+@pytest.mark.usefixtures("saved")
+def test_export_says_what_is_unconfirmed(capsys: pytest.CaptureFixture[str]) -> None:
+    recommendation(evidence=evidence(is_confirmed=False)).save("mine.json")
+    for target in ("env", "torch"):
+        assert run(["export", "mine.json", "--to", target]) == 0
+        assert capsys.readouterr().out.startswith(
+            "# mine.json: bf16 batch 64, measured at 412 samples/s, unconfirmed\n"
+        )
+
+
+@pytest.mark.usefixtures("saved")
+def test_export_writes_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["export", "--to", "accelerate", "--out", "loop.py"]) == 0
+    assert "Accelerator(cpu=True, mixed_precision=" in Path("loop.py").read_text()
+    assert run(["export", "--to", "accelerate", "--out", "accelerate.yaml"]) == 0
+    assert 'mixed_precision: "bf16"\n' in Path("accelerate.yaml").read_text()
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.usefixtures("saved")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--to", "keras"], "no export to 'keras'"), ([], "--to"), (["nowhere", "--to", "torch"], "nowhere")],
+)
+def test_a_wrong_request_is_one_document(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["export", *arguments, "--json"]) == 2
+    document = json.loads(capsys.readouterr().out)
+    assert message in document["error"]["message"]

@@ -1,0 +1,157 @@
+"""A profile as it is read: in words, and on a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import io
+
+import msgspec
+from rich.console import Console
+
+from autotune_amp.profile.results import AmpProfile, Gap, NextStep, Part, PrecisionRow
+from autotune_amp.report.profile import explain, print_profile
+
+PARTS = (
+    Part(name="matrix_products", seconds=0.01, share=0.1),
+    Part(name="slow_matrix_products", seconds=0.03, share=0.3),
+    Part(name="fp32_operations", seconds=0.05, share=0.5, largest=("_softmax", "native_layer_norm")),
+    Part(name="rest", seconds=0.01, share=0.1),
+)
+GAP = Gap(machine_flops_per_second=4e12, attained_flops_per_second=4e11, flops_per_step=40_000_000_000, parts=PARTS)
+PROFILE = AmpProfile(
+    workload="train.py:workload",
+    device="cuda:0",
+    device_name="A card",
+    batch_size=32,
+    accumulation_steps=1,
+    num_batches=10,
+    rows=(
+        PrecisionRow(precision="fp32", step_seconds=0.13, num_steps=10, peak_memory_bytes=2**30, gap=GAP),
+        PrecisionRow(
+            precision="bf16",
+            step_seconds=0.1,
+            num_steps=10,
+            step_seconds_interval=(0.09, 0.11),
+            speedup=1.3,
+            speedup_interval=(1.15, 1.4),
+            verdict="significant",
+            verdicts=("modest", "significant"),
+            peak_memory_bytes=2**29,
+            gap=GAP,
+        ),
+        PrecisionRow(
+            precision="fp16",
+            speedup=0.1,
+            verdict="slower",
+            was_cut=True,
+            reason="cut: at least 10 times slower than fp32",
+        ),
+        PrecisionRow(precision="tf32", failure="oom", reason="it took [red]all[/red] there is"),
+    ),
+    best_precision="bf16",
+    speedup=1.3,
+    verdict="significant",
+    next_steps=(
+        NextStep(precision="bf16", part="fp32_operations", share=0.5, max_speedup=2.0, action="torch.compile"),
+        NextStep(precision="bf16", part="rest", share=0.1, max_speedup=1.11, action="fewer of them"),
+    ),
+    notes=("Something was assumed.",),
+    trace="/tmp/trace.json",
+)
+
+
+def printed(profile: AmpProfile, width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    with console.capture() as capture:
+        print_profile(profile, console)
+    return capture.get()
+
+
+def test_in_words() -> None:
+    lines = explain(PROFILE).splitlines()
+    assert lines[0] == "train.py:workload: 10 batches of 32 samples in each precision on cuda:0 (A card)"
+    assert "bf16: 100 ms, 1.30x (1.15 to 1.40), 512 MiB, significant; the interval spans modest to significant" in lines
+    assert "fp16: <= 0.10x, cut: at least 10 times slower than fp32" in lines
+    assert "tf32: out of memory: it took [red]all[/red] there is" in lines
+    assert (
+        "verdict: bf16: significant, 1.30x (1.15x to 1.40x) over fp32; the interval spans modest to significant"
+    ) in lines
+    assert "rate: bf16: 4.00 TFLOP/s by the machine, 400 GFLOP/s by a step, 10 %" in lines
+    assert f"next step: {PROFILE.next_step}" in lines
+    assert PROFILE.next_step == (
+        "operations kept in fp32, 50 % of a step in bf16: torch.compile; at most 2.00x if it vanished"
+    )
+    assert lines[-1] == "note: Something was assumed."
+
+
+def test_on_a_terminal_of_80_columns() -> None:
+    text = printed(PROFILE)
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+    assert "[red]all[/red]" in " ".join(text.split())
+    assert "matrix products at the machine's rate" in text
+    assert "operations kept in fp32" in text
+    assert "/tmp/trace.json" in text
+
+
+def test_on_50_columns_the_verdict_is_there() -> None:
+    lines = printed(PROFILE, 50).splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= 50
+    row = next(line for line in lines if line.lstrip().startswith("bf16"))
+    assert "signific" in row
+    assert "512 MiB" in row
+
+
+def test_the_heading_tells_the_steps_that_ran() -> None:
+    fp32, bf16, *_ = PROFILE.rows
+    found = msgspec.structs.replace(PROFILE, rows=(fp32, msgspec.structs.replace(bf16, num_steps=12)))
+    assert explain(found).startswith("train.py:workload: 10 to 12 batches of 32 samples in each precision")
+    whole = msgspec.structs.replace(found, rows=(fp32, bf16), accumulation_steps=4)
+    assert explain(whole).startswith("train.py:workload: 10 steps of 4 batches of 32 samples in each precision")
+
+
+def test_where_nothing_could_be_compared_it_says_why() -> None:
+    alone = PrecisionRow(precision="fp32", step_seconds=0.13, peak_memory_bytes=2**30)
+    lacking = PrecisionRow(precision="bf16", reason="the card has none")
+    found = msgspec.structs.replace(
+        PROFILE, rows=(alone, lacking), best_precision=None, speedup=None, verdict=None, next_steps=(), trace=None
+    )
+    assert "verdict: none: bf16: the card has none" in explain(found).splitlines()
+    assert found.gap is None
+    assert found.next_step is None
+    assert "the card has none" in printed(found)
+
+
+def test_what_is_slower_is_to_be_left_off() -> None:
+    row = PrecisionRow(
+        precision="bf16",
+        step_seconds=0.2,
+        speedup=0.6,
+        speedup_interval=(0.5, 0.7),
+        verdict="slower",
+        verdicts=("slower", "slower"),
+    )
+    found = msgspec.structs.replace(PROFILE, rows=(PROFILE.rows[0], row), speedup=0.6, verdict="slower", next_steps=())
+    assert "verdict: bf16: slower: leave it off, 0.60x (0.50x to 0.70x) over fp32" in explain(found).splitlines()
+
+
+def test_a_verdict_in_doubt_is_no_advice_and_what_hangs_is_no_number() -> None:
+    doubtful = PrecisionRow(
+        precision="bf16",
+        step_seconds=0.2,
+        speedup=0.9,
+        speedup_interval=(0.8, 1.1),
+        verdict="slower",
+        verdicts=("slower", "modest"),
+    )
+    hanging = PrecisionRow(precision="fp16", speedup=0.0001, verdict="slower", was_cut=True, reason="cut")
+    found = msgspec.structs.replace(PROFILE, rows=(PROFILE.rows[0], doubtful, hanging), speedup=0.9, verdict="slower")
+    lines = explain(found).splitlines()
+    assert "bf16: 200 ms, 0.90x (0.80 to 1.10), slower; the interval spans slower to modest" in lines
+    assert "fp16: < 0.01x, cut" in lines
+    assert not any("leave it off" in line for line in lines)
+
+
+def test_parts_too_small_for_a_number_have_none() -> None:
+    small = msgspec.structs.replace(PARTS[1], seconds=1e-9, share=1e-8)
+    row = msgspec.structs.replace(PROFILE.rows[0], gap=msgspec.structs.replace(GAP, parts=(PARTS[0], small)))
+    text = printed(msgspec.structs.replace(PROFILE, rows=(row, *PROFILE.rows[1:])))
+    assert "e-" not in text

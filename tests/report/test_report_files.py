@@ -1,0 +1,211 @@
+"""report.html as a file: kept up to date by searches, drawn again by the command, never over what is not ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import Mock
+
+import made_study
+import msgspec
+import pytest
+from made_run_log import made_run
+from report_samples import record
+
+from autotune_amp.api import recommend_config
+from autotune_amp.cli import run
+from autotune_amp.errors import NothingWorksError, SearchInterruptedError
+from autotune_amp.report.write import keep_report, write_report
+from autotune_amp.trial.outcome import Failure, Record
+
+MADE, RECORDS = made_study.made(), made_study.records()
+
+
+def test_a_report_is_kept_up_to_date_and_no_more(tmp_path: Path) -> None:
+    study, notes = made_study.write(tmp_path), list[str]()
+    keep_report(study, notes.append, pytest.fail)
+    assert notes == [f"Report: {(study / 'report.html').as_posix()}"]
+    written = (study / "report.html").stat().st_mtime_ns
+    keep_report(study, notes.append, pytest.fail)
+    assert len(notes) == 1
+    os.utime(study / "recommendation.json", ns=(written + 1, written + 1))
+    keep_report(study, notes.append, pytest.fail)
+    assert len(notes) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [(ValueError("a fault of ours"), "ValueError: a fault of ours"), (KeyboardInterrupt(), "interrupted")],
+)
+def test_what_hinders_a_report_costs_a_warning(
+    error: BaseException, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    study, warnings = made_study.write(tmp_path), list[str]()
+    monkeypatch.setattr("autotune_amp.report.page.search.search_page", fail)
+    keep_report(study, pytest.fail, warnings.append)
+    (said_of_it,) = warnings
+    assert f"was not written ({why})" in said_of_it
+    assert f"`autotune-amp report {study}` makes it, or another file with --out FILE.html." in said_of_it
+    assert sorted(path.name for path in study.iterdir()) == ["outcomes.jsonl", "recommendation.json"]
+
+
+def test_an_interrupted_search_has_a_report_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study, told = made_study.write(tmp_path), SearchInterruptedError("Interrupted.", "Go on.", (), MADE)
+    monkeypatch.setattr("autotune_amp.api.search", Mock(side_effect=told))
+    with pytest.raises(SearchInterruptedError):
+        recommend_config(out=str(tmp_path), quiet=True)
+    assert (study / "report.html").exists()
+
+
+def test_a_quiet_search_warns_where_there_is_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_study.write(tmp_path)
+    monkeypatch.setattr("autotune_amp.api.search", Mock(return_value=MADE))
+    monkeypatch.setattr("autotune_amp.report.page.search.search_page", Mock(side_effect=ValueError("a fault of ours")))
+    with pytest.warns(RuntimeWarning, match="report.html was not written"):
+        assert recommend_config(out=str(tmp_path), quiet=True) is MADE
+
+
+def test_the_command_draws_it_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = made_study.write(tmp_path / "studies")
+    assert run(["report", str(study)]) == 0
+    assert capsys.readouterr().out == f"{study.as_posix()}/report.html\n"
+    (study / "report.html").unlink()
+    assert run(["report", str(study / "recommendation.json"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"format": 1, "report": f"{study.as_posix()}/report.html"}
+    assert (study / "report.html").exists()
+
+
+def test_a_recommendation_that_was_sent_alone_is_drawn_as_far_as_it_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    MADE.save(tmp_path / "sent.json")
+    assert run(["report", str(tmp_path / "sent.json")]) == 0
+    page = Path(capsys.readouterr().out.strip()).read_text()
+    assert "fp16, batch size 64" in page
+    assert "No chart of throughput: outcomes.jsonl holds no measurement of this search." in page
+
+
+def test_without_a_folder_the_latest_is_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_study.write(tmp_path / "studies")
+    monkeypatch.chdir(tmp_path)
+    assert run(["report"]) == 0
+    assert capsys.readouterr().out == "studies/made/report.html\n"
+
+
+def test_a_folder_without_a_study_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", str(tmp_path), "--json"]) == 2
+    assert "no search has run there" in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
+# --- a search that recommended nothing -----------------------------------------------------------------------------
+
+
+def unfinished(folder: Path, records: list[Record]) -> Path:
+    """A study without a recommendation."""
+    folder.mkdir(parents=True)
+    (folder / "outcomes.jsonl").write_bytes(b"".join(msgspec.json.encode(r) + b"\n" for r in records))
+    return folder
+
+
+def test_what_failed_is_drawn_where_nothing_was_recommended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_study.write(tmp_path / "studies")
+    nan = Failure(kind="nonfinite", message="the loss was not finite", details="Traceback <here>")
+    broken = unfinished(tmp_path / "studies/broken", [*RECORDS, record(nan, 1), record(nan, 2, "bf16")])
+    os.utime(tmp_path / "studies/made/recommendation.json", (0, 0))
+    monkeypatch.chdir(tmp_path)
+    assert run(["report"]) == 0
+    assert capsys.readouterr().out == "studies/broken/report.html\n"
+    page = (broken / "report.html").read_text()
+    assert "broken: nothing was recommended" in page
+    assert "Nothing was recommended: none of 2 trials worked." in page, "of the last search in the folder"
+    assert page.count("<td>the loss was not finite</td>") == 2
+    assert "Traceback &lt;here&gt;" in page
+    assert "No chart of memory: outcomes.jsonl holds no measurement" in page
+
+
+def test_what_was_measured_and_ruled_out_is_drawn_too(tmp_path: Path) -> None:
+    page = write_report(unfinished(tmp_path / "ruled_out", RECORDS)).read_text()
+    assert "Nothing was recommended: what ran was ruled out, or the search did not come to choose." in page
+    assert page.count('<figure class="chart">') == 4, "throughput, memory, the course, fidelity"
+    assert "they are drawn on the axis" in page
+
+
+def test_outcomes_beside_a_recommendation_are_not_drawn_alone(tmp_path: Path) -> None:
+    page = write_report(made_study.write(tmp_path) / "outcomes.jsonl").read_text()
+    assert "made: fp16, batch size 64" in page
+    assert "othing was recommended" not in page
+
+
+def test_outcomes_that_hold_nothing_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", str(unfinished(tmp_path / "empty", []))]) == 2
+    assert "holds no outcome yet" in capsys.readouterr().err
+
+
+def test_a_search_in_which_nothing_works_leaves_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = NothingWorksError("None of 1 trials worked.", "Mend it.", ())
+    study = unfinished(tmp_path / "here", RECORDS[:1])
+    monkeypatch.setattr("autotune_amp.api.search", Mock(side_effect=nothing))
+    for name in ("here", "not_begun"):
+        with pytest.raises(NothingWorksError):
+            recommend_config(out=str(tmp_path), study=name, quiet=True)
+    assert (study / "report.html").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here"]
+
+
+# --- where it is written -------------------------------------------------------------------------------------------
+
+
+def test_another_file_is_written_where_it_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study, log = made_study.write(tmp_path), made_run(tmp_path / "run.log")
+    for given in (study, log):
+        out = tmp_path / f"{given.stem}-page.html"
+        assert run(["report", str(given), "--out", str(out), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == {"format": 1, "report": out.as_posix()}
+        assert out.exists()
+    assert not (study / "report.html").exists()
+    assert not (tmp_path / "run.html").exists()
+
+
+def test_where_it_cannot_be_written_the_way_out_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = made_study.write(tmp_path)
+    for out, why in ((tmp_path, "Is a directory"), (tmp_path / "no/such.html", "No such file or directory")):
+        assert run(["report", str(study), "--out", str(out)]) == 2
+        told = capsys.readouterr().err
+        assert f"{out} cannot be written: {why}." in told
+        assert "Next step: Give `autotune-amp report` a file in a folder that can be written, with --out" in told
+
+
+def test_a_page_that_is_not_of_its_kind_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = made_study.write(tmp_path)
+    report = write_report(study)
+    before = report.read_bytes()
+    assert run(["report", str(made_run(study / "report.jsonl"))]) == 2
+    assert "is there and is no report of a training run" in capsys.readouterr().err
+    assert report.read_bytes() == before
+    report.write_text("<html>the user's own</html>")
+    warnings = list[str]()
+    os.utime(report, (0, 0))
+    keep_report(study, pytest.fail, warnings.append)
+    assert run(["report", str(study)]) == 2
+    assert "is there and is no report of a search" in capsys.readouterr().err
+    assert "is there and is no report of a search" in warnings[0]
+    assert report.read_text() == "<html>the user's own</html>"
+
+
+def test_nothing_is_drawn_with_before_it_is_needed() -> None:
+    program = (
+        "import sys, autotune_amp.api, autotune_amp.cli\n"
+        "assert not {'plotly', 'autotune_amp.report.page'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,138 @@
+"""report.html in a real browser: every mark against the raw outcomes, hover, themes, a phone, hostile text."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import made_study
+import pytest
+from browser import chromium, hover, num_bars, num_marks, opened, overflow, section
+from playwright.sync_api import Browser, Page
+
+from autotune_amp.config import AmpConfig
+from autotune_amp.report.page.loss_scale import Calibrated, calibrated
+from autotune_amp.report.write import write_report
+
+STUDIES = Path(__file__).parents[2] / "studies"
+COMMITTED = [STUDIES / "real_training/results/slow_images", STUDIES / "truth/results/idle/transformer_medium_wall"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Studies with their reports, by name."""
+    out = tmp_path_factory.mktemp("studies")
+    copied = [Path(shutil.copytree(study, out / study.name)) for study in COMMITTED]
+    found = {folder.name: folder for folder in (made_study.write(out), *copied)}
+    for folder in found.values():
+        write_report(folder)
+    return found
+
+
+def raw(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    recommendation = json.loads((folder / "recommendation.json").read_text())
+    lines = [json.loads(line) for line in (folder / "outcomes.jsonl").read_text().splitlines()]
+    return recommendation, [line for line in lines if line["search_id"] == recommendation["search"]["search_id"]]
+
+
+@pytest.fixture(scope="module")
+def made(browser: Browser, folders: dict[str, Path]) -> Iterator[Page]:
+    """The made study's page, for the tests that change nothing of it."""
+    with opened(browser, folders["made"] / "report.html", permissions=["clipboard-read", "clipboard-write"]) as page:
+        yield page
+
+
+@pytest.mark.parametrize("name", ["made", *(study.name for study in COMMITTED)])
+def test_every_mark_stands_for_an_outcome_and_a_phone_is_wide_enough(
+    name: str, browser: Browser, folders: dict[str, Path]
+) -> None:
+    recommendation, records = raw(folders[name])
+    kinds = [record["outcome"]["outcome"] for record in records]
+    num_measured = kinds.count("measurement")
+    failed = [r for r in records if r["outcome"]["outcome"] == "failure"]
+    num_oom = sum(record["outcome"]["kind"] == "oom" for record in failed)
+    candidates = [row for row in recommendation["candidates"] if row["samples_per_second"] is not None]
+    with opened(browser, folders[name] / "report.html") as page:
+        speed = section(page, "Throughput against batch size")
+        is_apart = recommendation["evidence"]["baseline"]["config"] != recommendation["config"]
+        assert num_marks(speed) == num_measured + len(failed) + 1 + is_apart
+        assert num_marks(section(page, "Memory against batch size")) == num_measured + num_oom
+        assert num_marks(section(page, "Throughput against memory")) == len(candidates) + 1
+        course = section(page, "The search as it went")
+        assert (num_marks(course), num_bars(course)) == (num_measured + len(failed), len(records))
+        noise = section(page, "Fidelity to fp32")
+        checks = recommendation["fidelity"]
+        assert num_marks(noise) == sum(
+            1 + len(check.get("modules", [])) + len(check["worst_parameters"]) for check in checks
+        )
+        scale = section(page, "The loss scale of fp16")
+        assert ("fp16 was not calibrated, because" in (scale.text_content() or "")) == ("calibration" not in kinds)
+        assert section(page, "Failures").locator("tbody tr").count() == len(failed)
+        assert section(page, "All candidates").locator("tbody tr").count() == len(recommendation["candidates"])
+        page.set_viewport_size({"width": 380, "height": 800})
+        page.wait_for_function("[...document.querySelectorAll('.main-svg')].every((svg) => svg.clientWidth < 380)")
+        assert overflow(page) <= 0
+
+
+def test_the_gradient_and_the_scale_are_drawn(made: Page) -> None:
+    num_octaves = len(made_study.CALIBRATION.gradient_histogram)
+    part = section(made, "The loss scale of fp16")
+    assert num_bars(part) == 2 * num_octaves + 3, "as computed and scaled; normal and subnormal fp16, bf16"
+    legend = part.locator(".legendtext").all_text_contents()
+    said = {name.partition(":")[0]: int(name.split()[-2]) for name in legend if "skip" in name}
+    found = calibrated(made_study.made(), made_study.records())
+    assert isinstance(found, Calibrated)
+    replays = {"chosen": found.scales.replay(found.pair), "GradScaler's defaults": found.scales.of_gradscaler}
+    assert said == {name: replay.num_skips for name, replay in replays.items()}
+    assert num_marks(part) == sum(said.values()) > 0
+
+
+def test_resting_on_a_mark_says_what_it_is(made: Page) -> None:
+    speed = section(made, "Throughput against batch size")
+    assert "fp32 batch 64" in hover(made, speed.locator(".scatterlayer .trace").nth(1).locator(".point").nth(1))
+    course = section(made, "The search as it went")
+    assert "fp32 batch 16, accumulation" in hover(made, course.locator(".barlayer .point").first)
+
+
+def test_the_config_is_copied(made: Page) -> None:
+    made.get_by_text("The config as JSON").click()
+    block = section(made, "Use it").locator(".code").last
+    block.get_by_role("button").click()
+    block.get_by_role("button", name="Copied").wait_for()
+    assert AmpConfig.from_json(made.evaluate("navigator.clipboard.readText()")) == made_study.made().config
+
+
+def test_foreign_text_is_text(made: Page) -> None:
+    assert made.title() == "made: fp16, batch size 64"
+    assert made.locator("img").count() == 0
+    assert made_study.HOSTILE in (made.locator("main").text_content() or "")
+    failed = section(made, "Memory against batch size").locator(".scatterlayer .trace").last.locator(".point")
+    assert "</script>" in hover(made, failed.nth(1))
+
+
+def _ground(page: Page) -> tuple[str, str]:
+    body = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    paper = page.evaluate("getComputedStyle(document.querySelector('.main-svg .bg')).fill")
+    return body, paper
+
+
+def test_light_and_dark(browser: Browser, folders: dict[str, Path]) -> None:
+    with opened(browser, folders["slow_images"] / "report.html", color_scheme="light") as page:
+        light = _ground(page)
+        page.emulate_media(color_scheme="dark")
+        page.wait_for_selector("html[data-drawn=dark]")
+        dark = _ground(page)
+        assert light[0] != dark[0]
+        assert light[1] != dark[1]
+        page.get_by_role("button", name="Light").click()
+        page.wait_for_selector("html[data-drawn=light]")
+        assert _ground(page) == light

@@ -1,0 +1,262 @@
+"""The report's figures and the file around them, without a browser."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import made_study
+import msgspec
+import pytest
+from report_samples import MIB, evidence, measurement, recommendation, record, row
+
+from autotune_amp.config import AmpConfig
+from autotune_amp.recommendation import BaselineEvidence, Exclusion, SearchSummary
+from autotune_amp.report.page import tables
+from autotune_amp.report.page.course import course
+from autotune_amp.report.page.faithful import fidelity
+from autotune_amp.report.page.loss_scale import Calibrated, calibrated, foretold, gradients
+from autotune_amp.report.page.marks import LOOKS, label, said
+from autotune_amp.report.page.memory import caption, fitted, memory, walls
+from autotune_amp.report.page.search import search_page
+from autotune_amp.report.page.shell import code, table
+from autotune_amp.report.page.speed import pareto, throughput
+from autotune_amp.report.write import write_report
+from autotune_amp.trial.outcome import Failure, Measurement
+from autotune_amp.trial.spec import Candidate
+
+MADE, RECORDS = made_study.made(), made_study.records()
+OLDER = msgspec.structs.replace(MADE, options={})  # without the options of its search: no limit is known
+MEASURED = [(r, r.outcome) for r in RECORDS if isinstance(r.outcome, Measurement)]
+
+
+def trace(figure: Any, name: str) -> Any:
+    """The trace of this name that has marks."""
+    (found,) = [t for t in figure.data if t.name == name and t.x[0] is not None]
+    return found
+
+
+def test_each_measurement_is_drawn_at_its_batch_size_and_rate() -> None:
+    figure: Any = throughput(MADE, RECORDS)
+    drawn = sorted(
+        (x, y)
+        for t in figure.data
+        if t.name.split()[0] in LOOKS and t.x and t.x[0] is not None and "out of memory" not in t.name
+        for x, y in zip(t.x, t.y, strict=True)
+    )
+    assert drawn == sorted((r.candidate.batch_size, m.samples_per_second) for r, m in MEASURED)
+    looks = trace(figure, "fp32")
+    assert (looks.x, looks.marker.symbol) == ((32, 64), ("circle", "circle-open")), "one was cut"
+    low = looks.y[0] - looks.error_y.arrayminus[0]
+    assert low == pytest.approx(300 / 1.04), "the interval of the step time, as a rate"
+
+
+def test_a_step_time_that_may_be_zero_bounds_no_rate() -> None:
+    unsure = measurement(step_seconds=0.1, samples_per_second=320.0, step_seconds_interval=(0.0, 0.2))
+    looks = trace(throughput(recommendation(), [record(unsure)]), "fp32")
+    assert (looks.error_y.array, looks.error_y.arrayminus) == ((0.0,), (160.0,))
+
+
+def test_the_memory_wall_stands_at_the_least_batch_that_did_not_fit() -> None:
+    figure: Any = throughput(MADE, RECORDS)
+    assert trace(figure, "fp32 out of memory").x == (128, 128)
+    assert trace(figure, "fp16 out of memory").x == (256, 256)
+    assert not any(t.name == "bf16 out of memory" for t in figure.data), "it timed out"
+    crosses = trace(figure, "failed")
+    assert sorted(crosses.x) == [128, 256, 256, 256]
+    assert set(crosses.text) == {"fp32", "fp16, bf16, fp32", ""}
+
+
+def test_memory_is_drawn_with_the_fit_that_the_search_has() -> None:
+    models = fitted(RECORDS)
+    assert models["fp16"].bytes_at(128) == pytest.approx((340 + 11 * 128) * 2**20, rel=1e-3)
+    assert "tf32" not in models, "one batch size is no line"
+    figure = memory(MADE, RECORDS)
+    assert trace(figure, "fp32 fit").x[-1] == pytest.approx(256), "as far as it was tried"
+    assert "5.40 GiB" in walls(MADE, RECORDS)
+    assert "fp32 at about batch 240" in walls(MADE, RECORDS)
+    assert walls(OLDER, RECORDS) == ""
+
+
+def test_what_ran_out_of_memory_stands_on_the_limit() -> None:
+    figure: Any = memory(MADE, RECORDS)
+    limit, failed = trace(figure, "limit"), trace(figure, "out of memory")
+    assert (failed.x, set(failed.y)) == ((128, 256, 256), {limit.y[0]})
+    assert (failed.y[0], failed.text) == (pytest.approx(5529.6), ("fp32", "fp16, fp32", ""))
+    assert figure.layout.yaxis.range[1] > limit.y[0]
+    assert all("drawn on the limit" in said_of_it for said_of_it in failed.hovertext)
+    assert "8.1 GiB over" in failed.hovertext[1], "those at one place tell of each other"
+    assert "they are drawn on the limit" in caption(MADE, RECORDS)
+
+
+def test_without_a_limit_it_stands_on_the_axis() -> None:
+    figure: Any = memory(OLDER, RECORDS)
+    failed = trace(figure, "out of memory")
+    assert set(failed.y) == {0}
+    assert "drawn on the axis" in failed.hovertext[0]
+    assert "they are drawn on the axis" in caption(OLDER, RECORDS)
+    assert not any(t.name == "limit" for t in figure.data)
+
+
+def test_a_limit_that_only_the_fit_comes_near_is_drawn() -> None:
+    slow = Failure(kind="timeout", message="too slow")
+    failed = record(slow, 3, candidate=Candidate(precision="fp32", batch_size=512))
+    measured = [r for r in RECORDS if r.candidate.precision == "fp32" and isinstance(r.outcome, Measurement)]
+    assert trace(memory(MADE, [*measured, failed]), "limit").y[0] == pytest.approx(5529.6)
+    alone: Any = memory(MADE, measured)
+    assert not any(t.name == "limit" for t in alone.data), "three times what was measured"
+    assert "Crosses" not in caption(MADE, measured)
+
+
+def test_nothing_that_may_be_recommended_lies_above_and_left_of_the_front() -> None:
+    out = row("fp16", 96, 1200.0, status="excluded", reason="unfaithful", peak_memory_bytes=500 * MIB)
+    changed = msgspec.structs.replace(MADE, candidates=(*MADE.candidates, out))
+    figure = pareto(changed)
+    front = trace(figure, "front")
+    steps = list(zip(front.x, front.y, strict=True))
+    assert steps == sorted(steps)
+    for candidate in MADE.candidates:
+        if candidate.samples_per_second is not None and candidate.peak_memory_bytes is not None:
+            reached = [y for x, y in steps if x <= candidate.peak_memory_bytes / MIB]
+            assert candidate.samples_per_second <= max(reached)
+    fp16 = trace(figure, "fp16")
+    assert (fp16.y[-1], fp16.marker.symbol[-1]) == (1200.0, "triangle-up-open")
+    page = search_page(changed, RECORDS, "recommendation.json")
+    assert "Nothing that may be recommended is above and left of the line; open marks were cut short or" in page
+
+
+def test_the_course_holds_every_record_end_to_end() -> None:
+    figure: Any = course(MADE, RECORDS)
+    bars = sorted((b, b + x) for t in figure.data if t.type == "bar" for b, x in zip(t.base, t.x, strict=True))
+    assert len(bars) == len(RECORDS)
+    assert all(end == pytest.approx(start) for (_, end), (start, _) in pairwise(bars))
+    best = trace(figure, "fastest so far")
+    assert list(best.y) == sorted(best.y)
+    assert best.y[-1] == 815
+
+
+def test_what_a_check_ruled_out_is_never_the_best_so_far() -> None:
+    out = row("fp16", 128, 815.0, status="excluded", reason="unfaithful")
+    best = trace(course(msgspec.structs.replace(MADE, candidates=(out,)), RECORDS), "fastest so far")
+    assert best.y[-1] == 800
+
+
+def test_the_histogram_moves_by_the_loss_scale() -> None:
+    found = calibrated(MADE, RECORDS)
+    assert isinstance(found, Calibrated)
+    figure = gradients(MADE, found)
+    computed, scaled = trace(figure, "as computed"), trace(figure, "at a loss scale of 4096")
+    assert [x + 12 for x in computed.x] == list(scaled.x)
+    assert sum(computed.y) == pytest.approx(100)
+
+
+def test_a_fidelity_check_gives_the_histogram_where_nothing_was_calibrated() -> None:
+    records = [r for r in RECORDS if r.purpose != "calibration"]
+    found = calibrated(MADE, records)
+    assert isinstance(found, str)
+    assert trace(gradients(MADE, found), "as computed").x == (-19.5, -18.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"excluded": (Exclusion(precision="fp16", batch_size=None, reason="fp16 is slow."),)}, "fp16 is slow"),
+        ({"options": {"precisions": ["fp32", "bf16"]}}, "the search was for fp32, bf16 only"),
+        (
+            {"candidates": (row("fp16", 8, None, status="oom"),)},
+            "no fp16 candidate was measured (batch 8 out of memory)",
+        ),
+        ({"candidates": (row("fp16", 8, 3.0),)}, "no fp16 candidate was fast enough to be confirmed"),
+        ({"candidates": ()}, "no fp16 candidate was tried"),
+    ],
+)
+def test_why_there_is_no_calibration(changes: dict[str, Any], why: str) -> None:
+    found = calibrated(recommendation(**changes), [])
+    assert found == f"fp16 was not calibrated, because {why}"
+    assert gradients(recommendation(**changes), found) == f"No gradient histogram: {found}."
+    assert foretold(found) == f"No forecast of the loss scale: {found}."
+
+
+def test_a_calibration_that_failed_says_why() -> None:
+    failed = next(r for r in RECORDS if r.purpose == "calibration")
+    failed = msgspec.structs.replace(failed, outcome=Failure(kind="timeout", message="too slow"))
+    assert calibrated(MADE, [failed]) == (
+        "fp16 batch 64 has no loss scale: the calibration did not come to an end: timeout: too slow"
+    )
+
+
+def test_charts_without_data_say_so() -> None:
+    bare = recommendation(candidates=())
+    for drawn in (throughput(bare, []), memory(bare, []), pareto(bare), course(bare, []), fidelity(())):
+        assert isinstance(drawn, str)
+        assert drawn.startswith("No chart of ")
+
+
+def test_foreign_text_is_escaped_everywhere(tmp_path: Path) -> None:
+    page = write_report(made_study.write(tmp_path)).read_text()
+    assert "<script>document" not in page
+    assert "<img" not in page
+    assert page.count("<script") == page.count("</script>")
+    assert "<" not in said(made_study.HOSTILE).replace("<br>", "")
+    assert "<" not in label(made_study.HOSTILE, 22)
+    assert label("encoder.block.0.layer.1.wo", 22).endswith(".block.0.layer.1.wo"), "what tells modules apart"
+    assert "<b>" not in code("<b>", "<b>") + table(["<b>"], [["<b>"]])
+
+
+def test_the_file_stands_alone_and_is_small(tmp_path: Path) -> None:
+    page = write_report(made_study.write(tmp_path)).read_text()
+    assert not re.findall(r"<(?:link|img|iframe|object|embed|script [^>]*src)|@import|url\(", page)
+    assert len(page) < 2_300_000
+
+
+def test_a_config_as_it_runs_today_has_no_second_ring() -> None:
+    config = AmpConfig(precision="fp32", batch_size=32)
+    figure: Any = throughput(recommendation(config=config, evidence=evidence()), RECORDS)
+    assert [t.name for t in figure.data if t.name in ("baseline", "recommended")] == ["recommended"]
+
+
+def test_columns_that_say_nothing_are_left_out() -> None:
+    assert "J/sample" in tables.candidates(MADE)
+    shown = tables.candidates(recommendation())
+    assert not {"J/sample", "workers", "accum."} & set(re.findall(r"<th[^>]*>([^<]*)<", shown))
+
+
+def test_a_ring_without_an_interval_has_no_whisker() -> None:
+    unsure = msgspec.structs.replace(evidence().baseline, samples_per_second_interval=None)
+    figure = throughput(recommendation(evidence=evidence(baseline=unsure)), RECORDS)
+    ring = trace(figure, "baseline")
+    assert (ring.error_y.array, ring.hovertext) == (None, ("baseline: fp32 batch 32<br>307 samples/s",))
+    assert trace(figure, "recommended").error_y.array is not None
+
+
+FAILED_BASELINE = BaselineEvidence(
+    config=AmpConfig(precision="fp32", batch_size=32),
+    samples_per_second=None,
+    samples_per_second_interval=None,
+    step_seconds=None,
+    peak_memory_bytes=None,
+    reason="out of memory",
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"candidates": (row("bf16", 64, 412.3),)}, "fewer than two candidates were measured"),
+        (
+            {"search": SearchSummary(study="s", num_trials=1, num_failures=0, seconds=2.0, was_interrupted=True)},
+            "The search was interrupted",
+        ),
+        ({"objective": "memory"}, "bf16, batch size 64"),
+        (
+            {"evidence": evidence(baseline=FAILED_BASELINE, speedup=None, speedup_interval=None)},
+            "unknown; the baseline is fp32 batch 32: out of memory",
+        ),
+        ({"candidates": tuple(row("fp32", 2**n, None, status="untried") for n in range(3))}, "not tried"),
+    ],
+)
+@pytest.mark.parametrize("num_records", [0, 1, len(RECORDS)])
+def test_an_odd_recommendation_has_a_page(changes: dict[str, Any], told: str, num_records: int) -> None:
+    assert told in search_page(recommendation(**changes), RECORDS[:num_records], "recommendation.json")

@@ -1,0 +1,111 @@
+"""The page of a run log: its figure and its text against the lines of a made run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_run_log import begin, made_run, move, sample
+from plotly.graph_objects import Figure
+
+from autotune_amp.errors import FormatError
+from autotune_amp.report.page.run_course import course, rungs
+from autotune_amp.report.page.run_log import run_page, write_run_report
+from autotune_amp.runtime.run_log import Line, Run, SampleLine, read
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Run:
+    return read(made_run(tmp_path / "run.jsonl"))
+
+
+def trace(figure: Figure, name: str) -> Any:
+    (found,) = (trace for trace in figure.data if trace.name == name)
+    return found
+
+
+def test_every_line_of_the_log_is_a_point(made: Run) -> None:
+    figure = course(made)
+    scale, skips, loss = (trace(figure, name) for name in ("loss scale", "steps skipped so far", "loss"))
+    assert list(scale.x) == list(skips.x) == [line.update for line in made.lines]
+    assert list(scale.y) == [None if line.scale is None else math.log2(line.scale) for line in made.lines]
+    assert list(skips.y) == [line.num_skips for line in made.lines]
+    samples = [line for line in made.lines if isinstance(line, SampleLine)]
+    assert list(loss.y) == [line.loss for line in samples]
+    assert None in loss.y
+
+
+def test_moves_are_marked_with_their_reason_and_rungs_are_bands(made: Run) -> None:
+    figure = course(made)
+    moves, resumed = trace(figure, "move"), trace(figure, "resumed")
+    assert (list(moves.x), list(moves.text)) == ([300, 400], ["1", "2"])
+    assert "fp16 to bf16<br>8 of 200 steps skipped &lt;b&gt;" in moves.hovertext[1]
+    assert "encoder.wo" in moves.hovertext[0]
+    assert list(resumed.x) == [512]
+    assert [tuple(rung) for rung in rungs(made)] == [("fp16", 0, 400), ("bf16", 400, 640)]
+    bands = [(shape.x0, shape.x1, shape.fillcolor) for shape in figure.layout.shapes]
+    assert bands == [(0, 400, "var(--fp16)"), (400, 640, "var(--bf16)")]
+    assert [(name.text, name.x) for name in figure.layout.annotations] == [("fp16", 0), ("bf16", 400)]
+
+
+def test_a_band_too_short_for_its_name_has_its_symbol() -> None:
+    lines: tuple[Line, ...] = (
+        begin(),
+        *(sample(update, 1024.0, 0) for update in (64, 448)),
+        move(500, "demotion", "fp16", "bf16", 9),
+        move(502, "demotion", "bf16", "fp32", 9),
+        sample(1000, None, 9, "fp32"),
+    )
+    figure = course(Run(lines, 0, 0))
+    assert [name.text for name in figure.layout.annotations] == ["fp16", "fp32"]
+    rows = [trace(figure, name) for name in ("fp16", "bf16", "fp32")]
+    assert [list(row.x) for row in rows] == [[0], [500], [502]]
+    assert len({row.marker.symbol for row in rows}) == 3, "told apart without colour"
+    assert rows[1].hovertext == ("bf16 from update 500 to 502",)
+
+
+def test_a_run_that_never_scaled_and_has_no_loss_is_drawn_without(made: Run) -> None:
+    lines = (begin(0, "bf16", None), sample(64, None, 0, "bf16", loss=None))
+    figure = course(Run(lines, 0, 0))
+    assert [trace.name for trace in figure.data if trace.name] == ["bf16", "loss scale", "steps skipped so far"]
+    only_begun = course(Run(lines[:1], 0, 0))
+    assert list(trace(only_begun, "loss scale").x) == [0]
+
+
+def test_the_page_says_what_happened_and_escapes_it(tmp_path: Path) -> None:
+    path = made_run(tmp_path / "run.jsonl")
+    page = write_run_report(path)
+    assert page == tmp_path / "run.html"
+    assert sorted(tmp_path.iterdir()) == [page, path]
+    text = page.read_text()
+    body = text[text.index("<main>") : text.index('id="plotly"')]
+    assert "run.jsonl: fp16, then bf16 from update 400" in body
+    assert "9 of 640 updates" in body
+    assert "8 of 200 steps skipped &lt;b&gt;&amp; more&lt;/b&gt;" in body
+    assert "in fp32 now: encoder.wo" in body
+    assert "at update 512 in bf16" in body
+    assert "<b>& more" not in body
+
+
+def test_a_stop_other_runs_and_cut_lines_are_said() -> None:
+    stop = move(70, "stop", "fp16", "fp16", 12, reason="the loss was not finite in fp32 either")
+    text = run_page(Run((begin(), sample(64, 1024.0, 2), stop), num_other_runs=2, num_cut_lines=1), "a.jsonl")
+    assert "The run was stopped at update 70: the loss was not finite in fp32 either." in text
+    assert "2 other runs in the same log" in text
+    assert "1 line that a kill left half written" in text
+    went_on = run_page(Run((begin(), stop, sample(128, 1024.0, 12)), 0, 0), "a.jsonl")
+    assert "was stopped" not in went_on
+
+
+def test_moves_without_end_stay_a_page() -> None:
+    stops = [move(10 * n, "stop", "fp16", "fp16", 10 * n) for n in range(1, 301)]
+    assert "100 more are in the log" in run_page(Run((begin(), *stops), 0, 0), "a.jsonl")
+
+
+def test_what_is_no_run_log_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "outcomes.jsonl").write_text('{"search_id": "s1", "number": 1}\n{"search_id": "s1"}\n')
+    with pytest.raises(FormatError, match="is no run log"):
+        write_run_report(tmp_path / "outcomes.jsonl")
+    assert not (tmp_path / "outcomes.html").exists()

@@ -1,0 +1,205 @@
+"""What is said of a machine that others keep busy, and what it does to the promise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_runner import ScriptedClock, ScriptedRunner, candidate, hardware, measured, session
+
+from autotune_amp.config import LossScale
+from autotune_amp.hardware.machine_load import LoadMeter
+from autotune_amp.hardware.types import BusyProcess, CardProcess, MachineLoad
+from autotune_amp.search import busy
+from autotune_amp.search.choose import Decision, Shortlist, decide
+from autotune_amp.search.confirm import NUM_ROUNDS, confirm
+from autotune_amp.search.space import Space
+from autotune_amp.trial.outcome import Record
+from autotune_amp.trial.spec import Candidate, TrialSpec
+
+TODAY, FASTER = candidate("fp32", 32), candidate("fp32", 64)
+SPACE = Space(candidates=(TODAY, FASTER), baseline=TODAY)
+HELD = {"MALLOC_TRIM_THRESHOLD_": "2147483647"}
+HOG = BusyProcess(pid=4711, name="python3", num_cores=0.98)
+
+
+def load(others: float | None = 0.0, own: float | None = 1.0, **fields: Any) -> MachineLoad:
+    values: dict[str, Any] = {"seconds": 2.0, "num_cpus": 2, "others_num_cores": others, "own_num_cores": own}
+    return MachineLoad(**(values | fields))
+
+
+IDLE, HOGGED = load(0.05, 1.9, stolen_share=0.01), load(1.0, 1.0, busiest=(HOG,))
+
+
+class ScriptedMeter:
+    """Tells the loads of a script, the last of them again and again."""
+
+    def __init__(self, loads: list[MachineLoad]) -> None:
+        self._loads = loads
+
+    def start(self) -> None:
+        """Nothing to read."""
+
+    def stop(self) -> MachineLoad:
+        return self._loads.pop(0) if len(self._loads) > 1 else self._loads[0]
+
+
+def searched(folder: Path, loads: list[MachineLoad]) -> tuple[Decision, list[Record]]:
+    """A search of two candidates with its confirmation; these loads, one for each process."""
+    clock = ScriptedClock(1000.0)
+    speeds: dict[Candidate, float] = {TODAY: 100.0, FASTER: 200.0}
+    ours = session(folder, clock, hardware({"fp32": 1.0}), meter=cast("LoadMeter", ScriptedMeter(loads)))
+
+    def runner(environment: dict[str, str]) -> Any:
+        return ScriptedRunner(lambda spec: measured(spec, speeds[spec.candidate]), clock, environment)
+
+    for tried in (TODAY, FASTER):
+        ours.run(runner({}).as_runner, TrialSpec(candidate=tried, device="cpu"))
+    confirm(ours, runner, Shortlist(FASTER, None, TODAY), HELD, start_seconds=1.0)
+    return decide(ours.records, SPACE, environment=HELD, loss_scale=LossScale()), ours.records
+
+
+def about_load(decision: Decision) -> list[str]:
+    said = busy.doubts(decision.evidence.load)
+    assert set(said) <= set(decision.warnings)
+    return said
+
+
+def test_an_idle_machine_gives_no_word_and_the_same_interval(tmp_path: Path) -> None:
+    idle, records = searched(tmp_path / "idle", [IDLE])
+    unread, _ = searched(tmp_path / "unread", [load(None, None)])
+    assert about_load(idle) == about_load(unread) == []
+    assert idle.evidence.samples_per_second_interval == unread.evidence.samples_per_second_interval
+    assert idle.evidence.load is not None
+    assert (idle.evidence.load.others_num_cores, idle.evidence.load.stolen_share) == (0.05, 0.01)
+    assert records[0].load == IDLE
+    assert msgspec.json.decode(msgspec.json.encode(records[0]), type=Record) == records[0]
+
+
+def test_a_machine_busy_throughout_is_named_and_the_promise_reaches_up_to_an_idle_one(tmp_path: Path) -> None:
+    low, high = searched(tmp_path / "idle", [IDLE])[0].evidence.samples_per_second_interval
+    found, _ = searched(tmp_path / "busy", [HOGGED])
+    (said,) = about_load(found)
+    assert "other processes used 1.0 of 2 cores (python3, pid 4711: 0.98)" in said
+    assert "widened" in said
+    assert found.evidence.samples_per_second_interval == pytest.approx((low, 2 * high))
+    theirs = found.evidence.baseline.samples_per_second_interval
+    assert theirs is not None
+    assert theirs[1] > 2 * (found.evidence.baseline.samples_per_second or 0.0)
+    assert not any("disagree" in warning for warning in found.warnings), "said once, and rightly"
+
+
+def test_a_load_that_comes_with_the_confirmation_is_said_to_have_changed(tmp_path: Path) -> None:
+    found, _ = searched(tmp_path, [IDLE, IDLE, HOGGED])
+    _, changed = about_load(found)
+    assert "0.05 cores in the search's trials and 1.0 in the confirmation" in changed
+
+
+def test_a_load_that_comes_and_goes_widens_the_lower_end(tmp_path: Path) -> None:
+    low, high = searched(tmp_path / "idle", [IDLE])[0].evidence.samples_per_second_interval
+    once = [IDLE, IDLE, HOGGED, IDLE]  # the winner's first process
+    found, _ = searched(tmp_path / "busy", once)
+    assert found.evidence.samples_per_second_interval == pytest.approx((low / 2, high))
+    (said,) = about_load(found)
+    assert "0.05 to 1.0 at a time" in said
+    assert found.evidence.num_processes == NUM_ROUNDS
+
+
+def test_what_widens_the_interval_is_said_where_only_the_winner_met_it() -> None:
+    """Worth a word in its three processes, not on the mean with the others' six."""
+    own = [load(0.3, 1.7)] * 3
+    records = [
+        Record(
+            search_id="s",
+            number=number,
+            candidate=FASTER,
+            purpose="confirm",
+            outcome=measured(TrialSpec(candidate=FASTER, device="cpu"), 200.0),
+            seconds=1.0,
+            load=seen,
+        )
+        for number, seen in enumerate([*own, *[load(0.05, 1.9)] * 6])
+    ]
+    found = busy.evidence(records, own)
+    assert found is not None
+    assert found.interval_factors != (1.0, 1.0)
+    assert any("interval is widened" in line for line in busy.doubts(found))
+
+
+def test_steal_clocks_and_the_card_are_named(tmp_path: Path) -> None:
+    seen = load(
+        stolen_share=0.2,
+        clock_share=0.4,
+        card_processes=(CardProcess(pid=9, name=None, memory_bytes=3 * 2**29),),
+        card_slowdowns=("heat, limited by the card",),
+    )
+    found, _ = searched(tmp_path, [seen])
+    stolen, clocks, card, slowdown = about_load(found)
+    assert "20 % of the CPU time" in stolen
+    assert "40 % of its highest clock" in clocks
+    assert "(a process out of sight, pid 9: 1.5 GiB)" in card
+    assert "heat, limited by the card" in slowdown
+    assert found.evidence.load is not None
+    assert found.evidence.load.interval_factors == pytest.approx((1.0, 1.25))
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        (IDLE, ()),
+        (load(None, None), ()),
+        (load(0.2), ()),
+        (load(0.7, num_cpus=16), ()),
+        (HOGGED, ("The machine is busy: other processes use 1.0 of 2 cores (python3, pid 4711: 0.98). Timings",)),
+        (load(1.0, num_cpus=16), ("1.0 of 16 cores. ",)),
+        (load(stolen_share=0.05), ("hypervisor gives 5 %",)),
+        (load(card_utilization=0.01), ()),
+        (load(card_utilization=0.8), ("80 % of the time just before, though no other process is seen",)),
+        (
+            load(card_utilization=0.8, card_processes=(CardProcess(pid=9, name="theirs", memory_bytes=None),)),
+            ("others keep it at work for 80 % of the time (theirs, pid 9). ",),
+        ),
+    ],
+)
+def test_what_is_said_before_the_first_trial(seen: MachineLoad, words: tuple[str, ...]) -> None:
+    said = busy.before_first_trial(seen)
+    assert len(said) == len(words)
+    assert all(word in line for word, line in zip(words, said, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("seen", "slowdown"),
+    [
+        (load(1.0, 1.0), 2.0),
+        (load(0.67, 1.33), 2.0),
+        (load(0.25, 1.75), 1 / 0.75),
+        (load(0.2, 1.8), 1.0),
+        (load(1.6, 0.4), 5.0),
+        (load(5.0, 1.0, num_cpus=16), 1.0),  # cores were left for everybody
+        (load(1.0, 31.0, num_cpus=32), 2.0),  # one process beside a thread on each core
+        (load(15.0, 1.0, num_cpus=16, card_processes=()), 1.0),  # the thread that feeds the card had its core
+        (load(15.5, 0.5, num_cpus=16, card_processes=()), 2.0),
+    ],
+)
+def test_how_much_others_may_have_slowed_a_step(seen: MachineLoad, slowdown: float) -> None:
+    assert busy.others_slowdown(seen) == pytest.approx(slowdown)
+
+
+loads = st.builds(
+    load,
+    st.none() | st.floats(0, 2),
+    st.none() | st.floats(0, 2),
+    stolen_share=st.none() | st.floats(0, 0.9),
+)
+
+
+@given(st.lists(loads, max_size=6))
+def test_an_interval_is_only_ever_widened(seen: list[MachineLoad]) -> None:
+    low, high = busy.interval_factors(seen)
+    assert 0 < low <= 1 <= high
+    if not busy.is_busy(seen) and not busy.is_stolen(seen):
+        assert (low, high) == (1.0, 1.0)

@@ -1,0 +1,92 @@
+"""What is said of the batch that memory was measured on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from scripted_runner import ScriptedClock, candidate, described, hardware, measured, session
+
+from autotune_amp.config import LossScale
+from autotune_amp.search.conditions import ending_doubts, memory_doubts, memory_evidence
+from autotune_amp.search.evidence import Runs, gather
+from autotune_amp.trial.outcome import SampleSizes
+from autotune_amp.trial.spec import Candidate, TrialSpec
+
+LARGEST = tuple(range(512))
+SIZES = SampleSizes(
+    num_seen=3120, num_samples=10_000, smallest_size=4, median_size=120, largest_size=512, largest=LARGEST
+)
+ALL_SEEN = SampleSizes(
+    num_seen=10_000, num_samples=10_000, smallest_size=4, median_size=120, largest_size=512, largest=(7,)
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "worst_case", "doubt"),
+    [
+        ({}, None, None),
+        (
+            {"sample_sizes": SIZES},
+            "the 64 largest of 10,000 samples, 3,120 of which were looked at (31 %), 4 to 512 numbers each, median 120",
+            "the largest of 3,120 samples, 31 % of the dataset",
+        ),
+        ({"sample_sizes": ALL_SEEN}, "the largest of 10,000 samples, 4 to 512 numbers each, median 120", None),
+        ({"has_worst_batch": True}, "the worst batch that the workload names", None),
+        ({"batch_sizes_seen": (1024, 8192)}, None, "from 1,024 to 8,192 numbers"),
+        ({"scan_problem": "ValueError: corrupt"}, None, "ended (ValueError: corrupt): a batch may"),
+        (
+            {"sample_sizes": ALL_SEEN, "scan_problem": "E"},
+            "the largest of 10,000 samples, 4 to 512 numbers each, median 120",
+            "ended after 10,000 of 10,000 samples (E): a batch may",
+        ),
+    ],
+)
+def test_the_worst_case_is_told(fields: dict[str, Any], worst_case: str | None, doubt: str | None) -> None:
+    description = described(**fields)
+    tried = candidate("bf16", 64)
+    found = memory_evidence(Runs(candidate=tried, measurements=(measured(spec(tried), 100.0),)), description)
+    assert found.worst_case == worst_case
+    assert not found.has_evaluation
+    said = memory_doubts(description)
+    assert len(said) == (doubt is not None)
+    assert all((doubt or "") in sentence and "worst_batch" in sentence for sentence in said)
+
+
+def test_what_the_confirmation_ran_beside_the_steps_is_told() -> None:
+    tried = candidate("fp32", 8)
+    seconds = (3.0, 1.0, None)
+    runs = Runs(
+        candidate=tried,
+        measurements=tuple(
+            msgspec.structs.replace(measured(spec(tried), 100.0), evaluation_seconds=s, checkpoint_seconds=None)
+            for s in seconds
+        ),
+        rounds=(0, 1, 2),
+    )
+    found = gather([], runs, runs, {}, LossScale(), described(has_worst_batch=True))
+    assert found.memory is not None
+    assert (found.memory.has_evaluation, found.memory.has_checkpoint) == (True, False)
+    assert (found.evaluation_seconds, found.checkpoint_seconds) == (2.0, None)
+
+
+def test_an_ending_that_did_not_end_is_told() -> None:
+    tried = candidate("fp32", 8)
+    found = measured(spec(tried), 100.0)
+    noted = msgspec.structs.replace(found, ending_seconds=12.0, ending_problem="evaluate did not end within 12 s")
+    assert ending_doubts(Runs(candidate=tried, measurements=(found, found))) == []
+    (said,) = ending_doubts(Runs(candidate=tried, measurements=(noted, found)))
+    assert "evaluate did not end within 12 s. " in said
+    assert "--budget" in said
+
+
+def spec(tried: Candidate) -> TrialSpec:
+    return TrialSpec(candidate=tried, device="cpu")
+
+
+def test_trials_are_given_as_many_of_the_largest_samples_as_their_batch_holds(tmp_path: Path) -> None:
+    ours = session(tmp_path, ScriptedClock(10.0), hardware({"fp32": 1.0}), description=described(sample_sizes=SIZES))
+    assert ours.spec(candidate("fp32", 8)).worst_samples == LARGEST[:8]
+    assert ours.spec(candidate("fp32", 64, 2), purpose="confirm").worst_samples == LARGEST[:64]

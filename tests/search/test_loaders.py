@@ -1,0 +1,226 @@
+"""Where the data loader sets the speed: which workers are tried, what is recommended, what is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from scripted_runner import ScriptedClock, ScriptedRunner, candidate, described, fidelity, hardware, measured, session
+
+from autotune_amp.config import LossScale, Precision
+from autotune_amp.search.choose import Decision, decide, finalists
+from autotune_amp.search.conditions import is_waiting, loader_evidence
+from autotune_amp.search.confirm import confirm, measure_fallbacks
+from autotune_amp.search.evidence import Runs
+from autotune_amp.search.explore import DEADLINE_RATIO, LOADER_SHARE, explore, left_to_explore, search_spec
+from autotune_amp.search.gate import pass_gate
+from autotune_amp.search.loaders import ladder, next_to_try, try_workers
+from autotune_amp.search.session import outcome_of
+from autotune_amp.search.space import Space
+from autotune_amp.search.study import Study
+from autotune_amp.trial.outcome import CheckOutcome, Failure, Outcome, Record
+from autotune_amp.trial.spec import Candidate, CheckSpec, TrialSpec
+
+SPACE = Space(
+    candidates=tuple(candidate(p, b) for p in ("fp32", "bf16") for b in (8, 16, 32, 64)),
+    baseline=candidate("fp32", 32),
+)
+ALONE: dict[Precision, float] = {"fp32": 100.0, "bf16": 200.0}
+
+
+class LoadingMachine:
+    """Steps alone reach 100 samples/s in fp32 and 200 in bf16 at batch 32 and above, in proportion below.
+
+    Loading comes on top of them without workers, and beside them with `num_workers`, each at `load_rate` samples/s.
+    """
+
+    def __init__(self, folder: Path, load_rate: float, num_cpus: int = 2, own: int | None = 0) -> None:
+        self.load_rate, self.num_cpus, self.own = load_rate, num_cpus, own
+        self.max_useful_workers = 1000
+        self.failure: Failure | None = None
+        self.is_bf16_faithful = True
+        self.clock = ScriptedClock(200.0)
+        device = hardware({"fp32": 1.0, "tf32": None, "bf16": 3.0, "fp16": None, "fp8": None})
+        identity = msgspec.structs.replace(device.identity, num_cpus=num_cpus)
+        self.session = session(
+            folder,
+            self.clock,
+            msgspec.structs.replace(device, identity=identity),
+            description=described(num_workers=own),
+        )
+        self.runner = ScriptedRunner(self.answer, self.clock, check_answer=self.check)
+
+    def answer(self, spec: TrialSpec) -> Outcome:
+        tried = spec.candidate
+        if tried.num_workers and self.failure is not None:
+            return self.failure
+        alone = ALONE[tried.precision] * min(tried.batch_size, 32) / 32
+        num_workers = (self.own or 0) if tried.num_workers is None else tried.num_workers
+        loading = self.load_rate * max(1, min(num_workers, self.max_useful_workers))
+        rate = min(alone, loading) if num_workers else 1 / (1 / alone + 1 / loading)
+        return measured(spec, rate, data_share=1 - rate / alone)
+
+    def check(self, spec: CheckSpec) -> CheckOutcome:
+        return fidelity(spec.precision, "faithful" if self.is_bf16_faithful else "unfaithful")
+
+    def search(self, max_trials: int | None = None) -> Decision:
+        runner = self.runner.as_runner
+        with Study.open(
+            "sqlite://",
+            "scripted",
+            SPACE,
+            search_id="scripted-1",
+            judge=self.session.judge,
+            records=self.session.records,
+        ) as study:
+            explore(self.session, runner, SPACE, study, max_trials)
+            pass_gate(self.session, runner, SPACE, study, search_spec)
+            try_workers(self.session, runner, SPACE, study, max_trials)
+            told = [trial.user_attrs["candidate"] for trial in study._study.trials]
+        assert not any("worker" in name for name in told), "other workers are not in the study's space"
+        chosen = finalists(self.session.records, SPACE, self.session.scales)
+        assert chosen is not None
+        measure_fallbacks(self.session, runner, SPACE, chosen.winner)
+        confirm(self.session, lambda _: runner, chosen, {}, start_seconds=0.5)
+        return decide(
+            self.session.records,
+            SPACE,
+            environment={},
+            loss_scale=LossScale(),
+            exclusions=self.session.exclusions(SPACE),
+            description=self.session.description,
+        )
+
+    def tried(self) -> list[tuple[Precision, int]]:
+        ours = [r.candidate for r in self.session.records if r.purpose == "search"]
+        return [(c.precision, c.num_workers) for c in ours if c.num_workers is not None]
+
+    def next(self) -> Candidate | None:
+        return next_to_try(self.session.records, self.session.scales, self.own or 0, self.num_cpus)
+
+
+@pytest.mark.parametrize(
+    ("own", "num_cpus", "tried"),
+    [(0, 1, [1]), (0, 2, [1, 2]), (0, 6, [1, 2, 4, 6]), (3, 16, [6, 12, 16]), (2, 2, []), (8, 2, [])],
+)
+def test_the_ladder_doubles_up_to_the_cpus(own: int, num_cpus: int, tried: list[int]) -> None:
+    assert list(ladder(own, num_cpus)) == tried
+
+
+def test_workers_are_tried_until_the_wait_is_over_and_recommended(tmp_path: Path) -> None:
+    machine = LoadingMachine(tmp_path, load_rate=60.0, num_cpus=16)
+    decision = machine.search()
+    assert machine.tried() == [("bf16", 1), ("bf16", 2), ("bf16", 4)], "what would be chosen without a wait"
+    config, evidence = decision.config, decision.evidence
+    assert (config.precision, config.batch_size, config.num_workers) == ("bf16", 32, 4)
+    assert evidence.is_confirmed
+    assert evidence.samples_per_second == pytest.approx(200.0)
+    assert evidence.baseline.config.num_workers is None, "the baseline is what the user runs today"
+    assert evidence.speedup == pytest.approx(200.0 / 37.5)
+    assert evidence.loader is not None
+    assert evidence.loader.num_workers == 0
+    assert evidence.loader.data_share == pytest.approx(200 / 260)
+    assert evidence.loader.step_samples_per_second == pytest.approx(200.0)
+    assert [t.num_workers for t in evidence.loader.tried] == [1, 2, 4]
+    assert [t.samples_per_second for t in evidence.loader.tried] == pytest.approx([60.0, 120.0, 200.0])
+    assert "77 % of a step waited for it with 0 workers, 0 % with 4 workers" in decision.reason
+    assert not any("loader" in warning for warning in decision.warnings)
+    (plan,) = config.plans
+    assert plan.samples_per_second == pytest.approx(100.0), "the plan below was measured with the same workers"
+    rows = [(row.precision, row.num_workers) for row in decision.candidates if row.num_workers is not None]
+    assert rows == [("fp32", 4), ("bf16", 1), ("bf16", 2), ("bf16", 4)]
+    assert machine.next() is None, "a resumed search tries none of it again"
+
+
+def test_where_loading_stays_the_limit_the_precision_with_less_to_go_wrong_wins(tmp_path: Path) -> None:
+    machine = LoadingMachine(tmp_path, load_rate=20.0, num_cpus=2)
+    decision = machine.search()
+    assert machine.tried() == [("bf16", 1), ("bf16", 2), ("fp32", 2)]
+    assert (decision.config.precision, decision.config.num_workers) == ("fp32", 2)
+    (warning,) = [w for w in decision.warnings if "loader" in w]
+    assert "bf16 batch 32 was tried with 1 worker (20.0 samples/s), 2 workers (40.0 samples/s)." in warning
+    assert "costs less to load" in warning
+
+
+def test_workers_that_do_not_help_are_not_recommended(tmp_path: Path) -> None:
+    machine = LoadingMachine(tmp_path, load_rate=20.0, num_cpus=16)
+    machine.max_useful_workers = 1
+    decision = machine.search()
+    assert max(num for _, num in machine.tried()) == 2, "two are no faster than one, so four are not tried"
+    (warning,) = [w for w in decision.warnings if "loader" in w]
+    assert warning.startswith("The data loader sets the speed: ")
+    assert "was tried with 1 worker" in warning
+
+
+def test_workers_that_fail_are_a_row_like_any_other(tmp_path: Path) -> None:
+    machine = LoadingMachine(tmp_path, load_rate=60.0, num_cpus=16)
+    machine.failure = Failure(kind="crash", message="a DataLoader worker was killed")
+    decision = machine.search()
+    assert machine.tried() == [("bf16", 1)]
+    assert decision.config.num_workers is None
+    assert [row.status for row in decision.candidates if row.num_workers] == ["crash"]
+    assert not decision.excluded, "without workers that batch size runs"
+    assert any("with 1 worker (failed)" in warning for warning in decision.warnings)
+
+
+def test_a_precision_that_is_out_gets_no_workers(tmp_path: Path) -> None:
+    machine = LoadingMachine(tmp_path, load_rate=60.0, num_cpus=2)
+    machine.is_bf16_faithful = False
+    decision = machine.search()
+    assert {precision for precision, _ in machine.tried()} == {"fp32"}
+    assert (decision.config.precision, decision.config.num_workers) == ("fp32", 2)
+
+
+@pytest.mark.parametrize(("load_rate", "own"), [(1e6, 0), (60.0, None), (120.0, 2)])
+def test_nothing_is_tried_without_a_wait_or_workers_to_change(
+    tmp_path: Path, load_rate: float, own: int | None
+) -> None:
+    machine = LoadingMachine(tmp_path, load_rate, num_cpus=2, own=own)
+    decision = machine.search()
+    assert machine.tried() == []
+    assert decision.config.num_workers is None
+    said = [warning for warning in decision.warnings if "The data loader sets the speed" in warning]
+    assert len(said) == (own is None)
+    assert all("makes its batches itself" in warning for warning in said)
+
+
+def test_a_trial_that_was_cut_says_nothing_of_the_loader(tmp_path: Path) -> None:
+    ours = LoadingMachine(tmp_path, load_rate=60.0).session
+    waiting = measured(ours.spec(SPACE.baseline), 30.0, data_share=0.7)
+    cut = msgspec.structs.replace(waiting, was_cut=True)
+    for outcome, is_evidence in ((waiting, True), (cut, False)):
+        record = Record(
+            search_id="a-1", number=1, candidate=SPACE.baseline, purpose="search", outcome=outcome, seconds=1.0
+        )
+        assert is_waiting([record]) == is_evidence
+        runs = Runs(candidate=SPACE.baseline, measurements=(outcome,))
+        assert (loader_evidence([record], runs, ours.description) is not None) == is_evidence
+
+
+@pytest.mark.parametrize(("own", "longer"), [(0, 0.0), (2, 8.0)])
+def test_a_steps_deadline_has_time_for_workers_that_start_anew(tmp_path: Path, own: int, longer: float) -> None:
+    machine = LoadingMachine(tmp_path, load_rate=1e6, own=own)
+    record = machine.session.run(machine.runner.as_runner, machine.session.spec(SPACE.baseline))
+    slow = msgspec.structs.replace(outcome_of(record), first_step_seconds=8.0)
+    machine.session.records[-1] = msgspec.structs.replace(record, outcome=slow)
+    spec = search_spec(machine.session, candidate("bf16", 32), 100.0)
+    step_deadline = DEADLINE_RATIO * 0.32 + longer
+    assert spec.step_deadline_seconds == pytest.approx(step_deadline, rel=1e-3)
+    assert spec.first_step_deadline_seconds == pytest.approx(step_deadline + 3 * 8.0, rel=1e-3)
+
+
+def test_the_number_of_trials_asked_for_is_kept(tmp_path: Path) -> None:
+    machine = LoadingMachine(tmp_path, load_rate=60.0, num_cpus=16)
+    decision = machine.search(max_trials=3)
+    assert len([r for r in machine.session.records if r.purpose == "search"]) == 3
+    assert machine.tried() == []
+    assert any("More than its 0 workers were not tried" in warning for warning in decision.warnings)
+
+
+def test_exploring_leaves_time_for_workers_where_a_step_waits(tmp_path: Path) -> None:
+    machine = LoadingMachine(tmp_path, load_rate=60.0)
+    before = left_to_explore(machine.session, SPACE)
+    machine.session.run(machine.runner.as_runner, machine.session.spec(SPACE.baseline))
+    spent = machine.clock.now
+    assert left_to_explore(machine.session, SPACE) == pytest.approx(before - spent - LOADER_SHARE * 200.0)

@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import pytest
+from scripted_runner import calibration, fidelity
+from test_choose import FP16, FP32, HEAP, OOM, Log, at, decided, measured
+
+from autotune_amp.config import LossScale
+from autotune_amp.errors import InvalidRequestError
+from autotune_amp.recommendation import Exclusion, Objective
+from autotune_amp.search.choose import finalists, shortlist
+from autotune_amp.search.explore import smaller_seed
+from autotune_amp.search.gate import Calibrate, Hold, next_todo
+from autotune_amp.search.loss_scales import calibrated, loss_scale
+from autotune_amp.search.objective import Merit, keeps_baseline, least_speed, rank, rank_for
+from autotune_amp.search.space import Space
+from autotune_amp.trial.outcome import Measurement
+from autotune_amp.trial.spec import Candidate
+
+SMALL, SLOW = at("bf16", 8), at("bf16", 4)
+BIG = at("bf16", 64)
+FOUND = at("fp32", 32, as_found=True)
+MIB = 2**20
+
+
+def merit(speed: float, mib: float = 100, joules: float | None = None) -> Merit:
+    return Merit(speed, int(mib * MIB), joules)
+
+
+def took(speed: float, mib: float = 100, joules: float | None = None) -> Measurement:
+    return measured(speed, int(mib * MIB), joules_per_sample=joules)
+
+
+@pytest.mark.parametrize(
+    ("merits", "ranking"),
+    [
+        # The least memory of what is no slower than 97 samples/s; then what is slower, by speed.
+        ({FP32: merit(100, 200), SMALL: merit(97, 50), SLOW: merit(96, 20)}, [SMALL, FP32, SLOW]),
+        ({FP32: merit(50, 90), BIG: merit(96, 80), SMALL: merit(90, 20)}, [BIG, SMALL, FP32]),
+        # Peaks within 2 % are alike: then speed decides, and within 3 % of it what has less to go wrong.
+        ({BIG: merit(200, 101), SMALL: merit(150, 100)}, [BIG, SMALL]),
+        ({BIG: merit(200, 103), SMALL: merit(150, 100)}, [SMALL, BIG]),
+        ({BIG: merit(200, 101), FP32: merit(195, 100)}, [FP32, BIG]),
+        ({FOUND: merit(200, 10), BIG: merit(100, 100)}, [BIG, FOUND]),
+    ],
+)
+def test_memory(merits: dict[Candidate, Merit], ranking: list[Candidate]) -> None:
+    floor = least_speed("memory", merit(100))
+    assert floor == 97
+    assert rank_for("memory", merits, least_speed=floor) == ranking
+
+
+@pytest.mark.parametrize(
+    ("merits", "ranking"),
+    [
+        ({FP32: merit(200, joules=2.0), BIG: merit(100, joules=1.0)}, [BIG, FP32]),
+        ({FP32: merit(50, joules=1.02), BIG: merit(100, joules=1.0)}, [FP32, BIG]),
+        ({FP32: merit(50, joules=1.04), BIG: merit(100, joules=1.0)}, [BIG, FP32]),
+        ({FP32: merit(200), BIG: merit(100, joules=5.0), FP16: merit(300)}, [BIG, FP16, FP32]),  # unknown comes last
+    ],
+)
+def test_energy(merits: dict[Candidate, Merit], ranking: list[Candidate]) -> None:
+    assert rank_for("energy", merits) == ranking
+
+
+@pytest.mark.parametrize("objective", ["speed", "memory", "energy"])
+def test_a_lower_tier_comes_before_every_objective(objective: Objective) -> None:
+    merits = {FP32: merit(10, 900, 9.0), BIG: merit(1000, 10, 0.1)}
+    assert rank_for(objective, merits, tiers={BIG: 1}) == [FP32, BIG]
+    assert rank_for("speed", merits) == rank({c: m.samples_per_second for c, m in merits.items()}) == [BIG, FP32]
+
+
+@pytest.mark.parametrize(
+    ("objective", "found", "today", "is_kept"),
+    [
+        ("memory", merit(100, 97.1), merit(100, 100), True),
+        ("memory", merit(100, 96.9), merit(100, 100), False),
+        ("memory", merit(103, 101), merit(100, 100), False),  # as much, and faster
+        ("memory", merit(150, 104), merit(100, 100), True),
+        ("memory", merit(96, 10), merit(100, 100), True),  # slower than what there is
+        ("memory", merit(96, 10), None, False),
+        ("energy", merit(50, joules=0.98), merit(100, joules=1.0), True),
+        ("energy", merit(50, joules=0.96), merit(100, joules=1.0), False),
+        ("energy", merit(50, joules=9.0), merit(100), False),
+        ("energy", merit(50), merit(100, joules=1.0), True),
+    ],
+)
+def test_the_baseline_is_kept_unless_three_percent_are_gained(
+    objective: Objective, found: Merit, today: Merit | None, is_kept: bool
+) -> None:
+    assert keeps_baseline(objective, BIG, found, FP32, today) == is_kept
+
+
+def test_less_to_go_wrong_for_as_much_energy_is_worth_a_change() -> None:
+    todays = merit(100, joules=1.0)
+    assert not keeps_baseline("energy", FP32, merit(100, joules=1.02), BIG, todays)
+    assert keeps_baseline("energy", FP32, merit(100, joules=1.04), BIG, todays)
+
+
+def searched() -> Log:
+    """bf16 at 64 is the fastest, at 8 the least, at 4 too slow; fp32 is the baseline."""
+    log = Log().add(FP32, took(100, 400, 1.0)).add(BIG, took(300, 500, 0.6))
+    return log.add(SMALL, took(110, 200, 0.8)).add(SLOW, took(90, 100, 2.0))
+
+
+def confirmed(*candidates: Candidate, log: Log | None = None) -> Log:
+    log = log or searched()
+    found = {r.candidate: r.outcome for r in log.records}
+    for candidate in candidates:
+        outcome = found[candidate]
+        assert isinstance(outcome, Measurement)
+        log.confirm(candidate, *[outcome] * 3, environment={} if candidate == FP32 else HEAP)
+    return log
+
+
+def test_memory_is_chosen_confirmed_and_said() -> None:
+    decision = decided(confirmed(SMALL, BIG, FP32), environment=HEAP, objective="memory")
+    assert (decision.config.precision, decision.config.batch_size) == ("bf16", 8)
+    assert decision.evidence.is_confirmed
+    assert decision.evidence.peak_memory_bytes == 200 * MIB
+    assert decision.reason == (
+        "bf16 batch 8 has the least memory of what is no slower than the baseline: 200 MiB, 0.50 of the 400 MiB that "
+        "it is today, at 1.10 of the speed of the baseline, fp32 batch 32. "
+        "bf16 batch 4 takes 0.50 of that but is slower than the baseline."
+    )
+
+
+def test_energy_is_chosen_confirmed_and_said() -> None:
+    decision = decided(confirmed(BIG, SMALL, FP32), environment=HEAP, objective="energy")
+    assert decision.config.batch_size == 64
+    assert decision.evidence.joules_per_sample == 0.6
+    assert {r.batch_size: r.joules_per_sample for r in decision.candidates} == {32: 1.0, 64: 0.6, 8: 0.8, 4: 2.0}
+    assert decision.reason.startswith("bf16 batch 64 draws the least: 0.6 J a sample, 0.60 of the 1 J a sample that")
+    assert any("whole device" in warning for warning in decision.warnings)
+
+
+def test_the_confirmation_of_another_objective_confirms_nothing() -> None:
+    log = confirmed(BIG, SMALL, FP32, log=searched().add(at("bf16", 16), took(105, 150)))
+    decision = decided(log, environment=HEAP, objective="memory")
+    assert decision.config.batch_size == 16
+    assert not decision.evidence.is_confirmed
+    assert any(warning.startswith("Unconfirmed") for warning in decision.warnings)
+    assert decided(log, environment=HEAP).config.batch_size == 64
+    assert decided(log, environment=HEAP).evidence.is_confirmed
+
+
+def test_a_confirmation_overturns_what_turned_out_slower_than_the_baseline() -> None:
+    log = searched().add(at("bf16", 16), took(150, 300)).confirm(SMALL, *[took(80, 200)] * 3, environment=HEAP)
+    log.confirm(at("bf16", 16), *[took(150, 300)] * 3, environment=HEAP).confirm(FP32, *[took(100, 400)] * 3)
+    assert decided(log, environment=HEAP, objective="memory").config.batch_size == 16
+    only = searched().confirm(SMALL, *[took(80, 200)] * 3, environment=HEAP).confirm(FP32, *[took(100, 400)] * 3)
+    kept = decided(only, environment=HEAP, objective="memory")
+    assert kept.config.precision == "fp32"
+    assert kept.reason.startswith("Keep what you have: fp32 batch 32, 400 MiB; nothing measured that is as fast")
+
+
+def test_a_winner_that_failed_leaves_those_that_were_confirmed() -> None:
+    log = confirmed(BIG, FP32).confirm(SMALL, OOM, environment=HEAP)
+    decision = decided(log, environment=HEAP, objective="memory")
+    assert decision.config.precision == "fp32", "bf16 at 64 takes more than what there is"
+    assert decision.evidence.is_confirmed
+
+
+def test_what_takes_less_and_is_left_out_is_said() -> None:
+    log = searched().add(at("bf16", 8), fidelity("bf16", "unfaithful"), "fidelity")
+    decision = decided(log, objective="memory", is_checked=False)
+    assert decision.config.precision == "fp32"
+    assert "bf16 batch 8 takes 0.50 of that and is left out: bf16 is unfaithful" in decision.reason
+
+
+def test_without_a_baseline_the_least_memory_wins() -> None:
+    log = searched()
+    log.records = [r for r in log.records if r.candidate != FP32]
+    decision = decided(log, objective="memory")
+    assert decision.config.batch_size == 4
+    assert "has no measurement to compare with" in decision.reason
+
+
+def test_energy_that_nobody_measured_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="no trial of this search has read what the device draws"):
+        decided(Log().add(FP32, 100.0), objective="energy")
+
+
+@pytest.mark.parametrize(("objective", "winner"), [("speed", BIG), ("memory", SMALL), ("energy", BIG)])
+def test_what_may_win_is_what_is_checked_and_confirmed(objective: Objective, winner: Candidate) -> None:
+    where = Space(candidates=(FP32, SLOW, SMALL, BIG), baseline=FP32)
+    log = searched()
+    chosen = shortlist(log.records, FP32, None, objective)
+    assert chosen is not None
+    assert chosen.winner == winner
+    todo = next_todo(log.records, where, {}, objective)
+    assert isinstance(todo, Hold)
+    assert todo.candidate.precision == "bf16"
+    log.add(at("bf16", 8), fidelity("bf16"), "fidelity")
+    confirming = finalists(log.records, where, None, objective)
+    assert confirming is not None
+    assert confirming.winner == winner
+
+
+def test_fp16_that_may_win_by_memory_is_calibrated_however_slow() -> None:
+    low = at("fp16", 8)
+    log = searched().add(low, took(100, 50)).add(at("bf16", 8), fidelity("bf16"), "fidelity")
+    where = Space(candidates=(FP32, SMALL, BIG, low), baseline=FP32)
+    assert next_todo(log.records, where, {}) is None
+    assert next_todo(log.records, where, {}, "memory") == Calibrate(low)
+
+
+def test_a_search_for_memory_tries_smaller_batches_until_they_are_too_slow() -> None:
+    sizes = {b: at("bf16", b) for b in (4, 8, 16, 32, 64)}
+    where = Space(candidates=(FP32, *sizes.values()), baseline=FP32)
+    log = Log().add(FP32, took(100, 400)).add(sizes[64], took(300, 500)).add(sizes[32], took(200, 300))
+    assert smaller_seed(log.records, where, {}, ()) == sizes[16]
+    log.add(sizes[16], took(150, 200))
+    assert smaller_seed(log.records, where, {}, ()) == sizes[8]
+    ruled_out = Exclusion(precision="bf16", batch_size=8, reason="so it is")
+    assert smaller_seed(log.records, where, {}, [ruled_out]) == sizes[4]
+    log.add(sizes[8], took(90, 100))
+    assert smaller_seed(log.records, where, {}, ()) is None
+    assert smaller_seed([], where, {}, ()) is None
+
+
+def test_foretold_skips_are_held_only_against_runs_with_the_same_scale() -> None:
+    log = Log().add(FP32, 100.0).add(FP16, 200.0).add(FP16, calibration(), "calibration").confirm(FP32, *[100.0] * 3)
+    scales = calibrated(log.records)
+    ours = loss_scale(scales, FP16, LossScale())
+    assert ours is not None
+    for number, used in enumerate((ours, ours, LossScale(init_scale=ours.init_scale / 2), None)):
+        log.add(FP16, 200.0, "confirm", round=number, loss_scale=used)
+    found = decided(log, scales=scales).evidence.loss_scale
+    assert found is not None
+    assert found.num_confirming_steps == 3, "an earlier version did not log the scale"

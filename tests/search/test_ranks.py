@@ -1,0 +1,263 @@
+"""Many ranks: one searches, all get its answer or its error, and torch's process group is left as it would be."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from conftest import CommandLine
+
+from autotune_amp import rank_store
+from autotune_amp.errors import (
+    AutotuneAmpError,
+    InvalidRequestError,
+    NothingWorksError,
+    RunnerError,
+    SearchInterruptedError,
+    WorkloadError,
+)
+from autotune_amp.launcher import is_from_launcher
+from autotune_amp.recommendation import Exclusion, Recommendation
+from autotune_amp.search.ranks import Place, alone, answer_on_first, place
+
+TRAIN = """
+import json, os, sys
+import torch
+import torch.distributed as dist
+from autotune_amp import Workload, recommend_config
+from autotune_amp.errors import AutotuneAmpError
+
+def workload():
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo")  # in a trial it would wait for the other ranks
+    return Workload(lambda: torch.nn.Linear(4, 1), lambda model, batch: model(batch).pow(2).mean(),
+                    lambda n: torch.randn(n, 4), torch.optim.SGD)
+
+def find(**options):
+    options = {"budget": 16, "precision": "fp32", "batch_size": (4, 8), "trials": 2, "device": "cpu", **options}
+    try:
+        return recommend_config(workload, **options).to_json()
+    except AutotuneAmpError as error:
+        return f"{type(error).__name__}: {error}"
+
+def num_records():
+    return len(open("studies/workload/outcomes.jsonl").readlines())
+
+def exchanged():
+    dist.init_process_group("gloo")
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    return one.item()
+"""
+AROUND_THE_GROUP = """
+said = [find(), num_records(), exchanged(), find(), num_records()]
+dist.destroy_process_group()
+said.append(find(precision="fp13"))
+print(json.dumps([int(os.environ["RANK"]), said]), flush=True)
+"""
+WITHOUT_AN_AGENT = """
+broken = workload
+workload = "missing.py:workload"
+said = [find()]
+workload = broken
+said += [find(), exchanged()]
+print(json.dumps([int(os.environ["RANK"]), said]), flush=True)
+if os.environ["RANK"] == "0":
+    os._exit(0)
+print(json.dumps([2, find()]), flush=True)
+os._exit(0)  # the group cannot be destroyed any more
+"""
+
+
+def said_by(out: str) -> list[Any]:
+    return [said for _, said in sorted(json.loads(line) for line in out.splitlines() if line.startswith("["))]
+
+
+@pytest.mark.slow
+def test_under_torchrun_one_rank_searches_before_and_after_the_process_group(cli: CommandLine) -> None:
+    cli.write("train.py", TRAIN + AROUND_THE_GROUP)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--log-dir",
+        "logs",
+    ]
+    done = subprocess.run(
+        [*torchrun, "train.py"], cwd=cli.folder, env=cli.environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = said_by(done.stdout)
+    assert first == second
+    found, num_measured, exchanged, again, num_measured_then, error = first
+    assert json.loads(found)["search"]["num_trials"] > 0
+    assert any("Measured on one of 2 ranks" in warning for warning in json.loads(found)["warnings"])
+    assert (exchanged, again, num_measured_then) == (2.0, found, num_measured)
+    assert error.startswith("InvalidRequestError: --precision")
+    assert done.stderr.count("Study studies") == 1
+
+
+@pytest.mark.slow
+def test_without_an_agent_too_and_an_error_or_a_death_on_rank_0_reaches_the_other(cli: CommandLine) -> None:
+    cli.write("train.py", TRAIN + WITHOUT_AN_AGENT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "train.py"],
+            cwd=cli.folder,
+            env={
+                **{name: value for name, value in cli.environment.items() if not is_from_launcher(name)},
+                **{"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=60) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    first, second, after_the_death = said_by("".join(out for out, _ in outputs))
+    assert first == second
+    error, found, exchanged = first
+    assert error.startswith("WorkloadError: There is no file missing.py.")
+    assert json.loads(found)["search"]["num_trials"] > 0
+    assert exchanged == 2.0
+    assert after_the_death.startswith("RunnerError: Rank 0 ended without an answer")
+
+
+# --- without processes
+
+
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], Recommendation]], Recommendation]:
+    """One call of each rank, one rank after the other in this process."""
+    store = dist.HashStore()  # type: ignore[attr-defined]  # its stubs do not export it
+    monkeypatch.setattr(rank_store, "_store", lambda *_: store)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # rank 0 waits for nobody
+
+    def call(rank: int, find: Callable[[], Recommendation]) -> Recommendation:
+        monkeypatch.setattr(rank_store, "_num_calls", 0)
+        return answer_on_first(find, Place(rank, 2), 1.0)
+
+    return call
+
+
+def raising(error: BaseException) -> Callable[[], Recommendation]:
+    def find() -> Recommendation:
+        raise error
+
+    return find
+
+
+NOWHERE = (Exclusion(precision="fp32", batch_size=8, reason="oom"),)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        WorkloadError("no workload", "give one"),
+        NothingWorksError("nothing works", "buy another", NOWHERE),
+        SearchInterruptedError("Ctrl-C", "go on", NOWHERE, None),
+    ],
+)
+def test_an_error_is_the_same_on_every_rank(as_rank: Any, error: AutotuneAmpError) -> None:
+    with pytest.raises(type(error)):
+        as_rank(0, raising(error))
+    with pytest.raises(AutotuneAmpError) as heard:
+        as_rank(1, raising(AssertionError("rank 1 searched")))
+    assert type(heard.value) is type(error)
+    assert vars(heard.value) == vars(error)
+    assert str(heard.value) == str(error)
+
+
+def test_any_other_error_of_rank_0_is_named_on_the_others(as_rank: Any) -> None:
+    with pytest.raises(ZeroDivisionError):
+        as_rank(0, raising(ZeroDivisionError("by nought")))
+    with pytest.raises(RunnerError, match="Rank 0 failed: ZeroDivisionError: by nought"):
+        as_rank(1, raising(AssertionError()))
+
+
+def test_waiting_for_rank_0_has_an_end(as_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune_amp.search.ranks._LATE_SECONDS", -2.0)
+    with pytest.raises(RunnerError, match="Rank 0 gave no answer"):
+        as_rank(1, raising(AssertionError()))
+
+
+def test_ctrl_c_on_a_waiting_rank_is_an_interrupted_search(as_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune_amp.rank_store.time.sleep", lambda _: raising(KeyboardInterrupt())())
+    with pytest.raises(SearchInterruptedError, match="Rank 1 was interrupted"):
+        as_rank(1, raising(AssertionError()))
+
+
+@pytest.mark.parametrize("others", [{}, {"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}])
+def test_ranks_that_cannot_meet_are_told_how_to(others: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in others.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidRequestError, match=r"rank 1 of 2(.|\n)*Call init_process_group\(\) before"):
+        answer_on_first(raising(AssertionError()), Place(1, 2), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({}, Place(0, 1)),
+        ({"WORLD_SIZE": "1"}, Place(0, 1)),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, Place(0, 1)),
+        ({"RANK": "1"}, Place(0, 1)),
+        ({"WORLD_SIZE": "4", "RANK": "3"}, Place(3, 4)),
+        ({"WORLD_SIZE": "4"}, None),
+        ({"WORLD_SIZE": "4", "RANK": "4"}, None),
+        ({"WORLD_SIZE": "many", "RANK": "0"}, None),
+    ],
+)
+def test_the_place_is_what_the_launcher_says(
+    environment: dict[str, str], found: Place | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if found is not None:
+        assert place() == found
+        return
+    with pytest.raises(InvalidRequestError, match="WORLD_SIZE is"):
+        place()
+
+
+def test_what_one_rank_cannot_measure_is_said() -> None:
+    assert alone(1, "cpu") == ()
+    (on_cpu,), (on_gpu,) = alone(2, "cpu"), alone(2, "cuda:0")
+    assert "gradients were not exchanged, and their load was not on the CPU" in on_cpu
+    assert "gradients were not exchanged." in on_gpu
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "MASTER_PORT", "ROLE_NAME", "TORCHELASTIC_RUN_ID", "PMI_RANK"])
+def test_a_trial_sees_nothing_of_the_launcher(name: str) -> None:
+    assert is_from_launcher(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SLURM_JOB_ID", "RANKED", "MASTER_KEY", "ROLE_ARN", "PMIX_MCA_gds"],
+)
+def test_a_trial_sees_what_only_looks_like_the_launchers(name: str) -> None:
+    assert not is_from_launcher(name)

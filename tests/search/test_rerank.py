@@ -1,0 +1,235 @@
+"""A finished search is ranked again from its folder; the search itself is a scripted one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from scripted_runner import ScriptedClock, ScriptedRunner, all_well, hardware, measured, session
+
+from autotune_amp.config import Precision
+from autotune_amp.errors import InvalidRequestError, StudyError
+from autotune_amp.numerics.results import Calibration
+from autotune_amp.recommendation import Fingerprint, Recommendation, SearchSummary
+from autotune_amp.search.choose import finalists
+from autotune_amp.search.confirm import confirm
+from autotune_amp.search.explore import explore, search_spec
+from autotune_amp.search.flow import cached_answer
+from autotune_amp.search.folder import StudyFolder
+from autotune_amp.search.gate import pass_gate
+from autotune_amp.search.loss_scales import scales_of
+from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.progress import Progress
+from autotune_amp.search.rerank import ranked_again, recommend, rerank
+from autotune_amp.search.space import build_space
+from autotune_amp.search.study import Study
+from autotune_amp.trial.outcome import CheckOutcome, Description, Outcome
+from autotune_amp.trial.spec import Candidate, CheckSpec, TrialSpec
+
+HELD = {"MALLOC_TRIM_THRESHOLD_": "2147483647"}
+WORKLOAD = Description(
+    name="scripted",
+    batch_size=32,
+    num_samples=10_000,
+    data="Dataset",
+    num_parameters=10,
+    num_trainable_parameters=10,
+    weights="fp32",
+    as_found_precision="fp32",
+    is_as_found_strict=True,
+    build_seconds=0.0,
+    context_seconds=0.0,
+)
+OPTIONS = SearchOptions(
+    effective_batch_size="free", batch_size=(8, 128), precisions=("fp32", "bf16", "fp16"), storage="sqlite:///pass@word"
+)
+RATES: dict[Precision, float] = {"fp32": 100.0, "bf16": 150.0, "fp16": 200.0}
+MIB: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 3}
+
+
+def answer(spec: TrialSpec) -> Outcome:
+    """fp16 is the fastest, bf16 the least; throughput rises to a plateau at batch 64."""
+    precision, size = spec.candidate.precision, spec.candidate.batch_size
+    return measured(spec, RATES[precision] * min(size, 64) / 64, memory=MIB[precision] * size * 2**20)
+
+
+def check(spec: CheckSpec) -> CheckOutcome:
+    """Its first steps need a scale so small that a little of the gradient is flushed: one that grows fast is better."""
+    found = all_well(spec)
+    if isinstance(found, Calibration):
+        low_at_first = (3.5,) * 3 + (15.5,) * 9
+        histogram = ((-30, 8), (-10, 1000))
+        return msgspec.structs.replace(found, log2_scales=low_at_first, gradient_histogram=histogram)
+    return found
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recommendation, StudyFolder]:
+    """A search for speed, confirmed and saved."""
+    folder, clock = tmp_path_factory.mktemp("studies"), ScriptedClock(300.0)
+    device = hardware({"fp32": 1.0, "tf32": None, "bf16": 2.0, "fp16": 2.0, "fp8": None})
+    ours = session(folder, clock, device)
+    runner = ScriptedRunner(answer, clock, check_answer=check).as_runner
+    space = build_space(device, WORKLOAD, OPTIONS)
+    study_folder = StudyFolder(str(folder), "scripted")
+    with Study.open("sqlite:///:memory:", "scripted", space, search_id="scripted-1", judge=ours.judge) as study:
+        explore(ours, runner, space, study, None)
+        pass_gate(ours, runner, space, study, search_spec)
+    chosen = finalists(ours.records, space, ours.scales)
+    assert chosen is not None
+    confirm(ours, lambda held: ScriptedRunner(answer, clock, held).as_runner, chosen, HELD, start_seconds=1.0)
+    found = recommend(
+        ours.records,
+        space,
+        options=OPTIONS,
+        scales=ours.scales,
+        environment=HELD,
+        hardware=device,
+        workload=WORKLOAD,
+        search=SearchSummary(
+            study="scripted",
+            num_trials=len(ours.trials),
+            num_failures=0,
+            seconds=1.0,
+            search_id="scripted-1",
+            warnings=("The machine was busy.",),
+        ),
+        fingerprint=Fingerprint(digest="d", parts={}),
+        versions={"torch": "2"},
+    )
+    study_folder.save(found)
+    config = found.config
+    scales = scales_of(ours.scales, Candidate(precision="fp16", batch_size=config.batch_size))
+    assert scales is not None
+    assert config.loss_scale is not None
+    assert (config.loss_scale.init_scale, config.loss_scale.growth_interval) not in scales.seeds, "what only TPE found"
+    return found, study_folder
+
+
+def asked(**changes: object) -> SearchOptions:
+    return msgspec.structs.replace(OPTIONS, **changes)
+
+
+def test_ranked_again_with_the_same_options_it_is_the_same(finished: tuple[Recommendation, StudyFolder]) -> None:
+    found, folder = finished
+    assert rerank(found, OPTIONS, folder).to_json() == found.to_json()
+    loaded = Recommendation.load(folder.recommendation_path)
+    again = rerank(loaded, OPTIONS, folder)
+    assert again.to_json() == found.to_json()
+    there = rerank(loaded, asked(objective="memory", num_steps=100, price_per_hour=2.0), folder)
+    assert rerank(there, OPTIONS, folder).to_json() == found.to_json()
+
+
+def test_ranked_again_for_memory(finished: tuple[Recommendation, StudyFolder]) -> None:
+    found, folder = finished
+    assert (found.config.precision, found.objective, found.evidence.is_confirmed) == ("fp16", "speed", True)
+    again = rerank(found, asked(objective="memory"), folder)
+    assert (again.config.precision, again.config.batch_size, again.objective) == ("fp16", 16, "memory")
+    assert again.options["objective"] == "memory"
+    assert not again.evidence.is_confirmed
+    assert "The machine was busy." in again.warnings
+    assert "has the least memory of what is no slower than the baseline" in again.reason
+    assert (again.search, again.hardware, again.fingerprint) == (found.search, found.hardware, found.fingerprint)
+
+
+def test_another_length_is_another_horizon_for_the_loss_scale(finished: tuple[Recommendation, StudyFolder]) -> None:
+    found, folder = finished
+    again = rerank(found, asked(num_samples=64_000, price_per_hour=2.0), folder)
+    assert again.evidence.loss_scale is not None
+    assert again.evidence.loss_scale.num_steps == 64_000 // 32, "in steps of what is run today"
+    assert again.job is not None
+    assert again.job.num_samples == 64_000
+    assert found.job is None
+
+
+def test_a_storage_with_its_password_is_not_kept(finished: tuple[Recommendation, StudyFolder]) -> None:
+    assert "pass@word" not in finished[0].to_json()
+
+
+def test_energy_that_was_not_measured_is_refused(finished: tuple[Recommendation, StudyFolder]) -> None:
+    with pytest.raises(InvalidRequestError, match="what the device draws"):
+        rerank(finished[0], asked(objective="energy"), finished[1])
+
+
+def test_without_its_records_nothing_is_ranked(finished: tuple[Recommendation, StudyFolder], tmp_path: Path) -> None:
+    found, folder = finished
+    with pytest.raises(StudyError, match="lacks the trials"):
+        rerank(found, OPTIONS, StudyFolder(str(tmp_path), "moved"))
+    other = msgspec.structs.replace(found.search, search_id="another-1")
+    with pytest.raises(StudyError, match="lacks the trials"):
+        rerank(msgspec.structs.replace(found, search=other), OPTIONS, folder)
+    with pytest.raises(StudyError, match="lacks the trials"):
+        rerank(msgspec.structs.replace(found, workload=None, options={}), OPTIONS, folder)
+
+
+def test_show_keeps_what_it_is_not_told(finished: tuple[Recommendation, StudyFolder]) -> None:
+    found, folder = finished
+    before = folder.recommendation_path.read_bytes()
+    memory = ranked_again(found, folder.recommendation_path, "memory", 100, None, None)
+    priced = ranked_again(memory, folder.recommendation_path, None, None, None, 3.0)
+    assert (priced.objective, priced.options["num_steps"]) == ("memory", 100)
+    assert priced.job is not None
+    assert priced.job.price == pytest.approx(3.0 * priced.job.hours)
+    by_samples = ranked_again(priced, folder.recommendation_path, None, None, 500, None)
+    assert (by_samples.options["num_steps"], by_samples.options["num_samples"]) == (None, 500)
+    assert folder.recommendation_path.read_bytes() == before
+    with pytest.raises(InvalidRequestError, match="--objective is 'size'"):
+        ranked_again(found, folder.recommendation_path, "size", None, None, None)
+    stopped = msgspec.structs.replace(found, search=msgspec.structs.replace(found.search, was_interrupted=True))
+    with pytest.raises(InvalidRequestError, match="interrupted"):
+        ranked_again(stopped, folder.recommendation_path, "memory", None, None, None)
+
+
+class Notes(Progress):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_a_cached_answer_is_ranked_again_only_where_another_is_asked_for(
+    finished: tuple[Recommendation, StudyFolder],
+) -> None:
+    found, folder = finished
+    notes = Notes()
+    try:
+        assert cached_answer(found, found.fingerprint, OPTIONS, folder, notes) is found
+        assert notes.notes == []
+        again = cached_answer(found, found.fingerprint, asked(objective="memory"), folder, notes)
+        assert again is not None
+        assert again.objective == "memory"
+        assert Recommendation.load(folder.recommendation_path).to_json() == again.to_json()
+        assert "Ranked again for memory" in notes.notes[0]
+        assert "nothing was run" in notes.notes[0]
+    finally:
+        folder.save(found)
+    stopped = msgspec.structs.replace(found, search=msgspec.structs.replace(found.search, was_interrupted=True))
+    assert cached_answer(stopped, found.fingerprint, asked(objective="memory"), folder, notes) is None
+    assert cached_answer(found, Fingerprint(digest="other", parts={}), OPTIONS, folder, notes) is None
+
+
+def test_a_line_that_is_being_written_is_left_alone(finished: tuple[Recommendation, StudyFolder]) -> None:
+    found, folder = finished
+    log = folder.path / "outcomes.jsonl"
+    whole = log.read_bytes()
+    try:
+        log.write_bytes(whole + b'{"half')
+        assert rerank(found, OPTIONS, folder).config == found.config
+        assert log.read_bytes() == whole + b'{"half'
+    finally:
+        log.write_bytes(whole)
+
+
+def test_a_plain_cached_answer_imports_nothing_for_it() -> None:
+    program = (
+        "import sys, autotune_amp.search.flow\n"
+        "heavy = {'rich', 'optuna', 'filelock', 'numpy', 'torch', 'autotune_amp.search.rerank', "
+        "'autotune_amp.search.choose'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,137 @@
+"""The `amp` of trials and checks takes what a step written for `PrecisionController` calls it with."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autotune_amp import AmpConfig, LossScale, PrecisionController
+from autotune_amp.config import Precision
+from autotune_amp.numerics.loop import CatchingAmp
+from autotune_amp.precision import autocast
+from autotune_amp.trial.amp import TrialAmp
+
+# Left out, with the reason; GradScaler's own state_dict and load_state_dict are there.
+NOT_IN_A_STEP = {
+    "detach": "lets go of a model that is no longer trained",
+    "disable": "the precision is what is tried",
+    "discard_window": "for a framework that leaves a window early, which a trial never does",
+    "enable": "as disable",
+    "load": "makes a controller, before the loop",
+    "save_stats": "writes a file about a run, which a trial is not",
+    "set_precision": "the precision is what is tried",
+    "windows": "goes around the steps: a trial gives train_step its batches one by one",
+}
+
+
+def public(kind: type) -> set[str]:
+    return {name for name in dir(kind) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("kind", [TrialAmp, CatchingAmp])
+def test_it_has_the_controllers_methods_with_the_same_parameters(kind: type) -> None:
+    wanted = public(PrecisionController) - NOT_IN_A_STEP.keys()
+    assert wanted <= public(kind)
+    for name in wanted:
+        theirs = getattr(PrecisionController, name)
+        if callable(theirs):
+            given, expected = (inspect.signature(owner) for owner in (getattr(kind, name), theirs))
+            named = [p.name for p in expected.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+            given.bind(*[None] * len(named))
+            assert set(named) <= set(given.parameters) or name == "step", name
+
+
+def test_every_method_left_out_is_one_of_the_controllers() -> None:
+    assert public(PrecisionController) >= NOT_IN_A_STEP.keys()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_step_can_read_the_config_and_the_status(precision: Precision) -> None:
+    controller, amp = scalers(precision)
+    config = controller.config
+    for each in (controller, amp, CatchingAmp(nullcontext, "cpu", config, {}, 2.0**14)):
+        assert each.config == config
+        status = each.status()
+        assert set(vars(status)) == set(vars(controller.status()))
+        assert (status.precision, status.num_updates, status.is_enabled) == (precision, 0, True)
+        assert status.scale == each.get_scale()
+
+
+def scalers(precision: Precision) -> list[Any]:
+    loss_scale = LossScale(init_scale=2.0**14, growth_interval=2) if precision == "fp16" else None
+    config = AmpConfig(precision=precision, batch_size=4, loss_scale=loss_scale)
+    return [PrecisionController(config, "cpu"), TrialAmp(lambda: autocast(precision, "cpu"), "cpu", config)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_steps_taken_and_skipped_are_the_controllers(precision: Precision) -> None:
+    traces = []
+    for amp in scalers(precision):
+        torch.manual_seed(0)
+        nets = [nn.Linear(4, 1) for _ in range(3)]
+        first, second, idle = (torch.optim.SGD(net.parameters(), lr=0.1) for net in nets)
+        called: list[str] = []
+        amp.on_step(lambda called=called: called.append("any"))
+        amp.on_step(lambda called=called: called.append("second"), second)
+        taken = []
+        for factor in (1.0, 1e4, 1.0, 1.0):
+            with amp.autocast():
+                outputs = [net(torch.ones(4, 4)) for net in nets[:2]]
+            amp.scale(outputs[0].float().mean()).backward()
+            amp.backward(factor * outputs[1].float().mean(), retain_graph=False)
+            taken.append([bool(amp.step(optimizer)) for optimizer in (first, second, idle)])
+            amp.update()
+            for optimizer in (first, second):
+                optimizer.zero_grad()
+        with amp.validation():
+            dtype = nets[0](torch.ones(1, 4)).dtype
+        amp.synchronize()
+        weights = [net.weight.detach().clone() for net in nets]
+        taken = [verdicts[:2] + ([] if precision != "fp16" else verdicts[2:]) for verdicts in taken]
+        traces.append((taken, called, dtype, amp.get_scale(), amp.is_enabled() or precision != "fp16", weights))
+    (*trace, weights), (*expected, their_weights) = traces[1], traces[0]
+    assert trace == expected
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, their_weights, strict=True))
+    if precision == "fp16":
+        assert [True, False, False] in expected[0]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_optimizers_step_together_or_not_at_all(index: int) -> None:
+    amp = scalers("fp16")[index]
+    nets = [nn.Linear(2, 1) for _ in range(2)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    before = nets[0].weight.detach().clone()
+    for factor, is_taken in ((1e38, False), (1.0, True)):
+        for net, times in zip(nets, (1.0, factor), strict=True):
+            amp.backward(times * net(torch.ones(1, 2)).mean())
+        amp.unscale_(optimizers[0])
+        assert amp.step_together(optimizers) is is_taken
+        amp.update()
+        assert torch.equal(nets[0].weight, before) is not is_taken
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+def test_nothing_is_learnt_of_the_scale_where_no_optimizer_had_gradients() -> None:
+    amp = scalers("fp16")[1]
+    net = nn.Linear(2, 1)
+    amp.scale(net(torch.ones(1, 2)).mean())
+    assert not amp.step(torch.optim.SGD(net.parameters(), lr=0.1))
+    amp.update()
+    assert amp.get_scale() == 2.0**14
+
+
+def test_a_closure_of_losses_is_scaled_and_noted_as_by_grad_scaler() -> None:
+    controller, trial_amp = scalers("fp16")
+    for amp in (trial_amp, CatchingAmp(nullcontext, "cpu", controller.config, {}, 2.0**14)):
+        one, two = amp.scale([torch.ones(()), torch.full((2,), 2.0)])
+        assert (one.item(), two.tolist()) == (2.0**14, [2.0**15] * 2)
+        assert [float(loss) for loss in amp.losses] == [1.0, 4.0]
+        assert amp.get_scale() == 2.0**14
+        assert amp.is_enabled()

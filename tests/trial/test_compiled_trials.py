@@ -1,0 +1,195 @@
+"""torch.compile in trials: compiling is no step time, has time of its own, and shares the compiler's cache on disk."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autotune_amp import Workload
+from autotune_amp.trial.compiling import CompileWatch
+from autotune_amp.trial.outcome import Failure, Measurement
+from autotune_amp.trial.process import Watcher
+from autotune_amp.trial.runner import Isolation, Payload, Runner
+from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.step import make_training
+from autotune_amp.trial.timing import MAX_COMPILING_STEPS, Timing, time_steps
+
+NEEDS_CXX = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler, g++, on a CPU")
+
+WORKLOAD = """
+import os, time
+import torch
+from torch import nn
+from autotune_amp import Workload
+from torch._dynamo.utils import counters
+
+def slow(graph, inputs):
+    time.sleep(2.0 if any(tensor.shape[:1] == (6,) for tensor in inputs) else 0.0)
+    return graph.forward
+
+def model():
+    torch.manual_seed(0)
+    return torch.compile(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)), backend=BACKEND)
+
+def loss(model, batch):
+    loss = model(batch).square().mean()
+    print("graphs", counters["stats"]["unique_graphs"], "hits", counters["inductor"]["fxgraph_cache_hit"])
+    print("loss", float(loss).hex())
+    return loss
+
+def workload():
+    return Workload(model, loss, lambda size: torch.ones(size, 4), lambda p: torch.optim.SGD(p, lr=0.03))
+"""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.linear(batch)  # type: ignore[no-any-return]  # a module
+
+
+class Listener(Watcher):
+    def __init__(self) -> None:
+        self.text = ""
+
+    def output(self, text: str) -> None:
+        self.text += text
+
+    def words(self, name: str) -> list[str]:
+        """What was printed after `name`."""
+        found = self.text.split()
+        return [value for word, value in itertools.pairwise(found) if word == name]
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def payload(folder: Path, backend: str) -> Payload:
+    (folder / "train.py").write_text(WORKLOAD.replace("BACKEND", backend))
+    return Payload(target="train:workload", path=(str(folder), *sys.path))
+
+
+def spec(batch_size: int = 4, **fields: Any) -> TrialSpec:
+    candidate = Candidate(precision="fp32", batch_size=batch_size)
+    return TrialSpec(**{"candidate": candidate, "device": "cpu", "num_steps": (2, 2), **fields})
+
+
+def timed(model: nn.Module, lengths: Iterator[int], **fields: Any) -> tuple[Timing, list[int]]:
+    """Trained on sequences of these lengths; with the number of compilations when each step was reported."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()  # type: ignore[no-any-return]  # a module
+
+    workload = Workload(model, loss, lambda size: torch.ones(size, next(lengths), 4))
+    counts: list[int] = []
+    with CompileWatch(lambda: None) as watch:
+        training = make_training(workload, model, spec(**fields))
+        timing = time_steps(training, lambda number, _: counts.append(watch.count()), lambda _: None, watch.count)
+    return timing, counts
+
+
+def test_a_step_that_compiled_is_taken_again() -> None:
+    model = Net()
+    model.compile(backend="eager")
+    timing, counts = timed(model, itertools.chain([7, 7], itertools.count(8)), num_steps=(4, 4))
+    # Once for the first length, once more for all others: in the warm-up, whose step was taken again.
+    assert counts == [1, 1, 2, *[2] * 4]
+    assert timing.num_compiling_steps == 1
+    assert len(timing.raw_step_seconds) == 4
+
+
+def test_one_that_compiles_for_ever_is_measured_at_last() -> None:
+    events: list[int] = []
+    model = Net()
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        events.append(0)
+        return model(batch).square().mean()  # type: ignore[no-any-return]  # a module
+
+    training = make_training(Workload(model, loss, lambda size: torch.ones(size, 4)), model, spec())
+    timing = time_steps(training, lambda *_: None, lambda _: None, lambda: len(events))
+    assert timing.num_compiling_steps == MAX_COMPILING_STEPS
+    assert len(events) == 1 + 2 + 2 + MAX_COMPILING_STEPS
+
+
+def test_other_users_callbacks_stay_and_ours_does_not() -> None:
+    def train() -> int:
+        with CompileWatch(lambda: None) as watch:
+            torch.compile(lambda x: x + 1, backend="eager")(torch.ones(3))
+            return watch.count()
+
+    assert train() == 1
+    torch.compiler.reset()
+    from torch._dynamo.callback import callback_handler
+
+    with CompileWatch(lambda: None):
+        torch.compiler.reset()  # as the user's code may; it clears all callbacks
+    assert callback_handler.start_callbacks == []
+
+
+def test_compiling_has_time_of_its_own_and_a_kept_worker_compiles_for_each_trial(tmp_path: Path) -> None:
+    listener = Listener()
+    with Runner(payload(tmp_path, "slow"), "kept", listener) as runner:
+        state = runner.load(60)
+        runner.open("cpu", None, 60)
+        assert all(isinstance(runner.run(spec(size, torch_state=state)), Measurement) for size in (3, 4, 5))
+        # One more in each: a worker that went on would compile for any batch size in its second trial, and no more.
+        assert sorted(set(listener.words("graphs"))) == ["1", "2", "3"]
+        fields: dict[str, Any] = {"torch_state": state, "first_step_deadline_seconds": 1.0}
+        assert isinstance(runner.run(spec(6, deadline_seconds=60.0, **fields)), Measurement)
+        late = runner.run(spec(6, deadline_seconds=2.2, **fields))
+    assert isinstance(late, Failure)
+    assert late.kind == "timeout"
+    assert "compiling" in late.message
+
+
+@NEEDS_CXX
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # the compiler's own
+def test_trials_share_the_compilers_cache_and_train_as_a_loop_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    losses = {}
+    state: dict[str, Any] = {}
+    isolations: tuple[Isolation, ...] = ("fork", "kept", "fresh")
+    for isolation in isolations:
+        listener = Listener()
+        with Runner(payload(tmp_path, "'inductor'"), isolation, listener) as runner:
+            state = state or runner.load(60)
+            if isolation == "fork":
+                runner.open("cpu", None, 60)
+                assert isinstance(runner.run(spec(torch_state=state)), Measurement)
+                assert set(listener.words("hits")) == {"0"}
+            assert isinstance(runner.run(spec(torch_state=state)), Measurement)
+        assert int(listener.words("hits")[-1]) > 0
+        losses[isolation] = listener.words("loss")[-5:]
+
+    namespace: dict[str, Any] = {}
+    exec(compile(WORKLOAD.replace("BACKEND", "'inductor'"), "train.py", "exec"), namespace)
+    model = namespace["model"]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03)
+    by_hand = []
+    with torch._inductor.config.patch(compile_threads=1):  # no pool of processes in the tests' own
+        for _ in range(5):
+            loss = model(torch.ones(4, 4)).square().mean()
+            by_hand.append(loss.item().hex())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses == dict.fromkeys(isolations, by_hand)

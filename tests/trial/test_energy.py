@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autotune_amp import Workload, torch_state
+from autotune_amp.errors import InvalidRequestError
+from autotune_amp.hardware import nvml
+from autotune_amp.trial import energy, worker
+from autotune_amp.trial.bench import Bench
+from autotune_amp.trial.energy import EnergyMeter, counter_of, require_counter
+from autotune_amp.trial.outcome import Measurement
+from autotune_amp.trial.spec import Candidate, TrialSpec
+
+UUID = "GPU-aaaa-1"
+
+
+class Clock:
+    """Stands in for `time`: an hour of steps takes no time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(energy, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+
+def zone(folder: Path, zone_name: str, name: str, microjoules: int, maximum: int = 1_000_000) -> Path:
+    made = folder / zone_name
+    made.mkdir()
+    (made / "name").write_text(f"{name}\n")
+    (made / "energy_uj").write_text(f"{microjoules}\n")
+    (made / "max_energy_range_uj").write_text(f"{maximum}\n")
+    return made / "energy_uj"
+
+
+def test_the_packages_of_a_cpu_are_added_up_across_their_turnover(tmp_path: Path) -> None:
+    first, second = zone(tmp_path, "intel-rapl:0", "package-0", 900_000), zone(tmp_path, "intel-rapl:1", "package-1", 0)
+    for other in ("intel-rapl:0:0", "intel-rapl-mmio:0"):
+        zone(tmp_path, other, "package-0", 5)
+    board = zone(tmp_path, "intel-rapl:2", "psys", 5)
+    counter = counter_of("cpu", None, tmp_path)
+    assert counter is not None
+    assert counter() == 0.0
+    first.write_text("99999")
+    second.write_text("300000")
+    board.write_text("700000")
+    assert counter() == pytest.approx(0.2 + 0.3)
+    second.write_text("400000")
+    assert counter() == pytest.approx(0.2 + 0.4)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "mps"])
+def test_a_device_without_a_counter_says_so(device_type: str, tmp_path: Path) -> None:
+    assert counter_of(device_type, None, tmp_path) is None
+    said = "has no intel-rapl package" if device_type == "cpu" else "mps devices have no energy counter"
+    with pytest.raises(InvalidRequestError, match=said):
+        require_counter(device_type, None, tmp_path)
+
+
+def test_a_counter_that_may_not_be_read_says_what_to_do(tmp_path: Path) -> None:
+    zone(tmp_path, "intel-rapl:0", "package-0", 1).unlink()  # root reads everything: the file is taken away instead
+    assert counter_of("cpu", None, tmp_path) is None
+    with pytest.raises(InvalidRequestError, match="may not read") as caught:
+        require_counter("cpu", None, tmp_path)
+    assert "chmod a+r" in caught.value.next_step
+
+
+class MadeNvml:
+    """One card that counts millijoules, or none that does."""
+
+    class NVMLError(Exception):
+        """Stands for pynvml's."""
+
+    def __init__(self) -> None:
+        self.millijoules: int | None = 5000
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
+        if uuid != UUID:
+            raise self.NVMLError("not found")
+        return uuid
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:  # noqa: N802
+        if self.millijoules is None:
+            raise self.NVMLError(f"not supported by {handle}")
+        return self.millijoules
+
+
+def test_a_card_is_asked_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = MadeNvml()
+    monkeypatch.setattr(nvml, "_library", lambda: made)
+    counter = counter_of("cuda", UUID.removeprefix("GPU-"))
+    assert counter is not None
+    assert counter() == 5.0
+    require_counter("cuda", UUID)
+    made.millijoules = None
+    assert counter() is None
+    assert counter_of("cuda", UUID) is None
+    with pytest.raises(InvalidRequestError, match="no energy counter for this card"):
+        require_counter("cuda", UUID)
+
+
+def test_only_measured_steps_count_and_none_that_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, joules = Clock(monkeypatch), 100.0
+    meter = EnergyMeter(lambda: joules)
+    for number, drawn, num_compilations in [(0, 50, 1), (0, 50, 1), (2, 4, 1), (4, 400, 2), (6, 8, 2)]:
+        clock.now += 1.0
+        joules += drawn
+        meter.step(number, num_compilations)
+    assert meter.joules_per_sample(10) == pytest.approx((4 + 8) / (4 * 10))
+
+
+def test_what_is_shorter_than_the_counters_updates_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    meter = EnergyMeter(lambda: 100 * clock.now)
+    meter.step(0)
+    clock.now += 0.09
+    meter.step(1)
+    assert meter.joules_per_sample(1) is None
+    clock.now += 0.02
+    meter.step(2)
+    assert meter.joules_per_sample(1) == pytest.approx(100 * 0.11 / 2)
+
+
+@pytest.mark.parametrize("counter", [None, lambda: None, lambda: 7.0])
+def test_without_a_counter_that_moves_nothing_is_known(counter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    meter = EnergyMeter(counter)
+    for number in range(3):
+        clock.now += 1.0
+        meter.step(number)
+    assert meter.joules_per_sample(1) is None
+
+
+def test_a_trial_divides_by_the_samples_that_were_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(10_000))
+    monkeypatch.setattr(worker, "_energy_counter", lambda _: lambda: float(next(ticks)))  # a joule from step to step
+    monkeypatch.setattr(energy, "MIN_SECONDS", 0.0)
+    workload = Workload(lambda: nn.Linear(2, 1), lambda m, b: m(b).square().mean(), lambda n: torch.randn(n, 2))
+    candidate = Candidate(precision="fp32", batch_size=4, accumulation_steps=8)
+    spec = TrialSpec(candidate=candidate, device="cpu", torch_state=torch_state.capture())
+    found = worker.run(Bench(workload, is_kept=False), spec, lambda _: None)
+    assert isinstance(found, Measurement)
+    assert found.joules_per_sample == pytest.approx(1 / (4 * spec.num_timed_micro_batches))

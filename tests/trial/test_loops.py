@@ -1,0 +1,399 @@
+"""Loops of their own train in a trial bit for bit as a hand-written loop trains them, and as in a training job."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import loop_samples
+import msgspec
+import pytest
+import torch
+from loop_samples import LOOPS, Diffusion, batches, build_diffusion, build_gan, denoising_loss, mlp
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autotune_amp import AmpConfig, LossScale, PrecisionController, Workload, torch_state
+from autotune_amp.config import Precision
+from autotune_amp.errors import WorkloadError
+from autotune_amp.numerics.results import Fidelity
+from autotune_amp.step_amp import MAX_CALLS_WITHOUT_STEP
+from autotune_amp.trial.bench import Bench
+from autotune_amp.trial.outcome import Description, Measurement
+from autotune_amp.trial.process import Watcher
+from autotune_amp.trial.runner import Payload, Runner
+from autotune_amp.trial.spec import Candidate, CheckSpec, TrialSpec
+from autotune_amp.trial.state import LoopState
+from autotune_amp.trial.step import BaseTraining, make_model, make_training
+from autotune_amp.trial.timing import time_steps
+
+NUM_STEPS = 3
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
+SCALE = LossScale(init_scale=256.0, growth_interval=2)
+
+
+def spec(precision: Precision = "fp32", **candidate: Any) -> TrialSpec:
+    return TrialSpec(
+        candidate=Candidate(precision=precision, batch_size=8, **candidate),
+        device="cpu",
+        loss_scale=SCALE if precision == "fp16" else None,
+        torch_state=torch_state.capture(),
+    )
+
+
+def training(workload: Workload, precision: Precision = "fp32", **candidate: Any) -> BaseTraining:
+    torch.manual_seed(0)
+    return make_training(workload, make_model(workload), spec(precision, **candidate))
+
+
+def trained(made: BaseTraining) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    for _ in range(NUM_STEPS):
+        made.forward_backward(made.next_batch())
+        made.update()
+    return everything(made.model)
+
+
+def everything(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def by_hand(build: Callable[[], Any], step: Callable[[Any, Tensor], None]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    state = build()
+    torch.manual_seed(1)
+    stream = batches(8)
+    for _ in range(NUM_STEPS):
+        step(state, next(stream))
+    return everything(LoopState(state))
+
+
+def autocast(precision: Precision) -> Any:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+
+
+def scaler_for(precision: Precision) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", SCALE.init_scale, growth_interval=2, enabled=precision == "fp16")
+
+
+def hand_written_gan(precision: Precision) -> dict[str, Tensor]:
+    scaler, taken = scaler_for(precision), 0
+
+    def step(state: dict[str, Any], real: Tensor) -> None:
+        nonlocal taken
+        nets = state["nets"]
+        noise = torch.randn(8, 4)
+        state["discriminator_optimizer"].zero_grad()
+        with autocast(precision):
+            fake = nets.generator(noise)
+            loss = functional.softplus(-nets.discriminator(real)).mean()
+            loss = loss + functional.softplus(nets.discriminator(fake.detach())).mean()
+        torch.autograd.backward(scaler.scale(loss))
+        scaler.step(state["discriminator_optimizer"])
+        if taken % 2 == 0:
+            state["generator_optimizer"].zero_grad()
+            with autocast(precision):
+                loss = functional.softplus(-nets.discriminator(fake)).mean()
+            torch.autograd.backward(scaler.scale(loss))
+            scaler.step(state["generator_optimizer"])
+        scaler.update()
+        taken += 1
+
+    return by_hand(build_gan, step)
+
+
+def hand_written_diffusion(precision: Precision) -> dict[str, Tensor]:
+    scaler = scaler_for(precision)
+
+    def step(state: Diffusion, clean: Tensor) -> None:
+        with autocast(precision):
+            loss = denoising_loss(state, clean)
+        torch.autograd.backward(scaler.scale(loss))
+        scaler.unscale_(state.optimizer)
+        nn.utils.clip_grad_norm_(state.denoiser.parameters(), 0.5)
+        scaler.step(state.optimizer)
+        scaler.update()
+        state.optimizer.zero_grad()
+        with torch.no_grad():
+            for average, weight in zip(state.ema.parameters(), state.denoiser.parameters(), strict=True):
+                average.lerp_(weight, 0.1)
+
+    return by_hand(build_diffusion, step)
+
+
+HAND_WRITTEN = {"gan": hand_written_gan, "diffusion": hand_written_diffusion}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", sorted(LOOPS))
+def test_weights_are_those_of_a_hand_written_loop_and_of_a_training_job(name: str, precision: Precision) -> None:
+    workload = LOOPS[name]()
+    made = training(workload, precision)
+    found = trained(made)
+    torch.testing.assert_close(found, HAND_WRITTEN[name](precision), rtol=0, atol=0)
+    scale = SCALE if precision == "fp16" else None
+    controller = PrecisionController(AmpConfig(precision=precision, batch_size=8, loss_scale=scale), "cpu")
+    build, train_step = workload.build, workload.train_step
+    assert build is not None
+    assert train_step is not None
+    in_a_job = by_hand(build, lambda state, batch: train_step(state, batch, controller))
+    torch.testing.assert_close(found, in_a_job, rtol=0, atol=0)
+    assert made.loss_scale() == (controller.get_scale() if precision == "fp16" else None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(LOOPS))
+def test_a_loop_is_described_measured_and_checked_in_processes(name: str) -> None:
+    payload = Payload(target=f"loop_samples:{name}", path=(str(Path(loop_samples.__file__).parent), *sys.path))
+    with Runner(payload, "fork", Watcher()) as runner:
+        runner.load(60)
+        state, _ = runner.open("cpu", 1, 60)
+        about = runner.ask("describe", {"device": "cpu", "torch_state": state}, 60)
+        trials = [
+            runner.run(msgspec.structs.replace(spec(precision), num_steps=(2, 4), torch_state=state))
+            for precision in PRECISIONS
+        ]
+        found = runner.check(
+            CheckSpec(what="fidelity", precision="bf16", batch_size=64, device="cpu", torch_state=state)
+        )
+    assert [trial for trial in trials if not isinstance(trial, Measurement)] == []
+    assert isinstance(found, Fidelity)
+    assert found.verdict == "faithful"
+    described = msgspec.convert(about, Description)
+    num_parameters = sum(p.numel() for p in mlp(9, 8).parameters())
+    assert (described.is_loop, described.weights) == (True, "fp32")
+    if name == "diffusion":  # of which the average is not trained
+        assert (described.num_parameters, described.num_trainable_parameters) == (2 * num_parameters, num_parameters)
+
+
+# -- a kept worker starts from the first state -------------------------------------------------------------------------
+
+
+def test_a_kept_worker_trains_each_time_from_the_beginning() -> None:
+    bench = Bench(LOOPS["gan"](), is_kept=True)
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = bench.model(torch.device("cpu"))
+        runs.append(trained(make_training(bench.workload, model, spec())))
+    torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=0)
+
+
+# -- what is found in a state ------------------------------------------------------------------------------------------
+
+
+class Holder:
+    def __init__(self, **parts: Any) -> None:
+        self.__dict__.update(parts)
+
+
+class WithOptimizer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("build", "modules", "optimizers"),
+    [
+        (lambda: dict(zip(("net", "sgd"), pair(), strict=True)), ["net"], ["sgd"]),
+        (pair, ["0"], ["1"]),
+        (lambda: Holder(train=Holder(items=list(pair()))), ["train.items.0"], ["train.items.1"]),
+        (WithOptimizer, ["model", "model.net"], ["optimizer"]),
+        (build_diffusion, ["denoiser", "ema"], ["optimizer"]),
+        (build_gan, ["nets.generator", "nets.discriminator"], ["generator_optimizer", "discriminator_optimizer"]),
+    ],
+)
+def test_modules_and_optimizers_are_named_by_their_paths(build: Any, modules: list[str], optimizers: list[str]) -> None:
+    state = LoopState(build())
+    assert [name for name, _ in state.named_modules() if name in modules] == modules
+    assert list(state.optimizers) == optimizers
+    assert {id(p) for p in state.trained()} <= {id(p) for p in state.parameters()}
+
+
+def test_a_shared_module_is_there_once_and_tensors_outside_of_modules_are_too() -> None:
+    body = nn.Linear(2, 2)
+    latent = torch.zeros(3, requires_grad=True)
+    optimizer = torch.optim.SGD([*body.parameters(), latent], lr=0.1)
+    state = LoopState(
+        {
+            "weights": list(body.parameters()),
+            "a": body,
+            "b": nn.Sequential(body),
+            "noise": torch.ones(2),
+            "optimizer": optimizer,
+        }
+    )
+    assert sorted(name for name, _ in state.named_parameters()) == ["a.bias", "a.weight", "optimizer.2"]
+    assert [name for name, _ in state.named_buffers()] == ["noise"]
+
+
+@pytest.mark.parametrize("nothing", [None, {}, {"lr": 0.1}, 3])
+def test_a_state_without_modules_and_optimizers(nothing: Any) -> None:
+    with pytest.raises(WorkloadError, match="without any module or optimizer") as caught:
+        training(Workload(build=lambda: nothing, train_step=lambda *_: None, data=batches))
+    assert "Return everything" in caught.value.next_step
+
+
+def test_moving_a_state_keeps_the_objects_that_the_loop_knows() -> None:
+    net, table = nn.Linear(2, 2), torch.ones(3)
+    optimizer = torch.optim.Adagrad(net.parameters())
+    weight = net.weight
+    state = LoopState({"net": net, "table": table, "optimizer": optimizer})
+    state.to(torch.float64)
+    assert net.weight is weight
+    assert dict(state.named_buffers())["table"] is table
+    assert (weight.dtype, table.dtype, optimizer.state[weight]["sum"].dtype) == (torch.float64,) * 3
+
+
+def test_steps_can_be_forgotten() -> None:
+    generator = torch.Generator().manual_seed(0)
+    held: dict[str, Any] = {
+        "net": nn.Linear(2, 2), "number": 0, "seen": [], "average": torch.zeros(2), "generator": generator,
+        "more": Holder(best=None),
+    }  # fmt: skip
+    state, average = LoopState(held), held["average"]
+    drawn = torch.rand(1, generator=generator)
+    held["number"] += 1
+    held["seen"].append(1)
+    held["average"] = torch.ones(2)
+    held["more"].best = 3.0
+    state.forget_steps()
+    assert (held["number"], held["seen"], held["more"].best) == (0, [], None)
+    assert held["average"] is average
+    assert torch.equal(torch.rand(1, generator=generator), drawn)
+
+
+# -- a train_step that does not train through amp ----------------------------------------------------------------------
+
+
+def net_and_optimizer() -> dict[str, Any]:
+    net = mlp(8, 1)
+    return {"net": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
+
+
+def faulty_step(*left_out: str) -> Callable[[dict[str, Any], Tensor, Any], None]:
+    def step(state: dict[str, Any], batch: Tensor, amp: Any) -> None:
+        with nullcontext() if "autocast" in left_out else amp.autocast():
+            loss = state["net"](batch).float().square().mean()
+        if "backward" in left_out:
+            torch.autograd.backward(loss)
+        else:
+            amp.backward(loss)
+        if "step" in left_out:
+            state["optimizer"].step()
+        else:
+            amp.step(state["optimizer"])
+        if "update" not in left_out:
+            amp.update()
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("call", "num_calls"),
+    [("autocast", 1), ("backward", 1), ("step", MAX_CALLS_WITHOUT_STEP), ("update", MAX_CALLS_WITHOUT_STEP)],
+)
+def test_a_step_that_leaves_a_call_out_says_which(call: str, num_calls: int) -> None:
+    made = training(Workload(build=net_and_optimizer, train_step=faulty_step(call), data=batches), "bf16")
+    for _ in range(num_calls - 1):
+        made.forward_backward(made.next_batch())
+    with pytest.raises(WorkloadError, match=rf"did not call amp\.{call}\(") as caught:
+        made.forward_backward(made.next_batch())
+    assert "with amp.autocast():" in caught.value.next_step
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_loop_that_steps_every_fourth_call_is_warmed_up_to_its_first_step(precision: Precision) -> None:
+    workload = loop_samples.accumulating()
+    made = training(workload, precision)
+    lengths: list[int] = []
+    time_steps(made, lambda number, _: lengths.append(number), lambda _: None)
+    assert lengths[:4] == [0] * 4
+    held: Any = made.parts[0]
+    assert held["num_steps"] == held["num_calls"] // 4 > 0
+
+
+def test_a_call_that_has_no_loss_is_given_the_one_before() -> None:
+    def step(state: dict[str, Any], batch: Tensor, amp: Any) -> None:
+        if state.setdefault("calls", 0) % 2 == 0:
+            faulty_step()(state, batch, amp)
+        state["calls"] += 1
+
+    made = training(Workload(build=net_and_optimizer, train_step=step, data=batches), "bf16")
+    first, second, third = (made.forward_backward(made.next_batch()).item() for _ in range(3))
+    assert first == second != third
+
+
+def test_optimizers_may_share_a_parameter_and_start_again_together() -> None:
+    bench = Bench(loop_samples.sharing(), is_kept=True)
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = bench.model(torch.device("cpu"))
+        runs.append(trained(make_training(bench.workload, model, spec())))
+    torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=0)
+
+
+def test_fp32_does_not_need_autocast_and_the_loss_is_what_amp_saw() -> None:
+    made = training(Workload(build=net_and_optimizer, train_step=faulty_step("autocast"), data=batches))
+    batch = made.next_batch()
+    expected = copy.deepcopy(made.parts[0]["net"])(batch).square().mean()
+    assert made.forward_backward(batch).item() == pytest.approx(expected.item())
+
+
+def penalty_step(state: dict[str, Any], batch: Tensor, amp: Any) -> None:
+    """A gradient penalty, as PyTorch's examples write it."""
+    batch = batch.requires_grad_()
+    with amp.autocast():
+        output = state["net"](batch).float().square().mean()
+    (scaled,) = torch.autograd.grad(amp.scale(1000 * output), batch, create_graph=True)
+    gradient = scaled / amp.get_scale()
+    with amp.autocast():
+        penalty = gradient.square().sum()
+    amp.backward(output + penalty)
+    amp.step(state["optimizer"])
+    amp.update()
+    state["optimizer"].zero_grad()
+
+
+def test_a_penalty_that_overflows_is_a_step_to_skip_and_no_broken_loss() -> None:
+    workload = Workload(build=net_and_optimizer, train_step=penalty_step, data=batches)
+    made = make_training(
+        workload, make_model(workload), msgspec.structs.replace(spec("fp16"), loss_scale=LossScale(init_scale=2.0**16))
+    )
+    before = everything(made.model)
+    loss = made.forward_backward(made.next_batch())
+    assert loss.isfinite()
+    assert made.loss_scale() == 2.0**15
+    torch.testing.assert_close(everything(made.model), before, rtol=0, atol=0)
+
+
+def test_modules_of_a_state_are_pinned_by_their_names() -> None:
+    seen = []
+
+    def step(state: dict[str, Any], batch: Tensor, amp: Any) -> None:
+        with amp.autocast():
+            output = state["net"](batch)
+            seen.append(output.dtype)
+        amp.backward(output.float().square().mean())
+        amp.step(state["optimizer"])
+        amp.update()
+
+    made = training(Workload(build=net_and_optimizer, train_step=step, data=batches), "bf16", pinned_modules=("net.2",))
+    batch = made.next_batch()
+    made.forward_backward(batch)
+    made.close()
+    made.forward_backward(batch)
+    assert seen == [torch.float32, torch.bfloat16]

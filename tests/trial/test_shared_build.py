@@ -1,0 +1,120 @@
+"""A model built once in the process that trials are forked from: what its children train, count and inherit."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from autotune_amp.trial.outcome import Measurement
+from autotune_amp.trial.process import Watcher
+from autotune_amp.trial.runner import Payload, Runner
+from autotune_amp.trial.spec import Candidate, TrialSpec
+
+WORKLOAD = """
+import os, threading, time
+import torch
+from torch import nn
+from autotune_amp import Workload
+
+def build():
+    print("built-in", os.getpid())
+    torch.set_num_threads(3)
+    torch.backends.cudnn.benchmark = True
+    EXTRA
+
+def model():
+    build()
+    model = nn.Sequential(nn.Linear(4, 512), nn.Linear(512, 512), nn.Linear(512, 1))
+    model.register_buffer("table", torch.ones(1 << 25))
+    return model
+
+def loss(model, batch):
+    loss = model(batch).square().mean()
+    print("loss", float(loss).hex(), "flags", f"{torch.get_num_threads()}-{torch.backends.cudnn.benchmark}")
+    return loss
+
+def workload():
+    return Workload(model, loss, lambda n: torch.ones(n, 4), lambda p: torch.optim.SGD(p, lr=1e-6, momentum=0.9))
+"""
+
+
+class Listener(Watcher):
+    def __init__(self) -> None:
+        self.text = ""
+
+    def output(self, text: str) -> None:
+        self.text += text
+
+    def words(self, name: str) -> list[str]:
+        """What was printed after `name`."""
+        found = self.text.split()
+        return [value for word, value in itertools.pairwise(found) if word == name]
+
+
+def payload(folder: Path, extra: str = "pass") -> Payload:
+    (folder / "train.py").write_text(WORKLOAD.replace("EXTRA", extra))
+    return Payload(target="train:workload", path=(str(folder), *sys.path))
+
+
+def opened(runner: Runner, **fields: Any) -> TrialSpec:
+    runner.load(60)
+    state, reason = runner.open("cpu", None, 60)
+    assert reason is None
+    candidate = Candidate(precision="fp32", batch_size=4)
+    return TrialSpec(candidate=candidate, device="cpu", torch_state=state, num_steps=(1, 1), seed=5, **fields)
+
+
+def test_children_of_a_template_that_built_train_as_those_that_build_their_own(tmp_path: Path) -> None:
+    listener = Listener()
+    with Runner(payload(tmp_path), "fork", listener) as runner:
+        spec = opened(runner, memory_limit_bytes=2**30)
+        own = runner.run(spec)
+        assert runner.share_build(spec, 60) is None
+        shared = [runner.run(spec) for _ in range(2)]
+        assert len(set(listener.words("built-in"))) == 2
+        (template,) = psutil.Process().children()
+        template.kill()
+        template.wait()
+        again = runner.run(spec)
+    assert len(listener.words("built-in")) == 3
+    assert isinstance(own, Measurement)
+    assert not own.is_build_shared
+    losses = listener.words("loss")
+    assert losses[:4] == losses[4:8] == losses[8:12] == losses[-4:]
+    assert set(listener.words("flags")[:12]) == {"3-True"}
+    for outcome in (*shared, again):
+        assert isinstance(outcome, Measurement)
+        assert outcome.is_build_shared
+        assert own.reserved_memory_bytes > 2**27, "the table is 128 MiB"
+        assert outcome.reserved_memory_bytes == pytest.approx(own.reserved_memory_bytes, rel=0.06)
+        assert outcome.peak_memory_bytes == pytest.approx(own.peak_memory_bytes, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        pytest.param(
+            "torch._C.set_num_threads(2); torch.ones(1 << 22).add_(1).sum()",
+            "building the workload started threads in its process, and a forked child hung on them",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            f"os.getppid() == {os.getpid()} and 1 / 0",
+            "ZeroDivisionError: division by zero",
+            id="raises in the template",
+        ),
+    ],
+)
+def test_what_cannot_be_built_in_a_template_is_said(tmp_path: Path, extra: str, reason: str) -> None:
+    with Runner(payload(tmp_path, extra), "fork", Listener()) as runner:
+        spec = opened(runner)
+        assert reason in (runner.share_build(spec, 60) or "")
+        assert not runner.is_build_shared
+        runner.keep()
+        assert isinstance(runner.run(spec), Measurement) == ("1 / 0" not in extra)

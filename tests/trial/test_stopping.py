@@ -1,0 +1,57 @@
+"""When a trial has measured enough."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+
+from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.stopping import is_hopeless, stop
+
+FP32 = Candidate(precision="fp32", batch_size=8)
+STEADY, RESTLESS = [0.1] * 8, [0.1, 0.3] * 4
+
+
+def reason(
+    steps: list[float], measuring_seconds: float = 0.0, training_seconds: float = 0.0, **fields: Any
+) -> Literal["cut", "enough"] | None:
+    spec = TrialSpec(candidate=FP32, **{"device": "cpu", **fields})
+    return stop(
+        spec,
+        steps,
+        is_whole=len(steps) >= 8,
+        measure_seconds=1.0,
+        measuring_seconds=measuring_seconds,
+        training_seconds=training_seconds,
+    )
+
+
+@pytest.mark.parametrize(
+    ("steps", "fields", "expected"),
+    [
+        (STEADY, {}, "enough"),
+        (STEADY[:7], {}, None),
+        (RESTLESS, {}, None),
+        (RESTLESS, {"interval_share": 1.0}, "enough"),
+        (RESTLESS[:1], {"measuring_seconds": 1.01}, "enough"),
+        (RESTLESS[:1], {"training_seconds": 6.1, "deadline_seconds": 10.0}, "enough"),
+        (RESTLESS[:1], {"training_seconds": 5.9, "deadline_seconds": 10.0}, None),
+        (STEADY[:5], {"cut_step_seconds": 0.09}, "cut"),
+        (STEADY[:4], {"cut_step_seconds": 0.09}, None),
+        ([0.1, 0.1, 0.1, 0.3, 0.3], {"cut_step_seconds": 0.15}, None),  # its median is not over it
+        (STEADY[:1], {"cut_step_seconds": 0.09, "device": "cuda"}, None),
+        (STEADY[:2], {"cut_step_seconds": 0.09, "device": "cuda"}, "cut"),  # four steps stand behind each
+    ],
+)
+def test_what_ends_measuring(steps: list[float], fields: dict[str, Any], expected: str | None) -> None:
+    assert reason(steps, **fields) == expected
+
+
+def test_a_warm_up_far_over_the_cut_is_hopeless() -> None:
+    def spec(cut_step_seconds: float | None) -> TrialSpec:
+        return TrialSpec(candidate=FP32, device="cpu", cut_step_seconds=cut_step_seconds)
+
+    assert is_hopeless(spec(0.1), [0.5, 0.2])
+    assert not is_hopeless(spec(0.1), [0.5, 0.15])
+    assert not is_hopeless(spec(None), [0.5, 0.2])
