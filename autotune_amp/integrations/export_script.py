@@ -12,11 +12,10 @@ from typing import Literal
 import msgspec
 
 from autotune_amp.config import AmpConfig, LossScale
-from autotune_amp.report.summary import loader_source, strict_flag_lines
+from autotune_amp.config_source import LOADER_COMMENT, loader_line, strict_flag_lines
 
 WIDTH = 100  # of a line, where it can be broken
 KEPT_FLAGS = "Measured with the script's own TF32 flags and autocast: they stay as they are."
-LOADER_COMMENT = "# Your loader's other arguments stay: shuffle, collate_fn, drop_last, ..."
 SCALER_ARGUMENTS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 
 
@@ -92,7 +91,7 @@ class Script:
     def add_loader(self) -> None:
         """``loader = DataLoader(...)``."""
         self.needs("from torch.utils.data import DataLoader")
-        self.lines += [LOADER_COMMENT, loader_source(self.setting.config)]
+        self.lines += [LOADER_COMMENT, loader_line(self.setting.config)]
 
     def add_unheld(self, framework: str, way_out: str) -> None:
         """Say what of the config the framework has no place for beside GradScaler's own arguments."""

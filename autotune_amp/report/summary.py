@@ -6,6 +6,7 @@ import json
 import shlex
 from typing import TYPE_CHECKING
 
+from autotune_amp import config_source
 from autotune_amp.report.conditions import load_line, loader_line, memory_line, pauses_line
 from autotune_amp.report.format import count, duration, number, one_line, outcome_name, rate, size, times
 from autotune_amp.report.job import job_lines
@@ -13,7 +14,7 @@ from autotune_amp.report.numerics import accumulation_line, check_line, loss_sca
 from autotune_amp.trial.spec import Candidate
 
 if TYPE_CHECKING:
-    from autotune_amp.config import AmpConfig, FallbackPlan, Precision
+    from autotune_amp.config import AmpConfig, FallbackPlan
     from autotune_amp.numerics.results import Accumulation, Fidelity
     from autotune_amp.recommendation import CandidateRow, Recommendation
 
@@ -128,8 +129,8 @@ def python_lines(recommendation: Recommendation, path: str | None = None) -> lis
     path = path or f"studies/{recommendation.search.study}/recommendation.json"
     steps = config.accumulation_steps
     lines = [
-        "# your loader's other arguments stay: shuffle, collate_fn, drop_last, ...",
-        loader_source(config) + (f"  # {steps} batches to one optimizer step" if steps > 1 else ""),
+        config_source.LOADER_COMMENT,
+        config_source.loader_line(config) + (f"  # {steps} batches to one optimizer step" if steps > 1 else ""),
     ]
     device_type = recommendation.hardware.identity.type
     loaded = f'autotune_amp.PrecisionController.load({json.dumps(path)}, "{device_type}")'
@@ -155,22 +156,7 @@ def python_lines(recommendation: Recommendation, path: str | None = None) -> lis
 def _flag_lines(config: AmpConfig, device_type: str) -> list[str]:
     if config.as_found:
         return ["# the TF32 flags and autocast stay as they are"]
-    return strict_flag_lines(config.precision) if device_type == "cuda" else []
-
-
-def strict_flag_lines(precision: Precision) -> list[str]:
-    """Of `precision.set_flags` what matters on CUDA, as Python."""
-    is_tf32 = precision == "tf32"
-    return [
-        f'torch.set_float32_matmul_precision("{"high" if is_tf32 else "highest"}")',
-        f"torch.backends.cudnn.allow_tf32 = {is_tf32}",
-    ]
-
-
-def loader_source(config: AmpConfig) -> str:
-    """The user's loader with what the config decides of it, as Python."""
-    workers = "" if config.num_workers is None else f", num_workers={config.num_workers}"
-    return f"loader = DataLoader(dataset, batch_size={config.batch_size}{workers})"
+    return config_source.strict_flag_lines(config.precision) if device_type == "cuda" else []
 
 
 def _loss_lines(context: str | None) -> list[str]:

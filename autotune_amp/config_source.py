@@ -1,0 +1,22 @@
+"""Of a config, the lines of Python that every text to copy has: in the terminal, the report and the exports. Pure."""
+
+from __future__ import annotations
+
+from autotune_amp.config import AmpConfig, Precision
+
+LOADER_COMMENT = "# Your loader's other arguments stay: shuffle, collate_fn, drop_last, ..."
+
+
+def strict_flag_lines(precision: Precision) -> list[str]:
+    """Of `precision.set_flags` what matters on CUDA."""
+    is_tf32 = precision == "tf32"
+    return [
+        f'torch.set_float32_matmul_precision("{"high" if is_tf32 else "highest"}")',
+        f"torch.backends.cudnn.allow_tf32 = {is_tf32}",
+    ]
+
+
+def loader_line(config: AmpConfig) -> str:
+    """The user's loader with what the config decides of it."""
+    workers = "" if config.num_workers is None else f", num_workers={config.num_workers}"
+    return f"loader = DataLoader(dataset, batch_size={config.batch_size}{workers})"
