@@ -171,7 +171,7 @@ def clock_share() -> float | None:
 
 
 class LoadMeter:
-    """Tells what others did while a trial ran: its measured steps, or all of it where it took none.
+    """Tells what others did while a trial ran: from its last warm-up step on, or in all of it where it took none.
 
     `uuid` is the card's, None without one. Made before our first context on it: what is there now is others'.
     """
@@ -192,11 +192,17 @@ class LoadMeter:
         self._clock_share: float | None = None
         self._slowdowns: dict[str, None] | None = None
 
+    def warm_up(self) -> None:
+        """The trial took a step to warm up: what was before does not count.
+
+        The measured steps are told of when they end. Begun only then, a single long one would have been missed.
+        """
+        if not self._is_stepping and time.monotonic() - self._before.at_seconds >= MIN_SECONDS:
+            self._before = read()
+
     def step(self) -> None:
-        """The trial took a measured step: from the first one on its load counts, and clocks are worth a look."""
-        now = time.monotonic()
-        if not self._is_stepping:
-            self._before, self._after, self._is_stepping = read(), None, True
+        """The trial took a measured step: clocks are worth a look."""
+        now, self._is_stepping = time.monotonic(), True
         if now - self._last_look < _LOOK_SECONDS:
             return
         self._last_look = now
@@ -210,7 +216,7 @@ class LoadMeter:
         self._after = self._after or read()
 
     def stop(self) -> MachineLoad:
-        """What others did since `start`, or since the first measured step."""
+        """What others did since `start`, or since the last step to warm up."""
         after = self._after or read()
         return msgspec.structs.replace(
             load_between(self._before, after, os.getpid()),

@@ -67,8 +67,10 @@ def interval_factors(loads: Sequence[MachineLoad]) -> tuple[float, float]:
     The interval was measured under the median load. Without the others a run is faster by that load's slowdown, and
     slower than measured under the worst load that was seen: with s the slowdown of each process the factors are
     median(s) / max(s) and median(s). A steady load leaves the lower end, one that came and went widens both. They are
-    (1, 1) where nothing was worth a word: the spread between processes holds such a machine.
+    (1, 1) where nothing was worth a word: the spread between processes holds such a machine. A process whose load is
+    not known was no idle one; it is left out.
     """
+    loads = [load for load in loads if load.others_num_cores is not None or load.stolen_share is not None]
     slowdowns = [1.0] * len(loads)
     if is_busy(loads):
         slowdowns = [s * others_slowdown(load) for s, load in zip(slowdowns, loads, strict=True)]

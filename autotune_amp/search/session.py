@@ -64,8 +64,11 @@ class ProgressWatcher(Watcher):
 
     def step(self, num_steps: int, step_seconds: float) -> None:  # noqa: D102 - see Watcher
         self.last_step_seconds = step_seconds
-        if num_steps and self._meter is not None:
-            self._meter.step()
+        if self._meter is not None:
+            if num_steps:
+                self._meter.step()
+            else:
+                self._meter.warm_up()
         self._progress.step(num_steps, step_seconds)
 
     def output(self, text: str) -> None:  # noqa: D102 - see Watcher

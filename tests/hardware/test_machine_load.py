@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -155,8 +155,9 @@ def test_a_busy_process_of_others_is_noticed_and_one_of_ours_is_not(hog: int, mo
     try:
         meter.start()
         time.sleep(0.3)
-        meter.step()  # the load counts from here on
+        meter.warm_up()  # the load counts from here on
         time.sleep(0.7)
+        meter.step()  # a single one, as long as that
         meter.hold()
     finally:
         ours.kill()
@@ -169,6 +170,26 @@ def test_a_busy_process_of_others_is_noticed_and_one_of_ours_is_not(hog: int, mo
     assert os.getpid() not in used
     assert (found.others_num_cores or 0.0) > 0.1
     assert (found.own_num_cores or 0.0) > 0.1
+
+
+def test_what_was_before_the_last_step_to_warm_up_does_not_count_and_no_measured_step_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(machine_load, "read", lambda: reading(now, 0.0, {}))
+    meter = LoadMeter()
+    steps: list[tuple[float, Callable[[], None]]] = [
+        (5.0, meter.warm_up),
+        (0.1, meter.warm_up),  # too soon for another look
+        (3.0, meter.step),
+        (3.0, meter.step),
+        (3.0, meter.warm_up),  # a step held for another purpose, after the measured ones
+    ]
+    for seconds, tell in steps:
+        now += seconds
+        tell()
+    assert meter.stop().seconds == pytest.approx(0.1 + 3 * 3.0)
 
 
 def test_what_was_held_is_what_is_told_until_the_next_begins() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock, call
 
 import msgspec
 import pytest
@@ -17,6 +18,8 @@ from autotune_amp.hardware.types import BusyProcess, CardProcess, MachineLoad
 from autotune_amp.search import busy
 from autotune_amp.search.choose import Decision, Shortlist, decide
 from autotune_amp.search.confirm import NUM_ROUNDS, confirm
+from autotune_amp.search.progress import Progress
+from autotune_amp.search.session import Clock, ProgressWatcher
 from autotune_amp.search.space import Space
 from autotune_amp.trial.outcome import Record
 from autotune_amp.trial.spec import Candidate, TrialSpec
@@ -107,6 +110,12 @@ def test_a_load_that_comes_and_goes_widens_the_lower_end(tmp_path: Path) -> None
     (said,) = about_load(found)
     assert "0.05 to 1.0 at a time" in said
     assert found.evidence.num_processes == NUM_ROUNDS
+
+
+def test_a_process_whose_load_is_not_known_is_no_idle_one() -> None:
+    unknown = load(None, None)
+    assert busy.interval_factors([HOGGED, unknown, unknown]) == busy.interval_factors([HOGGED]) == (1.0, 2.0)
+    assert busy.interval_factors([unknown]) == (1.0, 1.0)
 
 
 def test_what_widens_the_interval_is_said_where_only_the_winner_met_it() -> None:
@@ -203,3 +212,12 @@ def test_an_interval_is_only_ever_widened(seen: list[MachineLoad]) -> None:
     assert 0 < low <= 1 <= high
     if not busy.is_busy(seen) and not busy.is_stolen(seen):
         assert (low, high) == (1.0, 1.0)
+
+
+def test_the_meter_hears_of_every_step_and_of_the_end() -> None:
+    meter = Mock(spec=LoadMeter)
+    watcher = ProgressWatcher(Progress(), Clock(1.0), meter)
+    for number in (0, 0, 1):
+        watcher.step(number, 0.5)
+    watcher.ending()
+    assert meter.mock_calls == [call.warm_up(), call.warm_up(), call.step(), call.hold()]
