@@ -137,7 +137,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     for every other precision. `accumulation` is what was found of it, None where nobody asked; `loader` is None where
     the data loader does not set the speed. `is_build_shared`: the processes shared a model that was built once, so that
     the interval does not hold what building it anew changes. `joules_per_sample` is None where nothing says what the
-    device draws, `load` where nobody looked what others did on the machine.
+    device draws, `load` where nobody looked what others did on the machine. `search_samples_per_second` is what the
+    search's trials reached, where the confirmation is more than half off it: then the interval holds both.
     """
 
     samples_per_second: float
@@ -162,6 +163,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_seconds: float | None = None
     joules_per_sample: float | None = None
     load: LoadEvidence | None = None
+    search_samples_per_second: float | None = None
 
 
 class Exclusion(msgspec.Struct, frozen=True, kw_only=True):

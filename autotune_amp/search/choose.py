@@ -14,14 +14,8 @@ import msgspec
 from autotune_amp.config import AmpConfig, LossScale
 from autotune_amp.numerics.results import Fidelity
 from autotune_amp.search import accumulate, explain, loss_scales, objective_words, verdicts
-from autotune_amp.search.evidence import (
-    best_runs,
-    confirm_runs,
-    failures,
-    fallback_plans,
-    gather,
-    plain_config,
-)
+from autotune_amp.search.evidence import best_runs, confirm_runs, failures, gather, plain_config
+from autotune_amp.search.fallbacks import fallback_plans
 from autotune_amp.search.loss_scales import AllScales
 from autotune_amp.search.objective import Merit, check_measured, keeps_baseline, least_speed, merit, rank_for
 from autotune_amp.trial.outcome import Measurement, Record

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from autotune_amp.config import Precision
 from autotune_amp.search import accumulate, verdicts
 from autotune_amp.search.choose import Shortlist
-from autotune_amp.search.evidence import LADDER, failures
+from autotune_amp.search.evidence import failures
+from autotune_amp.search.fallbacks import LADDER
 from autotune_amp.search.seeding import HOPELESS
 from autotune_amp.search.session import CONFIRM_SHARE, Session, outcome_of
 from autotune_amp.search.space import Space
@@ -142,7 +143,7 @@ def confirm(
             return
         ending_seconds = ending_left() if number == 0 else 0.0
         planned = plan_round(contenders, environment, seconds_of, session.clock.left() - until - ending_seconds, number)
-        if number < MIN_ROUNDS and not {contenders.winner, contenders.baseline} <= {run.candidate for run in planned}:
+        if _is_short(planned, contenders, number):
             contenders, until, is_borrowing = contenders._replace(runner_up=None), 0.0, True
             planned = plan_round(contenders, environment, seconds_of, session.clock.left() - ending_seconds, number)
         runs = [
@@ -168,6 +169,11 @@ def confirm(
             )
             with runner_for(run.environment) as runner:
                 session.run(runner, spec, round_number=number, environment=run.environment)
+
+
+def _is_short(planned: Sequence[Run], contenders: Shortlist, number: int) -> bool:
+    """Whether a round that the confirmation needs would have to do without the winner or the baseline."""
+    return number < MIN_ROUNDS and not {contenders.winner, contenders.baseline} <= {run.candidate for run in planned}
 
 
 def _has_ended(records: Sequence[Record], run: Run) -> bool:

@@ -1,4 +1,4 @@
-"""Records -> the evidence behind a choice: medians over processes, intervals, the baseline, the fallbacks. Pure."""
+"""Records -> the evidence behind a choice: medians over processes, intervals, the baseline. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from autotune_amp.config import AmpConfig, FallbackPlan, LossScale, Precision
+from autotune_amp.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.recommendation import BaselineEvidence, Evidence, PlainEnvironment
 from autotune_amp.search import accumulate, busy, conditions
 from autotune_amp.search.objective import joules_per_sample
@@ -16,22 +16,16 @@ from autotune_amp.trial.outcome import Failure, Measurement, Record
 from autotune_amp.trial.stopping import NUM_STEPS_BEFORE_CUT
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from autotune_amp.hardware.types import MachineLoad
     from autotune_amp.trial.outcome import Description
     from autotune_amp.trial.spec import Candidate, Purpose
 
+# A confirmation that differs from the search's trials by more was not measured on the same machine, so to speak: left
+# alone, the two differed by factors of 0.72 to 1.31 (forty searches of studies/truth, real_training and peers).
+DRIFT = 1.5
 MIN_PROCESSES = 3  # fewer say nothing of the spread between processes, which dominates (measurement.md, Timing)
-
-# What a run steps down to when its precision fails, first choice first.
-LADDER: dict[Precision, tuple[Precision, ...]] = {
-    "fp32": (),
-    "tf32": ("fp32",),
-    "bf16": ("fp32",),
-    "fp16": ("bf16", "fp32"),
-    "fp8": ("bf16", "fp32"),
-}
 
 
 class Runs(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,9 +130,12 @@ def gather(
     """The evidence for `chosen`, measured in `environment`, against `baseline`, measured in the user's own."""
     speedup, speedup_interval = _speedup(chosen, baseline, records)
     processes = [runs.num_confirming for runs in (chosen, baseline) if runs.measurements]
+    low, high = _promise(chosen, records)
+    drifted = _drifted(chosen, records)
     return Evidence(
         samples_per_second=chosen.speed,
-        samples_per_second_interval=_promise(chosen, records),
+        samples_per_second_interval=(low, high) if drifted is None else (min(low, drifted), max(high, drifted)),
+        search_samples_per_second=drifted,
         step_seconds=median(m.step_seconds for m in chosen.measurements),
         peak_memory_bytes=max(m.peak_memory_bytes for m in chosen.measurements),
         baseline=_baseline_evidence(baseline, records, loss_scale),
@@ -180,52 +177,6 @@ def plain_config(
     )
 
 
-def fallback_plans(
-    records: Sequence[Record], chosen: Candidate, harmful: Collection[Precision] = (), *, may_add_steps: bool
-) -> tuple[FallbackPlan, ...]:
-    """For each precision to step down to, the fastest candidate of the same effective batch that never failed.
-
-    Its batches are whole parts of those that the run's loader goes on giving. Unless `may_add_steps`, it has no more
-    accumulation steps than `chosen`. `harmful` precisions are none to step down to, nor is one with pins, which a plan
-    cannot say.
-    """
-    failed = failures(records)
-    measured: dict[Candidate, list[Measurement]] = {}
-    for record in records:
-        if isinstance(record.outcome, Measurement) and record.purpose != "plain":  # no plan is run so
-            measured.setdefault(record.candidate, []).append(record.outcome)
-    speeds = {c: median(m.samples_per_second for m in ours) for c, ours in measured.items()}
-    fitting = [
-        c
-        for c in measured
-        if c.effective_batch_size == chosen.effective_batch_size
-        and chosen.batch_size % c.batch_size == 0
-        and (may_add_steps or c.accumulation_steps == chosen.accumulation_steps)
-        and not c.as_found
-        and not c.pinned_modules
-        and c.num_workers == chosen.num_workers  # the loader stays as it is when the precision goes down
-        and c not in failed
-    ]
-    plans: list[FallbackPlan] = []
-    for precision in LADDER[chosen.precision]:
-        if precision in harmful:
-            continue
-        rivals = [c for c in fitting if c.precision == precision]
-        if rivals:
-            best = max(rivals, key=lambda c: speeds[c])
-            plans.append(
-                FallbackPlan(
-                    precision=best.precision,
-                    batch_size=best.batch_size,
-                    accumulation_steps=best.accumulation_steps,
-                    peak_memory_bytes=max(m.peak_memory_bytes for m in measured[best]),
-                    samples_per_second=speeds[best],
-                    slowdown=speeds[chosen] / speeds[best],
-                )
-            )
-    return tuple(plans)
-
-
 def _median(values: Iterable[float | None]) -> float | None:
     known = [v for v in values if v is not None]
     return median(known) if known else None
@@ -259,6 +210,15 @@ def _promise(runs: Runs, records: Sequence[Record]) -> tuple[float, float]:
 def _is_timed_well(purpose: Purpose, found: Measurement) -> bool:
     """Whether it is a search's trial of more than its warm-up."""
     return purpose == "search" and len(found.raw_step_seconds) >= NUM_STEPS_BEFORE_CUT
+
+
+def _drifted(runs: Runs, records: Sequence[Record]) -> float | None:
+    """Samples per second of the search's trials, the median, where the confirmation is far from it."""
+    found = [r.outcome for r in records if r.candidate == runs.candidate and r.purpose == "search"]
+    speeds = [o.samples_per_second for o in found if isinstance(o, Measurement) and _is_timed_well("search", o)]
+    if not speeds or not runs.num_confirming or 1 / DRIFT <= median(speeds) / runs.speed <= DRIFT:
+        return None
+    return median(speeds)
 
 
 def _speedup(

@@ -12,7 +12,8 @@ from autotune_amp.recommendation import CandidateRow, Evidence, Exclusion
 from autotune_amp.report.format import number, rate
 from autotune_amp.search import accumulate, busy
 from autotune_amp.search.conditions import ending_doubts, loader_doubts, loader_reason, memory_doubts
-from autotune_amp.search.evidence import LADDER, MIN_PROCESSES, Runs, best_runs, confirm_runs, failures, is_trial
+from autotune_amp.search.evidence import MIN_PROCESSES, Runs, best_runs, confirm_runs, failures, is_trial
+from autotune_amp.search.fallbacks import LADDER
 from autotune_amp.search.objective import joules_per_sample
 from autotune_amp.search.space import Space, without
 from autotune_amp.search.verdicts import sentence
@@ -188,6 +189,13 @@ def _why_passed_over(
 def _doubts(chosen: Runs, evidence: Evidence, why_uncalibrated: str | None) -> list[str]:
     found = []
     low, high = evidence.samples_per_second_interval
+    searched = evidence.search_samples_per_second
+    if searched is not None:
+        found.append(
+            f"The machine changed: the search's trials of this config ran at {rate(searched)}, "
+            f"the confirmation at {rate(evidence.samples_per_second)}. The interval is widened to hold both. "
+            "Search again with --fresh on a quiet machine."
+        )
     if not evidence.is_confirmed:
         found.append(
             f"Unconfirmed: fewer than {MIN_PROCESSES} fresh processes measured this config and the baseline. "
@@ -210,8 +218,9 @@ def _doubts(chosen: Runs, evidence: Evidence, why_uncalibrated: str | None) -> l
 
 
 def _is_widened(evidence: Evidence) -> bool:
-    """Whether what others did on the machine is in the interval, and told of."""
-    return evidence.load is not None and evidence.load.interval_factors != (1.0, 1.0)
+    """Whether what others did on the machine, or its change of speed, is in the interval, and told of."""
+    is_busy = evidence.load is not None and evidence.load.interval_factors != (1.0, 1.0)
+    return is_busy or evidence.search_samples_per_second is not None
 
 
 def _numerical_doubts(chosen: Candidate, evidence: Evidence, why_uncalibrated: str | None) -> list[str]:

@@ -10,8 +10,9 @@ from scripted_runner import accumulation, fidelity
 
 from autotune_amp.config import PRECISIONS, AmpConfig, FallbackPlan, LossScale, Precision
 from autotune_amp.recommendation import Exclusion, PlainEnvironment
+from autotune_amp.report.format import rate
 from autotune_amp.search.choose import Decision, decide, finalists, search_speeds, shortlist
-from autotune_amp.search.evidence import LADDER
+from autotune_amp.search.fallbacks import LADDER
 from autotune_amp.search.objective import rank
 from autotune_amp.search.space import Space
 from autotune_amp.search.verdicts import check_of, verdicts
@@ -429,6 +430,26 @@ def test_doubts_are_said(outcome: Measurement, said: str | None) -> None:
 def test_processes_that_disagree_are_said() -> None:
     log = Log().add(FP32, 100.0).confirm(FP32, 70.0, 100.0, 140.0)
     assert any("The processes disagree" in w for w in decided(log).warnings)
+
+
+@pytest.mark.parametrize(("searched", "is_said"), [(140.0, False), (160.0, True), (71.0, False), (60.0, True)])
+def test_a_confirmation_far_off_the_searchs_trials_is_said_and_the_promise_holds_both(
+    searched: float, is_said: bool
+) -> None:
+    def log(speed: float) -> Log:
+        long_enough = measured(speed, raw_step_seconds=(1.0,) * 8)
+        return Log().add(FP32, long_enough).add(FP32, long_enough).confirm(FP32, 101.0, 100.0, 99.0)
+
+    steady, found = decided(log(100.0)), decided(log(searched))
+    (low, high), both = steady.evidence.samples_per_second_interval, found.evidence.samples_per_second_interval
+    said = [w for w in found.warnings if w.startswith("The machine changed")]
+    if is_said:
+        assert both == (min(low, searched), max(high, searched))
+        assert f"ran at {rate(searched)}, the confirmation at 100 samples/s" in said[0]
+        assert not any("disagree" in w for w in found.warnings), "said once, and rightly"
+    else:
+        assert not said
+        assert low * 0.9 < both[0] < both[1] < high * 1.1
 
 
 @pytest.mark.parametrize(
