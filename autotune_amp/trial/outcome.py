@@ -117,7 +117,7 @@ class SampleSizes(msgspec.Struct, frozen=True, kw_only=True):
     """How large single samples are, in numbers that their tensors and sequences hold, from a scan cut off by the clock.
 
     `num_seen` samples of `num_samples` were looked at, in random order. `largest` are indices into the dataset, the
-    largest first; as many as the largest batch may need.
+    largest first; as many as the largest batch may need. `smallest` are a few of the others, the smallest first.
     """
 
     num_seen: int
@@ -126,6 +126,7 @@ class SampleSizes(msgspec.Struct, frozen=True, kw_only=True):
     median_size: int
     largest_size: int
     largest: tuple[int, ...]
+    smallest: tuple[int, ...] = ()
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ SAMPLES_AT_ONCE = 4  # a worker's answer costs as much as a small sample, and th
 MAX_SCANNED_SAMPLES, MAX_DRAWN_BATCHES = 200_000, 32
 # The batch sizes searched go up to sixteen times the baseline's.
 NUM_LARGEST_BATCHES, MIN_NUM_LARGEST = 16, 512
+NUM_SMALLEST = 64
 # Samples are alike whose sizes differ by no more: as the length of an image's file name does.
 ALIKE_SHARE = 0.01
 MAX_PROBLEM_LENGTH = 200
@@ -100,6 +101,7 @@ def scan(
         median_size=statistics.median_low(sizes),
         largest_size=max(sizes),
         largest=tuple(index for _, index in heapq.nlargest(num_largest, zip(sizes, order, strict=False))),
+        smallest=tuple(index for _, index in heapq.nsmallest(NUM_SMALLEST, zip(sizes, order, strict=False))),
     )
     return seen, problem
 

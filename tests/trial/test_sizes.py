@@ -109,6 +109,7 @@ def test_every_sample_of_a_small_dataset_is_looked_at(given: Any) -> None:
     assert (sample_sizes.num_seen, sample_sizes.num_samples) == (100, 100)
     assert (sample_sizes.smallest_size, sample_sizes.median_size, sample_sizes.largest_size) == (2, 51, 101)
     assert sample_sizes.largest == tuple(range(99, -1, -1))
+    assert sample_sizes.smallest == tuple(range(64))
 
 
 def test_a_large_one_is_looked_at_in_random_order_until_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
