@@ -28,6 +28,11 @@ class PlainEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     speedup: float | None
 
 
+# Fresh processes behind a confirmed number: fewer say nothing of the spread between processes, which dominates
+# (measurement.md, Timing).
+MIN_PROCESSES = 3
+
+
 class BaselineEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """What the user runs today, measured in the user's own environment; None with `reason` where it does not run."""
 
@@ -128,17 +133,18 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured of the recommended config.
 
-    Intervals are 95 %: `samples_per_second_interval` is where a new run is expected to land, `speedup_interval`
-    holds the mean ratio to the baseline. `num_processes` fresh processes stand behind them; `is_confirmed` is false
-    with fewer than three. `peak_memory_bytes` is the highest of theirs; on a CPU their resident size, without that of
-    loader workers. `data_share` is the share of a step spent waiting for data, `update_share` that spent in the
-    optimizer, None where it was not timed apart. `fidelity` is the verdict on the config's precision, *unchecked* where
-    no check was made; None for fp32, which the others are held to. `loss_scale` is None for fp16 not calibrated, and
-    for every other precision. `accumulation` is what was found of it, None where nobody asked; `loader` is None where
-    the data loader does not set the speed. `is_build_shared`: the processes shared a model that was built once, so that
-    the interval does not hold what building it anew changes. `joules_per_sample` is None where nothing says what the
-    device draws, `load` where nobody looked what others did on the machine. `search_samples_per_second` is what the
-    search's trials reached, where the confirmation is more than half off it: then the interval holds both.
+    Intervals are 95 %: `samples_per_second_interval` is where a new run is expected to land, `speedup_interval` holds
+    the mean ratio to the baseline. `num_processes` fresh processes of the config stand behind them; `is_confirmed` is
+    false where they or the baseline's are fewer than three. `peak_memory_bytes` is the highest of theirs; on a CPU
+    their resident size, without that of loader workers. `data_share` is the share of a step spent waiting for data,
+    `update_share` that spent in the optimizer, None where it was not timed apart. `fidelity` is the verdict on the
+    config's precision, *unchecked* where no check was made; None for fp32, which the others are held to. `loss_scale`
+    is None for fp16 not calibrated, and for every other precision. `accumulation` is what was found of it, None where
+    nobody asked; `loader` is None where the data loader does not set the speed. `is_build_shared`: the processes shared
+    a model that was built once, so that the interval does not hold what building it anew changes. `joules_per_sample`
+    is None where nothing says what the device draws, `load` where nobody looked what others did on the machine.
+    `search_samples_per_second` is what the search's trials reached, where the confirmation is more than half off it:
+    then the interval holds both.
     """
 
     samples_per_second: float

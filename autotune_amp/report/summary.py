@@ -7,6 +7,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from autotune_amp import config_source
+from autotune_amp.recommendation import MIN_PROCESSES
 from autotune_amp.report.conditions import load_line, loader_line, memory_line, pauses_line
 from autotune_amp.report.format import count, duration, number, one_line, outcome_name, rate, size, times
 from autotune_amp.report.job import job_lines
@@ -14,7 +15,7 @@ from autotune_amp.report.numerics import accumulation_line, check_line, loss_sca
 from autotune_amp.trial.spec import Candidate
 
 if TYPE_CHECKING:
-    from autotune_amp.config import AmpConfig, FallbackPlan
+    from autotune_amp.config import AmpConfig, FallbackPlan, Precision
     from autotune_amp.numerics.results import Accumulation, Fidelity
     from autotune_amp.recommendation import CandidateRow, Recommendation
 
@@ -121,36 +122,34 @@ def export_lines(recommendation: Recommendation) -> list[str]:
 
 
 def python_lines(recommendation: Recommendation, path: str | None = None) -> list[str]:
-    """Plain PyTorch that trains with the config; where that is not enough, with the controller of the file at `path`.
+    """Python that trains with the config: plain PyTorch where that says all of it, else the controller of `path`.
 
-    None is where a search puts it unless told otherwise.
+    They leave `dataset`, `model`, `optimizer` and `compute_loss(model, batch)` to the script. `path` is that of the
+    recommendation's file; None is where a search puts it unless told otherwise.
     """
     config = recommendation.config
     path = path or f"studies/{recommendation.search.study}/recommendation.json"
-    steps = config.accumulation_steps
-    lines = [
-        config_source.LOADER_COMMENT,
-        config_source.loader_line(config) + (f"  # {steps} batches to one optimizer step" if steps > 1 else ""),
-    ]
     device_type = recommendation.hardware.identity.type
+    loader = [config_source.LOADER_COMMENT, config_source.loader_line(config)]
     loaded = f'autotune_amp.PrecisionController.load({json.dumps(path)}, "{device_type}")'
-    weighting = _weighting(steps, recommendation.evidence.accumulation)
     if recommendation.workload is not None and recommendation.workload.is_loop:
-        return [*lines, f"amp = {loaded}", "train_step(state, batch, amp)"]
-    if config.pinned_modules:
-        lines += [f"controller = {loaded}", f"controller.attach(model)  # keeps {names(config.pinned_modules)} in fp32"]
-        loss = [*_loss_lines("controller.autocast()"), *weighting]
-        return [*lines, *loss, *_update_lines("controller.backward(loss)", "controller", steps)]
-    context = None
-    if config.precision in _AUTOCAST:
-        context = f'torch.autocast("{device_type}", dtype={_AUTOCAST[config.precision]})'
-    lines, loss = [*_flag_lines(config, device_type), *lines], [*_loss_lines(context), *weighting]
-    if config.loss_scale is None:
-        return [*lines, *loss]
-    scale = config.loss_scale
-    arguments = f'"{device_type}", init_scale={scale.init_scale!r}, growth_interval={scale.growth_interval}'
-    lines.append(f"scaler = torch.amp.GradScaler({arguments})")
-    return [*lines, *loss, *_update_lines("scaler.scale(loss).backward()", "scaler", steps)]
+        return [*loader, f"amp = {loaded}", "train_step(state, batch, amp)"]
+    if config.precision != "fp16" and config.accumulation_steps == 1 and not config.pinned_modules:
+        return [*_flag_lines(config, device_type), *loader, *_loss_lines(config.precision, device_type)]
+    steps = max([config.accumulation_steps, *(plan.accumulation_steps for plan in config.plans)])
+    kept = f"  # keeps {names(config.pinned_modules)} in fp32" if config.pinned_modules else ""
+    return [
+        *loader,
+        f"controller = {loaded}",
+        f"controller.attach(model){kept}",
+        *_controlled_loop(steps, recommendation.evidence.accumulation),
+    ]
+
+
+def framework_line(recommendation: Recommendation, path: str | None = None) -> str:
+    """The command that says the same in a framework's own words; `path` as in `python_lines`."""
+    study = shlex.quote(path or f"studies/{recommendation.search.study}")
+    return f"autotune-amp export {study} --to lightning"
 
 
 def _flag_lines(config: AmpConfig, device_type: str) -> list[str]:
@@ -159,32 +158,38 @@ def _flag_lines(config: AmpConfig, device_type: str) -> list[str]:
     return config_source.strict_flag_lines(config.precision) if device_type == "cuda" else []
 
 
-def _loss_lines(context: str | None) -> list[str]:
+def _loss_lines(precision: Precision, device_type: str) -> list[str]:
     loss = "loss = compute_loss(model, batch)"
-    return [f"{loss}  # no autocast"] if context is None else [f"with {context}:", f"    {loss}"]
+    if precision not in _AUTOCAST:
+        return [f"{loss}  # no autocast"]
+    return [f'with torch.autocast("{device_type}", dtype={_AUTOCAST[precision]}):', f"    {loss}"]
 
 
-def _update_lines(backward: str, scaler: str, steps: int) -> list[str]:
-    """The optimizer's step comes after the last of `steps` batches."""
-    update = [f"{scaler}.step(optimizer)", f"{scaler}.update()"]
-    if steps == 1:
-        return [backward, *update]
-    return [backward, f"if is_last:  # of {steps} batches", *(f"    {line}" for line in update)]
+def _controlled_loop(accumulation_steps: int, found: Accumulation | None) -> list[str]:
+    """The optimizer's step comes after the last pass of a window, whose losses add up to that of the whole batch.
 
-
-def _weighting(accumulation_steps: int, found: Accumulation | None) -> list[str]:
-    """What a micro-batch's loss is multiplied by."""
-    if accumulation_steps == 1:
-        return []
-    if found is not None and found.verdict == "sum":
-        return [f"# a sum: the loss is not divided by the {accumulation_steps} batches"]
-    if found is not None and found.verdict == "weighted":
-        counted = "that the loss is a mean over" if found.weighted_by is None else f"({found.weighted_by})"
-        return [
-            f"# share: this batch's part of all {counted} in the {accumulation_steps} batches of an optimizer step",
-            "loss = loss * share",
-        ]
-    return [f"loss = loss / {accumulation_steps}"]
+    `accumulation_steps` are the most that any rung has.
+    """
+    verdict = None if accumulation_steps == 1 or found is None else found.verdict
+    windows, loss = "controller.windows(loader)", "compute_loss(model, batch)"
+    comments = []
+    if verdict == "weighted":
+        counted = "what the loss is a mean over" if found is None or found.weighted_by is None else found.weighted_by
+        comments = [f"# count(batch) is yours: of a batch, {counted}"]
+        windows, loss = "controller.windows(loader, weigh=count)", f"{loss} * controller.window_share"
+    elif accumulation_steps > 1 and verdict != "sum":
+        loss = f"{loss} / controller.window_size"
+    return [
+        *comments,
+        f"for batch, is_last in {windows}:",
+        "    with controller.autocast():",
+        f"        loss = {loss}",
+        "    controller.backward(loss)",
+        "    if is_last:",
+        "        controller.step(optimizer)",
+        "        controller.update()",
+        "        optimizer.zero_grad()",
+    ]
 
 
 def _speed(recommendation: Recommendation) -> str:
@@ -200,7 +205,7 @@ def _speed(recommendation: Recommendation) -> str:
             of_it = ""
     if evidence.is_build_shared and evidence.num_processes > 1:
         text += "; its processes shared one built model"
-    if not evidence.is_confirmed:
+    if evidence.num_processes < MIN_PROCESSES:
         text += f"; unconfirmed, measured in {count(evidence.num_processes, 'process', 'processes')} only"
     return text
 
@@ -217,6 +222,8 @@ def _speedup(recommendation: Recommendation) -> str:
     text += f" over the baseline, {_name(baseline.config)}"
     if baseline.samples_per_second is not None:
         text += f" at {rate(baseline.samples_per_second)}"
+    if not evidence.is_confirmed and evidence.num_processes >= MIN_PROCESSES:
+        text += f"; unconfirmed, fewer than {MIN_PROCESSES} processes measured the baseline"
     return text
 
 

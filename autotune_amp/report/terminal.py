@@ -17,6 +17,7 @@ from autotune_amp.report.summary import (
     explain,
     export_lines,
     facts,
+    framework_line,
     outcome_words,
     python_lines,
     recommended_row,
@@ -51,6 +52,7 @@ def print_recommendation(recommendation: Recommendation, console: Console, path:
     # Below the panel and never wrapped by us: these lines are there to be copied.
     _print_lines("In the shell, before Python starts:", export_lines(recommendation), console)
     _print_lines("In Python:", python_lines(recommendation, path), console)
+    _print_lines("In Lightning (or transformers, accelerate, deepspeed, torch, env):", [framework_line(recommendation, path)], console)
 
 
 def hardware_table(hardware: Hardware, console: Console) -> None:

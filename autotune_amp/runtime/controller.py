@@ -88,7 +88,8 @@ class PrecisionController(SteeredScaler):
         if written is not None and ranks.rank == 0:
             written.check()
         super().__init__(steering, guard=guard, writer=writer, run_log=written)
-        self._window: int | None = None
+        self._shares: list[float] = []  # of the passes in the current window of `windows`
+        self._pass = 0
 
     @classmethod
     def load(
@@ -116,12 +117,16 @@ class PrecisionController(SteeredScaler):
         with torch.no_grad(), context:
             yield
 
-    def windows(self, loader: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
+    def windows(
+        self, loader: Iterable[Batch], weigh: Callable[[Batch], float | Tensor] | None = None
+    ) -> Iterator[tuple[Batch, bool]]:
         """(batch, is_last) for every pass; where `is_last`, step and update: the accumulation window is over.
 
         A window has the config's accumulation steps, the last one what is left of the loader; divide the loss by
-        `window_size`. After a demotion to a smaller batch size the loader's batches are split. Raises
-        `InvalidRequestError` where they cannot be.
+        `window_size`. Where it is a mean over something of which batches hold unequal parts, `weigh` counts that in a
+        batch (the labels other than -100, say): multiply the loss by `window_share` then; of a batch in which nothing
+        counts it must be 0, not the NaN of a mean over nothing. After a demotion to a smaller batch size the loader's
+        batches are split. Raises `InvalidRequestError` where they cannot be.
         """
         batches = iter(loader)
         try:
@@ -134,17 +139,23 @@ class PrecisionController(SteeredScaler):
                 window = windows.take(batches, num_batches, num_pieces)
                 if not window:
                     break
-                self._window = len(window)
-                for index, batch in enumerate(window):
-                    yield batch, index == len(window) - 1
+                weights = [1.0 if weigh is None else float(weigh(batch)) for batch in window]
+                self._shares = [weight / (sum(weights) or 1.0) for weight in weights]  # all 0: no loss, and no NaN
+                for self._pass, batch in enumerate(window):
+                    yield batch, self._pass == len(window) - 1
         finally:
-            self._window = None
+            self._shares = []
         self.synchronize()
 
     @property
     def window_size(self) -> int:
         """Backward passes in the current window of `windows`; outside of it, the config's accumulation steps."""
-        return self._window or self.config.accumulation_steps
+        return len(self._shares) or self.config.accumulation_steps
+
+    @property
+    def window_share(self) -> float:
+        """The current pass's part of what `weigh` counts in its window of `windows`; without it, of the passes."""
+        return self._shares[self._pass] if self._shares else 1 / self.window_size
 
     def discard_window(self) -> None:
         """End the accumulation window without a step and without a trace, for a loop that drops its gradients."""

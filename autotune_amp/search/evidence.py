@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from autotune_amp.config import AmpConfig, FallbackPlan, LossScale
-from autotune_amp.recommendation import BaselineEvidence, Evidence, PlainEnvironment
+from autotune_amp.recommendation import MIN_PROCESSES, BaselineEvidence, Evidence, PlainEnvironment
 from autotune_amp.search import accumulate, busy, conditions
 from autotune_amp.search.objective import joules_per_sample
 from autotune_amp.statistics import prediction_interval, ratio_interval
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 # A confirmation that differs from the search's trials by more was not measured on the same machine, so to speak: left
 # alone, the two differed by factors of 0.72 to 1.31 (forty searches of studies/truth, real_training and peers).
 DRIFT = 1.5
-MIN_PROCESSES = 3  # fewer say nothing of the spread between processes, which dominates (measurement.md, Timing)
 
 
 class Runs(msgspec.Struct, frozen=True, kw_only=True):

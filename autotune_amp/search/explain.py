@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from autotune_amp.config import PRECISIONS, AmpConfig
-from autotune_amp.recommendation import CandidateRow, Evidence, Exclusion
+from autotune_amp.recommendation import MIN_PROCESSES, CandidateRow, Evidence, Exclusion
 from autotune_amp.report.format import number, rate
 from autotune_amp.search import accumulate, busy
 from autotune_amp.search.conditions import ending_doubts, loader_doubts, loader_reason, memory_doubts
-from autotune_amp.search.evidence import MIN_PROCESSES, Runs, best_runs, confirm_runs, failures, is_trial
+from autotune_amp.search.evidence import Runs, best_runs, confirm_runs, failures, is_trial
 from autotune_amp.search.fallbacks import LADDER
 from autotune_amp.search.objective import joules_per_sample
 from autotune_amp.search.space import Space, without
@@ -197,9 +197,9 @@ def _doubts(chosen: Runs, evidence: Evidence, why_uncalibrated: str | None) -> l
             "Search again with --fresh on a quiet machine."
         )
     if not evidence.is_confirmed:
+        which = "this config" if evidence.num_processes < MIN_PROCESSES else "the baseline"
         found.append(
-            f"Unconfirmed: fewer than {MIN_PROCESSES} fresh processes measured this config and the baseline. "
-            "A larger --budget confirms it."
+            f"Unconfirmed: fewer than {MIN_PROCESSES} fresh processes measured {which}. A larger --budget confirms it."
         )
     elif high - low > 2 * WIDE_INTERVAL * evidence.samples_per_second and not _is_widened(evidence):
         found.append(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from typing import Any
 
 import msgspec
@@ -11,7 +12,6 @@ from rich.console import Console
 
 from autotune_amp.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.hardware.types import DeviceMemory, LoadEvidence
-from autotune_amp.numerics.results import Accumulation, AccumulationVerdict
 from autotune_amp.recommendation import (
     Exclusion,
     Job,
@@ -116,7 +116,7 @@ def test_accumulation_has_a_column_where_there_is_any() -> None:
     text = printed(recommendation(config=config, candidates=(row("bf16", 64, 412.3, accumulation_steps=2),)))
     assert "accum" in text
     assert "2 accumulation steps (effective batch size 128)" in flowing(text)
-    assert "# 2 batches to one optimizer step" in text
+    assert "for batch, is_last in controller.windows(loader):" in text
 
 
 def test_only_the_strict_row_is_recommended_and_only_the_one_as_found_is_the_baseline() -> None:
@@ -150,7 +150,14 @@ def test_what_weakens_the_numbers_is_said_beside_them() -> None:
     text = flowing(printed(recommendation(evidence=weak)))
     assert "30 % of it waiting for data" in text
     assert "unconfirmed, measured in 1 process only" in text
+    assert "measured the baseline" not in text
     assert "371 samples/s (1.21x) without the environment variables below" in text
+
+
+def test_a_confirmed_speed_is_not_called_unconfirmed_for_a_baseline_that_is_not() -> None:
+    said = dict(facts(recommendation(evidence=evidence(is_confirmed=False, num_processes=3))))
+    assert "unconfirmed" not in said["speed"]
+    assert said["speed-up"].endswith("; unconfirmed, fewer than 3 processes measured the baseline")
 
 
 @pytest.mark.parametrize(
@@ -192,9 +199,8 @@ def test_loss_scale_and_fallbacks_are_part_of_the_config() -> None:
     assert "starts at 1024, growth interval 500" in text
     assert "fallback bf16 batch 64" in text
     assert "fallback fp32 batch 16, 99.5 samples/s, 1.00 MiB" in text
-    assert 'torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=500)' in text
-    assert "scaler.step(optimizer)" in text
-    assert "dtype=torch.float16" in text
+    assert 'PrecisionController.load("studies/quiet-otter/recommendation.json", "cpu")' in text
+    assert "controller.step(optimizer)" in text
 
 
 def test_export_line_is_whole_and_quoted() -> None:
@@ -204,7 +210,7 @@ def test_export_line_is_whole_and_quoted() -> None:
 
 
 def test_without_environment_there_is_nothing_to_export() -> None:
-    assert "export" not in printed(recommendation())
+    assert "before Python starts" not in printed(recommendation())
 
 
 @pytest.mark.parametrize(("precision", "high", "allowed"), [("tf32", "high", "True"), ("fp32", "highest", "False")])
@@ -284,47 +290,11 @@ def test_what_others_did_on_the_machine_is_said_where_it_is_worth_a_word(changes
     assert dict(facts(recommendation(evidence=evidence(load=load)))).get("machine") == said
 
 
-@pytest.mark.parametrize(
-    ("verdict", "weighted_by", "expected"),
-    [
-        ("mean", None, "loss = loss / 4"),
-        ("sum", None, "# a sum: the loss is not divided by the 4 batches"),
-        ("weighted", "labels != -100", "this batch's part of all (labels != -100) in the 4 batches"),
-        ("weighted", None, "this batch's part of all that the loss is a mean over"),
-    ],
-)
-def test_accumulated_losses_are_shown_with_their_weight(
-    verdict: AccumulationVerdict, weighted_by: str | None, expected: str
-) -> None:
-    found = Accumulation(
-        verdict=verdict, reason="r", next_step="n", batch_size=16, num_micro_batches=4, weighted_by=weighted_by
-    )
-    config = AmpConfig(precision="fp32", batch_size=16, accumulation_steps=4)
-    shown = recommendation(config=config, evidence=evidence(accumulation=found))
-    assert ("accumulation", verdict + (f" by {weighted_by}" if weighted_by else "")) in facts(shown)
-    text = "\n".join(python_lines(shown))
-    assert expected in text
-    assert ("loss * share" in text) == (verdict == "weighted")
-    compile(text, "shown", "exec")
-
-
-def test_pins_and_exact_scales_take_the_controller_and_every_digit() -> None:
-    scale = LossScale(init_scale=2.0**-20)
-    config = AmpConfig(precision="fp16", batch_size=4, accumulation_steps=2, loss_scale=scale)
-    plain = "\n".join(python_lines(recommendation(config=config)))
-    assert f"init_scale={2.0**-20!r}" in plain
-    assert "if is_last:  # of 2 batches\n    scaler.step(optimizer)" in plain
-    pinned = msgspec.structs.replace(config, pinned_modules=("head",))
-    text = "\n".join(python_lines(recommendation(config=pinned)))
-    assert "controller.attach(model)  # keeps head in fp32" in text
-    assert "GradScaler" not in text
-    for shown in (plain, text):
-        compile(shown, "shown", "exec")
-
-
 def test_python_lines_are_python() -> None:
     text = printed(recommendation())
-    compile("\n".join(line[2:] for line in text.split("In Python:\n")[1].splitlines()), "shown", "exec")
+    python, framework = text.split("In Python:\n")[1].split("In Lightning (or transformers, accelerate, deepspeed, torch, env):\n")
+    compile(textwrap.dedent(python), "shown", "exec")
+    assert framework.split() == ["autotune-amp", "export", "studies/quiet-otter", "--to", "lightning"]
     assert 'torch.autocast("cpu", dtype=torch.bfloat16)' in text
 
 

@@ -243,3 +243,31 @@ def test_while_disabled_training_is_plain_fp32_and_then_goes_on_as_before(
         assert (status.precision, status.is_enabled) == ("fp32" if is_off else "fp16", not is_off)
         assert steered.is_enabled() is not is_off
     assert steered.status().amp_share == pytest.approx(1 - 3 / steered.status().num_steps)
+
+
+def test_weighed_passes_add_up_to_the_mean_over_all_that_counts() -> None:
+    torch.manual_seed(0)
+    inputs, labels = torch.randn(12, 6), torch.randint(3, (12,))
+    labels[torch.tensor([0, 1, 2, 5])] = -100  # of three batches 1, 3 and 4 labels count
+    labels[8:] = torch.where(labels[8:] == -100, 0, labels[8:])
+    given = list(zip(torch.split(inputs, 4), torch.split(labels, 4), strict=True))
+    model, whole = nn.Linear(6, 3), nn.Linear(6, 3)
+    whole.load_state_dict(model.state_dict())
+    nn.functional.cross_entropy(whole(inputs), labels).backward()  # type: ignore[no-untyped-call]
+
+    steered = controller(AmpConfig(precision="fp32", batch_size=4, accumulation_steps=3))
+    shares = []
+    for (some, targets), _ in steered.windows(given, weigh=lambda batch: (batch[1] != -100).sum()):
+        shares.append(steered.window_share)
+        loss = nn.functional.cross_entropy(model(some), targets) * steered.window_share
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert shares == pytest.approx([1 / 8, 3 / 8, 4 / 8])
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_unweighed_passes_have_equal_shares_and_a_window_that_counts_nothing_has_none() -> None:
+    steered = controller(AmpConfig(precision="fp32", batch_size=4, accumulation_steps=2))
+    assert steered.window_share == 0.5
+    assert [steered.window_share for _ in steered.windows(batches(3))] == [0.5, 0.5, 1.0]
+    assert [steered.window_share for _ in steered.windows(batches(2), weigh=lambda _: 0)] == [0.0, 0.0]

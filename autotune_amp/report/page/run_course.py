@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from autotune_amp.config import Precision
     from autotune_amp.runtime.run_log import Line, Run
 
-_MAX_NUMBERED = 24  # more numbers would cover each other
+_MAX_NUMBERED = 24  # more moves are in the table without a number here
+_PADDING = 0.04  # of the updates, at both ends: a run that stops does so at its last
+# Of the updates, that a label takes on a phone, where the chart is 220 pixels wide: of each letter, and beside them.
+_LETTER, _GAP = 0.032, 0.03
+_HEADROOM = 0.12  # of the powers of two shown: the marks are this far above the scale, their numbers above them
 _WIDE = 20  # times its least: from there on the loss is drawn on a logarithmic axis
 _SYMBOLS = {"demotion": "triangle-down", "promotion": "triangle-up", "revert": "triangle-up", "stop": "octagon"}
 
@@ -39,7 +43,8 @@ def course(run: Run) -> Figure:
     figure = make_subplots(rows=len(heights), cols=1, shared_xaxes=True, vertical_spacing=0.05, row_heights=heights)
     exponents = [math.log2(line.scale) for line in run.lines if line.scale]
     low, high = (math.floor(min(exponents)), math.ceil(max(exponents))) if exponents else (0, 1)
-    top = high + 0.12 * (high - low + 2)
+    room = _HEADROOM * (high - low + 2)
+    top = high + room
     updates = [line.update for line in run.lines]
     bands = rungs(run)
     for trace in (*_rows(bands, low - 0.5), _scale(run.lines), *_marks(run, low - 1, top)):
@@ -62,7 +67,7 @@ def course(run: Run) -> Figure:
     step = math.ceil((high - low + 1) / 8)
     figure.update_yaxes(
         title_text="loss scale",
-        range=[low - 1, top + 0.6],
+        range=[low - 1, top + room],
         tickprefix="2<sup>",
         ticksuffix="</sup>",
         tick0=low,
@@ -71,7 +76,8 @@ def course(run: Run) -> Figure:
         col=1,
     )
     figure.update_yaxes(title_text="skipped", rangemode="tozero", tickformat="~s", row=2, col=1)
-    figure.update_xaxes(range=[updates[0], max(updates[-1], updates[0] + 1)])
+    padding = _PADDING * _length(run)
+    figure.update_xaxes(range=[updates[0] - padding, updates[0] + _length(run) + padding])
     figure.update_xaxes(title_text="update", tickformat=",d", row=len(heights), col=1)
     if losses:
         is_wide = 0 < _WIDE * min(losses) < max(losses)
@@ -89,6 +95,31 @@ def rungs(run: Run) -> list[Rung]:
             starts.append(after)
     ends = [line.update for line in starts[1:]] + [run.lines[-1].update]
     return [Rung(start.precision, start.update, end) for start, end in zip(starts, ends, strict=True)]
+
+
+def numbers(updates: Sequence[int], length: int) -> list[str]:
+    """The label of each move: its number, or on the first of those too near for one each, "1-4", and "" on the rest.
+
+    `length` is that of the run in updates.
+    """
+    groups: list[list[int]] = []
+    for place, update in enumerate(updates):
+        letters = max(len(_span(groups[-1])), len(str(place + 1))) if groups else 0
+        if groups and update - updates[groups[-1][0]] < length * (_GAP + _LETTER * letters):
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    return [_span(group) if place == group[0] else "" for group in groups for place in group]
+
+
+def _span(places: Sequence[int]) -> str:
+    first, last = places[0] + 1, places[-1] + 1
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _length(run: Run) -> int:
+    """Of the run in updates; 1 where it has only begun."""
+    return max(1, run.lines[-1].update - run.lines[0].update)
 
 
 def _scale(lines: Sequence[Line]) -> Scatter:
@@ -146,8 +177,8 @@ def _marks(run: Run, bottom: float, top: float) -> list[Scatter]:
                 name=name,
                 legendgroup=name,
                 mode="markers+text" if is_numbered else "markers",
-                text=[str(place) for place in range(1, len(lines) + 1)] if is_numbered else None,
-                textposition="middle right",
+                text=numbers([line.update for line in lines], _length(run)) if is_numbered else None,
+                textposition="top center",
                 cliponaxis=False,
                 marker={
                     "symbol": [
@@ -226,7 +257,7 @@ def _names(found: Sequence[Rung], bottom: float) -> list[dict[str, object]]:
             "showarrow": False,
         }
         for rung in found
-        if rung.last_update - rung.first_update > 0.12 * length
+        if rung.last_update - rung.first_update > 0.18 * length
     ]
 
 

@@ -57,7 +57,8 @@ def run_page(run: Run, name: str) -> str:
 
 _CAPTION = (
     "What was seen at every 64th update and wherever the loss scale changed. Bands are the precisions that it ran in, "
-    "each with its symbol where it begins; numbered marks are the moves in the table below. Only fp16 scales the loss."
+    "each with its symbol where it begins; numbered marks are the moves in the table below, those close together under "
+    "one label. Only fp16 scales the loss."
 )
 
 
