@@ -52,7 +52,8 @@ def print_recommendation(recommendation: Recommendation, console: Console, path:
     # Below the panel and never wrapped by us: these lines are there to be copied.
     _print_lines("In the shell, before Python starts:", export_lines(recommendation), console)
     _print_lines("In Python:", python_lines(recommendation, path), console)
-    _print_lines("In Lightning (or transformers, accelerate, deepspeed, torch, env):", [framework_line(recommendation, path)], console)
+    frameworks = "In Lightning (or transformers, accelerate, deepspeed, torch, env):"
+    _print_lines(frameworks, [framework_line(recommendation, path)], console)
 
 
 def hardware_table(hardware: Hardware, console: Console) -> None:
