@@ -40,7 +40,9 @@ class Example(NamedTuple):
     seconds: int | None = None
 
 
+FIRST = Example("def workload()", r"\A\Z")  # what the commands are shown with
 QUICK = [
+    FIRST,
     Example("AutotuneAccelerator", r"\Afp16\n\Z"),
     Example("controller.on_step", r"\Afp16 0 \(\)\n\Z"),
 ]
@@ -77,6 +79,20 @@ def test_what_is_shown_in_python_runs(cli: CommandLine, example: Example) -> Non
     done = subprocess.run(command, cwd=cli.folder, env=cli.environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert re.search(example.printed, done.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_commands_work_on_the_first_example(cli: CommandLine) -> None:
+    (cli.folder / "train.py").write_text(block_of(FIRST))
+    searched = cli("search", "train.py:workload", "--budget", "30")
+    assert searched.code == 0, searched.err
+    for arguments in (["show", "--steps", "100000"], ["report"], ["export", "--to", "torch"]):
+        done = cli(*arguments)
+        assert done.code == 0, done.err
+    assert "DataLoader(dataset, batch_size=" in done.out
+    profiled = cli("profile", "train.py:workload", "--batches", "6", "--precision", "bf16")
+    assert profiled.code == 0, profiled.err
+    assert re.search(r"excellent|significant|modest|negligible|slower", profiled.out)
 
 
 def test_everything_shown_in_python_is_run() -> None:
