@@ -62,7 +62,10 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def write_tables(results: Path, names: tuple[str, ...], readme: Path) -> None:
     founds = {name: Found(results / name) for name in names if (results / name / "attained.jsonl").exists()}
     text = readme.read_text()
-    for title, rows in (("summary", summary(founds)), ("workloads", per_workload(founds))):
+    for title, rows in (
+        ("summary", [*summary(founds), coverage(results, founds)]),
+        ("workloads", per_workload(founds)),
+    ):
         begin, end = f"<!-- {title}: run.py table -->", f"<!-- end of {title} -->"
         head, rest = text.split(begin)
         text = f"{head}{begin}\n" + "\n".join(rows) + f"\n{end}{rest.split(end)[1]}"
@@ -107,8 +110,24 @@ def goal(founds: dict[str, Found], ours: str, tools: list[str], whom: str) -> st
     is_met = "met" if ahead[nearest] >= GOAL else "**not met**"
     return (
         f"* {WORDS[ours]}, beside {whom}: the best of them in the geometric mean is {WORDS[nearest]}, ours over it "
-        f"{ahead[nearest]:.2f} (goal {GOAL}: {is_met}); over the best on each workload, whichever that is, "
+        f"{ahead[nearest]:.2f} (goal {GOAL}: {is_met}), over {len(all_ratios(founds, ours, nearest))} of {len(founds)} "
+        "workloads; over the best on each workload, whichever that is, "
         f"{geometric_mean(least):.2f}."
+    )
+
+
+def coverage(results: Path, founds: dict[str, Found]) -> str:
+    """How many trainings of our advice were in the interval that it promised; the first round of each apart."""
+    held: list[tuple[int, bool]] = []
+    for name, found in founds.items():
+        for ours in SEARCHES:
+            evidence = json.loads((results / name / ours / "recommendation.json").read_text())["evidence"]
+            low, high = evidence["samples_per_second_interval"]
+            held += [(number, low <= rate <= high) for number, rate in enumerate(found.rates(ours))]
+    first = [is_within for number, is_within in held if number == 0]
+    return (
+        f"* Trainings of our advice within the 95 % interval that it promised: {sum(w for _, w in held)} of "
+        f"{len(held)}, of the first round {sum(first)} of {len(first)}."
     )
 
 
