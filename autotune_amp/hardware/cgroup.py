@@ -1,7 +1,7 @@
-"""The memory limit of the container or job that this process lives in.
+"""The limits of the container or job that this process lives in: memory, and CPU time.
 
-Sources: Linux's admin-guide/cgroup-v2 (memory.max, memory.current) and cgroup-v1/memory (memory.limit_in_bytes,
-memory.usage_in_bytes).
+Sources: Linux's admin-guide/cgroup-v2 (memory.max, memory.current, cpu.max), cgroup-v1/memory (memory.limit_in_bytes,
+memory.usage_in_bytes) and scheduler/sched-bwc (cpu.cfs_quota_us, cpu.cfs_period_us).
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ class _Files(NamedTuple):
     limit: str
     usage: str
     cache: str  # the entry of memory.stat for file pages that the kernel drops before it kills
+    cpu: tuple[str, ...]  # quota and period in microseconds, in one file or in two
 
 
-_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Files("memory.max", "memory.current", "inactive_file")
+_V1 = _Files(
+    "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+)
+_V2 = _Files("memory.max", "memory.current", "inactive_file", ("cpu.max",))
 
 # Version 1 writes "no limit" as the largest page-aligned number, which depends on the page size.
 _NO_LIMIT = 2**60
@@ -39,20 +42,31 @@ def container_memory(root: Path = Path("/")) -> ContainerMemory | None:
     A limit on any ancestor binds too. Inside a container the path in /proc/self/cgroup may be the host's, and only
     the top folder is there: folders that do not exist are passed over.
     """
-    levels = [level for folder, files in _folders(root) if (level := _level(folder, files)) and level.limit < _NO_LIMIT]
+    found = (_level(folder, files) for folder, files in _folders(root, "memory"))
+    levels = [level for level in found if level is not None and level.limit < _NO_LIMIT]
     if not levels:
         return None
     return ContainerMemory(min(level.limit for level in levels), min(level.available for level in levels))
 
 
-def _folders(root: Path) -> Iterator[tuple[Path, _Files]]:
+def container_cpus(root: Path = Path("/")) -> float | None:
+    """How many CPUs' time the cgroups of this process allow (2.0 of ``docker run --cpus 2``), None without a limit."""
+    quotas = []
+    for folder, files in _folders(root, "cpu"):
+        words = " ".join(_read(folder / name) for name in files.cpu).split()
+        if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]) > 0:  # else "max", or -1
+            quotas.append(int(words[0]) / int(words[1]))
+    return min(quotas, default=None)
+
+
+def _folders(root: Path, controller: str) -> Iterator[tuple[Path, _Files]]:
     """Every folder that may limit this process, its own and those above it."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
             base, files = root / "sys/fs/cgroup", _V2
-        elif "memory" in controllers.split(","):
-            base, files = root / "sys/fs/cgroup/memory", _V1
+        elif controller in controllers.split(","):
+            base, files = root / "sys/fs/cgroup" / controller, _V1
         else:
             continue
         own = base / path.lstrip("/")

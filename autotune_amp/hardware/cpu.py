@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import torch
 
 from autotune_amp.hardware import host
 from autotune_amp.hardware import identity as identities
-from autotune_amp.hardware.cgroup import container_memory
+from autotune_amp.hardware.cgroup import container_cpus, container_memory
 from autotune_amp.hardware.naming import only
 from autotune_amp.hardware.types import Capability, DeviceIdentity, DeviceMemory
 
@@ -100,14 +101,22 @@ def _has_onednn_fp16() -> bool:
 def notes_before(device: str) -> tuple[str, ...]:
     """That torch's threads and the CPUs do not agree."""
     del device
-    return thread_notes(torch.get_num_threads(), host.num_cpus())
+    return thread_notes(torch.get_num_threads(), host.num_cpus(), container_cpus())
 
 
-def thread_notes(num_threads: int, num_cpus: int) -> tuple[str, ...]:
+def thread_notes(num_threads: int, num_cpus: int, allowed_cpus: float | None) -> tuple[str, ...]:
     """What it means that torch runs `num_threads` on `num_cpus`; nothing where it runs one on each core.
 
-    Half as many threads as CPUs is torch's own choice where every core has two hardware threads.
+    Half as many threads as CPUs is torch's own choice where every core has two hardware threads. `allowed_cpus` is how
+    many CPUs' time the container allows, None without a limit: torch does not look at it.
     """
+    if allowed_cpus is not None and allowed_cpus < num_cpus:
+        if num_threads > math.ceil(allowed_cpus):
+            return (
+                f"PyTorch runs {num_threads} threads, and the container allows the time of {allowed_cpus:g} CPUs: when "
+                f"it is used up all of them stop for a while. Set OMP_NUM_THREADS={max(1, int(allowed_cpus))}.",
+            )
+        return ()
     if num_threads > num_cpus:
         return (
             f"PyTorch runs {num_threads} threads on the {num_cpus} CPUs that this process may use: they take turns. "

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from autotune_amp.hardware import host, nvml
-from autotune_amp.hardware.cgroup import container_memory
+from autotune_amp.hardware.cgroup import container_cpus, container_memory
 from autotune_amp.hardware.naming import Kind, parse
 from autotune_amp.hardware.types import DeviceIdentity
 
@@ -42,6 +42,7 @@ def cpu() -> DeviceIdentity:
         type="cpu",
         name=host.cpu_name(),
         num_cpus=host.num_cpus(),
+        allowed_cpus=container_cpus(),
         total_memory_bytes=total if container is None else min(total, container.limit),
     )
 
@@ -71,6 +72,7 @@ def cuda(index: int, uuid: str) -> DeviceIdentity:
         uuid=card.uuid,
         driver=card.driver,
         num_cpus=host.num_cpus(),
+        allowed_cpus=container_cpus(),
         total_memory_bytes=card.total_memory_bytes,
     )
 

@@ -37,7 +37,10 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What makes two machines the same for a measurement: enters the fingerprint. Read without touching the device."""
+    """What makes two machines the same for a measurement: enters the fingerprint. Read without touching the device.
+
+    `allowed_cpus` is how many CPUs' time the container allows, None without a limit.
+    """
 
     type: str
     name: str
@@ -45,6 +48,7 @@ class DeviceIdentity(msgspec.Struct, frozen=True, kw_only=True):
     uuid: str | None = None
     driver: str | None = None
     num_cpus: int
+    allowed_cpus: float | None = None
     total_memory_bytes: int
 
 

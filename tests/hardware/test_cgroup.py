@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune_amp.hardware.cgroup import ContainerMemory, container_memory
+from autotune_amp.hardware.cgroup import ContainerMemory, container_cpus, container_memory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -135,3 +135,31 @@ def test_no_level_is_exceeded(
         assert found.limit == min(limit for limit, _, _ in limited)
         assert 0 <= found.available <= found.limit
         assert all(found.available <= max(0, limit - max(0, usage - cache)) for limit, usage, cache in limited)
+
+
+def test_the_least_share_of_cpu_time_above_this_process_binds(tmp_path: Path) -> None:
+    assert container_cpus(tmp_path) is None
+    write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/slice/job\n",
+            "sys/fs/cgroup/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/slice/cpu.max": "250000 100000\n",
+            "sys/fs/cgroup/slice/job/cpu.max": "800000 100000\n",
+        },
+    )
+    assert container_cpus(tmp_path) == 2.5
+
+
+def test_v1_cpu_time_stands_in_two_files_and_minus_one_is_no_limit(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        V1_MEMBERSHIP
+        | {
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        },
+    )
+    assert container_cpus(tmp_path) is None
+    write(tmp_path, {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "150000\n"})
+    assert container_cpus(tmp_path) == 1.5

@@ -140,11 +140,23 @@ def test_cpu_reasons_say_what_the_flag_is_and_what_its_absence_costs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_threads", "num_cpus", "words"),
-    [(8, 8, ""), (4, 8, ""), (1, 1, ""), (3, 8, "3 of the 8"), (9, 8, "OMP_NUM_THREADS=8"), (64, 4, "take turns")],
+    ("num_threads", "num_cpus", "allowed_cpus", "words"),
+    [
+        (8, 8, None, ""),
+        (4, 8, None, ""),
+        (1, 1, None, ""),
+        (3, 8, None, "3 of the 8"),
+        (9, 8, None, "OMP_NUM_THREADS=8"),
+        (64, 4, None, "take turns"),
+        (64, 64, 2.0, "the time of 2 CPUs: when it is used up all of them stop for a while. Set OMP_NUM_THREADS=2."),
+        (2, 64, 0.5, "OMP_NUM_THREADS=1"),
+        (3, 64, 2.5, ""),
+        (2, 64, 2.0, ""),
+        (8, 8, 8.0, ""),
+    ],
 )
-def test_thread_notes(num_threads: int, num_cpus: int, words: str) -> None:
-    notes = cpu.thread_notes(num_threads, num_cpus)
+def test_thread_notes(num_threads: int, num_cpus: int, allowed_cpus: float | None, words: str) -> None:
+    notes = cpu.thread_notes(num_threads, num_cpus, allowed_cpus)
     assert len(notes) == bool(words)
     assert all(words in note for note in notes)
 
