@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from autotune_amp.config import AmpConfig
 from autotune_amp.errors import DemotedError, InvalidRequestError
 from autotune_amp.integrations.accelerate_config import accelerate_config
+from autotune_amp.integrations.accelerate_windows import FetchedBatches
 from autotune_amp.recommendation import Recommendation
 from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.status import MoveRecord
@@ -82,6 +83,7 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
         self._rerun = rerun
         self._holds_loss = False  # in `autocast`
         self._is_last: bool | None = None  # pass of the window in `windows`; None outside of it
+        self._fetched: FetchedBatches | None = None  # in `windows`
         self._begin()
 
     def _begin(self) -> None:
@@ -174,15 +176,22 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
     def windows(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """The passes of a prepared loader, in the batch size and accumulation of the current rung.
 
-        Use ``accumulate`` inside as ever. A fallback with a smaller batch splits the loader's batches; raises
-        `InvalidRequestError` where they cannot be split.
+        Use ``accumulate`` inside as ever, and ``gather_for_metrics``. A fallback with a smaller batch splits the
+        loader's batches; raises `InvalidRequestError` where they cannot be split.
         """
+        self._fetched = fetched = FetchedBatches(self.gradient_state)
         try:
-            for batch, is_last in self.controller.windows(loader):
+            for batch, is_last in self.controller.windows(fetched.of(loader)):
                 self._is_last = is_last
-                yield batch
+                with fetched.turn(batch):
+                    yield batch
         finally:
-            self._is_last = None
+            self._is_last = self._fetched = None
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As the original's; in `windows` too without the samples that only fill up the last batch."""
+        gathered = super().gather_for_metrics(input_data, use_gather_object)
+        return self._fetched.without_filler(gathered, use_gather_object) if self._fetched else gathered
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
