@@ -5,7 +5,6 @@ The first line of a file is its `Header`, every other one a `Process`. Imports n
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,6 +17,8 @@ from autotune_amp.config import Precision
 from autotune_amp.hardware.types import DeviceIdentity, Hardware
 from autotune_amp.trial.outcome import Description, Failure, Measurement
 from autotune_amp.trial.spec import Candidate
+
+PROCESSES_A_CELL = 5  # of an exhaustive grid
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,25 +120,18 @@ class Landscape:
         """The cell with the highest mean."""
         return max(self.cells, key=self.samples_per_second)
 
-    def split(self, seed: int) -> tuple[Landscape, Landscape]:
-        """Two landscapes, one to search and one to score: every cell's processes are dealt out at random, the odd one
-        to either. A cell of a single process, which one that timed out is, is in both.
-        """
-        chance = random.Random(seed)
-        searching: list[Process] = []
-        scoring: list[Process] = []
-        for processes in self.cells.values():
-            shuffled = chance.sample(processes, len(processes))
-            half = (len(shuffled) + chance.randrange(2)) // 2
-            searching += shuffled[:half] or shuffled
-            scoring += shuffled[half:] or shuffled
-        return Landscape(self.header, searching), Landscape(self.header, scoring)
-
 
 def mean_samples_per_second(processes: Sequence[Process]) -> float:
     """The mean of what was measured, 0 where one of them failed: what fails once in a while is nothing to run."""
     rates = [p.outcome.samples_per_second for p in processes if isinstance(p.outcome, Measurement)]
     return fmean(rates) if rates and len(rates) == len(processes) else 0.0
+
+
+def forked_grid_seconds(landscape: Landscape) -> float:
+    """An exhaustive grid of forked processes as recorded: a timeout counts at its deadline, what was not repeated as if
+    it had been.
+    """
+    return PROCESSES_A_CELL * sum(fmean(p.counted_seconds for p in processes) for processes in landscape.cells.values())
 
 
 def hardware_slug(identity: DeviceIdentity) -> str:

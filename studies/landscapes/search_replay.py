@@ -19,7 +19,6 @@ from replay import ReplayClock, ReplayRunner
 from autotune_amp.search import choose, confirm, explore, gate, loss_scales
 from autotune_amp.search import study as studies
 from autotune_amp.search.choose import Decision
-from autotune_amp.search.explore import search_spec
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
@@ -77,7 +76,7 @@ def search_replay(
     budget_seconds: float = 110.0,
     wrap: Callable[[ReplayRunner], Any] = lambda runner: runner,
 ) -> Replayed:
-    """Search `landscape` (the searching half of a `split`) as `search.steps` does; `wrap` is laid round the runner."""
+    """Search `landscape` as `search.steps` does; `wrap` is laid round the runner."""
     header, clock = landscape.header, ReplayClock(budget_seconds)
     ends, space = _Ends(clock), space_of(landscape)
     session = Session(
@@ -97,7 +96,7 @@ def search_replay(
     study = _study(session, space, seed)
     explore.share_building(session, runner, space)
     explore.explore(session, runner, space, study, None)
-    gate.pass_gate(session, runner, space, study, search_spec)
+    gate.pass_gate(session, runner, space, study, explore.search_spec)
     chosen = choose.finalists(session.records, space, session.scales, session.objective)
     if chosen is not None:
         for contender in filter(None, (chosen.winner, chosen.runner_up)):

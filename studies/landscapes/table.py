@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
-from landscape import Landscape, Process
+from landscape import PROCESSES_A_CELL, Landscape, Process, forked_grid_seconds
 from parts import PARTS
 
 from autotune_amp.config import Precision
@@ -16,7 +16,6 @@ from autotune_amp.trial.outcome import Failure, Measurement
 from autotune_amp.trial.spec import Candidate
 
 BEGIN, END = "<!-- table: record.py table -->", "<!-- end of table -->"
-NUM_PROCESSES = 5  # of an exhaustive grid's cell
 
 
 def write_table(readme: Path, results: Path) -> None:
@@ -64,21 +63,16 @@ def _of_precision(landscape: Landscape, precision: Precision) -> list[str]:
 def grids_table(found: Sequence[tuple[str, Landscape]]) -> list[str]:
     rows = [
         "| landscape | today | exec'd / forked there | fastest | exec'd / forked there | start of a fresh process "
-        f"| whole grid, {NUM_PROCESSES} forked processes a cell |",
+        f"| whole grid, {PROCESSES_A_CELL} forked processes a cell |",
         "|---|---|---|---|---|---|---|",
     ]
     for stem, landscape in found:
         today, best = landscape.baseline, landscape.best()
         rows.append(
             f"| {stem} | {today} | {_pairs(landscape, today)} | {best} | {_pairs(landscape, best)} "
-            f"| {landscape.header.start_seconds:.1f} s | {grid_seconds(landscape):.0f} s |"
+            f"| {landscape.header.start_seconds:.1f} s | {forked_grid_seconds(landscape):.0f} s |"
         )
     return rows
-
-
-def grid_seconds(landscape: Landscape) -> float:
-    """An exhaustive grid as recorded: a timeout counts at its deadline, what was not repeated as if it had been."""
-    return NUM_PROCESSES * sum(fmean(p.counted_seconds for p in processes) for processes in landscape.cells.values())
 
 
 def _pairs(landscape: Landscape, candidate: Candidate) -> str:

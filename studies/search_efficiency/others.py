@@ -10,14 +10,15 @@ import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import fmean
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import optuna
-import paths  # noqa: F401 - finds replay
+import paths  # noqa: F401 - finds landscape and replay
+from landscape import PROCESSES_A_CELL
 from optuna.samplers import BaseSampler, GPSampler, TPESampler
 from optuna.trial import TrialState
 from replay import ReplayRunner
-from truth import PROCESSES_A_CELL, confirming_spec
+from truth import confirming_spec
 
 from autotune_amp.trial.outcome import Measurement, Outcome
 from autotune_amp.trial.spec import Candidate, TrialSpec
@@ -67,15 +68,17 @@ def at_random(meter: Meter, seed: int) -> Iterator[Candidate | None]:
         yield best[1]
 
 
-def grid(meter: Meter, seed: int, *, num_processes: int) -> Iterator[Candidate | None]:
-    """Every cell in `num_processes` fresh processes, the cells in a shuffled order; the best mean wins."""
+def grid(
+    meter: Meter, seed: int, *, num_processes: int, measure: Callable[[Meter, Candidate], Outcome] = Meter.process
+) -> Iterator[Candidate | None]:
+    """Every cell in `num_processes` processes, the cells in a shuffled order; the best mean wins."""
     cells = list(meter.cells)
     random.Random(f"order {seed}").shuffle(cells)
     best: tuple[float, Candidate | None] = (0.0, None)
     for cell in cells:
         outcomes = []
         for _ in range(num_processes):
-            outcomes.append(meter.process(cell))
+            outcomes.append(measure(meter, cell))
             yield best[1]
         best = max(best, (fmean(map(rate, outcomes)), cell), key=lambda found: found[0])
         yield best[1]
@@ -94,7 +97,7 @@ def sampled(
     best: tuple[float, Candidate | None] = (0.0, None)
     for _ in range(max_trials):
         trial = study.ask()
-        precision = trial.suggest_categorical("precision", precisions)
+        precision: Any = trial.suggest_categorical("precision", precisions)
         power = trial.suggest_int("log2_batch_size", powers[0], powers[-1])
         cell = Candidate(precision=precision, batch_size=2**power)
         found = rate(meter.trial(cell))
@@ -135,6 +138,7 @@ OTHERS: dict[str, Strategy] = {
     "random": at_random,
     "grid, five processes a cell": partial(grid, num_processes=PROCESSES_A_CELL),
     "grid, one process a cell": partial(grid, num_processes=1),
+    "grid, one forked trial a cell": partial(grid, num_processes=1, measure=Meter.trial),
     "TPE": partial(sampled, make=_tpe),
     "TPE, OOM told as FAIL": partial(sampled, make=_tpe, fails=True),
     "GP": partial(sampled, make=_gp, max_trials=MAX_GP_TRIALS),

@@ -29,6 +29,11 @@ def _nothing(*_: Any) -> None:
     """In place of a rule of the seeds, or of the step-time model."""
 
 
+def _never(*_: Any) -> bool:
+    """In place of the rule that the confirmation borrows by."""
+    return False
+
+
 def _budget(seconds: float) -> Patch:
     return Patch(sys.modules[__name__], "BUDGET_SECONDS", seconds)
 
@@ -55,6 +60,7 @@ VARIANTS: dict[str, tuple[Patch, ...]] = {
     "no cut": (Patch(explore, "CUT_RATIO", math.inf),),
     "2 rounds": (Patch(confirm, "NUM_ROUNDS", 2),),
     "3 rounds": (Patch(confirm, "NUM_ROUNDS", 3),),
+    "does not borrow for the confirmation": (Patch(confirm, "_is_short", _never),),
     "1 s a confirming process": (Patch(confirm, "MEASURE_SECONDS", 1.0),),
     "budget of 220 s": (_budget(220.0),),
     "no step-time model": (Patch(seeding, "fit_step_time", _nothing),),

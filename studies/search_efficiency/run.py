@@ -20,8 +20,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch, which the GP samp
 
 import optuna
 import paths
+import provenance
 import tables
-from landscape import Landscape
+from landscape import Landscape, forked_grid_seconds
 from others import OTHERS, Meter
 from ours import VARIANTS, play_ours
 from replay import ReplayClock, ReplayRunner
@@ -52,6 +53,7 @@ def main() -> None:
 
 def play(files: list[Path], strategies: list[str], seeds: range, num_jobs: int) -> None:
     paths.RESULTS.mkdir(exist_ok=True)
+    digest = provenance.digest()  # of what is loaded now
     tasks = [(file, strategy) for strategy in strategies for file in files]
     with ProcessPoolExecutor(num_jobs) as pool:
         done = pool.map(partial(lines_of, seeds=seeds), *zip(*tasks, strict=True))
@@ -61,10 +63,16 @@ def play(files: list[Path], strategies: list[str], seeds: range, num_jobs: int) 
             print(f"{strategy} on {file.stem}", file=sys.stderr, flush=True)
     for file, lines in found.items():
         path = paths.RESULTS / file.name
-        before = tables.read(path)[1:] if path.exists() else []
+        header, *before = tables.read(path) if path.exists() else [{}]
         kept = [line for line in before if line["strategy"] not in strategies]
+        played = {strategy: digest for strategy in strategies if strategy in VARIANTS}
         landscape = Landscape.load(file)
-        header = {"workload": landscape.header.workload, "grid_seconds": round(grid_seconds(landscape), 1)}
+        header = {
+            "workload": landscape.header.workload,
+            "grid_seconds": round(grid_seconds(landscape), 1),
+            "forked_grid_seconds": round(forked_grid_seconds(landscape), 1),
+            "code": header.get("code", {}) | played,
+        }
         path.write_text("".join(json.dumps(line) + "\n" for line in (header, *kept, *lines)))
 
 
@@ -87,7 +95,8 @@ def line_of(landscape: Landscape, strategy: str, seed: int, limit_seconds: float
         cell = landscape.baseline if strategy == "today" else max(seen, key=lambda c: seen[c])
         trace, extra = [(0.0, cell)], {}
     else:
-        trace, extra = trace_of(searching, strategy, seed, limit_seconds), {}
+        trace = trace_of(searching, strategy, seed, limit_seconds)
+        extra = {"seconds": round(trace[-1][0], 2)}
     rows: list[list[Any]] = []
     for seconds, cell in [(0.0, landscape.baseline), *trace]:
         if cell is not None and (not rows or rows[-1][1] != named(cell)):

@@ -1,4 +1,7 @@
-"""The README's tables from the raw traces."""
+"""The README's tables from the raw traces.
+
+Shares are of the seconds of five fresh processes a cell, where they do not say forked.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +12,26 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
+import provenance
 from others import OTHERS
 from ours import VARIANTS
 
-SHARES = (0.01, 0.02, 0.05, 0.10, 0.20)  # of the exhaustive grid's seconds
+from autotune_amp.statistics import t_quantile
+
+SHARES = (0.01, 0.02, 0.05, 0.10, 0.20)
 GOAL_REGRET, GOAL_SHARE = 0.02, 0.10
 CONSTANT = {
     "today": "what the user runs today",
     "oracle": "oracle: the searching processes' best cell",
     "best of all": "the best cell of all processes",
 }
-OURS, TPE = "ours", "TPE"
+OURS, TPE, FORKED = "ours", "TPE", "grid, one forked trial a cell"
 BEFORE = "before: neither looks round nor repeats"
 NEVER = float("inf")
 
 
 class Play(NamedTuple):
-    """One seed of a strategy on a landscape; `trace` has (seconds, cell, regret), `facts` what ours has beside it."""
+    """One seed of a strategy on a landscape; `trace` has (seconds, cell, regret), `facts` what it has beside it."""
 
     trace: list[tuple[float, str, float]]
     facts: dict[str, Any]
@@ -35,14 +41,25 @@ class Play(NamedTuple):
 
 
 class Results(NamedTuple):
-    """One landscape: seconds of its exhaustive grid, and the plays of each strategy by seed."""
+    """One landscape: seconds of its exhaustive grids, the plays of each strategy by seed, and in `code` the digest of
+    what each variant of ours was played with.
+    """
 
     name: str
     grid_seconds: float
+    forked_grid_seconds: float
     plays: dict[str, list[Play]]
+    code: dict[str, str]
 
     def regrets(self, strategy: str, seconds: float) -> list[float]:
         return [play.regret_at(seconds) for play in self.plays[strategy]]
+
+    def at_end(self, strategy: str) -> list[float]:
+        return [play.trace[-1][2] for play in self.plays[strategy]]
+
+    def mean_seconds(self, strategy: str) -> float:
+        """Of all that the strategy does, where it ends by itself."""
+        return fmean(play.facts["seconds"] for play in self.plays[strategy])
 
     def seconds_to(self, strategy: str, goal: float) -> float:
         """The first moment from which the mean regret stays at `goal` or below."""
@@ -68,7 +85,8 @@ def results(folder: Path) -> list[Results]:
         for line in lines:
             facts = {key: value for key, value in line.items() if key not in ("strategy", "seed", "trace")}
             plays.setdefault(line["strategy"], []).append(Play(line["trace"], facts))
-        found.append(Results(header["workload"], header["grid_seconds"], plays))
+        seconds = header["grid_seconds"], header["forked_grid_seconds"]
+        found.append(Results(header["workload"], *seconds, plays, header["code"]))
     return found
 
 
@@ -100,7 +118,6 @@ def _means(every: Sequence[Results], strategy: str, share: float) -> list[float]
 def landscape_table(every: Sequence[Results]) -> list[str]:
     """The same by landscape, four shares in one cell."""
     rows = _head(["strategy", *(r.name for r in every)])
-    rows.append(_row(["seconds of the exhaustive grid", *(f"{r.grid_seconds:.0f}" for r in every)]))
     for strategy in _played(every, (*CONSTANT, *OTHERS, OURS, BEFORE)):
         cells = []
         for r in every:
@@ -126,7 +143,7 @@ def goals_table(every: Sequence[Results]) -> list[str]:
     """Ours against the goals, by landscape."""
     rows = _head(
         ["landscape", "regret at 10 %", "oracle", "search s / confirmation s", "after the search: ours, fastest found, "
-         "TPE", "at the end: ours, fastest found, TPE", "whole search in % of the grid"]
+         "TPE", "at the end: ours, fastest found, TPE", "whole search s", "in % of the grid, fresh / forked"]
     )  # fmt: skip
     for r in every:
         plays = r.plays[OURS]
@@ -146,7 +163,8 @@ def goals_table(every: Sequence[Results]) -> list[str]:
                     f"{fmean(ends):.1f} / {fmean(confirmed):.1f} = {fmean(ends) / fmean(confirmed):.2f}",
                     f"{_percent(searched)}, {_percent(fastest[0])}, {_percent(tpe)}",
                     f"{_percent(final)}, {_percent(fastest[1])}, {_percent(tpe_final)}",
-                    f"{100 * fmean(play.facts['seconds'] for play in plays) / r.grid_seconds:.0f}",
+                    f"{r.mean_seconds(OURS):.1f}",
+                    f"{_share(r, OURS, r.grid_seconds)} / {_share(r, OURS, r.forked_grid_seconds)}",
                 ]
             )
         )
@@ -154,8 +172,8 @@ def goals_table(every: Sequence[Results]) -> list[str]:
 
 
 def variant_table(every: Sequence[Results]) -> list[str]:
-    """Every variant of ours over all landscapes: means, and the difference to ours with its standard error, paired by
-    landscape and seed.
+    """Every variant of ours over all landscapes: means, and the difference to ours, paired by landscape and seed, with
+    its standard error by landscape; a star where the 95 % interval leaves 0 out.
     """
     rows = _head(
         ["variant", "seeds", "search s", "trials", "all s", "regret after the search", "at the end",
@@ -164,8 +182,6 @@ def variant_table(every: Sequence[Results]) -> list[str]:
     for variant in _played(every, VARIANTS):
         pairs = [(r, play, ours) for r in every for play, ours in zip(r.plays[variant], r.plays[OURS], strict=False)]
         facts = [play.facts for _, play, _ in pairs]
-        differences = [play.trace[-1][2] - ours.trace[-1][2] for _, play, ours in pairs]
-        error = stdev(differences) / len(differences) ** 0.5
         early = [mean_regret(play, 0.05 * r.grid_seconds) for r, play, _ in pairs]
         rows.append(
             _row(
@@ -178,12 +194,69 @@ def variant_table(every: Sequence[Results]) -> list[str]:
                     _percent([play.regret_at(play.facts["search_seconds"]) for _, play, _ in pairs], 2),
                     _percent([play.trace[-1][2] for _, play, _ in pairs], 2),
                     _percent([f["fastest_confirmed"] for f in facts], 2),
-                    "" if variant == OURS else f"{100 * fmean(differences):+.2f} ± {100 * error:.2f}",
+                    "" if variant == OURS else _difference([paired(r.at_end(variant), r.at_end(OURS)) for r in every]),
                     _percent(early, 2),
                 ]
             )
         )
     return rows
+
+
+def grids_table(every: Sequence[Results]) -> list[str]:
+    """Both exhaustive grids, ours and TPE against the cheaper one, and the cheapest grid there is."""
+    rows = _head(["", *(r.name for r in every), "mean"])
+
+    def add(title: str, numbers: Sequence[float], mean: str | None = None, digits: int = 1) -> None:
+        rows.append(_row([title, *(f"{n:.{digits}f}" for n in numbers), mean or f"{fmean(numbers):.{digits}f}"]))
+
+    add("five fresh processes a cell, s", [r.grid_seconds for r in every], digits=0)
+    add("five forked processes a cell, s", [r.forked_grid_seconds for r in every], digits=0)
+    for strategy in (OURS, FORKED):
+        add(f"{strategy}: all of it, s", [r.mean_seconds(strategy) for r in every])
+        add("in % of the fresh grid", [100 * r.mean_seconds(strategy) / r.grid_seconds for r in every])
+        add("in % of the forked grid", [100 * r.mean_seconds(strategy) / r.forked_grid_seconds for r in every])
+    for strategy in (OURS, TPE, FORKED):
+        regrets = [fmean(r.regrets(strategy, GOAL_SHARE * r.forked_grid_seconds)) for r in every]
+        add(f"{strategy}: regret at {GOAL_SHARE:.0%} of the forked grid, %", [100 * regret for regret in regrets])
+    for strategy in (OURS, FORKED):
+        add(f"{strategy}: regret at its end, %", [100 * fmean(r.at_end(strategy)) for r in every])
+    differences = [paired(r.at_end(FORKED), r.at_end(OURS)) for r in every]
+    add("the difference at the ends", [100 * fmean(group) for group in differences], _difference(differences))
+    return rows
+
+
+def code_line(every: Sequence[Results]) -> list[str]:
+    """Whether the searches in the tables are those of the package's code as it stands."""
+    now, variants = provenance.digest(), _played(every, VARIANTS)
+    return [provenance.said(provenance.outdated([r.code for r in every], variants, now), len(variants), now)]
+
+
+def paired(ones: Sequence[float], others: Sequence[float]) -> list[float]:
+    """The differences by seed, as far as both go."""
+    return [one - other for one, other in zip(ones, others, strict=False)]
+
+
+def clustered(groups: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The mean of the groups' means and its standard error: seeds deal out the same few processes again and again, so
+    that landscapes are what is independent.
+    """
+    means = [fmean(group) for group in groups]
+    return fmean(means), stdev(means) / len(means) ** 0.5
+
+
+def is_beyond_noise(groups: Sequence[Sequence[float]]) -> bool:
+    """Whether the 95 % t-interval over the groups leaves 0 out."""
+    mean, error = clustered(groups)
+    return abs(mean) > t_quantile(len(groups) - 1) * error
+
+
+def _difference(groups: Sequence[Sequence[float]]) -> str:
+    mean, error = clustered(groups)
+    return f"{100 * mean:+.2f} ± {100 * error:.2f}" + (" *" if is_beyond_noise(groups) else "")
+
+
+def _share(r: Results, strategy: str, seconds: float) -> str:
+    return f"{100 * r.mean_seconds(strategy) / seconds:.1f}"
 
 
 def _played(every: Sequence[Results], strategies: Iterable[str]) -> list[str]:
@@ -201,7 +274,9 @@ TABLES = {
     "landscapes": landscape_table,
     "seconds": seconds_table,
     "goals": goals_table,
+    "grids": grids_table,
     "variants": variant_table,
+    "code": code_line,
 }
 
 

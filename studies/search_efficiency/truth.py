@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from statistics import fmean
 
 import paths  # noqa: F401 - finds landscape
-from landscape import Landscape, Process
+from landscape import PROCESSES_A_CELL, Landscape, Process
 from replay import play
 
 from autotune_amp.search.confirm import MAX_STEPS, MEASURE_SECONDS
 from autotune_amp.trial.spec import Candidate, TrialSpec
-
-PROCESSES_A_CELL = 5
 
 Rates = Mapping[Candidate, float]
 
@@ -60,7 +58,7 @@ def confirming_spec(cell: Candidate) -> TrialSpec:
 
 
 def grid_seconds(landscape: Landscape) -> float:
-    """Seconds of the exhaustive grid: five confirmation processes of every cell.
+    """Seconds of the exhaustive grid of fresh processes: five of every cell, each as the confirmation runs them.
 
     One that failed costs its start and what it ran for; a timeout, which is five times slower than fp32, its deadline.
     """

@@ -156,20 +156,6 @@ def test_whatever_is_asked_for_is_kept_to(
         assert found.seconds == pytest.approx(SETUP_SECONDS + sum(warmup) + sum(steps(found)))
 
 
-def test_halves_share_no_process() -> None:
-    whole = landscape(rate, num_processes=5)
-    for seed in range(5):
-        searching, scoring = (set(map(id, half.processes)) for half in whole.split(seed))
-        assert not searching & scoring
-        assert searching | scoring == set(map(id, whole.processes))
-        assert set(whole.split(seed)[0].cells) == set(whole.split(seed)[1].cells) == set(HEADER.grid)
-
-
-def test_a_single_process_is_in_both_halves() -> None:
-    for half in Landscape(HEADER, [STEADY]).split(0):
-        assert half.processes == (STEADY,)
-
-
 def test_an_unknown_candidate_names_what_is_there() -> None:
     runner = ReplayRunner(Landscape(HEADER, [STEADY]), ReplayClock(), seed=0)
     with pytest.raises(KeyError, match="fp32 batch 17 was not recorded; the landscape has fp32 batch 16"):
@@ -189,7 +175,7 @@ def test_a_check_costs_its_passes_and_keeps_its_deadline() -> None:
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 1000))
 def test_a_whole_search_finds_what_is_far_the_best_within_its_budget(seed: int) -> None:
-    found = search_replay(landscape(rate).split(seed)[0], seed, budget_seconds=120.0)
+    found = search_replay(landscape(rate), seed, budget_seconds=120.0)
     assert found.decision is not None
     assert candidate_of(found.decision) == BEST
     assert found.trace[-1][1] == BEST
@@ -208,7 +194,7 @@ def test_the_same_seed_searches_alike() -> None:
 
 @pytest.mark.parametrize("path", RECORDED[:2], ids=lambda path: path.stem)
 def test_a_recorded_landscape_is_searched(path: Path) -> None:
-    searching, scoring = Landscape.load(path).split(0)
-    found = search_replay(searching, 0)
+    whole = Landscape.load(path)
+    found = search_replay(whole, 0)
     assert found.decision is not None
-    assert scoring.samples_per_second(candidate_of(found.decision)) > 0
+    assert whole.samples_per_second(candidate_of(found.decision)) > 0
