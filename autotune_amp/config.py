@@ -205,20 +205,34 @@ class AmpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             for rung in self.fallback
         )
 
-    def to_training_arguments(self, **others: Any) -> Any:
+    def to_training_arguments(self, *, like: Any = None, **others: Any) -> Any:
         """``transformers.TrainingArguments`` with this config's batch size, accumulation, precision and loader workers.
 
-        `others` are its other arguments. It cannot hold the loss scale, the fallbacks, the pinned modules and the
-        environment: ``AutotuneTrainer(amp_config=config)`` of `autotune_amp.integrations.transformers` keeps to them,
-        a plain ``Trainer`` scales fp16 with GradScaler's defaults. Raises `InvalidRequestError` for an argument that
-        this config decides and for fp8, ``ImportError`` without transformers, and what TrainingArguments raises itself,
-        as for bf16 without an accelerator unless ``use_cpu=True``.
+        `like` are today's: the result is of their class, ``Seq2SeqTrainingArguments`` or TRL's for example, and keeps
+        what neither this config nor `others`, its other arguments, decide: learning rate, optimizer, schedule. What
+        their class has derived from the former batch size is kept too, as ``dataclasses.replace`` does: name it in
+        `others` (of TRL's ``GRPOConfig`` its ``generation_batch_size``).
+
+        It cannot hold the loss scale, the fallbacks, the pinned modules and the environment:
+        ``AutotuneTrainer(amp_config=config)`` of `autotune_amp.integrations.transformers` keeps to them, a plain
+        ``Trainer`` scales fp16 with GradScaler's defaults. Raises `InvalidRequestError` for an argument that this
+        config decides, for fp8 and for a `like` of another kind, ``ImportError`` without transformers, and what
+        TrainingArguments raises itself, as for bf16 without an accelerator unless ``use_cpu=True``.
         """
+        import dataclasses
+
         from transformers import TrainingArguments
 
-        from autotune_amp.integrations.training_arguments import training_arguments
+        from autotune_amp.integrations.training_arguments import changes, training_arguments
 
-        return TrainingArguments(**training_arguments(self, others))
+        if like is None:
+            return TrainingArguments(**training_arguments(self, others))
+        _require(
+            isinstance(like, TrainingArguments),
+            f"to_training_arguments(like=...) got a {type(like).__name__}; it must be TrainingArguments.",
+            "Pass those of your Trainer: like=trainer.args.",
+        )
+        return dataclasses.replace(like, **changes(self, others))
 
     def to_json(self) -> str:
         """This config as a JSON document."""

@@ -26,14 +26,15 @@ def refuse_contradictions(args: Any, config: AmpConfig) -> None:
         )
         raise InvalidRequestError(
             f"TrainingArguments has {given}; the config says {asked}.",
-            "Make the arguments with amp_config.to_training_arguments(output_dir=..., ...).",
+            "Make them with amp_config.to_training_arguments(like=args), which keeps the others.",
         )
     # None asked for is no contradiction: the controller sets the precision.
     if args.mixed_precision not in ("no", config.precision):
         raise InvalidRequestError(
             f"TrainingArguments, or `accelerate launch`, asks for {args.mixed_precision}; the config's precision is "
             f"{config.precision}.",
-            "Leave fp16=, bf16= and --mixed_precision out: the config names the precision.",
+            "Make the arguments with amp_config.to_training_arguments(like=args), and leave --mixed_precision out: the "
+            "config names the precision.",
         )
     if args.auto_find_batch_size:
         raise InvalidRequestError(

@@ -42,3 +42,9 @@ def training_arguments(config: AmpConfig, others: Mapping[str, Any] | None = Non
             f"Leave {', '.join(twice)} out, or change the config: msgspec.structs.replace(config, ...).",
         )
     return decided | given
+
+
+def changes(config: AmpConfig, others: Mapping[str, Any]) -> dict[str, Any]:
+    """What of someone's TrainingArguments is to be another: `training_arguments`, and what 0 workers do not go with."""
+    workers = {"dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
+    return (workers if config.num_workers == 0 else {}) | training_arguments(config, others)

@@ -42,8 +42,9 @@ class AutotuneTrainer(Trainer):
     `NotPrecisionError` or `NoRungFitsError`, or with ``{"on_demotion": "checkpoint_and_stop"}`` `DemotedError`.
 
     amp_config: precision, fallbacks, loss scale, batch size and accumulation, or the recommendation that holds them.
-        `args` is to say the same, as ``config.to_training_arguments(output_dir=...)`` does.
-    controller_options: more arguments for the `PrecisionController`.
+        `args` is to say the same, as ``config.to_training_arguments(like=today)`` does, of today's class.
+    controller_options: more arguments for the `PrecisionController`: ``guard``, ``halt``, ``on_demotion``,
+        ``run_log`` and so on.
     The rest is the ``Trainer``'s.
 
     Raises `InvalidRequestError` for arguments that contradict the config, and where DeepSpeed or ``nn.DataParallel``
@@ -100,7 +101,7 @@ class AutotuneTrainer(Trainer):
                 f"{plan.accumulation_steps} accumulation steps, not {self._amp_config.batch_size} and "
                 f"{self._amp_config.accumulation_steps}: the Trainer's loop keeps to one window.",
                 "Go on with a new AutotuneTrainer(amp_config=error.config, "
-                "args=error.config.to_training_arguments(...)).",
+                "args=error.config.to_training_arguments(like=trainer.args)).",
                 plan,
             )
         return prepared
@@ -186,7 +187,7 @@ class AutotuneTrainer(Trainer):
         raise DemotedError(
             stopped.message,
             f"{saved} Go on with a new AutotuneTrainer(amp_config=error.config, "
-            f"args=error.config.to_training_arguments(...)) and {resumed}.",
+            f"args=error.config.to_training_arguments(like=trainer.args)) and {resumed}.",
             stopped.config,
         ) from stopped
 

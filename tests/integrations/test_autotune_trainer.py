@@ -20,7 +20,7 @@ from trainer_samples import (
     rows,
     trainer,
 )
-from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from autotune_amp.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.errors import DemotedError, InvalidRequestError
@@ -205,17 +205,6 @@ def test_a_fallback_that_the_loop_cannot_follow_is_refused_unless_it_stops(tmp_p
     with pytest.raises(InvalidRequestError, match="the Trainer's loop keeps to one"):
         trainer(config, tmp_path, rows(BATCH))
     trainer(config, tmp_path, rows(BATCH), controller_options={"on_demotion": "checkpoint_and_stop"})
-
-
-def test_another_trainer_inherits_from_it(tmp_path: Path) -> None:
-    class Translator(AutotuneTrainer, Seq2SeqTrainer):
-        pass
-
-    from transformers import Seq2SeqTrainingArguments
-
-    args = Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, report_to="none", per_device_train_batch_size=BATCH)
-    made = Translator(Notes(), args, amp_config=fp16())
-    assert made.accelerator.scaler is made.controller
 
 
 def test_the_config_decides_its_own_arguments_and_leaves_the_rest(tmp_path: Path) -> None:
