@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune_amp.fingerprint.code import digest, text
 from autotune_amp.fingerprint.definitions import COMPILED_FROM, class_link, compiled
+from autotune_amp.fingerprint.instances import settled
 from autotune_amp.fingerprint.peek import instance_dict
 from autotune_amp.fingerprint.values import sampled
 
@@ -113,7 +114,7 @@ def _module(walk: Walk, module: Any) -> bytes:
             for name, value in group.items()
         ),
         _hooks(walk, attributes),
-        walk.attributes(own),
+        walk.attributes(settled(type(module), own)),
     )
 
 

@@ -1,0 +1,111 @@
+"""Models of Transformers and Lightning: what these keep on them beside the model itself is no other model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from autotune_amp.fingerprint import workload_parts
+
+SCRIPT = """
+import json, logging, os
+import lightning, torch
+from transformers import (
+    BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, T5Config,
+    T5ForConditionalGeneration, Trainer, TrainingArguments, ViTConfig, ViTForImageClassification)
+from autotune_amp import Workload
+from autotune_amp.fingerprint import workload_parts
+
+logging.disable()
+SIZES = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+
+def live(model):
+    return Workload(model, lambda model, batch: model(**batch).loss, lambda size: {}, torch.optim.AdamW)
+
+def trainer():
+    rows = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(64, (256, 16))]
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2))
+    folder = os.path.join(os.getcwd(), "out")
+    today = TrainingArguments(
+        folder, per_device_train_batch_size=8, gradient_accumulation_steps=2, use_cpu=True, max_steps=1,
+        save_strategy="no", disable_tqdm=True)
+    return Trainer(model, today, train_dataset=rows)
+
+def trained():
+    made = trainer()
+    made.train()
+    return made
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def fitted():
+    module, data = Module(), torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(8, 4)), 4)
+    lightning.Trainer(
+        max_steps=1, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False).fit(module, data)
+    return Workload.from_lightning(module, data)
+
+workloads = {
+    "llama": live(LlamaForCausalLM(LlamaConfig(vocab_size=8, **SIZES))),
+    "t5": live(T5ForConditionalGeneration(T5Config(
+        vocab_size=8, d_model=8, d_ff=8, d_kv=8, num_layers=1, num_heads=2, decoder_start_token_id=0))),
+    "bert": live(BertForMaskedLM(BertConfig(vocab_size=8, **SIZES))),
+    "vit": live(ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, **SIZES))),
+    "trainer": Workload.from_trainer(trainer()),
+    "trained": Workload.from_trainer(trained()),
+    "fitted": fitted(),
+}
+print(json.dumps({name: workload_parts(workload) for name, workload in workloads.items()}))
+"""
+
+
+@pytest.mark.slow
+def test_another_process_folder_and_hash_seed_find_the_same_parts(tmp_path: Path) -> None:
+    found = []
+    for seed in ("1", "2"):
+        folder = tmp_path / seed
+        folder.mkdir()
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "TMPDIR": str(folder)}
+        (folder / "train.py").write_text(SCRIPT)
+        command = [sys.executable, "train.py"]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    first, second = found
+    for name in first:
+        assert first[name] == second[name], name
+    assert {unknown for _, unknown in first.values() for unknown in unknown} == set()
+
+
+def parts_of(model: Any) -> dict[str, str]:
+    parts, unknown = workload_parts(SimpleNamespace(model=model))
+    assert unknown == ()
+    return parts
+
+
+def test_a_changed_generation_config_still_counts() -> None:
+    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    model = LlamaForCausalLM(config)
+    before = parts_of(model)
+    model.generation_config._original_object_hash = 1
+    assert parts_of(model) == before
+    model.generation_config.max_length = 7
+    assert parts_of(model) != before
