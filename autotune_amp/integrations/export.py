@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
+from autotune_amp.config import AmpConfig
 from autotune_amp.errors import InvalidRequestError
 from autotune_amp.integrations import deepspeed, export_texts
 from autotune_amp.integrations.export_script import Setting, environment_lines, wrapped
@@ -22,6 +23,7 @@ _TEXTS = {
     "torch": export_texts.torch,
     "transformers": export_texts.transformers,
 }
+_MARK = "autotune-amp export of"  # begins a text's first line, which says where it comes from
 _STEPPING = ("lightning", "transformers", "deepspeed")  # their trainers and engines take the training steps
 
 
@@ -89,5 +91,21 @@ def accelerate_file(setting: Setting) -> Export:
     return Export(to="accelerate", text=_headed(setting, export_texts.accelerate_file(setting)), notes=tuple(notes))
 
 
+def is_exported(text: str) -> bool:
+    """Whether a file with this text was written by an export: its first line says so.
+
+    DeepSpeed's JSON has no room for that line; it is one where it holds the exported keys and no others.
+    """
+    if text.startswith(f"# {_MARK}"):
+        return True
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return False
+    keys = deepspeed.deepspeed_config(AmpConfig(precision="fp32", batch_size=1)).keys()
+    return isinstance(document, dict) and document.keys() == keys
+
+
 def _headed(setting: Setting, text: str) -> str:
-    return "".join(f"{line}\n" for line in wrapped(setting.origin)) + text
+    origin = wrapped(f"{_MARK} {setting.origin}") if setting.origin else []
+    return "".join(f"{line}\n" for line in origin) + text

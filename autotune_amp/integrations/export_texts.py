@@ -121,6 +121,7 @@ def lightning(setting: Setting) -> str:
     script.needs("from autotune_amp.integrations.lightning import trainer_arguments")
     script.needs("from lightning.pytorch import Trainer")
     script.comments += setting.divided_by("Lightning")
+    _add_names_of_pins(script, "the LightningModule")
     script.add_config()
     script.add_loader()
     script.lines += [
@@ -140,6 +141,7 @@ def transformers(setting: Setting) -> str:
     if config.as_found:
         script.comments.append(KEPT_FLAGS)
     script.comments += setting.divided_by("Where the loss is the script's own, Trainer")
+    _add_names_of_pins(script, "`model`")
     given = ["model=model", "args=arguments", "train_dataset=dataset"]
     if config.precision == "fp16" or config.pinned_modules:
         trainer, given = "AutotuneTrainer", [*given, "amp_config=config"]
@@ -168,6 +170,15 @@ def _add_unheld_by_accelerate(script: Script) -> None:
     script.add_unheld("Accelerate", _ACCELERATOR)
     if script.setting.config.precision in _DTYPES:
         script.comments.append(_ACCELERATE_LOSS)
+
+
+def _add_names_of_pins(script: Script, holder: str) -> None:
+    """Say what to change where the framework trains a module around the one that was searched."""
+    if pins := script.setting.config.pinned_modules:
+        script.comments.append(
+            f"pinned_modules has the names of the model that was searched. Where {holder} holds that model as an "
+            f'attribute, self.net for one, put it before them: "net.{pins[0]}".'
+        )
 
 
 def _steered_loop(loss: str) -> list[str]:

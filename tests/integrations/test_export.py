@@ -18,8 +18,10 @@ from torch.utils.data import IterableDataset
 
 from autotune_amp.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.errors import InvalidRequestError
-from autotune_amp.integrations.export import TARGETS, accelerate_file, export
+from autotune_amp.integrations.export import TARGETS, accelerate_file, export, is_exported
 from autotune_amp.integrations.export_script import Setting
+
+ORIGIN = "# autotune-amp export of studies/train: measured"
 
 
 class Stream(IterableDataset[Tensor]):
@@ -147,11 +149,31 @@ def test_every_text_says_where_it_comes_from(config: AmpConfig) -> None:
     setting = Setting(config, "cpu", origin="studies/train: measured")
     for target in TARGETS:
         made = export(setting, target)
-        assert (made.notes[0] if target == "deepspeed" else made.text.splitlines()[0]).startswith(
-            "studies/train: measured." if target == "deepspeed" else "# studies/train: measured"
+        assert (made.notes[0] if target == "deepspeed" else made.text.splitlines()[0]) == (
+            "studies/train: measured." if target == "deepspeed" else ORIGIN
         )
+        assert is_exported(made.text)
         assert ("DataLoader(" in made.text) == ("collate_fn" in made.text)
-    assert accelerate_file(setting).text.startswith("# studies/train: measured\n")
+    assert accelerate_file(setting).text.startswith(f"{ORIGIN}\n")
+    assert is_exported(export(Setting(config, "cpu", origin="long/" * 40), "torch").text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "import torch\n", f"import torch\n{ORIGIN}\n", "[]", '{"train_micro_batch_size_per_gpu": 8, "optimizer": {}}'],
+)
+def test_other_files_are_no_exports(text: str) -> None:
+    assert not is_exported(text)
+
+
+def test_where_the_frameworks_module_holds_the_model_the_text_says_what_becomes_of_its_pins() -> None:
+    for target, holder in (("lightning", "the LightningModule"), ("transformers", "`model`")):
+        said = comments(export(Setting(PINNED, "cpu"), target).text)
+        assert f"Where {holder} holds that model as an attribute" in said
+        assert 'put it before them: "net.second".' in said
+        assert "pinned_modules" not in comments(export(Setting(ACCUMULATED, "cpu"), target).text)
+    for target in ("torch", "accelerate"):
+        assert "pinned_modules" not in comments(export(Setting(PINNED, "cpu"), target).text)
 
 
 def test_a_launch_file_says_what_the_script_has_to_do() -> None:

@@ -27,7 +27,9 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recommendation:
 def test_export_prints_text_and_notes(saved: Recommendation, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["export", "--to", "torch"]) == 0
     captured = capsys.readouterr()
-    assert captured.out.startswith("# studies/latest: bf16 batch 64 x 2, measured at 412 samples/s\n")
+    assert captured.out.startswith(
+        "# autotune-amp export of studies/latest: bf16 batch 64 x 2, measured at 412 samples/s\n"
+    )
     assert "loader = DataLoader(dataset, batch_size=64)" in captured.out
     assert captured.err == ""
     assert run(["export", "studies/latest", "--to", "deepspeed"]) == 0
@@ -51,7 +53,7 @@ def test_export_says_what_is_unconfirmed(capsys: pytest.CaptureFixture[str]) -> 
     for target in ("env", "torch"):
         assert run(["export", "mine.json", "--to", target]) == 0
         assert capsys.readouterr().out.startswith(
-            "# mine.json: bf16 batch 64, measured at 412 samples/s, unconfirmed\n"
+            "# autotune-amp export of mine.json: bf16 batch 64, measured at 412 samples/s, unconfirmed\n"
         )
 
 
@@ -61,7 +63,31 @@ def test_export_writes_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Accelerator(cpu=True, mixed_precision=" in Path("loop.py").read_text()
     assert run(["export", "--to", "accelerate", "--out", "accelerate.yaml"]) == 0
     assert 'mixed_precision: "bf16"\n' in Path("accelerate.yaml").read_text()
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == "loop.py\naccelerate.yaml\n"
+
+
+@pytest.mark.usefixtures("saved")
+@pytest.mark.parametrize("target", ["transformers", "env", "deepspeed"])
+def test_export_writes_over_exports_and_over_nothing_else(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = Path("train.py")
+    mine.write_text("# everything that I have\n")
+    assert run(["export", "--to", target, "--out", "train.py"]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, mine.read_text()) == ("", "# everything that I have\n")
+    assert "train.py is there and is no export of autotune-amp's: it is left alone." in captured.err
+    assert "Name another file with --out" in captured.err
+    assert "Note:" not in captured.err
+    mine.unlink()
+    assert run(["export", "studies/older", "--to", target, "--out", "train.py"]) == 0
+    older = mine.read_text()
+    assert run(["export", "studies/latest", "--to", target, "--out", "train.py"]) == 0
+    assert mine.read_text() != older
+
+
+@pytest.mark.usefixtures("saved")
+def test_export_to_a_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["export", "--to", "torch", "--out", "studies"]) == 2
+    assert "studies cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("saved")
