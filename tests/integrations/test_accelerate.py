@@ -22,6 +22,7 @@ from autotune_amp.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.errors import DemotedError, InvalidRequestError
 from autotune_amp.integrations.accelerate import AutotuneAccelerator, grad_scaler_kwargs
 from autotune_amp.precision import is_pinned
+from autotune_amp.runtime import run_log
 from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.swap import player_of
 
@@ -316,3 +317,12 @@ def test_a_plain_accelerator_takes_the_scaler_arguments() -> None:
     found = (made.get_scale(), made.get_growth_factor(), made.get_backoff_factor(), made.get_growth_interval())
     assert found == (512.0, 4.0, 0.25, 7)
     assert grad_scaler_kwargs(AmpConfig(precision="bf16", batch_size=4)).enabled is False
+
+
+def test_the_controllers_options_reach_it(tmp_path: Path) -> None:
+    samples = inputs(20)
+    samples[4 * 4 :] = torch.nan
+    log = tmp_path / "run.jsonl"
+    run = Run(fp16(), controller_options={"run_log": log, "halt": False}).over(samples)
+    assert run.accelerator.controller.status().num_skips == 16  # it goes on, where it would stop after ten
+    assert run_log.read(log).begin.config == fp16()

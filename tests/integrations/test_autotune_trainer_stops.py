@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from autotune_amp.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.errors import DemotedError, NoRungFitsError, NotPrecisionError
 from autotune_amp.integrations.transformers import AutotuneCallback, AutotuneTrainer
+from autotune_amp.runtime import run_log
 
 STOP = {"on_demotion": "checkpoint_and_stop"}
 LARGE = range(3 * BATCH, 5 * BATCH)
@@ -149,3 +150,14 @@ def test_a_hyperparameter_search_logs_the_controller_of_each_trial(tmp_path: Pat
     )
     assert [entry["amp/rung"] for entry in run.state.log_history[:6]] == [0] * 4 + [1] * 2
     assert run.controller.status().num_updates == 6
+
+
+def test_the_controllers_options_reach_it(tmp_path: Path) -> None:
+    data = rows(20 * BATCH)
+    for row in data[4 * BATCH :]:
+        row["inputs"] = torch.full_like(row["inputs"], torch.nan)
+    log = tmp_path / "run.jsonl"
+    run = trainer(fp16(), tmp_path, data, max_steps=20, controller_options={"run_log": log, "halt": False})
+    run.train()
+    assert run.controller.status().num_skips == 16  # it goes on, where it would stop after ten
+    assert run_log.read(log).begin.config == fp16()

@@ -11,12 +11,13 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
-from lightning_samples import Net, Validated, are_finite, fp16, loader, trainer
+from lightning_samples import NUM_BATCHES, Net, Validated, are_finite, fp16, loader, trainer
 from torch import Tensor
 
 from autotune_amp.config import FallbackPlan
 from autotune_amp.errors import DemotedError, InvalidRequestError, NoRungFitsError
 from autotune_amp.integrations.lightning import AutotuneCallback, AutotunePrecision, trainer_arguments
+from autotune_amp.runtime import run_log
 from autotune_amp.runtime.actions import Action, Demote, Stop
 from autotune_amp.runtime.verdicts import CLEAN
 
@@ -133,3 +134,22 @@ def test_arguments_with_a_plugin_for_another_config_are_refused() -> None:
         trainer_arguments(fp16(), plugins=[AutotunePrecision(fp16(batch_size=8))])
     recommendation: Any = SimpleNamespace(config=fp16())
     assert trainer_arguments(fp16(), plugins=AutotunePrecision(recommendation))["accumulate_grad_batches"] == 1
+
+
+def test_the_controllers_options_reach_it(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    plugin = AutotunePrecision(fp16(), run_log=log, halt=False)
+    run = trainer(tmp_path, **trainer_arguments(fp16(), plugins=[plugin]))
+    run.fit(Net(first_large=4, factor=float("nan")), loader())
+    assert run.precision_plugin is plugin
+    assert plugin.controller.status().num_skips == NUM_BATCHES - 4  # it goes on, where it would stop after ten
+    assert run_log.read(log).begin.config == fp16()
+
+
+@pytest.mark.filterwarnings("ignore")  # of importing it
+def test_the_trainer_of_pytorch_lightning_says_whose_plugin_it_was_given(tmp_path: Path) -> None:
+    standalone = pytest.importorskip("pytorch_lightning")
+    with pytest.raises(
+        Exception, match=r"plugin AutotunePrecision\(fp16\), which is for `import lightning`, not pytorch"
+    ):
+        standalone.Trainer(**trainer_arguments(fp16()), accelerator="cpu", logger=False, default_root_dir=tmp_path)

@@ -34,6 +34,9 @@ _NAMES = {
 class AutotunePrecision(Precision):
     """Lightning's precision plugin with a `PrecisionController` for a scaler, on any device.
 
+    It is for ``import lightning``: a Trainer of the standalone ``pytorch_lightning`` has classes of its own, and takes
+    neither this nor `AutotuneCallback`.
+
     ``Trainer(plugins=[AutotunePrecision(recommendation)])``; see `trainer_arguments` for the settings beside it. It
     takes the place of ``Trainer(precision=...)``, whose fp16 on a CPU is bf16 without a scaler. The precision is
     stepped down when precision is what fails; a checkpoint holds the controller's state and resumes at its rung.
@@ -65,6 +68,10 @@ class AutotunePrecision(Precision):
         self._latest = LatestBatch()
         self._unscaled: set[int] = set()  # ids of the optimizers whose gradients are unscaled in this window
         self._has_stepped = False  # an optimizer, in this window
+
+    def __repr__(self) -> str:
+        """Says whose plugin it is, since pytorch_lightning's Trainer refuses it with this alone."""
+        return f"AutotunePrecision({self.config.precision}), which is for `import lightning`, not pytorch_lightning"
 
     @property
     def controller(self) -> PrecisionController:

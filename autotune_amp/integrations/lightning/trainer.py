@@ -18,6 +18,8 @@ from autotune_amp.recommendation import Recommendation
 def trainer_arguments(config: AmpConfig | Recommendation, **others: Any) -> dict[str, Any]:
     """Keyword arguments for ``lightning.Trainer``: the config's own beside `others`, which are the Trainer's too.
 
+    They are not for the Trainer of the standalone ``pytorch_lightning``; see `AutotunePrecision`.
+
     ``Trainer(**trainer_arguments(config, max_epochs=3, callbacks=[mine]))``: `AutotunePrecision` joins the plugins and
     `AutotuneCallback` the callbacks, each unless there is one. What a Trainer cannot hold is left to you: batch
     size and workers go to the DataLoader, ``config.environment`` to the shell.
