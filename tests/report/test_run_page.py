@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from made_run_log import begin, made_run, move, sample
 from plotly.graph_objects import Figure
 
 from autotune_amp.errors import FormatError
-from autotune_amp.report.page.run_course import course, rungs
+from autotune_amp.report.page.run_course import course, numbers, rungs
 from autotune_amp.report.page.run_log import run_page, write_run_report
 from autotune_amp.runtime.run_log import Line, Run, SampleLine, read
 
@@ -48,6 +50,39 @@ def test_moves_are_marked_with_their_reason_and_rungs_are_bands(made: Run) -> No
     bands = [(shape.x0, shape.x1, shape.fillcolor) for shape in figure.layout.shapes]
     assert bands == [(0, 400, "var(--fp16)"), (400, 640, "var(--bf16)")]
     assert [(name.text, name.x) for name in figure.layout.annotations] == [("fp16", 0), ("bf16", 400)]
+
+
+@pytest.mark.parametrize(
+    ("updates", "length", "labels"),
+    [
+        ([4810, 4820, 4830, 4840], 4840, ["1-4", "", "", ""]),
+        ([100, 4810, 4840], 4840, ["1", "2-3", ""]),
+        ([0, 10, 20], 20, ["1", "2", "3"]),
+        ([7], 7, ["1"]),
+        ([], 1, []),
+    ],
+)
+def test_moves_too_near_for_a_number_each_share_a_label(updates: list[int], length: int, labels: list[str]) -> None:
+    assert numbers(updates, length) == labels
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_label_of_a_move_reaches_the_next_on_a_phone(seed: int) -> None:
+    random = Random(seed)
+    updates = sorted(random.choices(range(1000), k=random.randint(1, 24)))
+    labels = numbers(updates, updates[-1])
+    shown = [(220 * update / updates[-1], 7 * len(text)) for update, text in zip(updates, labels, strict=True) if text]
+    assert all(right - left > (before + after) / 2 for (left, before), (right, after) in pairwise(shown))
+    ends = [[int(place) for place in text.split("-")] for text in filter(None, labels)]
+    assert [n for first, *last in ends for n in range(first, max([first, *last]) + 1)] == [*range(1, len(updates) + 1)]
+
+
+def test_the_ends_of_a_run_have_room_for_their_marks(made: Run) -> None:
+    for run in (made, Run(made.lines[:1], 0, 0)):
+        low, high = course(run).layout.xaxis.range
+        first, last = run.lines[0].update, run.lines[-1].update
+        assert low < first <= last < high
+        assert high - low < 1.1 * max(1, last - first)
 
 
 def test_a_band_too_short_for_its_name_has_its_symbol() -> None:

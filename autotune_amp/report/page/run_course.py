@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _MAX_NUMBERED = 24  # more moves are in the table without a number here
 _PADDING = 0.04  # of the updates, at both ends: a run that stops does so at its last
 # Of the updates, that a label takes on a phone, where the chart is 220 pixels wide: of each letter, and beside them.
-_LETTER, _GAP = 0.032, 0.03
+_LETTER, _GAP = 0.032, 0.05
 _HEADROOM = 0.12  # of the powers of two shown: the marks are this far above the scale, their numbers above them
 _WIDE = 20  # times its least: from there on the loss is drawn on a logarithmic axis
 _SYMBOLS = {"demotion": "triangle-down", "promotion": "triangle-up", "revert": "triangle-up", "stop": "octagon"}
