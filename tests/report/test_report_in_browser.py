@@ -11,10 +11,12 @@ from typing import Any
 import made_study
 import pytest
 from browser import chromium, hover, num_bars, num_marks, opened, overflow, section
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, FloatRect, Page
 
 from autotune_amp.config import AmpConfig
+from autotune_amp.recommendation import Recommendation
 from autotune_amp.report.page.loss_scale import Calibrated, calibrated
+from autotune_amp.report.summary import baseline_row, recommended_row
 from autotune_amp.report.write import write_report
 
 STUDIES = Path(__file__).parents[2] / "studies"
@@ -66,7 +68,9 @@ def test_every_mark_stands_for_an_outcome_and_a_phone_is_wide_enough(
         is_apart = recommendation["evidence"]["baseline"]["config"] != recommendation["config"]
         assert num_marks(speed) == num_measured + len(failed) + 1 + is_apart
         assert num_marks(section(page, "Memory against batch size")) == num_measured + num_oom
-        assert num_marks(section(page, "Throughput against memory")) == len(candidates) + 1
+        shown = Recommendation.load(folders[name] / "recommendation.json")
+        is_other_row = baseline_row(shown) is not recommended_row(shown)
+        assert num_marks(section(page, "Throughput against memory")) == len(candidates) + 1 + is_other_row
         course = section(page, "The search as it went")
         assert (num_marks(course), num_bars(course)) == (num_measured + len(failed), len(records))
         noise = section(page, "Fidelity to fp32")
@@ -81,6 +85,53 @@ def test_every_mark_stands_for_an_outcome_and_a_phone_is_wide_enough(
         page.set_viewport_size({"width": 380, "height": 800})
         page.wait_for_function("[...document.querySelectorAll('.main-svg')].every((svg) => svg.clientWidth < 380)")
         assert overflow(page) <= 0
+        assert covering(page) == []
+
+
+def _overlap(a: FloatRect, b: FloatRect) -> bool:
+    is_beside = a["x"] >= b["x"] + b["width"] or b["x"] >= a["x"] + a["width"]
+    return not is_beside and a["y"] < b["y"] + b["height"] and b["y"] < a["y"] + a["height"]
+
+
+def covering(page: Page) -> list[tuple[str, str]]:
+    """Pairs of labels beside marks of which one is printed over the other."""
+    found: list[tuple[str, str]] = []
+    for figure in page.locator("figure.chart").all():
+        shown: list[tuple[str, FloatRect]] = []
+        for label in figure.locator(".textpoint text").filter(visible=True).all():
+            box, text = label.bounding_box(), label.text_content()
+            if box is not None and text:
+                found += [(text, other) for other, beside in shown if _overlap(box, beside)]
+                shown.append((text, box))
+    return found
+
+
+def test_every_failure_is_labelled_on_a_phone_and_of_labels_at_one_place_one_is_shown(
+    browser: Browser, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    with opened(browser, folders["made"] / "report.html", width=375) as page:
+        for title, labels in (
+            ("Throughput against batch size", ["fp32", "fp16bf16fp32"]),
+            ("Memory against batch size", ["fp32", "fp16fp32"]),
+        ):
+            shown = section(page, title).locator(".textpoint text").filter(visible=True, has_text="fp")
+            assert shown.all_text_contents() == labels
+    crowded = made_study.write(tmp_path)
+    oom = {"outcome": "failure", "kind": "oom", "message": "tried", "details": ""}
+    with (crowded / "outcomes.jsonl").open("a") as file:
+        record = raw(crowded)[1][-1]
+        for batch_size in (130, 160):
+            candidate = {"precision": "tf32", "batch_size": batch_size}
+            record |= {"number": record["number"] + 1, "purpose": "search", "candidate": candidate, "outcome": oom}
+            file.write(json.dumps(record) + "\n")
+    with opened(browser, write_report(crowded)) as page:
+        near = section(page, "Throughput against batch size").locator(".textpoint text").filter(has_text="tf32")
+        assert covering(page) == []
+        assert [label.is_visible() for label in near.all()] == [False, True]
+        page.set_viewport_size({"width": 375, "height": 800})
+        page.wait_for_function("[...document.querySelectorAll('.main-svg')].every((svg) => svg.clientWidth < 375)")
+        assert covering(page) == []
+        assert [label.is_visible() for label in near.all()] == [False, False]
 
 
 def test_the_gradient_and_the_scale_are_drawn(made: Page) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from html import unescape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import made_study
 import msgspec
 import pytest
-from report_samples import MIB, evidence, measurement, recommendation, record, row
+from report_samples import MIB, evidence, loop, measurement, recommendation, record, row
 
 from autotune_amp.config import AmpConfig
 from autotune_amp.recommendation import BaselineEvidence, Exclusion, SearchSummary
@@ -59,6 +60,17 @@ def test_a_step_time_that_may_be_zero_bounds_no_rate() -> None:
     assert (looks.error_y.array, looks.error_y.arrayminus) == ((0.0,), (160.0,))
 
 
+def test_an_interval_far_above_every_rate_does_not_press_the_chart_flat() -> None:
+    unsure = measurement(step_seconds=0.1, samples_per_second=320.0, step_seconds_interval=(0.001, 0.2))
+    shown = recommendation()
+    figure: Any = throughput(shown, [record(unsure)])
+    promised = shown.evidence.samples_per_second_interval[1]
+    assert trace(figure, "fp32").error_y.array[0] > 30_000
+    assert promised < figure.layout.yaxis.range[1] < 1.2 * promised
+    alone: Any = throughput(None, [record(unsure)])
+    assert 320 < alone.layout.yaxis.range[1] < 400
+
+
 def test_the_memory_wall_stands_at_the_least_batch_that_did_not_fit() -> None:
     figure: Any = throughput(MADE, RECORDS)
     assert trace(figure, "fp32 out of memory").x == (128, 128)
@@ -66,7 +78,7 @@ def test_the_memory_wall_stands_at_the_least_batch_that_did_not_fit() -> None:
     assert not any(t.name == "bf16 out of memory" for t in figure.data), "it timed out"
     crosses = trace(figure, "failed")
     assert sorted(crosses.x) == [128, 256, 256, 256]
-    assert set(crosses.text) == {"fp32", "fp16, bf16, fp32", ""}
+    assert set(crosses.text) == {"fp32", "fp16<br>bf16<br>fp32", ""}, "narrow enough for a phone"
 
 
 def test_memory_is_drawn_with_the_fit_that_the_search_has() -> None:
@@ -78,13 +90,15 @@ def test_memory_is_drawn_with_the_fit_that_the_search_has() -> None:
     assert "5.40 GiB" in walls(MADE, RECORDS)
     assert "fp32 at about batch 240" in walls(MADE, RECORDS)
     assert walls(OLDER, RECORDS) == ""
+    assert "curves" in caption(MADE, RECORDS)
+    assert "curves" not in caption(MADE, RECORDS[:2]), "of one batch size there is none"
 
 
 def test_what_ran_out_of_memory_stands_on_the_limit() -> None:
     figure: Any = memory(MADE, RECORDS)
     limit, failed = trace(figure, "limit"), trace(figure, "out of memory")
     assert (failed.x, set(failed.y)) == ((128, 256, 256), {limit.y[0]})
-    assert (failed.y[0], failed.text) == (pytest.approx(5529.6), ("fp32", "fp16, fp32", ""))
+    assert (failed.y[0], failed.text) == (pytest.approx(5529.6), ("fp32", "fp16<br>fp32", ""))
     assert figure.layout.yaxis.range[1] > limit.y[0]
     assert all("drawn on the limit" in said_of_it for said_of_it in failed.hovertext)
     assert "8.1 GiB over" in failed.hovertext[1], "those at one place tell of each other"
@@ -125,6 +139,66 @@ def test_nothing_that_may_be_recommended_lies_above_and_left_of_the_front() -> N
     assert (fp16.y[-1], fp16.marker.symbol[-1]) == (1200.0, "triangle-up-open")
     page = search_page(changed, RECORDS, "recommendation.json")
     assert "Nothing that may be recommended is above and left of the line; open marks were cut short or" in page
+
+
+def test_a_front_of_one_candidate_is_a_line_and_the_baseline_has_its_square() -> None:
+    best = row("bf16", 64, 412.3, peak_memory_bytes=400 * MIB, num_workers=1)
+    shown = recommendation(
+        config=AmpConfig(precision="bf16", batch_size=64, num_workers=1),
+        candidates=(row("fp32", 16, 200.0), row("fp32", 32, 307.1), best),
+    )
+    figure: Any = pareto(shown)
+    front = trace(figure, "front")
+    assert (front.x[:2], front.y) == ((400, 400), (0, 412.3, 412.3))
+    assert 612 < front.x[2] == figure.layout.xaxis.range[1]
+    today, chosen = trace(figure, "baseline"), trace(figure, "recommended")
+    assert (today.x, today.y, today.text, today.marker.symbol) == ((612,), (307.1,), ("32",), "square-open")
+    assert (chosen.x, chosen.y, chosen.text, chosen.marker.symbol) == (
+        (400,),
+        (412.3,),
+        ("64, 1 worker",),
+        "circle-open",
+    )
+    assert not any(trace(figure, "fp32").text), "what is not on the line has no label"
+    page = search_page(shown, [], "recommendation.json")
+    assert "those on the line, the baseline and the recommended one are labelled with their" in page
+
+
+def test_every_candidate_on_the_front_is_labelled_once() -> None:
+    figure: Any = pareto(MADE)
+    labelled = sorted(
+        (x, y, text)
+        for t in figure.data
+        for x, y, text in zip(t.x, t.y, t.text or [""] * len(t.x), strict=True)
+        if text
+    )
+    assert labelled == [(612, 302, "32"), (612, 420, "32"), (990, 700, "64"), (1004, 797, "64"), (1708, 815, "128")]
+
+
+def test_what_runs_today_is_not_marked_twice_where_it_is_recommended() -> None:
+    config = AmpConfig(precision="fp32", batch_size=32)
+    figure: Any = pareto(recommendation(config=config))
+    assert [t.name for t in figure.data if t.name in ("baseline", "recommended")] == ["recommended"]
+
+
+@pytest.mark.parametrize(
+    ("workload", "precision", "targets", "to"),
+    [
+        (None, "bf16", "lightning, transformers, accelerate, deepspeed, torch, env", "torch"),
+        (loop(), "bf16", "accelerate, torch, env", "torch"),
+        (None, "fp8", "env", "env"),
+    ],
+)
+def test_the_page_has_the_command_for_frameworks(workload: Any, precision: Any, targets: str, to: str) -> None:
+    shown = recommendation(config=AmpConfig(precision=precision, batch_size=64), workload=workload)
+    for path, study in (("studies/my study/recommendation.json", "'studies/my study'"), ("mine.json", "mine.json")):
+        page = unescape(search_page(shown, [], path))
+        assert f"In the words of a framework, --to {targets}<" in page
+        assert f"<pre>autotune-amp export {study} --to {to}</pre>" in page
+
+
+def test_a_candidate_that_was_cut_says_why() -> None:
+    assert "far slower than the best: stopped after its first steps" in tables.candidates(MADE)
 
 
 def test_the_course_holds_every_record_end_to_end() -> None:
@@ -250,6 +324,8 @@ FAILED_BASELINE = BaselineEvidence(
             "The search was interrupted",
         ),
         ({"objective": "memory"}, "bf16, batch size 64"),
+        ({}, "a new run: 398 to 426; 155 ms a step"),
+        ({}, "of 6.00 GiB available"),
         (
             {"evidence": evidence(baseline=FAILED_BASELINE, speedup=None, speedup_interval=None)},
             "unknown; the baseline is fp32 batch 32: out of memory",

@@ -71,7 +71,10 @@ def fidelity(checks: Sequence[Fidelity]) -> Drawn:
         line = {"color": "var(--bad)", "dash": dash, "width": 1.5}
         figure.add_trace(Scatter(x=[ratio, ratio], y=ends, name=name, mode="lines", line=line, hoverinfo="name"))
     framed(figure, 230 + _ROW_PIXELS * len(rows))
-    figure.update_xaxes(type="log", title_text="noise ratio", dtick=1, exponentformat="power")
+    drawn_ratios = [math.log10(x) for trace in figure.data for x in trace.x]
+    margin = 0.03 * (max(drawn_ratios) - min(drawn_ratios))
+    span = [min(drawn_ratios) - margin, max(drawn_ratios) + margin]
+    figure.update_xaxes(type="log", title_text="noise ratio", range=span, dtick=1, exponentformat="power")
     figure.update_yaxes(
         tickvals=list(range(len(rows))),
         ticktext=[label(row or _OUTSIDE, 22) for row in rows],

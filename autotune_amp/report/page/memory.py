@@ -103,7 +103,7 @@ def drawn_limit(recommendation: Recommendation | None, records: Sequence[Record]
 
 def caption(recommendation: Recommendation | None, records: Sequence[Record]) -> str:
     """What the marks and the curves are, and where the limit is."""
-    parts = [_CAPTION, walls(recommendation, records)]
+    parts = [_COUNTED, _FITTED if fitted(records) else "", walls(recommendation, records)]
     if _out_of_memory(records):
         place = _place(drawn_limit(recommendation, records))
         parts.append(
@@ -112,10 +112,11 @@ def caption(recommendation: Recommendation | None, records: Sequence[Record]) ->
     return " ".join(filter(None, parts))
 
 
-_CAPTION = (
+_COUNTED = (
     "What counts against the limit: on an accelerator what a trial reserves, on a CPU what it takes beyond the process "
-    "that it starts in. The curves are the fit max(m0, m1 + m2 x batch) that the search steers by."
+    "that it starts in."
 )
+_FITTED = "The curves are the fit max(m0, m1 + m2 x batch) that the search steers by."
 
 
 def walls(recommendation: Recommendation | None, records: Sequence[Record]) -> str:

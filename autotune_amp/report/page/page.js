@@ -29,18 +29,35 @@ async function loadPlotly() {
   document.head.append(script);
 }
 
+// A label that would cover another is left to the hover of its mark.
+function hideCovering(plot) {
+  const shown = [];
+  for (const label of plot.querySelectorAll(".textpoint text, .annotation-text")) {
+    const box = label.getBoundingClientRect();
+    const covers = shown.some(
+      (other) =>
+        box.left < other.right && other.left < box.right && box.top < other.bottom && other.top < box.bottom,
+    );
+    label.style.visibility = covers ? "hidden" : "";
+    if (!covers) shown.push(box);
+  }
+}
+
 async function draw() {
   toggle.textContent = isDark() ? "Light" : "Dark";
   if (!window.Plotly) return;
   for (const chart of document.querySelectorAll("figure.chart")) {
     const figure = inTheme(JSON.parse(chart.querySelector("script").textContent));
     const plot = chart.querySelector(".plot");
-    plot.querySelector(".absent")?.remove();
+    const isFirst = plot.querySelector(".absent");
+    isFirst?.remove();
     await Plotly.react(plot, figure.data, figure.layout, {
       responsive: true,
       displaylogo: false,
       modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
     });
+    if (isFirst) plot.on("plotly_afterplot", () => hideCovering(plot)); // of a new width, zoom or theme
+    hideCovering(plot);
   }
   root.dataset.drawn = isDark() ? "dark" : "light";
 }

@@ -86,7 +86,8 @@ def failures(records: Iterable[Record]) -> list[tuple[Record, Failure]]:
 def crosses(failed: Sequence[tuple[Record, Failure]], height: float, name: str, note: str = "") -> Scatter:
     """A cross for each failure, all at one height, so that those of a batch size cover each other.
 
-    The first of them is labelled with all their precisions, and each tells of them all, and then the note.
+    The first of them is labelled with all their precisions, one below the other so that neighbours have room on a
+    phone, and each tells of them all, and then the note.
     """
     precisions: dict[int, list[str]] = {}
     hovers: dict[int, list[str]] = {}
@@ -99,8 +100,8 @@ def crosses(failed: Sequence[tuple[Record, Failure]], height: float, name: str, 
         y=[height] * len(failed),
         name=name,
         mode="markers+text",
-        text=[", ".join(dict.fromkeys(precisions.pop(size, ()))) for size in sizes],
-        textposition="top left",
+        text=["<br>".join(dict.fromkeys(precisions.pop(size, ()))) for size in sizes],
+        textposition="bottom left" if height else "top left",  # inside of the chart
         cliponaxis=False,
         hovertext=["<br>".join([*hovers[size], *([said(note)] if note else [])]) for size in sizes],
         hoverinfo="text",

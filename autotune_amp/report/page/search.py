@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from autotune_amp.errors import InvalidRequestError
+from autotune_amp.integrations.export import TARGETS, Target, export, setting_of
 from autotune_amp.report import summary
 from autotune_amp.report.format import count, duration, exact, number, one_line, size, times
 from autotune_amp.report.page import shell, tables
@@ -54,22 +58,26 @@ def search_page(recommendation: Recommendation, records: Sequence[Record], path:
 
 
 MARKS = (
-    "Large marks are the first trial of each batch size, with the 95 % interval of its step time in that process; "
-    "small ones are the trials that measured again: confirmations in fresh processes, other loader workers, pinned "
-    "modules. Open marks were cut short as far slower than the best."
+    "Large marks are the first trial of each batch size, with the 95 % interval of its step time in that process (one "
+    "over few steps may run out of the chart); small ones are the trials that measured again: confirmations in fresh "
+    "processes, other loader workers, pinned modules. Open marks were cut short as far slower than the best."
 )
 _THROUGHPUT = f"{MARKS} The rings are medians over processes, with where a new run is expected to land."
 _PARETO = (
-    "One mark for each candidate, those on the line labelled with their batch size. Nothing that may be recommended is "
-    "above and left of the line; open marks were cut short or excluded."
+    "One mark for each candidate; those on the line, the baseline and the recommended one are labelled with their "
+    "batch size where there is room. Nothing that may be recommended is above and left of the line; open marks were "
+    "cut short or excluded."
 )
 _COURSE = (
     "Above: each trial where it ended, and the fastest so far that no check has ruled out. Below: what the time went "
-    "into. Loading and probing come before, and are not counted."
+    "into; confirm measures the recommended one and the baseline again in fresh processes, plain the recommended one "
+    "without its environment variables, fallback what the training steps down to. Loading and probing come before, and "
+    "are not counted."
 )
 _GRADIENTS = (
     "Entries of the gradient in fp32 by magnitude. The loss scale moves them to the right: out of the part that fp16 "
-    "flushes to zero, yet no further than where a backward pass overflows, which is on larger numbers than these."
+    "flushes to zero, yet no further than where a backward pass overflows, which is on larger numbers than these. The "
+    "bars are the range of each format, hatched where fp16 has fewer digits."
 )
 _FORETOLD = (
     "GradScaler's own rule, replayed over the length of the training on the largest safe scales that were measured. "
@@ -84,7 +92,7 @@ FIDELITY = (
 
 def _lead(recommendation: Recommendation) -> str:
     evidence, search = recommendation.evidence, recommendation.search
-    baseline = evidence.baseline
+    baseline, available = evidence.baseline, recommendation.hardware.memory.available
     over = f"over the baseline, {baseline.config.precision} batch {baseline.config.batch_size}"
     interval = evidence.speedup_interval
     low, high = evidence.samples_per_second_interval
@@ -94,8 +102,12 @@ def _lead(recommendation: Recommendation) -> str:
         shell.tiles(
             [
                 ("speed-up", speedup, between + over),
-                ("samples/s", number(evidence.samples_per_second), f"a new run: {number(low)} to {number(high)}"),
-                ("peak memory", size(evidence.peak_memory_bytes), f"{duration(evidence.step_seconds)} a step"),
+                (
+                    "samples/s",
+                    number(evidence.samples_per_second),
+                    f"a new run: {number(low)} to {number(high)}; {duration(evidence.step_seconds)} a step",
+                ),
+                ("peak memory", size(evidence.peak_memory_bytes), f"of {size(available)} available"),
             ]
         ),
         shell.paragraph(one_line(recommendation.reason), "reason"),
@@ -114,8 +126,25 @@ def _use(recommendation: Recommendation, path: str) -> str:
     return (
         (shell.code("In the shell, before Python starts", "\n".join(exports)) if exports else "")
         + shell.code("In Python", "\n".join(summary.python_lines(recommendation, path)))
+        + _export(recommendation, Path(path))
         + shell.folded("The config as JSON", shell.code("As AmpConfig.from_json reads it", config))
     )
+
+
+def _export(recommendation: Recommendation, path: Path) -> str:
+    """The command that says it in a framework's own words, and which frameworks take this config."""
+    targets = [target for target in TARGETS if _takes(target, recommendation)]
+    study = path.parent if path.name == "recommendation.json" else path
+    command = f"autotune-amp export {shlex.quote(study.as_posix())} --to {'torch' if 'torch' in targets else 'env'}"
+    return shell.code(f"In the words of a framework, --to {', '.join(targets)}", command)
+
+
+def _takes(target: Target, recommendation: Recommendation) -> bool:
+    try:
+        export(setting_of(recommendation, ""), target)
+    except InvalidRequestError:
+        return False
+    return True
 
 
 def _loss_scale(recommendation: Recommendation, records: Sequence[Record]) -> str:

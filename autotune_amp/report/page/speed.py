@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from plotly.graph_objects import Figure, Scatter
 
-from autotune_amp.report.format import duration, number, one_line, outcome_name, rate, size
+from autotune_amp.report.format import count, duration, number, one_line, outcome_name, rate, size
 from autotune_amp.report.page.marks import LOOKS, Drawn, framed, legend_entry, said
 from autotune_amp.report.page.points import (
     Point,
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from autotune_amp.trial.outcome import Failure, Record
 
 MIB = 2**20
+# Around the mark of what is run today, and of what is recommended.
+_AROUND: dict[str, dict[str, Any]] = {
+    "baseline": {"symbol": "square-open", "size": 19, "color": "var(--muted)", "line_width": 2},
+    "recommended": {"symbol": "circle-open", "size": 19, "color": "var(--ink)", "line_width": 2},
+}
 RATES = {"title_text": "samples/s", "tickformat": ",~f"}
 
 
@@ -62,36 +67,43 @@ def throughput(recommendation: Recommendation | None, records: Sequence[Record])
                 marker={"color": look.color, "size": 6, "symbol": symbols(look.symbol, again)},
             )
         )
+    rings = [] if recommendation is None else list(_rings(recommendation))
     top = max(p.measurement.samples_per_second for ours in measured for p in (*ours.looks, *ours.again))
+    highest = max([top, *(ring.y[0] + max(ring.error_y.array or [0]) for ring in rings)])
     if failed:
         figure.add_trace(crosses(failed, 0, "failed"))
     for trace in _walls(failed, 1.05 * top):
         figure.add_trace(trace)
-    for ring in () if recommendation is None else _rings(recommendation):
+    for ring in rings:
         figure.add_trace(ring)
-    return framed(figure, 430, xaxis=ticks(records), yaxis=RATES | {"rangemode": "tozero"})
+    # The interval of a few steps of one trial may reach to many times any rate: it runs out of the chart.
+    return framed(figure, 430, xaxis=ticks(records), yaxis=RATES | {"range": [0, 1.12 * highest]})
 
 
 def _rings(recommendation: Recommendation) -> Iterable[Scatter]:
     evidence, baseline = recommendation.evidence, recommendation.evidence.baseline
     if baseline.samples_per_second is not None and baseline.config != recommendation.config:
         interval = baseline.samples_per_second_interval
-        yield _ring("baseline", baseline.config, baseline.samples_per_second, interval, "var(--muted)")
-    chosen, interval = recommendation.config, evidence.samples_per_second_interval
-    yield _ring("recommended", chosen, evidence.samples_per_second, interval, "var(--ink)")
+        yield _ring("baseline", baseline.config, baseline.samples_per_second, interval)
+    interval = evidence.samples_per_second_interval
+    yield _ring("recommended", recommendation.config, evidence.samples_per_second, interval)
 
 
 def pareto(recommendation: Recommendation) -> Drawn:
-    """Throughput against peak memory: each candidate that was measured, and the front of those not excluded."""
+    """Throughput against peak memory: each candidate that was measured, and the front of those not excluded.
+
+    The front goes on down from its first and to the right of its last, so that one of a single candidate is a line too.
+    """
     rows = [r for r in recommendation.candidates if r.samples_per_second is not None and r.peak_memory_bytes]
     if len(rows) < 2:
         return "No chart of throughput against memory: fewer than two candidates were measured."
     figure = Figure()
     front = _front([row for row in rows if row.status != "excluded"])
+    right = 1.05 * max(row.peak_memory_bytes or 0 for row in rows) / MIB
     figure.add_trace(
         Scatter(
-            x=[(row.peak_memory_bytes or 0) / MIB for row in front],
-            y=[row.samples_per_second for row in front],
+            x=[*((row.peak_memory_bytes or 0) / MIB for row in (*front[:1], *front)), right],
+            y=[0, *(row.samples_per_second for row in (*front, *front[-1:]))],
             name="front",
             mode="lines",
             line={"color": "var(--muted)", "width": 1.5, "shape": "hv"},
@@ -110,7 +122,7 @@ def pareto(recommendation: Recommendation) -> Drawn:
                 legendgroup=precision,
                 showlegend=False,
                 mode="markers+text",
-                text=[_batch_label(row) if row in front or row in (chosen, today) else "" for row in ours],
+                text=[_batch_label(row) if row in front and row not in (chosen, today) else "" for row in ours],
                 textposition="top left",
                 hovertext=[_row_hover(row, row is chosen, row is today) for row in ours],
                 hoverinfo="text",
@@ -121,19 +133,22 @@ def pareto(recommendation: Recommendation) -> Drawn:
                 },
             )
         )
-    if chosen is not None:
-        figure.add_trace(
-            Scatter(
-                x=[(chosen.peak_memory_bytes or 0) / MIB],
-                y=[chosen.samples_per_second],
-                name="recommended",
-                mode="markers",
-                hoverinfo="skip",
-                marker={"symbol": "circle-open", "size": 20, "color": "var(--ink)", "line_width": 2},
+    for name, row in (("baseline", None if today is chosen else today), ("recommended", chosen)):
+        if row is not None and row in rows:
+            figure.add_trace(
+                Scatter(
+                    x=[(row.peak_memory_bytes or 0) / MIB],
+                    y=[row.samples_per_second],
+                    name=name,
+                    mode="markers+text",
+                    text=[_batch_label(row)],
+                    textposition="top left",
+                    hoverinfo="skip",
+                    marker=_AROUND[name],
+                )
             )
-        )
     top = 1.12 * max(row.samples_per_second or 0 for row in rows)  # with room for the label of the highest
-    xaxis = {"title_text": "peak memory in MiB", "rangemode": "tozero", "tickformat": ",d"}
+    xaxis = {"title_text": "peak memory in MiB", "range": [0, right], "tickformat": ",d"}
     return framed(figure, 400, xaxis=xaxis, yaxis=RATES | {"range": [0, top]})
 
 
@@ -159,10 +174,13 @@ def _whiskers(centred: Iterable[tuple[float, tuple[float, float]]], color: str, 
     } | more
 
 
-def _ring(name: str, config: AmpConfig, rate_found: float, interval: tuple[float, float] | None, color: str) -> Scatter:
+def _ring(name: str, config: AmpConfig, rate_found: float, interval: tuple[float, float] | None) -> Scatter:
     """Around a median over processes, with where a new run is expected to land; None where nobody can say."""
-    about = f"{name}: {config.precision} batch {config.batch_size}"
-    landing = [] if interval is None else [f"a new run: {number(interval[0])} to {number(interval[1])}"]
+    about, marker = f"{name}: {config.precision} batch {config.batch_size}", _AROUND[name]
+    landing, whiskers = [], None
+    if interval is not None:
+        landing = [f"a new run: {number(interval[0])} to {number(interval[1])}"]
+        whiskers = _whiskers([(rate_found, interval)], marker["color"], width=9, thickness=2)
     return Scatter(
         x=[config.batch_size],
         y=[rate_found],
@@ -170,13 +188,8 @@ def _ring(name: str, config: AmpConfig, rate_found: float, interval: tuple[float
         mode="markers",
         hovertext=[said(about, rate(rate_found), *landing)],
         hoverinfo="text",
-        error_y=None if interval is None else _whiskers([(rate_found, interval)], color, width=9, thickness=2),
-        marker={
-            "symbol": "circle-open" if name == "recommended" else "square-open",
-            "size": 19,
-            "color": color,
-            "line_width": 2,
-        },
+        error_y=whiskers,
+        marker=marker,
     )
 
 
@@ -214,7 +227,8 @@ def _is_rough(row: CandidateRow) -> bool:
 
 def _batch_label(row: CandidateRow) -> str:
     accumulated = "" if row.accumulation_steps == 1 else f" x {row.accumulation_steps}"
-    return f"{row.batch_size}{accumulated}" + ("" if row.num_workers is None else f", {row.num_workers} workers")
+    workers = "" if row.num_workers is None else f", {count(row.num_workers, 'worker')}"
+    return f"{row.batch_size}{accumulated}{workers}"
 
 
 def _row_hover(row: CandidateRow, is_chosen: bool, is_today: bool) -> str:

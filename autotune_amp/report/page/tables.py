@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from autotune_amp.hardware.types import Hardware
     from autotune_amp.numerics.results import Fidelity
-    from autotune_amp.recommendation import Exclusion, Recommendation
+    from autotune_amp.recommendation import CandidateRow, Exclusion, Recommendation
     from autotune_amp.trial.outcome import Record
 
 
@@ -37,7 +37,7 @@ def candidates(recommendation: Recommendation) -> str:
                 "-" if row.peak_memory_bytes is None else size(row.peak_memory_bytes),
                 "-" if row.joules_per_sample is None else f"{row.joules_per_sample:.3g}",
                 ", ".join(names),
-                one_line(row.reason or "").removeprefix(f"{outcome_name(row.status)}: "),
+                _why(row),
             )
         )
     columns = (
@@ -57,6 +57,12 @@ def candidates(recommendation: Recommendation) -> str:
     kept = [i for i, name in enumerate(columns) if any(row[i] != optional.get(name) for row in rows)]
     shown = ([row[i] for i in kept] for row in rows)
     return shell.table([columns[i] for i in kept], shown, num_numeric=len(kept) - 3)
+
+
+def _why(row: CandidateRow) -> str:
+    if row.status == "cut" and not row.reason:
+        return "far slower than the best: stopped after its first steps"
+    return one_line(row.reason or "").removeprefix(f"{outcome_name(row.status)}: ")
 
 
 def left_out(excluded: Iterable[Exclusion]) -> str:
