@@ -7,23 +7,24 @@ from itertools import cycle, islice, repeat
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from autotune_amp.batches import tensors
 from autotune_amp.errors import WorkloadError
+from autotune_amp.trial.places import Spread, is_ordered, shares
 
 Stream = Generator[Any, None, None]
 
 
 def describe(data: Any) -> tuple[str, int | None, int | None]:
-    """What the data is, the batch size it comes with, and the number of samples, None where unknown."""
+    """What the data is, the batch size it comes with, and its number of samples in an epoch, None where unknown."""
     if isinstance(data, DataLoader):
         if data.batch_size is None:
             raise WorkloadError(
                 "The DataLoader has no batch_size (it uses a batch sampler, or yields ready batches).",
                 "Pass data=make_loader, a function of the batch size that returns such a loader.",
             )
-        return f"DataLoader, {data.num_workers} workers", data.batch_size, length(data.dataset)
+        return f"DataLoader, {data.num_workers} workers", data.batch_size, _num_drawn(data)
     if _is_dataset(data):
         return "Dataset", None, length(data)
     return "function of the batch size", None, None
@@ -39,7 +40,8 @@ class Opened(NamedTuple):
 def stream(data: Any, batch_size: int) -> Stream:
     """Batches of exactly `batch_size` samples, without end; the loader starts again when it is exhausted.
 
-    Raises `WorkloadError` where the data yields no batch, or none with as many samples as asked.
+    From all over an epoch where its order can be listed, at places that are the same for every batch size. Raises
+    `WorkloadError` where the data yields no batch, or none with as many samples as asked.
     """
     return opened(data, batch_size).stream
 
@@ -75,7 +77,7 @@ def worst_batches(
         made: Iterator[Any] = map(named, repeat(batch_size, num_batches))
     elif samples and loader is not None:
         origin = "The data's own collate_fn"
-        made = _collated(loader, list(islice(cycle(samples), batch_size)), num_batches)
+        made = collated(loader, [list(islice(cycle(samples), batch_size))] * num_batches)
     else:
         return
     for batch in made:
@@ -126,19 +128,24 @@ def length(dataset: Any) -> int | None:
     """Its number of samples, None where it has none, as a stream."""
     try:
         return len(dataset)
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return None
+
+
+def _num_drawn(loader: DataLoader[Any]) -> int | None:
+    """How many samples an epoch draws: a sampler may draw some of the dataset, as a rank's share, or some twice."""
+    num_drawn = None if isinstance(loader.dataset, IterableDataset) else length(loader.sampler)
+    return length(loader.dataset) if num_drawn is None else num_drawn
 
 
 def _resized(loader: DataLoader[Any], batch_size: int, num_workers: int | None) -> DataLoader[Any]:
     """The user's loader with another batch size; incomplete batches are dropped, everything else is kept."""
-    sampling: dict[str, Any] = {}
-    if not isinstance(loader.dataset, IterableDataset):
-        if isinstance(loader.sampler, (RandomSampler, SequentialSampler)) and loader.generator is None:
-            sampling["shuffle"] = isinstance(loader.sampler, RandomSampler)
-        else:
-            sampling["sampler"] = loader.sampler
-    return rebuilt(loader, num_workers, batch_size=batch_size, drop_last=True, **sampling)
+    if isinstance(loader.dataset, IterableDataset):
+        return rebuilt(loader, num_workers, batch_size=batch_size, drop_last=True)
+    if not is_ordered(loader):
+        return rebuilt(loader, num_workers, batch_size=batch_size, drop_last=True, sampler=loader.sampler)
+    resized = BatchSampler(loader.sampler, batch_size, drop_last=True)
+    return rebuilt(loader, num_workers, batch_sampler=Spread(resized, shares()))
 
 
 def _with_workers(loader: DataLoader[Any], num_workers: int) -> DataLoader[Any]:
@@ -149,11 +156,17 @@ def _with_workers(loader: DataLoader[Any], num_workers: int) -> DataLoader[Any]:
     return rebuilt(loader, num_workers, batch_size=loader.batch_size, drop_last=loader.drop_last, **sampling)
 
 
-def _collated(loader: DataLoader[Any], indices: list[int], num_batches: int) -> Iterator[Any]:
-    """The batch of these samples so many times; from one worker process if the loader has them, since a dataset opened
-    here may not survive their start. What the loader draws next stays the same."""
-    again = [indices] * num_batches
-    return iter(rebuilt(loader, min(loader.num_workers, 1), batch_sampler=again, generator=torch.Generator()))
+def _spread(loader: DataLoader[Any], num_workers: int | None, at: Iterator[float]) -> DataLoader[Any]:
+    """A loader that draws its batches in an order, drawing them from all over the epoch."""
+    if loader.batch_sampler is None:
+        return rebuilt(loader, num_workers, batch_size=None, sampler=Spread(loader.sampler, at))
+    return rebuilt(loader, num_workers, batch_sampler=Spread(loader.batch_sampler, at))
+
+
+def collated(loader: DataLoader[Any], batches: Sequence[Sequence[int]]) -> Iterator[Any]:
+    """The batches of these samples; from one worker process if the loader has them, since a dataset opened here may
+    not survive their start. What the loader draws next stays the same."""
+    return iter(rebuilt(loader, min(loader.num_workers, 1), batch_sampler=batches, generator=torch.Generator()))
 
 
 def rebuilt(loader: DataLoader[Any], num_workers: int | None = None, **settings: Any) -> DataLoader[Any]:
@@ -177,6 +190,8 @@ def rebuilt(loader: DataLoader[Any], num_workers: int | None = None, **settings:
 
 
 def _from_function(make: Callable[[int], Any], batch_size: int, num_workers: int | None) -> Opened:
+    places = shares()
+
     def remake() -> Any:
         made = make(batch_size)
         # One of 1 may hold ready batches; what those hold is seen in the stream.
@@ -186,6 +201,8 @@ def _from_function(make: Callable[[int], Any], batch_size: int, num_workers: int
                 f"batch_size={made.batch_size}.",
                 "Make it pass its argument on: DataLoader(dataset, batch_size=batch_size, ...).",
             )
+        if isinstance(made, DataLoader) and type(made).__iter__ is DataLoader.__iter__ and is_ordered(made):
+            return _spread(made, num_workers, places)
         return made if num_workers is None or not isinstance(made, DataLoader) else _with_workers(made, num_workers)
 
     first = remake()

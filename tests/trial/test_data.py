@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from autotune_amp.errors import WorkloadError
 from autotune_amp.trial import data
@@ -56,7 +66,8 @@ def test_a_loader_keeps_its_settings_with_another_batch_size() -> None:
     loader = DataLoader(TensorDataset(torch.arange(12.0)), batch_size=3, shuffle=False, collate_fn=collate)
     word, values = next(data.stream(loader, 4))
     assert word == "collated"
-    assert values.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert values.tolist() == [values[0] + index for index in range(4)]
+    assert values[0] % 4 == 0
 
 
 @pytest.mark.parametrize(
@@ -84,6 +95,19 @@ def test_a_batch_sampler_needs_a_function() -> None:
     [
         (DataLoader(TensorDataset(*pairs(50)), batch_size=7), ("DataLoader, 0 workers", 7, 50)),
         (DataLoader(Counting(), batch_size=2), ("DataLoader, 0 workers", 2, None)),
+        (
+            DataLoader(TensorDataset(*pairs(50)), batch_size=7, sampler=SubsetRandomSampler(range(10))),
+            ("DataLoader, 0 workers", 7, 10),
+        ),
+        (
+            DataLoader(
+                TensorDataset(*pairs(50)),
+                batch_size=7,
+                sampler=DistributedSampler(TensorDataset(*pairs(50)), num_replicas=4, rank=0),
+            ),
+            ("DataLoader, 0 workers", 7, 13),
+        ),
+        (DataLoader(TensorDataset(*pairs(50)), batch_size=7, sampler=iter(range(9))), ("DataLoader, 0 workers", 7, 50)),
         (TensorDataset(*pairs(9)), ("Dataset", None, 9)),
         ([1, 2, 3], ("Dataset", None, 3)),
         (pairs, ("function of the batch size", None, None)),
@@ -215,3 +239,10 @@ class Unsized(Dataset[int]):
 
 def test_a_dataset_without_a_length() -> None:
     assert data.describe(Unsized()) == ("Dataset", None, None)
+
+
+def test_a_sampler_that_draws_more_than_the_dataset_holds_is_kept() -> None:
+    dataset = TensorDataset(*pairs(5))
+    loader = DataLoader(dataset, batch_size=2, sampler=RandomSampler(dataset, replacement=True, num_samples=20))
+    assert data.describe(loader) == ("DataLoader, 0 workers", 2, 20)
+    assert data.num_samples(next(data.stream(loader, 16)), 16) == 16
