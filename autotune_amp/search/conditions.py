@@ -76,6 +76,8 @@ def memory_evidence(chosen: Runs, description: Description | None = None) -> Mem
     worst_case = None
     if description is not None and description.has_worst_batch:
         worst_case = "the worst batch that the workload names"
+    elif description is not None and sizes is not None and description.batch_sizes_seen is not None:
+        worst_case = f"the samples of the largest batch drawn, {description.batch_sizes_seen[1]:,} numbers"
     elif sizes is not None:
         worst_case = _largest(sizes, chosen.candidate.batch_size)
     return MemoryEvidence(
@@ -162,6 +164,12 @@ def memory_doubts(description: Description | None) -> list[str]:
             "a batch may take more memory than was measured. Mend the sample, or name the batch that takes the most: "
             "Workload(worst_batch=...)."
         ]
+    if seen is not None and sizes is not None:
+        return [
+            f"Batches differ, from {seen[0]:,} to {seen[1]:,} numbers in those drawn, but not as their samples do: "
+            "memory was measured on the samples of the largest, and another may be larger. "
+            "Workload(worst_batch=...) names the one that takes the most."
+        ]
     if sizes is not None and sizes.num_seen < sizes.num_samples:
         return [
             f"Memory was measured on the largest of {sizes.num_seen:,} samples, {_share_seen(sizes)} of the dataset: "
@@ -170,8 +178,8 @@ def memory_doubts(description: Description | None) -> list[str]:
     if seen is not None:
         return [
             f"Batches differ, from {seen[0]:,} to {seen[1]:,} numbers in those drawn, and the data cannot be looked "
-            "through: memory is what the batches of the trials took. Workload(worst_batch=...) names the one that "
-            "takes the most."
+            "through: memory and speed are what the batches of the trials took. Workload(worst_batch=...) names the "
+            "one that takes the most memory."
         ]
     return []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from random import randint
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,6 +151,95 @@ def test_a_loaders_own_workers_open_its_dataset() -> None:
     assert found.sample_sizes is not None
     assert found.sample_sizes.num_seen == 100
     assert dataset.seen == []
+
+
+class Names(Dataset[str]):
+    """Sample i is the name of file i, of equal length or the longer the less there is in the file."""
+
+    def __init__(self, *, are_alike: bool) -> None:
+        self.are_alike = are_alike
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> str:
+        return f"clip-{index:0{9 if self.are_alike else 9 + (200 - index) // 20}d}"
+
+
+def clip(name: str) -> torch.Tensor:
+    index = int(name[5:])
+    return torch.zeros(5000 if index == 77 else 100 + index)
+
+
+def decoded(names: list[str]) -> torch.Tensor:
+    return nn.utils.rnn.pad_sequence([clip(name) for name in names], batch_first=True)
+
+
+def decoded_pairs(names: list[str]) -> torch.Tensor:
+    if len(names) < 2:
+        raise ValueError("no pair")
+    return decoded(names)
+
+
+def decoded_to_one_length(names: list[str]) -> torch.Tensor:
+    return torch.stack([clip(name)[:90] for name in names])
+
+
+@pytest.mark.parametrize("are_alike", [True, False])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_samples_are_sized_as_they_are_collated_where_that_makes_them(are_alike: bool, num_workers: int) -> None:
+    names = Names(are_alike=are_alike)
+    found = seen_in(DataLoader(names, batch_size=8, shuffle=True, collate_fn=decoded, num_workers=num_workers))
+    assert found.sample_sizes is not None
+    assert (found.sample_sizes.largest_size, found.sample_sizes.smallest_size) == (5000, 100)
+    assert found.sample_sizes.largest[:3] == (77, 199, 198)
+    assert (found.batch_sizes_seen, found.scan_problem) == (None, None)
+
+
+@pytest.mark.parametrize("are_alike", [True, False])
+def test_the_largest_batch_seen_is_the_worst_where_samples_cannot_be_collated_alone(are_alike: bool) -> None:
+    found = seen_in(DataLoader(Names(are_alike=are_alike), batch_size=8, shuffle=True, collate_fn=decoded_pairs), 8)
+    assert found.batch_sizes_seen is not None
+    assert found.batch_sizes_seen[1] == 8 * 5000 > found.batch_sizes_seen[0]
+    assert found.scan_problem is None
+    assert found.sample_sizes is not None
+    assert 77 in found.sample_sizes.largest[:8]
+    assert len(set(found.sample_sizes.largest)) == 200
+
+
+def test_names_of_what_is_cut_to_one_length_are_alike() -> None:
+    loader = DataLoader(Names(are_alike=True), batch_size=8, collate_fn=decoded_to_one_length)
+    assert seen_in(loader) == Look(num_workers=0)
+
+
+def test_batches_that_differ_by_chance_are_told() -> None:
+    loader = DataLoader(Names(are_alike=True), batch_size=8, collate_fn=lambda names: torch.zeros(8, randint(100, 999)))
+    found = seen_in(loader, 8)
+    assert found.batch_sizes_seen is not None
+    assert found.batch_sizes_seen[0] < found.batch_sizes_seen[1]
+
+
+def test_a_file_that_cannot_be_decoded_is_told() -> None:
+    def strict(names: list[str]) -> torch.Tensor:
+        if any(name.endswith("123") for name in names):
+            raise ValueError("clip 123 is corrupt")
+        return decoded(names)
+
+    found = seen_in(DataLoader(Names(are_alike=True), batch_size=8, collate_fn=strict))
+    assert found.scan_problem == "ValueError: clip 123 is corrupt"
+
+
+def test_samples_that_tell_the_largest_batch_are_not_collated_alone() -> None:
+    num_collated: list[int] = []
+
+    def counted(samples: list[dict[str, Any]]) -> torch.Tensor:
+        num_collated.append(len(samples))
+        return padded(samples)
+
+    found = seen_in(DataLoader(Texts(), batch_size=16, collate_fn=counted), 16)
+    assert found.sample_sizes is not None
+    assert found.sample_sizes.largest_size == 101
+    assert set(num_collated) == {sizes.MAX_CHECKED_BATCH_SIZE}
 
 
 def broken(size: int) -> torch.Tensor:
