@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from autotune_amp.workload import type_name
 
 _PLAIN = (str, bytes, int, float, complex, type(None))
 _NOT_LOOKED_INTO = (*_PLAIN, type, types.ModuleType, types.FunctionType, types.MethodType, Dataset, DataLoader)
+# Who waits for whom is no state of the training's: put back, a thread that waits would never be woken.
+_MACHINERY = ("asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading")
 
 
 class LoopState(nn.Module):
@@ -75,7 +78,9 @@ class LoopState(nn.Module):
         return self
 
     def trained(self) -> list[Tensor]:
-        """The tensors that an optimizer trains."""
+        """The tensors that an optimizer trains; all that could be where none is known."""
+        if not self.optimizers:
+            return [parameter for parameter in self.parameters() if parameter.requires_grad]
         return list(dict.fromkeys(tensor for part in self.optimizers.values() for tensor in _trained(part)))
 
     def start_again(self, first_state: dict[str, Tensor]) -> None:
@@ -85,7 +90,13 @@ class LoopState(nn.Module):
         self.forget_steps()
 
     def first_optimizer(self) -> torch.optim.Optimizer:
-        """All optimizers as one, put back to where they began."""
+        """All optimizers as one, put back to where they began. Raises `WorkloadError` where none is known."""
+        if not self.optimizers:
+            raise WorkloadError(
+                f"build() returned a {type_name(self.held)} without any optimizer in it, so that no step can be taken "
+                "back to take it again in another precision: return the optimizer from build() with the rest.",
+                "Return everything that train_step needs, for example a dict of the models and their optimizers.",
+            )
         self._put_optimizers_back()
         return Optimizers(list(self.optimizers.values()))
 
@@ -96,7 +107,8 @@ class LoopState(nn.Module):
     def forget_steps(self) -> None:
         """Put back what changes from step to step and is no number in a tensor or an optimizer.
 
-        Counters, lists, generators, and tensors that train_step has put others in the place of.
+        Counters, lists, deques, sets, generators, keys and attributes that are new, and what train_step has put others
+        in the place of.
         """
         for value, contents in self._noted:
             _put_back(value, contents)
@@ -112,7 +124,7 @@ def _walk(held: Any) -> Iterator[tuple[str, Any]]:
     pending = [("", held)]
     while pending:
         path, value = pending.pop()
-        if isinstance(value, _NOT_LOOKED_INTO) or id(value) in known:
+        if isinstance(value, _NOT_LOOKED_INTO) or id(value) in known or _package(value) in _MACHINERY:
             continue
         known[id(value)] = value
         if not isinstance(value, Tensor) or value.is_leaf:
@@ -122,6 +134,10 @@ def _walk(held: Any) -> Iterator[tuple[str, Any]]:
         if not isinstance(value, Tensor | torch.optim.Optimizer | torch.Generator):
             parts = [(f"{path}.{name}" if path else name, part) for name, part in _parts(value)]
             pending += reversed(parts)
+
+
+def _package(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
@@ -150,10 +166,9 @@ def _contents(value: Any) -> Any:
     """What `_put_back` needs."""
     if isinstance(value, torch.Generator):
         return value.get_state()
-    if isinstance(value, list):
+    if isinstance(value, list | deque | set):
         return list(value)
-    named = value if isinstance(value, MutableMapping) else _attributes(value)
-    return {name: part for name, part in named.items() if isinstance(part, (*_PLAIN, Tensor))}
+    return dict(value if isinstance(value, MutableMapping) else _attributes(value))
 
 
 def _put_back(value: Any, contents: Any) -> None:
@@ -161,9 +176,21 @@ def _put_back(value: Any, contents: Any) -> None:
         value.set_state(contents)
     elif isinstance(value, list):
         value[:] = contents
+    elif isinstance(value, deque):
+        value.clear()
+        value.extend(contents)
+    elif isinstance(value, set):
+        value.clear()
+        value.update(contents)
     elif isinstance(value, MutableMapping):
+        for key in [key for key in value if key not in contents]:
+            del value[key]
         value.update(contents)
     else:
+        present = _attributes(value)
         for name, part in contents.items():
-            if getattr(value, name, None) is not part:
+            if name not in present or present[name] is not part:
                 object.__setattr__(value, name, part)
+        if not isinstance(value, nn.Module):  # what a module makes at its first pass, compiled code may rely on
+            for name in present.keys() - contents.keys():
+                object.__delattr__(value, name)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import queue
 import sys
+import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import loop_samples
@@ -22,8 +26,9 @@ from autotune_amp.config import Precision
 from autotune_amp.errors import WorkloadError
 from autotune_amp.numerics.results import Fidelity
 from autotune_amp.step_amp import MAX_CALLS_WITHOUT_STEP
+from autotune_amp.trial import checks, worker
 from autotune_amp.trial.bench import Bench
-from autotune_amp.trial.outcome import Description, Measurement
+from autotune_amp.trial.outcome import Description, Failure, Measurement
 from autotune_amp.trial.process import Watcher
 from autotune_amp.trial.runner import Payload, Runner
 from autotune_amp.trial.spec import Candidate, CheckSpec, TrialSpec
@@ -273,6 +278,62 @@ def test_steps_can_be_forgotten() -> None:
     assert (held["number"], held["seen"], held["more"].best) == (0, [], None)
     assert held["average"] is average
     assert torch.equal(torch.rand(1, generator=generator), drawn)
+
+
+def test_what_a_replay_buffer_holds_is_forgotten() -> None:
+    first = (torch.zeros(2), 1.0)
+    held: dict[str, Any] = {
+        "net": nn.Linear(2, 2), "replay": deque([first], maxlen=2), "episodes": {7}, "more": Holder(scores=[1.0]),
+        "counts": {"train": 1},
+    }  # fmt: skip
+    state, replay, scores = LoopState(held), held["replay"], held["more"].scores
+    replay.extend([(torch.ones(2), 2.0)] * 2)
+    held["episodes"] |= {8}
+    held["more"].scores = [2.0]
+    held["more"].best = 3.0
+    held["counts"]["test"] = held["num_steps"] = 1
+    state.forget_steps()
+    assert list(replay) == [first]
+    assert held["more"].scores is scores
+    assert vars(held["more"]) == {"scores": [1.0]}
+    assert (held["episodes"], held["counts"]) == ({7}, {"train": 1})
+    assert "num_steps" not in held
+
+
+def test_who_waits_for_whom_is_not_put_back() -> None:
+    held: dict[str, Any] = {"net": nn.Linear(2, 2), "requests": queue.Queue(), "replies": queue.Queue()}
+    state = LoopState(held)
+    Thread(target=lambda: held["replies"].put(held["requests"].get()), daemon=True).start()
+    while not held["requests"].not_empty._waiters:
+        time.sleep(0.001)
+    state.forget_steps()
+    held["requests"].put(3)
+    assert held["replies"].get(timeout=60) == 3
+
+
+def test_an_optimizer_that_only_a_function_knows_is_asked_for() -> None:
+    def build() -> dict[str, Any]:
+        net = mlp(8, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        return {"net": net, "take_step": lambda amp: amp.step(optimizer)}
+
+    def step(state: dict[str, Any], batch: Tensor, amp: Any) -> None:
+        with amp.autocast():
+            loss = state["net"](batch).float().square().mean()
+        amp.backward(loss)
+        state["take_step"](amp)
+        amp.update()
+
+    bench = Bench(Workload(build=build, train_step=step, data=batches), is_kept=False)
+    described = worker.describe(bench, "cpu", torch_state.capture())
+    assert described.num_trainable_parameters == described.num_parameters > 0
+    check_spec = CheckSpec(
+        what="fidelity", precision="bf16", batch_size=8, device="cpu", torch_state=torch_state.capture()
+    )
+    found = checks.check(bench, check_spec, lambda event: None)
+    assert isinstance(found, Failure)
+    assert found.kind == "workload_error"
+    assert "return the optimizer from build()" in found.message
 
 
 # -- a train_step that does not train through amp ----------------------------------------------------------------------
