@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autotune_amp.config import Precision
+import msgspec
+
 from autotune_amp.hardware.types import Hardware, MachineLoad
 from autotune_amp.profile.gap import Conditions, next_steps
 from autotune_amp.profile.results import AmpProfile, PrecisionRow
-from autotune_amp.profile.spec import Profiled
+from autotune_amp.profile.spec import LOW, Profiled
 from autotune_amp.search import busy
-
-LOW: tuple[Precision, ...] = ("bf16", "fp16")  # what mixed precision means
 
 
 def answer(
@@ -29,13 +28,12 @@ def answer(
     """The profile that these rows make, fp32's first; `notes` are told before those that come of the rows."""
     compared = [r for r in rows if r.precision in LOW and r.speedup is not None and r.failure is None]
     best = max(compared, key=_speedup, default=None)
-    fastest = best if best is not None and _speedup(best) > 1 else rows[0]
     conditions = Conditions(
         unfused_optimizer=profiled.unfused_optimizer,
         is_compiled=profiled.is_compiled,
         num_loader_workers=profiled.num_loader_workers,
     )
-    return AmpProfile(
+    found = AmpProfile(
         workload=workload,
         device=hardware.device,
         device_name=hardware.identity.name,
@@ -46,10 +44,13 @@ def answer(
         best_precision=None if best is None else best.precision,
         speedup=None if best is None else best.speedup,
         verdict=None if best is None else best.verdict,
-        next_steps=() if fastest.gap is None else next_steps(fastest.gap, fastest.precision, conditions),
+        next_steps=(),
         notes=(*notes, *_notes(rows, hardware, profiled)),
         trace=trace,
     )
+    if found.gap is None:
+        return found
+    return msgspec.structs.replace(found, next_steps=next_steps(found.gap, found.gap_precision, conditions))
 
 
 def _speedup(row: PrecisionRow) -> float:

@@ -36,7 +36,8 @@ from autotune_amp.trial.worker import Send, classify, guarded, prepare
 
 NUM_BLOCKS_BEFORE_CUT = 3
 RATE_SECONDS, _RATE_BYTES = 0.2, 2**30
-NUM_PROFILED_STEPS = 4  # the first of them starts the profiler and does not count
+NUM_PROFILED_STEPS = 3, 7  # at least and at most, after the first, which starts the profiler and does not count
+PROFILED_SECONDS = 1.0  # after which no step is begun that is more than the least
 
 Window: TypeAlias = list[Any]  # the batches of one optimizer step
 
@@ -240,14 +241,19 @@ def _traced(
             trace = msgspec.json.decode(Path(path).read_bytes(), type=Trace)
         except (OSError, msgspec.DecodeError) as error:  # a full disk leaves none, or a part of it
             return {}, f"the profiler's trace could not be written ({error})"
-    splits = {run.name: split(trace, run.name, range(1, NUM_PROFILED_STEPS)) for run in runs}
+    splits = {run.name: split(trace, run.name, range(1, 1 + max(NUM_PROFILED_STEPS))) for run in runs}
     return {name: found for name, found in splits.items() if found is not None}, None
 
 
 def _profiled_steps(run: _Run, window: Window) -> None:
     device = run.training.device
     precision.set_flags(run.name)
-    for number in range(NUM_PROFILED_STEPS):
+    least, most = NUM_PROFILED_STEPS
+    for number in range(1 + most):
+        if number <= 1:
+            started = time.perf_counter()
+        elif number > least and time.perf_counter() - started > PROFILED_SECONDS:
+            return
         batches = [_fresh(batch, device) for batch in window]
         with record_function(step_mark(run.name, number)):
             _step(run.training, batches)

@@ -22,11 +22,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     what they take beyond that; without a rate or a count the former is all of them. ``casts`` convert between formats,
     ``fp32_operations`` are those that autocast leaves in fp32, ``loader`` is the wait for data, ``idle`` the time in
     which an accelerator has no kernel to run, and ``rest`` all else. `largest` names the operations that take most.
+    A part is the median of several profiled steps, `share_range` its least and largest share in any of them; of the
+    loader it is that in any of the processes.
     """
 
     name: PartName
     seconds: float
     share: float
+    share_range: tuple[float, float]
     largest: tuple[str, ...] = ()
 
 
@@ -51,11 +54,15 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NextStep(msgspec.Struct, frozen=True, kw_only=True):
-    """Something worth trying: the step would be at most `max_speedup` times as fast, if `part` vanished."""
+    """Something worth trying: the step would be at most `max_speedup` times as fast, if `part` vanished.
+
+    `share` and `share_range` are the part's: even the least is worth acting on.
+    """
 
     precision: Precision
     part: PartName
     share: float
+    share_range: tuple[float, float]
     max_speedup: float
     action: str
 
@@ -94,8 +101,8 @@ class AmpProfile(msgspec.Struct, frozen=True, kw_only=True):
     A step trains `accumulation_steps` batches of `batch_size` samples; `num_batches` steps of each precision were asked
     for, and each row says how many were timed.
     `rows` begin with fp32. `best_precision` is the fastest of bf16 and fp16, `speedup` and `verdict` are its; they are
-    None where neither could be compared with fp32. `next_steps` are for the faster of it and fp32, the largest gain
-    first. `trace` is the file written for Perfetto, None without one.
+    None where neither could be compared with fp32. `next_steps` are for `gap_precision`, the largest gain first.
+    `trace` is the file written for Perfetto, None without one.
     """
 
     format: int = 1
@@ -122,18 +129,21 @@ class AmpProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gap(self) -> Gap | None:
-        """The step of `gap_precision` taken apart."""
+        """The step of `gap_precision` taken apart; None where it could not be."""
         return self.row(self.gap_precision).gap
 
     @property
     def gap_precision(self) -> Precision:
-        """The best low precision; fp32 where that was not profiled."""
+        """The precision whose step is to be mended: the best low one where that is faster than fp32, else fp32."""
         best = self.best_precision
-        return best if best is not None and self.row(best).gap is not None else "fp32"
+        return best if best is not None and (self.speedup or 0.0) > 1 else "fp32"
 
     @property
     def next_step(self) -> str | None:
-        """What is worth trying first, with the gain that it could bring; None where no part of a step stands out."""
+        """What is worth trying first, with the gain that it could bring.
+
+        None where no part stands out in every step that was profiled.
+        """
         from autotune_amp.report.profile import next_step_line
 
         return next_step_line(self.next_steps[0]) if self.next_steps else None

@@ -144,7 +144,8 @@ def _gap(lane: Lane, split: Split, found: Found) -> Gap:
     wait, compute = fmean(lane.data_seconds), fmean(lane.block_seconds)
     scale = _mean(_steps(lane)) / (wait + compute)
     rate = found.rates.get(lane.precision) or None
-    step = Step(scale * wait, scale * compute)
+    waits = tuple(wait / (wait + block) for wait, block in zip(lane.data_seconds, lane.block_seconds, strict=True))
+    step = Step(scale * wait, scale * compute, (min(waits), max(waits)))
     return gap(step, split, found.profiled.flops_per_step, rate, found.device_type)
 
 

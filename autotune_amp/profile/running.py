@@ -16,7 +16,7 @@ from autotune_amp.errors import NothingWorksError, WorkloadError
 from autotune_amp.hardware import identify
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.hardware.types import Hardware
-from autotune_amp.profile.answer import LOW, answer, load_notes
+from autotune_amp.profile.answer import answer, load_notes
 from autotune_amp.profile.request import Request
 from autotune_amp.profile.results import AmpProfile
 from autotune_amp.profile.rounds import NUM_ROUNDS, num_rounds, timed
@@ -28,7 +28,7 @@ from autotune_amp.profile.rows import (
     rows,
     step_deadline_seconds,
 )
-from autotune_amp.profile.spec import Profiled, ProfileSpec
+from autotune_amp.profile.spec import LOW, Profiled, ProfileSpec
 from autotune_amp.profile.trace_file import write_trace
 from autotune_amp.recommendation import Exclusion
 from autotune_amp.search.opening import Opened, open_workload, told

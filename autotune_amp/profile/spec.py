@@ -8,6 +8,7 @@ from autotune_amp.config import Precision
 from autotune_amp.trial.outcome import Failure
 from autotune_amp.trial.spec import TrialSpec
 
+LOW: tuple[Precision, ...] = ("bf16", "fp16")  # what mixed precision means: autocast casts to them
 # A precision whose steps take so many times those of fp32, beside which they are run, is left after a few of them.
 CUT_RATIO = 5.0
 
@@ -27,19 +28,28 @@ class ProfileSpec(msgspec.Struct, frozen=True, kw_only=True):
     trace_file: str | None = None
 
 
-class Split(msgspec.Struct, frozen=True, kw_only=True):
-    """One step as torch.profiler saw it, in seconds: the quickest of those profiled.
+class ProfiledStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One step as torch.profiler saw it, in seconds.
 
-    `operation_seconds` are those of operations by `parts.OPERATIONS`: of their kernels where `is_device`, else of the
-    host, each without the operations that it calls. `largest` names the operations that took most in each, the largest
-    first. `step_seconds` is the profiled step by the host's clock, slower for being profiled. `busy_seconds` is how
-    long the device had any kernel to run, 0 where none was seen.
+    `operation_seconds` are those of operations by `trace.Kind`: of their kernels on a device that shows them, else of
+    the host, each without the operations that it calls. `step_seconds` is the step by the host's clock, slower for
+    being profiled. `busy_seconds` is how long the device had any kernel to run, 0 where none was seen.
     """
 
     operation_seconds: dict[str, float]
-    largest: dict[str, tuple[str, ...]]
     step_seconds: float
     busy_seconds: float = 0.0
+
+
+class Split(msgspec.Struct, frozen=True, kw_only=True):
+    """The profiled steps of one precision, alike but for what else ran on the machine.
+
+    `largest` names the operations that took most in each kind, over all steps, the largest first. `is_device`: it is
+    kernels that were seen.
+    """
+
+    steps: tuple[ProfiledStep, ...]
+    largest: dict[str, tuple[str, ...]]
     is_device: bool = False
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from autotune_amp.config import Precision
-from autotune_amp.profile.spec import Split
+from autotune_amp.profile.spec import LOW, ProfiledStep, Split
 
 Kind: TypeAlias = Literal["matrix_products", "casts", "fp32_operations", "optimizer", "other"]
 
@@ -66,28 +67,30 @@ class Trace(msgspec.Struct, frozen=True, rename={"events": "traceEvents"}):
 
 
 def split(trace: Trace, precision: Precision, numbers: Iterable[int]) -> Split | None:
-    """The quickest of the profiled steps with these numbers taken apart; None where the trace has none of them.
-
-    They are alike, so that what makes one slower is what else runs on the machine.
-    """
+    """The profiled steps with these numbers taken apart; None where the trace has none of them."""
     marks = {step_mark(precision, number) for number in numbers}
-    spans = [event for event in trace.events if event.ph == "X"]
+    spans = sorted((event for event in trace.events if event.ph == "X"), key=_start)
     steps = [event for event in spans if event.cat == "user_annotation" and event.name in marks]
     if not steps:
         return None
-    step = min(steps, key=lambda step: step.dur)
     has_kernels = any(event.cat in _KERNELS for event in spans)
-    tally = _tally(spans, step, precision, has_kernels=has_kernels)
-    by_kind: dict[str, dict[str, float]] = defaultdict(dict)
-    for (kind, name), microseconds in tally.microseconds.items():
-        by_kind[kind][name] = microseconds
+    tallies = []
+    for step in steps:
+        inside = spans[bisect_left(spans, step.ts, key=_start) : bisect_left(spans, step.end, key=_start)]
+        tallies.append(_tally(inside, step, precision, has_kernels=has_kernels))
+    named: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for tally in tallies:
+        for (kind, name), microseconds in tally.microseconds.items():
+            named[kind][name] += microseconds
     return Split(
-        operation_seconds={kind: sum(named.values()) * _SECONDS for kind, named in by_kind.items()},
-        largest={kind: _largest(named) for kind, named in by_kind.items()},
-        step_seconds=step.dur * _SECONDS,
-        busy_seconds=tally.busy * _SECONDS,
+        steps=tuple(tally.profiled(step) for step, tally in zip(steps, tallies, strict=True)),
+        largest={kind: _largest(microseconds) for kind, microseconds in named.items()},
         is_device=has_kernels,
     )
+
+
+def _start(event: Event) -> float:
+    return event.ts
 
 
 @dataclass
@@ -97,9 +100,16 @@ class _Tally:
     microseconds: dict[tuple[Kind, str], float] = field(default_factory=lambda: defaultdict(float))
     busy: float = 0.0
 
+    def profiled(self, step: Event) -> ProfiledStep:
+        by_kind: dict[str, float] = defaultdict(float)
+        for (kind, _), microseconds in self.microseconds.items():
+            by_kind[kind] += microseconds * _SECONDS
+        return ProfiledStep(
+            operation_seconds=dict(by_kind), step_seconds=step.dur * _SECONDS, busy_seconds=self.busy * _SECONDS
+        )
 
-def _tally(spans: Sequence[Event], step: Event, precision: Precision, *, has_kernels: bool) -> _Tally:
-    inside = [event for event in spans if step.ts <= event.ts < step.end]
+
+def _tally(inside: Sequence[Event], step: Event, precision: Precision, *, has_kernels: bool) -> _Tally:
     marks = [e for e in inside if e.cat == "user_annotation" and e.name.startswith(_OPTIMIZER_MARKS)]
     updates = _merged(marks)
     operations = list(_classified(inside, updates, precision))
@@ -159,7 +169,7 @@ def _kind(node: _Node, precision: Precision, inherited: Kind) -> Kind:
         return "casts"
     types = _FLOAT_TYPES.intersection(node.event.types)
     is_low = not types.isdisjoint(_LOW_TYPES)
-    if types and not is_low and precision in ("bf16", "fp16"):
+    if types and not is_low and precision in LOW:
         return "fp32_operations"
     if _MATRIX_PRODUCT.fullmatch(node.event.name):
         return "matrix_products"

@@ -42,8 +42,10 @@ def facts(profile: AmpProfile) -> list[tuple[str, str]]:
     lines += [
         ("rate", _rate(row.precision, row.gap)) for row in shown if row.gap is not None and row.gap.flops_per_step
     ]
-    if profile.gap is not None:
-        lines.append(("gap", _gap(profile.gap_precision, profile.gap)))
+    # The step to be mended, and where mixed precision does not pay, why not.
+    gaps = {row.precision: row.gap for row in shown if row.gap is not None}
+    names = dict.fromkeys((profile.gap_precision, profile.best_precision))
+    lines += [("gap", _gap(name, gaps[name])) for name in names if name in gaps]
     labels = ("next step", *["then"] * (_NUM_NEXT_STEPS - 1))
     lines += [(label, next_step_line(step)) for label, step in zip(labels, profile.next_steps, strict=False)]
     if profile.trace is not None:
@@ -52,8 +54,8 @@ def facts(profile: AmpProfile) -> list[tuple[str, str]]:
 
 
 def next_step_line(step: NextStep) -> str:
-    """``waiting for the loader, 62 % of a step in bf16: num_workers=2 ...; at most 2.63x if it vanished``."""
-    share = f"{100 * step.share:.0f} % of a step in {step.precision}"
+    """``waiting for the loader, 62 % (58 to 66) of a step in bf16: num_workers=2; at most 2.63x if it vanished``."""
+    share = f"{_percent(step)} of a step in {step.precision}"
     return f"{_PARTS[step.part]}, {share}: {step.action}; at most {times(step.max_speedup)} if it vanished"
 
 
@@ -195,10 +197,16 @@ def _rate(precision: str, gap: Gap) -> str:
     )
 
 
+def _percent(part: Part | NextStep) -> str:
+    """Its share with the least and the largest, where they differ."""
+    least, largest = (f"{100 * share:.0f}" for share in part.share_range)
+    return f"{100 * part.share:.0f} %" + (f" ({least} to {largest})" if least != largest else "")
+
+
 def _gap(precision: str, gap: Gap) -> str:
     largest = sorted((part for part in gap.parts if part.name != "matrix_products"), key=lambda part: -part.seconds)
     named = [
-        f"{100 * part.share:.0f} % {_PARTS[part.name]}" + (f" ({', '.join(part.largest)})" if part.largest else "")
+        f"{_percent(part)} {_PARTS[part.name]}" + (f" ({', '.join(part.largest)})" if part.largest else "")
         for part in largest
         if part.share >= 0.01
     ]

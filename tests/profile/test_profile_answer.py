@@ -29,8 +29,8 @@ HARDWARE = Hardware(
 
 def gap(optimizer: float) -> Gap:
     parts = (
-        Part(name="matrix_products", seconds=1 - optimizer, share=1 - optimizer),
-        Part(name="optimizer", seconds=optimizer, share=optimizer),
+        Part(name="matrix_products", seconds=1 - optimizer, share=1 - optimizer, share_range=(0.1, 0.9)),
+        Part(name="optimizer", seconds=optimizer, share=optimizer, share_range=(optimizer, optimizer)),
     )
     return Gap(machine_flops_per_second=None, attained_flops_per_second=None, flops_per_step=None, parts=parts)
 
@@ -66,8 +66,19 @@ def test_the_faster_of_bf16_and_fp16_is_the_answer_and_its_step_is_what_to_mend(
 def test_where_mixed_precision_does_not_pay_it_is_fp32s_step_that_is_to_be_mended() -> None:
     found = answered(PrecisionRow(precision="bf16", speedup=0.9, verdict="slower", gap=gap(0.5)))
     assert found.speedup == 0.9
-    assert found.gap == gap(0.5), "why it does not"
+    assert (found.gap_precision, found.gap) == ("fp32", FP32.gap)
     assert [(step.precision, step.max_speedup) for step in found.next_steps] == [("fp32", 1.25)]
+    gaps = [line for line in found.explain().splitlines() if line.startswith(("gap", "next step"))]
+    assert [line.partition(": ")[2] for line in gaps] == [
+        "fp32: 20 % optimizer",
+        "bf16: 50 % optimizer",  # why it does not
+        "optimizer, 20 % of a step in fp32: fewer updates: a larger batch; at most 1.25x if it vanished",
+    ]
+
+
+def test_of_the_faster_one_that_could_not_be_taken_apart_there_is_no_gap_and_no_advice() -> None:
+    found = answered(PrecisionRow(precision="bf16", speedup=1.3, verdict="significant"))
+    assert (found.gap_precision, found.gap, found.next_steps) == ("bf16", None, ())
 
 
 def test_of_one_that_was_cut_there_is_no_gap_to_show() -> None:

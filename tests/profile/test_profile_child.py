@@ -98,7 +98,7 @@ def lanes(made: Workload, *precisions: Precision) -> tuple[Lane, ...]:
 
 def gap_of(lane: Lane) -> Gap:
     assert lane.failure is None
-    step = Step(sum(lane.data_seconds) / 3, sum(lane.block_seconds) / 3)
+    step = Step(sum(lane.data_seconds) / 3, sum(lane.block_seconds) / 3, (0.0, 1.0))
     assert lane.split is not None
     found = gap(step, lane.split, None, None, "cpu")
     assert sum(part.share for part in found.parts) == pytest.approx(1)
@@ -158,7 +158,7 @@ def test_every_precision_has_the_same_batches_and_first_weights_of_its_own() -> 
     found = lanes(workload(model=live, loss=watched), "fp32", "bf16", "fp16")
     assert [lane.failure for lane in found] == [None, None, None]
     fp32, bf16, fp16 = seen["fp32"], seen["torch.bfloat16"], seen["torch.float16"]
-    num_steps = min(len(bf16), len(fp16))  # fp32 has one more, whose operations were counted
+    num_steps = min(map(len, (fp32, bf16, fp16)))
     assert num_steps >= 9
     assert [x for x, _, _ in fp32[:num_steps]] == [x for x, _, _ in bf16[:num_steps]]
     assert len({fp32[0][1], bf16[0][1], fp16[0][1]}) == 1
@@ -211,6 +211,16 @@ def test_the_trace_has_the_marks_and_the_operations_are_counted(tmp_path: Path) 
     names = [event["name"] for event in json.loads(path.read_text())["traceEvents"] if "name" in event]
     for mark in ("fp32 step 1", "bf16 step 2", "forward and backward", "update"):
         assert f"autotune_amp {mark}" in names
+
+
+def test_few_steps_are_profiled_where_they_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    def num_profiled() -> list[int]:
+        return [len(lane.split.steps) for lane in lanes(workload(), "fp32", "bf16") if lane.split is not None]
+
+    monkeypatch.setattr(child, "PROFILED_SECONDS", math.inf)
+    assert num_profiled() == [7, 7]
+    monkeypatch.setattr(child, "PROFILED_SECONDS", 0.0)
+    assert num_profiled() == [3, 3]
 
 
 def test_a_trace_that_cannot_be_written_costs_the_splits_and_not_the_timings(tmp_path: Path) -> None:

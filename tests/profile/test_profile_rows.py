@@ -10,7 +10,7 @@ import pytest
 from autotune_amp.config import Precision
 from autotune_amp.profile.results import PrecisionRow
 from autotune_amp.profile.rows import Found, first_step_deadline_seconds, rows
-from autotune_amp.profile.spec import Lane, Profiled, Split
+from autotune_amp.profile.spec import Lane, Profiled, ProfiledStep, Split
 from autotune_amp.trial.outcome import Failure, Measurement
 
 
@@ -63,11 +63,13 @@ def test_the_speedup_is_that_of_processes_of_one_round_with_the_wait_for_their_d
 
 
 def test_the_parts_of_a_step_add_up_to_the_rows_step() -> None:
-    split = Split(operation_seconds={"casts": 1.0}, largest={}, step_seconds=4.0)
+    split = Split(steps=(ProfiledStep(operation_seconds={"casts": 1.0}, step_seconds=4.0),), largest={})
     row = second_row(measured(9.0), profiled(lane("fp32", 3.0, 7.0), lane("bf16", 1.0, 3.0, split=split)))
     assert row.gap is not None
     assert row.step_seconds == pytest.approx(sum(part.seconds for part in row.gap.parts))
     assert row.gap.share("loader") == pytest.approx(1 / 3)
+    (loader,) = (part for part in row.gap.parts if part.name == "loader")
+    assert loader.share_range == (1 / 4, 1 / 2), "of the two processes"
     assert row.gap.share("casts") == pytest.approx(2 / 3 / 4)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autotune_amp.config import Precision
-from autotune_amp.profile.spec import Split
+from autotune_amp.profile.spec import ProfiledStep, Split
 from autotune_amp.profile.trace import Event, Trace, split, step_mark
 
 FP32, BF16 = "float", "c10::BFloat16"
@@ -55,13 +55,18 @@ def found(events: list[Event], precision: Precision = "bf16") -> Split:
     return answer
 
 
-def microseconds(split: Split) -> dict[str, float]:
-    return {kind: round(seconds * 1e6, 3) for kind, seconds in split.operation_seconds.items() if seconds}
+def only(split: Split) -> ProfiledStep:
+    (step,) = split.steps
+    return step
+
+
+def microseconds(step: ProfiledStep) -> dict[str, float]:
+    return {kind: round(seconds * 1e6, 3) for kind, seconds in step.operation_seconds.items() if seconds}
 
 
 def test_a_step_on_the_host() -> None:
     answer = found([*LINEAR, *SOFTMAX, *UPDATE])
-    assert microseconds(answer) == {
+    assert microseconds(only(answer)) == {
         "casts": 20,
         "matrix_products": 60,
         "fp32_operations": 200,
@@ -69,34 +74,41 @@ def test_a_step_on_the_host() -> None:
         "other": 20,  # the two linear operations' own
     }
     assert answer.largest["fp32_operations"] == ("_softmax", "softmax")
-    assert answer.step_seconds == pytest.approx(500e-6)
+    assert only(answer).step_seconds == pytest.approx(500e-6)
     assert not answer.is_device
 
 
 def test_in_fp32_nothing_is_kept_in_fp32() -> None:
     answer = found([op("addmm", 10, 60, FP32, FP32), *SOFTMAX], "fp32")
-    assert microseconds(answer) == {"matrix_products": 60, "other": 200}
+    assert microseconds(only(answer)) == {"matrix_products": 60, "other": 200}
 
 
 def test_a_matrix_product_left_in_fp32_is_one_of_the_operations_kept_there() -> None:
-    assert microseconds(found([op("mm", 10, 60, FP32, FP32)])) == {"fp32_operations": 60}
+    assert microseconds(only(found([op("mm", 10, 60, FP32, FP32)]))) == {"fp32_operations": 60}
 
 
 def test_threads_of_the_loader_take_none_of_the_step() -> None:
-    assert microseconds(found([op("stack", 10, 400, FP32, tid=2)])) == {}
+    assert microseconds(only(found([op("stack", 10, 400, FP32, tid=2)]))) == {}
 
 
-def test_the_quickest_of_the_steps_asked_for() -> None:
+def test_every_one_of_the_steps_asked_for() -> None:
     steps = [
-        mark(step_mark("bf16", 0), -100, 10),
+        mark(step_mark("bf16", 0), -100, 90),
         mark(step_mark("bf16", 1), 0, 300),
         mark(step_mark("bf16", 2), 400, 100),
     ]
-    products = [op("mm", 10, 250, BF16, BF16), op("mm", 410, 40, BF16, BF16)]
-    answer = split(Trace(events=[*steps, *products]), "bf16", [1, 2])
+    operations = [
+        op("mm", -90, 80, BF16, BF16),
+        op("mm", 10, 250, BF16, BF16),
+        op("addmm", 410, 40, BF16, BF16),
+        op("bmm", 460, 30, BF16, BF16),
+        op("mm", 500, 30, BF16, BF16),
+    ]
+    answer = split(Trace(events=[*steps, *reversed(operations)]), "bf16", range(1, 8))
     assert answer is not None
-    assert answer.step_seconds == pytest.approx(100e-6)
-    assert microseconds(answer) == {"matrix_products": 40}
+    assert [step.step_seconds for step in answer.steps] == pytest.approx([300e-6, 100e-6])
+    assert [microseconds(step) for step in answer.steps] == [{"matrix_products": 250}, {"matrix_products": 70}]
+    assert answer.largest["matrix_products"] == ("mm", "addmm", "bmm")
     assert split(Trace(events=steps), "fp16", [1, 2]) is None
 
 
@@ -114,5 +126,5 @@ def test_on_a_device_it_is_the_kernels_that_count() -> None:
     ]
     answer = found(events)
     assert answer.is_device
-    assert microseconds(answer) == {"matrix_products": 100, "casts": 50, "optimizer": 40, "other": 10}
-    assert answer.busy_seconds == pytest.approx((130 + 40 + 10) * 1e-6)
+    assert microseconds(only(answer)) == {"matrix_products": 100, "casts": 50, "optimizer": 40, "other": 10}
+    assert only(answer).busy_seconds == pytest.approx((130 + 40 + 10) * 1e-6)

@@ -14,11 +14,11 @@ from autotune_amp.config import Precision
 from autotune_amp.profile.results import PrecisionRow
 from autotune_amp.profile.rounds import joined, num_rounds, timed
 from autotune_amp.profile.rows import Found, rows
-from autotune_amp.profile.spec import Lane, Profiled, ProfileSpec, Split
+from autotune_amp.profile.spec import Lane, Profiled, ProfiledStep, ProfileSpec, Split
 from autotune_amp.trial.outcome import Failure, Outcome
 from autotune_amp.trial.spec import Candidate, TrialSpec
 
-SPLIT = Split(operation_seconds={}, largest={}, step_seconds=1.0)
+SPLIT = Split(steps=(ProfiledStep(operation_seconds={}, step_seconds=1.0),), largest={})
 OOM = Failure(kind="oom", message="too much")
 
 

@@ -11,10 +11,16 @@ from autotune_amp.profile.results import AmpProfile, Gap, NextStep, Part, Precis
 from autotune_amp.report.profile import explain, print_profile
 
 PARTS = (
-    Part(name="matrix_products", seconds=0.01, share=0.1),
-    Part(name="slow_matrix_products", seconds=0.03, share=0.3),
-    Part(name="fp32_operations", seconds=0.05, share=0.5, largest=("_softmax", "native_layer_norm")),
-    Part(name="rest", seconds=0.01, share=0.1),
+    Part(name="matrix_products", seconds=0.01, share=0.1, share_range=(0.1, 0.1)),
+    Part(name="slow_matrix_products", seconds=0.03, share=0.3, share_range=(0.3, 0.3)),
+    Part(
+        name="fp32_operations",
+        seconds=0.05,
+        share=0.5,
+        share_range=(0.46, 0.52),
+        largest=("_softmax", "native_layer_norm"),
+    ),
+    Part(name="rest", seconds=0.01, share=0.1, share_range=(0.1, 0.1)),
 )
 GAP = Gap(machine_flops_per_second=4e12, attained_flops_per_second=4e11, flops_per_step=40_000_000_000, parts=PARTS)
 PROFILE = AmpProfile(
@@ -51,8 +57,17 @@ PROFILE = AmpProfile(
     speedup=1.3,
     verdict="significant",
     next_steps=(
-        NextStep(precision="bf16", part="fp32_operations", share=0.5, max_speedup=2.0, action="torch.compile"),
-        NextStep(precision="bf16", part="rest", share=0.1, max_speedup=1.11, action="fewer of them"),
+        NextStep(
+            precision="bf16",
+            part="fp32_operations",
+            share=0.5,
+            share_range=(0.46, 0.52),
+            max_speedup=2.0,
+            action="torch.compile",
+        ),
+        NextStep(
+            precision="bf16", part="rest", share=0.1, share_range=(0.1, 0.1), max_speedup=1.11, action="fewer of them"
+        ),
     ),
     notes=("Something was assumed.",),
     trace="/tmp/trace.json",
@@ -76,9 +91,13 @@ def test_in_words() -> None:
         "verdict: bf16: significant, 1.30x (1.15x to 1.40x) over fp32; the interval spans modest to significant"
     ) in lines
     assert "rate: bf16: 4.00 TFLOP/s by the machine, 400 GFLOP/s by a step, 10 %" in lines
+    assert (
+        "gap: bf16: 50 % (46 to 52) operations kept in fp32 (_softmax, native_layer_norm), "
+        "30 % matrix products below the machine's rate, 10 % rest of the step"
+    ) in lines
     assert f"next step: {PROFILE.next_step}" in lines
     assert PROFILE.next_step == (
-        "operations kept in fp32, 50 % of a step in bf16: torch.compile; at most 2.00x if it vanished"
+        "operations kept in fp32, 50 % (46 to 52) of a step in bf16: torch.compile; at most 2.00x if it vanished"
     )
     assert lines[-1] == "note: Something was assumed."
 
