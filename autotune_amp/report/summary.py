@@ -146,12 +146,6 @@ def python_lines(recommendation: Recommendation, path: str | None = None) -> lis
     ]
 
 
-def framework_line(recommendation: Recommendation, path: str | None = None) -> str:
-    """The command that says the same in a framework's own words; `path` as in `python_lines`."""
-    study = shlex.quote(path or f"studies/{recommendation.search.study}")
-    return f"autotune-amp export {study} --to lightning"
-
-
 def _flag_lines(config: AmpConfig, device_type: str) -> list[str]:
     if config.as_found:
         return ["# the TF32 flags and autocast stay as they are"]

@@ -11,13 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from autotune_amp.report.format import count, duration, flops, number, one_line, size
+from autotune_amp.report.frameworks import export_command
 from autotune_amp.report.progress import TerminalProgress
 from autotune_amp.report.summary import (
     baseline_row,
     explain,
     export_lines,
     facts,
-    framework_line,
     outcome_words,
     python_lines,
     recommended_row,
@@ -52,8 +52,8 @@ def print_recommendation(recommendation: Recommendation, console: Console, path:
     # Below the panel and never wrapped by us: these lines are there to be copied.
     _print_lines("In the shell, before Python starts:", export_lines(recommendation), console)
     _print_lines("In Python:", python_lines(recommendation, path), console)
-    frameworks = "In Lightning (or transformers, accelerate, deepspeed, torch, env):"
-    _print_lines(frameworks, [framework_line(recommendation, path)], console)
+    title, command = export_command(recommendation, path)
+    _print_lines(f"{title}:", [command], console)
 
 
 def hardware_table(hardware: Hardware, console: Console) -> None:

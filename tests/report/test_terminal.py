@@ -292,9 +292,11 @@ def test_what_others_did_on_the_machine_is_said_where_it_is_worth_a_word(changes
 
 def test_python_lines_are_python() -> None:
     text = printed(recommendation())
-    python, framework = text.split("In Python:\n")[1].split("In Lightning (or ")
+    python, framework = text.split("In Python:\n")[1].split("In the words of a framework, ")
     compile(textwrap.dedent(python), "shown", "exec")
-    assert framework.split("):")[1].split() == ["autotune-amp", "export", "studies/quiet-otter", "--to", "lightning"]
+    targets, command = framework.split(":\n")
+    assert " ".join(targets.split()) == "--to lightning, transformers, accelerate, deepspeed, torch, env"
+    assert command.strip() == "autotune-amp export studies/quiet-otter --to torch"
     assert 'torch.autocast("cpu", dtype=torch.bfloat16)' in text
 
 

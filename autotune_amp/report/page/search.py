@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from autotune_amp.errors import InvalidRequestError
-from autotune_amp.integrations.export import TARGETS, Target, export, setting_of
 from autotune_amp.report import summary
 from autotune_amp.report.format import count, duration, exact, number, one_line, size, times
+from autotune_amp.report.frameworks import export_command
 from autotune_amp.report.page import shell, tables
 from autotune_amp.report.page.course import course
 from autotune_amp.report.page.faithful import fidelity
@@ -126,25 +123,9 @@ def _use(recommendation: Recommendation, path: str) -> str:
     return (
         (shell.code("In the shell, before Python starts", "\n".join(exports)) if exports else "")
         + shell.code("In Python", "\n".join(summary.python_lines(recommendation, path)))
-        + _export(recommendation, Path(path))
+        + shell.code(*export_command(recommendation, path))
         + shell.folded("The config as JSON", shell.code("As AmpConfig.from_json reads it", config))
     )
-
-
-def _export(recommendation: Recommendation, path: Path) -> str:
-    """The command that says it in a framework's own words, and which frameworks take this config."""
-    targets = [target for target in TARGETS if _takes(target, recommendation)]
-    study = path.parent if path.name == "recommendation.json" else path
-    command = f"autotune-amp export {shlex.quote(study.as_posix())} --to {'torch' if 'torch' in targets else 'env'}"
-    return shell.code(f"In the words of a framework, --to {', '.join(targets)}", command)
-
-
-def _takes(target: Target, recommendation: Recommendation) -> bool:
-    try:
-        export(setting_of(recommendation, ""), target)
-    except InvalidRequestError:
-        return False
-    return True
 
 
 def _loss_scale(recommendation: Recommendation, records: Sequence[Record]) -> str:
