@@ -67,7 +67,8 @@ def recommend_config(
 
     Under torchrun or another launcher (WORLD_SIZE above 1), or in a process group, call it on all ranks alike: rank 0
     searches and shows its progress, the others wait for its answer. Before init_process_group() it works as well as
-    after.
+    after. In the processes that Lightning starts by running the script again, it takes the answer that the first one
+    has saved.
 
     Raises `InvalidRequestError` (a wrong option, workload, device or folder), `BudgetTooSmallError`,
     `NothingWorksError` (every candidate failed) and `SearchInterruptedError` (Ctrl-C; the best so far is saved),
@@ -99,7 +100,7 @@ def recommend_config(
         shown = progress or _default_progress(quiet)
         warn = _warn if quiet else shown.note
         try:
-            recommendation = search(origin, options, shown, is_fresh=fresh)
+            recommendation = search(origin, options, shown, is_fresh=fresh, is_rerun=where.is_rerun)
             keep_report(Path(out, recommendation.search.study), shown.note, warn)
             return recommendation
         except SearchInterruptedError as interrupted:

@@ -10,22 +10,27 @@ from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.options import RANKING, SearchOptions
 from autotune_amp.search.origin import Origin
 from autotune_amp.search.progress import Progress
+from autotune_amp.search.ranks import left_no_answer
 
 # Neither where a search writes nor what is chosen for changes anything of what it measures.
 _OPTIONS_OUTSIDE_FINGERPRINT = ("study", "out", "storage", *RANKING)
 
 
-def search(origin: Origin, options: SearchOptions, progress: Progress, *, is_fresh: bool) -> Recommendation:
-    """Answer from the cache, or search; see `autotune_amp.recommend_config`."""
+def search(
+    origin: Origin, options: SearchOptions, progress: Progress, *, is_fresh: bool, is_rerun: bool = False
+) -> Recommendation:
+    """Answer from the cache, or search; see `autotune_amp.recommend_config`. A rerun (see `Place`) never searches."""
     folder = StudyFolder(options.out, options.study or origin.name)
     fields = msgspec.to_builtins(options)
     settings = {name: fields[name] for name in fields if name not in _OPTIONS_OUTSIDE_FINGERPRINT}
     cached = folder.cached()
     fingerprint = origin.fingerprint(settings, identify(options.device))
-    if fingerprint is not None and not is_fresh:
+    if fingerprint is not None and (is_rerun or not is_fresh):
         answer = cached_answer(cached, fingerprint, options, folder, progress)
         if answer is not None:
             return answer
+    if is_rerun:
+        raise left_no_answer(folder.path, cached, fingerprint)
     from autotune_amp.search.steps import run_steps
 
     return run_steps(origin, options, progress, folder, settings, cached, fingerprint, is_fresh=is_fresh)

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,17 +19,25 @@ from autotune_amp.errors import (
     RunnerError,
     SearchInterruptedError,
 )
-from autotune_amp.recommendation import Exclusion, Recommendation
+from autotune_amp.fingerprint import changed
+from autotune_amp.recommendation import Exclusion, Fingerprint, Recommendation
 
 # Rank 0 may come later than the others, and its budget does not hold what it does before and after the search.
 _LATE_SECONDS = 600.0
 
+_MAX_REASONS = 3
+
 
 class Place(NamedTuple):
-    """Which rank this process is, of how many."""
+    """Which rank this process is, of how many.
+
+    `is_rerun`: one that Lightning started by running the script again, where rank 0, which knew of no other ranks then,
+    has come past this call. It takes what was saved there, as the one rank that rank 0 took itself for.
+    """
 
     rank: int
     num_ranks: int
+    is_rerun: bool = False
 
 
 class _Raised(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +68,8 @@ def place() -> Place:
     size, rank = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK", "")
     if size == "1":
         return Place(0, 1)
+    if not rank and os.environ.get("LOCAL_RANK", "0") != "0":
+        return Place(0, 1, is_rerun=True)
     if not (size.isdecimal() and rank.isdecimal() and int(rank) < int(size)):
         raise InvalidRequestError(
             f"WORLD_SIZE is {size!r} and RANK is {rank!r}; a launcher sets whole numbers, RANK below WORLD_SIZE.",
@@ -78,7 +89,7 @@ def answer_on_first(find: Callable[[], Recommendation], where: Place, budget_sec
     from autotune_amp.rank_store import RankStore
 
     try:
-        store = RankStore(*where, _limit_seconds(budget_seconds))
+        store = RankStore(where.rank, where.num_ranks, _limit_seconds(budget_seconds))
         if where.rank > 0:
             return _opened(msgspec.json.decode(store.hear(), type=_Answer))
     except KeyboardInterrupt:
@@ -92,6 +103,23 @@ def answer_on_first(find: Callable[[], Recommendation], where: Place, budget_sec
         raise
     store.tell(_encoded(_Answer(recommendation=found)))
     return found
+
+
+def left_no_answer(path: Path, cached: Recommendation | None, fingerprint: Fingerprint | None) -> InvalidRequestError:
+    """For a rerun that finds nothing saved by rank 0 which holds for its own call."""
+    if fingerprint is None:
+        why: tuple[str, ...] = ("a workload given by its name is not known before it is loaded",)
+    elif cached is None or cached.search.was_interrupted:
+        why = ("there is no finished recommendation",)
+    else:
+        why = changed(cached.fingerprint, fingerprint)[:_MAX_REASONS]
+    return InvalidRequestError(
+        f"LOCAL_RANK is {os.environ.get('LOCAL_RANK', '')!r} without a RANK, as in the processes that Lightning starts "
+        "by running the script again. They take the answer of the first process, and for this call there is none in "
+        f"{path}: {'; '.join(why)}.",
+        "Call recommend_config() alike in every process and before the training starts, with the workload itself; or "
+        "start the script with torchrun, which needs neither.",
+    )
 
 
 def alone(num_ranks: int, device: str) -> tuple[str, ...]:

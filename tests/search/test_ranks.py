@@ -7,13 +7,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from conftest import CommandLine
 
-from autotune_amp import rank_store
+from autotune_amp import Workload, rank_store, recommend_config
 from autotune_amp.errors import (
     AutotuneAmpError,
     InvalidRequestError,
@@ -224,7 +225,11 @@ def test_ranks_that_cannot_meet_are_told_how_to(others: dict[str, str], monkeypa
         ({"WORLD_SIZE": "1", "RANK": "0"}, Place(0, 1)),
         ({"RANK": "1"}, Place(0, 1)),
         ({"WORLD_SIZE": "4", "RANK": "3"}, Place(3, 4)),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "1", "NODE_RANK": "0"}, Place(0, 1, is_rerun=True)),
+        ({"WORLD_SIZE": "4", "LOCAL_RANK": "1", "RANK": "3"}, Place(3, 4)),
+        ({"LOCAL_RANK": "1"}, Place(0, 1)),
         ({"WORLD_SIZE": "4"}, None),
+        ({"WORLD_SIZE": "4", "LOCAL_RANK": "0"}, None),
         ({"WORLD_SIZE": "4", "RANK": "4"}, None),
         ({"WORLD_SIZE": "many", "RANK": "0"}, None),
     ],
@@ -232,7 +237,7 @@ def test_ranks_that_cannot_meet_are_told_how_to(others: dict[str, str], monkeypa
 def test_the_place_is_what_the_launcher_says(
     environment: dict[str, str], found: Place | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("WORLD_SIZE", "RANK"):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -241,6 +246,24 @@ def test_the_place_is_what_the_launcher_says(
         return
     with pytest.raises(InvalidRequestError, match="WORLD_SIZE is"):
         place()
+
+
+@pytest.mark.parametrize(
+    ("workload", "why"),
+    [
+        (Workload(lambda: None, lambda model, batch: None, lambda size: None), "there is no finished recommendation"),
+        ("train.py:workload", "a workload given by its name is not known before it is loaded"),
+    ],
+)
+def test_a_rerun_of_the_script_never_searches(
+    workload: Any, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(InvalidRequestError, match=rf"LOCAL_RANK is '1' without a RANK.*: {why}\.\nNext step: Call"):
+        recommend_config(workload, device="cpu", out=str(tmp_path / "studies"), quiet=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_one_rank_cannot_measure_is_said() -> None:
