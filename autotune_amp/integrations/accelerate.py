@@ -173,15 +173,19 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
         for one in given if isinstance(given, tuple | list) else [given]:
             self._turns.unscale_(one)
 
-    def windows(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+    def windows(
+        self, loader: Iterable[Batch], weigh: Callable[[Batch], float | torch.Tensor] | None = None
+    ) -> Iterator[Batch]:
         """The passes of a prepared loader, in the batch size and accumulation of the current rung.
 
-        Use ``accumulate`` inside as ever, and ``gather_for_metrics``. A fallback with a smaller batch splits the
+        Use ``accumulate`` inside as ever, and ``gather_for_metrics``. `weigh` is as in the controller's `windows`:
+        multiply the loss by ``controller.window_share`` and, since Accelerate divides by them, by
+        ``gradient_accumulation_steps``. A fallback with a smaller batch splits the
         loader's batches; raises `InvalidRequestError` where they cannot be split.
         """
         self._fetched = fetched = FetchedBatches(self.gradient_state)
         try:
-            for batch, is_last in self.controller.windows(fetched.of(loader)):
+            for batch, is_last in self.controller.windows(fetched.of(loader), weigh):
                 self._is_last = is_last
                 with fetched.turn(batch):
                     yield batch

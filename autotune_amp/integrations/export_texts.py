@@ -1,6 +1,7 @@
 """The exported text of each framework that is told in Python. Pure, and without importing the framework.
 
-Each text leaves `dataset`, `model`, `optimizer` and `compute_loss(model, batch)` to the script it is pasted into.
+Each text leaves `dataset`, `model`, `optimizer` and `compute_loss(model, batch)` to the script it is pasted into, and
+`count(batch)` where the batches of a window weigh unequally.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ def torch(setting: Setting) -> str:
     if setting.is_loop:
         return _steered(script, ["for batch in loader:", "    train_step(state, batch, controller)"])
     if config.pinned_modules:
-        return _steered(
-            script, _steered_loop(_loss(script, _steps_of_rung(config, "controller.window_size"), is_divided=False))
-        )
+        steps_now = _steps_of_rung(config, "controller.window_size")
+        loss = _loss(script, steps_now, "controller.window_share")
+        return _steered(script, _steered_loop(f"controller.{_windows(setting, steps_now)}", loss))
     steps = config.accumulation_steps
     script.add_unheld("PyTorch", "autotune_amp.PrecisionController")
     script.add_flags()
     script.add_loader()
-    loss = _loss(script, "1" if steps == 1 else "len(window)", is_divided=False)
+    loss = _loss(script, "1" if steps == 1 else "len(window)", "counted / sum(counts)")
     forward = [f"loss = {loss}"]
     if (dtype := _DTYPES.get(config.precision)) is not None:
         script.needs("import torch")
@@ -54,6 +55,8 @@ def torch(setting: Setting) -> str:
     script.needs("from itertools import islice")
     script.lines.append("batches = iter(loader)")
     passes = ["for batch in window:", *_indented([*forward, backward])]
+    if setting.loss == "weighted":
+        passes[:1] = ["counts = [count(batch) for batch in window]", "for batch, counted in zip(window, counts):"]
     return _looped(script, f"while window := list(islice(batches, {steps})):", [*passes, *step])
 
 
@@ -65,7 +68,8 @@ def accelerate(setting: Setting) -> str:
         script.needs("from autotune_amp.integrations.accelerate import AutotuneAccelerator")
         script.add_config()
         script.lines.append(call("accelerator = AutotuneAccelerator(", ["config", *arguments]))
-        passes, steps = "accelerator.windows(loader)", _steps_of_rung(config, "accelerator.gradient_accumulation_steps")
+        steps = _steps_of_rung(config, "accelerator.gradient_accumulation_steps")
+        passes = f"accelerator.{_windows(setting, steps)}"
     else:
         script.needs("from accelerate import Accelerator")
         _add_unheld_by_accelerate(script)
@@ -82,7 +86,7 @@ def accelerate(setting: Setting) -> str:
         script.lines.append("loader = accelerator.prepare(loader)")
         return _looped(script, "for batch in loader:", ["train_step(state, batch, accelerator.controller)"])
     script.lines.append("model, optimizer, loader = accelerator.prepare(model, optimizer, loader)")
-    loss = _loss(script, steps, is_divided=True)
+    loss = _loss(script, steps, "accelerator.controller.window_share", is_divided=True)
     body = [f"loss = {loss}"]
     if config.precision in _DTYPES:
         body = ["with accelerator.autocast():", *_indented(body)]
@@ -161,8 +165,12 @@ def transformers(setting: Setting) -> str:
 
 def _beyond_plain(setting: Setting) -> list[str]:
     """What of the training a plain Accelerator cannot do, a clause each."""
-    amp = ["train_step takes its controller for amp"] if setting.is_loop else []
-    return [*beyond_plain(setting.config, setting.device_type), *amp]
+    found = beyond_plain(setting.config, setting.device_type)
+    if setting.is_loop:
+        found.append("train_step takes its controller for amp")
+    if setting.loss == "weighted" and setting.config.accumulation_steps > 1:  # no other loop sees a whole window
+        found.append("Accelerate itself knows nothing of the batches that a window is yet to have, nor their weights")
+    return found
 
 
 def _add_unheld_by_accelerate(script: Script) -> None:
@@ -181,10 +189,10 @@ def _add_names_of_pins(script: Script, holder: str) -> None:
         )
 
 
-def _steered_loop(loss: str) -> list[str]:
+def _steered_loop(windows: str, loss: str) -> list[str]:
     return [
         "controller.attach(model)",
-        "for batch, is_last in controller.windows(loader):",
+        f"for batch, is_last in {windows}:",
         "    with controller.autocast():",
         f"        loss = {loss}",
         "    controller.backward(loss)",
@@ -213,17 +221,23 @@ def _indented(lines: Sequence[str]) -> list[str]:
     return [f"    {line}" for line in lines]
 
 
-def _loss(script: Script, steps: str, *, is_divided: bool) -> str:
-    """The expression to run backward from, `steps` the source of the accumulation steps.
+def _windows(setting: Setting, steps: str) -> str:
+    """The call that yields the passes."""
+    return "windows(loader, weigh=count)" if setting.loss == "weighted" and steps != "1" else "windows(loader)"
 
-    `is_divided`: the framework divides it by them.
+
+def _loss(script: Script, steps: str, share: str, *, is_divided: bool = False) -> str:
+    """The expression to run backward from, `steps` and `share` the source of the accumulation steps and of a batch's
+    part of what counts in its window.
+
+    `is_divided`: the framework divides it by the steps.
     """
     setting, loss = script.setting, "compute_loss(model, batch)"
     if steps == "1":
         return loss
     if setting.loss == "weighted":
-        script.comments.append(f"share: this batch's part of all {setting.share} in the batches of an optimizer step.")
-        return f"{loss} * share * {steps}" if is_divided else f"{loss} * share"
+        script.comments.append(f"count(batch) is yours, of a batch: {setting.share.strip('()')}.")
+        return f"{loss} * {share} * {steps}" if is_divided else f"{loss} * {share}"
     if setting.loss == "sum":
         return f"{loss} * {steps}" if is_divided else loss
     return loss if is_divided else f"{loss} / {steps}"

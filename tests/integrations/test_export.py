@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import subprocess
@@ -13,8 +14,8 @@ import msgspec
 import pytest
 import torch
 from export_samples import ACCUMULATED, CONFIGS, PINNED, exec_text, precision_of, scaler_values, values_after
-from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, TensorDataset
 
 from autotune_amp.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.errors import InvalidRequestError
@@ -73,16 +74,38 @@ def test_the_torch_text_of_a_loop_of_its_own() -> None:
     assert seen[0] == ("mine", ACCUMULATED.batch_size, ACCUMULATED)
 
 
-@pytest.mark.parametrize(("loss", "divided"), [("mean", " / len(window)"), ("sum", ""), ("weighted", " * share")])
-def test_the_torch_text_weights_the_losses_of_a_window(loss: Any, divided: str) -> None:
-    text = export(Setting(ACCUMULATED, "cpu", loss=loss, share="tokens"), "torch").text
-    assert f"loss = compute_loss(model, batch){divided}\n" in text
+@pytest.mark.parametrize("pinned_modules", [(), ("1",)])
+@pytest.mark.parametrize("loss", ["mean", "sum", "weighted"])
+@pytest.mark.parametrize("target", ["torch", "accelerate"])
+def test_the_losses_of_a_window_add_up_to_that_of_the_whole_batch(
+    target: str, loss: Any, pinned_modules: tuple[str, ...]
+) -> None:
+    labels = torch.randint(3, (12,))
+    if loss == "weighted":
+        labels[:3] = -100
+    dataset = TensorDataset(torch.randn(12, 5), labels)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    whole = copy.deepcopy(model)
 
+    def compute_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        reduction = "sum" if loss == "sum" else "mean"
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction=reduction)
 
-@pytest.mark.parametrize(("loss", "multiplied"), [("mean", ""), ("sum", " * 2"), ("weighted", " * share * 2")])
-def test_accelerate_divides_by_itself(loss: Any, multiplied: str) -> None:
-    text = export(Setting(ACCUMULATED, "cpu", loss=loss, share="tokens"), "accelerate").text
-    assert f"loss = compute_loss(model, batch){multiplied}\n" in text
+    config = AmpConfig(precision="fp32", batch_size=4, accumulation_steps=3, pinned_modules=pinned_modules)
+    text = export(Setting(config, "cpu", loss=loss, share="(labels != -100)"), target).text
+    exec_text(
+        text,
+        dataset=dataset,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        compute_loss=compute_loss,
+        count=lambda batch: (batch[1] != -100).sum(),
+    )
+    assert ("count(batch) is yours, of a batch: labels != -100." in comments(text)) == (loss == "weighted")
+    compute_loss(whole, [*dataset.tensors]).backward()  # type: ignore[no-untyped-call]
+    torch.optim.SGD(whole.parameters(), lr=0.1).step()
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_tf32_is_set_on_cuda_and_left_alone_where_it_was_found() -> None:
