@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import msgspec
@@ -130,21 +130,41 @@ def _looked_at(passes: Passes, num_samples: int, perturbation: float = 0.0) -> A
         return unchecked("the gradient of the whole batch is zero, or no more than rounding noise", num_samples)
     unrepeated = _distance(whole.gradients, repeated.gradients, names)
     if unrepeated > max(ROUNDING_MARGIN * rounding, 4 * unit_roundoff):
-        reason = "the same batch gives another gradient a second time, by random draws that cannot be handed on"
-        return unchecked(f"{reason} (they part by {unrepeated:.1g})", num_samples)
-    parts = []
-    for index in range(len(pieces)):
-        at_start()
-        parts.append(again(index + 1, Samples(index * size, size, num_samples)))
-    if not all(part.is_finite for part in parts):
+        reason = f"the same batch gives another gradient a second time (they part by {unrepeated:.1g})"
+        because = "by random draws that cannot be handed on, or by what the first pass left outside the model's buffers"
+        return unchecked(f"{reason}, {because}", num_samples)
+
+    def of_parts(prepare: Callable[[], None]) -> Sums | None:
+        """The micro-batches one after the other, `prepare` called before each; None where one is not finite."""
+        parts = []
+        for index in range(len(pieces)):
+            prepare()
+            parts.append(again(index + 1, Samples(index * size, size, num_samples)))
+        if not all(part.is_finite for part in parts):
+            return None
+        return Sums(
+            gram=_gram([whole.gradients, *(part.gradients for part in parts)], names),
+            losses=(whole.loss, *(part.loss for part in parts)),
+            rounding=max(rounding, unrepeated),
+            unit_roundoff=unit_roundoff,
+        )
+
+    alone = of_parts(at_start)
+    if alone is None:
         return _of_not_finite(num_samples, len(pieces))
-    sums = Sums(
-        gram=_gram([whole.gradients, *(part.gradients for part in parts)], names),
-        losses=(whole.loss, *(part.loss for part in parts)),
-        rounding=max(rounding, unrepeated),
-        unit_roundoff=unit_roundoff,
-    )
-    return _report(sums, judge(sums, counted_shares(pieces)), passes.model, num_samples)
+    found = judge(alone, counted_shares(pieces))
+    report = _report(alone, found, passes.model, num_samples)
+    if not report.is_exact:
+        return report
+    left = {name: buffer.clone() for name, buffer in passes.model.named_buffers()}
+    at_start()
+    changed = [name for name, buffer in passes.model.named_buffers() if not _is_same(buffer, left.get(name))]
+    if not changed:
+        return report
+    in_order = of_parts(lambda: None)  # as training runs them: each finds what the one before left in the buffers
+    if in_order is not None and in_order.fits(found.weights):
+        return report
+    return _of_state(report, None if in_order is None else in_order.error(found.weights), changed)
 
 
 def _pass(passes: Passes, index: int, draws: AbstractContextManager[object], seed: int) -> Pass:
@@ -192,9 +212,30 @@ def _of_not_finite(num_samples: int, num: int) -> Accumulation:
         verdict="inexact",
         reason=f"The loss of a micro-batch of {num_samples // num} samples or its gradient is not finite, where that "
         f"of the whole batch of {num_samples} is: a mean over something of which a micro-batch may hold nothing.",
-        next_step="Keep the batch whole, or make the loss finite for such a batch.",
+        next_step="Keep the batch whole, make the loss finite for such a batch, or leave such samples out.",
         batch_size=num_samples,
         num_micro_batches=num,
+    )
+
+
+def _is_same(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and one.shape == other.shape and torch.equal(one, other)
+
+
+def _of_state(alone: Accumulation, error: float | None, changed: Sequence[str]) -> Accumulation:
+    """Of micro-batches whose gradients fit, as `alone` says, until one finds the buffers as another has left them."""
+    misses = "their sum is not finite" if error is None else f"their sum misses that of the whole by {_percent(error)}"
+    return msgspec.structs.replace(
+        alone,
+        verdict="inexact",
+        reason=f"The gradients of {alone.num_micro_batches} micro-batches of "
+        f"{alone.batch_size // alone.num_micro_batches} samples fit that of the whole batch of {alone.batch_size} only "
+        f"while each begins from the same buffers. One after the other, as training runs them, {misses}: the forward "
+        f"pass changes {_some(changed)}, which the next one computes with.",
+        next_step="Keep the batch whole, or change these buffers once per optimizer step, outside of the forward pass.",
+        error=error,
+        mean_error=None,
+        weighted_by=None,
     )
 
 
@@ -259,13 +300,16 @@ def _batch_norms(model: nn.Module) -> list[str]:
 
 def _cause(model: nn.Module) -> str:
     if norms := _batch_norms(model):
-        more = f" and {len(norms) - 3} more" if len(norms) > 3 else ""
-        return f"BatchNorm in training mode takes its statistics from each micro-batch ({', '.join(norms[:3])}{more})"
+        return f"BatchNorm in training mode takes its statistics from each micro-batch ({_some(norms)})"
     return (
         "the loss or the model compares samples with each other, as in-batch negatives and load balancing do, the "
         "padding counts, of which each micro-batch has its own length, or the loss holds a term that is no mean over "
         "samples"
     )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _percent(share: float) -> str:

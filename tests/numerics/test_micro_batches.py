@@ -40,7 +40,7 @@ def found_of(model: nn.Module, loss: Loss, whole: Any, num_samples: int = 16, se
     before = everything_of(model)
     found = check(subject, num_samples)
     torch.testing.assert_close(everything_of(model), before, rtol=0, atol=0)
-    assert found.num_passes <= 2 * (3 + len(pieces))
+    assert found.num_passes <= 2 * (3 + 2 * len(pieces))
     assert (found.batch_size, found.num_micro_batches) == (num_samples, len(pieces))
     assert found.reason.endswith(".")
     assert found.next_step.endswith(".")
@@ -375,6 +375,99 @@ def test_what_rounding_flips_once_is_no_finding_and_what_stays_small_is_one() ->
     assert found.verdict == "inexact", found.reason
     assert found.error is not None
     assert found.error < 0.02
+
+
+class Quantized(nn.Module):
+    """A codebook that moves with the codes it is given, as VQ-VAE's."""
+
+    book: Tensor
+    uses: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(8, 4), nn.Linear(4, 8)
+        self.register_buffer("book", torch.randn(16, 4))
+        self.register_buffer("uses", torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes = self.encode(x)
+        taken = functional.one_hot(torch.cdist(codes, self.book).argmin(1), 16).float()
+        quantized = taken @ self.book
+        with torch.no_grad():
+            self.uses.mul_(0.9).add_(0.1 * taken.sum(0))
+            self.book.add_(0.1 * taken.T @ (codes - quantized) / self.uses[:, None])
+        output: Tensor = self.decode(codes + (quantized - codes).detach())
+        return functional.mse_loss(output, x) + functional.mse_loss(codes, quantized)
+
+
+class Queued(nn.Module):
+    """Negatives out of a queue of earlier keys, as MoCo's."""
+
+    queue: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(8, 4)
+        self.register_buffer("queue", functional.normalize(torch.randn(32, 4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ours = functional.normalize(self.encode(x))
+        keys = functional.normalize(self.encode(x + 0.1)).detach()
+        logits = torch.cat([(ours * keys).sum(1, keepdim=True), ours @ self.queue.T.clone()], 1)
+        self.queue.copy_(torch.cat([keys, self.queue[: -len(keys)]]))
+        return functional.cross_entropy(logits / 0.2, torch.zeros(len(x), dtype=torch.long))
+
+
+class Centred(nn.Module):
+    """Outputs less a running centre of all before, as DINO's teacher."""
+
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+        self.register_buffer("centre", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.head(x)
+        target = ((output - self.centre) / 0.05).softmax(1).detach()
+        self.centre.lerp_(output.detach().mean(0), 0.1)
+        return functional.cross_entropy(output, target)
+
+
+@pytest.mark.parametrize(("make", "name"), [(Quantized, "book, uses"), (Queued, "queue"), (Centred, "centre")])
+def test_state_that_one_micro_batch_leaves_to_the_next_is_named(make: Callable[[], nn.Module], name: str) -> None:
+    found = found_of(make(), lambda m, b: m(b["x"]), regression())
+    assert found.verdict == "inexact", found.reason
+    assert f"the forward pass changes {name}, which the next one computes with" in found.reason
+    assert "once per optimizer step" in found.next_step
+    assert found.error is not None
+    assert found.error > 1e-3
+    assert found.num_passes == (11 if found.error > 0.02 else 22)
+
+
+def test_state_that_no_gradient_depends_on_does_no_harm() -> None:
+    class Counted(nn.Module):
+        num_steps: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = mlp()
+            self.register_buffer("num_steps", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x: Tensor) -> Any:
+            self.num_steps += 1
+            return self.inside(x)
+
+    def summed(model: Any, batch: Any) -> Tensor:
+        squares: Tensor = (model(batch["x"]) - batch["y"]).square()
+        return squares.sum()
+
+    assert found_of(Counted(), mean_square, regression()).verdict == "mean"
+    assert found_of(Counted(), summed, regression()).verdict == "sum"
+    tracking = convnet(nn.InstanceNorm2d(8, track_running_stats=True))
+    found = found_of(tracking, classes, images())
+    assert (found.verdict, found.num_passes) == ("mean", 11), found.reason
 
 
 def test_numbers_that_are_not_finite_raise_nothing() -> None:
