@@ -6,6 +6,7 @@ The numbers come from numerics/; here the workload is built for them, and what i
 from __future__ import annotations
 
 import copy
+import math
 import traceback
 from contextlib import closing
 from functools import partial
@@ -30,9 +31,11 @@ from autotune_amp.trial.pieces import CannotCutError, whole_and_pieces
 from autotune_amp.trial.spec import CheckSpec
 from autotune_amp.trial.state import LoopState
 from autotune_amp.trial.step import checked_loss
+from autotune_amp.trial.unequal import LOOK_SECONDS
 from autotune_amp.trial.worker import Send, classify, guarded, prepare
 from autotune_amp.workload import Workload
 
+LOOK_SHARE = 0.2  # of a check's seconds, at most, for unequal samples
 _PHASES = {
     "fidelity": "checking {} against fp32",
     "calibration": "calibrating the loss scale",
@@ -151,7 +154,8 @@ def _loop_subject(workload: Workload, model: LoopState, batches: list[Any], spec
 
 def _batches(user_data: Any, spec: CheckSpec) -> list[Any]:
     if spec.what == "accumulation":
-        return whole_and_pieces(user_data, accumulation.num_checked(spec.batch_size), spec.seed)
+        seconds = min(LOOK_SECONDS, LOOK_SHARE * (spec.deadline_seconds or math.inf))
+        return whole_and_pieces(user_data, accumulation.num_checked(spec.batch_size), spec.seed, seconds)
     with closing(data.stream(user_data, spec.batch_size)) as stream:
         return list(islice(stream, spec.num_batches))
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import copy
+import random
+import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import chain, islice
 from typing import Any
 
@@ -15,26 +16,31 @@ from autotune_amp import batches, torch_state
 from autotune_amp.numerics.accumulation import num_micro_batches
 from autotune_amp.numerics.results import MIN_CUT_SAMPLES
 from autotune_amp.trial import data
+from autotune_amp.trial.sizes import MAX_SCANNED_SAMPLES
+from autotune_amp.trial.unequal import LOOK_SECONDS, MAX_SAMPLES_SEEN, copied, counts_of_samples, inequality, picked
+
+MAX_BATCHES_SEEN = 16
 
 
 class CannotCutError(Exception):
     """Why there are no micro-batches; no error of the user's."""
 
 
-def whole_and_pieces(user_data: Any, num_samples: int, seed: int) -> list[Any]:
-    """A batch of `num_samples`, and then its micro-batches, equal in size and in its order.
+def whole_and_pieces(user_data: Any, num_samples: int, seed: int, seconds: float = LOOK_SECONDS) -> list[Any]:
+    """A batch of `num_samples`, and then its micro-batches, equal in size and in its order, unequal in what counts.
 
-    The samples of a map-style dataset are fetched once and collated twice, so that padding is what it really is.
-    Elsewhere, and where collating draws at random, the batch is cut along the first dimension of its tensors. Raises
-    `CannotCutError` where that cannot be done, and what the user's data raises.
+    The samples of a map-style dataset are picked after a look of at most `seconds`, and collated twice, so that padding
+    is what it really is. Elsewhere the most unequal of some batches is cut along the first dimension of its tensors, as
+    is one whose collating draws at random. Raises `CannotCutError` where that cannot be done, and what the user's data
+    raises.
     """
     if num_samples < MIN_CUT_SAMPLES:
         raise CannotCutError(f"fewer than {MIN_CUT_SAMPLES} samples cannot be cut into micro-batches of two at least")
     opened = data.opened(user_data, num_samples)
     with closing(opened.stream):
         if opened.loader is None or not _has_indices(opened.loader):
-            return _cut_batch(next(opened.stream), num_samples)
-    return _collated(opened.loader.collate_fn, _samples(opened.loader, num_samples), seed)
+            return _most_unequal(opened.stream, num_samples, seconds)
+    return _collated(opened.loader.collate_fn, _samples(opened.loader, num_samples, seed, seconds), seed)
 
 
 def _has_indices(loader: DataLoader[Any]) -> bool:
@@ -42,15 +48,33 @@ def _has_indices(loader: DataLoader[Any]) -> bool:
     return loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
 
 
-def _samples(loader: DataLoader[Any], num_samples: int) -> list[Any]:
-    """The first in the loader's own order; from a worker process if it has them, as there the dataset may differ."""
-    order = loader.sampler if loader.batch_size is not None else chain.from_iterable(loader.batch_sampler or ())
+def _most_unequal(stream: data.Stream, num_samples: int, seconds: float) -> list[Any]:
+    """Of the first batches the one whose micro-batches are the most unequal."""
+    best = _cut_batch(next(stream), num_samples)
+    deadline = time.monotonic() + seconds
+    with suppress(Exception):  # of batches that nobody had asked for
+        for batch in islice(stream, MAX_BATCHES_SEEN - 1):
+            best = max(best, _cut_batch(batch, num_samples), key=lambda made: inequality(made[1:]))
+            if time.monotonic() > deadline:
+                break
+    return best
+
+
+def _samples(loader: DataLoader[Any], num_samples: int, seed: int, seconds: float) -> list[Any]:
+    """Picked out of what the loader draws from; by a worker process if it has them, as there the dataset may differ."""
+    sampler = loader.sampler if loader.batch_size is not None else chain.from_iterable(loader.batch_sampler or ())
+    drawn = list(islice(sampler, MAX_SCANNED_SAMPLES))
+    # Not the first, as a loader may go from the longest to the shortest.
+    order = random.Random(seed).sample(drawn, min(len(drawn), MAX_SAMPLES_SEEN))  # noqa: S311 - no secret
+    positions = picked(counts_of_samples(loader, order, seconds), num_samples)
+    rest = [position for position in range(len(order)) if position not in positions]
+    torch_state.seed(seed)  # however many were looked at
     alone = data.rebuilt(
         loader,
         min(loader.num_workers, 1),
         batch_size=None,
-        sampler=list(islice(order, num_samples)),
-        collate_fn=_as_it_is,
+        sampler=[order[position] for position in (positions + rest)[:num_samples]],
+        collate_fn=copied,
         generator=torch.Generator(),
         pin_memory=False,
     )
@@ -60,14 +84,10 @@ def _samples(loader: DataLoader[Any], num_samples: int) -> list[Any]:
     return samples
 
 
-def _as_it_is(sample: Any) -> Any:
-    return sample
-
-
 def _collated(collate: Callable[[Any], Any], samples: list[Any], seed: int) -> list[Any]:
     def of(part: list[Any], with_seed: int = seed) -> Any:
         torch_state.seed(with_seed)
-        return collate(copy.deepcopy(part))  # which a collate function may take apart
+        return collate(copied(part))
 
     whole = of(samples)
     num_samples = len(samples)

@@ -96,10 +96,70 @@ def test_each_piece_is_padded_as_the_loader_pads_it() -> None:
         loader(Words(), batch_size=4, collate_fn=padded),
         lambda n: loader(Words(), batch_size=n, collate_fn=padded),
     ):
+        whole, *pieces = whole_and_pieces(data, 8, seed=0, seconds=60)
+        lengths = [number + 1 for number in numbers(whole)]
+        assert max(lengths[:4]) < min(lengths[4:]), "the micro-batches are unequal"
+        assert whole["ids"].shape == (8, max(lengths))
+        assert [piece["ids"].shape[1] for piece in pieces] == [max(lengths[i : i + 2]) for i in (0, 2, 4, 6)]
+
+
+class Texts(Dataset[Tensor]):
+    """Of at most 32 tokens, which `share` of them have."""
+
+    def __init__(self, share: float, *, longest_first: bool = False) -> None:
+        generator = torch.Generator().manual_seed(0)
+        lengths = torch.where(
+            torch.rand(1000, generator=generator) < share, 32, torch.randint(4, 32, (1000,), generator=generator)
+        )
+        self.lengths = (lengths.sort(descending=True).values if longest_first else lengths).tolist()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.ones(self.lengths[index], dtype=torch.long)
+
+
+def to_full_length(samples: list[Tensor]) -> dict[str, Tensor]:
+    """As a tokenizer pads to its maximum: every sample is as large as every other."""
+    lengths = torch.tensor([len(sample) for sample in samples])
+    labels = torch.where(torch.arange(32) < lengths[:, None], 1, -100)
+    return {"ids": torch.ones(len(samples), 32, dtype=torch.long), "labels": labels}
+
+
+@pytest.mark.parametrize(("share", "longest_first"), [(0.95, False), (0.98, False), (0.998, False), (0.3, True)])
+def test_micro_batches_are_unequal_also_where_nearly_all_samples_are_alike(share: float, longest_first: bool) -> None:
+    texts = Texts(share, longest_first=longest_first)
+    for seed in range(4):
+        data = loader(texts, batch_size=32, shuffle=not longest_first, collate_fn=to_full_length)
+        _, *pieces = whole_and_pieces(data, 16, seed, seconds=60)
+        tokens = [int((piece["labels"] != -100).sum()) for piece in pieces]
+        assert min(tokens[:2]) < min(tokens[2:])
+
+
+def test_of_ready_batches_the_most_unequal_is_taken() -> None:
+    for position in (0, 5):
+        made = [{"x": numbered(16) + 1000 * index, "mask": torch.ones(16)} for index in range(40)]
+        made[position]["mask"][:3] = 0
+        whole, *_ = whole_and_pieces(lambda size, made=made: iter(made), 16, seed=0, seconds=60)
+        assert int(whole["mask"].sum()) == 13
+        assert numbers(whole)[0] == 1000 * position
+
+
+def test_what_nobody_asked_for_may_raise_and_the_dataset_keeps_what_it_has() -> None:
+    def in_pairs(samples: list[dict[str, Any]]) -> Tensor:
+        first, second, *others = [sample.pop("x") for sample in samples]
+        return torch.stack([first, second, *others])
+
+    def one_batch(size: int) -> Iterator[Tensor]:
+        yield numbered(size)
+        raise ValueError("no more")
+
+    samples = [{"x": row} for row in numbered(20)]
+    for data in (loader(samples, batch_size=4, collate_fn=in_pairs), one_batch):
         whole, *pieces = whole_and_pieces(data, 8, seed=0)
-        assert whole["ids"].shape == (8, 8)
-        assert [piece["ids"].shape[1] for piece in pieces] == [2, 4, 6, 8]
-        assert numbers(whole) == list(range(8))
+        assert numbers(whole) == [number for piece in pieces for number in numbers(piece)]
+    assert all("x" in sample for sample in samples)
 
 
 def test_samples_come_from_a_worker_where_the_loader_has_them() -> None:
