@@ -74,7 +74,7 @@ def fidelity(checks: Sequence[Fidelity]) -> Drawn:
     drawn_ratios = [math.log10(x) for trace in figure.data for x in trace.x]
     margin = 0.03 * (max(drawn_ratios) - min(drawn_ratios))
     span = [min(drawn_ratios) - margin, max(drawn_ratios) + margin]
-    figure.update_xaxes(type="log", title_text="noise ratio", range=span, dtick=1, exponentformat="power")
+    figure.update_xaxes(type="log", title_text="noise ratio", range=span, exponentformat="power")
     figure.update_yaxes(
         tickvals=list(range(len(rows))),
         ticktext=[label(row or _OUTSIDE, 22) for row in rows],

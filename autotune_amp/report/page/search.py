@@ -62,8 +62,8 @@ MARKS = (
 _THROUGHPUT = f"{MARKS} The rings are medians over processes, with where a new run is expected to land."
 _PARETO = (
     "One mark for each candidate; those on the line, the baseline and the recommended one are labelled with their "
-    "batch size where there is room. Nothing that may be recommended is above and left of the line; open marks were "
-    "cut short or excluded."
+    "batch size (x accumulation steps) where there is room. Nothing that may be recommended is above and left of the "
+    "line; open marks were cut short or excluded."
 )
 _COURSE = (
     "Above: each trial where it ended, and the fastest so far that no check has ruled out. Below: what the time went "

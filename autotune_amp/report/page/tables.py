@@ -61,7 +61,7 @@ def candidates(recommendation: Recommendation) -> str:
 
 def _why(row: CandidateRow) -> str:
     if row.status == "cut" and not row.reason:
-        return "far slower than the best: stopped after its first steps"
+        return "far slower than the best"
     return one_line(row.reason or "").removeprefix(f"{outcome_name(row.status)}: ")
 
 
