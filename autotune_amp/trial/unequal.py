@@ -75,18 +75,20 @@ def picked(seen: Sequence[Mapping[str, int]], num: int) -> list[int]:
     """Which `num` of the samples seen to take: first half of them unlike most others, then ordinary ones.
 
     Of each count those below its median, or above where there are many more of these. Every count has its turn: in one
-    of them all samples may be alike, and in another they differ by chance.
+    of them all samples may be alike, and in another they differ by chance. Samples without any label come last: a
+    micro-batch of nothing else has no mean, which in a training hardly happens.
     """
     beside = _beside_median(seen)
+    unlabelled = frozenset(index for index, of_sample in enumerate(seen) if _lacks_labels(of_sample))
     unlike: list[int] = []
     while len(unlike) < num // 2:
-        left = [group for group in beside if not group.issubset(unlike)]
+        left = [group for group in beside if not group.issubset(unlabelled.union(unlike))]
         if not left:
             break
         poorest = min(left, key=lambda group: len(group.intersection(unlike)))
-        unlike.append(min(poorest.difference(unlike)))
+        unlike.append(min(poorest - unlabelled.union(unlike)))
     others = [index for index in range(len(seen)) if index not in unlike]
-    ordinary = sorted(others, key=lambda index: sum(index in group for group in beside))
+    ordinary = sorted(others, key=lambda index: (index in unlabelled, sum(index in group for group in beside)))
     return unlike + ordinary[: num - len(unlike)]
 
 
@@ -106,6 +108,10 @@ def _beside_median(seen: Sequence[Mapping[str, int]]) -> list[frozenset[int]]:
         above = frozenset(index for index, count in enumerate(column) if count > median)
         groups.append(below if 2 * len(below) >= len(above) else above)  # the shorter ones take less memory
     return [group for group in groups if group]
+
+
+def _lacks_labels(of_sample: Mapping[str, int]) -> bool:
+    return any(name.endswith(f" != {IGNORED_LABEL}") and not count for name, count in of_sample.items())
 
 
 def _counts_of_each(collate: Callable[[Any], Any], samples: list[Any]) -> list[Counts]:

@@ -42,6 +42,15 @@ def test_the_shorter_half_comes_before_the_longer_one() -> None:
     assert max(taken[:8]) < min(taken[8:])
 
 
+def test_samples_without_a_label_come_last() -> None:
+    """A micro-batch of nothing else would have no mean, and accumulation be withheld for it."""
+    seen = [{"labels != -100": 0 if i % 100 == 3 else 5 if i % 10 == 0 else 20, "labels": 20} for i in range(400)]
+    labelled = [seen[position]["labels != -100"] for position in picked(seen, 16)]
+    assert labelled == [5] * 8 + [20] * 8
+    few = [*seen[:4], *[seen[3]] * 4]
+    assert [few[position]["labels != -100"] for position in picked(few, 6)] == [5, 20, 20, 0, 0, 0]
+
+
 def test_every_count_has_its_turn() -> None:
     """By chance the numbers of pixels and of their zeros differ, far more than that of the boxes."""
     rng = random.Random(0)
