@@ -41,6 +41,10 @@ def live_handlers() -> dict[int, Handler]:
             id(torch.Generator): lambda _, obj: text("generator", str(obj.initial_seed()), str(obj.device)),
             id(torch.layout): lambda _, obj: text("layout", str(obj)),
             id(torch.nn.Module): _module,
+            # A trial has none around its model.
+            id(torch.nn.parallel.DistributedDataParallel): lambda walk, obj: walk.value(
+                instance_dict(obj)["_modules"]["module"]
+            ),
             id(torch.optim.Optimizer): _optimizer,
             id(torch.utils.data.DataLoader): _loader,
         }
