@@ -226,7 +226,7 @@ def _plain_environment(recommendation: Recommendation) -> list[tuple[str, str]]:
     if plain is None or plain.samples_per_second is None:
         return []
     speedup = "" if plain.speedup is None else f" ({times(plain.speedup)})"
-    return [("plain", f"{rate(plain.samples_per_second)}{speedup} without the environment variables below")]
+    return [("plain", f"{rate(plain.samples_per_second)}{speedup} without the environment variables")]
 
 
 def _name(plan: AmpConfig | FallbackPlan) -> str:

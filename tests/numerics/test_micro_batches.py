@@ -173,7 +173,7 @@ def test_a_mean_over_tokens_weighs_micro_batches_by_their_labels(language_model:
     assert found.mean_error is not None
     assert found.error is not None
     assert found.mean_error > 100 * found.error
-    assert "its share of the window's tokens (labels != -100) in place of 1/accumulation_steps" in found.next_step
+    assert "its share of the window's tokens (labels != -100) in place of 1/accumulation_steps: " in found.next_step
     # Labels that the model shifts: the first of each sequence counts for nothing.
     found = found_of(language_model, lambda m, b: m(**b).loss, texts())
     assert (found.verdict, found.weighted_by) == ("weighted", "labels[:, 1:] != -100"), found.reason
