@@ -286,7 +286,7 @@ def _next_step(found: Finding, *, has_batch_norm: bool) -> str:
         kind = "tokens" if found.share and str(IGNORED_LABEL) in found.share else "entries that count"
         return (
             f"Multiply each micro-batch's loss by its share of the window's {kind} {what} in place of "
-            "1/accumulation_steps: PrecisionController.windows(loader, weigh=...) has it, `autotune-amp export` the loop."
+            "1/accumulation_steps: PrecisionController.windows(loader, weigh=...) has it, and the exports."
         )
     if has_batch_norm:
         return "Keep the batch whole, or put BatchNorm in eval mode or GroupNorm in its place."
