@@ -1,10 +1,11 @@
-"""Draws the pictures of the README: a committed study's report in both themes, and another's search in a terminal.
+"""Draws the pictures of the README: a committed search in a terminal, and its report in both themes.
 
 Needs a chromium on PATH.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import shutil
 import tempfile
@@ -19,13 +20,13 @@ from autotune_amp.report.progress import TerminalProgress
 from autotune_amp.report.terminal import print_recommendation
 from autotune_amp.report.write import write_report
 from autotune_amp.search.folder import StudyFolder
+from autotune_amp.search.rerank import ranked_again
 
 HERE = Path(__file__).parent
-SHOWN_AS_REPORT = HERE.parent / "truth/results/idle/vit_wall"
-SHOWN_IN_TERMINAL = HERE.parent / "real_training/results/slow_images"
-WIDTH, HEIGHT = 1200, 1356
+SHOWN = HERE.parent / "truth/results/idle/mlp_free"
+WIDTH, HEIGHT = 1200, 1500
 NUM_COLUMNS = 90
-COMMAND = "$ autotune-amp search studies/real_training/workloads.py:slow_images"
+COMMAND = "$ autotune-amp search studies/landscapes/workloads.py:mlp --effective-batch-size free"
 
 
 def main() -> None:
@@ -35,26 +36,31 @@ def main() -> None:
 
 def draw_terminal() -> None:
     """What a terminal shows once the search has ended: a line for each trial, then the recommendation."""
-    path = SHOWN_IN_TERMINAL / "recommendation.json"
-    recommendation = Recommendation.load(path)
+    path = SHOWN / "recommendation.json"
+    recommendation = as_of_today(path)
     lines = io.StringIO()
     progress = TerminalProgress(lines)
-    for record in StudyFolder(str(SHOWN_IN_TERMINAL.parent), SHOWN_IN_TERMINAL.name).records(
-        recommendation.search.search_id
-    ):
+    for record in StudyFolder(str(SHOWN.parent), SHOWN.name).records(recommendation.search.search_id):
         progress.trial_ended(record, None)
     console = Console(record=True, width=NUM_COLUMNS, file=io.StringIO(), force_terminal=True)
     console.print(Text(COMMAND, "bold"))
     console.print(Text(lines.getvalue()))
-    print_recommendation(recommendation, console, "studies/slow_images/recommendation.json")
+    print_recommendation(recommendation, console, "studies/mlp/recommendation.json")
     picture = HERE / "terminal.svg"
     console.save_svg(str(picture), title="autotune-amp search")
     print(f"{picture}: {picture.stat().st_size / 1024:.0f} KiB")
 
 
+def as_of_today(path: Path) -> Recommendation:
+    """The committed recommendation, put together by today's code from the same trials."""
+    return ranked_again(Recommendation.load(path), path, None, None, None, None)
+
+
 def draw_report() -> None:
-    with tempfile.TemporaryDirectory() as out, sync_playwright() as playwright:
-        report = write_report(Path(shutil.copytree(SHOWN_AS_REPORT, Path(out, SHOWN_AS_REPORT.name))))
+    with tempfile.TemporaryDirectory() as out, contextlib.chdir(out), sync_playwright() as playwright:
+        study = Path(shutil.copytree(SHOWN, Path("studies", "mlp")))
+        as_of_today(study / "recommendation.json").save(study / "recommendation.json")
+        report = write_report(study)
         executable = shutil.which("chromium-headless-shell") or shutil.which("chromium")
         browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
         for theme in ("light", "dark"):
