@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 from weakref import WeakSet
 
@@ -96,7 +97,19 @@ def _loader(trainer: Trainer) -> DataLoader[Any]:
     maker = copy.copy(trainer)
     maker.accelerator = _Unprepared(trainer.accelerator)
     maker._train_batch_size = trainer.args.per_device_train_batch_size
+    if type(trainer)._remove_unused_columns is Trainer._remove_unused_columns:
+        vars(maker)["_remove_unused_columns"] = functools.partial(_with_used_columns, maker)
     return maker.get_train_dataloader()
+
+
+def _with_used_columns(trainer: Trainer, dataset: Any, description: str | None = None) -> Any:
+    """Without the unused columns, in one order: the Trainer's is a set's, and the dataset's own digest counts it."""
+    if trainer.args.remove_unused_columns:
+        trainer._set_signature_columns_if_needed()
+        unused = sorted(set(dataset.column_names) - set(trainer._signature_columns or ()))
+        if len(unused) < len(dataset.column_names):  # otherwise the Trainer raises
+            dataset = dataset.remove_columns(unused)
+    return Trainer._remove_unused_columns(trainer, dataset, description)
 
 
 def _optimizer(trainer: Trainer) -> torch.optim.Optimizer:
