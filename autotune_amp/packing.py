@@ -73,7 +73,7 @@ def _pickle_module() -> Any:
                 raise _RefusedError(obj, "it needs the process group of this process", _ONE_DEVICE)
             if isinstance(obj, nn.Module):
                 is_wrapper = isinstance(obj, DistributedDataParallel)
-                context = _compiler_of(obj)
+                context = compiler_of(obj)
                 if is_wrapper or context is not None:
                     reduced: Any = (_same, (obj.module,)) if is_wrapper else obj.__reduce_ex__(4)
                     return reduced if context is None else _with_compiler(reduced, context)
@@ -91,8 +91,8 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _compiler_of(module: Any) -> Any:
-    """What ``module.compile()`` compiles with, which a module does not take along; None where it is not compiled."""
+def compiler_of(module: Any) -> Any:
+    """What ``module.compile()`` compiles with, which no copy of a module takes along; None where it is not compiled."""
     call = vars(module).get("_compiled_call_impl")
     if call is None or isinstance(call, types.MethodType):  # the latter with disable=True
         return None
@@ -118,6 +118,11 @@ def _compile_again(module: Any, state: tuple[Any, Any]) -> None:
     own, context = state
     if own is not None:
         module.__setstate__(own)
+    compile_with(module, context)
+
+
+def compile_with(module: Any, context: Any) -> None:
+    """Compile in place, with what `compiler_of` told of another module."""
     module._compiled_call_impl = context(module._call_impl)
 
 

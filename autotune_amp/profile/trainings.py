@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autotune_amp import torch_state
+from autotune_amp.packing import compile_with, compiler_of
 from autotune_amp.trial.bench import Bench
 from autotune_amp.trial.optimizers import each
 from autotune_amp.trial.spec import TrialSpec
@@ -34,7 +35,11 @@ def _another(workload: Workload, first: nn.Module, seed: int) -> nn.Module:
     known = {id(parameter) for parameter in first.parameters()}
     if known.isdisjoint(id(parameter) for parameter in made.parameters()):
         return made
-    return LoopState(copy.deepcopy(made.held)) if isinstance(made, LoopState) else copy.deepcopy(made)
+    copied = LoopState(copy.deepcopy(made.held)) if isinstance(made, LoopState) else copy.deepcopy(made)
+    for ours, theirs in zip(copied.modules(), made.modules(), strict=True):
+        if (context := compiler_of(theirs)) is not None:
+            compile_with(ours, context)
+    return copied
 
 
 def unfused_optimizer(training: BaseTraining) -> str | None:
