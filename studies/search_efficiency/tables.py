@@ -108,7 +108,15 @@ def regret_table(every: Sequence[Results]) -> list[str]:
         worst = max(_means(every, strategy, GOAL_SHARE))
         rows.append(_row([CONSTANT.get(strategy, strategy), *map(_percent, means), _percent([worst])]))
     ratios = [fmean(_means(every, OURS, share)) / fmean(_means(every, TPE, share)) for share in SHARES]
-    return [*rows, _row(["ours / TPE", *(f"{ratio:.2f}" for ratio in ratios), ""])]
+    rows.append(_row(["ours / TPE", *(f"{ratio:.2f}" for ratio in ratios), ""]))
+    for strategy in (TPE, FORKED):
+        found = [[_pairs(r, strategy, share * r.grid_seconds) for r in every] for share in SHARES]
+        rows.append(_row([f"{strategy}, less ours", *map(_difference, found), ""]))
+    return rows
+
+
+def _pairs(r: Results, strategy: str, seconds: float) -> list[float]:
+    return paired(r.regrets(strategy, seconds), r.regrets(OURS, seconds))
 
 
 def _means(every: Sequence[Results], strategy: str, share: float) -> list[float]:
@@ -158,7 +166,7 @@ def goals_table(every: Sequence[Results]) -> list[str]:
             _row(
                 [
                     r.name,
-                    _percent(r.regrets(OURS, GOAL_SHARE * r.grid_seconds)),
+                    _percent(r.regrets(OURS, GOAL_SHARE * r.grid_seconds), 2),
                     _percent(r.regrets("oracle", 0.0)),
                     f"{fmean(ends):.1f} / {fmean(confirmed):.1f} = {fmean(ends) / fmean(confirmed):.2f}",
                     f"{_percent(searched)}, {_percent(fastest[0])}, {_percent(tpe)}",
@@ -179,7 +187,7 @@ def variant_table(every: Sequence[Results]) -> list[str]:
         ["variant", "seeds", "search s", "trials", "all s", "regret after the search", "at the end",
          "fastest found at the end", "against ours at the end", "mean over the first 5 % of the grid"]
     )  # fmt: skip
-    for variant in _played(every, VARIANTS):
+    for variant in of_one_code(every, _played(every, VARIANTS)):
         pairs = [(r, play, ours) for r in every for play, ours in zip(r.plays[variant], r.plays[OURS], strict=False)]
         facts = [play.facts for _, play, _ in pairs]
         early = [mean_regret(play, 0.05 * r.grid_seconds) for r, play, _ in pairs]
@@ -217,11 +225,18 @@ def grids_table(every: Sequence[Results]) -> list[str]:
         add("in % of the forked grid", [100 * r.mean_seconds(strategy) / r.forked_grid_seconds for r in every])
     for strategy in (OURS, TPE, FORKED):
         regrets = [fmean(r.regrets(strategy, GOAL_SHARE * r.forked_grid_seconds)) for r in every]
-        add(f"{strategy}: regret at {GOAL_SHARE:.0%} of the forked grid, %", [100 * regret for regret in regrets])
+        add(
+            f"{strategy}: regret at {GOAL_SHARE:.0%} of the forked grid, %",
+            [100 * regret for regret in regrets],
+            digits=2,
+        )
     for strategy in (OURS, FORKED):
         add(f"{strategy}: regret at its end, %", [100 * fmean(r.at_end(strategy)) for r in every])
+    ends = [[play.facts["seconds"] for play in r.plays[OURS]] for r in every]
+    tpe = [[p.regret_at(end) for p, end in zip(r.plays[TPE], e, strict=True)] for r, e in zip(every, ends, strict=True)]
+    add(f"{TPE}: regret when ours ends, %", [100 * fmean(regrets) for regrets in tpe])
     differences = [paired(r.at_end(FORKED), r.at_end(OURS)) for r in every]
-    add("the difference at the ends", [100 * fmean(group) for group in differences], _difference(differences))
+    add("the grid's less ours, at their ends", [100 * fmean(group) for group in differences], _difference(differences))
     return rows
 
 
@@ -229,6 +244,11 @@ def code_line(every: Sequence[Results]) -> list[str]:
     """Whether the searches in the tables are those of the package's code as it stands."""
     now, variants = provenance.digest(), _played(every, VARIANTS)
     return [provenance.said(provenance.outdated([r.code for r in every], variants, now), len(variants), now)]
+
+
+def of_one_code(every: Sequence[Results], variants: Iterable[str]) -> list[str]:
+    """Those that were played with the code that ours was, without which a difference says nothing of the variant."""
+    return [variant for variant in variants if all(r.code.get(variant) == r.code.get(OURS) for r in every)]
 
 
 def paired(ones: Sequence[float], others: Sequence[float]) -> list[float]:

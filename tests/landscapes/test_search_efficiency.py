@@ -13,7 +13,7 @@ import truth
 from landscape import Landscape, forked_grid_seconds
 from made_landscape import HEADER, SETUP_SECONDS, START_SECONDS, failed, landscape, process
 from replay import ReplayClock, ReplayRunner
-from tables import NEVER, Play, Results, clustered, is_beyond_noise, mean_regret, paired
+from tables import NEVER, Play, Results, clustered, is_beyond_noise, mean_regret, of_one_code, paired
 
 from autotune_amp.search.confirm import MEASURE_SECONDS
 from autotune_amp.trial.spec import Candidate
@@ -119,6 +119,12 @@ def test_an_error_is_that_of_landscapes_however_many_seeds() -> None:
 
 def test_pairs_go_as_far_as_both() -> None:
     assert paired([0.5, 0.25, 0.75], [0.25, 0.5]) == [0.25, -0.25]
+
+
+def test_variants_are_held_against_ours_of_the_same_code() -> None:
+    every = [Results("a", 1.0, 1.0, {}, {"ours": "new", "no cut": "new", "no plateau": "new"})]
+    every.append(every[0]._replace(code={"ours": "new", "no cut": "old", "no plateau": "new"}))
+    assert of_one_code(every, ["ours", "no cut", "no plateau", "2 rounds"]) == ["ours", "no plateau"]
 
 
 def test_results_name_the_code_that_they_were_made_with(tmp_path: Path) -> None:
