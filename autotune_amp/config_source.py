@@ -20,3 +20,18 @@ def loader_line(config: AmpConfig) -> str:
     """The user's loader with what the config decides of it."""
     workers = "" if config.num_workers is None else f", num_workers={config.num_workers}"
     return f"loader = DataLoader(dataset, batch_size={config.batch_size}{workers})"
+
+
+def controlled_loop(windows: str, loss: str) -> list[str]:
+    """The loop of a `controller`, over the arguments of its `windows` and with the expression for a pass's `loss`."""
+    return [
+        "controller.attach(model)",
+        f"for batch, is_last in controller.windows({windows}):",
+        "    with controller.autocast():",
+        f"        loss = {loss}",
+        "    controller.backward(loss)",
+        "    if is_last:",
+        "        controller.step(optimizer)",
+        "        controller.update()",
+        "        optimizer.zero_grad()",
+    ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autotune_amp.config import AmpConfig
+from autotune_amp.config_source import controlled_loop
 from autotune_amp.integrations.accelerate_config import MIXED_PRECISION, accelerate_config, beyond_plain, to_yaml
 from autotune_amp.integrations.export_script import KEPT_FLAGS, Script, Setting, call, keywords, scaler_arguments
 from autotune_amp.integrations.training_arguments import training_arguments
@@ -34,7 +35,7 @@ def torch(setting: Setting) -> str:
     if config.pinned_modules:
         steps_now = _steps_of_rung(config, "controller.window_size")
         loss = _loss(script, steps_now, "controller.window_share")
-        return _steered(script, _steered_loop(f"controller.{_windows(setting, steps_now)}", loss))
+        return _steered(script, controlled_loop(_passes(setting, steps_now), loss))
     steps = config.accumulation_steps
     script.add_unheld("PyTorch", "autotune_amp.PrecisionController")
     script.add_flags()
@@ -69,7 +70,7 @@ def accelerate(setting: Setting) -> str:
         script.add_config()
         script.lines.append(call("accelerator = AutotuneAccelerator(", ["config", *arguments]))
         steps = _steps_of_rung(config, "accelerator.gradient_accumulation_steps")
-        passes = f"accelerator.{_windows(setting, steps)}"
+        passes = f"accelerator.windows({_passes(setting, steps)})"
     else:
         script.needs("from accelerate import Accelerator")
         _add_unheld_by_accelerate(script)
@@ -189,20 +190,6 @@ def _add_names_of_pins(script: Script, holder: str) -> None:
         )
 
 
-def _steered_loop(windows: str, loss: str) -> list[str]:
-    return [
-        "controller.attach(model)",
-        f"for batch, is_last in {windows}:",
-        "    with controller.autocast():",
-        f"        loss = {loss}",
-        "    controller.backward(loss)",
-        "    if is_last:",
-        "        controller.step(optimizer)",
-        "        controller.update()",
-        "        optimizer.zero_grad()",
-    ]
-
-
 def _steered(script: Script, lines: Sequence[str]) -> str:
     """A loop with the PrecisionController, which sets the TF32 flags itself."""
     script.needs("from autotune_amp import PrecisionController")
@@ -221,9 +208,9 @@ def _indented(lines: Sequence[str]) -> list[str]:
     return [f"    {line}" for line in lines]
 
 
-def _windows(setting: Setting, steps: str) -> str:
-    """The call that yields the passes."""
-    return "windows(loader, weigh=count)" if setting.loss == "weighted" and steps != "1" else "windows(loader)"
+def _passes(setting: Setting, steps: str) -> str:
+    """The arguments of `windows`."""
+    return "loader, weigh=count" if setting.loss == "weighted" and steps != "1" else "loader"
 
 
 def _loss(script: Script, steps: str, share: str, *, is_divided: bool = False) -> str:

@@ -140,8 +140,7 @@ def python_lines(recommendation: Recommendation, path: str | None = None) -> lis
     kept = f"  # keeps {names(config.pinned_modules)} in fp32" if config.pinned_modules else ""
     return [
         *loader,
-        f"controller = {loaded}",
-        f"controller.attach(model){kept}",
+        f"controller = {loaded}{kept}",
         *_controlled_loop(steps, recommendation.evidence.accumulation),
     ]
 
@@ -160,30 +159,17 @@ def _loss_lines(precision: Precision, device_type: str) -> list[str]:
 
 
 def _controlled_loop(accumulation_steps: int, found: Accumulation | None) -> list[str]:
-    """The optimizer's step comes after the last pass of a window, whose losses add up to that of the whole batch.
-
-    `accumulation_steps` are the most that any rung has.
-    """
+    """The losses of a window add up to that of the whole batch; `accumulation_steps` are the most that any rung has."""
     verdict = None if accumulation_steps == 1 or found is None else found.verdict
-    windows, loss = "controller.windows(loader)", "compute_loss(model, batch)"
-    comments = []
+    loss = "compute_loss(model, batch)"
     if verdict == "weighted":
         counted = "what the loss is a mean over" if found is None or found.weighted_by is None else found.weighted_by
-        comments = [f"# count(batch) is yours: of a batch, {counted}"]
-        windows, loss = "controller.windows(loader, weigh=count)", f"{loss} * controller.window_share"
-    elif accumulation_steps > 1 and verdict != "sum":
-        loss = f"{loss} / controller.window_size"
-    return [
-        *comments,
-        f"for batch, is_last in {windows}:",
-        "    with controller.autocast():",
-        f"        loss = {loss}",
-        "    controller.backward(loss)",
-        "    if is_last:",
-        "        controller.step(optimizer)",
-        "        controller.update()",
-        "        optimizer.zero_grad()",
-    ]
+        return [
+            f"# count(batch) is yours: of a batch, {counted}",
+            *config_source.controlled_loop("loader, weigh=count", f"{loss} * controller.window_share"),
+        ]
+    divided = accumulation_steps > 1 and verdict != "sum"
+    return config_source.controlled_loop("loader", f"{loss} / controller.window_size" if divided else loss)
 
 
 def _speed(recommendation: Recommendation) -> str:
