@@ -25,7 +25,7 @@ class StepAmp(torch.amp.GradScaler):
     it is as a GradScaler that is disabled.
     """
 
-    window_size = 1  # what a loop accumulates over its calls is its own affair
+    window_size, window_share = 1, 1.0  # what a loop accumulates over its calls is its own affair
 
     def __init__(
         self,

@@ -111,7 +111,8 @@ def test_the_users_traceback_arrives_with_the_candidate(cli: CommandLine) -> Non
 def test_megabytes_of_prints_reach_standard_error_and_spoil_nothing(cli: CommandLine) -> None:
     noise = "print('x' * 2_000_000); sys.stderr.write('y' * 2_000_000); sys.stdout.write('{\"event\": \"result\"}\\n')"
     target = cli.write("train.py", WORKLOAD.format(failure=noise, when="True"))
-    done = cli.search(target, *SHORT, "--baseline", "fp32:8", "--batch-size", "8:8")
+    # The noise takes its time: in place of the short budget.
+    done = cli.search(target, *SHORT, "--budget", "60", "--baseline", "fp32:8", "--batch-size", "8:8")
     assert done.code == 0, done.err[-2000:]
     assert done.document["config"]["batch_size"] == 8
     assert done.err.count("x") >= 2_000_000

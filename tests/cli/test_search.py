@@ -41,7 +41,7 @@ def test_the_document(cli: CommandLine) -> None:
     done = cli.search(
         target,
         "--budget",
-        "110",
+        "60",
         "--precision",
         "fp32",
         "--baseline",

@@ -246,7 +246,7 @@ def snapshot():
     return [value.numpy().tobytes() for value in (*module.state_dict().values(), torch.get_rng_state())]
 
 before, attached = snapshot(), module.trainer
-found = recommend_config(Workload.from_lightning(module, datamodule), budget=60, precision="fp32", batch_size=(4, 8),
+found = recommend_config(Workload.from_lightning(module, datamodule), budget=40, precision="fp32", batch_size=(4, 8),
                          device="cpu")
 assert snapshot() == before and module.trainer is attached and datamodule.trainer is trainer
 print(found.config.precision, found.config.batch_size * found.config.accumulation_steps)

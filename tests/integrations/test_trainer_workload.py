@@ -299,7 +299,7 @@ def same(one: Any, other: Any) -> bool:
 def test_a_search_recommends_for_a_trainer_and_leaves_it_as_it_was(tmp_path: Path) -> None:
     live = trainer(tmp_path, gradient_accumulation_steps=2)
     before = snapshot(live)
-    options: dict[str, Any] = {"precision": "fp32", "budget": 75.0, "trials": 2, "out": str(tmp_path), "quiet": True}
+    options: dict[str, Any] = {"precision": "fp32", "budget": 45.0, "trials": 2, "out": str(tmp_path), "quiet": True}
     found = recommend_config(Workload.from_trainer(live), **options)
     assert all(map(same, before, snapshot(live)))
     baseline = found.evidence.baseline.config
