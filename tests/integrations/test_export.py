@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from accelerate_training import fresh_accelerate
 from export_samples import ACCUMULATED, CONFIGS, PINNED, exec_text, precision_of, scaler_values, values_after
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
@@ -93,14 +94,15 @@ def test_the_losses_of_a_window_add_up_to_that_of_the_whole_batch(
 
     config = AmpConfig(precision="fp32", batch_size=4, accumulation_steps=3, pinned_modules=pinned_modules)
     text = export(Setting(config, "cpu", loss=loss, share="(labels != -100)"), target).text
-    exec_text(
-        text,
-        dataset=dataset,
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        compute_loss=compute_loss,
-        count=lambda batch: (batch[1] != -100).sum(),
-    )
+    with fresh_accelerate():
+        exec_text(
+            text,
+            dataset=dataset,
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            compute_loss=compute_loss,
+            count=lambda batch: (batch[1] != -100).sum(),
+        )
     assert ("count(batch) is yours, of a batch: labels != -100." in comments(text)) == (loss == "weighted")
     compute_loss(whole, [*dataset.tensors]).backward()  # type: ignore[no-untyped-call]
     torch.optim.SGD(whole.parameters(), lr=0.1).step()
