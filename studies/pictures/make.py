@@ -23,10 +23,10 @@ from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.rerank import ranked_again
 
 HERE = Path(__file__).parent
-SHOWN = HERE.parent / "truth/results/idle/mlp_free"
+SHOWN = HERE.parent / "truth/results/bf16_cpu/mlp"
 WIDTH, HEIGHT = 1200, 1500
 NUM_COLUMNS = 90
-COMMAND = "$ autotune-amp search studies/landscapes/workloads.py:mlp --effective-batch-size free"
+COMMAND = "$ autotune-amp search studies/landscapes/workloads.py:mlp"
 
 
 def main() -> None:

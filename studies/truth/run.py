@@ -1,7 +1,8 @@
 """Search, train the recommendation by hand right after, write the table.
 
-Usage: run.py [idle|loaded|table] [ID ...]; twenty searches on an idle machine, and the same with a core kept busy;
-without IDs all. A case that has its attained.json is not run again: remove its folder. Raw outcomes: results/RUN/ID/.
+Usage: run.py [idle|loaded|bf16_cpu|table] [ID ...]; twenty searches on an idle machine, the same with a core kept busy,
+and as idle on a CPU that has bf16 arithmetic; without IDs all. A case that has its attained.json is not run again:
+remove its folder. Raw outcomes: results/RUN/ID/.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cases import CASES, Case
-from table import write_table
+from table import RUNS, write_table
 
 HERE = Path(__file__).parent
 RESULTS = HERE / os.environ.get("STUDY_RESULTS", "results")
@@ -130,9 +131,9 @@ if __name__ == "__main__":
     words = sys.argv[1:]
     ids = [word for word in words if word in {case.id for case in CASES}]
     runs = [word for word in words if word not in ids] or ["idle", "loaded", "table"]
-    unknown = set(runs) - {"idle", "loaded", "table"}
+    unknown = set(runs) - {*RUNS, "table"}
     if unknown:
-        sys.exit(f"{', '.join(sorted(unknown))}: neither a run nor a case. Runs: idle, loaded, table.")
+        sys.exit(f"{', '.join(sorted(unknown))}: neither a run nor a case. Runs: {', '.join(RUNS)}, table.")
     for run in runs:
         for case in CASES:
             is_wanted = run != "table" and (not ids or case.id in ids)

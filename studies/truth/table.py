@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from cases import CASES
 
+RUNS = ("idle", "loaded", "bf16_cpu")
 MAX_ERROR, MAX_MEMORY_ERROR = 0.03, 0.05
 BUSY = re.compile(r"\bbusy\b|hypervisor|other processes", re.IGNORECASE)
 
@@ -95,7 +96,7 @@ class Pair(NamedTuple):
 def write_table(results: Path, readme: Path) -> None:
     """Put the tables of all runs that there are between the README's markers."""
     text = readme.read_text()
-    for run in ("idle", "loaded"):
+    for run in RUNS:
         pairs = load_pairs(results / run)
         if pairs:
             begin, end = f"<!-- {run}: run.py table -->", f"<!-- end of {run} -->"
