@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from autotune_amp.config import AmpConfig, Precision
 
+AUTOCAST_DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+LOSS = "compute_loss(model, batch)"
 LOADER_COMMENT = "# Your loader's other arguments stay: shuffle, collate_fn, drop_last, ..."
 
 
@@ -20,6 +24,19 @@ def loader_line(config: AmpConfig) -> str:
     """The user's loader with what the config decides of it."""
     workers = "" if config.num_workers is None else f", num_workers={config.num_workers}"
     return f"loader = DataLoader(dataset, batch_size={config.batch_size}{workers})"
+
+
+def accumulates(config: AmpConfig) -> bool:
+    """Whether the config or one of its fallback plans does."""
+    return max([config.accumulation_steps, *(plan.accumulation_steps for plan in config.plans)]) > 1
+
+
+def pass_loss(combination: Literal["mean", "sum", "weighted"], steps: str, share: str) -> str:
+    """The expression for a pass's part of its window's loss.
+
+    `steps` and `share` are the source of the window's passes and of this one's part of what counts in it.
+    """
+    return {"mean": f"{LOSS} / {steps}", "sum": LOSS, "weighted": f"{LOSS} * {share}"}[combination]
 
 
 def controlled_loop(windows: str, loss: str) -> list[str]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autotune_amp.config import AmpConfig
-from autotune_amp.config_source import controlled_loop
+from autotune_amp.config_source import AUTOCAST_DTYPES, LOSS, accumulates, controlled_loop, pass_loss
 from autotune_amp.integrations.accelerate_config import MIXED_PRECISION, accelerate_config, beyond_plain, to_yaml
 from autotune_amp.integrations.export_script import KEPT_FLAGS, Script, Setting, call, keywords, scaler_arguments
 from autotune_amp.integrations.training_arguments import training_arguments
 
 _ACCELERATOR = "autotune_amp.integrations.accelerate.AutotuneAccelerator"
-_DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 _ACCELERATE_LOSS = (
     "Accelerate hands the model's outputs to the loss in fp32; measured was the loss on them as they are: "
     f"{_ACCELERATOR} trains so, inside autocast()."
@@ -42,7 +41,7 @@ def torch(setting: Setting) -> str:
     script.add_loader()
     loss = _loss(script, "1" if steps == 1 else "len(window)", "counted / sum(counts)")
     forward = [f"loss = {loss}"]
-    if (dtype := _DTYPES.get(config.precision)) is not None:
+    if (dtype := AUTOCAST_DTYPES.get(config.precision)) is not None:
         script.needs("import torch")
         forward = [f'with torch.autocast("{setting.device_type}", dtype={dtype}):', f"    loss = {loss}"]
     backward, step = "loss.backward()", ["optimizer.step()"]
@@ -89,7 +88,7 @@ def accelerate(setting: Setting) -> str:
     script.lines.append("model, optimizer, loader = accelerator.prepare(model, optimizer, loader)")
     loss = _loss(script, steps, "accelerator.controller.window_share", is_divided=True)
     body = [f"loss = {loss}"]
-    if config.precision in _DTYPES:
+    if config.precision in AUTOCAST_DTYPES:
         body = ["with accelerator.autocast():", *_indented(body)]
     body += ["accelerator.backward(loss)", "optimizer.step()", "optimizer.zero_grad()"]
     return _looped(script, f"for batch in {passes}:", ["with accelerator.accumulate(model):", *_indented(body)])
@@ -157,7 +156,7 @@ def transformers(setting: Setting) -> str:
         trainer = "Trainer"
         script.needs("from transformers import Trainer, TrainingArguments")
         script.add_unheld("Trainer", "autotune_amp.integrations.transformers.AutotuneTrainer")
-        if config.precision in _DTYPES:
+        if config.precision in AUTOCAST_DTYPES:
             script.comments.append(_TRAINER_LOSS)
     script.lines.append(call("arguments = TrainingArguments(", keywords(arguments)))
     script.lines += [call(f"trainer = {trainer}(", given), "# trainer.train()"]
@@ -177,7 +176,7 @@ def _beyond_plain(setting: Setting) -> list[str]:
 def _add_unheld_by_accelerate(script: Script) -> None:
     """Say what a plain Accelerator does not hold, or does otherwise than measured."""
     script.add_unheld("Accelerate", _ACCELERATOR)
-    if script.setting.config.precision in _DTYPES:
+    if script.setting.config.precision in AUTOCAST_DTYPES:
         script.comments.append(_ACCELERATE_LOSS)
 
 
@@ -219,17 +218,16 @@ def _loss(script: Script, steps: str, share: str, *, is_divided: bool = False) -
 
     `is_divided`: the framework divides it by the steps.
     """
-    setting, loss = script.setting, "compute_loss(model, batch)"
+    setting = script.setting
     if steps == "1":
-        return loss
+        return LOSS
     if setting.loss == "weighted":
         script.comments.append(f"count(batch) is yours, of a batch: {setting.share.strip('()')}.")
-        return f"{loss} * {share} * {steps}" if is_divided else f"{loss} * {share}"
-    if setting.loss == "sum":
-        return f"{loss} * {steps}" if is_divided else loss
-    return loss if is_divided else f"{loss} / {steps}"
+    if not is_divided:
+        return pass_loss(setting.loss, steps, share)
+    return LOSS if setting.loss == "mean" else f"{pass_loss(setting.loss, steps, share)} * {steps}"
 
 
 def _steps_of_rung(config: AmpConfig, steps: str) -> str:
     """`steps`, the source of the current rung's accumulation steps, unless no rung accumulates."""
-    return steps if max([config.accumulation_steps, *(plan.accumulation_steps for plan in config.plans)]) > 1 else "1"
+    return steps if accumulates(config) else "1"

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from autotune_amp.numerics.results import Accumulation, Fidelity
     from autotune_amp.recommendation import CandidateRow, Recommendation
 
-_AUTOCAST = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
-
 
 def explain(recommendation: Recommendation) -> str:
     """The recommended config, the evidence, the reason and the warnings as a few lines of plain text."""
@@ -136,12 +134,11 @@ def python_lines(recommendation: Recommendation, path: str | None = None) -> lis
         return [*loader, f"amp = {loaded}", "train_step(state, batch, amp)"]
     if config.precision != "fp16" and config.accumulation_steps == 1 and not config.pinned_modules:
         return [*_flag_lines(config, device_type), *loader, *_loss_lines(config.precision, device_type)]
-    steps = max([config.accumulation_steps, *(plan.accumulation_steps for plan in config.plans)])
     kept = f"  # keeps {names(config.pinned_modules)} in fp32" if config.pinned_modules else ""
     return [
         *loader,
         f"controller = {loaded}{kept}",
-        *_controlled_loop(steps, recommendation.evidence.accumulation),
+        *_controlled_loop(config, recommendation.evidence.accumulation),
     ]
 
 
@@ -152,24 +149,26 @@ def _flag_lines(config: AmpConfig, device_type: str) -> list[str]:
 
 
 def _loss_lines(precision: Precision, device_type: str) -> list[str]:
-    loss = "loss = compute_loss(model, batch)"
-    if precision not in _AUTOCAST:
+    loss = f"loss = {config_source.LOSS}"
+    dtype = config_source.AUTOCAST_DTYPES.get(precision)
+    if dtype is None:
         return [f"{loss}  # no autocast"]
-    return [f'with torch.autocast("{device_type}", dtype={_AUTOCAST[precision]}):', f"    {loss}"]
+    return [f'with torch.autocast("{device_type}", dtype={dtype}):', f"    {loss}"]
 
 
-def _controlled_loop(accumulation_steps: int, found: Accumulation | None) -> list[str]:
-    """The losses of a window add up to that of the whole batch; `accumulation_steps` are the most that any rung has."""
-    verdict = None if accumulation_steps == 1 or found is None else found.verdict
-    loss = "compute_loss(model, batch)"
-    if verdict == "weighted":
-        counted = "what the loss is a mean over" if found is None or found.weighted_by is None else found.weighted_by
-        return [
-            f"# count(batch) is yours: of a batch, {counted}",
-            *config_source.controlled_loop("loader, weigh=count", f"{loss} * controller.window_share"),
-        ]
-    divided = accumulation_steps > 1 and verdict != "sum"
-    return config_source.controlled_loop("loader", f"{loss} / controller.window_size" if divided else loss)
+def _controlled_loop(config: AmpConfig, found: Accumulation | None) -> list[str]:
+    """The losses of a window add up to that of the whole batch."""
+    if not config_source.accumulates(config):
+        return config_source.controlled_loop("loader", config_source.LOSS)
+    combination = "mean" if found is None or found.verdict not in ("sum", "weighted") else found.verdict
+    loss = config_source.pass_loss(combination, "controller.window_size", "controller.window_share")
+    if found is None or combination != "weighted":
+        return config_source.controlled_loop("loader", loss)
+    counted = found.weighted_by or "what the loss is a mean over"
+    return [
+        f"# count(batch) is yours: of a batch, {counted}",
+        *config_source.controlled_loop("loader, weigh=count", loss),
+    ]
 
 
 def _speed(recommendation: Recommendation) -> str:
