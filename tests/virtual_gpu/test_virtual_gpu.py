@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,18 +74,19 @@ def test_the_current_device_is_where_new_tensors_go() -> None:
 
 
 def test_networks_train_on_the_card() -> None:
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10)).cuda()
+    convolution = nn.Conv2d(3, 8, 3)
+    net = nn.Sequential(convolution, nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10)).cuda()
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     scaler = torch.amp.GradScaler("cuda", init_scale=1.0)
     with torch.autocast("cuda", dtype=torch.float16):
         out = net(torch.randn(4, 3, 8, 8, device="cuda"))
         loss = nn.functional.cross_entropy(out, torch.zeros(4, dtype=torch.long, device="cuda"))
-    before = net[0].weight.detach().clone()
+    before = convolution.weight.detach().clone()
     scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
     scaler.step(optimizer)
     scaler.update()
     assert (out.dtype, loss.dtype, loss.device.type) == (torch.float16, torch.float32, "cuda")
-    assert not torch.equal(before, net[0].weight)
+    assert not torch.equal(before, convolution.weight)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -198,8 +200,9 @@ def test_operations_that_wait_are_refused_on_demand() -> None:
 
 
 def test_streams_and_events() -> None:
-    first, second = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    stream = torch.cuda.Stream()
+    cuda: Any = torch.cuda
+    first, second = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+    stream = cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         first.record()
