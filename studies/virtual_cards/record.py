@@ -27,8 +27,8 @@ from autotune_amp.trial.bench import Bench
 from autotune_amp.trial.outcome import Failure, Measurement, Outcome
 from autotune_amp.trial.spec import STEPS_PER_SYNC, TrialSpec
 
-# The clock knows operators, not processes: these are assumed. A fresh process takes 5 to 8 s to its first step; a forked
-# one has torch and the workload, and makes a context.
+# The clock knows operators, not processes: these are assumed. A fresh process takes 5 to 8 s to its first step; a
+# forked one has torch and the workload, and makes a context.
 START_SECONDS, FORKED_START_SECONDS = 6.0, 1.0
 MEMORY_SHARE = 0.9  # as a search allows it
 PROBE_SECONDS = 0.2  # of the card's time
@@ -88,6 +88,7 @@ def _run(bench: Bench, header: Header, cell: Cell) -> Process:
         memory_limit_bytes=header.memory_limit_bytes,
         torch_state=header.torch_state,
     )
+    worker.free_cache()  # of what autograd's threads still held when the trial before ended
     outcome = worker.run(bench, spec, hear)
     if isinstance(outcome, Failure) and outcome.kind != "oom":
         raise SystemExit(f"{header.workload} {cell}: {outcome.kind}: {outcome.message}\n{outcome.details or ''}")
@@ -125,6 +126,5 @@ def _round(seconds: float) -> float:
 
 if __name__ == "__main__":
     card = measure("cuda:0", seconds=PROBE_SECONDS)
-    worker.free_cache()
     for name in PARTS:
         record(name, card, Path(sys.argv[1], f"{name}.jsonl"))

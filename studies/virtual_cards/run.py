@@ -1,9 +1,9 @@
 """Landscapes by the clock of virtual cards, and what the package's search and profile make of them.
 
-    run.py record [CARD ...]        every cell of every workload; needs what tests/virtual_gpu needs
-    run.py search                   replays of the search on what was recorded; needs neither a card nor CUDA
-    run.py rehearse CARD WORKLOAD   a search and a profile through the command line on the virtual machine itself
-    run.py table                    writes the README's tables
+run.py record [CARD ...]        every cell of every workload; needs what tests/virtual_gpu needs
+run.py search                   replays of the search on what was recorded; needs neither a card nor CUDA
+run.py rehearse CARD WORKLOAD   a search and a profile through the command line on the virtual machine itself
+run.py table                    writes the README's tables
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def on_card(card: str, command: Sequence[str]) -> subprocess.CompletedProcess[st
     """Run it where `card` is; one thread, since the matrices are small and others use the machine too."""
     variables = {"VIRTUAL_GPU_CARD": card, "VIRTUAL_GPU_MAGNIFICATION": f"{MAGNIFICATION}", "OMP_NUM_THREADS": "1"}
     launcher = [sys.executable, str(paths.VIRTUAL_GPU / "with_virtual_gpu.py")]
-    return subprocess.run([*launcher, *command], env=os.environ | variables, check=True, stdout=subprocess.PIPE, text=True)
+    return subprocess.run(
+        [*launcher, *command], env=os.environ | variables, check=True, stdout=subprocess.PIPE, text=True
+    )
 
 
 def record(cards: Sequence[str]) -> None:

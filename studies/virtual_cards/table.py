@@ -24,7 +24,9 @@ def write_tables(readme: Path) -> None:
     searches, rehearsals = _lines("searches.jsonl"), _lines("rehearsals.jsonl")
     cells = [(card, workload, landscape_of(card, workload)) for card in CARDS for workload in WORKLOADS]
     tables = {
-        "cards": _table("card fp32 tf32 bf16 fp16 memory GB/s multiprocessors source".split(), _cards()),
+        "cards": _table(
+            ["card", "fp32 TFLOP/s", "tf32", "bf16", "fp16", "memory", "GB/s", "multiprocessors", "source"], _cards()
+        ),
         "landscapes": _table(
             [
                 "card",
@@ -56,7 +58,15 @@ def write_tables(readme: Path) -> None:
             [_searches(*cell, _of(searches, *cell[:2])) for cell in cells],
         ),
         "profiles": _table(
-            ["card", "workload", "today's batch", "profile there", "verdict", "at its best batch, over fp32's", "of that"],
+            [
+                "card",
+                "workload",
+                "today's batch",
+                "profile there",
+                "verdict",
+                "at its best batch, over fp32's",
+                "of that",
+            ],
             [_profile(*cell) for cell in cells],
         ),
         "rehearsals": _table(
@@ -205,9 +215,9 @@ def _summary(searches: Sequence[dict[str, Any]], landscapes: Sequence[Landscape]
     num_confirmed = sum(line["num_rounds"] >= 3 for line in searches)
     grid = median(map(grid_seconds, landscapes))
     return [
-        f"- Searches within 3 % of the fastest cell: {num_near} of {len(regrets)}; regret {_percent(median(regrets))} in the "
-        f"median, {_percent(max(regrets))} at most. What a user runs today: {_percent(median(todays))} in the median, "
-        f"{_percent(max(todays))} at most.",
+        f"- Searches within 3 % of the fastest cell: {num_near} of {len(regrets)}; regret {_percent(median(regrets))} "
+        f"in the median, {_percent(max(regrets))} at most. Of what a user runs today: {_percent(median(todays))} in the "
+        f"median, {_percent(max(todays))} at most.",
         f"- Confirmed in three rounds: {num_confirmed} of {len(regrets)}.",
         f"- Seconds of the search phase: {median(_field(searches, 'searched_seconds')):.0f} in the median, "
         f"{median(_field(searches, 'seconds')):.0f} with the confirmation; one trial of every cell takes {grid:.0f}.",

@@ -63,7 +63,9 @@ class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Sequential(_convolution(3, 2), _convolution(2, 2))
-        self.down = nn.ModuleList(nn.Sequential(_convolution(c, 2 * c, 2), _convolution(2 * c, 2 * c)) for c in (2, 4, 8))
+        self.down = nn.ModuleList(
+            nn.Sequential(_convolution(c, 2 * c, 2), _convolution(2 * c, 2 * c)) for c in (2, 4, 8)
+        )
         self.up = nn.ModuleList(nn.ConvTranspose2d(2 * c, c, 2, 2) for c in (8, 4, 2))
         self.join = nn.ModuleList(nn.Sequential(_convolution(2 * c, c), _convolution(c, c)) for c in (8, 4, 2))
         self.head = nn.Conv2d(2, 2, 1)

@@ -164,6 +164,8 @@ def _replace_devices(machine: Machine) -> None:
     c_part._cuda_hasPrimaryContext = native.has_context
     c_part._cuda_canDeviceAccessPeer = lambda device, peer: False
     c_part._cuda_ipc_collect = lambda: None
+    if machine.named:  # by whichever build has kernels for it: CUDA 13 dropped the V100
+        c_part._cuda_getArchFlags = lambda: "sm_" + machine.named.compute_capability.replace(".", "")
     c_part._cuda_set_sync_debug_mode = native.set_sync_debug_mode
     c_part._cuda_get_sync_debug_mode = native.sync_debug_mode
     cuda._get_device_properties = properties
