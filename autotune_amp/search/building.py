@@ -160,7 +160,7 @@ def _own_builds(session: Session) -> Costs | None:
     for record in reversed(session.records):
         found = record.outcome
         if record.purpose == "search" and isinstance(found, Measurement) and not found.is_build_shared:
-            rest = found.first_step_seconds + sum(found.raw_step_seconds)
+            rest = found.first_step_seconds + found.num_steps * found.step_seconds
             return Costs(found.build_seconds, found.context_seconds, rest)
     return None
 

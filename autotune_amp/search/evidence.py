@@ -208,7 +208,7 @@ def _promise(runs: Runs, records: Sequence[Record]) -> tuple[float, float]:
 
 def _is_timed_well(purpose: Purpose, found: Measurement) -> bool:
     """Whether it is a search's trial of more than its warm-up."""
-    return purpose == "search" and len(found.raw_step_seconds) >= NUM_STEPS_BEFORE_CUT
+    return purpose == "search" and found.num_steps >= NUM_STEPS_BEFORE_CUT
 
 
 def _drifted(runs: Runs, records: Sequence[Record]) -> float | None:

@@ -18,8 +18,9 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     """A candidate that ran.
 
     `step_seconds` is one optimizer step (all its accumulation steps) with the wait for its data, which
-    `data_seconds` holds apart. `step_seconds_interval` is the trimmed 95 % interval within this process.
-    `raw_step_seconds` are the single steps as timed. `was_cut`: stopped early as clearly slower than the best.
+    `data_seconds` holds apart. `raw_step_seconds` are as timed, each the mean of `num_steps_together` steps, and
+    `step_seconds_interval` is the trimmed 95 % interval over them. `was_cut`: stopped early as clearly slower than the
+    best.
     `peak_memory_bytes` is the peak resident memory of the process on a CPU, the peak allocated on an accelerator;
     `reserved_memory_bytes` is what counts against the limit. `num_skips`: measured steps that the loss scaler
     skipped. `build_seconds` is model, data and optimizer; `context_seconds` starting the accelerator;
@@ -41,6 +42,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     peak_memory_bytes: int
     reserved_memory_bytes: int
     raw_step_seconds: tuple[float, ...]
+    num_steps_together: int = 1
     build_seconds: float
     context_seconds: float
     first_step_seconds: float
@@ -56,6 +58,11 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     ending_problem: str | None = None
     joules_per_sample: float | None = None
     num_steps_taken: int = 0
+
+    @property
+    def num_steps(self) -> int:
+        """The measured optimizer steps."""
+        return len(self.raw_step_seconds) * self.num_steps_together
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="failure"):

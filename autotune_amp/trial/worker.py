@@ -208,10 +208,11 @@ def _measurement(spec: TrialSpec, timing: Timing, **measured: Any) -> Measuremen
     step_seconds = sum(steps) / len(steps)
     return Measurement(
         step_seconds=step_seconds,
-        step_seconds_interval=trimmed_interval(list(steps)) if len(steps) > 1 else (step_seconds, step_seconds),
+        step_seconds_interval=trimmed_interval(steps),
         samples_per_second=spec.candidate.effective_batch_size / step_seconds,
         data_seconds=timing.data_seconds,
         raw_step_seconds=steps,
+        num_steps_together=timing.num_steps_together,
         first_step_seconds=timing.first_step_seconds,
         num_skips=timing.num_skips,
         last_loss=timing.last_loss,
