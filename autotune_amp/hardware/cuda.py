@@ -134,24 +134,19 @@ def resolve(index: int | None) -> str:
             f"No CUDA device: this PyTorch ({torch.__version__}) was built without CUDA.",
             f"Install a CUDA build of PyTorch ({_GET_STARTED}), or pass device='cpu'.",
         )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of what is said here with a next step
-        if not torch.cuda.is_available():
-            raise DeviceError(
-                f"No CUDA device: {_why_unavailable()}",
-                "Run nvidia-smi to see whether the driver works, or pass device='cpu'.",
-            )
-        return numbered("cuda", torch.cuda.current_device() if index is None else index, torch.cuda.device_count())
-
-
-def _why_unavailable() -> str:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    hidden = "" if visible is None else f" CUDA_VISIBLE_DEVICES is {visible!r}."
     try:
-        torch.empty(0, device="cuda")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of what `decide` says with a next step
+            # Not is_available(): where NVML answers it, it knows nothing of whether the driver is too old for this build.
+            torch.cuda.init()  # type: ignore[no-untyped-call] # torch does not type it
     except RuntimeError as error:
-        return str(error).splitlines()[0] + hidden
-    return "PyTorch finds no card that it can use." + hidden
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hidden = "" if visible is None else f" CUDA_VISIBLE_DEVICES is {visible!r}."
+        raise DeviceError(
+            f"No CUDA device: {str(error).splitlines()[0]}{hidden}",
+            "Run nvidia-smi to see whether the driver works, or go on without a card: pass device='cpu' (--device cpu).",
+        ) from error
+    return numbered("cuda", torch.cuda.current_device() if index is None else index, torch.cuda.device_count())
 
 
 def identity(device: str) -> DeviceIdentity:
