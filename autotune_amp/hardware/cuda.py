@@ -200,19 +200,26 @@ def memory(device: str) -> DeviceMemory:
     return DeviceMemory(total=total, free=free, available=free, held_by_caller=held)
 
 
+def is_bf16_native(device: str | torch.device) -> bool:
+    """Whether the card multiplies in bf16 itself."""
+    with torch.cuda.device(device):  # torch's own test looks at the current device
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def capabilities(device: str) -> dict[Precision, Capability]:
     """What `decide` makes of this card."""
     properties = torch.cuda.get_device_properties(device)
-    with torch.cuda.device(device):  # torch's own tests look at the current device
-        facts = CardFacts(
-            compute_capability=(properties.major, properties.minor),
-            name=properties.name,
-            arch_list=tuple(torch.cuda.get_arch_list()),
-            cuda=torch.version.cuda,
-            hip=torch.version.hip,
-            is_bf16_native=torch.cuda.is_bf16_supported(including_emulation=False),
-            is_tf32_supported=torch.cuda.is_tf32_supported(),
-        )
+    with torch.cuda.device(device):  # torch's own test looks at the current device
+        is_tf32_supported = torch.cuda.is_tf32_supported()
+    facts = CardFacts(
+        compute_capability=(properties.major, properties.minor),
+        name=properties.name,
+        arch_list=tuple(torch.cuda.get_arch_list()),
+        cuda=torch.version.cuda,
+        hip=torch.version.hip,
+        is_bf16_native=is_bf16_native(device),
+        is_tf32_supported=is_tf32_supported,
+    )
     return decide(facts)
 
 

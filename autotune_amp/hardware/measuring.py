@@ -48,6 +48,17 @@ def measure(device: str, *, seconds: float = 1.0) -> Hardware:
     )
 
 
+def make_current(device: str) -> None:
+    """Have "cuda" and .cuda() in this thread mean a device named by a number above 0; others are what they mean anyway.
+
+    No driver is started for those: code that is yet to run may say which devices it shows. Raises `DeviceError` where
+    there is no such device.
+    """
+    kind, index = parse(device)
+    if index:
+        torch.accelerator.set_device_index(_BACKENDS[kind].resolve(index))
+
+
 def _resolve(device: str) -> tuple[Backend, str, tuple[str, ...]]:
     """The backend, the device string, and why `auto` passed over an accelerator."""
     kind, index = parse(device)
