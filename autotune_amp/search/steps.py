@@ -179,7 +179,7 @@ class _Steps:
         if isinstance(answer, Failure):
             raise NothingWorksError(f"The probe failed: {answer.message}.", "Try --device cpu.", ())
         hardware = msgspec.convert(answer, Hardware)
-        held = self._origin.held_bytes(hardware.device)
+        held = max(hardware.memory.held_by_caller, self._origin.held_bytes(hardware.device))
         hardware = with_held_memory(hardware, held)
         self._progress.found_hardware(hardware)
         self._warnings += [*hardware.notes, *alone(self._options.num_ranks, hardware.device)]

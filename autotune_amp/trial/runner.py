@@ -187,6 +187,7 @@ class Runner:
             return Failure(kind="workload_error", message=error.message, details=error.next_step)
 
     def _call(self, what: str, args: dict[str, Any], deadlines: Deadlines) -> Any:
+        self._device = args.get("device", self._device)  # known by its number once it was probed
         try:
             process = self._ready_process(deadlines)
             process.send({"cmd": "call", "what": what, "args": args})

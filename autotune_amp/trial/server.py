@@ -68,10 +68,13 @@ class Server:
 
         `num_threads` is what trials will use; None is what the user's code asked for.
         """
+        from autotune_amp.hardware.measuring import make_current
         from autotune_amp.trial.bench import Bench
         from autotune_amp.trial.memory import file_bytes
         from autotune_amp.workload import make_workload
 
+        if not self._is_template:  # an accelerator is not for a process that others are forked from
+            make_current(device)
         workload = make_workload(self._source, self._origin)
         template_file_bytes = file_bytes() if self._is_template else 0
         self._bench = Bench(workload, is_kept=self._mode == "kept", template_file_bytes=template_file_bytes)
@@ -140,8 +143,8 @@ class Server:
     def attempt(self, action: Any, *args: Any) -> None:
         """Do it, or say what went wrong; the user's code may raise anything, SystemExit among it."""
         from autotune_amp.errors import AutotuneAmpError
+        from autotune_amp.trial.failures import classify
         from autotune_amp.trial.outcome import Failure
-        from autotune_amp.trial.worker import classify
 
         try:
             action(*args)
