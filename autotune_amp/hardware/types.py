@@ -62,6 +62,11 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     precisions: dict[Precision, Capability]
     notes: tuple[str, ...] = ()
 
+    @property
+    def has_tf32(self) -> bool:
+        """Whether torch's TF32 flags mean anything here."""
+        return "tf32" in self.precisions and self.precisions["tf32"].level != "unsupported"
+
 
 class BusyProcess(msgspec.Struct, frozen=True, kw_only=True):
     """A process of others and the CPU cores that it used, averaged over the time looked at."""

@@ -198,8 +198,8 @@ class _Steps:
     def _describe(self, runner: Runner, state: dict[str, Any], hardware: Hardware) -> Description:
         self._progress.phase("building the workload once")
         baseline_batch_size = self._options.baseline[1] if self._options.baseline else ASSUMED_BATCH_SIZE
-        args = {"device": hardware.device, "torch_state": state, "baseline_batch_size": baseline_batch_size}
-        answer = self._ask(runner, "describe", args)
+        args = {"device": hardware.device, "torch_state": state, "has_tf32": hardware.has_tf32}
+        answer = self._ask(runner, "describe", {**args, "baseline_batch_size": baseline_batch_size})
         if not isinstance(answer, Failure):
             description = msgspec.convert(answer, Description)
             if description.build_seconds > LONG_BUILD_SECONDS:

@@ -128,7 +128,8 @@ class Server:
             identity = msgspec.convert(args["identity"], DeviceIdentity)
             return compute(self._source, args["options"], identity, args["torch_state"])
         if what == "describe":
-            return worker.describe(self._bench, args["device"], args["torch_state"], args.get("baseline_batch_size"))
+            state, batch_size = args["torch_state"], args.get("baseline_batch_size")
+            return worker.describe(self._bench, args["device"], state, batch_size, has_tf32=args["has_tf32"])
         if what == "check":
             from autotune_amp.trial import checks
 

@@ -17,6 +17,7 @@ from autotune_amp import precision, torch_state
 from autotune_amp.hardware import cuda
 from autotune_amp.statistics import trimmed_interval
 from autotune_amp.trial import data
+from autotune_amp.trial.as_run import as_run
 from autotune_amp.trial.bench import Bench
 from autotune_amp.trial.compiling import CompileWatch, forget_compiled
 from autotune_amp.trial.energy import Counter, EnergyMeter, counter_of
@@ -36,10 +37,17 @@ Send = Callable[[dict[str, Any]], None]
 Result = TypeVar("Result")
 
 
-def describe(bench: Bench, device: str, state: dict[str, Any], baseline_batch_size: int | None = None) -> Description:
-    """What the workload is, from building it once; of the data's sizes nothing if no `baseline_batch_size` is given.
+def describe(
+    bench: Bench,
+    device: str,
+    state: dict[str, Any],
+    baseline_batch_size: int | None = None,
+    *,
+    has_tf32: bool = False,
+) -> Description:
+    """What the workload is, from building it once; without a `baseline_batch_size` its data is not looked at.
 
-    A batch size of the data's own comes before it.
+    A batch size of the data's own comes before it. `has_tf32`: the device does.
     """
     torch_state.apply(state)
     check_signatures(bench.workload)
@@ -54,10 +62,11 @@ def describe(bench: Bench, device: str, state: dict[str, Any], baseline_batch_si
         make_optimizer(bench.workload, model)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
     build_seconds = time.perf_counter() - started
-    as_found, is_strict = precision.as_found(state, torch.device(device).type)
-    if bench.workload.precision is not None:
-        as_found, is_strict = bench.workload.precision, True
-    seen = Look() if baseline_batch_size is None else look(bench.workload, batch_size or baseline_batch_size)
+    seen_batch_size = baseline_batch_size and (batch_size or baseline_batch_size)
+    as_found, is_strict = as_run(bench.workload, model, torch.device(device), state, seen_batch_size, has_tf32=has_tf32)
+    if bench.is_kept:
+        clean()
+    seen = Look() if seen_batch_size is None else look(bench.workload, seen_batch_size)
     return Description(
         name=bench.workload.name,
         batch_size=batch_size,
@@ -101,8 +110,7 @@ def guarded(bench: Bench, spec: TrialSpec | CheckSpec, action: Callable[[], Resu
         return failure
     finally:
         if bench.is_kept:
-            gc.collect()
-            free_cache()
+            clean()
 
 
 def prepare(bench: Bench, spec: TrialSpec | CheckSpec) -> tuple[PeakMemory, float]:
@@ -114,6 +122,12 @@ def prepare(bench: Bench, spec: TrialSpec | CheckSpec) -> tuple[PeakMemory, floa
     context_seconds = _start_accelerator(device)
     memory = PeakMemory(device, spec.memory_limit_bytes, bench.build_memory, bench.template_file_bytes)
     return memory, context_seconds
+
+
+def clean() -> None:
+    """Let go what a kept worker must not carry into its next trial."""
+    gc.collect()
+    free_cache()
 
 
 def free_cache() -> None:
