@@ -25,6 +25,8 @@ def why_not() -> str | None:
         return f"the virtual card needs a CUDA build of torch for Linux, and this is {_torch_version()}"
     if shutil.which("g++") is None:
         return "the virtual card is built by g++, which is not on PATH"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        return "the virtual card is built with Python's headers, which are not installed"
     return None
 
 

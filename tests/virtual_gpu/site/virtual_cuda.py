@@ -199,13 +199,13 @@ class Stream(torch.Stream):
         return super().__new__(cls, device=torch.device("cuda", index), priority=priority)
 
 
-class Event(torch.Event):
-    """torch.cuda.Event's arguments on torch's own event, which asks the guard."""
+class Event:
+    """torch.cuda.Event's arguments; what comes is torch's own event, since torch compares no subclass of it."""
 
-    def __new__(
+    def __new__(  # type: ignore[misc]
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
-    ) -> Event:
-        return super().__new__(cls, "cuda", enable_timing=enable_timing, blocking=blocking)
+    ) -> torch.Event:
+        return torch.Event("cuda", enable_timing=enable_timing, blocking=blocking)
 
 
 def _replace_streams() -> None:
@@ -230,7 +230,7 @@ def _replace_accelerator() -> None:
 def _replace_storages() -> None:
     """Storages made without the dispatcher: copy.deepcopy, and torch.load to a card."""
     replaced: Any = torch.UntypedStorage
-    clone_on_host = replaced.clone
+    clone_on_host, to_host = replaced.clone, replaced.to
 
     def copy_to(storage: Any, device: torch.device) -> Any:
         copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
@@ -240,8 +240,11 @@ def _replace_storages() -> None:
     def clone(storage: Any) -> Any:
         return copy_to(storage, storage.device) if storage.device.type == "cuda" else clone_on_host(storage)
 
-    def to_card(storage: Any, device: Any = None, non_blocking: bool = False) -> Any:
+    def to(storage: Any, *, device: Any, non_blocking: bool = False) -> Any:
+        device = torch.device(device)
+        if device.type != "cuda":
+            return to_host(storage, device=device, non_blocking=non_blocking)
         return copy_to(storage, torch.device("cuda", cuda._utils._get_device_index(device, optional=True)))
 
     replaced.clone = clone
-    replaced.cuda = to_card
+    replaced.to = to

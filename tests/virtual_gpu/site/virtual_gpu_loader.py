@@ -56,7 +56,8 @@ class _TorchFinder(MetaPathFinder):
             ctypes.CDLL(str(libraries / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)
             ctypes.CDLL(str(self._built / "virtual_gpu_native.so"))
             execute(module)
-            sys.path.insert(0, str(self._built))
+            # pytest's workers get another path than they were started with.
+            sys.path[:0] = [str(self._built), str(Path(__file__).parent)]
             import virtual_cuda
 
             virtual_cuda.install()
