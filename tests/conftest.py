@@ -19,6 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
+pytest_plugins = ["virtual_gpu_plugin"]
+
 MARK = "AUTOTUNE_AMP_TEST_MARK"
 
 # Two workers and their children share the cores: a second thread of one waits for the core that another test has. What

@@ -1,4 +1,4 @@
-"""The controller on a CUDA device: no step waits for it; the weights are GradScaler's. Skipped where there is none."""
+"""The controller on a CUDA device: no step waits for it; the weights are GradScaler's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autotune_amp.config import Precision
 from autotune_amp.runtime import run_log
 from autotune_amp.runtime.lag import LAG_UPDATES
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and a torch built for it")
+pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

@@ -1,4 +1,4 @@
-"""The adapters for Accelerate, Lightning and Transformers on a CUDA device. Skipped where there is none."""
+"""The adapters for Accelerate, Lightning and Transformers on a CUDA device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autotune_amp.integrations.export import export
 from autotune_amp.integrations.export_script import Setting
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and a torch built for it"),
+    pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:.*does not have many workers which may be a bottleneck"),  # tiny data on purpose
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),  # Lightning under this torch
     pytest.mark.filterwarnings("ignore:The number of training batches"),  # fewer than its logging interval
@@ -32,16 +32,21 @@ CONFIG = AmpConfig(
 
 
 class Net(nn.Module):
-    """Notes what autocast casts to in its forward. The norm makes large inputs harmless where they do not overflow."""
+    """Notes where its forward runs and what autocast casts to.
+
+    The norm makes large inputs harmless where they do not overflow.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.one, self.other, self.head = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 1)
         self.dtypes: list[torch.dtype] = []
+        self.devices: set[str] = set()
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
         kind = inputs.device.type
+        self.devices.add(kind)
         self.dtypes.append(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32)
         hidden = self.one(inputs) + self.other(inputs)  # two, so that pinning a single one does not do
         outputs = self.head(nn.functional.layer_norm(hidden, (16,))).squeeze(1)
@@ -169,7 +174,7 @@ def test_fp16_is_scaled_demoted_and_resumed_at_its_rung(train: Callable[..., Tra
     assert "first in module" in status.history[0].reason, "the batch was not run again"
     assert set(net.dtypes[:FIRST_LARGE]) == {torch.float16}
     assert net.dtypes[-1] == torch.float32
-    assert {parameter.device.type for parameter in net.parameters()} == {DEVICE}
+    assert net.devices == {DEVICE}
     assert all(bool(parameter.isfinite().all()) for parameter in net.parameters())
 
     again, resumed = train(tmp_path / "run", rows(NUM_BATCHES, FIRST_LARGE), resumes=True)

@@ -1,4 +1,4 @@
-"""Loops of their own on a CUDA device. Skipped, with what is missing, where there is none."""
+"""Loops of their own on a CUDA device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autotune_amp.trial.spec import Candidate, CheckSpec, TrialSpec
 from autotune_amp.trial.state import LoopState
 from autotune_amp.trial.step import make_training
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and a torch built for it")
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

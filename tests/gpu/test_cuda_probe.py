@@ -11,10 +11,10 @@ from autotune_amp.hardware import identify, measure, probe
 if TYPE_CHECKING:
     from autotune_amp.hardware.types import Hardware
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.version.hip is not None,
-    reason="needs an NVIDIA GPU and a CUDA build of PyTorch: torch.cuda.is_available() is False, or this is ROCm",
-)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.version.hip is not None, reason="needs an NVIDIA GPU, and this is a ROCm build of torch"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A profile on a CUDA device. Skipped, with what is missing, where there is none."""
+"""A profile on a CUDA device."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import json
 import pytest
 from conftest import CommandLine
 
-torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and a torch built for it")
+pytestmark = pytest.mark.gpu
 
 WORKLOAD = """
 import torch
@@ -26,6 +25,7 @@ def workload():
 """
 
 
+@pytest.mark.real_gpu("CUPTI, which times kernels")
 def test_kernels_are_told_apart_and_the_device_is_idle_between_them(cli: CommandLine) -> None:
     target = cli.write("train.py", WORKLOAD)
     done = cli("profile", target, "--device", "cuda", "--trace", "trace.json", "--json")

@@ -1,12 +1,15 @@
-"""A search on a CUDA device. Skipped, with what is missing, where there is none."""
+"""A search on a CUDA device."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
+import torch
 from conftest import CommandLine
 
-torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and a torch built for it")
+pytestmark = pytest.mark.gpu
 
 FREE = ("--effective-batch-size", "free")
 WORKLOAD = """
@@ -54,9 +57,6 @@ def test_a_batch_over_the_devices_memory_is_out_of_memory_and_the_search_goes_on
 
 
 def test_what_the_calling_process_holds_is_said(cli: CommandLine) -> None:
-    import subprocess
-    import sys
-
     (cli.folder / "train.py").write_text(WORKLOAD.format(memory_per_sample=0))
     total = torch.cuda.get_device_properties(0).total_memory
     script = f"""
