@@ -203,7 +203,7 @@ def memory(device: str) -> DeviceMemory:
 def is_bf16_native(device: str | torch.device) -> bool:
     """Whether the card multiplies in bf16 itself."""
     with torch.cuda.device(device):  # torch's own test looks at the current device
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def capabilities(device: str) -> dict[Precision, Capability]:
