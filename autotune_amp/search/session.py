@@ -207,6 +207,7 @@ class Session:
                 environment=environment or {},
                 loss_scale=spec.loss_scale,
                 load=None if self._meter is None else self._meter.stop(),
+                start_seconds=runner.start_seconds,
             )
         )
 

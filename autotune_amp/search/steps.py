@@ -264,8 +264,8 @@ class _Steps:
         is_forking = runner.isolation == "fork"
         with confirming_runners(
             session, make, chosen.winner, environment, self._start_seconds, can_share=is_forking
-        ) as (runner_for, start_seconds):
-            confirm(session, runner_for, chosen, environment, start_seconds)
+        ) as processes:
+            confirm(session, processes, chosen, environment)
 
     def _decide(
         self,
