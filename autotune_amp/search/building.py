@@ -6,7 +6,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from autotune_amp.search.confirm import Processes, run_seconds
-from autotune_amp.search.session import CONFIRM_SHARE
 from autotune_amp.trial.outcome import Measurement
 
 if TYPE_CHECKING:
@@ -76,6 +75,15 @@ def share_where_it_pays(session: Session, runner: Runner, spec: TrialSpec, left_
             runner.keep()
 
 
+def shares_processes(device: str) -> bool:
+    """Whether the runs of a round may share a process: not where the state of the heap is part of what is measured.
+
+    On an accelerator the allocator's cache is emptied between them, and no variables are recommended that would set
+    their environments apart.
+    """
+    return device != "cpu"
+
+
 @contextmanager
 def confirming_runners(
     session: Session,
@@ -88,11 +96,11 @@ def confirming_runners(
 ) -> Iterator[Processes]:
     """Where the confirmation's runs run; a fresh process takes `start_seconds` before its first step.
 
-    On a CPU each has one of its own: the state of the heap is part of what is measured. On an accelerator, where the
-    allocator's cache is emptied between them, those of a round share one. Where building is more than `WORTH_SHARING`
-    of that and time and memory allow, one fresh template for each environment builds once, and each run is its child.
+    Those of a round share one where `shares_processes` says so, else each has one of its own. Where building is more
+    than `WORTH_SHARING` of that and time and memory allow, one fresh template for each environment builds once, and
+    each run is its child.
     """
-    are_shared = session.hardware.device != "cpu" and not environment
+    are_shared = shares_processes(session.hardware.device)
     with ExitStack() as stack:
         templates: dict[tuple[tuple[str, str], ...], Runner] = {}
         if can_share and _pays_in_confirmation(session, winner, environment, start_seconds):
@@ -139,7 +147,7 @@ def _pays_in_confirmation(
     if known is None:
         return False
     num_templates = len(_environments(environment))
-    left = min(CONFIRM_SHARE * session.clock.budget_seconds, session.clock.left())
+    left = min(session.clock.confirm_seconds, session.clock.left())
     process_seconds = start_seconds + run_seconds(session, winner)
     return (
         known.build_seconds > max(MIN_SHARED_SECONDS, WORTH_SHARING * process_seconds)

@@ -24,8 +24,10 @@ NUM_ROUNDS, MIN_ROUNDS = 5, 3
 # time, long ones are fewer: it is the spread between processes that counts.
 MEASURE_SECONDS = 2.0
 MAX_STEPS = 400
+RUN_SECONDS = MEASURE_SECONDS + 0.5  # with the warm-up of a small model
 ENDING_SHARE = 0.25  # of the confirmation's time, for evaluations and checkpoints
 MAX_FALLBACK_TRIES = 3
+MAX_SHARE = 0.5  # of the budget
 SAFETY = 1.1  # an estimate of a process's seconds that turns out short must not break the budget
 
 
@@ -121,6 +123,15 @@ def plan_round(
     return next((runs for runs in (essential, [winner]) if seconds_of(runs) <= left_seconds), [])
 
 
+def reserved_seconds(budget_seconds: float, start_seconds: float) -> float:
+    """What is the confirmation's of a budget, where its processes are shared and take `start_seconds` to start.
+
+    That is its usual share, and more, up to half, where winner and baseline would not be confirmed in it.
+    """
+    needed_seconds = SAFETY * MIN_ROUNDS * (start_seconds + 2 * RUN_SECONDS)
+    return max(CONFIRM_SHARE * budget_seconds, min(MAX_SHARE * budget_seconds, needed_seconds))
+
+
 def confirm(session: Session, processes: Processes, shortlist: Shortlist, environment: dict[str, str]) -> None:
     """Run the rounds.
 
@@ -129,8 +140,7 @@ def confirm(session: Session, processes: Processes, shortlist: Shortlist, enviro
     no other run more than the start of another process. The workload's evaluation and checkpoint are run once for each
     candidate in its environment.
     """
-    budget_seconds = min(CONFIRM_SHARE * session.clock.budget_seconds, session.clock.left())
-    until = session.clock.left() - budget_seconds
+    until = session.clock.left() - min(session.clock.confirm_seconds, session.clock.left())
 
     def cost(runs: Sequence[Run], num_starts: int) -> float:
         starting_seconds = num_starts * start_seconds(session.records, processes.start_seconds)
@@ -140,7 +150,7 @@ def confirm(session: Session, processes: Processes, shortlist: Shortlist, enviro
         return cost(runs, min(1, len(runs)) if processes.are_shared else len(runs))
 
     has_ending = session.description is not None and session.description.has_ending
-    ending_budget_seconds = ENDING_SHARE * CONFIRM_SHARE * session.clock.budget_seconds if has_ending else 0.0
+    ending_budget_seconds = ENDING_SHARE * session.clock.confirm_seconds if has_ending else 0.0
 
     def ending_left() -> float:
         return max(0.0, ending_budget_seconds - sum(map(_ending_seconds, session.records)))

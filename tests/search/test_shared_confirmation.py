@@ -13,7 +13,7 @@ from scripted_runner import ScriptedClock, ScriptedRunner, candidate, described,
 from autotune_amp.config import LossScale
 from autotune_amp.search.building import confirming_runners
 from autotune_amp.search.choose import Shortlist
-from autotune_amp.search.confirm import MIN_ROUNDS, NUM_ROUNDS, confirm
+from autotune_amp.search.confirm import MIN_ROUNDS, NUM_ROUNDS, confirm, reserved_seconds
 from autotune_amp.search.evidence import confirm_runs, gather, shares_processes
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.session import CONFIRM_SHARE
@@ -24,22 +24,27 @@ from autotune_amp.trial.spec import Candidate, TrialSpec
 BF16, LARGER, FP32 = candidate("bf16", 32), candidate("bf16", 64), candidate("fp32", 32)
 SHORTLIST = Shortlist(BF16, LARGER, FP32)
 SPEEDS = {BF16: 2000.0, LARGER: 1950.0, FP32: 1000.0}
-START_SECONDS, RUN_SECONDS = 5.0, 2.5
+RUN_SECONDS = 2.5
 
 
 class Card(ScriptedRunner):
-    """Its processes take five seconds to start; one that is kept takes none until something fails in it."""
+    """Its processes take a while to start; one that is kept takes none until something fails in it."""
 
     def __init__(
-        self, clock: ScriptedClock, isolation: Isolation, answer: Callable[[TrialSpec, bool], Outcome]
+        self,
+        clock: ScriptedClock,
+        isolation: Isolation,
+        process_seconds: float,
+        answer: Callable[[TrialSpec, bool], Outcome],
     ) -> None:
         super().__init__(lambda spec: answer(spec, self.is_fresh), clock)
         self.isolation = isolation
+        self.process_seconds = process_seconds
         self.is_fresh, self.is_broken = True, False
 
     def run(self, spec: TrialSpec) -> Outcome:
         self.is_fresh = self.isolation == "fresh" or not self.specs or self.is_broken
-        self.start_seconds = START_SECONDS if self.is_fresh else 0.0
+        self.start_seconds = self.process_seconds if self.is_fresh else 0.0
         self._clock.now += self.start_seconds + RUN_SECONDS
         self.specs.append(spec)
         outcome = self._answer(spec)
@@ -50,8 +55,15 @@ class Card(ScriptedRunner):
 class Machine:
     """A search that measured three candidates on `device`, before its confirmation."""
 
-    def __init__(self, folder: Path, device: str, budget_seconds: float = SearchOptions().budget_seconds) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        device: str,
+        budget_seconds: float = SearchOptions().budget_seconds,
+        start_seconds: float = 5.0,
+    ) -> None:
         self.clock = ScriptedClock(budget_seconds)
+        self.start_seconds = start_seconds
         self.made: list[Isolation] = []
         self.failing: dict[tuple[Candidate, int], str] = {}
         self.process_factors = [1.0] * 20
@@ -63,18 +75,17 @@ class Machine:
 
     def confirm(self, environment: dict[str, str]) -> list[Record]:
         """The records of the confirmation, which has its own share of the budget and no more."""
-        self.clock.now = max(self.clock.now, (1 - CONFIRM_SHARE) * self.clock.budget_seconds)
+        self.clock.now = max(self.clock.now, self.clock.budget_seconds - self.clock.confirm_seconds)
         num_before = len(self.session.records)
-        winner, start_seconds = SHORTLIST.winner, START_SECONDS
         with confirming_runners(
-            self.session, self.make, winner, environment, start_seconds, can_share=True
+            self.session, self.make, SHORTLIST.winner, environment, self.start_seconds, can_share=True
         ) as processes:
             confirm(self.session, processes, SHORTLIST, environment)
         return self.session.records[num_before:]
 
     def make(self, isolation: Isolation, environment: dict[str, str]) -> Runner:
         self.made.append(isolation)
-        return cast("Runner", Card(self.clock, isolation, self.answer))
+        return cast("Runner", Card(self.clock, isolation, self.start_seconds, self.answer))
 
     def answer(self, spec: TrialSpec, is_fresh: bool) -> Outcome:
         number = sum(r.round is not None and r.candidate == spec.candidate for r in self.session.records)
@@ -120,6 +131,21 @@ def test_the_default_budget_confirms_where_a_process_takes_five_seconds_to_start
     assert machine.clock.now <= machine.clock.budget_seconds
 
 
+@pytest.mark.parametrize("start_seconds", [8.0, 10.0])
+def test_more_of_the_budget_is_kept_where_processes_take_longer_to_start(tmp_path: Path, start_seconds: float) -> None:
+    machine = Machine(tmp_path, "cuda:0", start_seconds=start_seconds)
+    machine.clock.confirm_seconds = reserved_seconds(machine.clock.budget_seconds, start_seconds)
+    records = machine.confirm({})
+    for tried in (BF16, FP32):
+        assert confirm_runs(records, tried, {}).num_confirming >= MIN_ROUNDS
+    assert machine.clock.now <= machine.clock.budget_seconds
+
+
+@pytest.mark.parametrize("start_seconds", [0.0, 5.0, 100.0])
+def test_the_search_keeps_half_of_the_budget_at_least(start_seconds: float) -> None:
+    assert CONFIRM_SHARE * 100.0 <= reserved_seconds(100.0, start_seconds) <= 50.0
+
+
 def test_a_failure_costs_its_own_row_and_a_process(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "cuda:0", budget_seconds=1000.0)
     machine.failing[LARGER, 0] = "another process took the memory"
@@ -155,6 +181,6 @@ def test_what_ran_in_the_same_processes_says_nothing_more_of_how_far_processes_d
         return found.samples_per_second_interval
 
     low, high = evidence(records)
-    apart = [msgspec.structs.replace(r, start_seconds=START_SECONDS) for r in records]
+    apart = [msgspec.structs.replace(r, start_seconds=5.0) for r in records]
     low_apart, high_apart = evidence(apart)
     assert high / low > high_apart / low_apart
