@@ -104,7 +104,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     `search_id` tells the searches in one folder apart; only lines of the running search are resumed. `seconds` is
     what the trial cost, process start and set-up included. `round` numbers the confirmation rounds from 0. `loss_scale`
     is what fp16 ran with, `load` what others did on the machine meanwhile; both are None where an earlier version did
-    not log them, `load` of a check too.
+    not log them, `load` of a check too. `start_seconds` is what its process took to start, 0.0 in one that was kept
+    from an earlier trial, None in a forked one, of a check, and where an earlier version did not log it.
     """
 
     format: int = 1
@@ -118,6 +119,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str] = {}
     loss_scale: LossScale | None = None
     load: MachineLoad | None = None
+    start_seconds: float | None = None
 
 
 class SampleSizes(msgspec.Struct, frozen=True, kw_only=True):

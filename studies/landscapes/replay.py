@@ -167,6 +167,7 @@ class ReplayRunner:
         self.landscape = landscape
         self.isolation: Isolation = "fork"
         self.is_build_shared = False
+        self.start_seconds: float | None = None
         self._clock = clock
         self._chance = random.Random(seed)
 
@@ -178,6 +179,9 @@ class ReplayRunner:
         process = self._chance.choice(self.landscape.cells[spec.candidate])
         played = play(process, spec, self.landscape.header, self._chance)
         self._clock.now += played.seconds
+        if spec.is_miniature and isinstance(played.outcome, Measurement):  # a fresh process: the rest is in its outcome
+            own_seconds = played.outcome.build_seconds + played.outcome.context_seconds
+            self.start_seconds = self.landscape.header.start_seconds - own_seconds
         return played.outcome
 
     def check(self, spec: CheckSpec) -> CheckOutcome:

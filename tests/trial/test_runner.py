@@ -106,6 +106,7 @@ def test_a_kept_worker_builds_once_and_starts_each_trial_from_the_first_weights(
     with Runner(payload, "kept", listener) as runner:
         state = opened(runner)
         assert all(isinstance(runner.run(spec(state)), Measurement) for _ in range(3))
+        assert runner.start_seconds == 0.0
     assert len(listener.pids("imported in")) == 1
     assert len(listener.pids("built in")) == 1
     weights = [line.split(" in ")[0] for line in listener.text.splitlines() if line.startswith("weight")]
@@ -119,6 +120,7 @@ def test_a_fresh_process_is_started_for_each_trial(payload: Payload, listener: L
         state = opened(runner)
         runner.close()
         assert all(isinstance(runner.run(spec(state)), Measurement) for _ in range(2))
+        assert runner.start_seconds
     assert len(set(listener.pids("imported in"))) == 3
 
 
