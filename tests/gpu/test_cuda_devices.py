@@ -52,7 +52,8 @@ def spec(device: str) -> TrialSpec:
 
 
 def says_device(model: nn.Module, batch: Tensor) -> Tensor:
-    return (model(batch) + torch.zeros(1, device="cuda")).square().mean()
+    result: Tensor = (model(batch) + torch.zeros(1, device="cuda")).square().mean()
+    return result
 
 
 def moves(model: nn.Module, batch: Tensor) -> Tensor:
