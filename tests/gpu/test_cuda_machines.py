@@ -1,4 +1,4 @@
-"""Machines with other cards than this one's: which device is meant, what it can do, and errors that say what is wrong."""
+"""Machines with other cards: which device is meant, what it can do, and what is wrong."""
 
 from __future__ import annotations
 
