@@ -206,7 +206,18 @@ def workload():
     return Workload(lambda: nn.Linear(8, 1), loss, data)
 """,
     )
-    options = ("--budget", "16", "--precision", "fp32", "--batch-size", "4:4", "--baseline", "fp32:4", "--device", "cpu")
+    options = (
+        "--budget",
+        "16",
+        "--precision",
+        "fp32",
+        "--batch-size",
+        "4:4",
+        "--baseline",
+        "fp32:4",
+        "--device",
+        "cpu",
+    )
     first = cli.search(target, *options)
     assert first.code == 0, first.err
     assert "the function was called" in first.err
