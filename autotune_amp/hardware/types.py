@@ -26,7 +26,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory in bytes. `available` is the least of the device, the container's limit and what others leave free.
 
     `container_limit` is the cgroup's limit (CPU only), None where there is none. `held_by_caller` is what the
-    calling process itself holds on the device.
+    calling process, and those that wait for it, hold on the device.
     """
 
     total: int

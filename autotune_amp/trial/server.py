@@ -114,12 +114,14 @@ class Server:
         from autotune_amp.trial.spec import CheckSpec, TrialSpec
 
         if what == "probe":
+            import torch
+
             from autotune_amp import torch_state
             from autotune_amp.hardware import measure
 
             torch_state.apply(args["torch_state"])
             hardware = measure(args["device"])
-            worker.free_cache()
+            worker.clean(torch.device(hardware.device))
             return hardware
         if what == "fingerprint":
             from autotune_amp.fingerprint import compute

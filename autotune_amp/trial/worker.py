@@ -65,7 +65,7 @@ def describe(
     seen_batch_size = baseline_batch_size and (batch_size or baseline_batch_size)
     as_found, is_strict = as_run(bench.workload, model, torch.device(device), state, seen_batch_size, has_tf32=has_tf32)
     if bench.is_kept:
-        clean()
+        clean(torch.device(device))
     seen = Look() if seen_batch_size is None else look(bench.workload, seen_batch_size)
     return Description(
         name=bench.workload.name,
@@ -110,7 +110,7 @@ def guarded(bench: Bench, spec: TrialSpec | CheckSpec, action: Callable[[], Resu
         return failure
     finally:
         if bench.is_kept:
-            clean()
+            clean(torch.device(spec.device))
 
 
 def prepare(bench: Bench, spec: TrialSpec | CheckSpec) -> tuple[PeakMemory, float]:
@@ -124,16 +124,12 @@ def prepare(bench: Bench, spec: TrialSpec | CheckSpec) -> tuple[PeakMemory, floa
     return memory, context_seconds
 
 
-def clean() -> None:
-    """Let go what a kept worker must not carry into its next trial."""
+def clean(device: torch.device) -> None:
+    """Let go what a kept worker must not carry into its next trial: the allocator's cache would count as that one's."""
     gc.collect()
-    free_cache()
-
-
-def free_cache() -> None:
-    """Give what torch's CUDA allocator keeps back, so that it does not count as the next trial's."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch does not type it
-        torch.cuda.empty_cache()
+    if device.type != "cpu":
+        with contextlib.suppress(RuntimeError):  # an error of the card itself, which all its calls repeat
+            torch.get_device_module(device).empty_cache()
 
 
 def _measure(bench: Bench, spec: TrialSpec, send: Send) -> Outcome:

@@ -7,11 +7,16 @@ from typing import NoReturn
 
 import pytest
 import torch
+from torch import nn
 
+from autotune_amp import Workload, torch_state
 from autotune_amp.errors import DeviceError
 from autotune_amp.hardware import cuda, host, identity, matmul, measure, nvml
 from autotune_amp.hardware.measuring import make_current
 from autotune_amp.trial import worker
+from autotune_amp.trial.bench import Bench
+from autotune_amp.trial.outcome import Failure
+from autotune_amp.trial.spec import Candidate, TrialSpec
 
 GIB = 2**30
 
@@ -162,3 +167,27 @@ def test_another_device_is_made_current_if_it_is_there(current: list[str]) -> No
     assert current == ["xpu:1"]
     with pytest.raises(DeviceError, match="PyTorch sees 2 xpu devices"):
         make_current("xpu:2")
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "xpu", "mps"])
+def test_a_kept_worker_gives_back_what_a_trial_left_in_the_cache_and_says_what_the_trial_died_of(
+    device_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed: list[str] = []
+
+    def give_back() -> None:
+        freed.append(device_type)
+        raise RuntimeError("CUDA error: device-side assert triggered")  # which every call repeats from then on
+
+    def die() -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered in the loss")
+
+    monkeypatch.setattr(torch.get_device_module(device_type), "empty_cache", give_back)
+    bench = Bench(Workload(nn.Module, lambda model, batch: batch, torch.ones), is_kept=True)
+    spec = TrialSpec(
+        candidate=Candidate(precision="fp32", batch_size=1), device=device_type, torch_state=torch_state.capture()
+    )
+    failure = worker.guarded(bench, spec, die)
+    assert isinstance(failure, Failure)
+    assert failure.message.endswith("in the loss")
+    assert freed == [device_type]
