@@ -3,7 +3,7 @@ the runtime."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
@@ -17,6 +17,7 @@ from autotune_amp.swap import Player, player_of, set_player
 
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HALF_DTYPES = (torch.bfloat16, torch.float16)
+CUDA_FLAGS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")  # of how fp32 is computed, below torch.backends
 
 
 def autocast(precision: Precision, device_type: str) -> AbstractContextManager[object]:
@@ -60,24 +61,22 @@ def grad_scaler(loss_scale: LossScale | None, device_type: str) -> torch.amp.Gra
     )
 
 
-def as_found(torch_state: Mapping[str, Any], device_type: str) -> tuple[Precision, bool]:
+def as_found(torch_state: Mapping[str, Any], device_type: str, idle: Collection[str] = ()) -> tuple[Precision, bool]:
     """What the caller's own autocast and TF32 flags amount to, and whether they equal that precision's strict flags.
 
-    PyTorch's default on CUDA is such a mixture: TF32 in cuDNN's convolutions, off in matrix products.
+    PyTorch's default on CUDA is a mixture: TF32 in cuDNN's convolutions and RNNs, off in matrix products. Flags that
+    are `idle`, since nothing that they concern runs, do not count.
     """
     flags = {
         name: "off" if torch_state[f"{name}.fp32_precision"] in ("none", "ieee") else "on"
-        for name in (
-            ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
-            if device_type == "cuda"
-            else ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
-        )
+        for name in (CUDA_FLAGS if device_type == "cuda" else ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"))
+        if name not in idle
     }
     all_off = "on" not in flags.values()
     dtype = torch_state.get(f"autocast.{device_type}")
     if dtype in ("bfloat16", "float16"):
         return ("bf16" if dtype == "bfloat16" else "fp16"), all_off
-    if device_type == "cuda" and "off" not in flags.values():
+    if device_type == "cuda" and flags and "off" not in flags.values():
         return "tf32", True
     return "fp32", all_off
 

@@ -141,7 +141,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     config's precision, *unchecked* where no check was made; None for fp32, which the others are held to. `loss_scale`
     is None for fp16 not calibrated, and for every other precision. `accumulation` is what was found of it, None where
     nobody asked; `loader` is None where the data loader does not set the speed. `is_build_shared`: the processes shared
-    a model that was built once, so that the interval does not hold what building it anew changes. `joules_per_sample`
+    a model that was built once, so that the interval does not hold what building it anew changes.
+    `are_processes_shared`: each of them measured everything that was confirmed, in turn. `joules_per_sample`
     is None where nothing says what the device draws, `load` where nobody looked what others did on the machine.
     `search_samples_per_second` is what the search's trials reached, where the confirmation is more than half off it:
     then the interval holds both.
@@ -170,6 +171,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     joules_per_sample: float | None = None
     load: LoadEvidence | None = None
     search_samples_per_second: float | None = None
+    are_processes_shared: bool = False
 
 
 class Exclusion(msgspec.Struct, frozen=True, kw_only=True):

@@ -206,7 +206,18 @@ def workload():
     return Workload(lambda: nn.Linear(8, 1), loss, data)
 """,
     )
-    options = ("--budget", "16", "--precision", "fp32", "--batch-size", "4:4", "--baseline", "fp32:4")
+    options = (
+        "--budget",
+        "16",
+        "--precision",
+        "fp32",
+        "--batch-size",
+        "4:4",
+        "--baseline",
+        "fp32:4",
+        "--device",
+        "cpu",
+    )
     first = cli.search(target, *options)
     assert first.code == 0, first.err
     assert "the function was called" in first.err
@@ -269,7 +280,8 @@ def workload():
     return Workload(lambda: nn.Linear(8, 1), lambda m, b: (m(b[0]) - b[1]).square().mean(), data)
 """,
     )
-    done = cli.search(target, "--precision", "fp32", "--batch-size", "8:8", "--baseline", "fp32:8", "--budget", "70")
+    options = ("--precision", "fp32", "--batch-size", "8:8", "--baseline", "fp32:8", "--device", "cpu")
+    done = cli.search(target, *options, "--budget", "70")
     assert done.code == 0, done.err
     seen = {tuple(json.loads(line)) for line in (cli.folder / "seen.jsonl").read_text().splitlines()}
     assert {entry[:3] for entry in seen} == {("secret", "1", "disabled")}

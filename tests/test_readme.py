@@ -47,12 +47,12 @@ QUICK = [
     Example("controller.on_step", r"\Afp16 0 \(\)\n\Z"),
 ]
 SLOW = [
-    Example("recommendation.reason", r"\A(fp32|bf16|fp16) \d+ ", seconds=30),
-    Example("def train_step", r"\A(fp32|bf16|fp16) 32\n\Z", seconds=30),
+    Example("recommendation.reason", r"\A(fp32|tf32|bf16|fp16) \d+ ", seconds=30),
+    Example("def train_step", r"\A(fp32|tf32|bf16|fp16) 32\n\Z", seconds=30),
     Example("check_fidelity", r"\Aunfaithful \('encoder\.block\.1\.layer\.1\.DenseReluDense\.wo',\)\n\Z"),
     Example("LightningModule", r"^(32-true|bf16-mixed|16-mixed) \d+$", seconds=40),
     Example("from_trainer", r"^16 10\n\Z", seconds=40),
-    Example("profile_amp", r"\A(bf16|fp16) \d+\.\d+ (excellent|significant|modest|negligible|slower) "),
+    Example("profile_amp", r"\A(tf32|bf16|fp16) \d+\.\d+ (excellent|significant|modest|negligible|slower) "),
 ]
 
 

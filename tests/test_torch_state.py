@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import pytest
 
-from autotune_amp.precision import as_found
+from autotune_amp.precision import CUDA_FLAGS, as_found
 
 # Runs programs in processes of their own, forked where PyTorch is imported and nothing else was done.
 FORKS = """
@@ -130,6 +130,24 @@ def state(matmul: str, conv: str, rnn: str, autocast: str | None = None) -> dict
 )
 def test_what_the_callers_flags_amount_to(found: dict[str, str | None], expected: tuple[str, bool]) -> None:
     assert as_found(found, "cuda") == expected
+
+
+@pytest.mark.parametrize(
+    ("found", "idle", "expected"),
+    [
+        (state("none", "tf32", "tf32"), CUDA_FLAGS, ("fp32", True)),  # no TF32 on the device
+        (state("tf32", "tf32", "tf32"), CUDA_FLAGS, ("fp32", True)),
+        (state("none", "tf32", "tf32", "float16"), CUDA_FLAGS, ("fp16", True)),
+        (state("none", "tf32", "tf32"), ("cudnn.conv", "cudnn.rnn"), ("fp32", True)),
+        (state("none", "tf32", "tf32"), ("cudnn.rnn",), ("fp32", False)),
+        (state("tf32", "tf32", "ieee"), ("cudnn.rnn",), ("tf32", True)),
+        (state("tf32", "ieee", "ieee"), ("cudnn.conv", "cudnn.rnn"), ("tf32", True)),
+    ],
+)
+def test_flags_that_concern_nothing_that_runs_do_not_count(
+    found: dict[str, str | None], idle: tuple[str, ...], expected: tuple[str, bool]
+) -> None:
+    assert as_found(found, "cuda", idle) == expected
 
 
 def test_on_a_cpu_cuda_flags_say_nothing() -> None:

@@ -27,13 +27,21 @@ if TYPE_CHECKING:
 _GET_STARTED = "https://pytorch.org/get-started/locally/"
 _NO_FP8_AUTOCAST = "PyTorch's autocast has no fp8: training in it needs a library such as torchao"
 
+# As PyTorch's own tables have them (torch/cuda/__init__.py of 2.15, DEVICE_REQUIREMENT and what it is overlaid with for
+# CUDA 13.2): the compute capabilities of Jetson, those that run discrete cards' binaries from 13.2 on, Thor's names.
+_JETSON = {(5, 3), (6, 2), (7, 2), (8, 7), (11, 0)}
+_UNIFIED_JETSON = {(7, 2), (8, 7)}
+_RENAMED = {(10, 1): (11, 0)}
+
 
 class CardFacts(NamedTuple):
-    """What the decision rests on; `arch_list` is what this PyTorch was built for, e.g. ``("sm_80", "compute_90")``."""
+    """What the decision rests on; `arch_list` is what this PyTorch was built for, e.g. ``("sm_80", "compute_90")``, by
+    version `cuda` of CUDA, None under ROCm."""
 
     compute_capability: tuple[int, int]
     name: str
     arch_list: tuple[str, ...]
+    cuda: str | None
     hip: str | None
     is_bf16_native: bool
     is_tf32_supported: bool
@@ -44,7 +52,7 @@ def decide(card: CardFacts) -> dict[Precision, Capability]:
     if card.hip is not None:
         return _decide_rocm(card)
     major, minor = card.compute_capability
-    if not has_kernels(card.compute_capability, card.arch_list):
+    if not has_kernels(card.compute_capability, card.arch_list, card.cuda):
         reason = (
             f"This PyTorch has no kernels for {card.name} (sm_{major}{minor}), only for {' '.join(card.arch_list)}: "
             f"install a build that has them ({_GET_STARTED}; newer for a new card, older for an old one)."
@@ -102,24 +110,30 @@ def _decide_rocm(card: CardFacts) -> dict[Precision, Capability]:
     }
 
 
-def has_kernels(compute_capability: tuple[int, int], arch_list: Sequence[str]) -> bool:
+def has_kernels(compute_capability: tuple[int, int], arch_list: Sequence[str], cuda: str | None) -> bool:
     """Whether code built for `arch_list` runs on a card: by a binary of its generation or by PTX of an older one.
 
     Binaries run on the same major version from their minor version up; with an "a" behind the number on that very
-    card only, with an "f" on its family only. A build that names no architecture is taken at its word.
+    card only, with an "f" on its family only. Jetson's cards and the discrete ones run none of each other's, save what
+    a build with CUDA 13.2 or newer has for discrete ones. A build that names no architecture is taken at its word.
     """
-    return not arch_list or any(_runs_on(compute_capability, arch) for arch in arch_list)
+    is_unified = cuda is not None and tuple(map(int, cuda.split("."))) >= (13, 2)
+    return not arch_list or any(_runs_on(compute_capability, arch, is_unified) for arch in arch_list)
 
 
-def _runs_on(compute_capability: tuple[int, int], arch: str) -> bool:
+def _runs_on(compute_capability: tuple[int, int], arch: str, is_unified: bool) -> bool:
     match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
     if match is None:
         return False
-    kind, built_for, suffix = match[1], (int(match[2]), int(match[3])), match[4]
-    if suffix == "a":
-        return built_for == compute_capability
-    is_same_major = built_for[0] == compute_capability[0]
-    return built_for <= compute_capability and (is_same_major or (kind == "compute" and not suffix))
+    number = int(match[2]), int(match[3])
+    kind, suffix = match[1], match[4]
+    card, built_for = _RENAMED.get(compute_capability, compute_capability), _RENAMED.get(number, number)
+    if kind == "compute" and not suffix:
+        return built_for <= card
+    runs_discrete = card not in _JETSON or (is_unified and card in _UNIFIED_JETSON)
+    if suffix == "a" or built_for in _JETSON or not runs_discrete:
+        return built_for == card
+    return built_for[0] == card[0] and built_for <= card
 
 
 def is_built() -> bool:
@@ -134,38 +148,38 @@ def resolve(index: int | None) -> str:
             f"No CUDA device: this PyTorch ({torch.__version__}) was built without CUDA.",
             f"Install a CUDA build of PyTorch ({_GET_STARTED}), or pass device='cpu'.",
         )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of what is said here with a next step
-        if not torch.cuda.is_available():
-            raise DeviceError(
-                f"No CUDA device: {_why_unavailable()}",
-                "Run nvidia-smi to see whether the driver works, or pass device='cpu'.",
-            )
-        return numbered("cuda", torch.cuda.current_device() if index is None else index, torch.cuda.device_count())
-
-
-def _why_unavailable() -> str:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    hidden = "" if visible is None else f" CUDA_VISIBLE_DEVICES is {visible!r}."
     try:
-        torch.empty(0, device="cuda")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of what `decide` says with a next step
+            # Not is_available(): NVML, which may answer it, does not know which driver this build needs.
+            torch.cuda.init()  # type: ignore[no-untyped-call] # torch does not type it
     except RuntimeError as error:
-        return str(error).splitlines()[0] + hidden
-    return "PyTorch finds no card that it can use." + hidden
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hidden = "" if visible is None else f" CUDA_VISIBLE_DEVICES is {visible!r}."
+        raise DeviceError(
+            f"No CUDA device: {str(error).splitlines()[0]}{hidden}",
+            "Run nvidia-smi to see whether the driver works, or do without a card: pass device='cpu' (--device cpu).",
+        ) from error
+    return numbered("cuda", torch.cuda.current_device() if index is None else index, torch.cuda.device_count())
+
+
+def uuid(device: str | torch.device) -> str | None:
+    """What NVML knows the card by; None under ROCm, whose cards it does not know."""
+    return None if torch.version.hip else str(torch.cuda.get_device_properties(device).uuid)
 
 
 def identity(device: str) -> DeviceIdentity:
     """As NVML names the card with the UUID that torch sees, else as torch names it."""
-    index = torch.device(device).index
-    properties = torch.cuda.get_device_properties(index)
-    found = identities.cuda(index, str(properties.uuid))
+    index, card = torch.device(device).index, uuid(device)
+    found = identities.unknown("cuda", index) if card is None else identities.cuda(index, card)
     if found.uuid is not None:
         return found
+    properties = torch.cuda.get_device_properties(device)
     return DeviceIdentity(
         type="cuda",
         name=properties.name,
         index=index,
-        uuid=None if torch.version.hip else f"GPU-{properties.uuid}",
+        uuid=None if card is None else f"GPU-{card}",
         driver=f"ROCm {torch.version.hip}" if torch.version.hip else None,
         num_cpus=host.num_cpus(),
         total_memory_bytes=properties.total_memory,
@@ -181,29 +195,41 @@ def compute_capability(device: str) -> str | None:
 def memory(device: str) -> DeviceMemory:
     """Bytes, as the driver counts them: what other processes hold is not free."""
     free, total = torch.cuda.mem_get_info(device)
-    return DeviceMemory(total=total, free=free, available=free)
+    card = uuid(device)
+    held = 0 if card is None else nvml.held_by_caller(card)
+    return DeviceMemory(total=total, free=free, available=free, held_by_caller=held)
+
+
+def is_bf16_native(device: str | torch.device) -> bool:
+    """Whether the card multiplies in bf16 itself."""
+    with torch.cuda.device(device):  # torch's own test looks at the current device
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def capabilities(device: str) -> dict[Precision, Capability]:
     """What `decide` makes of this card."""
     properties = torch.cuda.get_device_properties(device)
-    with torch.cuda.device(device):  # torch's own tests look at the current device
-        facts = CardFacts(
-            compute_capability=(properties.major, properties.minor),
-            name=properties.name,
-            arch_list=tuple(torch.cuda.get_arch_list()),
-            hip=torch.version.hip,
-            is_bf16_native=torch.cuda.is_bf16_supported(including_emulation=False),
-            is_tf32_supported=torch.cuda.is_tf32_supported(),
-        )
+    with torch.cuda.device(device):  # torch's own test looks at the current device
+        is_tf32_supported = torch.cuda.is_tf32_supported()
+    facts = CardFacts(
+        compute_capability=(properties.major, properties.minor),
+        name=properties.name,
+        arch_list=tuple(torch.cuda.get_arch_list()),
+        cuda=torch.version.cuda,
+        hip=torch.version.hip,
+        is_bf16_native=is_bf16_native(device),
+        is_tf32_supported=is_tf32_supported,
+    )
     return decide(facts)
 
 
 def notes_before(device: str) -> tuple[str, ...]:
     """Who else computes on the card; read before this process has a context of its own there."""
-    return nvml.process_notes(str(torch.cuda.get_device_properties(device).uuid))
+    card = uuid(device)
+    return () if card is None else nvml.process_notes(card)
 
 
 def notes_after(device: str) -> tuple[str, ...]:
     """Why the card runs below its clocks."""
-    return nvml.slowdown_notes(str(torch.cuda.get_device_properties(device).uuid))
+    card = uuid(device)
+    return () if card is None else nvml.slowdown_notes(card)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -84,6 +85,14 @@ def tree(processes: dict[int, ProcessTimes], own_pid: int) -> set[int]:
     while new:
         new = [child for pid in new for child in children.get(pid, ()) if child not in found]
         found.update(new)
+    return found
+
+
+def _ancestors(processes: dict[int, ProcessTimes], pid: int) -> set[int]:
+    found: set[int] = set()
+    while (process := processes.get(pid)) is not None and process.parent not in found:
+        pid = process.parent
+        found.add(pid)
     return found
 
 
@@ -173,13 +182,14 @@ def clock_share() -> float | None:
 class LoadMeter:
     """Tells what others did while a trial ran: from its last warm-up step on, or in all of it where it took none.
 
-    `uuid` is the card's, None without one. Made before our first context on it: what is there now is others'.
+    `uuid` is the card's, None without one. Made before our children's first context on it: what is there now is
+    others', or this process's own where it has used CUDA.
     """
 
     def __init__(self, uuid: str | None = None) -> None:
         self._uuid = uuid
         self._utilization = None if uuid is None else nvml.utilization(uuid)
-        processes = None if uuid is None else nvml.processes(uuid)
+        processes = None if uuid is None or _has_used_cuda() else nvml.processes(uuid)
         self._first_card_pids = frozenset(pid for pid, _ in processes or ())
         self.start()
 
@@ -231,10 +241,15 @@ class LoadMeter:
         if listed is None:
             return None
         seen = reading.processes or {}
-        ours = tree(seen, os.getpid())
+        ours = tree(seen, os.getpid()) | _ancestors(seen, os.getpid())
         # From a container NVML's numbers may be of processes that cannot be seen: new ones among them may be our own.
         return tuple(
             CardProcess(pid=pid, name=seen[pid].name if pid in seen else None, memory_bytes=memory_bytes)
             for pid, memory_bytes in listed
             if pid not in ours and (pid in seen or pid in self._first_card_pids)
         )
+
+
+def _has_used_cuda() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized()

@@ -10,6 +10,7 @@ import torch
 from autotune_amp.config import PRECISIONS
 from autotune_amp.errors import DeviceError
 from autotune_amp.hardware import cpu, cuda, matmul, mps, xpu
+from autotune_amp.hardware.identity import identify
 from autotune_amp.hardware.naming import parse
 from autotune_amp.hardware.types import Capability, Hardware
 
@@ -23,8 +24,8 @@ _BACKENDS: dict[str, Backend] = {"cuda": cuda, "xpu": xpu, "mps": mps, "cpu": cp
 def measure(device: str, *, seconds: float = 1.0) -> Hardware:
     """The device, its memory, and each precision's level, reason and matrix-product rate.
 
-    `auto` is the first of cuda, xpu, mps and cpu that can be used; a note says why it is not one that this PyTorch
-    was built for. `seconds` is shared by the micro-benchmarks of all
+    `auto` is the NVIDIA card that `identify` sees, else the first of cuda, xpu, mps and cpu that can be used; a note
+    says why it is not one that this PyTorch was built for. `seconds` is shared by the micro-benchmarks of all
     precisions, not counting the start of the device. Raises `DeviceError` with the reason where the device asked for
     cannot be used.
     """
@@ -47,9 +48,22 @@ def measure(device: str, *, seconds: float = 1.0) -> Hardware:
     )
 
 
+def make_current(device: str) -> None:
+    """Have "cuda" and .cuda() in this thread mean a device named by a number above 0; others are what they mean anyway.
+
+    No driver is started for those: code that is yet to run may say which devices it shows. Raises `DeviceError` where
+    there is no such device.
+    """
+    kind, index = parse(device)
+    if index:
+        torch.accelerator.set_device_index(_BACKENDS[kind].resolve(index))
+
+
 def _resolve(device: str) -> tuple[Backend, str, tuple[str, ...]]:
     """The backend, the device string, and why `auto` passed over an accelerator."""
     kind, index = parse(device)
+    if kind == "auto" and identify(device).type == "cuda":
+        kind = "cuda"  # a card that cannot be used is an error: another device's answer would be filed under its name
     if kind != "auto":
         return _BACKENDS[kind], _BACKENDS[kind].resolve(index), ()
     passed_over: list[str] = []

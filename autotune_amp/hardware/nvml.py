@@ -88,8 +88,22 @@ def card(uuid: str) -> Card | None:
 
 
 def process_notes(uuid: str) -> tuple[str, ...]:
-    """Who else computes on the card, with the memory they hold where the driver says."""
-    return tuple(_process_note(pid, used) for pid, used in processes(uuid) or () if pid != os.getpid())
+    """Who else computes on the card, with the memory they hold where the driver says: neither this process nor those
+    that it descends from, which wait for it."""
+    ours = {os.getpid(), *_ancestors()}
+    return tuple(_process_note(pid, used) for pid, used in processes(uuid) or () if pid not in ours)
+
+
+def held_by_caller(uuid: str) -> int:
+    """The bytes that the processes which this one descends from hold on the card, as far as the driver says."""
+    ancestors = _ancestors()
+    return sum(used or 0 for pid, used in processes(uuid) or () if pid in ancestors)
+
+
+def _ancestors() -> set[int]:
+    import psutil  # takes longer than `identify` may
+
+    return {process.pid for process in psutil.Process().parents()}
 
 
 def processes(uuid: str) -> tuple[tuple[int, int | None], ...] | None:
@@ -110,7 +124,10 @@ def utilization(uuid: str) -> float | None:
 
 
 def _process_note(pid: int, used_bytes: int | None) -> str:
-    who = f"Process {pid}" + (" (the one that asked for this probe)" if pid == os.getppid() else "")
+    import psutil
+
+    # A container hides whose number it is.
+    who = f"Process {pid}" + ("" if psutil.pid_exists(pid) else " (out of sight from here; it may be the calling one)")
     holds = "memory" if used_bytes is None else f"{used_bytes / 2**30:.1f} GiB"
     return f"{who} holds {holds} on this card; it is not available and its work slows what is measured."
 

@@ -26,7 +26,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory in bytes. `available` is the least of the device, the container's limit and what others leave free.
 
     `container_limit` is the cgroup's limit (CPU only), None where there is none. `held_by_caller` is what the
-    calling process itself holds on the device.
+    calling process, and those that wait for it, hold on the device.
     """
 
     total: int
@@ -61,6 +61,11 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     memory: DeviceMemory
     precisions: dict[Precision, Capability]
     notes: tuple[str, ...] = ()
+
+    @property
+    def has_tf32(self) -> bool:
+        """Whether torch's TF32 flags mean anything here."""
+        return "tf32" in self.precisions and self.precisions["tf32"].level != "unsupported"
 
 
 class BusyProcess(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from autotune_amp.config import Precision
 from autotune_amp.errors import InvalidRequestError
 from autotune_amp.numerics.blame import modules_by_name, parameters_by_name
 from autotune_amp.numerics.draws import comparable_draws
-from autotune_amp.numerics.loop import CatchingAmp, Loop, NoStepError, is_all_finite, scaled
+from autotune_amp.numerics.loop import CatchingAmp, Loop, NoStepError, is_all_finite, scaled, unscaled
 from autotune_amp.precision import autocast, is_pinned, pin_fp32, set_flags, unpin
 
 Gradients: TypeAlias = dict[str, Tensor]
@@ -187,9 +187,8 @@ class Passes:
         gradients = {}
         for name, parameter in parameters_by_name(self.model).items():
             if parameter.grad is not None:
-                gradient = parameter.grad.coalesce() if parameter.grad.is_sparse else parameter.grad
-                gradients[name] = (gradient if gradient.is_complex() else gradient.float()).div_(scale)
-        self.model.zero_grad(set_to_none=True)
+                gradients[name] = unscaled(parameter.grad, scale)
+                parameter.grad = None
         return gradients
 
 

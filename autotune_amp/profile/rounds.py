@@ -150,7 +150,7 @@ def _lane(name: Precision, outcomes: Sequence[Outcome]) -> Lane:
         precision=name,
         block_seconds=tuple(m.step_seconds - wait for m, wait in zip(measured, waits, strict=True)),
         data_seconds=tuple(waits),
-        num_steps=sum(len(m.raw_step_seconds) for m in measured),
+        num_steps=sum(m.num_steps for m in measured),
         failure=last if isinstance(last, Failure) else None,
         was_cut=isinstance(last, Measurement) and last.was_cut,
     )

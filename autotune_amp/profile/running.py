@@ -125,9 +125,7 @@ def run_profile(origin: Origin, request: Request, progress: Progress) -> AmpProf
 
 def _asked(request: Request, hardware: Hardware) -> tuple[Precision, ...]:
     """fp32 first. TF32 is no mixed precision, so that it is shown where the device has it or somebody asks."""
-    capability = hardware.precisions.get("tf32")
-    has_tf32 = capability is not None and capability.level != "unsupported"
-    usual: tuple[Precision, ...] = ("tf32", *LOW) if has_tf32 else LOW
+    usual: tuple[Precision, ...] = ("tf32", *LOW) if hardware.has_tf32 else LOW
     return tuple(dict.fromkeys(("fp32", *(request.precisions or usual))))
 
 

@@ -184,6 +184,8 @@ def _speed(recommendation: Recommendation) -> str:
             of_it = ""
     if evidence.is_build_shared and evidence.num_processes > 1:
         text += "; its processes shared one built model"
+    if evidence.are_processes_shared:
+        text += f"; from {count(evidence.num_processes, 'fresh process', 'fresh processes')} that ran all in turn"
     if evidence.num_processes < MIN_PROCESSES:
         text += f"; unconfirmed, measured in {count(evidence.num_processes, 'process', 'processes')} only"
     return text

@@ -30,8 +30,8 @@ class LaggedReader:
             return
         host = torch.empty(len(values), pin_memory=True)
         host.copy_(packed, non_blocking=True)
-        event = torch.Event(device=packed.device)
-        event.record()
+        # On the stream of the copy, which need not be the current device's.
+        event = torch.accelerator.current_stream(packed.device).record_event()
         self._waiting.append((host, event, label))
 
     def waiting(self) -> list[tuple[list[float], tuple[int, ...]]]:

@@ -57,5 +57,6 @@ class Ranks:
         if not self.are_many:
             return tuple(names)
         gathered: list[Sequence[str] | None] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, list(names), group=self._group)
+        with torch.accelerator.device_index(self._device.index):  # NCCL would send objects by way of the current one
+            dist.all_gather_object(gathered, list(names), group=self._group)
         return tuple(dict.fromkeys(name for given in gathered for name in given or ()))

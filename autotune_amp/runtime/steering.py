@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autotune_amp.config import FP16_MAX, AmpConfig, FallbackPlan, Precision
 from autotune_amp.errors import DemotedError, InvalidRequestError, NoRungFitsError, NotPrecisionError
+from autotune_amp.hardware import cuda
 from autotune_amp.runtime import actions, diagnosis
 from autotune_amp.runtime.actions import Action, Move
 from autotune_amp.runtime.attachment import Attachment
@@ -83,8 +84,7 @@ class Steering:
                 )
             if max_slowdown is not None and plan.slowdown is not None and plan.slowdown > max_slowdown:
                 self.policy.withdraw(plan.precision, f"{plan.slowdown:.2g} times slower, above {max_slowdown:g}")
-            is_on_cuda = plan.precision == "bf16" and self.device.type == "cuda"
-            if is_on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
+            if plan.precision == "bf16" and self.device.type == "cuda" and not cuda.is_bf16_native(self.device):
                 self.policy.withdraw("bf16", "this card only emulates it")
 
     @property

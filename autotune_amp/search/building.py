@@ -5,8 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from autotune_amp.search.confirm import process_seconds
-from autotune_amp.search.session import CONFIRM_SHARE
+from autotune_amp.search.confirm import Processes, run_seconds
 from autotune_amp.trial.outcome import Measurement
 
 if TYPE_CHECKING:
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
     from autotune_amp.search.session import Session
     from autotune_amp.trial.runner import Isolation, Runner
     from autotune_amp.trial.spec import Candidate, TrialSpec
-
-    RunnerFor = Callable[[dict[str, str]], AbstractContextManager[Runner]]
 
 WORTH_SHARING = 0.2  # of a trial
 MIN_SHARED_SECONDS = 0.5  # less is not worth a model that lies in memory and a process that may fail to share it
@@ -78,6 +75,15 @@ def share_where_it_pays(session: Session, runner: Runner, spec: TrialSpec, left_
             runner.keep()
 
 
+def shares_processes(device: str) -> bool:
+    """Whether the runs of a round may share a process: not where the state of the heap is part of what is measured.
+
+    On an accelerator the allocator's cache is emptied between them, and no variables are recommended that would set
+    their environments apart.
+    """
+    return device != "cpu"
+
+
 @contextmanager
 def confirming_runners(
     session: Session,
@@ -87,22 +93,29 @@ def confirming_runners(
     start_seconds: float,
     *,
     can_share: bool,
-) -> Iterator[tuple[RunnerFor, float]]:
-    """Where the confirmation's runs run, and what each of them takes before its first step.
+) -> Iterator[Processes]:
+    """Where the confirmation's runs run; a fresh process takes `start_seconds` before its first step.
 
-    Each is a process of its own, which takes `start_seconds`. Where building is more than `WORTH_SHARING` of that and
-    time and memory allow, one fresh template for each environment builds once, and each run is its child.
+    Those of a round share one where `shares_processes` says so, else each has one of its own. Where building is more
+    than `WORTH_SHARING` of that and time and memory allow, one fresh template for each environment builds once, and
+    each run is its child.
     """
+    are_shared = shares_processes(session.hardware.device)
     with ExitStack() as stack:
         templates: dict[tuple[tuple[str, str], ...], Runner] = {}
         if can_share and _pays_in_confirmation(session, winner, environment, start_seconds):
             templates = _templates(stack, session, make, winner, environment, start_seconds)
 
         def runner_for(variables: dict[str, str]) -> AbstractContextManager[Runner]:
-            return nullcontext(templates[_key(variables)]) if templates else make("fresh", variables)
+            if templates:
+                return nullcontext(templates[_key(variables)])
+            return make("kept" if are_shared else "fresh", variables)
 
-        assert session.description is not None or not templates
-        yield runner_for, session.description.context_seconds if templates and session.description else start_seconds
+        if templates:
+            assert session.description is not None
+            yield Processes(runner_for, session.description.context_seconds)
+        else:
+            yield Processes(runner_for, start_seconds, are_shared)
 
 
 def _templates(
@@ -134,9 +147,10 @@ def _pays_in_confirmation(
     if known is None:
         return False
     num_templates = len(_environments(environment))
-    left = min(CONFIRM_SHARE * session.clock.budget_seconds, session.clock.left())
+    left = min(session.clock.confirm_seconds, session.clock.left())
+    process_seconds = start_seconds + run_seconds(session, winner)
     return (
-        known.build_seconds > max(MIN_SHARED_SECONDS, WORTH_SHARING * process_seconds(session, winner, start_seconds))
+        known.build_seconds > max(MIN_SHARED_SECONDS, WORTH_SHARING * process_seconds)
         and num_templates * start_seconds <= left / 2
         and _has_room(session, num_copies=num_templates)
     )
@@ -160,7 +174,7 @@ def _own_builds(session: Session) -> Costs | None:
     for record in reversed(session.records):
         found = record.outcome
         if record.purpose == "search" and isinstance(found, Measurement) and not found.is_build_shared:
-            rest = found.first_step_seconds + sum(found.raw_step_seconds)
+            rest = found.first_step_seconds + found.num_steps * found.step_seconds
             return Costs(found.build_seconds, found.context_seconds, rest)
     return None
 

@@ -174,7 +174,6 @@ def decide(
     exclusions: Sequence[Exclusion] = (),
     is_budget_spent: bool = False,
     scales: AllScales | None = None,
-    num_steps_per_report: int = 1,
     objective: Objective = "speed",
     description: Description | None = None,
 ) -> Decision:
@@ -183,9 +182,8 @@ def decide(
     The contenders were confirmed in `environment`, the recommended one, and the baseline in the user's own (a record's
     empty environment). `loss_scale` is what fp16 was tried with; `exclusions` are those the search came to, beyond
     `space.excluded`. `is_budget_spent` says why candidates are left untried. `scales` answer for fp16's loss scales
-    (`loss_scales.calibrated` of the same records, with the pairs that were asked for since); `num_steps_per_report`
-    optimizer steps stand behind one of `Measurement.raw_step_seconds`. Where the confirmation was of another
-    objective's winner, this one's is chosen by the search's own trials, and is unconfirmed.
+    (`loss_scales.calibrated` of the same records, with the pairs that were asked for since). Where the confirmation was
+    of another objective's winner, this one's is chosen by the search's own trials, and is unconfirmed.
     Raises `ValueError` where nothing was measured that may be recommended, `InvalidRequestError` where nothing was that
     the objective asks for.
     """
@@ -229,7 +227,7 @@ def decide(
     evidence = msgspec.structs.replace(
         gather(records, chosen, baseline, promised, loss_scale, description),
         fidelity=verdicts.verdict_on(chosen.candidate, space, known),
-        loss_scale=loss_scales.evidence(scales, chosen.candidate, confirming, num_steps_per_report),
+        loss_scale=loss_scales.evidence(scales, chosen.candidate, confirming),
     )
     plans = fallback_plans(
         records,

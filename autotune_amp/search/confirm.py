@@ -1,4 +1,4 @@
-"""The confirmation: winner, runner-up and baseline again, interleaved, each time in a fresh process."""
+"""The confirmation: winner, runner-up and baseline again, interleaved, in fresh processes."""
 
 from __future__ import annotations
 
@@ -17,24 +17,37 @@ from autotune_amp.search.session import CONFIRM_SHARE, Session, outcome_of
 from autotune_amp.search.space import Space
 from autotune_amp.trial.outcome import Failure, Measurement, Record
 from autotune_amp.trial.runner import Runner
-from autotune_amp.trial.spec import Candidate, Purpose
+from autotune_amp.trial.spec import Candidate, Purpose, TrialSpec
 
 NUM_ROUNDS, MIN_ROUNDS = 5, 3
 # Long enough to meet what a long run meets: a collection of garbage, a stall of the machine. Short steps fill the
 # time, long ones are fewer: it is the spread between processes that counts.
 MEASURE_SECONDS = 2.0
 MAX_STEPS = 400
+RUN_SECONDS = MEASURE_SECONDS + 0.5  # with the warm-up of a small model
 ENDING_SHARE = 0.25  # of the confirmation's time, for evaluations and checkpoints
 MAX_FALLBACK_TRIES = 3
+MAX_SHARE = 0.5  # of the budget
 SAFETY = 1.1  # an estimate of a process's seconds that turns out short must not break the budget
 
 
 class Run(NamedTuple):
-    """One process of a round; an empty environment is the user's own."""
+    """One measurement of a round; an empty environment is the user's own."""
 
     candidate: Candidate
     purpose: Purpose
     environment: dict[str, str]
+
+
+class Processes(NamedTuple):
+    """Where the runs run: each in a process of its own, or all of a round, one after the other, in one.
+
+    `runner_for` gives what runs in an environment, `start_seconds` is what a process takes before its first step.
+    """
+
+    runner_for: Callable[[dict[str, str]], AbstractContextManager[Runner]]
+    start_seconds: float
+    are_shared: bool = False
 
 
 def measure_fallbacks(session: Session, runner: Runner, space: Space, winner: Candidate) -> None:
@@ -82,11 +95,13 @@ def _halvings(winner: Candidate, precision: Precision) -> list[Candidate]:
 def plan_round(
     shortlist: Shortlist,
     environment: dict[str, str],
-    seconds_of: Callable[[Candidate], float],
+    seconds_of: Callable[[Sequence[Run]], float],
     left_seconds: float,
     number: int,
 ) -> list[Run]:
     """The runs of round `number` (from 0) that the time left allows, none where not even the winner fits.
+
+    `seconds_of` says what runs of one round cost together.
 
     The runner-up gives way where three rounds could not be reached with it, and a baseline that does not fit at all.
     The order alternates, so that a drift of the machine falls on all alike. In the first round the winner runs once in
@@ -103,36 +118,39 @@ def plan_round(
         once = [Run(shortlist.winner, "plain", {})]
     num_needed = max(1, MIN_ROUNDS - number)
     for runs, repeats in ((full, num_needed), (essential, num_needed), (essential, 1)):
-        if repeats * _cost(runs, seconds_of) + _cost(once, seconds_of) <= left_seconds:
+        if repeats * seconds_of(runs) + seconds_of(once) <= left_seconds:
             return (runs if number % 2 == 0 else runs[::-1]) + once
-    return next((runs for runs in (essential, [winner]) if _cost(runs, seconds_of) <= left_seconds), [])
+    return next((runs for runs in (essential, [winner]) if seconds_of(runs) <= left_seconds), [])
 
 
-def _cost(runs: Sequence[Run], seconds_of: Callable[[Candidate], float]) -> float:
-    return sum(seconds_of(run.candidate) for run in runs)
+def reserved_seconds(budget_seconds: float, start_seconds: float) -> float:
+    """What is the confirmation's of a budget, where its processes are shared and take `start_seconds` to start.
+
+    That is its usual share, and more, up to half, where winner and baseline would not be confirmed in it.
+    """
+    needed_seconds = SAFETY * MIN_ROUNDS * (start_seconds + 2 * RUN_SECONDS)
+    return max(CONFIRM_SHARE * budget_seconds, min(MAX_SHARE * budget_seconds, needed_seconds))
 
 
-def confirm(
-    session: Session,
-    runner_for: Callable[[dict[str, str]], AbstractContextManager[Runner]],
-    shortlist: Shortlist,
-    environment: dict[str, str],
-    start_seconds: float,
-) -> None:
-    """Run the rounds; `start_seconds` is what each process takes before its first step.
+def confirm(session: Session, processes: Processes, shortlist: Shortlist, environment: dict[str, str]) -> None:
+    """Run the rounds.
 
     They have their share of the budget; what the search left over of its own goes to the winner and the baseline, until
-    both are confirmed. A resumed search runs only the rounds that are missing; what failed is not run again. The
-    workload's evaluation and checkpoint are run once for each candidate in its environment.
+    both are confirmed. A resumed search runs only the rounds that are missing; what failed is not run again, and costs
+    no other run more than the start of another process. The workload's evaluation and checkpoint are run once for each
+    candidate in its environment.
     """
-    budget_seconds = min(CONFIRM_SHARE * session.clock.budget_seconds, session.clock.left())
-    until = session.clock.left() - budget_seconds
+    until = session.clock.left() - min(session.clock.confirm_seconds, session.clock.left())
 
-    def seconds_of(candidate: Candidate) -> float:
-        return SAFETY * process_seconds(session, candidate, start_seconds)
+    def cost(runs: Sequence[Run], num_starts: int) -> float:
+        starting_seconds = num_starts * start_seconds(session.records, processes.start_seconds)
+        return SAFETY * (starting_seconds + sum(run_seconds(session, run.candidate) for run in runs))
+
+    def seconds_of(runs: Sequence[Run]) -> float:
+        return cost(runs, min(1, len(runs)) if processes.are_shared else len(runs))
 
     has_ending = session.description is not None and session.description.has_ending
-    ending_budget_seconds = ENDING_SHARE * CONFIRM_SHARE * session.clock.budget_seconds if has_ending else 0.0
+    ending_budget_seconds = ENDING_SHARE * session.clock.confirm_seconds if has_ending else 0.0
 
     def ending_left() -> float:
         return max(0.0, ending_budget_seconds - sum(map(_ending_seconds, session.records)))
@@ -151,24 +169,35 @@ def confirm(
             for run in planned
             if not _is_done(session.records, run, number) and not _has_failed(session.records, run.candidate)
         ]
-        for run in runs:
-            left = session.clock.left() - until
-            if left < seconds_of(run.candidate):
-                return
-            needs_ending = has_ending and run.purpose == "confirm" and not _has_ended(session.records, run)
-            ending = min(ending_left(), left - seconds_of(run.candidate))
-            spec = session.spec(
-                run.candidate,
-                purpose=run.purpose,
-                loss_scale=session.chosen_loss_scale(run.candidate),
-                hold_heap=False,  # the process starts with the variables, or is meant to run without them
-                num_steps=(MAX_STEPS, MAX_STEPS),
-                measure_seconds=MEASURE_SECONDS,
-                deadline_seconds=left,
-                ending_seconds=ending if needs_ending else None,
-            )
-            with runner_for(run.environment) as runner:
-                session.run(runner, spec, round_number=number, environment=run.environment)
+        for group in [runs] if processes.are_shared and runs else [[run] for run in runs]:
+            with processes.runner_for(group[0].environment) as runner:
+                num_starts = 1
+                for run in group:
+                    left, needed = session.clock.left() - until, cost([run], num_starts)
+                    if left < needed:
+                        return
+                    needs_ending = has_ending and run.purpose == "confirm" and not _has_ended(session.records, run)
+                    ending = min(ending_left(), left - needed) if needs_ending else None
+                    record = session.run(
+                        runner,
+                        _spec(session, run, deadline_seconds=left, ending_seconds=ending),
+                        round_number=number,
+                        environment=run.environment,
+                    )
+                    num_starts = 0 if isinstance(record.outcome, Measurement) else 1
+
+
+def _spec(session: Session, run: Run, *, deadline_seconds: float, ending_seconds: float | None) -> TrialSpec:
+    return session.spec(
+        run.candidate,
+        purpose=run.purpose,
+        loss_scale=session.chosen_loss_scale(run.candidate),
+        hold_heap=False,  # the process starts with the variables, or is meant to run without them
+        num_steps=(MAX_STEPS, MAX_STEPS),
+        measure_seconds=MEASURE_SECONDS,
+        deadline_seconds=deadline_seconds,
+        ending_seconds=ending_seconds,
+    )
 
 
 def _is_short(planned: Sequence[Run], contenders: Shortlist, number: int) -> bool:
@@ -198,18 +227,32 @@ def _runnable(session: Session, shortlist: Shortlist) -> Shortlist:
     return shortlist
 
 
-def process_seconds(session: Session, candidate: Candidate, start_seconds: float) -> float:
-    """What one process of the confirmation costs before its ending: as seen, else as the search's trial foretells."""
+def start_seconds(records: Sequence[Record], foreseen_seconds: float) -> float:
+    """What a process takes before its first step: as seen in the confirmation, else as foreseen."""
+    seen = [_start_seconds(r) for r in records if r.round is not None and r.start_seconds]
+    return fmean(seen) if seen else foreseen_seconds
+
+
+def run_seconds(session: Session, candidate: Candidate) -> float:
+    """What a run takes from its first step to its ending: as seen, else as the search's trial foretells."""
     ours = [r for r in session.records if r.candidate == candidate and r.round is not None]
-    seen = [r.seconds - _ending_seconds(r) for r in ours]
+    seen = [r.seconds - _start_seconds(r) - _ending_seconds(r) for r in ours]
     if seen:
         return fmean(seen)
     outcome = session.outcomes.get(candidate)
     if not isinstance(outcome, Measurement):
-        return start_seconds
+        return 0.0
     warm_up = outcome.first_step_seconds + session.spec(candidate).num_warmup_steps * outcome.step_seconds
     measuring = min(MAX_STEPS * outcome.step_seconds, MEASURE_SECONDS + outcome.step_seconds)
-    return start_seconds + warm_up + measuring
+    return warm_up + measuring
+
+
+def _start_seconds(record: Record) -> float:
+    """What came before the first step: starting the process, building, the accelerator. None of it in a kept one."""
+    found = record.outcome
+    is_kept = record.start_seconds == 0.0
+    own = found.build_seconds + found.context_seconds if isinstance(found, Measurement) and not is_kept else 0.0
+    return (record.start_seconds or 0.0) + own
 
 
 def _is_done(records: Sequence[Record], run: Run, number: int) -> bool:

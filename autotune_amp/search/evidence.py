@@ -118,6 +118,11 @@ def best_runs(records: Sequence[Record], candidate: Candidate, environment: Mapp
     )
 
 
+def shares_processes(records: Sequence[Record]) -> bool:
+    """Whether the confirmation measured what it holds against each other one after the other in the same processes."""
+    return any(r.round is not None and r.start_seconds == 0.0 and isinstance(r.outcome, Measurement) for r in records)
+
+
 def gather(
     records: Sequence[Record],
     chosen: Runs,
@@ -131,6 +136,7 @@ def gather(
     processes = [runs.num_confirming for runs in (chosen, baseline) if runs.measurements]
     low, high = _promise(chosen, records)
     drifted = _drifted(chosen, records)
+    are_shared = chosen.num_confirming > 0 and shares_processes(records)
     return Evidence(
         samples_per_second=chosen.speed,
         samples_per_second_interval=(low, high) if drifted is None else (min(low, drifted), max(high, drifted)),
@@ -145,7 +151,8 @@ def gather(
         data_share=median(map(conditions.data_share, chosen.measurements)),
         update_share=_median(m.update_seconds and m.update_seconds / m.step_seconds for m in chosen.measurements),
         plain_environment=_plain_environment(records, chosen.candidate, baseline) if environment else None,
-        is_build_shared=any(m.is_build_shared for m in chosen.measurements),
+        is_build_shared=not are_shared and any(m.is_build_shared for m in chosen.measurements),
+        are_processes_shared=are_shared,
         joules_per_sample=joules_per_sample(chosen.measurements),
         loader=conditions.loader_evidence(records, chosen, description),
         memory=conditions.memory_evidence(chosen, description),
@@ -190,11 +197,14 @@ def _promise(runs: Runs, records: Sequence[Record]) -> tuple[float, float]:
 
     Its spread is pooled over all that was confirmed, and over the search's trials of what it measured again: they ran
     on the same machine, and the latter further apart in time, so that they see it change its speed between minutes.
+    Others that were confirmed in the same processes are left out: of how far processes differ they say nothing new.
     """
+    are_shared = shares_processes(records)
     groups: dict[tuple[Candidate, Purpose, tuple[tuple[str, str], ...]], list[float]] = {}
     for record in records:
         found = record.outcome
-        if isinstance(found, Measurement) and (record.purpose == "confirm" or _is_timed_well(record.purpose, found)):
+        is_confirming = record.purpose == "confirm" and not are_shared
+        if isinstance(found, Measurement) and (is_confirming or _is_timed_well(record.purpose, found)):
             key = record.candidate, record.purpose, tuple(sorted(record.environment.items()))
             groups.setdefault(key, []).append(found.samples_per_second)
     ours = [m.samples_per_second for m in runs.measurements]
@@ -208,7 +218,7 @@ def _promise(runs: Runs, records: Sequence[Record]) -> tuple[float, float]:
 
 def _is_timed_well(purpose: Purpose, found: Measurement) -> bool:
     """Whether it is a search's trial of more than its warm-up."""
-    return purpose == "search" and len(found.raw_step_seconds) >= NUM_STEPS_BEFORE_CUT
+    return purpose == "search" and found.num_steps >= NUM_STEPS_BEFORE_CUT
 
 
 def _drifted(runs: Runs, records: Sequence[Record]) -> float | None:

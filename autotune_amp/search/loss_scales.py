@@ -241,16 +241,14 @@ def loss_scale(scales: AllScales, candidate: Candidate, default: LossScale) -> L
     return default if found is None else _loss_scale(found.best)
 
 
-def evidence(
-    scales: AllScales, candidate: Candidate, confirming: Sequence[Measurement], num_steps_per_report: int
-) -> LossScaleEvidence | None:
+def evidence(scales: AllScales, candidate: Candidate, confirming: Sequence[Measurement]) -> LossScaleEvidence | None:
     """What the recommended pair is based on; `confirming` are the processes that ran with it."""
     found = scales_of(scales, candidate)
     if found is None:
         return None
     pair = found.best
     ours, defaults = found.replay(pair), found.of_gradscaler
-    nums_measured = [num_steps_per_report * len(m.raw_step_seconds) for m in confirming]
+    nums_measured = [m.num_steps for m in confirming]
     return LossScaleEvidence(
         num_steps=found.num_steps,
         num_skips=ours.num_skips,

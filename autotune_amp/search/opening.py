@@ -36,9 +36,9 @@ def open_workload(runner: Runner, origin: Origin, device: str, clock: Clock, pro
         runner.keep()
     state = origin.torch_state(found)
     progress.phase("probing the device")
-    args = {"device": device, "torch_state": state}
+    args: dict[str, Any] = {"device": device, "torch_state": state}
     hardware = msgspec.convert(_ask(runner, "probe", args, clock), Hardware)
-    args["device"] = hardware.device
+    args |= {"device": hardware.device, "has_tf32": hardware.has_tf32}
     description = msgspec.convert(_ask(runner, "describe", args, clock), Description)
     return Opened(hardware, description, state)
 

@@ -22,7 +22,7 @@ from autotune_amp.search.session import exclusions
 from autotune_amp.search.space import Space, build_space
 from autotune_amp.trial.heap import recommended_environment
 from autotune_amp.trial.outcome import Description, Record
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.spec import Candidate
 
 LOSS_SCALE = LossScale()  # what fp16 is tried with before its own is known
 
@@ -55,7 +55,6 @@ def recommend(
         exclusions=exclusions(records, scales, space),
         is_budget_spent=search.is_budget_spent,
         scales=scales,
-        num_steps_per_report=TrialSpec(candidate=space.baseline, device=hardware.device).num_steps_per_report,
         objective=options.objective,
         description=workload,
     )

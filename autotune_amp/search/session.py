@@ -26,15 +26,19 @@ from autotune_amp.trial.process import Watcher
 from autotune_amp.trial.runner import Runner
 from autotune_amp.trial.spec import Candidate, CheckKind, CheckSpec, Purpose, TrialSpec
 
-# The confirmation takes at most this share of the budget; what is left over of the search is not handed on.
+# The confirmation takes at most this share of the budget, unless the device asks for more (`confirm.reserved_seconds`).
 CONFIRM_SHARE = 0.4
 
 
 class Clock:
-    """The budget in wall-clock seconds, from the moment the search was asked for."""
+    """The budget in wall-clock seconds, from the moment the search was asked for.
+
+    `confirm_seconds` of it are the confirmation's.
+    """
 
     def __init__(self, budget_seconds: float) -> None:
         self.budget_seconds = budget_seconds
+        self.confirm_seconds = CONFIRM_SHARE * budget_seconds
         self._started = time.monotonic()
 
     def elapsed(self) -> float:
@@ -47,7 +51,7 @@ class Clock:
 
     def left_for_search(self) -> float:
         """Seconds left before the confirmation's share begins."""
-        return (1 - CONFIRM_SHARE) * self.budget_seconds - self.elapsed()
+        return self.left() - self.confirm_seconds
 
 
 class ProgressWatcher(Watcher):
@@ -207,6 +211,7 @@ class Session:
                 environment=environment or {},
                 loss_scale=spec.loss_scale,
                 load=None if self._meter is None else self._meter.stop(),
+                start_seconds=runner.start_seconds,
             )
         )
 

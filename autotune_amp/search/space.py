@@ -81,7 +81,7 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
         effective_batch_size=today.effective_batch_size,
         num_ranks=options.num_ranks,
         weights=description.weights,
-        has_tf32="tf32" in hardware.precisions and hardware.precisions["tf32"].level != "unsupported",
+        has_tf32=hardware.has_tf32,
         weighs_passes=description.weighs_passes,
     )
     return _for_a_loop(space) if description.is_loop else space

@@ -17,9 +17,9 @@ from autotune_amp.recommendation import Exclusion, Fingerprint, Recommendation, 
 from autotune_amp.report.format import size
 from autotune_amp.search import busy
 from autotune_amp.search.accumulate import judge
-from autotune_amp.search.building import LONG_BUILD_SECONDS, confirming_runners
+from autotune_amp.search.building import LONG_BUILD_SECONDS, confirming_runners, shares_processes
 from autotune_amp.search.choose import finalists, why_out
-from autotune_amp.search.confirm import confirm, measure_fallbacks
+from autotune_amp.search.confirm import confirm, measure_fallbacks, reserved_seconds
 from autotune_amp.search.endings import nothing_to_choose, too_small
 from autotune_amp.search.explain import excluded as explain_excluded
 from autotune_amp.search.explore import MIN_TRIAL_SECONDS, explore, left_to_explore, search_spec, share_building
@@ -113,6 +113,8 @@ class _Steps:
         space = build_space(hardware, description, self._options)
         # What a fresh process pays before its first step: importing torch, loading, calling, building, the accelerator.
         self._start_seconds += description.build_seconds + description.context_seconds
+        if shares_processes(hardware.device):
+            self.clock.confirm_seconds = reserved_seconds(self.clock.budget_seconds, self._start_seconds)
         environment = recommended_environment(hardware.device)
         session = Session(
             folder=self.folder,
@@ -179,7 +181,7 @@ class _Steps:
         if isinstance(answer, Failure):
             raise NothingWorksError(f"The probe failed: {answer.message}.", "Try --device cpu.", ())
         hardware = msgspec.convert(answer, Hardware)
-        held = self._origin.held_bytes(hardware.device)
+        held = max(hardware.memory.held_by_caller, self._origin.held_bytes(hardware.device))
         hardware = with_held_memory(hardware, held)
         self._progress.found_hardware(hardware)
         self._warnings += [*hardware.notes, *alone(self._options.num_ranks, hardware.device)]
@@ -198,8 +200,8 @@ class _Steps:
     def _describe(self, runner: Runner, state: dict[str, Any], hardware: Hardware) -> Description:
         self._progress.phase("building the workload once")
         baseline_batch_size = self._options.baseline[1] if self._options.baseline else ASSUMED_BATCH_SIZE
-        args = {"device": hardware.device, "torch_state": state, "baseline_batch_size": baseline_batch_size}
-        answer = self._ask(runner, "describe", args)
+        args = {"device": hardware.device, "torch_state": state, "has_tf32": hardware.has_tf32}
+        answer = self._ask(runner, "describe", {**args, "baseline_batch_size": baseline_batch_size})
         if not isinstance(answer, Failure):
             description = msgspec.convert(answer, Description)
             if description.build_seconds > LONG_BUILD_SECONDS:
@@ -264,8 +266,8 @@ class _Steps:
         is_forking = runner.isolation == "fork"
         with confirming_runners(
             session, make, chosen.winner, environment, self._start_seconds, can_share=is_forking
-        ) as (runner_for, start_seconds):
-            confirm(session, runner_for, chosen, environment, start_seconds)
+        ) as processes:
+            confirm(session, processes, chosen, environment)
 
     def _decide(
         self,

@@ -25,6 +25,7 @@ from autotune_amp.numerics.results import Accumulation, Calibration, Fidelity
 from autotune_amp.precision import has_half_weights
 from autotune_amp.trial import data
 from autotune_amp.trial.bench import Bench
+from autotune_amp.trial.failures import classify
 from autotune_amp.trial.optimizers import make_optimizer
 from autotune_amp.trial.outcome import CheckOutcome, Failure
 from autotune_amp.trial.pieces import CannotCutError, whole_and_pieces
@@ -32,7 +33,7 @@ from autotune_amp.trial.spec import CheckSpec
 from autotune_amp.trial.state import LoopState
 from autotune_amp.trial.step import checked_loss
 from autotune_amp.trial.unequal import LOOK_SECONDS
-from autotune_amp.trial.worker import Send, classify, guarded, prepare
+from autotune_amp.trial.worker import Send, guarded, prepare
 from autotune_amp.workload import Workload
 
 LOOK_SHARE = 0.2  # of a check's seconds, at most, for unequal samples

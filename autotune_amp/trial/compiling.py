@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch._dynamo.callback import CallbackArgs, callback_handler
+from torch._dynamo.convert_frame import input_codes
 
 
 class CompileWatch:
@@ -40,4 +41,5 @@ class CompileWatch:
 def forget_compiled() -> None:
     """Drop what was compiled in this process: after other batch sizes a kept worker would compile for shapes that
     vary, which is slower, and at last not at all. The compiler's cache on disk stays."""
-    torch.compiler.reset()
+    if input_codes.seen:  # else it is nothing but an import of the compiler on CUDA, which takes seconds
+        torch.compiler.reset()

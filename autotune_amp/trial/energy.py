@@ -23,7 +23,8 @@ _PACKAGE_ZONE = re.compile(r"intel-rapl:\d+")  # AMD's too; zones within a packa
 
 
 class EnergyMeter:
-    """Adds up what `counter` says from step to step; without one it knows nothing."""
+    """Adds up what `counter` says over measured steps, read every `MIN_SECONDS` at most: reading NVML's takes its time.
+    Without a counter it knows nothing."""
 
     def __init__(self, counter: Counter | None) -> None:
         self._counter = counter
@@ -32,27 +33,27 @@ class EnergyMeter:
         self._number_before = 0
         self._num_compilations_before = 0
         self._joules = 0.0
-        self._seconds = 0.0
         self._num_steps = 0
 
     def step(self, number: int, num_compilations: int = 0) -> None:
         """Hear that `number` measured steps are done, 0 while warming up. Steps that compiled are left out."""
         if self._counter is None:
             return
-        joules, moment = self._counter(), time.perf_counter()
+        moment = time.perf_counter()
+        seconds = moment - self._moment_before
         is_measured = number > self._number_before and num_compilations == self._num_compilations_before
+        if is_measured and seconds < MIN_SECONDS:
+            return
+        joules = self._counter()
         if is_measured and joules is not None and self._joules_before is not None:
             self._joules += joules - self._joules_before
-            self._seconds += moment - self._moment_before
             self._num_steps += number - self._number_before
         self._joules_before, self._moment_before = joules, moment
         self._number_before, self._num_compilations_before = number, num_compilations
 
     def joules_per_sample(self, num_samples_per_step: int) -> float | None:
-        """None where there is no counter, or it was read over less than `MIN_SECONDS`."""
-        if self._seconds < MIN_SECONDS or self._joules <= 0:
-            return None
-        return self._joules / (self._num_steps * num_samples_per_step)
+        """None where there is no counter, or none that moved over `MIN_SECONDS` of measured steps."""
+        return self._joules / (self._num_steps * num_samples_per_step) if self._joules > 0 else None
 
 
 def counter_of(device_type: str, uuid: str | None, powercap: Path = POWERCAP) -> Counter | None:

@@ -60,7 +60,9 @@ def _try_everything(device: str, num_threads: int) -> int:
         torch.set_num_threads(num_threads)
         torch.ones(1 << 20).add_(1).sum()
         if device != "cpu" and torch.accelerator.is_available():
-            torch.ones(1, device=torch.accelerator.current_accelerator()).add_(1).cpu()
+            # Another card than the one asked for may be full.
+            wanted = torch.accelerator.current_accelerator() if device == "auto" else torch.device(device)
+            torch.ones(1, device=wanted).add_(1).cpu()
     except Exception:
         traceback.print_exc()
         return 1

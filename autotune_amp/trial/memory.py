@@ -12,6 +12,7 @@ import psutil
 import torch
 
 _STATUS = Path("/proc/self/status")
+_SHORT_SHARE = 0.1
 Built = TypeVar("Built")
 
 
@@ -100,6 +101,18 @@ class PeakMemory:
         if self._device.type != "cuda":
             return 0
         return int(torch.cuda.memory_stats(self._device)["num_alloc_retries"])
+
+
+def is_memory_short() -> bool:
+    """Whether less than a tenth of what this process may take of the current CUDA device is left, or once was."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch does not type it
+        return False
+    try:
+        free, total = torch.cuda.mem_get_info()
+    except RuntimeError:  # an error of the card itself, which all its calls repeat
+        return False
+    allowed = total * torch.cuda.memory.get_per_process_memory_fraction()
+    return min(free, allowed - torch.cuda.max_memory_reserved()) < _SHORT_SHARE * allowed
 
 
 def _trim_heap() -> None:

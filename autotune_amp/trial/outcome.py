@@ -18,8 +18,9 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     """A candidate that ran.
 
     `step_seconds` is one optimizer step (all its accumulation steps) with the wait for its data, which
-    `data_seconds` holds apart. `step_seconds_interval` is the trimmed 95 % interval within this process.
-    `raw_step_seconds` are the single steps as timed. `was_cut`: stopped early as clearly slower than the best.
+    `data_seconds` holds apart. `raw_step_seconds` are as timed, each the mean of `num_steps_together` steps, and
+    `step_seconds_interval` is the trimmed 95 % interval over them. `was_cut`: stopped early as clearly slower than the
+    best.
     `peak_memory_bytes` is the peak resident memory of the process on a CPU, the peak allocated on an accelerator;
     `reserved_memory_bytes` is what counts against the limit. `num_skips`: measured steps that the loss scaler
     skipped. `build_seconds` is model, data and optimizer; `context_seconds` starting the accelerator;
@@ -41,6 +42,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     peak_memory_bytes: int
     reserved_memory_bytes: int
     raw_step_seconds: tuple[float, ...]
+    num_steps_together: int = 1
     build_seconds: float
     context_seconds: float
     first_step_seconds: float
@@ -56,6 +58,11 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     ending_problem: str | None = None
     joules_per_sample: float | None = None
     num_steps_taken: int = 0
+
+    @property
+    def num_steps(self) -> int:
+        """The measured optimizer steps."""
+        return len(self.raw_step_seconds) * self.num_steps_together
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="failure"):
@@ -97,7 +104,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     `search_id` tells the searches in one folder apart; only lines of the running search are resumed. `seconds` is
     what the trial cost, process start and set-up included. `round` numbers the confirmation rounds from 0. `loss_scale`
     is what fp16 ran with, `load` what others did on the machine meanwhile; both are None where an earlier version did
-    not log them, `load` of a check too.
+    not log them, `load` of a check too. `start_seconds` is what its process took to start, 0.0 in one that was kept
+    from an earlier trial, None in a forked one, of a check, and where an earlier version did not log it.
     """
 
     format: int = 1
@@ -111,6 +119,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str] = {}
     loss_scale: LossScale | None = None
     load: MachineLoad | None = None
+    start_seconds: float | None = None
 
 
 class SampleSizes(msgspec.Struct, frozen=True, kw_only=True):

@@ -72,6 +72,7 @@ class Runner:
         self._device = "cpu"
         self._num_threads: int | None = None
         self._share_command: dict[str, Any] | None = None
+        self._start_seconds = 0.0
 
     def __enter__(self) -> Runner:
         return self
@@ -94,6 +95,11 @@ class Runner:
     def is_build_shared(self) -> bool:
         """Whether the template builds the model once for all calls."""
         return self._share_command is not None
+
+    @property
+    def start_seconds(self) -> float | None:
+        """What the last call waited for its process to start: 0.0 if one was kept for it, None if it was forked."""
+        return None if self._isolation == "fork" else self._start_seconds
 
     def keep(self) -> None:
         """Go on with one kept worker in place of forks."""
@@ -187,6 +193,7 @@ class Runner:
             return Failure(kind="workload_error", message=error.message, details=error.next_step)
 
     def _call(self, what: str, args: dict[str, Any], deadlines: Deadlines) -> Any:
+        self._device = args.get("device", self._device)  # known by its number once it was probed
         try:
             process = self._ready_process(deadlines)
             process.send({"cmd": "call", "what": what, "args": args})
@@ -205,12 +212,15 @@ class Runner:
         return value
 
     def _ready_process(self, deadlines: Deadlines) -> Process:
+        self._start_seconds = 0.0
         if self._process is None or not self._process.is_alive():
+            began = time.monotonic()
             self.close()
             self._load(deadlines.whole)
             self._open(deadlines.whole)
             if self._share_command is not None:
                 self._expect(self._share_command, b"", deadlines.whole)
+            self._start_seconds = time.monotonic() - began
         assert self._process is not None
         return self._process
 

@@ -68,10 +68,13 @@ class Server:
 
         `num_threads` is what trials will use; None is what the user's code asked for.
         """
+        from autotune_amp.hardware.measuring import make_current
         from autotune_amp.trial.bench import Bench
         from autotune_amp.trial.memory import file_bytes
         from autotune_amp.workload import make_workload
 
+        if not self._is_template:  # an accelerator is not for a process that others are forked from
+            make_current(device)
         workload = make_workload(self._source, self._origin)
         template_file_bytes = file_bytes() if self._is_template else 0
         self._bench = Bench(workload, is_kept=self._mode == "kept", template_file_bytes=template_file_bytes)
@@ -111,12 +114,14 @@ class Server:
         from autotune_amp.trial.spec import CheckSpec, TrialSpec
 
         if what == "probe":
+            import torch
+
             from autotune_amp import torch_state
             from autotune_amp.hardware import measure
 
             torch_state.apply(args["torch_state"])
             hardware = measure(args["device"])
-            worker.free_cache()
+            worker.clean(torch.device(hardware.device))
             return hardware
         if what == "fingerprint":
             from autotune_amp.fingerprint import compute
@@ -125,7 +130,8 @@ class Server:
             identity = msgspec.convert(args["identity"], DeviceIdentity)
             return compute(self._source, args["options"], identity, args["torch_state"])
         if what == "describe":
-            return worker.describe(self._bench, args["device"], args["torch_state"], args.get("baseline_batch_size"))
+            state, batch_size = args["torch_state"], args.get("baseline_batch_size")
+            return worker.describe(self._bench, args["device"], state, batch_size, has_tf32=args["has_tf32"])
         if what == "check":
             from autotune_amp.trial import checks
 
@@ -140,8 +146,8 @@ class Server:
     def attempt(self, action: Any, *args: Any) -> None:
         """Do it, or say what went wrong; the user's code may raise anything, SystemExit among it."""
         from autotune_amp.errors import AutotuneAmpError
+        from autotune_amp.trial.failures import classify
         from autotune_amp.trial.outcome import Failure
-        from autotune_amp.trial.worker import classify
 
         try:
             action(*args)

@@ -58,7 +58,8 @@ class TrialSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One isolated run of one candidate.
 
     `num_steps` [low, high] bounds the measured optimizer steps: measuring stops between them once the trimmed
-    95 % interval of the step time is within `interval_share` of it, or after `measure_seconds`. After five steps
+    95 % interval of the step time is within `interval_share` of it, or after `measure_seconds`. An accelerator that
+    takes them all in less than `stopping.LEAST_ACCELERATOR_SECONDS` goes on until then. After five steps
     a median above `cut_step_seconds` ends the trial early. `first_step_seconds` and `step_seconds` are deadlines
     that the parent enforces by killing the process: for a first step with its compilation, and for any other.
     `torch_state` is the caller's global torch state as `torch_state.capture` gave it. `worst_samples` are the dataset's

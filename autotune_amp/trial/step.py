@@ -119,7 +119,7 @@ class BaseTraining(ABC):
 
     @abstractmethod
     def forward_backward(self, batch: Any) -> Tensor:
-        """Move the batch to the device and add its gradients; returns the loss, detached, of no dimension."""
+        """Move the batch to the device and add its gradients; returns a copy of the loss, of no dimension."""
 
     @abstractmethod
     def update(self) -> None:
@@ -167,7 +167,7 @@ class Training(BaseTraining):
         return self.model, several if isinstance(self.optimizer, Optimizers) else self.optimizer
 
     def forward_backward(self, batch: Any) -> Tensor:
-        """Move the batch to the device and add its gradients; returns the loss, detached, of no dimension."""
+        """Move the batch to the device and add its gradients; returns a copy of the loss, of no dimension."""
         batch = self._on_device(batch)
         with self.autocast():
             loss = self.loss(self.model, batch)
@@ -176,7 +176,8 @@ class Training(BaseTraining):
         to_go_back_from: Tensor = scaled if self.scaler is None else self.scaler.scale(scaled)
         to_go_back_from.backward()  # type: ignore[no-untyped-call]  # torch does not type it
         self._last_loss = loss
-        return loss.detach().reshape(())
+        # Under CUDA graphs each pass of a compiled loss overwrites what the one before it returned.
+        return loss.detach().clone().reshape(())
 
     def update(self) -> None:
         """Take the optimizer step and clear the gradients."""

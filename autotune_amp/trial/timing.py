@@ -30,13 +30,15 @@ class NonFiniteError(Exception):
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of optimizer steps; `data_seconds` is what a mean step takes longer for the wait for `next()`.
+    """Seconds of optimizer steps, in `raw_step_seconds` the mean of each `num_steps_together` steps.
 
-    `update_seconds` is the optimizer's share, None where timing it apart would have cost a synchronisation.
+    `data_seconds` is what a mean step takes longer for the wait for `next()`. `update_seconds` is the optimizer's part,
+    None where timing it apart would have cost a synchronisation.
     """
 
     first_step_seconds: float
     raw_step_seconds: tuple[float, ...]
+    num_steps_together: int
     data_seconds: float
     update_seconds: float | None
     num_skips: int
@@ -75,13 +77,13 @@ def time_steps(
     started = time.perf_counter()
     groups: list[_Timed] = []
     skips: list[int] = []
-    was_cut = False
+    reason = None
     burst = _groups_per_burst(training)
     fewest, most = (math.ceil(num_steps / spec.num_steps_per_report / burst) * burst for num_steps in spec.num_steps)
     most = max(most, MIN_BURSTS * burst) if burst > 1 else most
     limit_seconds = math.inf if spec.measure_seconds is None else spec.measure_seconds
     scale = training.loss_scale()
-    while len(groups) < most:
+    while reason is None:
         groups.append(timer.time_compiled(spec.num_steps_per_report))
         num_steps = len(groups) * spec.num_steps_per_report
         report(num_steps, groups[-1].seconds)
@@ -94,16 +96,15 @@ def time_steps(
             spec,
             [group.seconds for group in groups],
             is_whole=len(groups) >= max(fewest, num_needed) and len(groups) % burst == 0,
+            is_most=len(groups) >= most,
             measure_seconds=limit_seconds * (num_needed / burst if len(groups) < num_needed else 1),
             measuring_seconds=now - started - timer.compiling_seconds,
             training_seconds=now - began,
         )
-        was_cut = reason == "cut"
-        if reason is not None:
-            break
     if sum(skips) >= len(groups) * spec.num_steps_per_report:
         raise NonFiniteError(f"the loss scaler skipped all {len(groups) * spec.num_steps_per_report} measured steps")
     num_kept = len(groups) // burst * burst or len(groups)
+    was_cut = reason == "cut"
     held_seconds = None
     if training.device.type != "cpu" and not was_cut and _waits(groups[:num_kept]):
         held_seconds = timer.time(spec.num_steps_per_report, held=training.next_batch()).seconds
@@ -219,7 +220,8 @@ class _StepTimer:
             data_seconds = min(data_seconds, max(0.0, _mean(groups, "seconds") - held_seconds))
         return Timing(
             first_step_seconds=first_step_seconds,
-            raw_step_seconds=tuple(group.seconds for group in groups for _ in range(group.num_steps)),
+            raw_step_seconds=tuple(group.seconds for group in groups),
+            num_steps_together=groups[0].num_steps,
             data_seconds=data_seconds,
             update_seconds=_mean(groups, "update_seconds") if has_update_seconds else None,
             num_skips=num_skips,

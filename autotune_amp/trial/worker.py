@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import time
 import traceback
@@ -15,54 +14,45 @@ import msgspec
 import torch
 
 from autotune_amp import precision, torch_state
-from autotune_amp.errors import AutotuneAmpError
+from autotune_amp.hardware import cuda
 from autotune_amp.statistics import trimmed_interval
 from autotune_amp.trial import data
+from autotune_amp.trial.as_run import as_run
 from autotune_amp.trial.bench import Bench
 from autotune_amp.trial.compiling import CompileWatch, forget_compiled
 from autotune_amp.trial.energy import Counter, EnergyMeter, counter_of
+from autotune_amp.trial.failures import classify
 from autotune_amp.trial.heap import hold_heap
 from autotune_amp.trial.memory import PeakMemory
 from autotune_amp.trial.miniature import Ending, Finish, check_signatures
 from autotune_amp.trial.optimizers import make_optimizer
-from autotune_amp.trial.outcome import Description, Failure, FailureKind, Measurement, Outcome
+from autotune_amp.trial.outcome import Description, Failure, Measurement, Outcome
 from autotune_amp.trial.sizes import Look, look
 from autotune_amp.trial.spec import CheckSpec, TrialSpec
 from autotune_amp.trial.state import LoopState
 from autotune_amp.trial.step import BaseTraining, make_training
-from autotune_amp.trial.timing import NonFiniteError, Timing, time_steps
+from autotune_amp.trial.timing import Timing, time_steps
 
 Send = Callable[[dict[str, Any]], None]
 Result = TypeVar("Result")
 
-# By exception type first; then by text, because CPU and driver failures are plain RuntimeErrors.
-_OOM_TEXTS = (
-    "out of memory",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "bad_alloc",
-    "alloc_failed",
-    "not enough memory",
-)
-_UNSUPPORTED_TEXTS = (
-    "not implemented for 'half'",
-    "not implemented for 'bfloat16'",
-    "could not create a primitive",
-    "no kernel image is available",
-    "not supported for dtype",
-)
-_OWN_FILES = Path(__file__).parents[1]
 
+def describe(
+    bench: Bench,
+    device: str,
+    state: dict[str, Any],
+    baseline_batch_size: int | None = None,
+    *,
+    has_tf32: bool = False,
+) -> Description:
+    """What the workload is, from building it once; without a `baseline_batch_size` its data is not looked at.
 
-def describe(bench: Bench, device: str, state: dict[str, Any], baseline_batch_size: int | None = None) -> Description:
-    """What the workload is, from building it once; of the data's sizes nothing if no `baseline_batch_size` is given.
-
-    A batch size of the data's own comes before it.
+    A batch size of the data's own comes before it. `has_tf32`: the device does.
     """
     torch_state.apply(state)
     check_signatures(bench.workload)
-    kind, batch_size, num_samples = data.describe(bench.workload.data)
     context_seconds = _start_accelerator(torch.device(device))
+    kind, batch_size, num_samples = data.describe(bench.workload.data)
     started = time.perf_counter()
     model = bench.model(torch.device(device))
     parameters = list(model.parameters())
@@ -72,10 +62,11 @@ def describe(bench: Bench, device: str, state: dict[str, Any], baseline_batch_si
         make_optimizer(bench.workload, model)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
     build_seconds = time.perf_counter() - started
-    as_found, is_strict = precision.as_found(state, torch.device(device).type)
-    if bench.workload.precision is not None:
-        as_found, is_strict = bench.workload.precision, True
-    seen = Look() if baseline_batch_size is None else look(bench.workload, batch_size or baseline_batch_size)
+    seen_batch_size = baseline_batch_size and (batch_size or baseline_batch_size)
+    as_found, is_strict = as_run(bench.workload, model, torch.device(device), state, seen_batch_size, has_tf32=has_tf32)
+    if bench.is_kept:
+        clean(torch.device(device))
+    seen = Look() if seen_batch_size is None else look(bench.workload, seen_batch_size)
     return Description(
         name=bench.workload.name,
         batch_size=batch_size,
@@ -119,8 +110,7 @@ def guarded(bench: Bench, spec: TrialSpec | CheckSpec, action: Callable[[], Resu
         return failure
     finally:
         if bench.is_kept:
-            gc.collect()
-            free_cache()
+            clean(torch.device(spec.device))
 
 
 def prepare(bench: Bench, spec: TrialSpec | CheckSpec) -> tuple[PeakMemory, float]:
@@ -134,10 +124,12 @@ def prepare(bench: Bench, spec: TrialSpec | CheckSpec) -> tuple[PeakMemory, floa
     return memory, context_seconds
 
 
-def free_cache() -> None:
-    """Give what torch's CUDA allocator keeps back, so that it does not count as the next trial's."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch does not type it
-        torch.cuda.empty_cache()
+def clean(device: torch.device) -> None:
+    """Let go what a kept worker must not carry into its next trial: the allocator's cache would count as that one's."""
+    gc.collect()
+    if device.type != "cpu":
+        with contextlib.suppress(RuntimeError):  # an error of the card itself, which all its calls repeat
+            torch.get_device_module(device).empty_cache()
 
 
 def _measure(bench: Bench, spec: TrialSpec, send: Send) -> Outcome:
@@ -208,10 +200,11 @@ def _measurement(spec: TrialSpec, timing: Timing, **measured: Any) -> Measuremen
     step_seconds = sum(steps) / len(steps)
     return Measurement(
         step_seconds=step_seconds,
-        step_seconds_interval=trimmed_interval(list(steps)) if len(steps) > 1 else (step_seconds, step_seconds),
+        step_seconds_interval=trimmed_interval(steps),
         samples_per_second=spec.candidate.effective_batch_size / step_seconds,
         data_seconds=timing.data_seconds,
         raw_step_seconds=steps,
+        num_steps_together=timing.num_steps_together,
         first_step_seconds=timing.first_step_seconds,
         num_skips=timing.num_skips,
         last_loss=timing.last_loss,
@@ -223,50 +216,16 @@ def _measurement(spec: TrialSpec, timing: Timing, **measured: Any) -> Measuremen
 
 
 def _energy_counter(device: torch.device) -> Counter | None:
-    is_nvidia = device.type == "cuda" and torch.version.hip is None
-    return counter_of(device.type, str(torch.cuda.get_device_properties(device).uuid) if is_nvidia else None)
-
-
-def classify(error: BaseException) -> Failure:
-    """The failure that an exception from the user's workload amounts to."""
-    message = _printable(f"{type(error).__name__}: {error}".splitlines()[0])
-    if isinstance(error, AutotuneAmpError):
-        return Failure(kind="workload_error", message=error.message, details=error.next_step)
-    if isinstance(error, NonFiniteError):
-        return Failure(kind="nonfinite", message=str(error))
-    return Failure(kind=_kind(error), message=message[:500], details=user_traceback(error))
-
-
-def _kind(error: BaseException) -> FailureKind:
-    text = str(error).lower()
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or getattr(error, "errno", None) == errno.ENOMEM:
-        return "oom"
-    if isinstance(error, RuntimeError):
-        if any(part in text for part in _OOM_TEXTS):
-            return "oom"
-        if isinstance(error, NotImplementedError) or any(part in text for part in _UNSUPPORTED_TEXTS):
-            return "unsupported"
-    return "workload_error"
-
-
-def user_traceback(error: BaseException) -> str:
-    """The traceback without this package's own frames, which tell the user nothing; its last 8,000 characters."""
-    summary = traceback.TracebackException.from_exception(error, capture_locals=False)
-    kept = [f for f in summary.stack if not Path(f.filename).is_relative_to(_OWN_FILES) or "workloads" in f.filename]
-    summary.stack = traceback.StackSummary.from_list(kept)
-    return _printable("".join(summary.format())[-8000:])
-
-
-def _printable(text: str) -> str:
-    """`text` as JSON can hold it: a file name of undecodable bytes has surrogates in it."""
-    return text.encode(errors="backslashreplace").decode()
+    return counter_of(device.type, cuda.uuid(device) if device.type == "cuda" else None)
 
 
 def _start_accelerator(device: torch.device) -> float:
-    """Seconds to bring the device up, which no step should pay for."""
+    """Seconds to bring the device up, which no step should pay for; from then on "cuda" in the user's code means it."""
     if device.type == "cpu":
         return 0.0
     started = time.perf_counter()
+    if device.index is not None:
+        torch.accelerator.set_device_index(device)
     torch.ones(1, device=device).add_(1)
     torch.accelerator.synchronize(device)
     return time.perf_counter() - started

@@ -162,7 +162,8 @@ class Recorder:
         part = PARTS[self._name]
         where: dict[str, Any] = {"device": self._device, "torch_state": state}
         hardware = _converted(runner.ask("probe", where, START_SECONDS), Hardware)
-        where |= {"device": hardware.device, "baseline_batch_size": part.todays_batch_size}
+        where |= {"device": hardware.device, "has_tf32": hardware.has_tf32}
+        where |= {"baseline_batch_size": part.todays_batch_size}
         description = _converted(runner.ask("describe", where, START_SECONDS), Description)
         limit = part.memory_limit_mib
         legal: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16")

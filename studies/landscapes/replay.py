@@ -91,12 +91,12 @@ def play(process: Process, spec: TrialSpec, header: Header, chance: random.Rando
 def _setup_seconds(process: Process) -> float:
     """All but the steps; of one that was killed before its first step nobody knows how much that was."""
     if isinstance(process.outcome, Measurement):
-        steps = [*process.warmup_step_seconds, *process.outcome.raw_step_seconds]
+        step_seconds = process.outcome.num_steps * process.outcome.step_seconds
     else:
-        steps = [*process.warmup_step_seconds, *process.heard_step_seconds]
+        step_seconds = sum(process.heard_step_seconds)
         if process.outcome.kind == "timeout":
             return 0.0
-    return max(0.0, process.seconds - sum(steps))
+    return max(0.0, process.seconds - sum(process.warmup_step_seconds) - step_seconds)
 
 
 def _fail(process: Process, failure: Failure, spec: TrialSpec, watch: _Watch) -> Played:
@@ -118,27 +118,27 @@ def _measure(process: Process, recorded: Measurement, spec: TrialSpec, watch: _W
     for seconds in warmup:
         watch.take(seconds, next(limits))
     if is_hopeless(spec, warmup):
-        return Played(_measurement(recorded, spec, warmup, was_cut=True), watch.seconds)
+        return Played(_measurement(recorded, spec, warmup, 1, was_cut=True), watch.seconds)
     num_together = spec.num_steps_per_report
-    known = recorded.raw_step_seconds[::num_together]
+    known = recorded.raw_step_seconds
     fewest, most = (math.ceil(num_steps / num_together) for num_steps in spec.num_steps)
     limit_seconds = math.inf if spec.measure_seconds is None else spec.measure_seconds
     warmed_up = watch.seconds
     groups: list[float] = []
     reason = None
-    while len(groups) < most and reason is None:
+    while reason is None:
         groups.append(known[len(groups)] if len(groups) < len(known) else chance.choice(known))
         watch.take(num_together * groups[-1], next(limits))
         reason = stop(
             spec,
             groups,
             is_whole=len(groups) >= fewest,
+            is_most=len(groups) >= most,
             measure_seconds=limit_seconds,
             measuring_seconds=watch.seconds - warmed_up,
             training_seconds=watch.seconds - started,
         )
-    steps = [group for group in groups for _ in range(num_together)]
-    found = _measurement(recorded, spec, steps, was_cut=reason == "cut")
+    found = _measurement(recorded, spec, groups, num_together, was_cut=reason == "cut")
     return Played(found, watch.seconds)
 
 
@@ -148,14 +148,17 @@ def _limits(spec: TrialSpec) -> Iterator[float | None]:
         yield spec.step_deadline_seconds
 
 
-def _measurement(recorded: Measurement, spec: TrialSpec, steps: list[float], *, was_cut: bool) -> Measurement:
+def _measurement(
+    recorded: Measurement, spec: TrialSpec, steps: list[float], num_together: int, *, was_cut: bool
+) -> Measurement:
     step_seconds = fmean(steps)
     return msgspec.structs.replace(
         recorded,
         step_seconds=step_seconds,
-        step_seconds_interval=trimmed_interval(steps) if len(steps) > 1 else (step_seconds, step_seconds),
+        step_seconds_interval=trimmed_interval(steps),
         samples_per_second=spec.candidate.effective_batch_size / step_seconds,
         raw_step_seconds=tuple(steps),
+        num_steps_together=num_together,
         was_cut=was_cut,
     )
 
@@ -167,6 +170,7 @@ class ReplayRunner:
         self.landscape = landscape
         self.isolation: Isolation = "fork"
         self.is_build_shared = False
+        self.start_seconds: float | None = None
         self._clock = clock
         self._chance = random.Random(seed)
 
@@ -178,6 +182,9 @@ class ReplayRunner:
         process = self._chance.choice(self.landscape.cells[spec.candidate])
         played = play(process, spec, self.landscape.header, self._chance)
         self._clock.now += played.seconds
+        if spec.is_miniature and isinstance(played.outcome, Measurement):  # a fresh process: the rest is in its outcome
+            own_seconds = played.outcome.build_seconds + played.outcome.context_seconds
+            self.start_seconds = self.landscape.header.start_seconds - own_seconds
         return played.outcome
 
     def check(self, spec: CheckSpec) -> CheckOutcome:

@@ -103,7 +103,8 @@ def search_replay(
             confirm.measure_fallbacks(session, runner, space, contender)
     searched_seconds = clock.now
     if chosen is not None:
-        confirm.confirm(session, lambda _: nullcontext(runner), chosen, header.environment, header.start_seconds)
+        processes = confirm.Processes(lambda _: nullcontext(runner), header.start_seconds)
+        confirm.confirm(session, processes, chosen, header.environment)
     by_round = {record.round: seconds for seconds, record in ends.records if record.round is not None}
     decisions = [_decide(session, space, header.environment, number) for number in range(1, len(ends.records) + 1)]
     return Replayed(

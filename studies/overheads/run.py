@@ -59,7 +59,7 @@ def trials() -> list[dict[str, Any]]:
             seconds = time.perf_counter() - started
             assert isinstance(outcome, Measurement), outcome
             users = outcome.build_seconds + outcome.first_step_seconds + 2 * outcome.step_seconds
-            users += sum(outcome.raw_step_seconds)
+            users += outcome.num_steps * outcome.step_seconds
             lines.append({"what": "trial", "number": number, "seconds": seconds, "own_seconds": seconds - users})
     return lines
 

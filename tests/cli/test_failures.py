@@ -36,7 +36,7 @@ def workload():
 FAILURES = {
     "raises": ("raise ValueError('the moon is full')", ["workload_error", "ValueError: the moon is full"]),
     "raises bytes": ("raise ValueError('caf\\udce9')", ["workload_error", "ValueError: caf"]),
-    "out of memory": ("torch.ones(1 << 29).sum()", ["oom"]),
+    "out of memory": ("torch.ones(1 << 40).sum()", ["oom"]),
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", ["crash", "SIGKILL"]),
     "segfaults": ("import ctypes; ctypes.string_at(0)", ["crash", "segmentation fault"]),
     "exits": ("os._exit(0)", ["crash", "exited with status 0 before it reported"]),

@@ -60,12 +60,13 @@ def test_what_the_calling_process_holds_is_said(cli: CommandLine) -> None:
     (cli.folder / "train.py").write_text(WORKLOAD.format(memory_per_sample=0))
     total = torch.cuda.get_device_properties(0).total_memory
     script = f"""
-import torch
+import os, torch
 from autotune_amp import recommend_config
 from train import workload
 held = torch.empty({total // 8}, dtype=torch.uint8, device="cuda")
 found = recommend_config(workload(), budget=60, precision="fp32", batch_size=(64, 64), quiet=True)
 print([text for text in found.warnings if "The calling process holds" in text])
+print("a stranger:", any(str(os.getpid()) in text for text in found.warnings))
 """
     (cli.folder / "script.py").write_text(script)
     done = subprocess.run(
@@ -73,3 +74,4 @@ print([text for text in found.warnings if "The calling process holds" in text])
     )
     assert done.returncode == 0, done.stderr
     assert "torch.cuda.empty_cache()" in done.stdout
+    assert "a stranger: False" in done.stdout

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -244,6 +245,20 @@ def test_on_the_card_others_are_those_seen_that_are_not_ours_or_that_were_there_
     )
     meter.start()
     assert meter.stop().card_slowdowns is None, "no measured step, no look"
+
+
+def test_who_waits_for_us_is_no_other_on_the_card_nor_is_one_out_of_sight_where_we_have_used_it_ourselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A notebook that used CUDA, in a container or not, and a search that it started as a command."""
+    caller, notebook, hidden = os.getppid(), 2**22 + 3, 2**22 + 1
+    monkeypatch.setattr(nvml, "processes", lambda uuid: ((notebook, 2**30), (os.getpid(), 1), (hidden, 1), (OTHER, 1)))
+    monkeypatch.setattr(nvml, "utilization", lambda uuid: None)
+    parents = {os.getpid(): process(caller), caller: process(notebook), notebook: process(1), OTHER: process(1)}
+    monkeypatch.setattr(machine_load, "_processes", lambda root: parents)
+    assert [other.pid for other in LoadMeter("GPU-a").stop().card_processes or ()] == [hidden, OTHER]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert [other.pid for other in LoadMeter("GPU-a").stop().card_processes or ()] == [OTHER]
 
 
 def test_without_a_card_nothing_is_asked_of_it() -> None:

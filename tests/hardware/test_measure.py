@@ -6,7 +6,7 @@ import torch
 
 from autotune_amp.config import PRECISIONS
 from autotune_amp.errors import DeviceError
-from autotune_amp.hardware import cpu, cuda, host, identify, matmul, measure
+from autotune_amp.hardware import cpu, cuda, host, identify, matmul, measure, nvml
 from autotune_amp.hardware.cgroup import ContainerMemory
 
 
@@ -83,22 +83,47 @@ def test_cuda_without_a_cuda_build(device: str) -> None:
     assert "pytorch.org/get-started" in caught.value.next_step
 
 
-def test_the_drivers_own_reason_and_the_variable_that_hides_cards_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object, **options: object) -> None:
-        del arguments, options
-        raise RuntimeError("Found no NVIDIA driver on your system.\nPlease install one")
+class TooOld:
+    """A driver that CUDA refuses, while NVML, which torch.cuda.is_available() asks in trials, answers."""
 
-    monkeypatch.setattr(cuda, "is_built", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch, "empty", refuse)
+    message = "The NVIDIA driver on your system is too old (found version 12080).\nand a stack trace"
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cuda, "is_built", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        for name in ("init", "current_device"):
+            monkeypatch.setattr(torch.cuda, name, self.refuse)
+
+    def refuse(self) -> int:
+        raise RuntimeError(self.message)
+
+
+def test_the_drivers_own_reason_and_the_variable_that_hides_cards_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    TooOld(monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(DeviceError, match=r"Found no NVIDIA driver on your system\. CUDA_VISIBLE_DEVICES is ''"):
+    with pytest.raises(DeviceError, match=r"too old \(found version 12080\)\. CUDA_VISIBLE_DEVICES is ''") as caught:
         cuda.resolve(None)
+    assert "--device cpu" in caught.value.next_step
+
+
+def test_auto_takes_no_other_device_for_a_card_that_is_there_and_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is measured would be filed under the card, which `identify` names."""
+    TooOld(monkeypatch)
+    monkeypatch.setattr("autotune_amp.hardware.identity._torch_is_built_for_cuda", lambda: True)
+    monkeypatch.setattr(nvml, "visible_uuids", lambda: ("GPU-a",))
+    with pytest.raises(DeviceError, match="too old"):
+        measure("auto")
+    monkeypatch.setattr(nvml, "visible_uuids", tuple)  # a CUDA build on a machine without a card
+    hardware = measure("auto", seconds=0.0)
+    assert any("too old" in note for note in hardware.notes)
+    assert not hardware.device.startswith("cuda")
 
 
 def test_a_cuda_index_out_of_range_says_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "is_built", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert (cuda.resolve(None), cuda.resolve(0)) == ("cuda:1", "cuda:0")

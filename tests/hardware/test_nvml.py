@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -142,6 +145,7 @@ def test_without_nvml_there_are_no_cards_and_nothing_to_note() -> None:
     assert nvml.card(UUIDS[0]) is None
     assert nvml.process_notes(UUIDS[0]) == nvml.slowdown_notes(UUIDS[0]) == ()
     assert nvml.processes(UUIDS[0]) is None
+    assert nvml.held_by_caller(UUIDS[0]) == 0
     assert nvml.utilization(UUIDS[0]) is None
     assert nvml.slowdown_names(UUIDS[0]) is None
 
@@ -157,11 +161,20 @@ def test_a_card_without_memory_of_its_own_is_still_a_card() -> None:
     assert nvml.card(UUIDS[1]) == nvml.Card(UUIDS[1], "NVIDIA B", "580.1", 0)
 
 
-def test_other_processes_are_noted_and_this_one_is_not(made: MadeNvml) -> None:
-    made.processes = [(os.getpid(), 2**30), (OTHER_PID, 3 * 2**29), (os.getppid(), None)]
-    other, parent = nvml.process_notes(UUIDS[0])
-    assert other.startswith(f"Process {OTHER_PID} holds 1.5 GiB")
-    assert parent.startswith(f"Process {os.getppid()} (the one that asked for this probe) holds memory")
+def test_others_on_the_card_are_noted_and_neither_this_process_nor_those_that_wait_for_it(
+    made: MadeNvml,
+) -> None:
+    seen = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        caller, launcher = os.getppid(), psutil.Process().parents()[-1].pid
+        made.processes = [(os.getpid(), 2**30), (caller, 5), (launcher, None), (OTHER_PID, 3 * 2**29), (seen.pid, None)]
+        hidden, visible = nvml.process_notes(UUIDS[0])
+        assert hidden.startswith(f"Process {OTHER_PID} (out of sight from here")
+        assert "holds 1.5 GiB" in hidden
+        assert visible.startswith(f"Process {seen.pid} holds memory")
+        assert nvml.held_by_caller(UUIDS[0]) == 5
+    finally:
+        seen.communicate()
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from autotune_amp.runtime.verdicts import CLEAN
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers which may be a bottleneck"),  # tiny data on purpose
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),  # Lightning under this torch
+    pytest.mark.filterwarnings("ignore:GPU available but not used"),  # as asked for here
     pytest.mark.filterwarnings("ignore:The number of training batches"),  # and fewer than its logging interval
 ]
 

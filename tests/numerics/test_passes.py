@@ -8,7 +8,9 @@ import re
 import pytest
 import torch
 from fp16_subjects import SUBJECTS, Batch, build, cross_entropy, dense, mean_square, mlp, subject
+from graph_samples import replayed
 from torch import Tensor, nn
+from torch.nn import functional
 
 from autotune_amp.config import Precision
 from autotune_amp.errors import InvalidRequestError
@@ -67,6 +69,19 @@ def test_gradients_are_those_of_plain_autograd_whatever_the_scale(name: str) -> 
         gradients = Passes(made).run(0, "fp32", scale=scale).gradients
         assert {n: g.is_sparse for n, g in gradients.items()} == {n: g.is_sparse for n, g in plain.items()}
         torch.testing.assert_close(dense(gradients), dense(plain))
+
+
+def test_gradients_stay_when_the_next_pass_writes_over_them() -> None:
+    static = torch.zeros(4, 8), torch.zeros(4, 8)
+
+    def graphed(model: nn.Module, batch: Batch) -> Tensor:
+        return functional.linear(batch.x, replayed(model.get_parameter("weight"), *static)).square().mean()
+
+    passes = Passes(subject(nn.Linear(8, 4), graphed))
+    first = passes.run(0, "fp32").gradients["weight"]
+    before = first.clone()
+    passes.run(1, "fp32")
+    assert torch.equal(first, before)
 
 
 def test_parameters_without_a_gradient_are_missing() -> None:

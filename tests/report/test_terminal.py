@@ -185,6 +185,11 @@ def test_a_shared_build_is_said_beside_the_interval() -> None:
     assert "; its processes shared one built model" in text
 
 
+def test_shared_processes_are_said_beside_the_interval() -> None:
+    shown = evidence(are_processes_shared=True)
+    assert f"from {shown.num_processes} fresh processes that ran all in turn" in explain(recommendation(evidence=shown))
+
+
 def test_loss_scale_and_fallbacks_are_part_of_the_config() -> None:
     config = AmpConfig(
         precision="fp16",

@@ -53,6 +53,7 @@ class ScriptedRunner:
         self.environment = environment or {}
         self.isolation: Isolation = "fork"
         self.is_build_shared = False
+        self.start_seconds: float | None = SETUP_SECONDS
         self.why_not_shared: str | None = None
         self.specs: list[TrialSpec] = []
 

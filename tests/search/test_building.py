@@ -175,11 +175,8 @@ def confirmed(
 
     machine.explore(folder, max_trials=3)
     machine.num_builds = 0
-    with confirming_runners(machine.session, make, BF16, HEAP, start_seconds, can_share=can_share) as (
-        runner_for,
-        start,
-    ):
-        confirm(machine.session, runner_for, Shortlist(BF16, None, FP32), HEAP, start)
+    with confirming_runners(machine.session, make, BF16, HEAP, start_seconds, can_share=can_share) as processes:
+        confirm(machine.session, processes, Shortlist(BF16, None, FP32), HEAP)
     return made, machine.num_builds
 
 

@@ -17,7 +17,7 @@ from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.hardware.types import BusyProcess, CardProcess, MachineLoad
 from autotune_amp.search import busy
 from autotune_amp.search.choose import Decision, Shortlist, decide
-from autotune_amp.search.confirm import NUM_ROUNDS, confirm
+from autotune_amp.search.confirm import NUM_ROUNDS, Processes, confirm
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.session import Clock, ProgressWatcher
 from autotune_amp.search.space import Space
@@ -62,7 +62,7 @@ def searched(folder: Path, loads: list[MachineLoad]) -> tuple[Decision, list[Rec
 
     for tried in (TODAY, FASTER):
         ours.run(runner({}).as_runner, TrialSpec(candidate=tried, device="cpu"))
-    confirm(ours, runner, Shortlist(FASTER, None, TODAY), HELD, start_seconds=1.0)
+    confirm(ours, Processes(runner, start_seconds=1.0), Shortlist(FASTER, None, TODAY), HELD)
     return decide(ours.records, SPACE, environment=HELD, loss_scale=LossScale()), ours.records
 
 

@@ -7,10 +7,19 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from scripted_runner import ScriptedClock, ScriptedRunner, candidate, described, hardware, measured, session
+from scripted_runner import (
+    SETUP_SECONDS,
+    ScriptedClock,
+    ScriptedRunner,
+    candidate,
+    described,
+    hardware,
+    measured,
+    session,
+)
 
 from autotune_amp.search.choose import Shortlist
-from autotune_amp.search.confirm import ENDING_SHARE, MIN_ROUNDS, confirm
+from autotune_amp.search.confirm import ENDING_SHARE, MIN_ROUNDS, Processes, confirm
 from autotune_amp.search.evidence import confirm_runs
 from autotune_amp.search.session import CONFIRM_SHARE
 from autotune_amp.trial.outcome import Outcome
@@ -49,13 +58,9 @@ class Machine(ScriptedRunner):
     def confirm(self) -> list[TrialSpec]:
         """The specs that are run for it."""
         num_before = len(self.specs)
-        confirm(
-            self.session,
-            lambda _: nullcontext(self.as_runner),
-            Shortlist(BF16, None, FP32),
-            HEAP,
-            0.5 + self.process_seconds,
-        )
+        self.start_seconds = SETUP_SECONDS + self.process_seconds
+        processes = Processes(lambda _: nullcontext(self.as_runner), self.start_seconds)
+        confirm(self.session, processes, Shortlist(BF16, None, FP32), HEAP)
         return self.specs[num_before:]
 
 

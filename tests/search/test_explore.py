@@ -102,8 +102,13 @@ def test_without_time_nothing_is_run_for_certainty_alone(tmp_path: Path) -> None
     assert len(sizes) == len(set(sizes)) < 4
 
 
-@pytest.mark.parametrize(("num_steps", "is_wider"), [(NUM_STEPS_BEFORE_CUT, True), (NUM_STEPS_BEFORE_CUT - 1, False)])
-def test_what_the_search_saw_of_the_machines_drift_widens_the_promise(num_steps: int, is_wider: bool) -> None:
+@pytest.mark.parametrize(
+    ("num_steps", "num_together", "is_wider"),
+    [(NUM_STEPS_BEFORE_CUT, 1, True), (NUM_STEPS_BEFORE_CUT - 1, 1, False), (2, 4, True)],
+)
+def test_what_the_search_saw_of_the_machines_drift_widens_the_promise(
+    num_steps: int, num_together: int, is_wider: bool
+) -> None:
     """Two of its trials of one candidate are far apart; one that was cut after its warm-up says nothing."""
 
     def promised(records: list[Record]) -> tuple[float, float]:
@@ -116,7 +121,12 @@ def test_what_the_search_saw_of_the_machines_drift_widens_the_promise(num_steps:
     ]
     searching = [
         msgspec.structs.replace(
-            r, outcome=msgspec.structs.replace(r.outcome, raw_step_seconds=(r.outcome.step_seconds,) * num_steps)
+            r,
+            outcome=msgspec.structs.replace(
+                r.outcome,
+                raw_step_seconds=(r.outcome.step_seconds,) * num_steps,
+                num_steps_together=num_together,
+            ),
         )
         for r in tried([(candidate("fp32", 64), 60.0), (candidate("fp32", 64), 110.0)])
         if isinstance(r.outcome, Measurement)

@@ -11,7 +11,7 @@ from scripted_runner import ScriptedClock, ScriptedRunner, candidate, described,
 from autotune_amp.config import LossScale, Precision
 from autotune_amp.search.choose import Decision, decide, finalists
 from autotune_amp.search.conditions import is_waiting, loader_evidence
-from autotune_amp.search.confirm import confirm, measure_fallbacks
+from autotune_amp.search.confirm import Processes, confirm, measure_fallbacks
 from autotune_amp.search.evidence import Runs
 from autotune_amp.search.explore import DEADLINE_RATIO, LOADER_SHARE, explore, left_to_explore, search_spec
 from autotune_amp.search.gate import pass_gate
@@ -82,7 +82,7 @@ class LoadingMachine:
         chosen = finalists(self.session.records, SPACE, self.session.scales)
         assert chosen is not None
         measure_fallbacks(self.session, runner, SPACE, chosen.winner)
-        confirm(self.session, lambda _: runner, chosen, {}, start_seconds=0.5)
+        confirm(self.session, Processes(lambda _: runner, start_seconds=0.5), chosen, {})
         return decide(
             self.session.records,
             SPACE,

@@ -190,19 +190,20 @@ def test_the_evidence_sets_what_was_seen_beside_what_was_foretold() -> None:
         peak_memory_bytes=1,
         reserved_memory_bytes=1,
         raw_step_seconds=(1.0,) * 20,
+        num_steps_together=4,
         build_seconds=0.0,
         context_seconds=0.0,
         first_step_seconds=0.0,
         num_skips=2,
     )
-    found = loss_scales.evidence(answers, FP16, [ran, ran], num_steps_per_report=4)
+    found = loss_scales.evidence(answers, FP16, [ran, ran])
     assert found is not None
     assert (found.num_steps, found.num_confirming_steps, found.num_skips_seen) == (10_000, 160, 4)
     assert (found.num_skips_foretold, found.num_calibrated_steps) == (0, 12)
     assert (found.log2_safe_scale_min, found.log2_safe_scale_median, found.flushed_share) == (14.5, 14.5, 0.0)
     assert found.num_skips <= found.default_num_skips  # 65536 is above 2^14.5: it has to come down first
     assert found.applied_share > found.default_applied_share
-    assert loss_scales.evidence({}, FP16, [], 1) is None
+    assert loss_scales.evidence({}, FP16, []) is None
     default = LossScale()
     assert loss_scales.loss_scale({}, FP16, default) is default
     assert loss_scales.loss_scale(answers, FP16, default) == LossScale(init_scale=2.0**13)

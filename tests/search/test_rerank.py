@@ -15,7 +15,7 @@ from autotune_amp.errors import InvalidRequestError, StudyError
 from autotune_amp.numerics.results import Calibration
 from autotune_amp.recommendation import Fingerprint, Recommendation, SearchSummary
 from autotune_amp.search.choose import finalists
-from autotune_amp.search.confirm import confirm
+from autotune_amp.search.confirm import Processes, confirm
 from autotune_amp.search.explore import explore, search_spec
 from autotune_amp.search.flow import cached_answer
 from autotune_amp.search.folder import StudyFolder
@@ -80,7 +80,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recommendation, 
         pass_gate(ours, runner, space, study, search_spec)
     chosen = finalists(ours.records, space, ours.scales)
     assert chosen is not None
-    confirm(ours, lambda held: ScriptedRunner(answer, clock, held).as_runner, chosen, HELD, start_seconds=1.0)
+    processes = Processes(lambda held: ScriptedRunner(answer, clock, held).as_runner, start_seconds=1.0)
+    confirm(ours, processes, chosen, HELD)
     found = recommend(
         ours.records,
         space,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from scripted_runner import (
 from autotune_amp.config import PRECISIONS, LossScale, Precision
 from autotune_amp.search import gate
 from autotune_amp.search.choose import Decision, Shortlist, decide, shortlist
-from autotune_amp.search.confirm import NUM_ROUNDS, confirm, measure_fallbacks, plan_round
+from autotune_amp.search.confirm import NUM_ROUNDS, Processes, Run, confirm, measure_fallbacks, plan_round
 from autotune_amp.search.explore import NUM_SEARCH_PROCESSES, explore, search_spec
 from autotune_amp.search.gate import pass_gate
 from autotune_amp.search.session import CONFIRM_SHARE, Session
@@ -94,7 +95,7 @@ class Machine:
             runner.run = noted  # type: ignore[method-assign]  # a scripted runner
             return runner
 
-        confirm(self.session, runner_for, chosen, HELD, start_seconds=1.0)
+        confirm(self.session, Processes(runner_for, start_seconds=1.0), chosen, HELD)
 
     def decide(self, where: Space) -> Decision:
         return decide(
@@ -200,7 +201,7 @@ SHORTLIST = Shortlist(candidate("bf16", 64), candidate("bf16", 128), candidate("
 
 
 def test_rounds_are_interleaved_and_alternate() -> None:
-    rounds = [plan_round(SHORTLIST, HELD, lambda _: 1.0, 100.0, number) for number in range(NUM_ROUNDS)]
+    rounds = [plan_round(SHORTLIST, HELD, len, 100.0, number) for number in range(NUM_ROUNDS)]
     kinds = [[run.candidate for run in runs if run.purpose == "confirm"] for runs in rounds]
     assert kinds[1] == kinds[0][::-1]
     assert kinds[2] == kinds[0]
@@ -223,7 +224,7 @@ def test_rounds_are_interleaved_and_alternate() -> None:
     ],
 )
 def test_what_a_round_runs_with_the_time_left(left: float, number: int, expected: list[str]) -> None:
-    runs = plan_round(SHORTLIST, HELD, lambda _: 1.0, left, number)
+    runs = plan_round(SHORTLIST, HELD, len, left, number)
     assert [str(run.candidate) for run in runs] == expected
 
 
@@ -241,8 +242,12 @@ def test_a_round_never_costs_more_than_what_is_left(
     winner = baseline if is_baseline else candidate("bf16", 64)
     runner_up = candidate("bf16", 128) if has_runner_up else None
     seconds = dict(zip((baseline, candidate("bf16", 64), candidate("bf16", 128)), costs, strict=True))
-    runs = plan_round(Shortlist(winner, runner_up, baseline), HELD, seconds.__getitem__, left, number)
-    assert sum(seconds[run.candidate] for run in runs) <= left + 1e-6
+
+    def seconds_of(runs: Sequence[Run]) -> float:
+        return sum(seconds[run.candidate] for run in runs)
+
+    runs = plan_round(Shortlist(winner, runner_up, baseline), HELD, seconds_of, left, number)
+    assert seconds_of(runs) <= left + 1e-6
     assert not runs or winner in {run.candidate for run in runs}
     assert seconds[winner] > left or runs
 

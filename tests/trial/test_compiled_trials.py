@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autotune_amp import Workload
-from autotune_amp.trial.compiling import CompileWatch
+from autotune_amp.trial.compiling import CompileWatch, forget_compiled
 from autotune_amp.trial.outcome import Failure, Measurement
 from autotune_amp.trial.process import Watcher
 from autotune_amp.trial.runner import Isolation, Payload, Runner
@@ -140,6 +140,17 @@ def test_other_users_callbacks_stay_and_ours_does_not() -> None:
     with CompileWatch(lambda: None):
         torch.compiler.reset()  # as the user's code may; it clears all callbacks
     assert callback_handler.start_callbacks == []
+
+
+def test_only_what_was_compiled_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    resets: list[int] = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
+    forget_compiled()
+    assert resets == [], "on CUDA it imports the compiler"
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(3))
+    forget_compiled()
+    assert resets == [1]
 
 
 def test_compiling_has_time_of_its_own_and_a_kept_worker_compiles_for_each_trial(tmp_path: Path) -> None:

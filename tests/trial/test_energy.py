@@ -125,6 +125,23 @@ def test_what_is_shorter_than_the_counters_updates_is_unknown(monkeypatch: pytes
     assert meter.joules_per_sample(1) == pytest.approx(100 * 0.11 / 2)
 
 
+def test_measured_steps_do_not_pay_for_more_readings_than_the_counter_has_news(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, readings = Clock(monkeypatch), []
+
+    def counter() -> float:
+        readings.append(clock.now)
+        return 100 * clock.now
+
+    meter = EnergyMeter(counter)
+    for number in (0, 0, *range(1, 401)):  # warm-up steps, then steps of 5 ms
+        meter.step(number)
+        clock.now += 0.005
+    assert len(readings) <= 2 + 400 * 0.005 / energy.MIN_SECONDS
+    assert meter.joules_per_sample(1) == pytest.approx(100 * 0.005)
+
+
 @pytest.mark.parametrize("counter", [None, lambda: None, lambda: 7.0])
 def test_without_a_counter_that_moves_nothing_is_known(counter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)

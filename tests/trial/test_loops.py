@@ -158,7 +158,7 @@ def test_a_loop_is_described_measured_and_checked_in_processes(name: str) -> Non
     with Runner(payload, "fork", Watcher()) as runner:
         runner.load(60)
         state, _ = runner.open("cpu", 1, 60)
-        about = runner.ask("describe", {"device": "cpu", "torch_state": state}, 60)
+        about = runner.ask("describe", {"device": "cpu", "torch_state": state, "has_tf32": False}, 60)
         trials = [
             runner.run(msgspec.structs.replace(spec(precision), num_steps=(2, 4), torch_state=state))
             for precision in PRECISIONS

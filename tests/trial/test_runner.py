@@ -14,7 +14,7 @@ import pytest
 
 from autotune_amp.errors import BudgetTooSmallError, WorkloadError
 from autotune_amp.trial.outcome import Failure, Measurement
-from autotune_amp.trial.process import Watcher
+from autotune_amp.trial.process import Deadlines, Watcher
 from autotune_amp.trial.runner import Isolation, Payload, Runner
 from autotune_amp.trial.spec import Candidate, TrialSpec
 
@@ -106,6 +106,7 @@ def test_a_kept_worker_builds_once_and_starts_each_trial_from_the_first_weights(
     with Runner(payload, "kept", listener) as runner:
         state = opened(runner)
         assert all(isinstance(runner.run(spec(state)), Measurement) for _ in range(3))
+        assert runner.start_seconds == 0.0
     assert len(listener.pids("imported in")) == 1
     assert len(listener.pids("built in")) == 1
     weights = [line.split(" in ")[0] for line in listener.text.splitlines() if line.startswith("weight")]
@@ -119,6 +120,7 @@ def test_a_fresh_process_is_started_for_each_trial(payload: Payload, listener: L
         state = opened(runner)
         runner.close()
         assert all(isinstance(runner.run(spec(state)), Measurement) for _ in range(2))
+        assert runner.start_seconds
     assert len(set(listener.pids("imported in"))) == 3
 
 
@@ -277,3 +279,31 @@ def test_trackers_are_off_and_the_environment_is_inherited(
         runner.load(60)
     assert "{'OWN_TOKEN': 'secret', 'AUTOTUNE_AMP_TRIAL': '1', 'WANDB_MODE': 'disabled'}" in listener.text
     assert "AUTOTUNE_AMP_TRIAL" not in os.environ
+
+
+def test_a_process_that_is_started_for_a_trial_opens_the_workload_for_the_trials_device(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that "cuda" in the user's function means that one; nobody else has told a runner of fresh processes."""
+    sent: list[dict[str, Any]] = []
+
+    class Made:
+        """A process that is ready, loads, opens and fails."""
+
+        def __init__(self, mode: str, environment: dict[str, str], watcher: Watcher) -> None:
+            self.answers: Iterator[Any] = iter([None, {}, {}, Failure(kind="crash", message="made")])
+
+        def send(self, message: dict[str, Any], data: bytes = b"") -> None:
+            sent.append(message)
+
+        def wait(self, deadlines: Deadlines, *, ends_with_exit: bool = False) -> Any:
+            return next(self.answers)
+
+        def end(self) -> None:
+            """Nothing to end."""
+
+    monkeypatch.setattr("autotune_amp.trial.runner.Process", Made)
+    trial = TrialSpec(candidate=Candidate(precision="fp32", batch_size=4), device="cuda:1", torch_state={})
+    with Runner(Payload(target=None, path=()), "fresh", listener) as runner:
+        assert isinstance(runner.run(trial), Failure)
+    assert [(message["cmd"], message.get("device")) for message in sent][1] == ("open", "cuda:1")

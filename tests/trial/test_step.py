@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from graph_samples import replayed
 from torch import nn
 
 from autotune_amp import LossScale, Workload, torch_state
@@ -91,6 +92,17 @@ def test_accumulation_of_a_sum_takes_the_sum_over_the_window() -> None:
         return 4 * summed(model, batch)
 
     assert torch.allclose(weights_after(training(loss=all_four), 1), four, atol=1e-6)
+
+
+def test_a_loss_stays_when_the_next_pass_writes_over_what_it_returned() -> None:
+    static = torch.zeros(()), torch.zeros(())
+
+    def graphed(model: nn.Module, batch: Any) -> torch.Tensor:
+        return replayed(loss(model, batch), *static)
+
+    plain, ours = training(), training(loss=graphed)
+    kept = [ours.forward_backward(make_batch(size)) for size in (4, 8)]
+    assert kept == [plain.forward_backward(make_batch(size)).item() for size in (4, 8)]
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])

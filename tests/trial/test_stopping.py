@@ -21,6 +21,7 @@ def reason(
         spec,
         steps,
         is_whole=len(steps) >= 8,
+        is_most=len(steps) >= 20,
         measure_seconds=1.0,
         measuring_seconds=measuring_seconds,
         training_seconds=training_seconds,
@@ -40,8 +41,17 @@ def reason(
         (STEADY[:5], {"cut_step_seconds": 0.09}, "cut"),
         (STEADY[:4], {"cut_step_seconds": 0.09}, None),
         ([0.1, 0.1, 0.1, 0.3, 0.3], {"cut_step_seconds": 0.15}, None),  # its median is not over it
-        (STEADY[:1], {"cut_step_seconds": 0.09, "device": "cuda"}, None),
-        (STEADY[:2], {"cut_step_seconds": 0.09, "device": "cuda"}, "cut"),  # four steps stand behind each
+        (RESTLESS * 3, {}, "enough"),
+        (STEADY[:1], {"cut_step_seconds": 0.09, "device": "cuda", "measuring_seconds": 0.4}, None),
+        # Four steps stand behind each.
+        (STEADY[:2], {"cut_step_seconds": 0.09, "device": "cuda", "measuring_seconds": 0.8}, "cut"),
+        # A fast card goes on for longer than its least number of steps, even its largest, unless its time is up.
+        (STEADY, {"device": "cuda", "measuring_seconds": 0.24}, None),
+        (STEADY, {"device": "cuda", "measuring_seconds": 0.26}, "enough"),
+        (RESTLESS * 3, {"device": "cuda", "measuring_seconds": 0.24}, None),
+        (RESTLESS * 3, {"device": "cuda", "measuring_seconds": 0.26}, "enough"),
+        (STEADY[:2], {"cut_step_seconds": 0.09, "device": "cuda", "measuring_seconds": 0.24}, None),
+        (STEADY[:1], {"device": "cuda", "training_seconds": 6.1, "deadline_seconds": 10.0}, "enough"),
     ],
 )
 def test_what_ends_measuring(steps: list[float], fields: dict[str, Any], expected: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 import torch
 
+from autotune_amp.statistics import trimmed_interval
 from autotune_amp.trial import timing
 from autotune_amp.trial.spec import MAX_TIMED_MICRO_BATCHES, Candidate, TrialSpec
 
@@ -227,6 +229,23 @@ def test_a_slow_loader_does_not_use_the_trial_up_before_it_measures(clock: Simpl
     training.data_seconds, training.num_loaded_ahead = 2.0, 100
     run(clock, training)
     assert training.now == pytest.approx(3 * 2.1 + 3 * 2.0 + (1 + 2) * 2.1)
+
+
+def test_steps_timed_together_say_no_more_than_one_of_the_spread(
+    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten means of four steps hold the truth as often as ten numbers do; as forty, they would half of the time."""
+    monkeypatch.setattr(timing, "synchronize", lambda device: None)
+    draw, num_held = random.Random(0), 0
+    for _ in range(200):
+        training = Scripted(iter(lambda: draw.gauss(1.0, 0.1), None), num_steps=(40, 40))
+        training.spec = msgspec.structs.replace(training.spec, device="cuda")
+        training.device = torch.device("cuda")
+        found = run(clock, training)
+        low, high = trimmed_interval(found.raw_step_seconds)
+        num_held += low <= 1.0 <= high
+        assert (len(found.raw_step_seconds), found.num_steps_together) == (10, 4)
+    assert num_held / 200 > 0.8
 
 
 class Asynchronous(Scripted):

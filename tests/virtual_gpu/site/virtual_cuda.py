@@ -112,6 +112,8 @@ def _replace_initialisation(machine: Machine) -> None:
             raise RuntimeError(TOO_OLD)
         if num_devices == 0:
             raise RuntimeError("No CUDA GPUs are available")
+        if settings := os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
+            c_part._accelerator_setAllocatorSettings(settings)  # CUDA's allocator refuses wrong ones as it starts
         cuda.default_generators = tuple(native.default_generator(device) for device in range(num_devices))
 
     def num_devices() -> int:
