@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 import paths  # noqa: F401 - finds landscape
 import workloads
 from landscape import Cell, Header, Process
@@ -24,6 +25,7 @@ from autotune_amp.hardware.types import Hardware
 from autotune_amp.search.rerank import LOSS_SCALE
 from autotune_amp.trial import worker
 from autotune_amp.trial.bench import Bench
+from autotune_amp.trial.memory import clean
 from autotune_amp.trial.outcome import Failure, Measurement, Outcome
 from autotune_amp.trial.spec import STEPS_PER_SYNC, TrialSpec
 
@@ -58,7 +60,7 @@ def _header(bench: Bench, name: str, hardware: Hardware) -> Header:
     return Header(
         workload=name,
         hardware=hardware,
-        description=worker.describe(bench, hardware.device, state, part.todays_batch_size),
+        description=worker.describe(bench, hardware.device, state, part.todays_batch_size, has_tf32=hardware.has_tf32),
         versions=versions(),
         torch_state=state,
         precisions=tuple(p for p in legal if hardware.precisions[p].level != "unsupported"),
@@ -88,7 +90,6 @@ def _run(bench: Bench, header: Header, cell: Cell) -> Process:
         memory_limit_bytes=header.memory_limit_bytes,
         torch_state=header.torch_state,
     )
-    worker.free_cache()  # of what autograd's threads still held when the trial before ended
     outcome = worker.run(bench, spec, hear)
     if isinstance(outcome, Failure) and outcome.kind != "oom":
         raise SystemExit(f"{header.workload} {cell}: {outcome.kind}: {outcome.message}\n{outcome.details or ''}")
@@ -126,5 +127,6 @@ def _round(seconds: float) -> float:
 
 if __name__ == "__main__":
     card = measure("cuda:0", seconds=PROBE_SECONDS)
+    clean(torch.device(card.device))
     for name in PARTS:
         record(name, card, Path(sys.argv[1], f"{name}.jsonl"))
