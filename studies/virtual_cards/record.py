@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 import paths  # noqa: F401 - finds landscape
+import torch
 import workloads
 from landscape import Cell, Header, Process
 from workloads import PARTS
@@ -25,7 +25,6 @@ from autotune_amp.hardware.types import Hardware
 from autotune_amp.search.rerank import LOSS_SCALE
 from autotune_amp.trial import worker
 from autotune_amp.trial.bench import Bench
-from autotune_amp.trial.memory import clean
 from autotune_amp.trial.outcome import Failure, Measurement, Outcome
 from autotune_amp.trial.spec import STEPS_PER_SYNC, TrialSpec
 
@@ -127,6 +126,6 @@ def _round(seconds: float) -> float:
 
 if __name__ == "__main__":
     card = measure("cuda:0", seconds=PROBE_SECONDS)
-    clean(torch.device(card.device))
+    worker.clean(torch.device(card.device))
     for name in PARTS:
         record(name, card, Path(sys.argv[1], f"{name}.jsonl"))

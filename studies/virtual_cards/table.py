@@ -216,7 +216,7 @@ def _summary(searches: Sequence[dict[str, Any]], landscapes: Sequence[Landscape]
     grid = median(map(grid_seconds, landscapes))
     return [
         f"- Searches within 3 % of the fastest cell: {num_near} of {len(regrets)}; regret {_percent(median(regrets))} "
-        f"in the median, {_percent(max(regrets))} at most. Of what a user runs today: {_percent(median(todays))} in the "
+        f"in the median, {_percent(max(regrets))} at most. Of what runs today: {_percent(median(todays))} in the "
         f"median, {_percent(max(todays))} at most.",
         f"- Confirmed in three rounds: {num_confirmed} of {len(regrets)}.",
         f"- Seconds of the search phase: {median(_field(searches, 'searched_seconds')):.0f} in the median, "
