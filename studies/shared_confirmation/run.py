@@ -1,7 +1,8 @@
 """Does an interval from shared processes hold what hand-written trainings attain? Measures, trains, writes the table.
 
-Usage: run.py [NAME ...] [--measure-seconds S] [--num-steps N] [--table-only]; without names all workloads of
-studies/landscapes. One that has its results/NAME.jsonl is not run again: remove the file.
+Usage: run.py [NAME ...] [--measure-seconds S] [--num-steps N] [--minutes M] [--table-only]; without names all workloads
+of studies/landscapes. One that has its results/NAME.jsonl is not run again: remove the file. None begins after M
+minutes.
 """
 
 from __future__ import annotations
@@ -208,13 +209,14 @@ if __name__ == "__main__":
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--measure-seconds", type=float, default=MEASURE_SECONDS)
     parser.add_argument("--num-steps", type=int, default=60)
+    parser.add_argument("--minutes", type=float, default=13.0)
     parser.add_argument("--table-only", action="store_true")
     args = parser.parse_args()
     RESULTS.mkdir(exist_ok=True)
+    started = time.monotonic()
     for name in [] if args.table_only else args.names or PARTS:
-        path = RESULTS / f"{name}.jsonl"
-        if not path.exists():
-            began = time.monotonic()
+        path, began = RESULTS / f"{name}.jsonl", time.monotonic()
+        if not path.exists() and began - started < 60 * args.minutes:
             lines = measure(name, args.measure_seconds, args.num_steps)
             path.write_text("".join(json.dumps(line) + "\n" for line in lines))
             print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
