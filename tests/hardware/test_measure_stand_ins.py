@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autotune_amp.hardware import cuda, identity, matmul, measure, nvml
+from autotune_amp.hardware import cuda, matmul, measure, nvml
 
 GIB = 1 << 30
 
@@ -98,7 +98,7 @@ def test_amds_gpu_is_asked_of_torch_alone(monkeypatch: pytest.MonkeyPatch) -> No
     }
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(identity.nvml, "visible_uuids", lambda: ())
+    monkeypatch.setattr(nvml, "visible_uuids", lambda: ())
     hardware = measure("cuda")
     assert (hardware.device, hardware.compute_capability) == ("cuda:0", "gfx90a")
     assert (hardware.identity.uuid, hardware.identity.driver) == (None, "ROCm 6.4.43482")
