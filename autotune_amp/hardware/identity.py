@@ -29,7 +29,8 @@ def identify(device: str = "auto") -> DeviceIdentity:
         return cpu()
     if kind == "mps":
         return mps()
-    uuids = nvml.visible_uuids() if kind == "cuda" else ()
+    is_nvidia = kind == "cuda" and not _torch_is_built_for("hip")
+    uuids = nvml.visible_uuids() if is_nvidia else ()
     index = index or 0
     return cuda(index, uuids[index]) if index < len(uuids) else unknown(kind, index)
 
@@ -83,21 +84,21 @@ def unknown(kind: str, index: int) -> DeviceIdentity:
 
 
 def _auto() -> Kind:
-    if _torch_is_built_for_cuda() and nvml.visible_uuids():
+    if _torch_is_built_for("cuda") and nvml.visible_uuids():
         return "cuda"
     if sys.platform == "darwin" and os.uname().machine == "arm64":
         return "mps"
     return "cpu"
 
 
-def _torch_is_built_for_cuda() -> bool:
+def _torch_is_built_for(toolkit: str) -> bool:
     """By torch's own version file: a CPU build beside an NVIDIA card measures the CPU."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return False
-    return is_cuda_build(Path(spec.origin).with_name("version.py").read_text())
+    return names_version(toolkit, Path(spec.origin).with_name("version.py").read_text())
 
 
-def is_cuda_build(version_file: str) -> bool:
-    """Whether the text of torch/version.py names a CUDA version."""
-    return re.search(r"^cuda\b[^=]*= *['\"]", version_file, re.MULTILINE) is not None
+def names_version(toolkit: str, version_file: str) -> bool:
+    """Whether the text of torch/version.py names a version of the toolkit, ``cuda`` or ``hip``."""
+    return re.search(rf"^{toolkit}\b[^=]*= *['\"]", version_file, re.MULTILINE) is not None

@@ -1,7 +1,8 @@
 """Does an interval from shared processes hold what hand-written trainings attain? Measures, trains, writes the table.
 
 Usage: run.py [NAME ...] [--measure-seconds S] [--num-steps N] [--minutes M] [--table-only]; without names all workloads
-of studies/landscapes. One that has its results/NAME.jsonl is not run again: remove the file. None begins after M min.
+of studies/landscapes. One that has its results/NAME.jsonl is not run again: remove the file. None begins after M
+minutes.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from conftest import CommandLine
@@ -20,7 +21,7 @@ from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.runtime.lag import LaggedReader
 from autotune_amp.trial import worker
 from autotune_amp.trial.bench import Bench
-from autotune_amp.trial.outcome import Measurement
+from autotune_amp.trial.outcome import Failure, Measurement
 from autotune_amp.trial.process import Watcher
 from autotune_amp.trial.runner import Payload, Runner
 from autotune_amp.trial.spec import Candidate, TrialSpec
@@ -87,6 +88,20 @@ def test_trials_share_one_process_where_loading_has_used_cuda(before: str, tmp_p
         runner.keep()
         found = runner.run(spec("cuda:1"))
         assert isinstance(found, Measurement), found
+
+
+@pytest.mark.parametrize(("taken_mib", "kind"), [(240, "oom"), (8, "workload_error")])
+def test_a_library_that_cannot_start_is_out_of_memory_only_near_the_trials_limit(taken_mib: int, kind: str) -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        held = torch.empty(taken_mib << 20, dtype=torch.uint8, device=batch.device)
+        raise RuntimeError(f"CUDA error: CUBLAS_STATUS_NOT_INITIALIZED beside {len(held)} bytes")
+
+    bench = Bench(Workload(lambda: nn.Linear(4, 1), loss, lambda size: torch.ones(size, 4)), is_kept=True)
+    limited = msgspec.structs.replace(spec("cuda:0"), memory_limit_bytes=256 << 20)
+    found = worker.run(bench, limited, lambda _: None)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    assert isinstance(found, Failure)
+    assert found.kind == kind
 
 
 def test_a_card_that_is_taken_does_not_speak_against_forking_for_another(virtual_machine: VirtualMachine) -> None:

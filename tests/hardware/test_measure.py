@@ -111,7 +111,7 @@ def test_auto_takes_no_other_device_for_a_card_that_is_there_and_cannot_be_used(
 ) -> None:
     """What is measured would be filed under the card, which `identify` names."""
     TooOld(monkeypatch)
-    monkeypatch.setattr("autotune_amp.hardware.identity._torch_is_built_for_cuda", lambda: True)
+    monkeypatch.setattr("autotune_amp.hardware.identity._torch_is_built_for", lambda toolkit: toolkit == "cuda")
     monkeypatch.setattr(nvml, "visible_uuids", lambda: ("GPU-a",))
     with pytest.raises(DeviceError, match="too old"):
         measure("auto")

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune_amp.hardware import nvml
-from autotune_amp.hardware.identity import identify, is_cuda_build
+from autotune_amp.hardware.identity import identify, names_version
 
 UUIDS = ("GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3")
 OTHER_PID = 2**22 + 1  # above the kernel's largest
@@ -81,7 +81,7 @@ class MadeNvml:
 def made(monkeypatch: pytest.MonkeyPatch) -> MadeNvml:
     library = MadeNvml()
     monkeypatch.setattr(nvml, "_library", lambda: library)
-    monkeypatch.setattr("autotune_amp.hardware.identity._torch_is_built_for_cuda", lambda: True)
+    monkeypatch.setattr("autotune_amp.hardware.identity._torch_is_built_for", lambda toolkit: toolkit == "cuda")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return library
 
@@ -210,9 +210,16 @@ def test_auto_identifies_something_else_where_no_card_is_visible(monkeypatch: py
 
 @pytest.mark.usefixtures("made")
 def test_auto_passes_over_a_card_that_this_torch_is_not_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune_amp.hardware.identity._torch_is_built_for_cuda", lambda: False)
+    monkeypatch.setattr("autotune_amp.hardware.identity._torch_is_built_for", lambda toolkit: False)
     assert identify("auto").type != "cuda"
     assert identify("cuda").name == "NVIDIA A"
+
+
+@pytest.mark.usefixtures("made")
+def test_a_card_under_rocm_is_no_nvidia_card_that_is_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune_amp.hardware.identity._torch_is_built_for", lambda toolkit: toolkit == "hip")
+    assert identify("cuda:0").name == "unknown"
+    assert identify("auto").type != "cuda"
 
 
 @pytest.mark.usefixtures("made")
@@ -230,4 +237,7 @@ def test_a_card_that_is_not_there_is_unknown() -> None:
     ],
 )
 def test_torch_version_file(line: str, is_built: bool) -> None:
-    assert is_cuda_build(f"__version__ = '2.13.0'\n{line}\nhip: Optional[str] = None\n") is is_built
+    version_file = f"__version__ = '2.13.0'\n{line}\nhip: Optional[str] = '6.4'\n"
+    assert names_version("cuda", version_file) is is_built
+    assert names_version("hip", version_file)
+    assert not names_version("xpu", version_file)

@@ -11,7 +11,7 @@ from torch import nn
 
 from autotune_amp import Workload, torch_state
 from autotune_amp.errors import DeviceError
-from autotune_amp.hardware import cuda, host, identity, matmul, measure, nvml
+from autotune_amp.hardware import cuda, host, identify, identity, matmul, measure, nvml
 from autotune_amp.hardware.measuring import make_current
 from autotune_amp.trial import worker
 from autotune_amp.trial.bench import Bench
@@ -48,7 +48,7 @@ def rocm(monkeypatch: pytest.MonkeyPatch) -> None:
         name="AMD Instinct MI250X", major=9, minor=0, gcnArchName="gfx90a:sramecc+", uuid="a", total_memory=64 * GIB
     )
     monkeypatch.setattr(nvml, "_library", asked)
-    monkeypatch.setattr(identity, "_auto", lambda: "cpu")
+    monkeypatch.setattr(identity, "_torch_is_built_for", lambda toolkit: toolkit == "hip")
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.version, "cuda", None)
     for name, answer in {
@@ -80,6 +80,7 @@ def test_a_card_of_amd_is_measured_without_nvml_and_has_no_tf32(device: str) -> 
         "fp8": "unsupported",
     }
     assert worker._energy_counter(torch.device("cuda:0")) is None
+    assert identify("cuda:0").name == "unknown"
 
 
 @pytest.fixture
