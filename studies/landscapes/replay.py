@@ -21,7 +21,10 @@ from autotune_amp.trial.runner import Isolation
 from autotune_amp.trial.spec import CheckSpec, TrialSpec
 from autotune_amp.trial.stopping import is_hopeless, stop
 
-NUM_CHECK_PASSES = 31  # of a check of bf16 in real searches (num_passes in their outcomes.jsonl), half of them in fp32
+# Of a check of bf16 and of a calibration in real searches (num_passes in their outcomes.jsonl): of a check half are in
+# fp32, of a calibration those of its histograms.
+NUM_CHECK_PASSES = 31
+NUM_CALIBRATION_PASSES, NUM_HISTOGRAM_PASSES = 20, 3
 
 
 class ReplayClock(Clock):
@@ -188,7 +191,7 @@ class ReplayRunner:
         """Every precision is faithful, a loss scale of 2^14 is safe and gradients accumulate: landscapes are of time
         and memory.
         """
-        seconds = check_seconds(self.landscape, spec.precision, spec.batch_size)
+        seconds = check_seconds(self.landscape, spec)
         if spec.deadline_seconds is not None and seconds > spec.deadline_seconds:
             self._clock.now += spec.deadline_seconds
             return Failure(kind="timeout", message="its time was up")
@@ -214,11 +217,14 @@ class ReplayRunner:
         self.close()
 
 
-def check_seconds(landscape: Landscape, precision: Precision, batch_size: int) -> float:
-    """What a check costs: setting up, and `NUM_CHECK_PASSES` steps, half of them in fp32; inf where one never ran."""
-    precisions: tuple[Precision, ...] = ("fp32", precision)
-    return sum(NUM_CHECK_PASSES / 2 * _step_seconds(landscape, p, batch_size) for p in precisions) + max(
-        map(_setup_seconds, landscape.cells[landscape.baseline])
+def check_seconds(landscape: Landscape, spec: CheckSpec) -> float:
+    """What a check costs: setting up, and its passes as steps of their precision; inf where one never ran."""
+    num_fp32 = NUM_HISTOGRAM_PASSES if spec.what == "calibration" else NUM_CHECK_PASSES / 2
+    num_passes = NUM_CALIBRATION_PASSES if spec.what == "calibration" else NUM_CHECK_PASSES
+    return (
+        num_fp32 * _step_seconds(landscape, "fp32", spec.batch_size)
+        + (num_passes - num_fp32) * _step_seconds(landscape, spec.precision, spec.batch_size)
+        + max(map(_setup_seconds, landscape.cells[landscape.baseline]))
     )
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from landscape import Landscape, Process
 from made_landscape import HEADER, SETUP_SECONDS, START_SECONDS, failed, landscape, process
-from replay import NUM_CHECK_PASSES, Played, ReplayClock, ReplayRunner, play
+from replay import NUM_CALIBRATION_PASSES, NUM_CHECK_PASSES, Played, ReplayClock, ReplayRunner, play
 from search_replay import candidate_of, search_replay
 
 from autotune_amp.trial.outcome import Failure, Measurement
@@ -170,6 +170,16 @@ def test_a_check_costs_its_passes_and_keeps_its_deadline() -> None:
     assert clock.now == pytest.approx(SETUP_SECONDS + NUM_CHECK_PASSES * 0.16)
     assert isinstance(runner.check(msgspec.structs.replace(wanted, deadline_seconds=1.0)), Failure)
     assert clock.now == pytest.approx(SETUP_SECONDS + NUM_CHECK_PASSES * 0.16 + 1.0)
+
+
+def test_a_calibration_is_mostly_passes_in_its_own_precision() -> None:
+    def rate_of(cell: Candidate) -> float:
+        return 10.0 if cell.precision == "fp32" else 100.0
+
+    clock = ReplayClock()
+    runner = ReplayRunner(landscape(rate_of, num_processes=1), clock, seed=0)
+    runner.check(CheckSpec(what="calibration", precision="bf16", batch_size=16, device="cpu"))
+    assert clock.now == pytest.approx(SETUP_SECONDS + 3 * 1.6 + (NUM_CALIBRATION_PASSES - 3) * 0.16)
 
 
 @settings(deadline=None, max_examples=20)

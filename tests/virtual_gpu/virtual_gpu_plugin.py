@@ -61,7 +61,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"needs a real card: the virtual one has no {real.args[0]}")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def virtual_machine(tmp_path_factory: pytest.TempPathFactory) -> VirtualMachine:
     """Makes another virtual machine for child processes, by its variables: `virtual_machine(num=1, cc="7.5")`."""
     if not _is_virtual():

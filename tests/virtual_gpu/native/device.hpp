@@ -15,7 +15,7 @@
 
 namespace virtual_gpu {
 
-// ---- Streams and events: one stream a device, on which everything has run when the call returns
+// ---- Streams and events: one stream a device, on which everything has run when the call returns, but for its time
 
 struct Event {
   double recorded_seconds;
@@ -75,11 +75,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     *event = new Event{now_seconds(stream.device_index())};
   }
   void block(void* /*event*/, const c10::Stream& /*stream*/) const override {}
-  bool queryEvent(void* /*event*/) const override {
-    return true;
+  bool queryEvent(void* event) const override {
+    return has_passed(static_cast<Event*>(event)->recorded_seconds);
   }
-  void synchronizeEvent(void* /*event*/) const override {
-    wait_for(current_device);
+  void synchronizeEvent(void* event) const override {
+    wait_until(static_cast<Event*>(event)->recorded_seconds);
   }
   void destroyEvent(void* event, const c10::DeviceIndex /*device*/) const noexcept override {
     delete static_cast<Event*>(event);

@@ -14,12 +14,12 @@
 #include <vector>
 
 #include "clock.hpp"
+#include "costs.hpp"
 #include "device.hpp"
 #include "memory.hpp"
 
 namespace virtual_gpu {
 
-using c10::IValue;
 using c10::OperatorHandle;
 using torch::jit::Stack;
 
@@ -72,6 +72,7 @@ struct Traits {
   bool always_waits;  // its result's size or value is read by the host
   bool indexes;       // a mask among its indices is counted by the host
   bool draws;
+  Work work;
 };
 
 inline Traits traits_of(const OperatorHandle& op) {
@@ -101,6 +102,7 @@ inline Traits traits_of(const OperatorHandle& op) {
       .always_waits = kWaiting.count(name) > 0,
       .indexes = kIndexing.count(name) > 0,
       .draws = op.hasTag(at::Tag::nondeterministic_seeded),
+      .work = work_of(op.schema()),
   };
 }
 
@@ -155,6 +157,9 @@ class Arguments {
   }
   const IValue& operator[](size_t index) const {
     return kept_[index];
+  }
+  const std::vector<IValue>& all() const {
+    return kept_;
   }
 
  private:
@@ -236,16 +241,27 @@ class LendDraws {
 
 // ---- The kernel
 
-inline void wait_where_cuda_does(const Traits& traits, const Arguments& arguments) {
+inline bool waits_on_cuda(const Traits& traits, const Arguments& arguments) {
   bool waits = traits.always_waits;
   if (traits.is_copy) {
     bool is_non_blocking = arguments[2].toBool();
-    waits = arguments.crosses_from_or_to_host() && !is_non_blocking;
+    bool is_empty = arguments[0].toTensor().numel() == 0;
+    waits = arguments.crosses_from_or_to_host() && !is_non_blocking && !is_empty;
   }
   if (traits.indexes) {
     each_tensor(arguments[1], [&](c10::TensorImpl* index) { waits |= index->dtype() == caffe2::TypeMeta::Make<bool>(); });
   }
-  if (waits) wait_in_operation(arguments.device, traits.name.c_str());
+  return waits;
+}
+
+inline void spend_time(const OperatorHandle& op, const Traits& traits, const Arguments& arguments, const Stack& stack) {
+  if (!is_card_named) return;
+  if (traits.is_copy && arguments.crosses_from_or_to_host()) {
+    issue(arguments.device, host_copy_seconds(arguments[0].toTensor()));
+  } else if (traits.work.kind != Work::kNone) {
+    c10::ArrayRef<IValue> results(stack.data() + stack.size() - op.schema().returns().size(), stack.data() + stack.size());
+    issue(arguments.device, work_seconds(traits.work, op.schema(), arguments.all(), results));
+  }
 }
 
 // An index out of range is an exception on the host, and on a card an assert that no later call of the process survives.
@@ -274,7 +290,8 @@ inline void kernel(const OperatorHandle& op, c10::DispatchKeySet /*keys*/, Stack
   if (machine.has_asserted) cuda_failed(710, "device-side assert triggered");
   const Traits& traits = traits_by_schema.at(&op.schema());
   Arguments arguments(traits, *stack, op.schema().arguments().size());
-  wait_where_cuda_does(traits, arguments);
+  bool waits = waits_on_cuda(traits, arguments);
+  if (waits) check_may_wait(traits.name.c_str());
   LendDraws draws(traits.draws && !arguments.has_generator(), arguments.device);
   int charged_before = charged_device;
   charged_device = arguments.device;
@@ -291,6 +308,8 @@ inline void kernel(const OperatorHandle& op, c10::DispatchKeySet /*keys*/, Stack
   }
   for (auto it = stack->end() - op.schema().returns().size(); it != stack->end(); ++it) arguments.label_result(*it);
   undo();
+  spend_time(op, traits, arguments, *stack);
+  if (waits) wait_for(arguments.device);
 }
 
 // ---- Operators whose CUDA kernels do what no CPU kernel does

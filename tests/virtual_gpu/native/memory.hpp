@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "clock.hpp"
 #include "ledger.h"
 
 namespace virtual_gpu {
@@ -278,7 +279,7 @@ class ChargingAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t num_bytes) override {
     if (charged_device < 0 || num_bytes == 0) return host->allocate(num_bytes);
     std::lock_guard<std::mutex> lock(memory_mutex);
-    Block* block = memory_of[charged_device].allocate(charged_device, static_cast<int64_t>(num_bytes));
+    Block* block = memory_of[charged_device].allocate(charged_device, magnified(static_cast<int64_t>(num_bytes)));
     c10::DataPtr host_memory = host->allocate(num_bytes);
     void* address = host_memory.get();
     charges_[address] = Charge{std::move(host_memory), charged_device, block};

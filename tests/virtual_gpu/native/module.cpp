@@ -62,6 +62,21 @@ std::pair<int64_t, int64_t> memory_info(int device) {
   return {memory_of[device].free_bytes(device), machine.card_bytes};
 }
 
+void name_card(const std::map<std::string, double>& of) {
+  card = {
+      .fp32 = of.at("fp32"),
+      .tf32 = of.at("tf32"),
+      .bf16 = of.at("bf16"),
+      .fp16 = of.at("fp16"),
+      .memory = of.at("memory"),
+      .host_link = of.at("host_link"),
+      .num_multiprocessors = of.at("num_multiprocessors"),
+      .launch_seconds = of.at("launch_seconds"),
+      .magnification = of.at("magnification"),
+  };
+  is_card_named = true;
+}
+
 void set_device(int device) {
   check_device(device);
   current_device = device;
@@ -78,6 +93,8 @@ void forked() {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace virtual_gpu;
   module.def("install", &install);
+  module.def("name_card", &name_card);
+  module.def("host_seconds", &host_seconds);
   module.def("set_visible", [](const std::vector<int>& cards) { machine.visible = cards; });
   module.def("default_generator", &default_generator);
   module.def("memory_stats", &memory_stats);

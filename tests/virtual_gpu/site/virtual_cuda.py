@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import virtual_gpu_native as native
+from named_cards import CARDS
 
 MIB = 1 << 20
 TOO_OLD = (
@@ -35,6 +36,7 @@ class Machine:
         self.bytes = int(os.environ["VIRTUAL_GPU_MIB"]) * MIB
         self.context_bytes = int(os.environ["VIRTUAL_GPU_CONTEXT_MIB"]) * MIB
         self.name = os.environ["VIRTUAL_GPU_NAME"]
+        self.named = CARDS.get(os.environ.get("VIRTUAL_GPU_CARD", ""))
         # Of each card; the last stands for those after it.
         self.capabilities = os.environ["VIRTUAL_GPU_CC"].split(",")
         self.is_broken = "VIRTUAL_GPU_BROKEN" in os.environ
@@ -78,6 +80,8 @@ def install() -> None:
     with _silent_registration():
         native.install(os.environ["VIRTUAL_GPU_LEDGER"], machine.bytes, machine.context_bytes, machine.is_exclusive)
     native.set_visible(list(range(machine.num_cards)))
+    if machine.named:
+        native.name_card(machine.named.numbers(float(os.environ.get("VIRTUAL_GPU_MAGNIFICATION", "1"))))
     os.register_at_fork(after_in_child=machine.forked)
     _replace_initialisation(machine)
     _replace_devices(machine)
@@ -142,7 +146,7 @@ def _replace_devices(machine: Machine) -> None:
             minor=minor,
             total_memory=machine.bytes,
             uuid=machine.uuid(card),
-            multi_processor_count=108,
+            multi_processor_count=machine.named.num_multiprocessors if machine.named else 108,
             max_threads_per_multi_processor=2048,
             regs_per_multiprocessor=65536,
             shared_memory_per_block=49152,
@@ -162,6 +166,8 @@ def _replace_devices(machine: Machine) -> None:
     c_part._cuda_hasPrimaryContext = native.has_context
     c_part._cuda_canDeviceAccessPeer = lambda device, peer: False
     c_part._cuda_ipc_collect = lambda: None
+    if machine.named:  # by whichever build has kernels for it: CUDA 13 dropped the V100
+        c_part._cuda_getArchFlags = lambda: "sm_" + machine.named.compute_capability.replace(".", "")
     c_part._cuda_set_sync_debug_mode = native.set_sync_debug_mode
     c_part._cuda_get_sync_debug_mode = native.sync_debug_mode
     cuda._get_device_properties = properties

@@ -9,11 +9,14 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import time
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
+
+import named_cards
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,10 +36,21 @@ def await_torch() -> None:
     """Makes NVML answer at once, and CUDA as soon as torch is imported."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
+    if card := os.environ.get("VIRTUAL_GPU_CARD"):
+        os.environ.update(named_cards.CARDS[card].variables())
+        time.perf_counter = _host_seconds
+        time.perf_counter_ns = lambda: round(1e9 * _host_seconds())
     built = Path(os.environ["VIRTUAL_GPU"])
     # By its SONAME the loader gives this one to whoever asks for NVML later.
     ctypes.CDLL(str(built / "libnvidia-ml.so.1"), mode=ctypes.RTLD_GLOBAL)
     sys.meta_path.insert(0, _TorchFinder(built))
+
+
+def _host_seconds() -> float:
+    """By the virtual clock, which stands still until torch is there."""
+    native = sys.modules.get("virtual_gpu_native")
+    seconds: float = native.host_seconds() if native else 0.0
+    return seconds
 
 
 class _TorchFinder(MetaPathFinder):
