@@ -60,5 +60,5 @@ def _ask(runner: Runner, what: str, args: dict[str, Any], clock: Clock) -> Any:
             f"The budget of {clock.budget_seconds:g} s ended before the check began.", "Give a larger budget."
         )
     if what == "probe":
-        raise NothingWorksError(f"The probe failed: {answer.message}.", 'Try device="cpu".', ())
+        raise NothingWorksError(f"The probe failed: {answer.message.rstrip('.')}.", 'Try device="cpu".', ())
     raise WorkloadError(*told(answer))

@@ -210,7 +210,10 @@ def _legal_precisions(
         else:
             excluded.append(Exclusion(precision=precision, batch_size=None, reason=reason))
     if not legal:
-        reasons = "; ".join(f"{e.precision}: {e.reason}" for e in excluded)
+        by_reason: dict[str, list[Precision]] = {}
+        for e in excluded:
+            by_reason.setdefault(e.reason.rstrip("."), []).append(e.precision)
+        reasons = "; ".join(f"{', '.join(alike)}: {reason}" for reason, alike in by_reason.items())
         usable = [p for p in _TRIED if _why_not(p, hardware, description) is None]
         raise InvalidRequestError(
             f"None of the precisions asked for can be trained in on {hardware.device}: {reasons}.",

@@ -179,7 +179,7 @@ class _Steps:
         args = {"device": self._options.device, "torch_state": state}
         answer = self._ask(runner, "probe", args)
         if isinstance(answer, Failure):
-            raise NothingWorksError(f"The probe failed: {answer.message}.", "Try --device cpu.", ())
+            raise NothingWorksError(f"The probe failed: {answer.message.rstrip('.')}.", "Try --device cpu.", ())
         hardware = msgspec.convert(answer, Hardware)
         held = max(hardware.memory.held_by_caller, self._origin.held_bytes(hardware.device))
         hardware = with_held_memory(hardware, held)

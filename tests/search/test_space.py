@@ -179,7 +179,13 @@ def test_precisions(
     [
         ({"tf32": "unsupported"}, {}, {"precision": "tf32"}, "tf32: the device says unsupported", "fp32 or bf16"),
         ({}, {}, {"precision": "fp8"}, "no fp8 training path", "fp32 or tf32"),
-        (dict.fromkeys(get_args(Precision), "unsupported"), {}, {}, "None of the precisions", "--device"),
+        (
+            dict.fromkeys(get_args(Precision), "unsupported"),
+            {},
+            {},
+            ", fp16: the device says unsupported; fp8",
+            "--device",
+        ),
         ({}, {"num_samples": 20}, {"batch_size": "32:64"}, "only 20 samples", "20 or less"),
         ({}, {}, {"batch_size": "33:64"}, "effective batch size 32, which is kept", "--effective-batch-size free"),
         ({}, {"is_loop": True}, {"batch_size": "8:16"}, "accumulation is withheld", "--effective-batch-size free"),
