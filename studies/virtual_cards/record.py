@@ -92,11 +92,11 @@ def _run(bench: Bench, header: Header, cell: Cell) -> Process:
     outcome = worker.run(bench, spec, hear)
     if isinstance(outcome, Failure) and outcome.kind != "oom":
         raise SystemExit(f"{header.workload} {cell}: {outcome.kind}: {outcome.message}\n{outcome.details or ''}")
-    steps = outcome.raw_step_seconds if isinstance(outcome, Measurement) else ()
+    measured = sum(outcome.raw_step_seconds) * outcome.num_steps_together if isinstance(outcome, Measurement) else 0.0
     return Process(
         cell=cell,
         outcome=_rounded(outcome),
-        seconds=_round(FORKED_START_SECONDS + sum(warmup) + sum(steps)),
+        seconds=_round(FORKED_START_SECONDS + sum(warmup) + measured),
         deadline_seconds=0.0,
         warmup_step_seconds=tuple(map(_round, warmup)),
     )
