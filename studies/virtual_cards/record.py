@@ -1,6 +1,6 @@
 """Record the landscapes of all workloads on the virtual card of this process, by its clock: run.py starts this there.
 
-Usage: record.py FOLDER. Every legal precision at every batch size is a trial by the package's own code, one after
+Usage: record.py FOLDER [WORKLOAD ...]. Every legal precision at every batch size is a trial by the package's own code, one after
 another in this process; no batch is tried that is larger than one which ran out of memory in its precision.
 """
 
@@ -18,11 +18,10 @@ from landscape import Cell, Header, Process
 from workloads import PARTS
 
 from autotune_amp import torch_state
-from autotune_amp.config import Precision
+from autotune_amp.config import LossScale, Precision
 from autotune_amp.fingerprint import versions
 from autotune_amp.hardware.measuring import measure
 from autotune_amp.hardware.types import Hardware
-from autotune_amp.search.rerank import LOSS_SCALE
 from autotune_amp.trial import worker
 from autotune_amp.trial.bench import Bench
 from autotune_amp.trial.outcome import Failure, Measurement, Outcome
@@ -33,6 +32,7 @@ from autotune_amp.trial.spec import STEPS_PER_SYNC, TrialSpec
 START_SECONDS, FORKED_START_SECONDS = 6.0, 1.0
 MEMORY_SHARE = 0.9  # as a search allows it
 PROBE_SECONDS = 0.2  # of the card's time
+LOSS_SCALE = LossScale(init_scale=2.0**8)  # so low that no step is skipped, which would be shorter than the others
 
 
 def record(name: str, hardware: Hardware, path: Path) -> None:
@@ -92,11 +92,11 @@ def _run(bench: Bench, header: Header, cell: Cell) -> Process:
     outcome = worker.run(bench, spec, hear)
     if isinstance(outcome, Failure) and outcome.kind != "oom":
         raise SystemExit(f"{header.workload} {cell}: {outcome.kind}: {outcome.message}\n{outcome.details or ''}")
-    steps = outcome.raw_step_seconds if isinstance(outcome, Measurement) else ()
+    measured = sum(outcome.raw_step_seconds) * outcome.num_steps_together if isinstance(outcome, Measurement) else 0.0
     return Process(
         cell=cell,
         outcome=_rounded(outcome),
-        seconds=_round(FORKED_START_SECONDS + sum(warmup) + sum(steps)),
+        seconds=_round(FORKED_START_SECONDS + sum(warmup) + measured),
         deadline_seconds=0.0,
         warmup_step_seconds=tuple(map(_round, warmup)),
     )
@@ -127,5 +127,5 @@ def _round(seconds: float) -> float:
 if __name__ == "__main__":
     card = measure("cuda:0", seconds=PROBE_SECONDS)
     worker.clean(torch.device(card.device))
-    for name in PARTS:
+    for name in sys.argv[2:] or PARTS:
         record(name, card, Path(sys.argv[1], f"{name}.jsonl"))
