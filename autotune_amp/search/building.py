@@ -96,14 +96,14 @@ def confirming_runners(
 ) -> Iterator[Processes]:
     """Where the confirmation's runs run; a fresh process takes `start_seconds` before its first step.
 
-    Those of a round share one where `shares_processes` says so, else each has one of its own. Where building is more
-    than `WORTH_SHARING` of that and time and memory allow, one fresh template for each environment builds once, and
-    each run is its child.
+    Those of a round share one where `shares_processes` says so, else each has one of its own. Where these spend more
+    than `WORTH_SHARING` on building and time and memory allow, one fresh template for each environment builds once,
+    and each run is its child.
     """
     are_shared = shares_processes(session.hardware.device)
     with ExitStack() as stack:
         templates: dict[tuple[tuple[str, str], ...], Runner] = {}
-        if can_share and _pays_in_confirmation(session, winner, environment, start_seconds):
+        if can_share and not are_shared and _pays_in_confirmation(session, winner, environment, start_seconds):
             templates = _templates(stack, session, make, winner, environment, start_seconds)
 
         def runner_for(variables: dict[str, str]) -> AbstractContextManager[Runner]:

@@ -126,10 +126,11 @@ def plan_round(
 def reserved_seconds(budget_seconds: float, start_seconds: float) -> float:
     """What is the confirmation's of a budget, where its processes are shared and take `start_seconds` to start.
 
-    That is its usual share, and more, up to half, where winner and baseline would not be confirmed in it.
+    That is its usual share, or more, up to half, where winner and baseline can be confirmed in that alone.
     """
+    usual_seconds = CONFIRM_SHARE * budget_seconds
     needed_seconds = SAFETY * MIN_ROUNDS * (start_seconds + 2 * RUN_SECONDS)
-    return max(CONFIRM_SHARE * budget_seconds, min(MAX_SHARE * budget_seconds, needed_seconds))
+    return needed_seconds if usual_seconds < needed_seconds <= MAX_SHARE * budget_seconds else usual_seconds
 
 
 def confirm(session: Session, processes: Processes, shortlist: Shortlist, environment: dict[str, str]) -> None:
@@ -229,7 +230,8 @@ def _runnable(session: Session, shortlist: Shortlist) -> Shortlist:
 
 def start_seconds(records: Sequence[Record], foreseen_seconds: float) -> float:
     """What a process takes before its first step: as seen in the confirmation, else as foreseen."""
-    seen = [_start_seconds(r) for r in records if r.round is not None and r.start_seconds]
+    found = [r for r in records if r.round is not None and r.start_seconds and isinstance(r.outcome, Measurement)]
+    seen = [_start_seconds(r) for r in found]
     return fmean(seen) if seen else foreseen_seconds
 
 

@@ -9,7 +9,7 @@ from autotune_amp.errors import BudgetTooSmallError, NothingWorksError, SearchIn
 from autotune_amp.recommendation import Exclusion
 from autotune_amp.search.evidence import is_trial
 from autotune_amp.search.explore import CHECK_SHARE
-from autotune_amp.search.session import CONFIRM_SHARE, Clock
+from autotune_amp.search.session import Clock
 from autotune_amp.trial.outcome import Failure, Record
 from autotune_amp.trial.spec import Candidate
 
@@ -58,7 +58,8 @@ def nothing_to_choose(
 def too_small(clock: Clock, last_step_seconds: float | None) -> BudgetTooSmallError:
     """Twice the shortest trial there is, with what came before it, must fit in the search's share."""
     used_seconds, step_seconds = clock.elapsed(), last_step_seconds or 0.0
-    needed = (2 * used_seconds + 12 * step_seconds) / (1 - CONFIRM_SHARE - CHECK_SHARE)
+    share = 1 - clock.confirm_seconds / clock.budget_seconds - CHECK_SHARE
+    needed = (2 * used_seconds + 12 * step_seconds) / share
     return BudgetTooSmallError(
         f"The budget of {clock.budget_seconds:g} s ended before anything was measured; "
         f"{used_seconds:.0f} s had gone into loading, probing and building the workload and its first trials.",

@@ -183,7 +183,8 @@ def _ruled_out_by(
 ) -> Sequence[Exclusion]:
     if failure.kind == "oom":
         return excluded_by_oom(space, peaks, failed)
-    if failure.kind == "unsupported" and not failed.as_found:
+    # Where another batch ran in it, the size is what is not supported.
+    if failure.kind == "unsupported" and not failed.as_found and failed.precision not in {c.precision for c in peaks}:
         return [Exclusion(precision=failed.precision, batch_size=None, reason=failure.message)]
     if failure.kind == "timeout":
         reason = f"{failed} took too long, and this has more to do"

@@ -58,7 +58,7 @@ def _kind(error: BaseException) -> FailureKind:
     text = str(error).lower()
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or getattr(error, "errno", None) == errno.ENOMEM:
         return "oom"
-    if isinstance(error, RuntimeError):
+    if isinstance(error, RuntimeError) or type(error).__module__.startswith("triton."):
         if any(part in text for part in _OOM_TEXTS):
             return "oom"
         if any(part in text for part in _OOM_TEXTS_WHERE_SHORT) and is_memory_short():

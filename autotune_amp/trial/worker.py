@@ -116,8 +116,6 @@ def guarded(bench: Bench, spec: TrialSpec | CheckSpec, action: Callable[[], Resu
 def prepare(bench: Bench, spec: TrialSpec | CheckSpec) -> tuple[PeakMemory, float]:
     """Seed, start the accelerator and limit the memory; returns what watches it, and the start's seconds."""
     device = torch.device(spec.device)
-    if bench.is_kept:
-        forget_compiled()
     torch_state.seed(spec.seed)
     context_seconds = _start_accelerator(device)
     memory = PeakMemory(device, spec.memory_limit_bytes, bench.build_memory, bench.template_file_bytes)
@@ -125,7 +123,9 @@ def prepare(bench: Bench, spec: TrialSpec | CheckSpec) -> tuple[PeakMemory, floa
 
 
 def clean(device: torch.device) -> None:
-    """Let go what a kept worker must not carry into its next trial: the allocator's cache would count as that one's."""
+    """Let go what a kept worker must not carry into its next trial: what was compiled, whose graphs hold memory, and
+    the allocator's cache, which would count as that one's."""
+    forget_compiled()
     gc.collect()
     if device.type != "cpu":
         with contextlib.suppress(RuntimeError):  # an error of the card itself, which all its calls repeat

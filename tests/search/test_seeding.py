@@ -219,6 +219,10 @@ def test_what_a_failure_rules_out(kind: FailureKind, expected: set[tuple[str, in
     assert {(e.precision, e.batch_size) for e in found} == expected
 
 
+def test_a_size_that_is_not_supported_leaves_the_others_of_a_precision_that_ran() -> None:
+    assert exclusions(space(), {at("fp16", 32): measured(10.0), at("fp16", 64): failed("unsupported")}) == ()
+
+
 def test_out_of_memory_at_the_middle_steps_down() -> None:
     def measure(candidate: Candidate) -> Outcome:
         return failed() if candidate.batch_size > 8 else measured(10.0 * candidate.batch_size)

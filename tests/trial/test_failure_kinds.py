@@ -11,6 +11,8 @@ from autotune_amp.trial.memory import is_memory_short
 from autotune_amp.trial.outcome import FailureKind
 
 GIB = 2**30
+# Triton's own errors are no RuntimeErrors, unless the compiler of PyTorch wraps them.
+OutOfResources = type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})
 
 
 @pytest.mark.parametrize(
@@ -29,6 +31,7 @@ GIB = 2**30
         (RuntimeError("No available kernel. Aborting execution."), "unsupported"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx`"), "unsupported"),
         (RuntimeError("out of resource: shared memory, Required: 131072, Hardware limit: 101376."), "unsupported"),
+        (OutOfResources("out of resource: shared memory, Required: 131072, Hardware limit: 101376."), "unsupported"),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), "workload_error"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasLtMatmul`"), "workload_error"),
         (ValueError("No available kernel"), "workload_error"),

@@ -33,7 +33,9 @@ def why_not() -> str | None:
 def build() -> Path:
     """The folder of the extension and the NVML library, which the user's cache keeps: half a minute the first time."""
     sources = sorted(NATIVE.iterdir())
-    digest = hashlib.sha256("".join([_torch_version(), sys.version, *(s.read_text() for s in sources)]).encode())
+    # Its folder too: that is where the extension looks for torch's libraries, and other environments have others.
+    parts = [str(_torch()), _torch_version(), sys.version, *(source.read_text() for source in sources)]
+    digest = hashlib.sha256("".join(parts).encode())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autotune_amp" / "virtual_gpu"
     built = cache / digest.hexdigest()[:16]
     cache.mkdir(parents=True, exist_ok=True)
