@@ -1,7 +1,7 @@
 """Record the landscapes of all workloads on the virtual card of this process, by its clock: run.py starts this there.
 
-Usage: record.py FOLDER [WORKLOAD ...]. Every legal precision at every batch size is a trial by the package's own code, one after
-another in this process; no batch is tried that is larger than one which ran out of memory in its precision.
+Usage: record.py FOLDER [WORKLOAD ...]. Every legal precision at every batch size is a trial by the package's own code,
+one after another in this process; no batch is tried that is larger than one which ran out of memory in its precision.
 """
 
 from __future__ import annotations
