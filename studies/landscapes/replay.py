@@ -68,17 +68,20 @@ class _Watch:
             raise _OverdueError(self.seconds)
 
 
-def play(process: Process, spec: TrialSpec, header: Header, chance: random.Random) -> Played:
+def play(
+    process: Process, spec: TrialSpec, header: Header, chance: random.Random, *, is_started: bool = False
+) -> Played:
     """A recorded process as it would have gone under `spec`, whose rules for warm-ups, number of steps, interval, cut,
     measuring time, deadlines and memory it obeys as the real timing does.
 
-    A confirming process takes the header's `start_seconds` to its first step, another one what the recorded one took.
+    A confirming process takes the header's `start_seconds` to its first step, nothing where another run has started it
+    (`is_started`); another one takes what the recorded one took.
     The warm-up is the recorded one. Measured steps are the recorded ones in their order; where more are asked for, they
     are drawn from these. A recorded failure is that failure again; what a process that was killed at its deadline would
     have done later nobody knows: it is a timeout once more, at the earliest of the deadlines that it met then and those
     that it would meet now.
     """
-    setup_seconds = header.start_seconds if spec.is_miniature else _setup_seconds(process)
+    setup_seconds = (0.0 if is_started else header.start_seconds) if spec.is_miniature else _setup_seconds(process)
     try:
         watch = _Watch(setup_seconds, spec.deadline_seconds)
         if isinstance(process.outcome, Failure):
@@ -171,6 +174,7 @@ class ReplayRunner:
         self.isolation: Isolation = "fork"
         self.is_build_shared = False
         self.start_seconds: float | None = None
+        self.is_started = False  # by a run of this round, which the next ones share a process with
         self._clock = clock
         self._chance = random.Random(seed)
 
@@ -180,11 +184,12 @@ class ReplayRunner:
             there = ", ".join(map(str, self.landscape.cells))
             raise KeyError(f"{spec.candidate} was not recorded; the landscape has {there}.")
         process = self._chance.choice(self.landscape.cells[spec.candidate])
-        played = play(process, spec, self.landscape.header, self._chance)
+        played = play(process, spec, self.landscape.header, self._chance, is_started=self.is_started)
         self._clock.now += played.seconds
         if spec.is_miniature and isinstance(played.outcome, Measurement):  # a fresh process: the rest is in its outcome
             own_seconds = played.outcome.build_seconds + played.outcome.context_seconds
-            self.start_seconds = self.landscape.header.start_seconds - own_seconds
+            self.start_seconds = None if self.is_started else self.landscape.header.start_seconds - own_seconds
+            self.is_started = True
         return played.outcome
 
     def check(self, spec: CheckSpec) -> CheckOutcome:

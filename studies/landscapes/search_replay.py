@@ -8,7 +8,7 @@ modules, and the difference between the user's own environment and the recommend
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -18,6 +18,7 @@ from replay import ReplayClock, ReplayRunner
 
 from autotune_amp.search import choose, confirm, explore, gate, loss_scales
 from autotune_amp.search import study as studies
+from autotune_amp.search.building import shares_processes
 from autotune_amp.search.choose import Decision
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.options import SearchOptions
@@ -92,7 +93,16 @@ def search_replay(
         seed=seed,
         description=_described(landscape),
     )
-    runner = cast("Runner", wrap(ReplayRunner(landscape, clock, seed)))
+    replayed = ReplayRunner(landscape, clock, seed)
+    runner = cast("Runner", wrap(replayed))
+
+    def in_fresh_process(_: dict[str, str]) -> AbstractContextManager[Runner]:
+        replayed.is_started = False
+        return nullcontext(runner)
+
+    are_shared = shares_processes(header.hardware.device)
+    if are_shared:
+        clock.confirm_seconds = confirm.reserved_seconds(budget_seconds, header.start_seconds)
     study = _study(session, space, seed)
     explore.share_building(session, runner, space)
     explore.explore(session, runner, space, study, None)
@@ -103,7 +113,7 @@ def search_replay(
             confirm.measure_fallbacks(session, runner, space, contender)
     searched_seconds = clock.now
     if chosen is not None:
-        processes = confirm.Processes(lambda _: nullcontext(runner), header.start_seconds)
+        processes = confirm.Processes(in_fresh_process, header.start_seconds, are_shared)
         confirm.confirm(session, processes, chosen, header.environment)
     by_round = {record.round: seconds for seconds, record in ends.records if record.round is not None}
     decisions = [_decide(session, space, header.environment, number) for number in range(1, len(ends.records) + 1)]

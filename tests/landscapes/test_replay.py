@@ -182,6 +182,22 @@ def test_a_calibration_is_mostly_passes_in_its_own_precision() -> None:
     assert clock.now == pytest.approx(SETUP_SECONDS + 3 * 1.6 + (NUM_CALIBRATION_PASSES - 3) * 0.16)
 
 
+def test_runs_that_share_a_process_pay_its_start_once() -> None:
+    clock = ReplayClock()
+    runner = ReplayRunner(landscape(lambda _: 100.0, num_processes=1), clock, seed=0)
+    confirming = TrialSpec(
+        candidate=Candidate(precision="fp32", batch_size=16), device="cuda:0", purpose="confirm", num_steps=(8, 8)
+    )
+    seconds = []
+    for is_started in (False, True, False):
+        runner.is_started = is_started
+        began = clock.now
+        runner.run(confirming)
+        seconds.append(clock.now - began)
+    assert seconds[0] == pytest.approx(seconds[1] + HEADER.start_seconds)
+    assert seconds[2] == pytest.approx(seconds[0])
+
+
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 1000))
 def test_a_whole_search_finds_what_is_far_the_best_within_its_budget(seed: int) -> None:
