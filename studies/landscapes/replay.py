@@ -188,7 +188,7 @@ class ReplayRunner:
         self._clock.now += played.seconds
         if spec.is_miniature and isinstance(played.outcome, Measurement):  # a fresh process: the rest is in its outcome
             own_seconds = played.outcome.build_seconds + played.outcome.context_seconds
-            self.start_seconds = None if self.is_started else self.landscape.header.start_seconds - own_seconds
+            self.start_seconds = 0.0 if self.is_started else self.landscape.header.start_seconds - own_seconds
             self.is_started = True
         return played.outcome
 
