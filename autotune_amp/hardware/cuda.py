@@ -127,9 +127,9 @@ def _runs_on(compute_capability: tuple[int, int], arch: str, is_unified: bool) -
         return False
     number = int(match[2]), int(match[3])
     kind, suffix = match[1], match[4]
-    card, built_for = _RENAMED.get(compute_capability, compute_capability), _RENAMED.get(number, number)
     if kind == "compute" and not suffix:
-        return built_for <= card
+        return number <= compute_capability
+    card, built_for = _RENAMED.get(compute_capability, compute_capability), _RENAMED.get(number, number)
     runs_discrete = card not in _JETSON or (is_unified and card in _UNIFIED_JETSON)
     if suffix == "a" or built_for in _JETSON or not runs_discrete:
         return built_for == card
