@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,16 @@ from autotune_amp.trial import worker
 from autotune_amp.trial.bench import Bench
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _default_flags() -> Iterator[None]:
+    """As a process starts with, whatever tests before have set."""
+    before = torch_state.capture()
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = True
+    yield
+    torch_state.apply(before)
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -96,6 +97,8 @@ def test_a_library_that_cannot_start_is_out_of_memory_only_near_the_trials_limit
         held = torch.empty(taken_mib << 20, dtype=torch.uint8, device=batch.device)
         raise RuntimeError(f"CUDA error: CUBLAS_STATUS_NOT_INITIALIZED beside {len(held)} bytes")
 
+    gc.collect()
+    torch.cuda.empty_cache()  # of what tests before have used
     bench = Bench(Workload(lambda: nn.Linear(4, 1), loss, lambda size: torch.ones(size, 4)), is_kept=True)
     limited = msgspec.structs.replace(spec("cuda:0"), memory_limit_bytes=256 << 20)
     found = worker.run(bench, limited, lambda _: None)
