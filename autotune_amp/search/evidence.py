@@ -118,7 +118,7 @@ def best_runs(records: Sequence[Record], candidate: Candidate, environment: Mapp
     )
 
 
-def shares_processes(records: Sequence[Record]) -> bool:
+def were_processes_shared(records: Sequence[Record]) -> bool:
     """Whether the confirmation measured what it holds against each other one after the other in the same processes."""
     return any(r.round is not None and r.start_seconds == 0.0 and isinstance(r.outcome, Measurement) for r in records)
 
@@ -136,7 +136,7 @@ def gather(
     processes = [runs.num_confirming for runs in (chosen, baseline) if runs.measurements]
     low, high = _promise(chosen, records)
     drifted = _drifted(chosen, records)
-    are_shared = chosen.num_confirming > 0 and shares_processes(records)
+    are_shared = chosen.num_confirming > 0 and were_processes_shared(records)
     return Evidence(
         samples_per_second=chosen.speed,
         samples_per_second_interval=(low, high) if drifted is None else (min(low, drifted), max(high, drifted)),
@@ -199,7 +199,7 @@ def _promise(runs: Runs, records: Sequence[Record]) -> tuple[float, float]:
     on the same machine, and the latter further apart in time, so that they see it change its speed between minutes.
     Others that were confirmed in the same processes are left out: of how far processes differ they say nothing new.
     """
-    are_shared = shares_processes(records)
+    are_shared = were_processes_shared(records)
     groups: dict[tuple[Candidate, Purpose, tuple[tuple[str, str], ...]], list[float]] = {}
     for record in records:
         found = record.outcome

@@ -70,6 +70,7 @@ def test_a_card_of_amd_is_measured_without_nvml_and_has_no_tf32(device: str) -> 
     hardware = measure(device)
     assert (hardware.device, hardware.compute_capability) == ("cuda:0", "gfx90a:sramecc+")
     assert (hardware.identity.name, hardware.identity.uuid) == ("AMD Instinct MI250X", None)
+    assert hardware.identity.driver == "ROCm 6.4"
     assert hardware.memory.available == 60 * GIB
     levels = {precision: capability.level for precision, capability in hardware.precisions.items()}
     assert levels == {
@@ -117,6 +118,8 @@ def test_a_card_of_intels_is_measured(device: str, found: str, xpu: SimpleNamesp
     assert (hardware.memory.free, hardware.memory.total) == (11 * GIB, 12 * GIB)
     levels = [hardware.precisions[precision].level for precision in ("fp32", "tf32", "bf16", "fp16")]
     assert levels == ["native", "unsupported", "native", "native"]
+    native = [precision for precision, capability in hardware.precisions.items() if capability.level == "native"]
+    assert native == ["fp32", "bf16", "fp16"]
     with pytest.raises(DeviceError, match="PyTorch sees 2 xpu devices"):
         measure("xpu:2")
 
@@ -129,6 +132,7 @@ def test_a_driver_of_intels_that_does_not_tell_what_is_free_is_said_to(xpu: Simp
     hardware = measure("xpu")
     assert hardware.memory.free == 12 * GIB
     assert any("how much of this device's memory is free" in note for note in hardware.notes)
+    assert "all of it is taken to be" in hardware.notes[0]
 
 
 @pytest.mark.parametrize("device", ["mps", "auto"])
@@ -142,8 +146,10 @@ def test_apples_gpu_is_measured(device: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(cuda, "is_built", lambda: False)
     hardware = measure(device)
     assert (hardware.device, hardware.identity.type) == ("mps", "mps")
-    assert (hardware.memory.free, hardware.memory.available) == (11 * GIB, 10 * GIB)
-    assert hardware.precisions["bf16"].level == "native"
+    assert hardware.compute_capability is None
+    assert (hardware.memory.total, hardware.memory.free, hardware.memory.available) == (12 * GIB, 11 * GIB, 10 * GIB)
+    native = [precision for precision, capability in hardware.precisions.items() if capability.level == "native"]
+    assert native == ["fp32", "bf16", "fp16"]
 
 
 @pytest.mark.parametrize(

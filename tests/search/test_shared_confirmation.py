@@ -14,7 +14,7 @@ from autotune_amp.config import LossScale
 from autotune_amp.search.building import confirming_runners
 from autotune_amp.search.choose import Shortlist
 from autotune_amp.search.confirm import MIN_ROUNDS, NUM_ROUNDS, confirm, reserved_seconds
-from autotune_amp.search.evidence import confirm_runs, gather, shares_processes
+from autotune_amp.search.evidence import confirm_runs, gather, were_processes_shared
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.session import CONFIRM_SHARE
 from autotune_amp.trial.outcome import Failure, Measurement, Outcome, Record
@@ -120,7 +120,7 @@ def test_a_run_keeps_a_process_of_its_own_on_a_cpu(tmp_path: Path, device: str, 
     records = machine.confirm(environment)
     assert set(map(len, names(records))) == {1}
     assert set(machine.made) == {"fresh"}
-    assert not shares_processes(records)
+    assert not were_processes_shared(records)
 
 
 def test_the_default_budget_confirms_where_a_process_takes_five_seconds_to_start(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_what_ran_in_the_same_processes_says_nothing_more_of_how_far_processes_d
         winner, baseline = confirm_runs(known, BF16, {}), confirm_runs(known, FP32, {})
         found = gather(known, winner, baseline, {}, LossScale())
         assert found.is_confirmed
-        assert found.are_processes_shared == shares_processes(known)
+        assert found.are_processes_shared == were_processes_shared(known)
         assert not found.is_build_shared
         return found.samples_per_second_interval
 
