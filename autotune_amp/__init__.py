@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from autotune_amp.api import check_fidelity, profile_amp, recommend_config
-    from autotune_amp.config import AmpConfig, LossScale
+    from autotune_amp.core.config import AmpConfig, LossScale
+    from autotune_amp.core.fidelity import Fidelity
+    from autotune_amp.core.recommendation import Recommendation
+    from autotune_amp.core.workload import Workload
     from autotune_amp.hardware import probe
-    from autotune_amp.numerics.results import Fidelity
     from autotune_amp.profile.results import AmpProfile
-    from autotune_amp.recommendation import Recommendation
     from autotune_amp.runtime.controller import PrecisionController
-    from autotune_amp.workload import Workload
 
 __version__ = "0.1.0"
 
@@ -31,13 +31,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AmpConfig": "config",
+    "AmpConfig": "core.config",
     "AmpProfile": "profile.results",
-    "Fidelity": "numerics.results",
-    "LossScale": "config",
+    "Fidelity": "core.fidelity",
+    "LossScale": "core.config",
     "PrecisionController": "runtime.controller",
-    "Recommendation": "recommendation",
-    "Workload": "workload",
+    "Recommendation": "core.recommendation",
+    "Workload": "core.workload",
     "check_fidelity": "api",
     "probe": "hardware",
     "profile_amp": "api",

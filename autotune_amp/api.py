@@ -9,18 +9,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from autotune_amp.errors import InvalidRequestError, NothingWorksError, SearchInterruptedError
-from autotune_amp.recommendation import Recommendation
+from autotune_amp.core.errors import InvalidRequestError, NothingWorksError, SearchInterruptedError
+from autotune_amp.core.recommendation import Recommendation
+from autotune_amp.core.workload import Workload
+from autotune_amp.distributed.ranks import answer_on_first, place
 from autotune_amp.report.write import keep_report
 from autotune_amp.search.flow import search
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.origin import Origin, live, target
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.ranks import answer_on_first, place
-from autotune_amp.workload import Workload
 
 if TYPE_CHECKING:
-    from autotune_amp.numerics.results import Fidelity
+    from autotune_amp.core.fidelity import Fidelity
     from autotune_amp.profile.results import AmpProfile
 
 WorkloadArgument: TypeAlias = Workload | Callable[[], Workload] | str | None

@@ -19,11 +19,11 @@ from autotune_amp.commands.export import export
 from autotune_amp.commands.profile import profile
 from autotune_amp.commands.report import report
 from autotune_amp.commands.shared import Device, Folder, Json, Target, Work, recommendation_file, rendered
-from autotune_amp.errors import AutotuneAmpError, InvalidRequestError, SearchInterruptedError
+from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, SearchInterruptedError
 from autotune_amp.report.failure import error_document, error_text, exit_code
 
 if TYPE_CHECKING:
-    from autotune_amp.recommendation import Recommendation
+    from autotune_amp.core.recommendation import Recommendation
 
 # typer brought its own copy of click with 0.2x; the base of every usage error is found wherever it lives.
 _UsageError: type[Any] = typer.BadParameter.__bases__[0]
@@ -119,8 +119,8 @@ def search(
 
     def work() -> bytes:
         from autotune_amp.api import recommend_config
+        from autotune_amp.distributed.ranks import place
         from autotune_amp.report.progress import TerminalProgress
-        from autotune_amp.search.ranks import place
 
         recommendation = recommend_config(
             target,
@@ -190,7 +190,7 @@ def show(
     """
 
     def work() -> bytes:
-        from autotune_amp.recommendation import Recommendation
+        from autotune_amp.core.recommendation import Recommendation
 
         path = recommendation_file(folder)
         recommendation = Recommendation.load(path)

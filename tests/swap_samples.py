@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from autotune_amp.config import Precision
-from autotune_amp.precision import (
+from autotune_amp.core.config import Precision
+from autotune_amp.precision.mode import (
     Observer,
     clear_override,
     observe,

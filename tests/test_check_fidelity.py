@@ -10,11 +10,11 @@ import pytest
 from conftest import CommandLine
 
 from autotune_amp import check_fidelity
-from autotune_amp.config import Precision
-from autotune_amp.errors import BudgetTooSmallError, InvalidRequestError, WorkloadError
-from autotune_amp.hardware.types import Capability, DeviceIdentity, DeviceMemory, Hardware, Level
+from autotune_amp.core.config import Precision
+from autotune_amp.core.errors import BudgetTooSmallError, InvalidRequestError, WorkloadError
+from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware, Level
+from autotune_amp.core.outcome import Description
 from autotune_amp.search.lone_check import check_spec, checked_request
-from autotune_amp.trial.outcome import Description
 from autotune_amp.trial.spec import CheckSpec
 
 PREAMBLE = """

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from autotune_amp import __version__
-from autotune_amp.config import AmpConfig
-from autotune_amp.hardware.types import DeviceIdentity, DeviceMemory, Hardware
-from autotune_amp.recommendation import (
+from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.hardware import DeviceIdentity, DeviceMemory, Hardware
+from autotune_amp.core.recommendation import (
     BaselineEvidence,
     Evidence,
     Fingerprint,

@@ -14,7 +14,7 @@ import autotune_amp
 
 ROOT = Path(autotune_amp.__file__).parent
 # The runtime lives in the training job: it knows what a search found, not how.
-ABOVE_RUNTIME = ("search", "trial", "report", "api", "cli", "workload")
+ABOVE_RUNTIME = ("search", "trial", "isolation", "report", "api", "cli", "core.workload")
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 
 
@@ -34,7 +34,7 @@ def is_under(module: str, package: str) -> bool:
 @pytest.mark.parametrize("file", FILES)
 def test_directions(file: str) -> None:
     modules = list(imported(file))
-    light = ("search/", "commands/", "trial/runner.py", "trial/process.py", "cli.py", "api.py", "__init__.py")
+    light = ("search/", "commands/", "isolation/runner.py", "isolation/process.py", "cli.py", "api.py", "__init__.py")
     if file.startswith(light):
         assert not any(is_under(module, "torch") for module in modules)
     if file != "search/study.py":
@@ -42,21 +42,21 @@ def test_directions(file: str) -> None:
     in_child = ("profile/child.py", "profile/flops.py", "profile/trainings.py")
     if file.startswith("profile/") and file not in in_child:
         assert not any(is_under(module, "torch") for module in modules)
-    if file.startswith(("trial/", "hardware/", "fingerprint/")) or file in in_child:
+    if file.startswith(("trial/", "isolation/", "hardware/", "fingerprint/")) or file in in_child:
         assert not any(is_under(module, f"autotune_amp.{p}") for module in modules for p in ("search", "report", "api"))
     if file in [f"runtime/{name}.py" for name in ("policy", "actions", "state", "scale_rule", "checkpoint", "run_log")]:
         assert not any(is_under(module, "torch") for module in modules)
-    if file in [f"numerics/{name}.py" for name in ("results", "verdict", "scaler_replay")]:  # the parent reads them
+    if file in [f"numerics/{name}.py" for name in ("verdict", "scaler_replay")]:  # the parent reads them
         assert not any(is_under(module, "torch") for module in modules)
     if file.startswith("numerics/"):
         above = ("runtime", *ABOVE_RUNTIME)
         assert not any(is_under(module, f"autotune_amp.{p}") for module in modules for p in above)
     if file.startswith("runtime/"):
         assert not any(is_under(module, f"autotune_amp.{p}") for module in modules for p in ABOVE_RUNTIME)
-    results = ("recommendation.py", "profile/results.py")  # which explain themselves
+    results = ("core/recommendation.py", "profile/results.py")  # which explain themselves
     if not file.startswith(("report/", "commands/", "cli.py", "api.py", *results)):
         # How a number reads is the same in every sentence; that file imports nothing.
-        words = "autotune_amp.report.format" if file.startswith("search/") else None
+        words = "autotune_amp.core.text" if file.startswith("search/") else None
         assert not any(is_under(module, "autotune_amp.report") for module in modules if module != words)
 
 
@@ -64,7 +64,7 @@ def test_directions(file: str) -> None:
 def test_frameworks_are_imported_by_their_adapters_alone(file: str) -> None:
     frameworks = ("accelerate", "deepspeed", "lightning", "transformers")
     if any(is_under(module, framework) for module in imported(file) for framework in frameworks):
-        assert file.startswith("integrations/") or file == "config.py"  # AmpConfig.to_training_arguments
+        assert file.startswith("integrations/") or file == "core/config.py"  # AmpConfig.to_training_arguments
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file not in ("cli.py", "__main__.py")])

@@ -12,14 +12,14 @@ import pytest
 from conftest import CommandLine
 
 from autotune_amp import profile_amp
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.profile.request import checked_request
 
 SCRIPT = """
 import pickle, random, numpy, torch
 from torch import nn
 from autotune_amp import AmpProfile, Workload, profile_amp
-from autotune_amp.statistics import ratio_interval
+from autotune_amp.core.intervals import ratio_interval
 
 def loss(model, batch):
     return (model(batch[0]) - batch[1]).square().mean()

@@ -11,7 +11,7 @@ import typer
 from autotune_amp.commands.shared import Folder, Json, Work, recommendation_file
 
 if TYPE_CHECKING:
-    from autotune_amp.recommendation import Recommendation
+    from autotune_amp.core.recommendation import Recommendation
 
 
 def export(
@@ -38,9 +38,9 @@ def export(
     """
 
     def work() -> bytes:
+        from autotune_amp.core.recommendation import Recommendation
         from autotune_amp.integrations.export import accelerate_file, setting_of
         from autotune_amp.integrations.export import export as exported
-        from autotune_amp.recommendation import Recommendation
 
         path = recommendation_file(folder)
         recommendation = Recommendation.load(path)
@@ -62,9 +62,9 @@ def export(
 
 def _write(path: Path, text: str) -> None:
     """Write over an earlier export; raises `StudyError` where that cannot be or another file is there."""
-    from autotune_amp.errors import StudyError
+    from autotune_amp.core.errors import StudyError
+    from autotune_amp.core.recommendation import write_atomically
     from autotune_amp.integrations.export import is_exported
-    from autotune_amp.recommendation import write_atomically
 
     elsewhere = "Name another file with --out, or leave --out away and paste what is printed."
     try:
@@ -80,11 +80,11 @@ def _write(path: Path, text: str) -> None:
 
 def _origin(path: Path, recommendation: Recommendation) -> str:
     """Which study, what it recommends, and how sure that is."""
-    from autotune_amp.report.format import one_line, rate
-    from autotune_amp.trial.spec import Candidate
+    from autotune_amp.core.setting import Setting
+    from autotune_amp.core.text import one_line, rate
 
     config, evidence = recommendation.config, recommendation.evidence
-    candidate = Candidate(
+    candidate = Setting(
         precision=config.precision, batch_size=config.batch_size, accumulation_steps=config.accumulation_steps
     )
     place = path.parent if path.name == "recommendation.json" and path.parent.name else path

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from autotune_amp.errors import FormatError
+from autotune_amp.core.errors import FormatError
 
 if TYPE_CHECKING:
     from rich.console import Console

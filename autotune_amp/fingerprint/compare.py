@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from autotune_amp import __version__
+from autotune_amp.core.recommendation import Fingerprint
+from autotune_amp.distributed.launcher import is_from_launcher
 from autotune_amp.fingerprint.code import short_hex
 from autotune_amp.fingerprint.origin import version
 from autotune_amp.fingerprint.walk import Walk, workload_parts
-from autotune_amp.launcher import is_from_launcher
-from autotune_amp.recommendation import Fingerprint
 
 if TYPE_CHECKING:
-    from autotune_amp.hardware.types import DeviceIdentity
+    from autotune_amp.core.hardware import DeviceIdentity
 
 # Environment variables that decide the allocator, the threads and the kernels: a name, or how names begin.
 _DECIDING = (

@@ -7,11 +7,11 @@ import sys
 from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from autotune_amp.distributed.launcher import is_from_launcher
 from autotune_amp.fingerprint.code import code_digest, digest, references, text
 from autotune_amp.fingerprint.origin import module_origin, origin_of
 from autotune_amp.fingerprint.peek import class_dict, class_name, instance_dict, is_a, mro
 from autotune_amp.fingerprint.sources import import_link, imported_names, note
-from autotune_amp.launcher import is_from_launcher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

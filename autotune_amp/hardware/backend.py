@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from autotune_amp.config import Precision
-    from autotune_amp.hardware.types import Capability, DeviceIdentity, DeviceMemory
+    from autotune_amp.core.config import Precision
+    from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 
 
 class Backend(Protocol):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from autotune_amp.errors import DeviceError
-from autotune_amp.hardware.types import Hardware
+from autotune_amp.core.errors import DeviceError
+from autotune_amp.core.hardware import Hardware
 
 
 class NoDevice(msgspec.Struct, frozen=True, kw_only=True):

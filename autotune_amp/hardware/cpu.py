@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.hardware import host
 from autotune_amp.hardware import identity as identities
 from autotune_amp.hardware.cgroup import container_cpus, container_memory
 from autotune_amp.hardware.naming import only
-from autotune_amp.hardware.types import Capability, DeviceIdentity, DeviceMemory
 
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
-    from autotune_amp.config import Precision
+    from autotune_amp.core.config import Precision
 
 # Instruction sets that multiply in the format, as cpuinfo (x86, ARM) and torch.cpu.get_capabilities() name them.
 _BF16_ARITHMETIC = ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16")

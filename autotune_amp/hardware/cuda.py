@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from autotune_amp.errors import DeviceError
+from autotune_amp.core.errors import DeviceError
+from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.hardware import host, nvml
 from autotune_amp.hardware import identity as identities
 from autotune_amp.hardware.naming import numbered
-from autotune_amp.hardware.types import Capability, DeviceIdentity, DeviceMemory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autotune_amp.config import Precision
+    from autotune_amp.core.config import Precision
 
 _GET_STARTED = "https://pytorch.org/get-started/locally/"
 _NO_FP8_AUTOCAST = "PyTorch's autocast has no fp8: training in it needs a library such as torchao"

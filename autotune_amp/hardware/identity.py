@@ -8,10 +8,10 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.hardware import host, nvml
 from autotune_amp.hardware.cgroup import container_cpus, container_memory
 from autotune_amp.hardware.naming import Kind, parse
-from autotune_amp.hardware.types import DeviceIdentity
 
 
 def identify(device: str = "auto") -> DeviceIdentity:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import msgspec
 import psutil
 
+from autotune_amp.core.hardware import BusyProcess, CardProcess, MachineLoad
 from autotune_amp.hardware import nvml
-from autotune_amp.hardware.types import BusyProcess, CardProcess, MachineLoad
 
 # CPU times come in hundredths of a second for each process: shorter than this they say nothing.
 MIN_SECONDS = 0.25

@@ -15,7 +15,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from autotune_amp.config import Precision
+    from autotune_amp.core.config import Precision
 
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SMALLEST, _LARGEST = 128, 8192

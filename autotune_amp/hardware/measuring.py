@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from autotune_amp.config import PRECISIONS
-from autotune_amp.errors import DeviceError
+from autotune_amp.core.config import PRECISIONS
+from autotune_amp.core.errors import DeviceError
+from autotune_amp.core.hardware import Capability, Hardware
 from autotune_amp.hardware import cpu, cuda, matmul, mps, xpu
 from autotune_amp.hardware.identity import identify
 from autotune_amp.hardware.naming import parse
-from autotune_amp.hardware.types import Capability, Hardware
 
 if TYPE_CHECKING:
-    from autotune_amp.config import Precision
+    from autotune_amp.core.config import Precision
     from autotune_amp.hardware.backend import Backend
 
 _BACKENDS: dict[str, Backend] = {"cuda": cuda, "xpu": xpu, "mps": mps, "cpu": cpu}

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autotune_amp.errors import DeviceError
+from autotune_amp.core.errors import DeviceError
+from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.hardware import host
 from autotune_amp.hardware import identity as identities
 from autotune_amp.hardware.naming import only
-from autotune_amp.hardware.types import Capability, DeviceIdentity, DeviceMemory
 
 if TYPE_CHECKING:
-    from autotune_amp.config import Precision
+    from autotune_amp.core.config import Precision
 
 
 def decide(*, is_macos_14: bool) -> dict[Precision, Capability]:

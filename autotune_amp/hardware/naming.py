@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal, TypeAlias, cast
 
-from autotune_amp.errors import DeviceError
+from autotune_amp.core.errors import DeviceError
 
 Kind: TypeAlias = Literal["auto", "cuda", "xpu", "mps", "cpu"]
 

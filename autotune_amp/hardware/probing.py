@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from autotune_amp.errors import DeviceError, RunnerError
+from autotune_amp.core.errors import DeviceError, RunnerError
 from autotune_amp.hardware.child import Answer
 from autotune_amp.hardware.host import load_notes
 from autotune_amp.hardware.naming import parse
 
 if TYPE_CHECKING:
-    from autotune_amp.hardware.types import Hardware
+    from autotune_amp.core.hardware import Hardware
 
 DEADLINE_SECONDS = 120.0
 

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autotune_amp.errors import DeviceError
+from autotune_amp.core.errors import DeviceError
+from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.hardware import host
 from autotune_amp.hardware.naming import numbered
-from autotune_amp.hardware.types import Capability, DeviceIdentity, DeviceMemory
 
 if TYPE_CHECKING:
-    from autotune_amp.config import Precision
+    from autotune_amp.core.config import Precision
 
 
 def decide(*, has_fp16: bool, has_bf16: bool, can_hold_bf16: bool) -> dict[Precision, Capability]:

@@ -20,11 +20,11 @@ from accelerate.utils import (
 )
 from torch import Tensor, nn
 
-from autotune_amp.config import AmpConfig
-from autotune_amp.errors import DemotedError, InvalidRequestError
+from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.errors import DemotedError, InvalidRequestError
+from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.integrations.accelerate_config import accelerate_config
 from autotune_amp.integrations.accelerate_windows import FetchedBatches
-from autotune_amp.recommendation import Recommendation
 from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.status import MoveRecord
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from autotune_amp.config import AmpConfig
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.errors import InvalidRequestError
 
 MIXED_PRECISION = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from accelerate.state import GradientState
 from accelerate.utils import recursively_apply
 
-from autotune_amp.batches import first_dimensions
+from autotune_amp.numerics.batches import first_dimensions
 
 
 class _Fetched(NamedTuple):

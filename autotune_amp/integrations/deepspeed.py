@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from autotune_amp.config import AmpConfig, LossScale
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.core.config import AmpConfig, LossScale
+from autotune_amp.core.errors import InvalidRequestError
 
 
 def deepspeed_config(config: AmpConfig) -> dict[str, Any]:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
-from autotune_amp.config import AmpConfig
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.integrations import deepspeed, export_texts
 from autotune_amp.integrations.export_script import Setting, environment_lines, wrapped
 
 if TYPE_CHECKING:
-    from autotune_amp.recommendation import Recommendation
+    from autotune_amp.core.recommendation import Recommendation
 
 Target: TypeAlias = Literal["lightning", "transformers", "accelerate", "deepspeed", "torch", "env"]
 TARGETS: tuple[Target, ...] = ("lightning", "transformers", "accelerate", "deepspeed", "torch", "env")

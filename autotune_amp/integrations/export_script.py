@@ -11,8 +11,8 @@ from typing import Literal
 
 import msgspec
 
-from autotune_amp.config import AmpConfig, LossScale
-from autotune_amp.config_source import LOADER_COMMENT, loader_line, strict_flag_lines
+from autotune_amp.core.config import AmpConfig, LossScale
+from autotune_amp.core.config_source import LOADER_COMMENT, loader_line, strict_flag_lines
 
 WIDTH = 100  # of a line, where it can be broken
 KEPT_FLAGS = "Measured with the script's own TF32 flags and autocast: they stay as they are."
@@ -78,7 +78,7 @@ class Script:
         """``config = AmpConfig(...)``."""
         classes: set[str] = set()
         self.lines.append(f"config = {_source(self.setting.config, classes)}")
-        self.needs(f"from autotune_amp.config import {', '.join(sorted(classes))}")
+        self.needs(f"from autotune_amp.core.config import {', '.join(sorted(classes))}")
 
     def add_flags(self) -> None:
         """The TF32 flags, which matter on CUDA alone."""

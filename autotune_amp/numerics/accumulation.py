@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autotune_amp import torch_state
+from autotune_amp.core.fidelity import Accumulation
 from autotune_amp.numerics.attempt import REROUNDING, in_fp32
 from autotune_amp.numerics.blame import modules_by_name, unwrap
 from autotune_amp.numerics.combination import IGNORED_LABEL, ROUNDING_MARGIN, Finding, Sums, counted_shares, judge
@@ -20,9 +20,9 @@ from autotune_amp.numerics.comparison import signals
 from autotune_amp.numerics.draws import without_dropout
 from autotune_amp.numerics.paired import UNIT_ROUNDOFF, perturb
 from autotune_amp.numerics.passes import Gradients, Pass, Passes, Subject
-from autotune_amp.numerics.results import Accumulation
 from autotune_amp.numerics.same_draws import CannotReplayError, RecordedDraws, ReplayedDraws, Samples
-from autotune_amp.precision import clear_override, has_half_weights, override
+from autotune_amp.precision import torch_state
+from autotune_amp.precision.mode import clear_override, has_half_weights, override
 
 _MAX_SAMPLES = 16
 _MAX_ENTRIES = 2**16  # of each parameter's gradient: what holds for the whole gradient holds for any of its entries

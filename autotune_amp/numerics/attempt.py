@@ -11,17 +11,17 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from autotune_amp.config import FP16_MAX, MIN_LOSS_SCALE, Precision
+from autotune_amp.core.config import FP16_MAX, MIN_LOSS_SCALE, Precision
+from autotune_amp.core.fidelity import LowWeights
 from autotune_amp.numerics.comparison import Comparison, compare, signals
 from autotune_amp.numerics.forward_max import ForwardWatch
 from autotune_amp.numerics.low_weights import lost_updates
 from autotune_amp.numerics.paired import UNIT_ROUNDOFF, Gap, Run, gap, perturb, train
 from autotune_amp.numerics.passes import Pass, Passes
-from autotune_amp.numerics.results import LowWeights
 from autotune_amp.numerics.safe_scale import largest_safe_scale
 from autotune_amp.numerics.scaler_replay import starting_scale
 from autotune_amp.numerics.verdict import Findings
-from autotune_amp.precision import has_half_weights, override
+from autotune_amp.precision.mode import has_half_weights, override
 
 NUM_BATCHES = 3  # held against each other in one step
 NUM_PAIRED_STEPS = 8

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from autotune_amp.core.fidelity import Calibration
 from autotune_amp.numerics.comparison import COUNTS
 from autotune_amp.numerics.forward_max import watch_forward
 from autotune_amp.numerics.passes import Passes, Subject
-from autotune_amp.numerics.results import Calibration
 from autotune_amp.numerics.safe_scale import SafeScale, by_backward, by_bisection, must_bisect
 from autotune_amp.numerics.scaler_replay import starting_scale
 

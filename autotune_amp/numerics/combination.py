@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autotune_amp.batches import tensors
-from autotune_amp.numerics.results import AccumulationVerdict
+from autotune_amp.core.fidelity import AccumulationVerdict
+from autotune_amp.numerics.batches import tensors
 
 IGNORED_LABEL = -100  # torch's own, in cross_entropy
 # Moved weights round anew in every operation, as a batch cut in pieces does; this many times that is still rounding.

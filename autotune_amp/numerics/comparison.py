@@ -10,8 +10,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from autotune_amp.core.fidelity import GradientDamage
 from autotune_amp.numerics.passes import Gradients
-from autotune_amp.numerics.results import GradientDamage
 
 # Entries so much smaller than the largest of their parameter move nothing: not worth a loss scale.
 COUNTS = 2.0**-12

@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from autotune_amp.config import Precision
+from autotune_amp.core.config import Precision
+from autotune_amp.core.fidelity import Fidelity, LowWeights
 from autotune_amp.numerics.attempt import Attempt, Bench, is_inside
 from autotune_amp.numerics.blame import bad_parameters, modules_by_name
 from autotune_amp.numerics.calibration import count_octaves, histogram
 from autotune_amp.numerics.forward_max import watch_forward
 from autotune_amp.numerics.locate import OUTSIDE, blown_up, local_errors
 from autotune_amp.numerics.passes import Passes, Subject
-from autotune_amp.numerics.results import Fidelity, LowWeights
 from autotune_amp.numerics.verdict import MAX_FORWARD_SHARE, Judgement, judge, next_step
-from autotune_amp.precision import can_be_pinned
+from autotune_amp.precision.mode import can_be_pinned
 
 MAX_PINNED_SHARE = 0.05  # of the modules; one may always be pinned
 MAX_ROUNDS = 3

@@ -10,7 +10,7 @@ from torch import nn
 
 from autotune_amp.numerics.blame import modules_by_name
 from autotune_amp.numerics.safe_scale import is_compiled
-from autotune_amp.precision import Observer, is_cast, observe, stop_observing
+from autotune_amp.precision.mode import Observer, is_cast, observe, stop_observing
 
 
 class ForwardWatch:

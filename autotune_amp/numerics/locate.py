@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from autotune_amp.config import Precision
+from autotune_amp.core.config import Precision
 from autotune_amp.numerics.blame import Recorder, modules_by_name
 from autotune_amp.numerics.draws import Generators, generators, set_generators
 from autotune_amp.numerics.passes import Passes
-from autotune_amp.precision import HALF_DTYPES, has_half_weights
+from autotune_amp.precision.mode import HALF_DTYPES, has_half_weights
 
 OUTSIDE = ""  # the code around the modules: the loss function, as a rule
 # A child that is wrong by so large a share of its parent's error explains the parent.

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from autotune_amp.config import AmpConfig, LossScale, Precision
-from autotune_amp.errors import WorkloadError
-from autotune_amp.step_amp import StepAmp
+from autotune_amp.core.config import AmpConfig, LossScale, Precision
+from autotune_amp.core.errors import WorkloadError
+from autotune_amp.precision.step_amp import StepAmp
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from autotune_amp.numerics.results import LowWeights
-from autotune_amp.precision import HALF_DTYPES
+from autotune_amp.core.fidelity import LowWeights
+from autotune_amp.precision.mode import HALF_DTYPES
 
 
 def lost_updates(model: nn.Module, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> LowWeights | None:

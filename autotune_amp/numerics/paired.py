@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from autotune_amp.config import Precision
+from autotune_amp.core.config import Precision
 from autotune_amp.numerics.passes import Pass, Passes
 from autotune_amp.numerics.safe_scale import MIN_LOG2_SCALE
 

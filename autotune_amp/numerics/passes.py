@@ -11,13 +11,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from autotune_amp import torch_state
-from autotune_amp.config import Precision
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.core.config import Precision
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.numerics.blame import modules_by_name, parameters_by_name
 from autotune_amp.numerics.draws import comparable_draws
 from autotune_amp.numerics.loop import CatchingAmp, Loop, NoStepError, is_all_finite, scaled, unscaled
-from autotune_amp.precision import autocast, is_pinned, pin_fp32, set_flags, unpin
+from autotune_amp.precision import torch_state
+from autotune_amp.precision.mode import autocast, is_pinned, pin_fp32, set_flags, unpin
 
 Gradients: TypeAlias = dict[str, Tensor]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autotune_amp.config import FP16_MAX
+from autotune_amp.core.config import FP16_MAX
 from autotune_amp.numerics.passes import Pass, Passes
 
 LOG2_FP16_MAX = math.log2(FP16_MAX)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotune_amp.precision import HALF_DTYPES
+from autotune_amp.precision.mode import HALF_DTYPES
 
 # Whose numbers do not depend on how many are drawn beside them, in place or not. Not `randperm`: a permutation of the
 # batch's samples has no part that permutes some of them.

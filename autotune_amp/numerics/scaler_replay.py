@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autotune_amp.config import MIN_LOSS_SCALE, LossScale
+from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
 
 _FLUSHED_LOG2 = -25  # fp16 rounds to 0 what is at or under half of its least number, 2^-24
 _LARGEST_SCALE = 2.0**127  # power of two in float32

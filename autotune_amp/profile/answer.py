@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from autotune_amp.hardware.types import Hardware, MachineLoad
+from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.profile.gap import Conditions, next_steps
 from autotune_amp.profile.results import AmpProfile, PrecisionRow
 from autotune_amp.profile.spec import LOW, Profiled

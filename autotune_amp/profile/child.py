@@ -18,10 +18,11 @@ import msgspec
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from autotune_amp import precision
-from autotune_amp.batches import tensors
-from autotune_amp.config import Precision
+from autotune_amp.core.config import Precision
+from autotune_amp.core.outcome import Failure
 from autotune_amp.hardware.matmul import flops_per_second, synchronize
+from autotune_amp.numerics.batches import tensors
+from autotune_amp.precision import mode as precision
 from autotune_amp.profile.flops import count_flops
 from autotune_amp.profile.spec import CUT_RATIO, Lane, Profiled, ProfileSpec, Split
 from autotune_amp.profile.trace import MARK, Trace, split, step_mark
@@ -29,7 +30,6 @@ from autotune_amp.profile.trainings import trainings, unfused_optimizer
 from autotune_amp.trial.bench import Bench
 from autotune_amp.trial.compiling import CompileWatch
 from autotune_amp.trial.failures import classify
-from autotune_amp.trial.outcome import Failure
 from autotune_amp.trial.spec import NUM_WARMUP_STEPS
 from autotune_amp.trial.step import BaseTraining
 from autotune_amp.trial.timing import MAX_COMPILING_STEPS, MAX_SCALE_SEARCH_STEPS, NonFiniteError

@@ -11,7 +11,7 @@ from autotune_amp.profile.spec import LOW, ProfiledStep
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from autotune_amp.config import Precision
+    from autotune_amp.core.config import Precision
     from autotune_amp.profile.spec import Split
 
 MIN_SHARE = 0.05  # of the step; less is not worth a change of code

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from autotune_amp.config import Precision
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.core.config import Precision
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.search.options import SearchOptions
 
 _EXAMPLES = {"batches": 10, "batch-size": 32}

@@ -6,8 +6,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from autotune_amp.config import Precision
-from autotune_amp.trial.outcome import FailureKind
+from autotune_amp.core.config import Precision
+from autotune_amp.core.outcome import FailureKind
 
 Verdict: TypeAlias = Literal["excellent", "significant", "modest", "negligible", "slower"]
 PartName: TypeAlias = Literal[

@@ -11,9 +11,9 @@ from typing import TypeAlias
 
 import msgspec
 
-from autotune_amp.config import Precision
+from autotune_amp.core.config import Precision
+from autotune_amp.core.outcome import Failure, Measurement, Outcome
 from autotune_amp.profile.spec import Lane, Profiled, ProfileSpec
-from autotune_amp.trial.outcome import Failure, Measurement, Outcome
 from autotune_amp.trial.spec import TrialSpec
 
 NUM_ROUNDS = 3

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from autotune_amp.core.intervals import ratio_interval
+from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.profile.gap import Step, gap
 from autotune_amp.profile.results import Gap, PrecisionRow
 from autotune_amp.profile.spec import CUT_RATIO
 from autotune_amp.profile.verdict import verdict, verdicts
-from autotune_amp.statistics import ratio_interval
-from autotune_amp.trial.outcome import Failure, Measurement
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from autotune_amp.config import Precision
+    from autotune_amp.core.config import Precision
     from autotune_amp.profile.spec import Lane, Profiled, Split
 
 # Alone a step must also be so long that it is worth cutting: the first ones of a small model in another format are many

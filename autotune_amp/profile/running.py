@@ -11,11 +11,15 @@ from typing import Any
 
 import msgspec
 
-from autotune_amp.config import LossScale, Precision
-from autotune_amp.errors import NothingWorksError, WorkloadError
+from autotune_amp.core.config import LossScale, Precision
+from autotune_amp.core.errors import NothingWorksError, WorkloadError
+from autotune_amp.core.hardware import Hardware
+from autotune_amp.core.outcome import Description, Failure, Measurement, Outcome, Record
+from autotune_amp.core.recommendation import Exclusion
+from autotune_amp.core.setting import Setting
 from autotune_amp.hardware import identify
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.hardware.types import Hardware
+from autotune_amp.isolation.runner import Runner, can_fork
 from autotune_amp.profile.answer import answer, load_notes
 from autotune_amp.profile.request import Request
 from autotune_amp.profile.results import AmpProfile
@@ -30,16 +34,13 @@ from autotune_amp.profile.rows import (
 )
 from autotune_amp.profile.spec import LOW, Profiled, ProfileSpec
 from autotune_amp.profile.trace_file import write_trace
-from autotune_amp.recommendation import Exclusion
 from autotune_amp.search.opening import Opened, open_workload, told
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.origin import Origin
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.session import Clock, ProgressWatcher
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
-from autotune_amp.trial.outcome import Description, Failure, Measurement, Outcome, Record
-from autotune_amp.trial.runner import Runner, can_fork
-from autotune_amp.trial.spec import STEPS_PER_SYNC, Candidate, TrialSpec
+from autotune_amp.trial.spec import STEPS_PER_SYNC, TrialSpec
 
 DEADLINE_SECONDS = 600.0  # of fp32 alone, which says how long the others may take
 NUM_STEPS_ALONE, SECONDS_ALONE = (4, 8), 5.0
@@ -140,7 +141,7 @@ def _space(request: Request, opened: Opened, asked: tuple[Precision, ...]) -> Sp
 
 def _trial(precision: Precision, space: Space, opened: Opened) -> TrialSpec:
     return TrialSpec(
-        candidate=Candidate(
+        candidate=Setting(
             precision=precision,
             batch_size=space.baseline.batch_size,
             accumulation_steps=space.baseline.accumulation_steps,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from autotune_amp.config import Precision
-from autotune_amp.trial.outcome import Failure
+from autotune_amp.core.config import Precision
+from autotune_amp.core.outcome import Failure
 from autotune_amp.trial.spec import TrialSpec
 
 LOW: tuple[Precision, ...] = ("bf16", "fp16")  # what mixed precision means: autocast casts to them

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from autotune_amp.config import Precision
+from autotune_amp.core.config import Precision
 from autotune_amp.profile.spec import LOW, ProfiledStep, Split
 
 Kind: TypeAlias = Literal["matrix_products", "casts", "fp32_operations", "optimizer", "other"]

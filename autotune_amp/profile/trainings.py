@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
-from autotune_amp import torch_state
-from autotune_amp.packing import compile_with, compiler_of
+from autotune_amp.core.workload import Workload
+from autotune_amp.isolation.packing import compile_with, compiler_of
+from autotune_amp.precision import torch_state
 from autotune_amp.trial.bench import Bench
 from autotune_amp.trial.optimizers import each
 from autotune_amp.trial.spec import TrialSpec
 from autotune_amp.trial.state import LoopState
 from autotune_amp.trial.step import BaseTraining, Training, make_model, make_training
-from autotune_amp.workload import Workload
 
 
 def trainings(bench: Bench, trials: Sequence[TrialSpec]) -> Iterator[BaseTraining]:

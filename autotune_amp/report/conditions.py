@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autotune_amp.report.format import count, duration, rate, size
+from autotune_amp.core.text import count, duration, rate, size
 
 if TYPE_CHECKING:
-    from autotune_amp.hardware.types import LoadEvidence
-    from autotune_amp.recommendation import Evidence, LoaderEvidence, WorkersTried
+    from autotune_amp.core.hardware import LoadEvidence
+    from autotune_amp.core.recommendation import Evidence, LoaderEvidence, WorkersTried
 
 
 def memory_line(evidence: Evidence, device_type: str) -> str:

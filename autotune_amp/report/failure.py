@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from autotune_amp.errors import (
+from autotune_amp.core.errors import (
     AutotuneAmpError,
     BudgetTooSmallError,
     InvalidRequestError,
@@ -14,7 +14,7 @@ from autotune_amp.errors import (
 )
 
 if TYPE_CHECKING:
-    from autotune_amp.recommendation import Exclusion, Recommendation
+    from autotune_amp.core.recommendation import Exclusion, Recommendation
 
 _EXIT_CODES: dict[type[AutotuneAmpError], int] = {
     InvalidRequestError: 2,

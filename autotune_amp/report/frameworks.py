@@ -6,11 +6,11 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.integrations.export import TARGETS, Target, export, setting_of
 
 if TYPE_CHECKING:
-    from autotune_amp.recommendation import Recommendation
+    from autotune_amp.core.recommendation import Recommendation
 
 
 def export_command(recommendation: Recommendation, path: str | None = None) -> tuple[str, str]:

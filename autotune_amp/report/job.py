@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autotune_amp.recommendation import Job, Recommendation
+    from autotune_amp.core.recommendation import Job, Recommendation
 
 
 def job_lines(recommendation: Recommendation) -> list[tuple[str, str]]:

@@ -14,9 +14,9 @@ from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
-from autotune_amp.report.format import clock, duration, size
+from autotune_amp.core.outcome import Measurement
+from autotune_amp.core.text import clock, duration, size
 from autotune_amp.report.progress import Screen, View, measured
-from autotune_amp.trial.outcome import Measurement
 
 _DRAW_SECONDS = 0.1
 _MAX_HELD = 65536

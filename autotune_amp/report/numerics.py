@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from autotune_amp.report.format import count, exact, number, one_line
+from autotune_amp.core.text import count, exact, number, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autotune_amp.config import LossScale
-    from autotune_amp.numerics.results import Accumulation, Calibration, Fidelity
-    from autotune_amp.recommendation import LossScaleEvidence
+    from autotune_amp.core.config import LossScale
+    from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity
+    from autotune_amp.core.recommendation import LossScaleEvidence
 
 
 _NO_LIMIT = 1e30  # what only fp16 is below: nothing comes near the range that bf16 shares with fp32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autotune_amp.report.format import count, duration, flops, one_line, outcome_name, size, times
+from autotune_amp.core.text import count, duration, flops, one_line, outcome_name, size, times
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,15 +8,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
-from autotune_amp.numerics.results import Accumulation, Calibration, Fidelity
-from autotune_amp.report.format import duration, one_line, outcome_name, printable, rate, size
+from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity
+from autotune_amp.core.outcome import Failure, Measurement, Record
+from autotune_amp.core.text import duration, one_line, outcome_name, printable, rate, size
 from autotune_amp.report.numerics import short_accumulation, short_calibration, short_check
 from autotune_amp.search.progress import Progress
-from autotune_amp.trial.outcome import Failure, Measurement, Record
 
 if TYPE_CHECKING:
-    from autotune_amp.hardware.types import Hardware
-    from autotune_amp.trial.spec import Candidate, Purpose
+    from autotune_amp.core.hardware import Hardware
+    from autotune_amp.core.setting import Setting
+    from autotune_amp.trial.spec import Purpose
 
 
 @dataclass
@@ -27,7 +28,7 @@ class View:
     budget_seconds: float | None = None
     elapsed_seconds: float = 0.0
     number: int = 0
-    candidate: Candidate | None = None
+    candidate: Setting | None = None
     num_steps: int = 0
     step_seconds: float = 0.0
     is_search: bool = True
@@ -121,7 +122,7 @@ class TerminalProgress(Progress):
             f"  {hardware.device}: {name}, {size(hardware.memory.available)} available, {', '.join(usable)}"
         )
 
-    def trial_started(self, number: int, candidate: Candidate, purpose: Purpose) -> None:  # noqa: ARG002
+    def trial_started(self, number: int, candidate: Setting, purpose: Purpose) -> None:  # noqa: ARG002
         """Show the trial being run."""
         self._view.number, self._view.candidate = number, candidate
         self._view.num_steps, self._view.step_seconds = 0, 0.0

@@ -6,18 +6,18 @@ import json
 import shlex
 from typing import TYPE_CHECKING
 
-from autotune_amp import config_source
-from autotune_amp.recommendation import MIN_PROCESSES
+from autotune_amp.core import config_source
+from autotune_amp.core.recommendation import MIN_PROCESSES
+from autotune_amp.core.setting import Setting
+from autotune_amp.core.text import count, duration, number, one_line, outcome_name, rate, size, times
 from autotune_amp.report.conditions import load_line, loader_line, memory_line, pauses_line
-from autotune_amp.report.format import count, duration, number, one_line, outcome_name, rate, size, times
 from autotune_amp.report.job import job_lines
 from autotune_amp.report.numerics import accumulation_line, check_line, loss_scale_line, names
-from autotune_amp.trial.spec import Candidate
 
 if TYPE_CHECKING:
-    from autotune_amp.config import AmpConfig, FallbackPlan, Precision
-    from autotune_amp.numerics.results import Accumulation, Fidelity
-    from autotune_amp.recommendation import CandidateRow, Recommendation
+    from autotune_amp.core.config import AmpConfig, FallbackPlan, Precision
+    from autotune_amp.core.fidelity import Accumulation, Fidelity
+    from autotune_amp.core.recommendation import CandidateRow, Recommendation
 
 
 def explain(recommendation: Recommendation) -> str:
@@ -218,5 +218,5 @@ def _plain_environment(recommendation: Recommendation) -> list[tuple[str, str]]:
 
 def _name(plan: AmpConfig | FallbackPlan) -> str:
     return str(
-        Candidate(precision=plan.precision, batch_size=plan.batch_size, accumulation_steps=plan.accumulation_steps)
+        Setting(precision=plan.precision, batch_size=plan.batch_size, accumulation_steps=plan.accumulation_steps)
     )

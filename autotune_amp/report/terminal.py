@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from autotune_amp.report.format import count, duration, flops, number, one_line, size
+from autotune_amp.core.text import count, duration, flops, number, one_line, size
 from autotune_amp.report.frameworks import export_command
 from autotune_amp.report.progress import TerminalProgress
 from autotune_amp.report.summary import (
@@ -26,8 +26,8 @@ from autotune_amp.report.summary import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autotune_amp.hardware.types import Hardware
-    from autotune_amp.recommendation import CandidateRow, Recommendation
+    from autotune_amp.core.hardware import Hardware
+    from autotune_amp.core.recommendation import CandidateRow, Recommendation
 
 __all__ = ["TerminalProgress", "explain", "hardware_table", "print_recommendation"]
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from autotune_amp.errors import AutotuneAmpError, FormatError, StudyError
-from autotune_amp.recommendation import Recommendation, write_atomically
+from autotune_amp.core.errors import AutotuneAmpError, FormatError, StudyError
+from autotune_amp.core.recommendation import Recommendation, write_atomically
 from autotune_amp.search.folder import StudyFolder
 
 NAME = "report.html"

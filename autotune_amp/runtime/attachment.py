@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from autotune_amp import precision
-from autotune_amp.config import Precision
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.core.config import Precision
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.numerics.blame import modules_by_name, unwrap
+from autotune_amp.precision import mode as precision
 from autotune_amp.runtime.batchnorm import RunningStatistics, SavedStatistics
 
 

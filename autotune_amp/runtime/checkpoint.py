@@ -8,8 +8,8 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from autotune_amp.config import MIN_LOSS_SCALE, Precision
-from autotune_amp.errors import FormatError, InvalidRequestError
+from autotune_amp.core.config import MIN_LOSS_SCALE, Precision
+from autotune_amp.core.errors import FormatError, InvalidRequestError
 from autotune_amp.runtime.batchnorm import SavedStatistics
 from autotune_amp.runtime.scale_rule import ScaleRule, check_scale
 from autotune_amp.runtime.state import PolicyState

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from autotune_amp.config import Precision
-from autotune_amp.errors import DeviceError, InvalidRequestError
+from autotune_amp.core.config import Precision
+from autotune_amp.core.errors import DeviceError, InvalidRequestError
 from autotune_amp.hardware import naming
-from autotune_amp.precision import HALF_DTYPES
+from autotune_amp.precision.mode import HALF_DTYPES
 
 
 def checked_device(device: str | torch.device) -> torch.device:

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from autotune_amp import precision, torch_state
-from autotune_amp.config import AmpConfig, Precision
-from autotune_amp.errors import InvalidRequestError
-from autotune_amp.recommendation import Recommendation, write_atomically
+from autotune_amp.core.config import AmpConfig, Precision
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.recommendation import Recommendation, write_atomically
+from autotune_amp.precision import mode as precision
+from autotune_amp.precision import torch_state
 from autotune_amp.runtime import checkpoint, windows
 from autotune_amp.runtime.attachment import Attachment
 from autotune_amp.runtime.checks import checked_device

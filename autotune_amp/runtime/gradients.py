@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from autotune_amp.errors import InvalidRequestError
-from autotune_amp.precision import HALF_DTYPES
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.precision.mode import HALF_DTYPES
 
 _SAMPLES_PER_PARAMETER = 1024
 # Nonzero fp16 numbers below 2^-22 stand in the three lowest octaves of the format. Where magnitudes are spread

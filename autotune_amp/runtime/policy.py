@@ -15,8 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from math import log2
 from typing import Any, TypeAlias
 
-from autotune_amp.config import MIN_LOSS_SCALE, LossScale, Precision
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale, Precision
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.runtime import actions
 from autotune_amp.runtime.actions import Action, Move, Signal
 from autotune_amp.runtime.scale_rule import ScaleRule, float32

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autotune_amp import torch_state
-from autotune_amp.config import Precision
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.core.config import Precision
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.numerics.blame import Health, Recorder, health, modules_by_name, unwrap
-from autotune_amp.precision import ambient, autocast, is_cast, override, pin_fp32, set_flags
-from autotune_amp.swap import player_of, set_player
+from autotune_amp.precision import torch_state
+from autotune_amp.precision.forward_wrapper import player_of, set_player
+from autotune_amp.precision.mode import ambient, autocast, is_cast, override, pin_fp32, set_flags
 
 
 @dataclass(frozen=True)

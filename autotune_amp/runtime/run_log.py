@@ -17,8 +17,8 @@ from typing import BinaryIO, TypeAlias
 
 import msgspec
 
-from autotune_amp.config import AmpConfig, Precision
-from autotune_amp.errors import FormatError, InvalidRequestError
+from autotune_amp.core.config import AmpConfig, Precision
+from autotune_amp.core.errors import FormatError, InvalidRequestError
 
 log = logging.getLogger("autotune_amp.runtime")
 

@@ -7,8 +7,8 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from autotune_amp.config import MIN_LOSS_SCALE, LossScale
-from autotune_amp.errors import FormatError, InvalidRequestError
+from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
+from autotune_amp.core.errors import FormatError, InvalidRequestError
 
 _STATE = ("scale", "growth_tracker", "hysteresis_left", "floor")
 _LARGEST = 2.0**127  # power of two in float32

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.runtime.examining import ExaminingScaler
 from autotune_amp.runtime.lag import LAG_UPDATES, LaggedReader, Waiting
 from autotune_amp.runtime.ranks import Ranks

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields
 from statistics import median
 from typing import Any
 
-from autotune_amp.config import Precision
-from autotune_amp.errors import FormatError
+from autotune_amp.core.config import Precision
+from autotune_amp.core.errors import FormatError
 
 NUM_RECENT_LOSSES = 15
 

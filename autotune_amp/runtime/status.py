@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import psutil
 import torch
 
-from autotune_amp.config import AmpConfig, Precision
+from autotune_amp.core.config import AmpConfig, Precision
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from autotune_amp import precision, torch_state
-from autotune_amp.config import Precision
+from autotune_amp.core.config import Precision
+from autotune_amp.precision import mode as precision
+from autotune_amp.precision import torch_state
 from autotune_amp.runtime.actions import Action, Signal
 from autotune_amp.runtime.attachment import Attachment
 from autotune_amp.runtime.checks import refuse_half_parameters

@@ -6,22 +6,22 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from autotune_amp.errors import InvalidRequestError
-from autotune_amp.numerics.results import Accumulation
-from autotune_amp.recommendation import Exclusion
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.fidelity import Accumulation
+from autotune_amp.core.outcome import Failure
+from autotune_amp.core.recommendation import Exclusion
+from autotune_amp.core.setting import Setting
 from autotune_amp.search.batch_sizes import has_few, neighbours, of_all_ranks
 from autotune_amp.search.verdicts import MAX_BATCH_SIZE, sentence
-from autotune_amp.trial.outcome import Failure
-from autotune_amp.trial.spec import Candidate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autotune_amp.config import AmpConfig
+    from autotune_amp.core.config import AmpConfig
+    from autotune_amp.core.outcome import Record
+    from autotune_amp.isolation.runner import Runner
     from autotune_amp.search.session import Session
     from autotune_amp.search.space import Space
-    from autotune_amp.trial.outcome import Record
-    from autotune_amp.trial.runner import Runner
 
 CHECK_SHARE = 0.15  # of the budget, at most: a search without accumulation is better than none
 
@@ -105,7 +105,7 @@ def without_accumulation(space: Space, reason: str, next_step: str) -> Space:
             f"Give a --batch-size range and a dataset that hold {whole}, or --effective-batch-size free.",
         )
     todays = space.baseline.precision, space.baseline.batch_size
-    largest: dict[str, Candidate] = {}
+    largest: dict[str, Setting] = {}
     for candidate in space.candidates:  # ascending by batch size
         if candidate.accumulation_steps > 1 and (candidate.precision, candidate.batch_size) != todays:
             largest[candidate.precision] = candidate
@@ -122,7 +122,7 @@ def without_accumulation(space: Space, reason: str, next_step: str) -> Space:
     )
 
 
-def warnings(space: Space, chosen: Candidate, config: AmpConfig, found: Accumulation | None) -> list[str]:
+def warnings(space: Space, chosen: Setting, config: AmpConfig, found: Accumulation | None) -> list[str]:
     """What a changed effective batch, a loss to be weighted and an effective batch without divisors ask of the user."""
     said = []
     before, after = space.baseline.effective_batch_size, chosen.effective_batch_size
@@ -155,6 +155,6 @@ def _check(session: Session, runner: Runner, effective_batch_size: int) -> None:
     session.check(
         runner,
         "accumulation",
-        Candidate(precision="fp32", batch_size=min(MAX_BATCH_SIZE, effective_batch_size)),
+        Setting(precision="fp32", batch_size=min(MAX_BATCH_SIZE, effective_batch_size)),
         seconds=CHECK_SHARE * session.clock.budget_seconds,
     )

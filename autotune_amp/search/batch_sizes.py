@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.core.errors import InvalidRequestError
 
 MAX_BATCH_SIZES = 10
 # Without --batch-size: from an eighth of the baseline's batch up to the effective batch or, where that is free, to

@@ -5,16 +5,17 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from autotune_amp.core.outcome import Measurement
 from autotune_amp.search.confirm import Processes, run_seconds
-from autotune_amp.trial.outcome import Measurement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
+    from autotune_amp.core.setting import Setting
+    from autotune_amp.isolation.runner import Isolation, Runner
     from autotune_amp.search.session import Session
-    from autotune_amp.trial.runner import Isolation, Runner
-    from autotune_amp.trial.spec import Candidate, TrialSpec
+    from autotune_amp.trial.spec import TrialSpec
 
 WORTH_SHARING = 0.2  # of a trial
 MIN_SHARED_SECONDS = 0.5  # less is not worth a model that lies in memory and a process that may fail to share it
@@ -88,7 +89,7 @@ def shares_processes(device: str) -> bool:
 def confirming_runners(
     session: Session,
     make: Callable[[Isolation, dict[str, str]], Runner],
-    winner: Candidate,
+    winner: Setting,
     environment: dict[str, str],
     start_seconds: float,
     *,
@@ -122,7 +123,7 @@ def _templates(
     stack: ExitStack,
     session: Session,
     make: Callable[[Isolation, dict[str, str]], Runner],
-    winner: Candidate,
+    winner: Setting,
     environment: dict[str, str],
     start_seconds: float,
 ) -> dict[tuple[tuple[str, str], ...], Runner]:
@@ -140,9 +141,7 @@ def _templates(
     return templates
 
 
-def _pays_in_confirmation(
-    session: Session, winner: Candidate, environment: dict[str, str], start_seconds: float
-) -> bool:
+def _pays_in_confirmation(session: Session, winner: Setting, environment: dict[str, str], start_seconds: float) -> bool:
     known = session.description
     if known is None:
         return False

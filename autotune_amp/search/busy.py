@@ -5,13 +5,13 @@ from __future__ import annotations
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from autotune_amp.hardware.types import LoadEvidence
+from autotune_amp.core.hardware import LoadEvidence
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from autotune_amp.hardware.types import BusyProcess, CardProcess, MachineLoad
-    from autotune_amp.trial.outcome import Record
+    from autotune_amp.core.hardware import BusyProcess, CardProcess, MachineLoad
+    from autotune_amp.core.outcome import Record
 
 # Less is what daemons use, and what counting CPU time in ticks gets wrong. One process that keeps a core busy is worth
 # a word however many cores there are: the step waits for the thread that shares it.

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from autotune_amp.config import AmpConfig, LossScale
-from autotune_amp.numerics.results import Fidelity
+from autotune_amp.core.config import AmpConfig, LossScale
+from autotune_amp.core.fidelity import Fidelity
+from autotune_amp.core.outcome import Measurement, Record
 from autotune_amp.search import accumulate, explain, loss_scales, objective_words, verdicts
 from autotune_amp.search.evidence import best_runs, confirm_runs, failures, gather, plain_config
 from autotune_amp.search.fallbacks import fallback_plans
 from autotune_amp.search.loss_scales import AllScales
 from autotune_amp.search.objective import Merit, check_measured, keeps_baseline, least_speed, merit, rank_for
-from autotune_amp.trial.outcome import Measurement, Record
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from autotune_amp.recommendation import CandidateRow, Evidence, Exclusion, Objective
+    from autotune_amp.core.outcome import Description
+    from autotune_amp.core.recommendation import CandidateRow, Evidence, Exclusion, Objective
+    from autotune_amp.core.setting import Setting
     from autotune_amp.search.space import Space
-    from autotune_amp.trial.outcome import Description
-    from autotune_amp.trial.spec import Candidate
 
 RIVAL = 0.10  # a rival within 10 % may overtake the winner in the confirmation: processes differ by a few percent
 
@@ -34,9 +34,9 @@ RIVAL = 0.10  # a rival within 10 % may overtake the winner in the confirmation:
 class Shortlist(NamedTuple):
     """What to confirm; the winner may be the baseline."""
 
-    winner: Candidate
-    runner_up: Candidate | None
-    baseline: Candidate
+    winner: Setting
+    runner_up: Setting | None
+    baseline: Setting
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,13 +51,13 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     fidelity: tuple[Fidelity, ...]
 
 
-def measured_merits(records: Sequence[Record], scales: AllScales | None = None) -> dict[Candidate, Merit]:
+def measured_merits(records: Sequence[Record], scales: AllScales | None = None) -> dict[Setting, Merit]:
     """What the search measured, without what failed in any process since; with `scales` in applied samples.
 
     fp16 that was not calibrated counts in full, which is an upper bound.
     """
     failed = failures(records)
-    found: dict[Candidate, list[Measurement]] = {}
+    found: dict[Setting, list[Measurement]] = {}
     for record in records:
         is_ours = record.purpose == "search" and record.candidate not in failed
         if is_ours and isinstance(record.outcome, Measurement):
@@ -65,30 +65,30 @@ def measured_merits(records: Sequence[Record], scales: AllScales | None = None) 
     return {c: merit(ours, loss_scales.applied_share(scales or {}, c)) for c, ours in found.items()}
 
 
-def measured_speeds(records: Sequence[Record]) -> dict[Candidate, float]:
+def measured_speeds(records: Sequence[Record]) -> dict[Setting, float]:
     """Samples per second of what the search measured, without what failed in any process since."""
     return _speeds(measured_merits(records))
 
 
-def search_merits(records: Sequence[Record], scales: AllScales | None = None) -> dict[Candidate, Merit]:
+def search_merits(records: Sequence[Record], scales: AllScales | None = None) -> dict[Setting, Merit]:
     """What may be recommended: what was measured and no check speaks against."""
     out = why_out(records, scales)
     return {c: found for c, found in measured_merits(records, scales).items() if c not in out}
 
 
-def search_speeds(records: Sequence[Record], scales: AllScales | None = None) -> dict[Candidate, float]:
+def search_speeds(records: Sequence[Record], scales: AllScales | None = None) -> dict[Setting, float]:
     """Applied samples per second of what may be recommended."""
     return _speeds(search_merits(records, scales))
 
 
-def _speeds(merits: Mapping[Candidate, Merit]) -> dict[Candidate, float]:
+def _speeds(merits: Mapping[Setting, Merit]) -> dict[Setting, float]:
     return {c: found.samples_per_second for c, found in merits.items()}
 
 
-def why_out(records: Sequence[Record], scales: AllScales | None) -> dict[Candidate, str]:
+def why_out(records: Sequence[Record], scales: AllScales | None) -> dict[Setting, str]:
     """What was measured and must not be recommended, with the reason that a check or a calibration gave."""
     known = verdicts.verdicts(records)
-    out: dict[Candidate, str] = {}
+    out: dict[Setting, str] = {}
     for candidate in measured_speeds(records):
         found = verdicts.unfaithful(known, candidate)
         reason = verdicts.harm(found) if found else loss_scales.refusal(scales or {}, candidate)
@@ -98,7 +98,7 @@ def why_out(records: Sequence[Record], scales: AllScales | None) -> dict[Candida
 
 
 def shortlist(
-    records: Sequence[Record], baseline: Candidate, scales: AllScales | None = None, objective: Objective = "speed"
+    records: Sequence[Record], baseline: Setting, scales: AllScales | None = None, objective: Objective = "speed"
 ) -> Shortlist | None:
     """What to check, and then to confirm, while checks are still to come: what awaits its own counts as faithful.
 
@@ -122,15 +122,15 @@ def finalists(
     return _shortlist(merits, tiers, space.baseline, objective, measured_merits(records).get(space.baseline))
 
 
-def _final_tiers(records: Sequence[Record], space: Space, candidates: Collection[Candidate]) -> dict[Candidate, int]:
+def _final_tiers(records: Sequence[Record], space: Space, candidates: Collection[Setting]) -> dict[Setting, int]:
     known = verdicts.verdicts(records)
     return {c: verdicts.tier(verdicts.verdict_on(c, space, known)) for c in candidates}
 
 
 def _shortlist(
-    merits: Mapping[Candidate, Merit],
-    tiers: Mapping[Candidate, int],
-    baseline: Candidate,
+    merits: Mapping[Setting, Merit],
+    tiers: Mapping[Setting, int],
+    baseline: Setting,
     objective: Objective,
     today: Merit | None,
 ) -> Shortlist | None:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from autotune_amp.recommendation import LoaderEvidence, MemoryEvidence, ProcessPeak, WorkersTried
-from autotune_amp.report.format import rate
+from autotune_amp.core.outcome import Measurement
+from autotune_amp.core.recommendation import LoaderEvidence, MemoryEvidence, ProcessPeak, WorkersTried
+from autotune_amp.core.text import rate
 from autotune_amp.search.told import own_workers
 from autotune_amp.search.verdicts import sentence
-from autotune_amp.trial.outcome import Measurement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autotune_amp.recommendation import Evidence
+    from autotune_amp.core.outcome import Description, Record, SampleSizes
+    from autotune_amp.core.recommendation import Evidence
+    from autotune_amp.core.setting import Setting
     from autotune_amp.search.evidence import Runs
-    from autotune_amp.trial.outcome import Description, Record, SampleSizes
-    from autotune_amp.trial.spec import Candidate
 
 MAX_DATA_SHARE = 0.10  # a wait of 5 to 10 % of a step: the loader sets the speed (measurement.md, Timing)
 
@@ -107,7 +107,7 @@ def _share_seen(sizes: SampleSizes) -> str:
     return f"{100 * sizes.num_seen / sizes.num_samples:.2g} %"
 
 
-def loader_reason(chosen: Candidate, evidence: Evidence) -> list[str]:
+def loader_reason(chosen: Setting, evidence: Evidence) -> list[str]:
     """What a choice with another number of workers owes to them."""
     loader = evidence.loader
     if chosen.num_workers is None or loader is None:

@@ -7,7 +7,10 @@ from contextlib import AbstractContextManager
 from statistics import fmean
 from typing import NamedTuple
 
-from autotune_amp.config import Precision
+from autotune_amp.core.config import Precision
+from autotune_amp.core.outcome import Failure, Measurement, Record
+from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.runner import Runner
 from autotune_amp.search import accumulate, verdicts
 from autotune_amp.search.choose import Shortlist
 from autotune_amp.search.evidence import failures
@@ -15,9 +18,7 @@ from autotune_amp.search.fallbacks import LADDER
 from autotune_amp.search.seeding import HOPELESS
 from autotune_amp.search.session import CONFIRM_SHARE, Session, outcome_of
 from autotune_amp.search.space import Space
-from autotune_amp.trial.outcome import Failure, Measurement, Record
-from autotune_amp.trial.runner import Runner
-from autotune_amp.trial.spec import Candidate, Purpose, TrialSpec
+from autotune_amp.trial.spec import Purpose, TrialSpec
 
 NUM_ROUNDS, MIN_ROUNDS = 5, 3
 # Long enough to meet what a long run meets: a collection of garbage, a stall of the machine. Short steps fill the
@@ -34,7 +35,7 @@ SAFETY = 1.1  # an estimate of a process's seconds that turns out short must not
 class Run(NamedTuple):
     """One measurement of a round; an empty environment is the user's own."""
 
-    candidate: Candidate
+    candidate: Setting
     purpose: Purpose
     environment: dict[str, str]
 
@@ -50,7 +51,7 @@ class Processes(NamedTuple):
     are_shared: bool = False
 
 
-def measure_fallbacks(session: Session, runner: Runner, space: Space, winner: Candidate) -> None:
+def measure_fallbacks(session: Session, runner: Runner, space: Space, winner: Setting) -> None:
     """Measure a plan for each precision with less to go wrong, at the winner's effective batch size.
 
     The batch is halved and the accumulation doubled where it runs out of memory, if accumulation is offered; what was
@@ -77,11 +78,11 @@ def measure_fallbacks(session: Session, runner: Runner, space: Space, winner: Ca
                 break
 
 
-def _halvings(winner: Candidate, precision: Precision) -> list[Candidate]:
+def _halvings(winner: Setting, precision: Precision) -> list[Setting]:
     halvings, factor = [], 1
     while winner.batch_size % factor == 0:
         halvings.append(
-            Candidate(
+            Setting(
                 precision=precision,
                 batch_size=winner.batch_size // factor,
                 accumulation_steps=winner.accumulation_steps * factor,
@@ -235,7 +236,7 @@ def start_seconds(records: Sequence[Record], foreseen_seconds: float) -> float:
     return fmean(seen) if seen else foreseen_seconds
 
 
-def run_seconds(session: Session, candidate: Candidate) -> float:
+def run_seconds(session: Session, candidate: Setting) -> float:
     """What a run takes from its first step to its ending: as seen, else as the search's trial foretells."""
     ours = [r for r in session.records if r.candidate == candidate and r.round is not None]
     seen = [r.seconds - _start_seconds(r) - _ending_seconds(r) for r in ours]
@@ -267,5 +268,5 @@ def _is_done(records: Sequence[Record], run: Run, number: int) -> bool:
     )
 
 
-def _has_failed(records: Sequence[Record], candidate: Candidate) -> bool:
+def _has_failed(records: Sequence[Record], candidate: Setting) -> bool:
     return candidate in failures(records)

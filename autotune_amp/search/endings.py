@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from autotune_amp.errors import BudgetTooSmallError, NothingWorksError, SearchInterruptedError
-from autotune_amp.recommendation import Exclusion
+from autotune_amp.core.errors import BudgetTooSmallError, NothingWorksError, SearchInterruptedError
+from autotune_amp.core.outcome import Failure, Record
+from autotune_amp.core.recommendation import Exclusion
+from autotune_amp.core.setting import Setting
 from autotune_amp.search.evidence import is_trial
 from autotune_amp.search.explore import CHECK_SHARE
 from autotune_amp.search.session import Clock
-from autotune_amp.trial.outcome import Failure, Record
-from autotune_amp.trial.spec import Candidate
 
 
 def nothing_to_choose(
@@ -19,7 +19,7 @@ def nothing_to_choose(
     excluded: tuple[Exclusion, ...],
     clock: Clock,
     last_step_seconds: float | None,
-    out: Mapping[Candidate, str],
+    out: Mapping[Setting, str],
     *,
     was_interrupted: bool,
 ) -> NothingWorksError | BudgetTooSmallError | SearchInterruptedError:

@@ -7,20 +7,21 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from autotune_amp.config import AmpConfig, FallbackPlan, LossScale
-from autotune_amp.recommendation import MIN_PROCESSES, BaselineEvidence, Evidence, PlainEnvironment
+from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.core.intervals import prediction_interval, ratio_interval
+from autotune_amp.core.outcome import Failure, Measurement, Record
+from autotune_amp.core.recommendation import MIN_PROCESSES, BaselineEvidence, Evidence, PlainEnvironment
 from autotune_amp.search import accumulate, busy, conditions
 from autotune_amp.search.objective import joules_per_sample
-from autotune_amp.statistics import prediction_interval, ratio_interval
-from autotune_amp.trial.outcome import Failure, Measurement, Record
 from autotune_amp.trial.stopping import NUM_STEPS_BEFORE_CUT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from autotune_amp.hardware.types import MachineLoad
-    from autotune_amp.trial.outcome import Description
-    from autotune_amp.trial.spec import Candidate, Purpose
+    from autotune_amp.core.hardware import MachineLoad
+    from autotune_amp.core.outcome import Description
+    from autotune_amp.core.setting import Setting
+    from autotune_amp.trial.spec import Purpose
 
 # A confirmation that differs from the search's trials by more was not measured on the same machine, so to speak: left
 # alone, the two differed by factors of 0.72 to 1.31 (forty searches of studies/truth, real_training and peers).
@@ -35,7 +36,7 @@ class Runs(msgspec.Struct, frozen=True, kw_only=True):
     `failure` is why there is no measurement, None where there are some or the candidate was never run.
     """
 
-    candidate: Candidate
+    candidate: Setting
     measurements: tuple[Measurement, ...] = ()
     rounds: tuple[int, ...] = ()
     loads: tuple[MachineLoad, ...] = ()
@@ -81,16 +82,16 @@ def disqualifying(record: Record, records: Sequence[Record]) -> Failure | None:
     return None if is_stalled or record.purpose == "confirm" else failure
 
 
-def failures(records: Sequence[Record]) -> dict[Candidate, Failure]:
+def failures(records: Sequence[Record]) -> dict[Setting, Failure]:
     """The candidates with a failure that speaks against them, and the first such of each."""
-    found: dict[Candidate, Failure] = {}
+    found: dict[Setting, Failure] = {}
     for record in records:
         if failure := disqualifying(record, records):
             found.setdefault(record.candidate, failure)
     return found
 
 
-def confirm_runs(records: Sequence[Record], candidate: Candidate, environment: Mapping[str, str]) -> Runs:
+def confirm_runs(records: Sequence[Record], candidate: Setting, environment: Mapping[str, str]) -> Runs:
     """The confirmation processes of a candidate in exactly this environment."""
     ours = [r for r in records if r.candidate == candidate and r.environment == environment and r.purpose == "confirm"]
     measured = [(r.round or 0, r.outcome) for r in ours if isinstance(r.outcome, Measurement)]
@@ -103,7 +104,7 @@ def confirm_runs(records: Sequence[Record], candidate: Candidate, environment: M
     )
 
 
-def best_runs(records: Sequence[Record], candidate: Candidate, environment: Mapping[str, str]) -> Runs:
+def best_runs(records: Sequence[Record], candidate: Setting, environment: Mapping[str, str]) -> Runs:
     """The confirmation processes in this environment, or else the search's own trial of the candidate."""
     confirmed = confirm_runs(records, candidate, environment)
     if confirmed.measurements or confirmed.failure:
@@ -164,7 +165,7 @@ def gather(
 
 
 def plain_config(
-    candidate: Candidate,
+    candidate: Setting,
     loss_scale: LossScale,
     environment: Mapping[str, str] | None = None,
     fallback: tuple[FallbackPlan, ...] = (),
@@ -200,7 +201,7 @@ def _promise(runs: Runs, records: Sequence[Record]) -> tuple[float, float]:
     Others that were confirmed in the same processes are left out: of how far processes differ they say nothing new.
     """
     are_shared = were_processes_shared(records)
-    groups: dict[tuple[Candidate, Purpose, tuple[tuple[str, str], ...]], list[float]] = {}
+    groups: dict[tuple[Setting, Purpose, tuple[tuple[str, str], ...]], list[float]] = {}
     for record in records:
         found = record.outcome
         is_confirming = record.purpose == "confirm" and not are_shared
@@ -272,7 +273,7 @@ def _baseline_evidence(runs: Runs, records: Sequence[Record], loss_scale: LossSc
     )
 
 
-def _plain_environment(records: Sequence[Record], candidate: Candidate, baseline: Runs) -> PlainEnvironment | None:
+def _plain_environment(records: Sequence[Record], candidate: Setting, baseline: Runs) -> PlainEnvironment | None:
     """The plain run of the choice; None where there was none. Of a run that failed both numbers are None.
 
     The baseline itself is always run plainly.

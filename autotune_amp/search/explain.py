@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from autotune_amp.config import PRECISIONS, AmpConfig
-from autotune_amp.recommendation import MIN_PROCESSES, CandidateRow, Evidence, Exclusion
-from autotune_amp.report.format import number, rate
+from autotune_amp.core.config import PRECISIONS, AmpConfig
+from autotune_amp.core.outcome import Failure, Measurement, Record
+from autotune_amp.core.recommendation import MIN_PROCESSES, CandidateRow, Evidence, Exclusion
+from autotune_amp.core.text import number, rate
 from autotune_amp.search import accumulate, busy
 from autotune_amp.search.conditions import ending_doubts, loader_doubts, loader_reason, memory_doubts
 from autotune_amp.search.evidence import Runs, best_runs, confirm_runs, failures, is_trial
@@ -17,14 +18,13 @@ from autotune_amp.search.fallbacks import LADDER
 from autotune_amp.search.objective import joules_per_sample
 from autotune_amp.search.space import Space, without
 from autotune_amp.search.verdicts import sentence
-from autotune_amp.trial.outcome import Failure, Measurement, Record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from autotune_amp.numerics.results import Fidelity
-    from autotune_amp.trial.outcome import Description
-    from autotune_amp.trial.spec import Candidate
+    from autotune_amp.core.fidelity import Fidelity
+    from autotune_amp.core.outcome import Description
+    from autotune_amp.core.setting import Setting
 
 WIDE_INTERVAL = 0.2  # plus and minus; processes 5 % apart, as the prior has it, give 15 % with three, 13 % with five
 
@@ -33,14 +33,14 @@ _BUDGET_SPENT = "not tried: the budget ended"
 
 
 def reason(
-    chosen: Candidate,
-    baseline: Candidate,
+    chosen: Setting,
+    baseline: Setting,
     evidence: Evidence,
-    contenders: Mapping[Candidate, float],
+    contenders: Mapping[Setting, float],
     *,
     is_kept: bool,
-    left_out: Mapping[Candidate, tuple[float, str]] | None = None,
-    passed_over: Mapping[Candidate, tuple[float, Fidelity]] | None = None,
+    left_out: Mapping[Setting, tuple[float, str]] | None = None,
+    passed_over: Mapping[Setting, tuple[float, Fidelity]] | None = None,
 ) -> str:
     """Why this one: what it gains, and why nothing faster was taken. `contenders` are samples per second.
 
@@ -116,7 +116,7 @@ def rows(
     space: Space,
     exclusions: Sequence[Exclusion],
     environment: Mapping[str, str],
-    out: Mapping[Candidate, str] | None = None,
+    out: Mapping[Setting, str] | None = None,
 ) -> tuple[CandidateRow, ...]:
     """The table of all candidates, the untried ones too; `exclusions` say why those were left out.
 
@@ -146,7 +146,7 @@ def rows(
     return tuple(table)
 
 
-def _why_not_the_fastest(chosen: Candidate, evidence: Evidence, contenders: Mapping[Candidate, float]) -> list[str]:
+def _why_not_the_fastest(chosen: Setting, evidence: Evidence, contenders: Mapping[Setting, float]) -> list[str]:
     fastest = max(contenders, key=lambda c: contenders[c])
     gain = 100 * (contenders[fastest] / evidence.samples_per_second - 1)
     if fastest.as_found or fastest == chosen or gain <= 0:
@@ -160,9 +160,7 @@ def _why_not_the_fastest(chosen: Candidate, evidence: Evidence, contenders: Mapp
     return [f"{fastest} is only {gain:.1f} % faster."]
 
 
-def _why_left_out(
-    baseline: Candidate, evidence: Evidence, left_out: Mapping[Candidate, tuple[float, str]]
-) -> list[str]:
+def _why_left_out(baseline: Setting, evidence: Evidence, left_out: Mapping[Setting, tuple[float, str]]) -> list[str]:
     found = []
     if baseline in left_out:
         found.append(f"The baseline is no choice: {sentence(left_out[baseline][1])}")
@@ -175,7 +173,7 @@ def _why_left_out(
 
 
 def _why_passed_over(
-    chosen: Candidate, evidence: Evidence, passed_over: Mapping[Candidate, tuple[float, Fidelity]]
+    chosen: Setting, evidence: Evidence, passed_over: Mapping[Setting, tuple[float, Fidelity]]
 ) -> list[str]:
     others = {c: speed for c, (speed, _) in passed_over.items() if c != chosen}
     fastest = max(others, key=lambda c: others[c], default=None)
@@ -223,7 +221,7 @@ def _is_widened(evidence: Evidence) -> bool:
     return is_busy or evidence.search_samples_per_second is not None
 
 
-def _numerical_doubts(chosen: Candidate, evidence: Evidence, why_uncalibrated: str | None) -> list[str]:
+def _numerical_doubts(chosen: Setting, evidence: Evidence, why_uncalibrated: str | None) -> list[str]:
     found, fidelity, scale = [], evidence.fidelity, evidence.loss_scale
     if fidelity is not None and fidelity.verdict == "unchecked":
         found.append(

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from autotune_amp.recommendation import Exclusion, Objective
+from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
+from autotune_amp.core.recommendation import Exclusion, Objective
+from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.runner import Runner
 from autotune_amp.search import building, gate, seeding, verdicts
 from autotune_amp.search.choose import search_speeds, shortlist
 from autotune_amp.search.conditions import is_waiting
@@ -15,9 +18,7 @@ from autotune_amp.search.loss_scales import AllScales
 from autotune_amp.search.session import Session, outcome_of, spent_on
 from autotune_amp.search.space import Space, without
 from autotune_amp.search.study import Asked, Study
-from autotune_amp.trial.outcome import Failure, Measurement, Outcome, Record
-from autotune_amp.trial.runner import Runner
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.spec import TrialSpec
 
 CUT_RATIO = 1.25  # median of five steps against the best: cuts equals 4 % of the time (measurement.md, Timing)
 SLOW_PRECISION_SHARE = 0.1  # of the budget, for a precision that has not shown itself worth more
@@ -64,7 +65,7 @@ def explore(session: Session, runner: Runner, space: Space, study: Study, max_tr
 
 def smaller_seed(
     records: Sequence[Record], space: Space, scales: AllScales, exclusions: Sequence[Exclusion]
-) -> Candidate | None:
+) -> Setting | None:
     """For memory: the next smaller batch of what takes the least so far, None where it was tried. Pure.
 
     Batches shrink so until they are slower than the baseline, which speed alone would not look into.
@@ -133,7 +134,7 @@ def _follow_suggestions(session: Session, runner: Runner, space: Space, study: S
         num_idle = 0 if best is None or session.best() is not best else num_idle + 1
 
 
-def _next_look(session: Session, space: Space) -> Candidate | None:
+def _next_look(session: Session, space: Space) -> Setting | None:
     return seeding.next_look(space, session.space_outcomes, session.memory_limit_bytes, session.exclusions(space))
 
 
@@ -145,7 +146,7 @@ def _repeat_the_fastest(session: Session, runner: Runner, space: Space, study: S
         _measure(session, runner, space, study, study.ask(candidate))
 
 
-def next_repeat(records: Sequence[Record], scales: AllScales) -> Candidate | None:
+def next_repeat(records: Sequence[Record], scales: AllScales) -> Setting | None:
     """Which of the fastest to measure again, since one process may be lucky, or slow; None when all were. Pure."""
     speeds = {
         c: speed
@@ -159,7 +160,7 @@ def next_repeat(records: Sequence[Record], scales: AllScales) -> Candidate | Non
     return None if candidate is None or num_done[candidate] >= NUM_SEARCH_PROCESSES else candidate
 
 
-def _affordable(session: Session, space: Space, candidate: Candidate | None) -> Candidate | None:
+def _affordable(session: Session, space: Space, candidate: Setting | None) -> Setting | None:
     """`candidate` where the time left is enough, going by the nearest batch of its precision.
 
     What is looked at for certainty alone must not cost the checks their time, and a repeated trial that the budget
@@ -172,7 +173,7 @@ def _affordable(session: Session, space: Space, candidate: Candidate | None) -> 
     return candidate if AFFORDABLE_MARGIN * nearest.seconds < left_to_explore(session, space) else None
 
 
-def _names(precision: str, batch_size: int | None, candidate: Candidate) -> bool:
+def _names(precision: str, batch_size: int | None, candidate: Setting) -> bool:
     return precision == candidate.precision and batch_size in (None, candidate.batch_size)
 
 
@@ -183,7 +184,7 @@ def _may_go_on(session: Session, space: Space, max_trials: int | None) -> bool:
     return left_to_explore(session, space) > MIN_TRIAL_SECONDS
 
 
-def search_spec(session: Session, candidate: Candidate, search_seconds: float) -> TrialSpec:
+def search_spec(session: Session, candidate: Setting, search_seconds: float) -> TrialSpec:
     """A search trial with its limits: what the best so far says a step may take, and the `search_seconds` left."""
     best = session.best()
     if best is None:
@@ -225,7 +226,7 @@ def _metered(spec: TrialSpec, objective: Objective) -> TrialSpec:
     return msgspec.structs.replace(spec, num_steps=num_steps, measure_seconds=seconds, cut_step_seconds=None)
 
 
-def _allowance(session: Session, candidate: Candidate) -> float:
+def _allowance(session: Session, candidate: Setting) -> float:
     """Seconds that a precision may still cost: a tenth of the budget where its matrix products are hopelessly slow."""
     if not seeding.is_hopeless(session.hardware, candidate.precision):
         return math.inf

@@ -5,15 +5,15 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from autotune_amp.config import FallbackPlan, Precision
+from autotune_amp.core.config import FallbackPlan, Precision
+from autotune_amp.core.outcome import Measurement
 from autotune_amp.search.evidence import failures
-from autotune_amp.trial.outcome import Measurement
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from autotune_amp.trial.outcome import Record
-    from autotune_amp.trial.spec import Candidate
+    from autotune_amp.core.outcome import Record
+    from autotune_amp.core.setting import Setting
 
 # What a run steps down to when its precision fails, first choice first.
 LADDER: dict[Precision, tuple[Precision, ...]] = {
@@ -26,7 +26,7 @@ LADDER: dict[Precision, tuple[Precision, ...]] = {
 
 
 def fallback_plans(
-    records: Sequence[Record], chosen: Candidate, harmful: Collection[Precision] = (), *, may_add_steps: bool
+    records: Sequence[Record], chosen: Setting, harmful: Collection[Precision] = (), *, may_add_steps: bool
 ) -> tuple[FallbackPlan, ...]:
     """For each precision to step down to, the fastest candidate of the same effective batch that never failed.
 
@@ -35,7 +35,7 @@ def fallback_plans(
     cannot say.
     """
     failed = failures(records)
-    measured: dict[Candidate, list[Measurement]] = {}
+    measured: dict[Setting, list[Measurement]] = {}
     for record in records:
         if isinstance(record.outcome, Measurement) and record.purpose != "plain":  # no plan is run so
             measured.setdefault(record.candidate, []).append(record.outcome)

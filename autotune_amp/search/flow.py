@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
+from autotune_amp.core.recommendation import Fingerprint, Recommendation
+from autotune_amp.distributed.ranks import left_no_answer
 from autotune_amp.hardware import identify
-from autotune_amp.recommendation import Fingerprint, Recommendation
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.options import RANKING, SearchOptions
 from autotune_amp.search.origin import Origin
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.ranks import left_no_answer
 
 # Neither where a search writes nor what is chosen for changes anything of what it measures.
 _OPTIONS_OUTSIDE_FINGERPRINT = ("study", "out", "storage", *RANKING)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from autotune_amp.errors import FormatError, StudyBusyError, StudyError
-from autotune_amp.recommendation import Recommendation
-from autotune_amp.trial.outcome import Record
+from autotune_amp.core.errors import FormatError, StudyBusyError, StudyError
+from autotune_amp.core.outcome import Record
+from autotune_amp.core.recommendation import Recommendation
 
 if TYPE_CHECKING:
     import filelock

@@ -7,8 +7,11 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from autotune_amp.numerics.results import Fidelity
-from autotune_amp.recommendation import Objective
+from autotune_amp.core.fidelity import Fidelity
+from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
+from autotune_amp.core.recommendation import Objective
+from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.runner import Runner
 from autotune_amp.search import loss_scales, verdicts
 from autotune_amp.search.choose import RIVAL, finalists, measured_speeds, shortlist
 from autotune_amp.search.loss_scales import AllScales
@@ -19,9 +22,7 @@ from autotune_amp.search.space import Space
 from autotune_amp.search.study import Study
 from autotune_amp.search.told import own_workers
 from autotune_amp.search.verdicts import Check
-from autotune_amp.trial.outcome import Failure, Measurement, Outcome, Record
-from autotune_amp.trial.runner import Runner
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.spec import TrialSpec
 
 NUM_PAIRS = 24  # of (init_scale, growth_interval) for one contender, the seeds among them
 MIN_CHECK_SECONDS = 0.5
@@ -30,24 +31,24 @@ MIN_CHECK_SECONDS = 0.5
 class Hold(NamedTuple):
     """Hold the precision of `candidate`, with its pins, against fp32."""
 
-    candidate: Candidate
+    candidate: Setting
     find_pins: bool
 
 
 class Calibrate(NamedTuple):
     """Calibrate the loss scale of `candidate`."""
 
-    candidate: Candidate
+    candidate: Setting
 
 
 class Measure(NamedTuple):
     """Measure `candidate`, which pins heal."""
 
-    candidate: Candidate
+    candidate: Setting
 
 
 Todo: TypeAlias = Hold | Calibrate | Measure
-SpecFor: TypeAlias = Callable[[Session, Candidate, float], TrialSpec]  # with the seconds that are left
+SpecFor: TypeAlias = Callable[[Session, Setting, float], TrialSpec]  # with the seconds that are left
 
 
 def next_todo(
@@ -99,7 +100,7 @@ def pass_gate(session: Session, runner: Runner, space: Space, study: Study, spec
         _suggest_pairs(session, study, own_workers(contender))
 
 
-def is_worth_calibrating(session: Session, candidate: Candidate, outcome: Outcome) -> bool:
+def is_worth_calibrating(session: Session, candidate: Setting, outcome: Outcome) -> bool:
     """Whether an fp16 measurement is within 10 % of the best so far: one that is slower does not matter."""
     best = session.best()
     if candidate.precision != "fp16" or best is None or not isinstance(outcome, Measurement):
@@ -109,13 +110,13 @@ def is_worth_calibrating(session: Session, candidate: Candidate, outcome: Outcom
     return is_rival and loss_scales.key_of(candidate) not in session.scales
 
 
-def calibrate(session: Session, runner: Runner, candidate: Candidate) -> None:
+def calibrate(session: Session, runner: Runner, candidate: Setting) -> None:
     """Measure the largest safe loss scale over a short training in a child."""
     session.progress.phase("calibrating the loss scale")
     session.check(runner, "calibration", candidate)
 
 
-def answer_seeds(session: Session, study: Study, candidate: Candidate) -> None:
+def answer_seeds(session: Session, study: Study, candidate: Setting) -> None:
     """Tell the study the pairs to begin with, as far as it lacks them."""
     scales = loss_scales.scales_of(session.scales, candidate)
     if scales is None or scales.refusal is not None:
@@ -126,7 +127,7 @@ def answer_seeds(session: Session, study: Study, candidate: Candidate) -> None:
             study.tell(study.ask(candidate, pair), outcome)
 
 
-def _suggest_pairs(session: Session, study: Study, candidate: Candidate) -> None:
+def _suggest_pairs(session: Session, study: Study, candidate: Setting) -> None:
     """Let TPE suggest pairs for a contender; a resumed search counts those of before."""
     scales = loss_scales.scales_of(session.scales, candidate)
     if scales is None or scales.refusal is not None:
@@ -141,7 +142,7 @@ def _suggest_pairs(session: Session, study: Study, candidate: Candidate) -> None
         study.tell(study.ask(candidate, None), session.outcomes[candidate])
 
 
-def _contenders(records: Sequence[Record], space: Space, scales: AllScales, objective: Objective) -> list[Candidate]:
+def _contenders(records: Sequence[Record], space: Space, scales: AllScales, objective: Objective) -> list[Setting]:
     """What may be recommended, the winner first: a runner-up that is hopelessly slow is not confirmed either.
 
     The baseline is one: it may be kept.
@@ -158,7 +159,7 @@ def _contenders(records: Sequence[Record], space: Space, scales: AllScales, obje
 
 
 def _healing(
-    records: Sequence[Record], known: Mapping[Check, Fidelity], speeds: Mapping[Candidate, float]
+    records: Sequence[Record], known: Mapping[Check, Fidelity], speeds: Mapping[Setting, float]
 ) -> Todo | None:
     """The next step for a precision that some pinned modules make faithful: check it with the pins, then measure it."""
     tried = {r.candidate for r in records if r.purpose == "search"}
@@ -184,7 +185,7 @@ def _lame(
     scales: AllScales,
     known: Mapping[Check, Fidelity],
     fastest: float,
-) -> Candidate | None:
+) -> Setting | None:
     """A candidate whose numbers alone keep it from being a contender: pins may heal its precision.
 
     That is fp16 that was refused though fast enough, or a precision whose every trial was not finite.
@@ -206,8 +207,8 @@ def _lame(
     return None
 
 
-def _hold(like: Candidate, check: Check) -> Hold:
-    candidate = Candidate(
+def _hold(like: Setting, check: Check) -> Hold:
+    candidate = Setting(
         precision=check.precision,
         batch_size=min(verdicts.MAX_BATCH_SIZE, like.batch_size),
         pinned_modules=check.pinned_modules,
@@ -215,7 +216,7 @@ def _hold(like: Candidate, check: Check) -> Hold:
     return Hold(candidate, find_pins=not check.pinned_modules)
 
 
-def _named(candidate: Candidate) -> str:
+def _named(candidate: Setting) -> str:
     num_pinned = len(candidate.pinned_modules)
     pinned = f" with {num_pinned} module{'s' if num_pinned > 1 else ''} pinned" if num_pinned else ""
     return f"{candidate.precision}{pinned}"

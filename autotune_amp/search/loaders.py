@@ -6,6 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from autotune_amp.core.outcome import Measurement, Outcome, Record
+from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.runner import Runner
 from autotune_amp.search import verdicts
 from autotune_amp.search.choose import search_speeds
 from autotune_amp.search.conditions import MAX_DATA_SHARE, data_share
@@ -17,9 +20,7 @@ from autotune_amp.search.session import Session, outcome_of
 from autotune_amp.search.space import Space
 from autotune_amp.search.study import Study
 from autotune_amp.search.told import own_workers
-from autotune_amp.trial.outcome import Measurement, Outcome, Record
-from autotune_amp.trial.runner import Runner
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.spec import TrialSpec
 
 SHORT_WAIT = 0.05  # of a step: more workers have little left to gain
 HANDOVER_SECONDS = 1e-3  # of a batch from a worker process: a shorter wait is not made shorter by one
@@ -46,7 +47,7 @@ def try_workers(session: Session, runner: Runner, space: Space, study: Study, ma
         pass_gate(session, runner, space, study, search_spec)
 
 
-def next_to_try(records: Sequence[Record], scales: AllScales, own_num_workers: int, num_cpus: int) -> Candidate | None:
+def next_to_try(records: Sequence[Record], scales: AllScales, own_num_workers: int, num_cpus: int) -> Setting | None:
     """What to try next with another number of workers, None where there is nothing to gain by one. Pure.
 
     The ladder of workers is climbed with what would be chosen if no step waited for its data. It ends where the wait is
@@ -92,7 +93,7 @@ def ladder(own_num_workers: int, num_cpus: int) -> Iterator[int]:
         yield number
 
 
-def _waits(records: Sequence[Record]) -> dict[Candidate, float]:
+def _waits(records: Sequence[Record]) -> dict[Setting, float]:
     """The share of a step spent waiting with the user's own number of workers, of what a config can express."""
     return {
         r.candidate: data_share(r.outcome)
@@ -112,7 +113,7 @@ def _is_worth_doubling(found: Outcome, before: Outcome | None) -> bool:
     return not isinstance(before, Measurement) or found.samples_per_second > (1 + PLATEAU) * before.samples_per_second
 
 
-def _spec(session: Session, candidate: Candidate) -> TrialSpec:
+def _spec(session: Session, candidate: Setting) -> TrialSpec:
     """A search trial with time for the workers to start."""
     spec = search_spec(session, candidate, session.clock.left_for_search())
     first, step = spec.first_step_deadline_seconds, spec.step_deadline_seconds

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from autotune_amp.config import Precision
-from autotune_amp.errors import InvalidRequestError, WorkloadError
-from autotune_amp.hardware.types import Hardware
-from autotune_amp.numerics.results import Fidelity
+from autotune_amp.core.config import Precision
+from autotune_amp.core.errors import InvalidRequestError, WorkloadError
+from autotune_amp.core.fidelity import Fidelity
+from autotune_amp.core.hardware import Hardware
+from autotune_amp.core.outcome import Description, Failure, unchecked
+from autotune_amp.isolation.runner import Runner, can_fork
 from autotune_amp.search.opening import open_workload, told
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.origin import Origin
@@ -16,8 +18,6 @@ from autotune_amp.search.progress import Progress
 from autotune_amp.search.session import Clock, ProgressWatcher
 from autotune_amp.search.space import build_space
 from autotune_amp.search.verdicts import MAX_BATCH_SIZE
-from autotune_amp.trial.outcome import Description, Failure, unchecked
-from autotune_amp.trial.runner import Runner, can_fork
 from autotune_amp.trial.spec import CheckSpec
 
 

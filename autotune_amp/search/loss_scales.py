@@ -6,8 +6,11 @@ import math
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from autotune_amp.config import FP16_MAX, LossScale
-from autotune_amp.numerics.results import Calibration
+from autotune_amp.core.config import FP16_MAX, LossScale
+from autotune_amp.core.fidelity import Calibration
+from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.recommendation import Exclusion, LossScaleEvidence
+from autotune_amp.core.text import exact
 from autotune_amp.numerics.scaler_replay import (
     Burst,
     FlushedShares,
@@ -20,19 +23,16 @@ from autotune_amp.numerics.scaler_replay import (
     stretches,
 )
 from autotune_amp.numerics.verdict import MAX_FLUSHED_SHARE, MAX_FORWARD_SHARE
-from autotune_amp.recommendation import Exclusion, LossScaleEvidence
-from autotune_amp.report.format import exact
 from autotune_amp.search import accumulate
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
 from autotune_amp.search.verdicts import OF_THE_PRECISION
-from autotune_amp.trial.outcome import Failure, Measurement
 from autotune_amp.trial.spec import NUM_WARMUP_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from autotune_amp.trial.outcome import Record
-    from autotune_amp.trial.spec import Candidate
+    from autotune_amp.core.outcome import Record
+    from autotune_amp.core.setting import Setting
 
 Pair: TypeAlias = tuple[float, int]  # init_scale, growth_interval
 
@@ -169,7 +169,7 @@ Answer: TypeAlias = Scales | Refused | Uncalibrated
 AllScales: TypeAlias = "Mapping[Key, Answer]"
 
 
-def key_of(candidate: Candidate) -> Key:
+def key_of(candidate: Setting) -> Key:
     """The calibration that holds for an fp16 candidate."""
     return Key(candidate.batch_size, candidate.accumulation_steps, candidate.pinned_modules)
 
@@ -200,7 +200,7 @@ def answer(record: Record, num_steps: int, *, is_loss_sum: bool = False) -> Answ
     return Scales(outcome, num_steps, record.candidate.accumulation_steps, is_loss_sum=is_loss_sum)
 
 
-def refusal(scales: AllScales, candidate: Candidate) -> str | None:
+def refusal(scales: AllScales, candidate: Setting) -> str | None:
     """Why an fp16 candidate is left out, None where it is not."""
     found = scales.get(key_of(candidate)) if candidate.precision == "fp16" else None
     return None if found is None else found.refusal
@@ -215,25 +215,25 @@ def exclusions(scales: AllScales) -> tuple[Exclusion, ...]:
     )
 
 
-def why_uncalibrated(scales: AllScales, candidate: Candidate) -> str | None:
+def why_uncalibrated(scales: AllScales, candidate: Setting) -> str | None:
     """Why the calibration of an fp16 candidate did not come to an end, None where it did or was never tried."""
     found = scales.get(key_of(candidate)) if candidate.precision == "fp16" else None
     return found.reason if isinstance(found, Uncalibrated) else None
 
 
-def scales_of(scales: AllScales, candidate: Candidate) -> Scales | None:
+def scales_of(scales: AllScales, candidate: Setting) -> Scales | None:
     """What is known of an fp16 candidate's loss scales; None for any other, and where it was not calibrated."""
     found = scales.get(key_of(candidate)) if candidate.precision == "fp16" else None
     return found if isinstance(found, Scales) else None
 
 
-def applied_share(scales: AllScales, candidate: Candidate) -> float:
+def applied_share(scales: AllScales, candidate: Setting) -> float:
     """The share of the gradient that reaches the optimizer with the best pair; 1, an upper bound, where unknown."""
     found = scales_of(scales, candidate)
     return 1.0 if found is None else found.replay(found.best).applied_share
 
 
-def loss_scale(scales: AllScales, candidate: Candidate, default: LossScale) -> LossScale | None:
+def loss_scale(scales: AllScales, candidate: Setting, default: LossScale) -> LossScale | None:
     """What a candidate is to be trained with: the best pair; `default` for fp16 that was not calibrated."""
     if candidate.precision != "fp16":
         return None
@@ -241,7 +241,7 @@ def loss_scale(scales: AllScales, candidate: Candidate, default: LossScale) -> L
     return default if found is None else _loss_scale(found.best)
 
 
-def evidence(scales: AllScales, candidate: Candidate, confirming: Sequence[Measurement]) -> LossScaleEvidence | None:
+def evidence(scales: AllScales, candidate: Setting, confirming: Sequence[Measurement]) -> LossScaleEvidence | None:
     """What the recommended pair is based on; `confirming` are the processes that ran with it."""
     found = scales_of(scales, candidate)
     if found is None:

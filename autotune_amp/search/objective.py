@@ -11,16 +11,16 @@ from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from autotune_amp.config import PRECISIONS
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.core.config import PRECISIONS
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.search.space import SAME_MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from autotune_amp.recommendation import Objective
-    from autotune_amp.trial.outcome import Measurement
-    from autotune_amp.trial.spec import Candidate
+    from autotune_amp.core.outcome import Measurement
+    from autotune_amp.core.recommendation import Objective
+    from autotune_amp.core.setting import Setting
 
 PLATEAU = 0.03  # closer than this, other things decide (DESIGN.md, Objective)
 
@@ -49,7 +49,7 @@ def joules_per_sample(measurements: Iterable[Measurement]) -> float | None:
     return median(known) if known else None
 
 
-def rank(measured: Mapping[Candidate, float], tiers: Mapping[Candidate, int] | None = None) -> list[Candidate]:
+def rank(measured: Mapping[Setting, float], tiers: Mapping[Setting, int] | None = None) -> list[Setting]:
     """Candidates by speed, from their samples per second: the winner, then the winner without it, and so on.
 
     Lower tiers come first, 0 where `tiers` does not say; in each, candidates as found come last, since a config cannot
@@ -60,18 +60,18 @@ def rank(measured: Mapping[Candidate, float], tiers: Mapping[Candidate, int] | N
 
 def rank_for(
     objective: Objective,
-    merits: Mapping[Candidate, Merit],
+    merits: Mapping[Setting, Merit],
     *,
     least_speed: float = 0.0,
-    tiers: Mapping[Candidate, int] | None = None,
-) -> list[Candidate]:
+    tiers: Mapping[Setting, int] | None = None,
+) -> list[Setting]:
     """The same for any objective.
 
     For memory what reaches less than `least_speed` samples per second comes after the others of its tier, and for
     energy what has no joules; both by speed.
     """
 
-    def winner(left: Sequence[Candidate]) -> Candidate:
+    def winner(left: Sequence[Setting]) -> Setting:
         speeds = {c: merits[c].samples_per_second for c in left}
         if objective == "memory":
             peaks = {c: merits[c].peak_memory_bytes for c in left if speeds[c] >= least_speed}
@@ -92,7 +92,7 @@ def least_speed(objective: Objective, baseline: Merit | None) -> float:
 
 
 def keeps_baseline(
-    objective: Objective, candidate: Candidate, found: Merit, baseline: Candidate, today: Merit | None
+    objective: Objective, candidate: Setting, found: Merit, baseline: Setting, today: Merit | None
 ) -> bool:
     """Whether the choice is not worth a change from what the user runs today: a gain below 3 %.
 
@@ -128,12 +128,12 @@ def check_measured(objective: Objective, merits: Iterable[Merit]) -> None:
 
 
 def _ranking(
-    candidates: Iterable[Candidate], winner: Callable[[list[Candidate]], Candidate], tiers: Mapping[Candidate, int]
-) -> list[Candidate]:
-    groups: dict[tuple[int, bool], list[Candidate]] = {}
+    candidates: Iterable[Setting], winner: Callable[[list[Setting]], Setting], tiers: Mapping[Setting, int]
+) -> list[Setting]:
+    groups: dict[tuple[int, bool], list[Setting]] = {}
     for candidate in candidates:
         groups.setdefault((tiers.get(candidate, 0), candidate.as_found), []).append(candidate)
-    ranking: list[Candidate] = []
+    ranking: list[Setting] = []
     for _, left in sorted(groups.items(), key=lambda item: item[0]):
         while left:
             ranking.append(winner(left))
@@ -141,12 +141,12 @@ def _ranking(
     return ranking
 
 
-def _fastest(speeds: Mapping[Candidate, float]) -> Candidate:
+def _fastest(speeds: Mapping[Setting, float]) -> Setting:
     close = [c for c, speed in speeds.items() if speed >= (1 - PLATEAU) * max(speeds.values())]
     return min(close, key=_risk)
 
 
-def _risk(candidate: Candidate) -> tuple[int, int, int]:
+def _risk(candidate: Setting) -> tuple[int, int, int]:
     """What there is to go wrong, then the batch size, then the loader's workers, the user's own number first."""
     workers = -1 if candidate.num_workers is None else candidate.num_workers
     return PRECISIONS.index(candidate.precision), candidate.batch_size, workers

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autotune_amp.report.format import rate
+from autotune_amp.core.text import rate
 from autotune_amp.search.objective import least_speed
 from autotune_amp.search.space import SAME_MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from autotune_amp.recommendation import Objective
+    from autotune_amp.core.recommendation import Objective
+    from autotune_amp.core.setting import Setting
     from autotune_amp.search.objective import Merit
-    from autotune_amp.trial.spec import Candidate
 
 _WHOLE_DEVICE = "The joules are those of the whole device: what else ran on it while a trial was measured counts too."
 
 
 def reason(
     objective: Objective,
-    chosen: Candidate,
-    baseline: Candidate,
+    chosen: Setting,
+    baseline: Setting,
     found: Merit,
     today: Merit | None,
     *,
     is_kept: bool,
-    searched: Mapping[Candidate, Merit],
-    behind: Mapping[Candidate, str],
+    searched: Mapping[Setting, Merit],
+    behind: Mapping[Setting, str],
 ) -> str:
     """What the choice takes beside the baseline, and why nothing that takes less was chosen.
 
@@ -59,12 +59,12 @@ def warnings(objective: Objective) -> tuple[str, ...]:
     return (_WHOLE_DEVICE,) if objective == "energy" else ()
 
 
-def _kept(objective: Objective, baseline: Candidate, found: Merit) -> str:
+def _kept(objective: Objective, baseline: Setting, found: Merit) -> str:
     what = "draws less" if objective == "energy" else "that is as fast takes less"
     return f"Keep what you have: {baseline}, {_amount(objective, found)}; nothing measured {what} by 3 % or more."
 
 
-def _taken(objective: Objective, chosen: Candidate, baseline: Candidate, found: Merit, today: Merit | None) -> str:
+def _taken(objective: Objective, chosen: Setting, baseline: Setting, found: Merit, today: Merit | None) -> str:
     name = f"{chosen} in the recommended environment" if chosen == baseline else str(chosen)
     what = "draws the least" if objective == "energy" else "has the least memory"
     if today is None:
@@ -105,6 +105,6 @@ def _share(objective: Objective, other: Merit, ours: Merit) -> float:
     return other.joules_per_sample / ours.joules_per_sample
 
 
-def _fastest(merits: Mapping[Candidate, Merit]) -> list[tuple[Candidate, Merit]]:
+def _fastest(merits: Mapping[Setting, Merit]) -> list[tuple[Setting, Merit]]:
     """The one that is worth a sentence, if there is one."""
     return sorted(merits.items(), key=lambda item: -item[1].samples_per_second)[:1]

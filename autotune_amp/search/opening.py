@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from autotune_amp.errors import BudgetTooSmallError, NothingWorksError, WorkloadError
-from autotune_amp.hardware.types import Hardware
+from autotune_amp.core.errors import BudgetTooSmallError, NothingWorksError, WorkloadError
+from autotune_amp.core.hardware import Hardware
+from autotune_amp.core.outcome import Description, Failure
+from autotune_amp.isolation.runner import Runner
 from autotune_amp.search.origin import Origin
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.session import Clock
-from autotune_amp.trial.outcome import Description, Failure
-from autotune_amp.trial.runner import Runner
 
 
 class Opened(NamedTuple):

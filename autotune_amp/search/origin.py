@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from autotune_amp.errors import WorkloadError
-from autotune_amp.hardware.types import DeviceIdentity
-from autotune_amp.recommendation import Fingerprint
+from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.hardware import DeviceIdentity
+from autotune_amp.core.outcome import Failure
+from autotune_amp.core.recommendation import Fingerprint
 from autotune_amp.search.folder import folder_name, study_name
-from autotune_amp.trial.outcome import Failure
 
 if TYPE_CHECKING:
-    from autotune_amp.trial.runner import Payload, Runner  # at run time only where a search begins
+    from autotune_amp.isolation.runner import Payload, Runner  # at run time only where a search begins
 
 
 _FINGERPRINT_SECONDS = 60.0
@@ -70,7 +70,7 @@ class _Target(Origin):
         self.name = "embedded" if target.startswith("autotune_amp.workloads.transformer:") else study_name(target)
 
     def payload(self) -> Payload:
-        from autotune_amp.trial.runner import Payload
+        from autotune_amp.isolation.runner import Payload
 
         # As `python -m` has it: modules are found from the working directory too.
         return Payload(target=self._target, path=tuple(dict.fromkeys((str(Path.cwd()), *_import_path()))))
@@ -87,19 +87,19 @@ class _Live(Origin):
         self.name = folder_name(str(getattr(workload, "name", None) or getattr(workload, "__name__", "workload")))
 
     def payload(self) -> Payload:
-        from autotune_amp.packing import pack
-        from autotune_amp.trial.runner import Payload
+        from autotune_amp.isolation.packing import pack
+        from autotune_amp.isolation.runner import Payload
 
         return Payload(target=None, packed=pack(self._workload), path=_import_path())
 
     def torch_state(self, found_by_child: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002 - the caller's is what counts
-        from autotune_amp import torch_state
+        from autotune_amp.precision import torch_state
 
         return torch_state.capture()
 
     def fingerprint(self, options: dict[str, Any], identity: DeviceIdentity) -> Fingerprint | None:
-        from autotune_amp import torch_state
         from autotune_amp.fingerprint import compute
+        from autotune_amp.precision import torch_state
 
         return compute(self._workload, options, identity, torch_state.capture())
 
@@ -123,7 +123,7 @@ def target(name: str) -> Origin:
 
 def live(workload: Any) -> Origin:
     """A Workload of the calling process, or a function that returns one."""
-    from autotune_amp.workload import check_source
+    from autotune_amp.core.workload import check_source
 
     check_source(workload, "workload")
     return _Live(workload)

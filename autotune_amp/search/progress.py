@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from autotune_amp.hardware.types import Hardware
-from autotune_amp.trial.outcome import Record
-from autotune_amp.trial.spec import Candidate, Purpose
+from autotune_amp.core.hardware import Hardware
+from autotune_amp.core.outcome import Record
+from autotune_amp.core.setting import Setting
+from autotune_amp.trial.spec import Purpose
 
 
 class Progress:
@@ -22,7 +23,7 @@ class Progress:
     def found_hardware(self, hardware: Hardware) -> None:
         """The probe is back."""
 
-    def trial_started(self, number: int, candidate: Candidate, purpose: Purpose) -> None:
+    def trial_started(self, number: int, candidate: Setting, purpose: Purpose) -> None:
         """A trial or a check begins."""
 
     def step(self, num_steps: int, step_seconds: float) -> None:

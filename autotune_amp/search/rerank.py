@@ -7,10 +7,12 @@ from pathlib import Path
 
 import msgspec
 
-from autotune_amp.config import LossScale
-from autotune_amp.errors import InvalidRequestError, StudyError
-from autotune_amp.hardware.types import Hardware
-from autotune_amp.recommendation import Fingerprint, Recommendation, SearchSummary
+from autotune_amp.core.config import LossScale
+from autotune_amp.core.errors import InvalidRequestError, StudyError
+from autotune_amp.core.hardware import Hardware
+from autotune_amp.core.outcome import Description, Record
+from autotune_amp.core.recommendation import Fingerprint, Recommendation, SearchSummary
+from autotune_amp.core.setting import Setting
 from autotune_amp.search import loss_scales
 from autotune_amp.search.accumulate import judged
 from autotune_amp.search.choose import decide
@@ -21,8 +23,6 @@ from autotune_amp.search.options import RANKING, SearchOptions
 from autotune_amp.search.session import exclusions
 from autotune_amp.search.space import Space, build_space
 from autotune_amp.trial.heap import recommended_environment
-from autotune_amp.trial.outcome import Description, Record
-from autotune_amp.trial.spec import Candidate
 
 LOSS_SCALE = LossScale()  # what fp16 is tried with before its own is known
 
@@ -139,7 +139,7 @@ def _scales(known: Recommendation, records: Sequence[Record], num_steps: int) ->
     """The calibrations over this horizon, with the pairs that the search chose: what else it asked for is not kept."""
     scales = loss_scales.calibrated(records, num_steps)
     config = known.config
-    chosen = Candidate(
+    chosen = Setting(
         precision=config.precision,
         batch_size=config.batch_size,
         accumulation_steps=config.accumulation_steps,

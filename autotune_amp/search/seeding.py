@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from autotune_amp.recommendation import Exclusion
+from autotune_amp.core.outcome import Failure, Measurement, Outcome
+from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.search.objective import PLATEAU
 from autotune_amp.search.space import Space, excluded_by_oom, without
-from autotune_amp.trial.outcome import Failure, Measurement, Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from autotune_amp.config import Precision
-    from autotune_amp.hardware.types import Hardware
-    from autotune_amp.trial.spec import Candidate
+    from autotune_amp.core.config import Precision
+    from autotune_amp.core.hardware import Hardware
+    from autotune_amp.core.setting import Setting
 
 MIN_GAIN = 0.01  # a doubled batch that gains less ends the climb (measurement.md: "until OOM or < 1 % gain")
 HOPELESS = 5.0  # times slower at the same batch: no batch size makes up for it
@@ -99,7 +99,7 @@ def fit_memory(points: Iterable[tuple[int, int]]) -> MemoryModel | None:
     return MemoryModel(min(m for _, m in at), m2 - slope * b2, slope)
 
 
-def exclusions(space: Space, outcomes: Mapping[Candidate, Outcome]) -> tuple[Exclusion, ...]:
+def exclusions(space: Space, outcomes: Mapping[Setting, Outcome]) -> tuple[Exclusion, ...]:
     """What the outcomes so far rule out, with the reason: for want of memory, too slow, unsupported."""
     peaks = {c: m.reserved_memory_bytes for c, m in outcomes.items() if isinstance(m, Measurement)}
     found = list(_hopeless(outcomes))
@@ -112,10 +112,10 @@ def exclusions(space: Space, outcomes: Mapping[Candidate, Outcome]) -> tuple[Exc
 def next_seed(
     hardware: Hardware,
     space: Space,
-    outcomes: Mapping[Candidate, Outcome],
+    outcomes: Mapping[Setting, Outcome],
     memory_limit_bytes: int | None,
     excluded: Sequence[Exclusion] = (),
-) -> Candidate | None:
+) -> Setting | None:
     """What to try next, or None when seeding is over. Never something that has an outcome or is excluded.
 
     `excluded` is beyond what the outcomes rule out. Candidates that the memory model puts more than a tenth over
@@ -139,10 +139,10 @@ def next_seed(
 
 def next_look(
     space: Space,
-    outcomes: Mapping[Candidate, Outcome],
+    outcomes: Mapping[Setting, Outcome],
     memory_limit_bytes: int | None,
     excluded: Sequence[Exclusion] = (),
-) -> Candidate | None:
+) -> Setting | None:
     """What to try once seeding is over: the batches round the best of each precision that is not far behind.
 
     None where all of them are known. The arguments are those of `next_seed`.
@@ -153,7 +153,7 @@ def next_look(
     return next(filter(None, looks), None)
 
 
-def _measured(precision: Precision, outcomes: Mapping[Candidate, Outcome]) -> dict[int, Measurement]:
+def _measured(precision: Precision, outcomes: Mapping[Setting, Outcome]) -> dict[int, Measurement]:
     """Measurements of the strict candidates of a precision by batch size, ascending."""
     found = {
         c.batch_size: m
@@ -163,7 +163,7 @@ def _measured(precision: Precision, outcomes: Mapping[Candidate, Outcome]) -> di
     return dict(sorted(found.items()))
 
 
-def _hopeless(outcomes: Mapping[Candidate, Outcome]) -> Iterable[Exclusion]:
+def _hopeless(outcomes: Mapping[Setting, Outcome]) -> Iterable[Exclusion]:
     measured = {c: m for c, m in outcomes.items() if isinstance(m, Measurement) and not c.as_found}
     for precision in dict.fromkeys(c.precision for c in measured):
         ratios = [
@@ -178,9 +178,7 @@ def _hopeless(outcomes: Mapping[Candidate, Outcome]) -> Iterable[Exclusion]:
             yield Exclusion(precision=precision, batch_size=None, reason=reason)
 
 
-def _ruled_out_by(
-    failed: Candidate, failure: Failure, space: Space, peaks: Mapping[Candidate, int]
-) -> Sequence[Exclusion]:
+def _ruled_out_by(failed: Setting, failure: Failure, space: Space, peaks: Mapping[Setting, int]) -> Sequence[Exclusion]:
     if failure.kind == "oom":
         return excluded_by_oom(space, peaks, failed)
     # Where another batch ran in it, the size is what is not supported.
@@ -196,7 +194,7 @@ def _ruled_out_by(
     return []
 
 
-def _fits(candidate: Candidate, outcomes: Mapping[Candidate, Outcome], limit: int | None) -> bool:
+def _fits(candidate: Setting, outcomes: Mapping[Setting, Outcome], limit: int | None) -> bool:
     points = ((b, m.reserved_memory_bytes) for b, m in _measured(candidate.precision, outcomes).items())
     model = fit_memory(points)
     return limit is None or model is None or model.bytes_at(candidate.batch_size) <= MEMORY_MARGIN * limit
@@ -223,8 +221,8 @@ def _by_promise(hardware: Hardware, space: Space) -> list[Precision]:
 
 
 def _first_of(
-    precision: Precision, fitting: Sequence[Candidate], outcomes: Mapping[Candidate, Outcome], middle: int
-) -> Candidate | None:
+    precision: Precision, fitting: Sequence[Setting], outcomes: Mapping[Setting, Outcome], middle: int
+) -> Setting | None:
     """The first try of a precision: at the baseline's batch, where all can be compared; smaller only after OOM."""
     tried = [o for c, o in outcomes.items() if c.precision == precision and not c.as_found]
     if any(isinstance(outcome, Measurement) or outcome.kind != "oom" for outcome in tried):
@@ -233,7 +231,7 @@ def _first_of(
     return min(ours, key=lambda c: abs(math.log(c.batch_size / middle)), default=None)
 
 
-def _best_precisions(outcomes: Mapping[Candidate, Outcome]) -> list[Precision]:
+def _best_precisions(outcomes: Mapping[Setting, Outcome]) -> list[Precision]:
     best: dict[Precision, float] = {}
     for candidate, outcome in outcomes.items():
         if isinstance(outcome, Measurement) and not candidate.as_found:
@@ -241,9 +239,7 @@ def _best_precisions(outcomes: Mapping[Candidate, Outcome]) -> list[Precision]:
     return sorted(best, key=lambda precision: -best[precision])[:NUM_PRECISIONS]
 
 
-def _next_of(
-    precision: Precision, fitting: Sequence[Candidate], outcomes: Mapping[Candidate, Outcome]
-) -> Candidate | None:
+def _next_of(precision: Precision, fitting: Sequence[Setting], outcomes: Mapping[Setting, Outcome]) -> Setting | None:
     """The next batch of a precision: up to where the step-time model has its plateau, then the best's neighbours."""
     untried = {c.batch_size: c for c in fitting if c.precision == precision}
     rates = {size: m.samples_per_second for size, m in _measured(precision, outcomes).items()}
@@ -261,8 +257,8 @@ def _next_of(
 
 
 def _round_the_best(
-    precision: Precision, fitting: Sequence[Candidate], outcomes: Mapping[Candidate, Outcome]
-) -> Candidate | None:
+    precision: Precision, fitting: Sequence[Setting], outcomes: Mapping[Setting, Outcome]
+) -> Setting | None:
     """The nearest untried batch above or below the best one, on a side where not all is far behind yet."""
     untried = {c.batch_size: c for c in fitting if c.precision == precision}
     rates = {size: m.samples_per_second for size, m in _measured(precision, outcomes).items()}

@@ -9,11 +9,15 @@ from typing import Any
 
 import msgspec
 
-from autotune_amp.config import LossScale
+from autotune_amp.core.config import LossScale
+from autotune_amp.core.hardware import Hardware
+from autotune_amp.core.outcome import Description, Failure, Measurement, Outcome, Record
+from autotune_amp.core.recommendation import Exclusion, Objective
+from autotune_amp.core.setting import Setting
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.hardware.types import Hardware
+from autotune_amp.isolation.process import Watcher
+from autotune_amp.isolation.runner import Runner
 from autotune_amp.numerics.scaler_replay import Replay
-from autotune_amp.recommendation import Exclusion, Objective
 from autotune_amp.search import accumulate, loss_scales, seeding, verdicts
 from autotune_amp.search.evidence import failures, is_trial
 from autotune_amp.search.folder import StudyFolder
@@ -21,10 +25,7 @@ from autotune_amp.search.loss_scales import AllScales, Answer, Key, Pair
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.space import Space
-from autotune_amp.trial.outcome import Description, Failure, Measurement, Outcome, Record
-from autotune_amp.trial.process import Watcher
-from autotune_amp.trial.runner import Runner
-from autotune_amp.trial.spec import Candidate, CheckKind, CheckSpec, Purpose, TrialSpec
+from autotune_amp.trial.spec import CheckKind, CheckSpec, Purpose, TrialSpec
 
 # The confirmation takes at most this share of the budget, unless the device asks for more (`confirm.reserved_seconds`).
 CONFIRM_SHARE = 0.4
@@ -127,12 +128,12 @@ class Session:
         return [r for r in self.records if is_trial(r)]
 
     @property
-    def outcomes(self) -> dict[Candidate, Outcome]:
+    def outcomes(self) -> dict[Setting, Outcome]:
         """What the search phase knows of each candidate."""
         return _outcomes(self.records)
 
     @property
-    def space_outcomes(self) -> dict[Candidate, Outcome]:
+    def space_outcomes(self) -> dict[Setting, Outcome]:
         """The same of the space's own candidates: one with pins or other workers says nothing of those without."""
         return _space_outcomes(self.records)
 
@@ -153,7 +154,7 @@ class Session:
         ]
         return max(measured, key=_samples_per_second, default=None)
 
-    def judge(self, candidate: Candidate, outcome: Outcome, pair: Pair | None) -> tuple[Outcome, Replay | None]:
+    def judge(self, candidate: Setting, outcome: Outcome, pair: Pair | None) -> tuple[Outcome, Replay | None]:
         """What the study is told; see `told.Judge`."""
         if isinstance(outcome, Failure) or pair is None:
             return outcome, None
@@ -163,11 +164,11 @@ class Session:
         scales = loss_scales.scales_of(self.scales, candidate)
         return outcome, None if scales is None else scales.replay(pair)
 
-    def chosen_loss_scale(self, candidate: Candidate) -> LossScale | None:
+    def chosen_loss_scale(self, candidate: Setting) -> LossScale | None:
         """What a candidate is confirmed with: the calibrated pair, where there is one."""
         return loss_scales.loss_scale(self.scales, candidate, self._loss_scale)
 
-    def spec(self, candidate: Candidate, **fields: Any) -> TrialSpec:
+    def spec(self, candidate: Setting, **fields: Any) -> TrialSpec:
         """A trial of `candidate` under this search's conditions."""
         sizes = None if self.description is None else self.description.sample_sizes
         return TrialSpec(
@@ -219,7 +220,7 @@ class Session:
         self,
         runner: Runner,
         what: CheckKind,
-        candidate: Candidate,
+        candidate: Setting,
         *,
         find_pins: bool = True,
         seconds: float = math.inf,
@@ -256,7 +257,7 @@ class Session:
             )
         self._log(record)
 
-    def _begin(self, candidate: Candidate, purpose: Purpose) -> int:
+    def _begin(self, candidate: Setting, purpose: Purpose) -> int:
         number = 1 + max((r.number for r in self.records), default=0)
         self.progress.trial_started(number, candidate, purpose)
         return number
@@ -274,14 +275,14 @@ def exclusions(records: Sequence[Record], scales: AllScales, space: Space) -> tu
     return *by_checks, *seeding.exclusions(space, _space_outcomes(records))
 
 
-def _outcomes(records: Sequence[Record]) -> dict[Candidate, Outcome]:
+def _outcomes(records: Sequence[Record]) -> dict[Setting, Outcome]:
     """The last measurement of each candidate, or else the failure that speaks against it."""
     known = [r for r in records if r.purpose in ("search", "fallback")]
-    measured: dict[Candidate, Outcome] = {r.candidate: r.outcome for r in known if isinstance(r.outcome, Measurement)}
+    measured: dict[Setting, Outcome] = {r.candidate: r.outcome for r in known if isinstance(r.outcome, Measurement)}
     return measured | dict(failures(known))
 
 
-def _space_outcomes(records: Sequence[Record]) -> dict[Candidate, Outcome]:
+def _space_outcomes(records: Sequence[Record]) -> dict[Setting, Outcome]:
     return {c: o for c, o in _outcomes(records).items() if not c.pinned_modules and c.num_workers is None}
 
 

@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
-from autotune_amp.errors import InvalidRequestError
-from autotune_amp.recommendation import Exclusion
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.recommendation import Exclusion
+from autotune_amp.core.setting import Setting
 from autotune_amp.search.accumulate import without_accumulation
 from autotune_amp.search.batch_sizes import Sizing, batch_sizes, first_too_large, largest_divisor, of_all_ranks
-from autotune_amp.trial.spec import Candidate
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from autotune_amp.config import Precision
-    from autotune_amp.hardware.types import Hardware
+    from autotune_amp.core.config import Precision
+    from autotune_amp.core.hardware import Hardware
+    from autotune_amp.core.outcome import Description
     from autotune_amp.search.options import SearchOptions
-    from autotune_amp.trial.outcome import Description
 
 ASSUMED_BATCH_SIZE = 32
 SAME_MEMORY = 0.98  # peaks of one candidate differ by a percent or two between processes
@@ -38,8 +38,8 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     `has_tf32` whether the device has it. `weighs_passes`: the training itself weighs what accumulates.
     """
 
-    candidates: tuple[Candidate, ...]
-    baseline: Candidate
+    candidates: tuple[Setting, ...]
+    baseline: Setting
     excluded: tuple[Exclusion, ...] = ()
     notes: tuple[str, ...] = ()
     effective_batch_size: int | None = None
@@ -69,7 +69,7 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
         )
         excluded += [Exclusion(precision=p, batch_size=too_large, reason=reason) for p in precisions]
     candidates = tuple(
-        Candidate(precision=p, batch_size=b, accumulation_steps=(today.effective_batch_size or b) // b)
+        Setting(precision=p, batch_size=b, accumulation_steps=(today.effective_batch_size or b) // b)
         for p in precisions
         for b in sizes
     )
@@ -87,13 +87,13 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
     return _for_a_loop(space) if description.is_loop else space
 
 
-def without(candidates: Iterable[Candidate], exclusions: Collection[Exclusion]) -> tuple[Candidate, ...]:
+def without(candidates: Iterable[Setting], exclusions: Collection[Exclusion]) -> tuple[Setting, ...]:
     """The candidates that no exclusion names; one without a batch size names all of its precision."""
     named = {(exclusion.precision, exclusion.batch_size) for exclusion in exclusions}
     return tuple(c for c in candidates if (c.precision, c.batch_size) not in named and (c.precision, None) not in named)
 
 
-def needs_at_least_as_much(measured_peaks: Mapping[Candidate, int], precision: Precision, than: Precision) -> bool:
+def needs_at_least_as_much(measured_peaks: Mapping[Setting, int], precision: Precision, than: Precision) -> bool:
     """Whether `precision` took at least as much memory as `than` at every batch size measured in both (one at least).
 
     `measured_peaks` are bytes.
@@ -103,14 +103,14 @@ def needs_at_least_as_much(measured_peaks: Mapping[Candidate, int], precision: P
     return bool(shared) and all(ours[size] >= SAME_MEMORY * theirs[size] for size in shared)
 
 
-def excluded_by_oom(space: Space, measured_peaks: Mapping[Candidate, int], failed: Candidate) -> tuple[Exclusion, ...]:
+def excluded_by_oom(space: Space, measured_peaks: Mapping[Setting, int], failed: Setting) -> tuple[Exclusion, ...]:
     """What need not be tried once `failed` ran out of memory, `failed` itself and what was measured left out.
 
     That is every larger batch of its precision, and the same or a larger batch of every precision that needs at
     least as much. `measured_peaks` are bytes.
     """
 
-    def is_out(candidate: Candidate) -> bool:
+    def is_out(candidate: Setting) -> bool:
         if candidate.precision == failed.precision:
             return candidate.batch_size > failed.batch_size
         return candidate.batch_size >= failed.batch_size and needs_at_least_as_much(
@@ -125,14 +125,14 @@ def excluded_by_oom(space: Space, measured_peaks: Mapping[Candidate, int], faile
     )
 
 
-def _peaks(measured_peaks: Mapping[Candidate, int], precision: Precision) -> dict[int, int]:
+def _peaks(measured_peaks: Mapping[Setting, int], precision: Precision) -> dict[int, int]:
     return {c.batch_size: peak for c, peak in measured_peaks.items() if c.precision == precision}
 
 
 class _Today(NamedTuple):
     """What the user runs, the effective batch size to keep to (None: free), and what was assumed for it."""
 
-    baseline: Candidate
+    baseline: Setting
     effective_batch_size: int | None
     notes: list[str]
 
@@ -177,7 +177,7 @@ def _today(hardware: Hardware, description: Description, options: SearchOptions)
             f"size {of_all_ranks(effective, options.num_ranks)}."
         )
         size = largest
-    baseline = Candidate(
+    baseline = Setting(
         precision=precision, batch_size=size, accumulation_steps=(effective or todays) // size, as_found=as_found
     )
     return _Today(baseline, effective, notes)

@@ -6,15 +6,18 @@ from typing import Any
 
 import msgspec
 
-from autotune_amp.config import PRECISIONS
-from autotune_amp.errors import NothingWorksError, SearchInterruptedError
+from autotune_amp.core.config import PRECISIONS
+from autotune_amp.core.errors import NothingWorksError, SearchInterruptedError
+from autotune_amp.core.hardware import Hardware, MachineLoad
+from autotune_amp.core.outcome import Description, Failure
+from autotune_amp.core.recommendation import Exclusion, Fingerprint, Recommendation, SearchSummary
+from autotune_amp.core.text import size
+from autotune_amp.distributed.ranks import alone
 from autotune_amp.fingerprint import changed, versions
 from autotune_amp.hardware import identify
 from autotune_amp.hardware.host import load_notes
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.hardware.types import Hardware, MachineLoad
-from autotune_amp.recommendation import Exclusion, Fingerprint, Recommendation, SearchSummary
-from autotune_amp.report.format import size
+from autotune_amp.isolation.runner import Isolation, Payload, Runner, can_fork
 from autotune_amp.search import busy
 from autotune_amp.search.accumulate import judge
 from autotune_amp.search.building import LONG_BUILD_SECONDS, confirming_runners, shares_processes
@@ -30,15 +33,12 @@ from autotune_amp.search.loaders import try_workers
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.origin import Origin
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.ranks import alone
 from autotune_amp.search.rerank import LOSS_SCALE, recommend
 from autotune_amp.search.session import Clock, ProgressWatcher, Session, with_held_memory
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.search.study import Study
 from autotune_amp.trial.energy import require_counter
 from autotune_amp.trial.heap import recommended_environment
-from autotune_amp.trial.outcome import Description, Failure
-from autotune_amp.trial.runner import Isolation, Payload, Runner, can_fork
 
 _HELD_SHARE_WORTH_A_WORD = 0.05
 

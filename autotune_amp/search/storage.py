@@ -10,7 +10,7 @@ from urllib.parse import quote
 import sqlalchemy
 from sqlalchemy.exc import ArgumentError
 
-from autotune_amp.errors import StudyError
+from autotune_amp.core.errors import StudyError
 
 
 def sqlite_url(path: Path) -> str:

@@ -24,20 +24,20 @@ from optuna.storages import RDBStorage
 from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from autotune_amp.config import PRECISIONS
-from autotune_amp.errors import StudyError
+from autotune_amp.core.config import PRECISIONS
+from autotune_amp.core.errors import StudyError
+from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.search import told
 from autotune_amp.search.loss_scales import DEFAULT_PAIR, LOG2_INIT_SCALES, Pair, snapped
 from autotune_amp.search.storage import open_file, sqlite_url, study_error
-from autotune_amp.trial.outcome import Failure, Measurement
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from autotune_amp.core.outcome import Outcome, Record
+    from autotune_amp.core.setting import Setting
     from autotune_amp.search.space import Space
     from autotune_amp.search.told import Judge
-    from autotune_amp.trial.outcome import Outcome, Record
-    from autotune_amp.trial.spec import Candidate
 
 __all__ = ["Asked", "Study", "connected", "sqlite_url"]
 
@@ -53,7 +53,7 @@ class Asked(NamedTuple):
     `pair` is init_scale, a power of two, and growth_interval under fp16, None otherwise.
     """
 
-    candidate: Candidate
+    candidate: Setting
     trial: optuna.Trial
     pair: Pair | None
 
@@ -123,7 +123,7 @@ class Study:
         """The study's name in the storage."""
         return self._study.study_name
 
-    def ask(self, candidate: Candidate | None = None, pair: Pair | None = DEFAULT_PAIR) -> Asked:
+    def ask(self, candidate: Setting | None = None, pair: Pair | None = DEFAULT_PAIR) -> Asked:
         """The next trial: of `candidate`, or of what TPE suggests, snapped to the nearest legal batch size.
 
         Under fp16 with `pair`; with None TPE suggests one for the candidate. A candidate with pinned modules is told
@@ -168,7 +168,7 @@ class Study:
                 asked.trial.set_constraint(_RUNS, 1.0)
                 self._study.tell(asked.trial, state=TrialState.PRUNED)
 
-    def pairs(self, candidate: Candidate) -> list[Pair]:
+    def pairs(self, candidate: Setting) -> list[Pair]:
         """The pairs that were answered for an fp16 candidate, in order."""
         finished = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         wanted = told.described(candidate)
@@ -193,7 +193,7 @@ class Study:
         }
         return {name: known[name] for name in names}
 
-    def _nearest(self, precision: str, size: int) -> Candidate:
+    def _nearest(self, precision: str, size: int) -> Setting:
         """The legal candidate with the nearest batch size; strict flags before as found where both have it."""
         ours = (c for c in self._legal if c.precision == precision)
         return min(ours, key=lambda c: (abs(math.log(c.batch_size / size)), c.as_found))

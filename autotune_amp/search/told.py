@@ -7,31 +7,31 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from autotune_amp.core.outcome import Measurement, Outcome
+from autotune_amp.core.setting import Setting
 from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.search.loss_scales import Pair
-from autotune_amp.trial.outcome import Measurement, Outcome
-from autotune_amp.trial.spec import Candidate
 
 # What is to be told of a candidate with a pair: the outcome, or the failure it amounts to, and the replay of the pair.
-Judge: TypeAlias = Callable[[Candidate, Outcome, Pair | None], tuple[Outcome, Replay | None]]
+Judge: TypeAlias = Callable[[Setting, Outcome, Pair | None], tuple[Outcome, Replay | None]]
 
 
-def as_measured(candidate: Candidate, outcome: Outcome, pair: Pair | None) -> tuple[Outcome, Replay | None]:  # noqa: ARG001 - a Judge
+def as_measured(candidate: Setting, outcome: Outcome, pair: Pair | None) -> tuple[Outcome, Replay | None]:  # noqa: ARG001 - a Judge
     """The judge where nothing is calibrated."""
     return outcome, None
 
 
-def unpinned(candidate: Candidate) -> Candidate:
+def unpinned(candidate: Setting) -> Setting:
     """The candidate of the space that this one is with its pins."""
     return msgspec.structs.replace(candidate, pinned_modules=())
 
 
-def own_workers(candidate: Candidate) -> Candidate:
+def own_workers(candidate: Setting) -> Setting:
     """The candidate with the user's own number of loader workers; any other is none of the study's."""
     return msgspec.structs.replace(candidate, num_workers=None)
 
 
-def parameters(candidate: Candidate, pair: Pair | None) -> dict[str, Any]:
+def parameters(candidate: Setting, pair: Pair | None) -> dict[str, Any]:
     """The parameters of a candidate's trial; without `pair` those of the loss scale are left out."""
     found: dict[str, Any] = {"precision": candidate.precision, "batch_size": candidate.batch_size}
     if candidate.precision == "fp16" and pair is not None:
@@ -44,7 +44,7 @@ def value(outcome: Measurement, replay: Replay | None) -> float:
     return outcome.samples_per_second * (1.0 if replay is None else replay.applied_share)
 
 
-def described(candidate: Candidate) -> dict[str, Any]:
+def described(candidate: Setting) -> dict[str, Any]:
     """What is known when a trial begins."""
     found: dict[str, Any] = {"candidate": str(candidate)}
     # The name says how many, which two sets of pins can have in common.

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from autotune_amp.config import Precision  # msgspec and NamedTuple read it
-from autotune_amp.numerics.results import Fidelity
-from autotune_amp.recommendation import Exclusion
-from autotune_amp.trial.outcome import Failure
+from autotune_amp.core.config import Precision  # msgspec and NamedTuple read it
+from autotune_amp.core.fidelity import Fidelity
+from autotune_amp.core.outcome import Failure
+from autotune_amp.core.recommendation import Exclusion
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from autotune_amp.core.outcome import Record
+    from autotune_amp.core.setting import Setting
     from autotune_amp.search.space import Space
-    from autotune_amp.trial.outcome import Record
-    from autotune_amp.trial.spec import Candidate
 
 # A check or calibration that fails so tells of the precision; any other failure tells of the check itself.
 OF_THE_PRECISION = ("unsupported", "nonfinite")
@@ -29,19 +29,19 @@ class Check(NamedTuple):
     pinned_modules: tuple[str, ...] = ()
 
 
-def check_of(candidate: Candidate) -> Check:
+def check_of(candidate: Setting) -> Check:
     """The check whose verdict holds for a candidate. fp32 as found is fp32 with TF32 in parts of it."""
     if candidate.as_found and candidate.precision == "fp32":
         return Check("tf32")
     return Check(candidate.precision, candidate.pinned_modules)
 
 
-def needs_check(candidate: Candidate, space: Space) -> bool:
+def needs_check(candidate: Setting, space: Space) -> bool:
     """Whether fp32 is to be held against it: not strict fp32 itself, unless its weights are in low precision."""
     return check_of(candidate).precision != "fp32" or space.weights == "bf16"
 
 
-def can_check(candidate: Candidate, space: Space) -> bool:
+def can_check(candidate: Setting, space: Space) -> bool:
     """Whether a check tells something of the candidate: fp32 as found can mean more than TF32 off CUDA."""
     return needs_check(candidate, space) and (check_of(candidate).precision != "tf32" or space.has_tf32)
 
@@ -57,7 +57,7 @@ def verdicts(records: Sequence[Record]) -> dict[Check, Fidelity]:
     return found
 
 
-def verdict_on(candidate: Candidate, space: Space, known: Mapping[Check, Fidelity]) -> Fidelity | None:
+def verdict_on(candidate: Setting, space: Space, known: Mapping[Check, Fidelity]) -> Fidelity | None:
     """The verdict on a candidate, *unchecked* where no check was made; None for fp32, which the others are held to."""
     if not needs_check(candidate, space):
         return None
@@ -69,7 +69,7 @@ def verdict_on(candidate: Candidate, space: Space, known: Mapping[Check, Fidelit
     return known.get(check_of(candidate)) or _unchecked(candidate, *unmade)
 
 
-def unfaithful(known: Mapping[Check, Fidelity], candidate: Candidate) -> Fidelity | None:
+def unfaithful(known: Mapping[Check, Fidelity], candidate: Setting) -> Fidelity | None:
     """The verdict against a candidate, if there is one."""
     found = known.get(check_of(candidate))
     return found if found is not None and found.verdict == "unfaithful" else None
@@ -116,7 +116,7 @@ def _of_failure(record: Record) -> Fidelity:
     return _unchecked(candidate, f"the check did not come to an end: {failure.kind}: {failure.message}", next_step)
 
 
-def _unchecked(candidate: Candidate, reason: str, next_step: str) -> Fidelity:
+def _unchecked(candidate: Setting, reason: str, next_step: str) -> Fidelity:
     return Fidelity(
         precision=check_of(candidate).precision,
         batch_size=candidate.batch_size,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from autotune_amp.config import AmpConfig
-from autotune_amp.step_amp import StepAmp
+from autotune_amp.core.config import AmpConfig
+from autotune_amp.precision.step_amp import StepAmp
 
 
 class TrialAmp(StepAmp):

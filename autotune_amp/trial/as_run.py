@@ -12,12 +12,13 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotune_amp import precision
-from autotune_amp.config import Precision
-from autotune_amp.precision import CUDA_FLAGS
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.core.config import Precision
+from autotune_amp.core.setting import Setting
+from autotune_amp.core.workload import Workload
+from autotune_amp.precision import mode as precision
+from autotune_amp.precision.mode import CUDA_FLAGS
+from autotune_amp.trial.spec import TrialSpec
 from autotune_amp.trial.step import make_training
-from autotune_amp.workload import Workload
 
 # Matrix products are taken to run always.
 _MODULES: dict[str, type[nn.Module]] = {"cudnn.conv": _ConvNd, "cudnn.rnn": nn.RNNBase}
@@ -46,7 +47,7 @@ def as_run(
     _, could_be_strict = precision.as_found(state, device.type, absent)
     if batch_size is None or found[1] or not could_be_strict:
         return found
-    candidate = Candidate(precision=found[0], batch_size=batch_size, as_found=True)
+    candidate = Setting(precision=found[0], batch_size=batch_size, as_found=True)
     spec = TrialSpec(candidate=candidate, device=str(device), torch_state=dict(state))
     used = used_flags(workload, model, spec)
     return precision.as_found(state, device.type, [flag for flag in absent if flag not in used])

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from autotune_amp import torch_state
+from autotune_amp.core.workload import Workload
+from autotune_amp.precision import torch_state
 from autotune_amp.trial.memory import BuildMemory, watched_build
 from autotune_amp.trial.state import LoopState
 from autotune_amp.trial.step import make_model
-from autotune_amp.workload import Workload
 
 
 class _Shared(NamedTuple):

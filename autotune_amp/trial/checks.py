@@ -16,25 +16,25 @@ from typing import Any
 import msgspec
 import torch
 
-from autotune_amp.config import Precision
-from autotune_amp.errors import AutotuneAmpError
+from autotune_amp.core.config import Precision
+from autotune_amp.core.errors import AutotuneAmpError
+from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity
+from autotune_amp.core.outcome import CheckOutcome, Failure
+from autotune_amp.core.workload import Workload
 from autotune_amp.numerics import accumulation, calibration, fidelity
 from autotune_amp.numerics.loop import Loop, NoStepError, no_loss
 from autotune_amp.numerics.passes import Passes, Subject
-from autotune_amp.numerics.results import Accumulation, Calibration, Fidelity
-from autotune_amp.precision import has_half_weights
+from autotune_amp.precision.mode import has_half_weights
 from autotune_amp.trial import data
 from autotune_amp.trial.bench import Bench
 from autotune_amp.trial.failures import classify
 from autotune_amp.trial.optimizers import make_optimizer
-from autotune_amp.trial.outcome import CheckOutcome, Failure
 from autotune_amp.trial.pieces import CannotCutError, whole_and_pieces
 from autotune_amp.trial.spec import CheckSpec
 from autotune_amp.trial.state import LoopState
 from autotune_amp.trial.step import checked_loss
 from autotune_amp.trial.unequal import LOOK_SECONDS
 from autotune_amp.trial.worker import Send, guarded, prepare
-from autotune_amp.workload import Workload
 
 LOOK_SHARE = 0.2  # of a check's seconds, at most, for unequal samples
 _PHASES = {

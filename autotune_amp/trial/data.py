@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from autotune_amp.batches import tensors
-from autotune_amp.errors import WorkloadError
+from autotune_amp.core.errors import WorkloadError
+from autotune_amp.numerics.batches import tensors
 from autotune_amp.trial.places import Spread, is_ordered, shares
 
 Stream = Generator[Any, None, None]

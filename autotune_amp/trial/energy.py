@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.hardware import nvml
 
 Counter: TypeAlias = Callable[[], float | None]  # joules since some moment; None where it cannot be read any more

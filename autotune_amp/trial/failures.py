@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from autotune_amp.errors import AutotuneAmpError
+from autotune_amp.core.errors import AutotuneAmpError
+from autotune_amp.core.outcome import Failure, FailureKind
 from autotune_amp.trial.memory import is_memory_short
-from autotune_amp.trial.outcome import Failure, FailureKind
 from autotune_amp.trial.timing import NonFiniteError
 
 _OOM_TEXTS = (

@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from autotune_amp.errors import WorkloadError
+from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.outcome import Failure
+from autotune_amp.core.workload import Workload
 from autotune_amp.hardware.matmul import synchronize
-from autotune_amp.trial.outcome import Failure
 from autotune_amp.trial.step import BaseTraining
-from autotune_amp.workload import Workload
 
 Send = Callable[[dict[str, Any]], None]
 

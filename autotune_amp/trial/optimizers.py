@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autotune_amp.errors import WorkloadError
-from autotune_amp.workload import OptimizersOfModel, Workload, type_name
+from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.workload import OptimizersOfModel, Workload, type_name
 
 # Of a schedule's peak: as in the first part of a warm-up. At the peak, a training without its warm-up may diverge.
 LEAST_SHARE_OF_PEAK = 0.1

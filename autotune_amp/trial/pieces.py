@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from autotune_amp import batches, torch_state
+from autotune_amp.core.fidelity import MIN_CUT_SAMPLES
+from autotune_amp.numerics import batches
 from autotune_amp.numerics.accumulation import num_micro_batches
-from autotune_amp.numerics.results import MIN_CUT_SAMPLES
+from autotune_amp.precision import torch_state
 from autotune_amp.trial import data
 from autotune_amp.trial.sizes import MAX_SCANNED_SAMPLES
 from autotune_amp.trial.unequal import LOOK_SECONDS, MAX_SAMPLES_SEEN, copied, counts_of_samples, inequality, picked

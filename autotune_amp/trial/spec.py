@@ -6,7 +6,8 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from autotune_amp.config import LossScale, Precision
+from autotune_amp.core.config import LossScale, Precision
+from autotune_amp.core.setting import Setting
 
 # search: a candidate tried; fallback: a plan for a lower rung; confirm: again in a fresh process in the recommended
 # environment (the baseline: in the user's own); plain: the winner once in the user's own environment. The others are no
@@ -20,38 +21,6 @@ MAX_TIMED_MICRO_BATCHES = 4
 # An accelerator runs ahead of the host, so steps between two synchronisations are timed together.
 STEPS_PER_SYNC = 4
 NUM_WARMUP_STEPS = 3
-
-
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """One setting that can be tried.
-
-    `as_found` keeps the caller's own TF32 flags and autocast instead of the strict flags of `precision`: only the
-    baseline is run so, and only where the two differ. `pinned_modules` run in fp32 whatever the precision.
-    `num_workers` is the DataLoader's number of worker processes, None for the user's own number.
-    """
-
-    precision: Precision
-    batch_size: int
-    accumulation_steps: int = 1
-    as_found: bool = False
-    pinned_modules: tuple[str, ...] = ()
-    num_workers: int | None = None
-
-    @property
-    def effective_batch_size(self) -> int:
-        """Samples behind one optimizer step on this device."""
-        return self.batch_size * self.accumulation_steps
-
-    def __str__(self) -> str:
-        name = f"{self.precision} batch {self.batch_size}"
-        if self.accumulation_steps > 1:
-            name += f" x {self.accumulation_steps}"
-        if self.pinned_modules:
-            num_pinned = len(self.pinned_modules)
-            name += f" with {num_pinned} module{'s' if num_pinned > 1 else ''} pinned"
-        if self.num_workers is not None:
-            name += f" with {self.num_workers} loader worker{'' if self.num_workers == 1 else 's'}"
-        return name + (" as found" if self.as_found else "")
 
 
 class TrialSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +38,7 @@ class TrialSpec(msgspec.Struct, frozen=True, kw_only=True):
     with the parent's deadline; None: they are not run.
     """
 
-    candidate: Candidate
+    candidate: Setting
     device: str
     purpose: Purpose = "search"
     loss_scale: LossScale | None = None

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from autotune_amp.errors import WorkloadError
+from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.workload import type_name
 from autotune_amp.trial.optimizers import Optimizers
-from autotune_amp.workload import type_name
 
 _PLAIN = (str, bytes, int, float, complex, type(None))
 _NOT_LOOKED_INTO = (*_PLAIN, type, types.ModuleType, types.FunctionType, types.MethodType, Dataset, DataLoader)

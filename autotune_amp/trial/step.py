@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autotune_amp import precision
-from autotune_amp.config import AmpConfig, LossScale
-from autotune_amp.errors import WorkloadError
+from autotune_amp.core.config import AmpConfig, LossScale
+from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.workload import Workload, type_name
 from autotune_amp.numerics.passes import named
-from autotune_amp.torch_state import as_found_autocast
+from autotune_amp.precision import mode as precision
+from autotune_amp.precision.torch_state import as_found_autocast
 from autotune_amp.trial import data
 from autotune_amp.trial.amp import TrialAmp, has_gradients
 from autotune_amp.trial.optimizers import Optimizers, each, make_optimizer
 from autotune_amp.trial.spec import TrialSpec
 from autotune_amp.trial.state import LoopState
-from autotune_amp.workload import Workload, type_name
 
 
 class BaseTraining(ABC):

@@ -6,7 +6,7 @@ import math
 from statistics import median
 from typing import TYPE_CHECKING, Literal
 
-from autotune_amp.statistics import trimmed_interval
+from autotune_amp.core.intervals import trimmed_interval
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

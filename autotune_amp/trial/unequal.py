@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import DataLoader
 
-from autotune_amp import batches
+from autotune_amp.numerics import batches
 from autotune_amp.numerics.combination import IGNORED_LABEL
 from autotune_amp.trial import data
 

@@ -13,9 +13,11 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from autotune_amp import precision, torch_state
+from autotune_amp.core.intervals import trimmed_interval
+from autotune_amp.core.outcome import Description, Failure, Measurement, Outcome
 from autotune_amp.hardware import cuda
-from autotune_amp.statistics import trimmed_interval
+from autotune_amp.precision import mode as precision
+from autotune_amp.precision import torch_state
 from autotune_amp.trial import data
 from autotune_amp.trial.as_run import as_run
 from autotune_amp.trial.bench import Bench
@@ -26,7 +28,6 @@ from autotune_amp.trial.heap import hold_heap
 from autotune_amp.trial.memory import PeakMemory
 from autotune_amp.trial.miniature import Ending, Finish, check_signatures
 from autotune_amp.trial.optimizers import make_optimizer
-from autotune_amp.trial.outcome import Description, Failure, Measurement, Outcome
 from autotune_amp.trial.sizes import Look, look
 from autotune_amp.trial.spec import CheckSpec, TrialSpec
 from autotune_amp.trial.state import LoopState

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from autotune_amp.workload import Workload
+from autotune_amp.core.workload import Workload
 
 VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS = 96, 32, 96, 4, 2
 NUM_SAMPLES, BATCH_SIZE = 4096, 32

@@ -16,9 +16,9 @@ import torch
 from case import Case
 
 import autotune_amp
-from autotune_amp import torch_state
-from autotune_amp.config import Precision
+from autotune_amp.core.config import Precision
 from autotune_amp.numerics.passes import Subject
+from autotune_amp.precision import torch_state
 from autotune_amp.trial import data
 from autotune_amp.trial.optimizers import make_optimizer
 from autotune_amp.trial.step import make_model

@@ -18,10 +18,10 @@ import torch
 from case import Case
 from training import train
 
-from autotune_amp.config import LossScale
+from autotune_amp.core.config import LossScale
+from autotune_amp.core.fidelity import Calibration
 from autotune_amp.numerics.calibration import calibrate
 from autotune_amp.numerics.passes import Passes, Subject
-from autotune_amp.numerics.results import Calibration
 from autotune_amp.numerics.scaler_replay import Burst, extend, skips
 
 NUM_BATCHES = 12  # of the calibration

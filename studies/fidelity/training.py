@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from autotune_amp import torch_state
-from autotune_amp.config import Precision
+from autotune_amp.core.config import Precision
 from autotune_amp.numerics.paired import perturb
 from autotune_amp.numerics.passes import Subject, named
-from autotune_amp.precision import autocast, override, pin_fp32, set_flags
+from autotune_amp.precision import torch_state
+from autotune_amp.precision.mode import autocast, override, pin_fp32, set_flags
 
 STEPS_PER_RECORD = 10
 

@@ -19,10 +19,10 @@ from case import Case
 from checks import precisions
 from training import Trained, train
 
-from autotune_amp.config import Precision
+from autotune_amp.core.config import Precision
 from autotune_amp.numerics.calibration import calibrate
 from autotune_amp.numerics.paired import UNIT_ROUNDOFF
-from autotune_amp.precision import has_half_weights
+from autotune_amp.precision.mode import has_half_weights
 
 LONG = ("gpt2", "resnet", "bert_classes", "large_offset", "t5_feed_forward")  # the last two are sick
 MAX_LONG_STEPS = 5000

@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from autotune_amp.config import Precision
-from autotune_amp.hardware.types import DeviceIdentity, Hardware
-from autotune_amp.trial.outcome import Description, Failure, Measurement
-from autotune_amp.trial.spec import Candidate
+from autotune_amp.core.config import Precision
+from autotune_amp.core.hardware import DeviceIdentity, Hardware
+from autotune_amp.core.outcome import Description, Failure, Measurement
+from autotune_amp.core.setting import Setting
 
 PROCESSES_A_CELL = 5  # of an exhaustive grid
 
@@ -45,9 +45,9 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any]
 
     @property
-    def grid(self) -> list[Candidate]:
+    def grid(self) -> list[Setting]:
         """Every cell, by precision and batch size."""
-        return [Candidate(precision=p, batch_size=b) for p in self.precisions for b in self.batch_sizes]
+        return [Setting(precision=p, batch_size=b) for p in self.precisions for b in self.batch_sizes]
 
 
 class Cell(NamedTuple):
@@ -60,8 +60,8 @@ class Cell(NamedTuple):
     batch_size: int
 
     @property
-    def candidate(self) -> Candidate:
-        return Candidate(precision=self.precision, batch_size=self.batch_size)
+    def candidate(self) -> Setting:
+        return Setting(precision=self.precision, batch_size=self.batch_size)
 
     def __str__(self) -> str:
         return f"{self.stage} {self.isolation} {self.candidate} #{self.repetition}"
@@ -94,7 +94,7 @@ class Landscape:
     def __init__(self, header: Header, processes: Iterable[Process]) -> None:
         self.header = header
         self.processes = tuple(processes)
-        self.cells: dict[Candidate, list[Process]] = {}
+        self.cells: dict[Setting, list[Process]] = {}
         for process in self.processes:
             if process.cell.stage == "grid":
                 self.cells.setdefault(process.cell.candidate, []).append(process)
@@ -108,15 +108,15 @@ class Landscape:
         )
 
     @property
-    def baseline(self) -> Candidate:
+    def baseline(self) -> Setting:
         """What a user runs today."""
-        return Candidate(precision="fp32", batch_size=self.header.todays_batch_size)
+        return Setting(precision="fp32", batch_size=self.header.todays_batch_size)
 
-    def samples_per_second(self, candidate: Candidate) -> float:
+    def samples_per_second(self, candidate: Setting) -> float:
         """The mean over the cell's processes, 0 where one of them failed."""
         return mean_samples_per_second(self.cells[candidate])
 
-    def best(self) -> Candidate:
+    def best(self) -> Setting:
         """The cell with the highest mean."""
         return max(self.cells, key=self.samples_per_second)
 

@@ -20,16 +20,16 @@ import msgspec
 from landscape import Cell, Header, Landscape, Process, hardware_slug
 from parts import PARTS
 
-from autotune_amp.config import Precision
+from autotune_amp.core.config import Precision
+from autotune_amp.core.hardware import Hardware
+from autotune_amp.core.outcome import Description, Failure, Measurement
 from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import identify
-from autotune_amp.hardware.types import Hardware
+from autotune_amp.isolation.process import Watcher
+from autotune_amp.isolation.runner import Runner
 from autotune_amp.search.origin import target
 from autotune_amp.search.rerank import LOSS_SCALE
 from autotune_amp.trial.heap import recommended_environment
-from autotune_amp.trial.outcome import Description, Failure, Measurement
-from autotune_amp.trial.process import Watcher
-from autotune_amp.trial.runner import Runner
 from autotune_amp.trial.spec import NUM_WARMUP_STEPS, TrialSpec
 
 HERE = Path(__file__).parent

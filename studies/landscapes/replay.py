@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import msgspec
 from landscape import Header, Landscape, Process
 
-from autotune_amp.config import Precision
-from autotune_amp.numerics.results import Accumulation, Calibration, Fidelity
+from autotune_amp.core.config import Precision
+from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity
+from autotune_amp.core.intervals import trimmed_interval
+from autotune_amp.core.outcome import CheckOutcome, Failure, Measurement, Outcome
+from autotune_amp.isolation.runner import Isolation
 from autotune_amp.search.session import Clock
-from autotune_amp.statistics import trimmed_interval
-from autotune_amp.trial.outcome import CheckOutcome, Failure, Measurement, Outcome
-from autotune_amp.trial.runner import Isolation
 from autotune_amp.trial.spec import CheckSpec, TrialSpec
 from autotune_amp.trial.stopping import is_hopeless, stop
 

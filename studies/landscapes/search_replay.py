@@ -16,6 +16,9 @@ import optuna
 from landscape import Landscape
 from replay import ReplayClock, ReplayRunner
 
+from autotune_amp.core.outcome import Record
+from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.runner import Runner
 from autotune_amp.search import choose, confirm, explore, gate, loss_scales
 from autotune_amp.search import study as studies
 from autotune_amp.search.building import shares_processes
@@ -26,9 +29,6 @@ from autotune_amp.search.progress import Progress
 from autotune_amp.search.rerank import LOSS_SCALE
 from autotune_amp.search.session import Session, exclusions
 from autotune_amp.search.space import Space, build_space
-from autotune_amp.trial.outcome import Record
-from autotune_amp.trial.runner import Runner
-from autotune_amp.trial.spec import Candidate
 
 
 class Replayed(NamedTuple):
@@ -39,7 +39,7 @@ class Replayed(NamedTuple):
     end of each confirmation round. `decision` is None where nothing could be chosen.
     """
 
-    trace: list[tuple[float, Candidate]]
+    trace: list[tuple[float, Setting]]
     records: list[tuple[float, Record]]
     searched_seconds: float
     round_seconds: list[float]
@@ -144,9 +144,9 @@ def space_of(landscape: Landscape) -> Space:
     return msgspec.structs.replace(space, accumulation_withheld="the landscape has no accumulation")
 
 
-def candidate_of(decision: Decision) -> Candidate:
+def candidate_of(decision: Decision) -> Setting:
     """The cell that was recommended."""
-    return Candidate(precision=decision.config.precision, batch_size=decision.config.batch_size)
+    return Setting(precision=decision.config.precision, batch_size=decision.config.batch_size)
 
 
 def _described(landscape: Landscape) -> Any:

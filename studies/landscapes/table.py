@@ -11,9 +11,9 @@ from statistics import fmean, stdev
 from landscape import PROCESSES_A_CELL, Landscape, Process, forked_grid_seconds
 from parts import PARTS
 
-from autotune_amp.config import Precision
-from autotune_amp.trial.outcome import Failure, Measurement
-from autotune_amp.trial.spec import Candidate
+from autotune_amp.core.config import Precision
+from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.setting import Setting
 
 BEGIN, END = "<!-- table: record.py table -->", "<!-- end of table -->"
 
@@ -75,7 +75,7 @@ def grids_table(found: Sequence[tuple[str, Landscape]]) -> list[str]:
     return rows
 
 
-def _pairs(landscape: Landscape, candidate: Candidate) -> str:
+def _pairs(landscape: Landscape, candidate: Setting) -> str:
     """The geometric mean of an exec'd process's throughput over that of the forked one beside it, and its range."""
     logs = []
     pairs: dict[int, dict[str, Process]] = {}

@@ -22,8 +22,8 @@ import torch
 from cases import Case
 from torch import Tensor
 
-from autotune_amp.config import AmpConfig, LossScale
-from autotune_amp.errors import TrainingStoppedError
+from autotune_amp.core.config import AmpConfig, LossScale
+from autotune_amp.core.errors import TrainingStoppedError
 from autotune_amp.runtime.controller import PrecisionController
 
 HERE = Path(__file__).parent

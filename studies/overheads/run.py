@@ -14,10 +14,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from autotune_amp.trial.outcome import Measurement
-from autotune_amp.trial.process import Watcher
-from autotune_amp.trial.runner import Payload, Runner
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.core.outcome import Measurement
+from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.process import Watcher
+from autotune_amp.isolation.runner import Payload, Runner
+from autotune_amp.trial.spec import TrialSpec
 
 HERE = Path(__file__).parent
 NUM_TRIALS, NUM_ANSWERS = 30, 15
@@ -52,7 +53,7 @@ def trials() -> list[dict[str, Any]]:
         state, _ = runner.open("cpu", None, 60)
         for number in range(NUM_TRIALS):
             spec = TrialSpec(
-                candidate=Candidate(precision="fp32", batch_size=4), device="cpu", torch_state=state, num_steps=(8, 8)
+                candidate=Setting(precision="fp32", batch_size=4), device="cpu", torch_state=state, num_steps=(8, 8)
             )
             started = time.perf_counter()
             outcome = runner.run(spec)

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
-from autotune_amp.statistics import ratio_interval
+from autotune_amp.core.intervals import ratio_interval
 
 SEARCHES: dict[str, list[str]] = {"ours_kept": [], "ours_free": ["--effective-batch-size", "free"]}
 WORDS = {

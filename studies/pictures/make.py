@@ -15,7 +15,7 @@ from playwright.sync_api import sync_playwright
 from rich.console import Console
 from rich.text import Text
 
-from autotune_amp.recommendation import Recommendation
+from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.report.progress import TerminalProgress
 from autotune_amp.report.terminal import print_recommendation
 from autotune_amp.report.write import write_report

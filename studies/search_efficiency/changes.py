@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from autotune_amp.config import Precision
+from autotune_amp.core.config import Precision
+from autotune_amp.core.outcome import Measurement, Outcome
+from autotune_amp.core.setting import Setting
 from autotune_amp.search import explore, seeding
-from autotune_amp.trial.outcome import Measurement, Outcome
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.spec import TrialSpec
 
 
 class Patch(NamedTuple):
@@ -34,7 +35,7 @@ def steps(low: int, high: int) -> Patch:
 def climbing_within(share: float) -> Patch:
     """Only precisions whose best so far is within `share` of the best are worth a search for their batch."""
 
-    def best_precisions(outcomes: Mapping[Candidate, Outcome]) -> list[Precision]:
+    def best_precisions(outcomes: Mapping[Setting, Outcome]) -> list[Precision]:
         best: dict[Precision, float] = {}
         for cell, outcome in outcomes.items():
             if isinstance(outcome, Measurement):

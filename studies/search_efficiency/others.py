@@ -20,8 +20,9 @@ from optuna.trial import TrialState
 from replay import ReplayRunner
 from truth import confirming_spec
 
-from autotune_amp.trial.outcome import Measurement, Outcome
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.core.outcome import Measurement, Outcome
+from autotune_amp.core.setting import Setting
+from autotune_amp.trial.spec import TrialSpec
 
 NUM_STEPS = 8  # of a trial, after three to warm up
 # Each has settled long before on a few dozen cells, and samplers slow down; a GP's suggestion takes 25 ms.
@@ -32,25 +33,25 @@ NUM_FINDER_STEPS = 3  # of a batch-size finder's try, none to warm up (Lightning
 class Meter:
     """Measures cells on a replay; every process moves the replay's clock."""
 
-    def __init__(self, runner: ReplayRunner, cells: list[Candidate]) -> None:
+    def __init__(self, runner: ReplayRunner, cells: list[Setting]) -> None:
         self.cells = cells
         self._runner = runner
 
-    def trial(self, cell: Candidate) -> Outcome:
+    def trial(self, cell: Setting) -> Outcome:
         """A forked process of a fixed number of steps."""
         return self._runner.run(TrialSpec(candidate=cell, device="cpu", num_steps=(NUM_STEPS, NUM_STEPS)))
 
-    def process(self, cell: Candidate) -> Outcome:
+    def process(self, cell: Setting) -> Outcome:
         """A fresh process as the package's confirmation runs it."""
         return self._runner.run(confirming_spec(cell))
 
-    def short(self, cell: Candidate) -> Outcome:
+    def short(self, cell: Setting) -> Outcome:
         """The few steps of a batch-size finder."""
         steps = NUM_FINDER_STEPS - 1, NUM_FINDER_STEPS - 1
         return self._runner.run(TrialSpec(candidate=cell, device="cpu", num_warmup_steps=1, num_steps=steps))
 
 
-Strategy: TypeAlias = Callable[[Meter, int], Iterator[Candidate | None]]
+Strategy: TypeAlias = Callable[[Meter, int], Iterator[Setting | None]]
 
 
 def rate(outcome: Outcome) -> float:
@@ -58,10 +59,10 @@ def rate(outcome: Outcome) -> float:
     return outcome.samples_per_second if isinstance(outcome, Measurement) else 0.0
 
 
-def at_random(meter: Meter, seed: int) -> Iterator[Candidate | None]:
+def at_random(meter: Meter, seed: int) -> Iterator[Setting | None]:
     """Any cell, again and again; a cell drawn twice is measured twice, and the best single trial wins."""
     draw = random.Random(f"cells {seed}")
-    best: tuple[float, Candidate | None] = (0.0, None)
+    best: tuple[float, Setting | None] = (0.0, None)
     for _ in range(MAX_TRIALS):
         cell = draw.choice(meter.cells)
         best = max(best, (rate(meter.trial(cell)), cell), key=lambda found: found[0])
@@ -69,12 +70,12 @@ def at_random(meter: Meter, seed: int) -> Iterator[Candidate | None]:
 
 
 def grid(
-    meter: Meter, seed: int, *, num_processes: int, measure: Callable[[Meter, Candidate], Outcome] = Meter.process
-) -> Iterator[Candidate | None]:
+    meter: Meter, seed: int, *, num_processes: int, measure: Callable[[Meter, Setting], Outcome] = Meter.process
+) -> Iterator[Setting | None]:
     """Every cell in `num_processes` processes, the cells in a shuffled order; the best mean wins."""
     cells = list(meter.cells)
     random.Random(f"order {seed}").shuffle(cells)
-    best: tuple[float, Candidate | None] = (0.0, None)
+    best: tuple[float, Setting | None] = (0.0, None)
     for cell in cells:
         outcomes = []
         for _ in range(num_processes):
@@ -86,7 +87,7 @@ def grid(
 
 def sampled(
     meter: Meter, seed: int, *, make: Callable[[int], BaseSampler], fails: bool = False, max_trials: int = MAX_TRIALS
-) -> Iterator[Candidate | None]:
+) -> Iterator[Setting | None]:
     """Optuna's loop as its documentation has it, over the precision and the power of two of the batch.
 
     What did not run is told as FAIL with `fails`, else as pruned with a violated constraint.
@@ -94,12 +95,12 @@ def sampled(
     precisions = sorted({cell.precision for cell in meter.cells})
     powers = sorted({cell.batch_size.bit_length() - 1 for cell in meter.cells})
     study = optuna.create_study(direction="maximize", sampler=make(seed))
-    best: tuple[float, Candidate | None] = (0.0, None)
+    best: tuple[float, Setting | None] = (0.0, None)
     for _ in range(max_trials):
         trial = study.ask()
         precision: Any = trial.suggest_categorical("precision", precisions)
         power = trial.suggest_int("log2_batch_size", powers[0], powers[-1])
-        cell = Candidate(precision=precision, batch_size=2**power)
+        cell = Setting(precision=precision, batch_size=2**power)
         found = rate(meter.trial(cell))
         if found:
             study.tell(trial, found)
@@ -112,7 +113,7 @@ def sampled(
         yield best[1]
 
 
-def largest_that_fits(meter: Meter, seed: int, *, precision: str) -> Iterator[Candidate | None]:  # noqa: ARG001 - a Strategy
+def largest_that_fits(meter: Meter, seed: int, *, precision: str) -> Iterator[Setting | None]:  # noqa: ARG001 - a Strategy
     """A batch-size finder: the batch doubled until it runs out of memory; the last that ran, whatever its speed.
 
     The bisection that follows has nothing to do where the cells are doublings.

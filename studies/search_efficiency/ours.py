@@ -17,9 +17,9 @@ from optuna.samplers import GPSampler
 from search_replay import search_replay
 from truth import Rates, regret
 
+from autotune_amp.core.outcome import Measurement, Record
+from autotune_amp.core.setting import Setting
 from autotune_amp.search import confirm, explore, objective, seeding, study
-from autotune_amp.trial.outcome import Measurement, Record
-from autotune_amp.trial.spec import Candidate
 
 BUDGET_SECONDS = 110.0  # the default
 EVERY = 99  # sizes: more than there are
@@ -74,10 +74,10 @@ VARIANTS: dict[str, tuple[Patch, ...]] = {
 class Ours(NamedTuple):
     """One replayed search: the cell recommended after each of its trials, and how it was spent."""
 
-    trace: list[tuple[float, Candidate]]
+    trace: list[tuple[float, Setting]]
     facts: dict[str, Any]
-    fastest_searched: Candidate
-    fastest_confirmed: Candidate
+    fastest_searched: Setting
+    fastest_confirmed: Setting
 
     def as_json(self, truth: Rates) -> dict[str, Any]:
         return self.facts | {
@@ -107,9 +107,9 @@ def play_ours(searching: Landscape, seed: int, variant: str) -> Ours:
     )
 
 
-def _rates(records: Sequence[Record], purpose: str) -> dict[Candidate, float]:
+def _rates(records: Sequence[Record], purpose: str) -> dict[Setting, float]:
     """Median samples per second of each cell in this purpose's processes."""
-    seen: dict[Candidate, list[float]] = {}
+    seen: dict[Setting, list[float]] = {}
     for record in records:
         if record.purpose == purpose and isinstance(record.outcome, Measurement):
             seen.setdefault(record.candidate, []).append(record.outcome.samples_per_second)

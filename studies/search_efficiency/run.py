@@ -28,7 +28,7 @@ from ours import VARIANTS, play_ours
 from replay import ReplayClock, ReplayRunner
 from truth import grid_seconds, halves, rates, regret
 
-from autotune_amp.trial.spec import Candidate
+from autotune_amp.core.setting import Setting
 
 NUM_SEEDS = 50
 LARGEST_SHARE = 0.2  # of the grid's seconds: as far as the table looks
@@ -106,14 +106,14 @@ def line_of(landscape: Landscape, strategy: str, seed: int, limit_seconds: float
 
 def trace_of(
     searching: Landscape, strategy: str, seed: int, limit_seconds: float
-) -> list[tuple[float, Candidate | None]]:
+) -> list[tuple[float, Setting | None]]:
     clock = ReplayClock(limit_seconds)
     meter = Meter(ReplayRunner(searching, clock, REPLAYING + seed), list(searching.cells))
     found = ((clock.elapsed(), cell) for cell in OTHERS[strategy](meter, seed))
     return list(takewhile(lambda moment: moment[0] <= limit_seconds, found))
 
 
-def named(cell: Candidate) -> str:
+def named(cell: Setting) -> str:
     return f"{cell.precision} {cell.batch_size}"
 
 

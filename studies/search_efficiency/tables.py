@@ -16,7 +16,7 @@ import provenance
 from others import OTHERS
 from ours import VARIANTS
 
-from autotune_amp.statistics import t_quantile
+from autotune_amp.core.intervals import t_quantile
 
 SHARES = (0.01, 0.02, 0.05, 0.10, 0.20)
 GOAL_REGRET, GOAL_SHARE = 0.02, 0.10

@@ -10,10 +10,11 @@ import paths  # noqa: F401 - finds landscape
 from landscape import PROCESSES_A_CELL, Landscape, Process
 from replay import play
 
+from autotune_amp.core.setting import Setting
 from autotune_amp.search.confirm import MAX_STEPS, MEASURE_SECONDS
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.spec import TrialSpec
 
-Rates = Mapping[Candidate, float]
+Rates = Mapping[Setting, float]
 
 
 def halves(landscape: Landscape, seed: int) -> tuple[Landscape, Landscape]:
@@ -41,12 +42,12 @@ def rates(landscape: Landscape) -> Rates:
     return {cell: landscape.samples_per_second(cell) for cell in landscape.cells}
 
 
-def regret(cell: Candidate, truth: Rates) -> float:
+def regret(cell: Setting, truth: Rates) -> float:
     """The share of the best cell's samples per second that `cell` does not reach; 1 for a cell that fails."""
     return 1 - truth.get(cell, 0.0) / max(truth.values())
 
 
-def confirming_spec(cell: Candidate) -> TrialSpec:
+def confirming_spec(cell: Setting) -> TrialSpec:
     """A process as the package's confirmation runs it."""
     return TrialSpec(
         candidate=cell,

@@ -21,14 +21,15 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parent.parent / "landscapes"))
 from parts import PARTS
 
+from autotune_amp.core.intervals import prediction_interval
+from autotune_amp.core.outcome import Failure
+from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.process import Watcher
+from autotune_amp.isolation.runner import Isolation, Runner
 from autotune_amp.search.confirm import MAX_STEPS, MEASURE_SECONDS
 from autotune_amp.search.origin import target
-from autotune_amp.statistics import prediction_interval
 from autotune_amp.trial.heap import recommended_environment
-from autotune_amp.trial.outcome import Failure
-from autotune_amp.trial.process import Watcher
-from autotune_amp.trial.runner import Isolation, Runner
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.spec import TrialSpec
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -38,13 +39,13 @@ BEGIN, END = "<!-- run.py table -->", "<!-- end of table -->"
 Line = dict[str, Any]
 
 
-def settings(name: str) -> list[Candidate]:
+def settings(name: str) -> list[Setting]:
     """Three that a confirmation might hold against each other."""
     size = PARTS[name].todays_batch_size
     return [
-        Candidate(precision="fp32", batch_size=size),
-        Candidate(precision="fp32", batch_size=2 * size),
-        Candidate(precision="bf16", batch_size=size),
+        Setting(precision="fp32", batch_size=size),
+        Setting(precision="fp32", batch_size=2 * size),
+        Setting(precision="bf16", batch_size=size),
     ]
 
 
@@ -63,7 +64,7 @@ class Measuring:
     def _runner(self, isolation: Isolation) -> Runner:
         return Runner(self._payload, isolation, Watcher(), self._environment)
 
-    def shared(self, candidates: Sequence[Candidate], number: int) -> float:
+    def shared(self, candidates: Sequence[Setting], number: int) -> float:
         """All of them in one fresh process; gives its seconds."""
         began = time.monotonic()
         with self._runner("kept") as runner:
@@ -71,14 +72,14 @@ class Measuring:
                 self._measure(runner, candidate, how="shared", round=number, position=position)
         return time.monotonic() - began
 
-    def unshared(self, candidate: Candidate) -> float:
+    def unshared(self, candidate: Setting) -> float:
         """One of them in a fresh process of its own; gives its seconds."""
         began = time.monotonic()
         with self._runner("fresh") as runner:
             self._measure(runner, candidate, how="unshared")
         return time.monotonic() - began
 
-    def _measure(self, runner: Runner, candidate: Candidate, **about: Any) -> None:
+    def _measure(self, runner: Runner, candidate: Setting, **about: Any) -> None:
         spec = TrialSpec(
             candidate=candidate,
             device="cpu",
@@ -107,7 +108,7 @@ def measure(name: str, measure_seconds: float, num_steps: int) -> list[Line]:
     return [*ours.lines, *(train(name, candidate, num_steps) for candidate in candidates)]
 
 
-def train(name: str, candidate: Candidate, num_steps: int) -> Line:
+def train(name: str, candidate: Setting, num_steps: int) -> Line:
     """By the script of studies/truth, which imports nothing of autotune_amp."""
     config = {
         "precision": candidate.precision,

@@ -17,14 +17,14 @@ import workloads
 from landscape import Cell, Header, Process
 from workloads import PARTS
 
-from autotune_amp import torch_state
-from autotune_amp.config import LossScale, Precision
+from autotune_amp.core.config import LossScale, Precision
+from autotune_amp.core.hardware import Hardware
+from autotune_amp.core.outcome import Failure, Measurement, Outcome
 from autotune_amp.fingerprint import versions
 from autotune_amp.hardware.measuring import measure
-from autotune_amp.hardware.types import Hardware
+from autotune_amp.precision import torch_state
 from autotune_amp.trial import worker
 from autotune_amp.trial.bench import Bench
-from autotune_amp.trial.outcome import Failure, Measurement, Outcome
 from autotune_amp.trial.spec import STEPS_PER_SYNC, TrialSpec
 
 # The clock knows operators, not processes: these are assumed. A fresh process takes 5 to 8 s to its first step; a

@@ -10,14 +10,15 @@ from landscape import Landscape
 from replay import play
 from search_replay import search_replay
 
-from autotune_amp.config import Precision
+from autotune_amp.core.config import Precision
+from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.setting import Setting
 from autotune_amp.profile.answer import answer
 from autotune_amp.profile.results import AmpProfile
 from autotune_amp.profile.rounds import NUM_ROUNDS
 from autotune_amp.profile.rows import Found, rows
 from autotune_amp.profile.spec import LOW, Lane, Profiled
-from autotune_amp.trial.outcome import Failure, Measurement
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.spec import TrialSpec
 
 CHECKS = ("fidelity", "calibration", "accumulation")
 
@@ -69,7 +70,7 @@ def profiled(landscape: Landscape) -> AmpProfile:
     today = header.todays_batch_size
     alone: dict[Precision, Measurement | Failure] = {}
     for precision in header.precisions:
-        (process,) = landscape.cells[Candidate(precision=precision, batch_size=today)]
+        (process,) = landscape.cells[Setting(precision=precision, batch_size=today)]
         alone[precision] = process.outcome
     lanes = tuple(
         Lane(precision=p, block_seconds=(o.step_seconds,) * NUM_ROUNDS, data_seconds=(0.0,) * NUM_ROUNDS)

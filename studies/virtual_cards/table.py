@@ -14,8 +14,8 @@ from named_cards import CARDS
 from run import WORKLOADS
 from searches import best_rate, grid_seconds, landscape_of, low, profiled, true_speedup
 
-from autotune_amp.config import Precision
-from autotune_amp.trial.spec import Candidate
+from autotune_amp.core.config import Precision
+from autotune_amp.core.setting import Setting
 
 Row = Sequence[str]
 
@@ -142,7 +142,7 @@ def _landscape(card: str, workload: str, landscape: Landscape) -> Row:
     ]
 
 
-def _cells(landscape: Landscape, precision: Precision) -> list[Candidate]:
+def _cells(landscape: Landscape, precision: Precision) -> list[Setting]:
     return [cell for cell in landscape.cells if cell.precision == precision]
 
 
@@ -191,7 +191,7 @@ def _profile(card: str, workload: str, landscape: Landscape) -> Row:
 
 def _rehearsal(line: dict[str, Any]) -> Row:
     landscape = landscape_of(line["card"], line["workload"])
-    chosen = Candidate(precision=line["precision"], batch_size=line["batch_size"])
+    chosen = Setting(precision=line["precision"], batch_size=line["batch_size"])
     replayed = profiled(landscape)
 
     def speedups(of: Callable[[Precision], float | None]) -> str:

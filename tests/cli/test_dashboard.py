@@ -15,14 +15,14 @@ from conftest import CommandLine
 
 from autotune_amp.cli import run
 from autotune_amp.commands.dashboard import study_database
-from autotune_amp.errors import FormatError
+from autotune_amp.core.errors import FormatError
+from autotune_amp.core.setting import Setting
 from autotune_amp.report.dashboard import dashboard
 from autotune_amp.search.space import Space
 from autotune_amp.search.storage import sqlite_url
 from autotune_amp.search.study import Study
-from autotune_amp.trial.spec import Candidate
 
-AT_8 = Candidate(precision="fp32", batch_size=8)
+AT_8 = Setting(precision="fp32", batch_size=8)
 SPACE = Space(candidates=(AT_8,), baseline=AT_8)
 
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from conftest import CommandLine
 
-from autotune_amp.hardware.types import MachineLoad
+from autotune_amp.core.hardware import MachineLoad
 from autotune_amp.search import busy
 
 SLEEPY = """

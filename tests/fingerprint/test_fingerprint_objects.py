@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
+from autotune_amp.core.hardware import DeviceIdentity
+from autotune_amp.core.recommendation import Fingerprint
 from autotune_amp.fingerprint import changed, compute, versions, workload_parts
 from autotune_amp.fingerprint.code import code_digest
-from autotune_amp.hardware.types import DeviceIdentity
-from autotune_amp.recommendation import Fingerprint
 
 
 def parts_of(value: object) -> dict[str, str]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from autotune_amp.core.recommendation import Fingerprint
 from autotune_amp.fingerprint import changed
-from autotune_amp.recommendation import Fingerprint
 
 SCRIPT = """
 import dataclasses, enum, functools, json, os, sys
@@ -20,7 +20,7 @@ import unrelated
 import pkg.layers
 import pkg.registry
 from autotune_amp.fingerprint import compute
-from autotune_amp.hardware.types import DeviceIdentity
+from autotune_amp.core.hardware import DeviceIdentity
 
 LEARNING_RATE = 0.1
 COLORS = {"red", "green", "blue", "cyan"}

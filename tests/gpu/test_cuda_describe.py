@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autotune_amp import Workload, torch_state
+from autotune_amp import Workload
+from autotune_amp.precision import torch_state
 from autotune_amp.trial import worker
 from autotune_amp.trial.bench import Bench
 

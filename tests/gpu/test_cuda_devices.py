@@ -16,16 +16,18 @@ from conftest import CommandLine
 from torch import Tensor, nn
 from virtual_gpu_plugin import VirtualMachine
 
-from autotune_amp import Workload, torch_state
+from autotune_amp import Workload
+from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.setting import Setting
 from autotune_amp.hardware import identify, nvml, probe
 from autotune_amp.hardware.machine_load import LoadMeter
+from autotune_amp.isolation.process import Watcher
+from autotune_amp.isolation.runner import Payload, Runner
+from autotune_amp.precision import torch_state
 from autotune_amp.runtime.lag import LaggedReader
 from autotune_amp.trial import worker
 from autotune_amp.trial.bench import Bench
-from autotune_amp.trial.outcome import Failure, Measurement
-from autotune_amp.trial.process import Watcher
-from autotune_amp.trial.runner import Payload, Runner
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.spec import TrialSpec
 
 pytestmark = pytest.mark.gpu
 two_cards = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
@@ -49,7 +51,7 @@ def _first_is_current() -> Iterator[None]:
 
 
 def spec(device: str) -> TrialSpec:
-    candidate = Candidate(precision="fp32", batch_size=8)
+    candidate = Setting(precision="fp32", batch_size=8)
     return TrialSpec(candidate=candidate, device=device, torch_state=torch_state.capture(), num_steps=(1, 1))
 
 
@@ -110,7 +112,7 @@ def test_a_library_that_cannot_start_is_out_of_memory_only_near_the_trials_limit
 def test_a_card_that_is_taken_does_not_speak_against_forking_for_another(virtual_machine: VirtualMachine) -> None:
     code = """
 import subprocess, sys
-from autotune_amp.trial.forking import why_not_fork
+from autotune_amp.isolation.forking import why_not_fork
 
 hold = "import torch; held = torch.ones(1, device='cuda:0'); print(flush=True); input()"
 holder = subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

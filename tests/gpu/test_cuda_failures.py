@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from autotune_amp.trial.outcome import Failure, Measurement
-from autotune_amp.trial.process import Watcher
-from autotune_amp.trial.runner import Payload, Runner
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.process import Watcher
+from autotune_amp.isolation.runner import Payload, Runner
+from autotune_amp.trial.spec import TrialSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -82,7 +83,7 @@ class Trials:
     def __call__(self, batch_size: int) -> Measurement | Failure:
         return self._runner.run(
             TrialSpec(
-                candidate=Candidate(precision="fp32", batch_size=batch_size),
+                candidate=Setting(precision="fp32", batch_size=batch_size),
                 device=DEVICE,
                 torch_state=self._state,
                 measure_seconds=0.0,

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from autotune_amp import AmpConfig, LossScale, PrecisionController, torch_state
+from autotune_amp import AmpConfig, LossScale, PrecisionController
 from autotune_amp.integrations.export import export
 from autotune_amp.integrations.export_script import Setting
+from autotune_amp.precision import torch_state
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,12 +6,14 @@ import pytest
 import torch
 from loop_samples import LOOPS
 
-from autotune_amp import LossScale, torch_state
-from autotune_amp.config import Precision
-from autotune_amp.numerics.results import Fidelity
+from autotune_amp import LossScale
+from autotune_amp.core.config import Precision
+from autotune_amp.core.fidelity import Fidelity
+from autotune_amp.core.setting import Setting
+from autotune_amp.precision import torch_state
 from autotune_amp.trial import checks
 from autotune_amp.trial.bench import Bench
-from autotune_amp.trial.spec import Candidate, CheckSpec, TrialSpec
+from autotune_amp.trial.spec import CheckSpec, TrialSpec
 from autotune_amp.trial.state import LoopState
 from autotune_amp.trial.step import make_training
 
@@ -27,7 +29,7 @@ def test_a_loop_built_on_the_cpu_trains_on_the_device_and_is_checked_there(name:
     before = [parameter.detach().clone() for parameter in model.trained()]
     assert {tensor.device.type for tensor in (*before, *model.buffers())} == {"cuda"}
     spec = TrialSpec(
-        candidate=Candidate(precision=precision, batch_size=32),
+        candidate=Setting(precision=precision, batch_size=32),
         device="cuda",
         loss_scale=LossScale() if precision == "fp16" else None,
         torch_state=torch_state.capture(),

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from autotune_amp.errors import DeviceError
+from autotune_amp.core.errors import DeviceError
 from autotune_amp.hardware import identify, measure, probe
 
 if TYPE_CHECKING:
-    from autotune_amp.hardware.types import Hardware
+    from autotune_amp.core.hardware import Hardware
 
 pytestmark = [
     pytest.mark.gpu,

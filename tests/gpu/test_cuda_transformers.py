@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autotune_amp import LossScale, Workload, torch_state
-from autotune_amp.config import Precision
-from autotune_amp.numerics.results import Fidelity
+from autotune_amp import LossScale, Workload
+from autotune_amp.core.config import Precision
+from autotune_amp.core.fidelity import Fidelity
+from autotune_amp.core.setting import Setting
+from autotune_amp.precision import torch_state
 from autotune_amp.trial import checks
 from autotune_amp.trial.bench import Bench
-from autotune_amp.trial.spec import Candidate, CheckSpec, TrialSpec
+from autotune_amp.trial.spec import CheckSpec, TrialSpec
 from autotune_amp.trial.step import make_training
 from autotune_amp.trial.timing import time_steps
 
@@ -84,7 +86,7 @@ def test_a_transformer_trains_in_every_precision_and_is_checked(make: Any) -> No
     bench = Bench(workload, is_kept=False)
     for precision in PRECISIONS:
         spec = TrialSpec(
-            candidate=Candidate(precision=precision, batch_size=8),
+            candidate=Setting(precision=precision, batch_size=8),
             loss_scale=LossScale() if precision == "fp16" else None,
             measure_seconds=0.0,
             **common,

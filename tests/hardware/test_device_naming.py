@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune_amp.errors import DeviceError
+from autotune_amp.core.errors import DeviceError
 from autotune_amp.hardware.naming import numbered, only, parse
 
 

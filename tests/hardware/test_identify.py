@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from autotune_amp.errors import DeviceError
+from autotune_amp.core.errors import DeviceError
 from autotune_amp.hardware import host, identify, nvml
 from autotune_amp.hardware import identity as identities
 from autotune_amp.hardware.cgroup import ContainerMemory

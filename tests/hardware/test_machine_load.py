@@ -17,9 +17,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autotune_amp.core.hardware import CardProcess
 from autotune_amp.hardware import machine_load, nvml
 from autotune_amp.hardware.machine_load import LoadMeter, ProcessTimes, Reading, clock_share, load_between, read
-from autotune_amp.hardware.types import CardProcess
 
 OURS, SERVER, TRIAL, OTHER = 100, 101, 102, 7
 

@@ -12,7 +12,7 @@ from autotune_amp.hardware import matmul
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from autotune_amp.config import Precision
+    from autotune_amp.core.config import Precision
 
 
 class MadeDevice:

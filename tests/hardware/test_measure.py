@@ -4,8 +4,8 @@ import psutil
 import pytest
 import torch
 
-from autotune_amp.config import PRECISIONS
-from autotune_amp.errors import DeviceError
+from autotune_amp.core.config import PRECISIONS
+from autotune_amp.core.errors import DeviceError
 from autotune_amp.hardware import cpu, cuda, host, identify, matmul, measure, nvml
 from autotune_amp.hardware.cgroup import ContainerMemory
 

@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from autotune_amp import Workload, torch_state
-from autotune_amp.errors import DeviceError
+from autotune_amp import Workload
+from autotune_amp.core.errors import DeviceError
+from autotune_amp.core.outcome import Failure
+from autotune_amp.core.setting import Setting
 from autotune_amp.hardware import cuda, host, identify, identity, matmul, measure, nvml
 from autotune_amp.hardware.measuring import make_current
+from autotune_amp.precision import torch_state
 from autotune_amp.trial import worker
 from autotune_amp.trial.bench import Bench
-from autotune_amp.trial.outcome import Failure
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.spec import TrialSpec
 
 GIB = 2**30
 
@@ -192,7 +194,7 @@ def test_a_kept_worker_gives_back_what_a_trial_left_in_the_cache_and_says_what_t
     monkeypatch.setattr(torch.get_device_module(device_type), "empty_cache", give_back)
     bench = Bench(Workload(nn.Module, lambda model, batch: batch, torch.ones), is_kept=True)
     spec = TrialSpec(
-        candidate=Candidate(precision="fp32", batch_size=1), device=device_type, torch_state=torch_state.capture()
+        candidate=Setting(precision="fp32", batch_size=1), device=device_type, torch_state=torch_state.capture()
     )
     failure = worker.guarded(bench, spec, die)
     assert isinstance(failure, Failure)

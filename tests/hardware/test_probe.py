@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from autotune_amp.config import PRECISIONS
-from autotune_amp.errors import DeviceError, RunnerError
+from autotune_amp.core.config import PRECISIONS
+from autotune_amp.core.errors import DeviceError, RunnerError
+from autotune_amp.core.hardware import Hardware
 from autotune_amp.hardware import identify, probe
-from autotune_amp.hardware.types import Hardware
 
 if TYPE_CHECKING:
     from collections.abc import Callable

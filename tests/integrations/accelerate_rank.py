@@ -10,7 +10,7 @@ from accelerate_training import Net, inputs, loss_of
 from ranks import main, seen
 from torch.utils.data import DataLoader
 
-from autotune_amp.config import AmpConfig, LossScale
+from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.integrations.accelerate import AutotuneAccelerator
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autotune_amp.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
 
 ACCUMULATED = AmpConfig(precision="bf16", batch_size=4, accumulation_steps=2)
 CONFIGS = [

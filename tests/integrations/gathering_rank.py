@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from autotune_amp.config import AmpConfig, FallbackPlan
+from autotune_amp.core.config import AmpConfig, FallbackPlan
 from autotune_amp.integrations.accelerate import AutotuneAccelerator
 
 NUM_RANKS, NUM_SAMPLES = 2, 20  # of the last two batches 4 samples are the data's own, all on rank 0

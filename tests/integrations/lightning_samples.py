@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from autotune_amp.config import AmpConfig, LossScale
+from autotune_amp.core.config import AmpConfig, LossScale
 
 NUM_BATCHES = 24
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from autotune_amp.config import AmpConfig, LossScale
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.core.config import AmpConfig, LossScale
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.integrations.deepspeed import deepspeed_config, unheld
 
 

@@ -18,8 +18,8 @@ from export_samples import ACCUMULATED, CONFIGS, PINNED, exec_text, precision_of
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-from autotune_amp.config import AmpConfig, FallbackPlan, LossScale
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.integrations.export import TARGETS, accelerate_file, export, is_exported
 from autotune_amp.integrations.export_script import Setting
 
@@ -244,7 +244,7 @@ def test_what_cannot_be_exported_is_refused() -> None:
 def test_rendering_imports_no_framework() -> None:
     program = (
         "import sys\n"
-        "from autotune_amp.config import AmpConfig, LossScale\n"
+        "from autotune_amp.core.config import AmpConfig, LossScale\n"
         "from autotune_amp.integrations.export import TARGETS, accelerate_file, export\n"
         "from autotune_amp.integrations.export_script import Setting\n"
         "config = AmpConfig(precision='fp16', batch_size=4, loss_scale=LossScale())\n"

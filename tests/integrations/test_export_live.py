@@ -18,7 +18,7 @@ from accelerate_training import fresh_accelerate
 from export_samples import CONFIGS, PINNED, exec_text, precision_here, precision_of, scaler_values, values_after
 from torch import Tensor
 
-from autotune_amp.config import AmpConfig
+from autotune_amp.core.config import AmpConfig
 from autotune_amp.integrations.export import accelerate_file, export
 from autotune_amp.integrations.export_script import Setting
 

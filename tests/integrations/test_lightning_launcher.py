@@ -9,14 +9,14 @@ import sys
 import pytest
 from conftest import CommandLine
 
-from autotune_amp.launcher import is_from_launcher
+from autotune_amp.distributed.launcher import is_from_launcher
 
 SCRIPT = """
 import json, os, sys
 import lightning, torch
 from torch import nn
 from autotune_amp import Workload, recommend_config
-from autotune_amp.errors import AutotuneAmpError
+from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.integrations.lightning import trainer_arguments
 
 class Net(lightning.LightningModule):

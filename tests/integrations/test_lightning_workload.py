@@ -14,16 +14,17 @@ from lightning_samples import Net, loader, same, trainer, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from autotune_amp import AmpConfig, Workload, precision
-from autotune_amp.errors import WorkloadError
+from autotune_amp import AmpConfig, Workload
+from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.workload import make_workload
 from autotune_amp.integrations.lightning import trainer_arguments
-from autotune_amp.packing import pack, unpack
+from autotune_amp.isolation.packing import pack, unpack
+from autotune_amp.precision import mode as precision
 from autotune_amp.trial import data
 from autotune_amp.trial.amp import TrialAmp
 from autotune_amp.trial.optimizers import each, make_optimizer
 from autotune_amp.trial.state import LoopState
 from autotune_amp.trial.step import make_model
-from autotune_amp.workload import make_workload
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers which may be a bottleneck"),  # tiny data on purpose

@@ -19,8 +19,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from autotune_amp.config import AmpConfig
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.integrations.transformers import AutotuneTrainer
 
 CONFIG = AmpConfig(precision="bf16", batch_size=BATCH, accumulation_steps=2, num_workers=0)

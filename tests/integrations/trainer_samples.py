@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from autotune_amp.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.integrations.transformers import AutotuneTrainer
 
 WIDTH, BATCH = 4, 4

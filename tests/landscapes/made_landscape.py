@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from landscape import Cell, Header, Landscape, Process
 
-from autotune_amp.config import Precision
-from autotune_amp.hardware.types import Capability, DeviceIdentity, DeviceMemory, Hardware
-from autotune_amp.trial.outcome import Description, Failure, Measurement, Outcome
-from autotune_amp.trial.spec import Candidate
+from autotune_amp.core.config import Precision
+from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware
+from autotune_amp.core.outcome import Description, Failure, Measurement, Outcome
+from autotune_amp.core.setting import Setting
 
 SIZES = (4, 8, 16, 32, 64)
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
@@ -56,7 +56,7 @@ HEADER = Header(
 
 
 def process(
-    candidate: Candidate,
+    candidate: Setting,
     steps: tuple[float, ...],
     warmup: tuple[float, ...] | None = None,
     memory: int = 2**28,
@@ -79,14 +79,12 @@ def process(
     return of(candidate, outcome, SETUP_SECONDS + sum(warmup) + sum(steps), warmup, repetition=repetition)
 
 
-def failed(candidate: Candidate, kind: str, seconds: float, warmup: tuple[float, ...] = ()) -> Process:
+def failed(candidate: Setting, kind: str, seconds: float, warmup: tuple[float, ...] = ()) -> Process:
     failure = Failure(kind="oom" if kind == "oom" else "timeout", message="made up")
     return of(candidate, failure, seconds, warmup)
 
 
-def of(
-    candidate: Candidate, outcome: Outcome, seconds: float, warmup: tuple[float, ...], repetition: int = 0
-) -> Process:
+def of(candidate: Setting, outcome: Outcome, seconds: float, warmup: tuple[float, ...], repetition: int = 0) -> Process:
     assert isinstance(outcome, (Measurement, Failure))
     return Process(
         cell=Cell("grid", "fork", repetition, candidate.precision, candidate.batch_size),
@@ -97,7 +95,7 @@ def of(
     )
 
 
-def landscape(rate: Callable[[Candidate], float], num_processes: int = 4) -> Landscape:
+def landscape(rate: Callable[[Setting], float], num_processes: int = 4) -> Landscape:
     """Every cell of the grid at `rate` samples per second, each process a percent off the one before it."""
     return Landscape(
         HEADER,

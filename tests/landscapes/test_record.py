@@ -11,9 +11,9 @@ from landscape import Cell, Landscape, Process, hardware_slug
 from made_landscape import HEADER, IDENTITY, SIZES, failed, landscape, process
 from record import deadline_seconds, to_record, whole_lines
 
-from autotune_amp.trial.spec import Candidate
+from autotune_amp.core.setting import Setting
 
-FP16 = Candidate(precision="fp16", batch_size=8)
+FP16 = Setting(precision="fp16", batch_size=8)
 
 
 def test_fp32_comes_first_and_repetitions_follow_one_another() -> None:
@@ -48,14 +48,14 @@ def test_what_is_there_is_not_run_again_and_pairs_follow_the_grid() -> None:
 )
 def test_what_is_hopeless_is_not_repeated(known: list[Process], num_left: int) -> None:
     there = [msgspec.structs.replace(p, cell=p.cell._replace(repetition=number)) for number, p in enumerate(known)]
-    fp32 = [process(Candidate(precision="fp32", batch_size=8), (0.1,), repetition=number) for number in range(5)]
+    fp32 = [process(Setting(precision="fp32", batch_size=8), (0.1,), repetition=number) for number in range(5)]
     cells = to_record(Landscape(HEADER, [*fp32, *there]), num_processes=5)
     assert sum(cell.candidate == FP16 and cell.stage == "grid" for cell in cells) == num_left
 
 
 def test_deadlines_are_multiples_of_fp32() -> None:
     def fp32(size: int, step_seconds: float) -> Process:
-        return process(Candidate(precision="fp32", batch_size=size), (step_seconds,), warmup=(step_seconds,))
+        return process(Setting(precision="fp32", batch_size=size), (step_seconds,), warmup=(step_seconds,))
 
     known = Landscape(HEADER, [fp32(8, 0.5), fp32(8, 1.0), fp32(4, 0.01)])
     assert deadline_seconds(known, "bf16", 8) == pytest.approx(5 * (0.25 + 1.5))

@@ -16,11 +16,12 @@ from made_landscape import HEADER, SETUP_SECONDS, START_SECONDS, failed, landsca
 from replay import NUM_CALIBRATION_PASSES, NUM_CHECK_PASSES, Played, ReplayClock, ReplayRunner, play
 from search_replay import candidate_of, search_replay
 
-from autotune_amp.trial.outcome import Failure, Measurement
-from autotune_amp.trial.spec import Candidate, CheckSpec, TrialSpec
+from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.setting import Setting
+from autotune_amp.trial.spec import CheckSpec, TrialSpec
 
-FP32 = Candidate(precision="fp32", batch_size=16)
-BEST = Candidate(precision="bf16", batch_size=64)
+FP32 = Setting(precision="fp32", batch_size=16)
+BEST = Setting(precision="bf16", batch_size=64)
 STEADY = process(FP32, (0.1,) * 20, warmup=(0.5, 0.1, 0.1))
 RECORDED = sorted(Path(landscapes.__file__).parent.glob("results/*.jsonl"))
 
@@ -43,7 +44,7 @@ def kind(found: Played) -> str:
     return found.outcome.kind
 
 
-def rate(candidate: Candidate) -> float:
+def rate(candidate: Setting) -> float:
     """bf16 at 64 far above all others."""
     if candidate == BEST:
         return 1000.0
@@ -159,7 +160,7 @@ def test_whatever_is_asked_for_is_kept_to(
 def test_an_unknown_candidate_names_what_is_there() -> None:
     runner = ReplayRunner(Landscape(HEADER, [STEADY]), ReplayClock(), seed=0)
     with pytest.raises(KeyError, match="fp32 batch 17 was not recorded; the landscape has fp32 batch 16"):
-        runner.run(TrialSpec(candidate=Candidate(precision="fp32", batch_size=17), device="cpu"))
+        runner.run(TrialSpec(candidate=Setting(precision="fp32", batch_size=17), device="cpu"))
 
 
 def test_a_check_costs_its_passes_and_keeps_its_deadline() -> None:
@@ -173,7 +174,7 @@ def test_a_check_costs_its_passes_and_keeps_its_deadline() -> None:
 
 
 def test_a_calibration_is_mostly_passes_in_its_own_precision() -> None:
-    def rate_of(cell: Candidate) -> float:
+    def rate_of(cell: Setting) -> float:
         return 10.0 if cell.precision == "fp32" else 100.0
 
     clock = ReplayClock()
@@ -186,7 +187,7 @@ def test_runs_that_share_a_process_pay_its_start_once() -> None:
     clock = ReplayClock()
     runner = ReplayRunner(landscape(lambda _: 100.0, num_processes=1), clock, seed=0)
     confirming = TrialSpec(
-        candidate=Candidate(precision="fp32", batch_size=16), device="cuda:0", purpose="confirm", num_steps=(8, 8)
+        candidate=Setting(precision="fp32", batch_size=16), device="cuda:0", purpose="confirm", num_steps=(8, 8)
     )
     seconds = []
     for is_started in (False, True, False):

@@ -15,19 +15,19 @@ from made_landscape import HEADER, SETUP_SECONDS, START_SECONDS, failed, landsca
 from replay import ReplayClock, ReplayRunner
 from tables import NEVER, Play, Results, clustered, is_beyond_noise, mean_regret, of_one_code, paired
 
+from autotune_amp.core.setting import Setting
 from autotune_amp.search.confirm import MEASURE_SECONDS
-from autotune_amp.trial.spec import Candidate
 
-FP32 = Candidate(precision="fp32", batch_size=16)
-BF16 = Candidate(precision="bf16", batch_size=16)
+FP32 = Setting(precision="fp32", batch_size=16)
+BF16 = Setting(precision="bf16", batch_size=16)
 SEEDS = range(20)
 
 
-def by_size(cell: Candidate) -> float:
+def by_size(cell: Setting) -> float:
     return {"fp32": 100.0, "bf16": 150.0, "fp16": 1.0}[cell.precision] * cell.batch_size
 
 
-def repetitions(half: Landscape, cell: Candidate) -> set[int]:
+def repetitions(half: Landscape, cell: Setting) -> set[int]:
     return {p.cell.repetition for p in half.cells[cell]}
 
 
@@ -63,7 +63,7 @@ def test_regret_is_what_the_best_cell_has_more() -> None:
     known = {FP32: 100.0, BF16: 80.0}
     assert truth.regret(FP32, known) == 0.0
     assert truth.regret(BF16, known) == pytest.approx(0.2)
-    assert truth.regret(Candidate(precision="fp16", batch_size=16), known) == 1.0
+    assert truth.regret(Setting(precision="fp16", batch_size=16), known) == 1.0
 
 
 def test_the_grids_cost_five_processes_a_cell() -> None:
@@ -79,7 +79,7 @@ def test_the_cheapest_grid_forks_one_trial_a_cell() -> None:
     clock = ReplayClock()
     meter = others.Meter(ReplayRunner(whole, clock, 0), list(whole.cells))
     *_, last = others.OTHERS["grid, one forked trial a cell"](meter, 0)
-    assert last == Candidate(precision="bf16", batch_size=64)
+    assert last == Setting(precision="bf16", batch_size=64)
     steps = [cell.batch_size / by_size(cell) for cell in whole.cells]
     assert clock.now == pytest.approx(sum(SETUP_SECONDS + (4 + others.NUM_STEPS) * step for step in steps))
 

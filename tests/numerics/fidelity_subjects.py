@@ -11,12 +11,12 @@ import torch
 from fp16_subjects import mean_square, subject
 from torch import Tensor, nn
 
-from autotune_amp.config import Precision
+from autotune_amp.core.config import Precision
+from autotune_amp.core.fidelity import Fidelity
 from autotune_amp.numerics.attempt import NUM_PAIRED_STEPS
 from autotune_amp.numerics.fidelity import check
 from autotune_amp.numerics.passes import Subject
-from autotune_amp.numerics.results import Fidelity
-from autotune_amp.precision import is_pinned
+from autotune_amp.precision.mode import is_pinned
 
 MAX_PASSES = 60
 

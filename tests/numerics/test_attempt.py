@@ -11,11 +11,11 @@ import torch
 from fp16_subjects import Batch, Transformer, build, mean_square, mlp, sgd, subject
 from torch import Tensor, nn
 
-from autotune_amp.config import Precision
+from autotune_amp.core.config import Precision
 from autotune_amp.numerics.attempt import NUM_BATCHES, NUM_PAIRED_STEPS, Bench
 from autotune_amp.numerics.forward_max import watch_forward
 from autotune_amp.numerics.passes import Passes, Subject
-from autotune_amp.precision import is_pinned
+from autotune_amp.precision.mode import is_pinned
 
 
 @contextmanager

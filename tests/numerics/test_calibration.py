@@ -17,14 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.fidelity import Calibration
 from autotune_amp.numerics.calibration import calibrate, count_octaves, histogram
 from autotune_amp.numerics.comparison import COUNTS
 from autotune_amp.numerics.forward_max import watch_forward
 from autotune_amp.numerics.passes import Passes, Subject
-from autotune_amp.numerics.results import Calibration
 from autotune_amp.numerics.scaler_replay import FlushedShares
-from autotune_amp.precision import is_pinned
+from autotune_amp.precision.mode import is_pinned
 
 
 def shortened(name: str, num_batches: int) -> Subject:

@@ -13,7 +13,7 @@ from fp16_subjects import CPU, Batch, mean_square, subject
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autotune_amp.config import Precision
+from autotune_amp.core.config import Precision
 from autotune_amp.numerics.draws import _draws_are_equal, _WithoutDropout, comparable_draws, generators, set_generators
 from autotune_amp.numerics.passes import Passes
 

@@ -12,8 +12,8 @@ from fp16_subjects import Batch, Transformer, build, convnet, mean_square, mlp, 
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autotune_amp.config import Precision
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.core.config import Precision
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.numerics.fidelity import check
 
 # -- weights in low precision ------------------------------------------------------------------------------------------

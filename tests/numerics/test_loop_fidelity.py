@@ -11,13 +11,14 @@ import torch
 from loop_samples import LOOPS, batches, mlp
 from torch import Tensor, nn
 
-from autotune_amp import Workload, torch_state
-from autotune_amp.config import Precision
+from autotune_amp import Workload
+from autotune_amp.core.config import Precision
+from autotune_amp.core.fidelity import Calibration, Fidelity
+from autotune_amp.core.outcome import CheckOutcome, Failure
 from autotune_amp.numerics.passes import Passes, Subject
-from autotune_amp.numerics.results import Calibration, Fidelity
+from autotune_amp.precision import torch_state
 from autotune_amp.trial import checks
 from autotune_amp.trial.bench import Bench
-from autotune_amp.trial.outcome import CheckOutcome, Failure
 from autotune_amp.trial.spec import CheckKind, CheckSpec
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autotune_amp.core.fidelity import LowWeights
 from autotune_amp.numerics.low_weights import lost_updates
-from autotune_amp.numerics.results import LowWeights
 
 
 class Weights(nn.Module):

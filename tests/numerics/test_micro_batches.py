@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from autotune_amp.batches import cut
+from autotune_amp.core.fidelity import Accumulation
 from autotune_amp.numerics import accumulation
 from autotune_amp.numerics.accumulation import check
+from autotune_amp.numerics.batches import cut
 from autotune_amp.numerics.combination import Sums, judge
 from autotune_amp.numerics.passes import Subject
-from autotune_amp.numerics.results import Accumulation
 
 Loss = Callable[[Any, Any], Tensor]
 SEEDS = range(2)

@@ -12,10 +12,10 @@ from graph_samples import replayed
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autotune_amp.config import Precision
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.core.config import Precision
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.numerics.passes import Passes
-from autotune_amp.precision import is_pinned
+from autotune_amp.precision.mode import is_pinned
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:

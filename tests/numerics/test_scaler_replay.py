@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune_amp.config import MIN_LOSS_SCALE, LossScale
+from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
 from autotune_amp.numerics.scaler_replay import (
     Burst,
     FlushedShares,

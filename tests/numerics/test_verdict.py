@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune_amp.config import Precision
-from autotune_amp.numerics.results import GradientDamage, Verdict
+from autotune_amp.core.config import Precision
+from autotune_amp.core.fidelity import GradientDamage, Verdict
 from autotune_amp.numerics.verdict import Findings, judge, next_step
 
 ORDER: tuple[Verdict, ...] = ("faithful", "doubtful", "unfaithful")

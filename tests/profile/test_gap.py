@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autotune_amp.config import Precision
+from autotune_amp.core.config import Precision
 from autotune_amp.profile.gap import Conditions, Step, gap, next_steps
 from autotune_amp.profile.results import Gap
 from autotune_amp.profile.spec import ProfiledStep, Split

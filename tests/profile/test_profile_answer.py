@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autotune_amp.hardware.types import (
+from autotune_amp.core.hardware import (
     BusyProcess,
     Capability,
     CardProcess,

@@ -14,16 +14,18 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from autotune_amp import Workload, torch_state
-from autotune_amp.config import LossScale, Precision
+from autotune_amp import Workload
+from autotune_amp.core.config import LossScale, Precision
+from autotune_amp.core.outcome import Failure
+from autotune_amp.core.setting import Setting
+from autotune_amp.precision import torch_state
 from autotune_amp.profile import child
 from autotune_amp.profile.flops import count_flops
 from autotune_amp.profile.gap import Step, gap
 from autotune_amp.profile.results import Gap
 from autotune_amp.profile.spec import Lane, Profiled, ProfileSpec
 from autotune_amp.trial.bench import Bench
-from autotune_amp.trial.outcome import Failure
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.spec import TrialSpec
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +76,7 @@ def profiled(
 ) -> Profiled | Failure:
     trials = [
         TrialSpec(
-            candidate=Candidate(precision=precision, batch_size=4),
+            candidate=Setting(precision=precision, batch_size=4),
             device="cpu",
             loss_scale=LossScale() if precision == "fp16" else None,
             torch_state=torch_state.capture(),

@@ -6,12 +6,13 @@ import msgspec
 import pytest
 from test_profile_rows import measured
 
+from autotune_amp.core.outcome import Failure, Outcome
+from autotune_amp.core.setting import Setting
 from autotune_amp.profile.running import outcome_is_overdue
-from autotune_amp.trial.outcome import Failure, Outcome
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.spec import TrialSpec
 
 TRIAL = TrialSpec(
-    candidate=Candidate(precision="bf16", batch_size=8),
+    candidate=Setting(precision="bf16", batch_size=8),
     device="cpu",
     step_deadline_seconds=10.0,
     first_step_deadline_seconds=16.0,

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from autotune_amp.config import Precision
+from autotune_amp.core.config import Precision
+from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.profile.results import PrecisionRow
 from autotune_amp.profile.rows import Found, first_step_deadline_seconds, rows
 from autotune_amp.profile.spec import Lane, Profiled, ProfiledStep, Split
-from autotune_amp.trial.outcome import Failure, Measurement
 
 
 def measured(step_seconds: float, **changes: Any) -> Measurement:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autotune_amp.config import Precision
+from autotune_amp.core.config import Precision
 from autotune_amp.profile.spec import ProfiledStep, Split
 from autotune_amp.profile.trace import Event, Trace, split, step_mark
 

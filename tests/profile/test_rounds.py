@@ -10,20 +10,21 @@ import msgspec
 import pytest
 from test_profile_rows import measured
 
-from autotune_amp.config import Precision
+from autotune_amp.core.config import Precision
+from autotune_amp.core.outcome import Failure, Outcome
+from autotune_amp.core.setting import Setting
 from autotune_amp.profile.results import PrecisionRow
 from autotune_amp.profile.rounds import joined, num_rounds, timed
 from autotune_amp.profile.rows import Found, rows
 from autotune_amp.profile.spec import Lane, Profiled, ProfiledStep, ProfileSpec, Split
-from autotune_amp.trial.outcome import Failure, Outcome
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.spec import TrialSpec
 
 SPLIT = Split(steps=(ProfiledStep(operation_seconds={}, step_seconds=1.0),), largest={})
 OOM = Failure(kind="oom", message="too much")
 
 
 def trial(precision: Precision) -> TrialSpec:
-    return TrialSpec(candidate=Candidate(precision=precision, batch_size=8), device="cpu")
+    return TrialSpec(candidate=Setting(precision=precision, batch_size=8), device="cpu")
 
 
 def spec(num_batches: int = 10, *precisions: Precision, **changes: Any) -> ProfileSpec:

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 from report_samples import MIB, evidence, hardware, measurement, recommendation, row
 
-from autotune_amp.config import AmpConfig, LossScale
-from autotune_amp.numerics.results import Accumulation, Calibration, Fidelity, GradientDamage
-from autotune_amp.recommendation import Exclusion, Recommendation, SearchSummary
-from autotune_amp.trial.outcome import Failure, Record
-from autotune_amp.trial.spec import Candidate
+from autotune_amp.core.config import AmpConfig, LossScale
+from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity, GradientDamage
+from autotune_amp.core.outcome import Failure, Record
+from autotune_amp.core.recommendation import Exclusion, Recommendation, SearchSummary
+from autotune_amp.core.setting import Setting
 
 HOSTILE = '</script><script>document.title = "taken over"</script><img src=http://example.com/x.png onerror=alert(1)>'
 LOSS_SCALE = LossScale(init_scale=2.0**12, growth_interval=200)
@@ -59,7 +59,7 @@ FIDELITY = (_fidelity("bf16", 0.04), _fidelity("fp16", 0.006, gradient_histogram
 def records() -> list[Record]:
     found: list[Record] = []
 
-    def add(candidate: Candidate, outcome: Any, purpose: Any = "search", seconds: float = 3.0) -> None:
+    def add(candidate: Setting, outcome: Any, purpose: Any = "search", seconds: float = 3.0) -> None:
         found.append(
             Record(
                 search_id="made-1",
@@ -72,7 +72,7 @@ def records() -> list[Record]:
             )
         )
 
-    def run(candidate: Candidate, samples_per_second: float, purpose: Any = "search", **changes: Any) -> None:
+    def run(candidate: Setting, samples_per_second: float, purpose: Any = "search", **changes: Any) -> None:
         step = candidate.effective_batch_size / samples_per_second
         memory = int((300 + 11.0 * candidate.batch_size * (2 if candidate.precision == "fp32" else 1)) * MIB)
         values = {"samples_per_second": samples_per_second, "step_seconds": step, "peak_memory_bytes": memory}
@@ -80,8 +80,8 @@ def records() -> list[Record]:
         made = measurement(**values, step_seconds_interval=interval, reserved_memory_bytes=memory + 40 * MIB, **changes)
         add(candidate, made, purpose)
 
-    def at(precision: Any, batch_size: int, **changes: Any) -> Candidate:
-        return Candidate(precision=precision, batch_size=batch_size, **changes)
+    def at(precision: Any, batch_size: int, **changes: Any) -> Setting:
+        return Setting(precision=precision, batch_size=batch_size, **changes)
 
     accumulation = Accumulation(verdict="mean", reason="They agree.", next_step="", batch_size=16, num_micro_batches=4)
     add(at("fp32", 16), accumulation, "accumulation", 1.0)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotune_amp.config import AmpConfig
-from autotune_amp.hardware.types import Capability, DeviceIdentity, DeviceMemory, Hardware
-from autotune_amp.recommendation import (
+from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware
+from autotune_amp.core.outcome import Description, Failure, Measurement, Record
+from autotune_amp.core.recommendation import (
     BaselineEvidence,
     CandidateRow,
     Evidence,
@@ -14,8 +15,7 @@ from autotune_amp.recommendation import (
     Recommendation,
     SearchSummary,
 )
-from autotune_amp.trial.outcome import Description, Failure, Measurement, Record
-from autotune_amp.trial.spec import Candidate
+from autotune_amp.core.setting import Setting
 
 MIB = 2**20
 
@@ -125,7 +125,7 @@ def record(outcome: Measurement | Failure, number: int = 0, precision: Any = "fp
     values: dict[str, Any] = {
         "search_id": "s",
         "number": number,
-        "candidate": Candidate(precision=precision, batch_size=32),
+        "candidate": Setting(precision=precision, batch_size=32),
         "purpose": "search",
         "outcome": outcome,
         "seconds": 3.1,

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from report_samples import loop, recommendation
 
-from autotune_amp import errors
 from autotune_amp.cli import run
+from autotune_amp.core import errors
 
 if TYPE_CHECKING:
-    from autotune_amp.hardware.types import Hardware
-    from autotune_amp.recommendation import Recommendation
+    from autotune_amp.core.hardware import Hardware
+    from autotune_amp.core.recommendation import Recommendation
 
 BEST = recommendation()
 NOTHING_WORKS = errors.NothingWorksError("Nothing works.", "Try less.", ())

@@ -5,8 +5,8 @@ import json
 import pytest
 from report_samples import recommendation
 
-from autotune_amp import errors
-from autotune_amp.recommendation import Exclusion
+from autotune_amp.core import errors
+from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.report.failure import error_document, error_text, exit_code
 
 BEST = recommendation()

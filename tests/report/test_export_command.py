@@ -7,8 +7,8 @@ import pytest
 from report_samples import evidence, recommendation
 
 from autotune_amp.cli import run
-from autotune_amp.config import AmpConfig
-from autotune_amp.recommendation import Recommendation
+from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.recommendation import Recommendation
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import autotune_amp
-from autotune_amp.config import AmpConfig, FallbackPlan, LossScale, Precision
-from autotune_amp.numerics.results import Accumulation, AccumulationVerdict
+from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale, Precision
+from autotune_amp.core.fidelity import Accumulation, AccumulationVerdict
 from autotune_amp.report.summary import explain, python_lines
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from report_samples import hardware, measurement, record
 
+from autotune_amp.core.outcome import Failure
+from autotune_amp.core.setting import Setting
 from autotune_amp.report.progress import TerminalProgress
-from autotune_amp.trial.outcome import Failure
-from autotune_amp.trial.spec import Candidate
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def test_live_display_follows_every_event(monkeypatch: pytest.MonkeyPatch) -> No
     progress.started("s", "studies/s", 90.0)
     progress.phase("searching")
     assert drawn().endswith("1:30 left of 1:30 now - best -")
-    progress.trial_started(4, Candidate(precision="fp32", batch_size=8), "search")
+    progress.trial_started(4, Setting(precision="fp32", batch_size=8), "search")
     assert drawn().endswith("now fp32 batch 8 trial 4: setting up best -")
     progress.step(7, 0.0123)
     assert drawn().endswith("now fp32 batch 8 trial 4: step 7, 12.3 ms each best -")
@@ -140,7 +140,7 @@ def test_work_without_a_budget_shows_the_time_and_the_precision_that_runs(monkey
     progress = TerminalProgress(stream)
     progress.work_started(None)
     progress.phase("measuring each precision alone")
-    progress.trial_started(1, Candidate(precision="bf16", batch_size=8), "search")
+    progress.trial_started(1, Setting(precision="bf16", batch_size=8), "search")
     progress.step(3, 0.25)
     progress.tick(65.0)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
@@ -165,7 +165,7 @@ def test_at_80_columns_a_long_line_is_wrapped_and_loses_nothing() -> None:
     stream = FakeTerminal()
     progress = TerminalProgress(stream)
     progress.started("s", "studies/s", 90.0)
-    candidate = Candidate(precision="fp32", batch_size=64, num_workers=2)
+    candidate = Setting(precision="fp32", batch_size=64, num_workers=2)
     progress.trial_ended(record(measurement(), purpose="confirm", candidate=candidate), None)
     progress.ended()
     rows = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", stream.getvalue()).splitlines()
@@ -294,7 +294,7 @@ CHILD = """
 import sys, time
 sys.path[:0] = [{tests!r}]
 from autotune_amp.report.progress import TerminalProgress
-from autotune_amp.trial.spec import Candidate
+from autotune_amp.core.setting import Setting
 from report_samples import measurement, record
 progress = TerminalProgress(sys.stderr)
 try:
@@ -302,7 +302,7 @@ try:
     progress.phase("searching")
     best = record(measurement(), precision="bf16")
     progress.trial_ended(best, best)
-    progress.trial_started(1, Candidate(precision="fp32", batch_size=64), "search")
+    progress.trial_started(1, Setting(precision="fp32", batch_size=64), "search")
     progress.step(7, 0.0123)
     progress.output("the user's print\\n")
     time.sleep(0.15)

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 from report_samples import evidence, recommendation, record, row
 
-from autotune_amp.config import AmpConfig, LossScale
-from autotune_amp.numerics.results import Accumulation, Calibration, Fidelity, LowWeights
-from autotune_amp.recommendation import Exclusion, LossScaleEvidence, Recommendation
+from autotune_amp.core.config import AmpConfig, LossScale
+from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity, LowWeights
+from autotune_amp.core.outcome import Failure
+from autotune_amp.core.recommendation import Exclusion, LossScaleEvidence, Recommendation
 from autotune_amp.report.numerics import check_line, loss_scale_line
 from autotune_amp.report.progress import trial_line
 from autotune_amp.report.summary import explain, python_lines, recommended_row
-from autotune_amp.trial.outcome import Failure
 
 SCALES = LossScaleEvidence(
     num_steps=10_000,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from autotune_amp.report.format import (
+from autotune_amp.core.text import (
     clock,
     count,
     duration,

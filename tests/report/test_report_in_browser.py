@@ -13,8 +13,8 @@ import pytest
 from browser import chromium, hover, num_bars, num_marks, opened, overflow, section
 from playwright.sync_api import Browser, FloatRect, Page
 
-from autotune_amp.config import AmpConfig
-from autotune_amp.recommendation import Recommendation
+from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.report.page.loss_scale import Calibrated, calibrated
 from autotune_amp.report.summary import baseline_row, recommended_row
 from autotune_amp.report.write import write_report

@@ -14,9 +14,11 @@ import msgspec
 import pytest
 from report_samples import MIB, evidence, loop, measurement, recommendation, record, row
 
-from autotune_amp.config import AmpConfig
+from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.recommendation import BaselineEvidence, Exclusion, SearchSummary
+from autotune_amp.core.setting import Setting
 from autotune_amp.numerics.verdict import MAX_PARAMETER_NOISE
-from autotune_amp.recommendation import BaselineEvidence, Exclusion, SearchSummary
 from autotune_amp.report.page import tables
 from autotune_amp.report.page.course import course
 from autotune_amp.report.page.faithful import fidelity
@@ -27,8 +29,6 @@ from autotune_amp.report.page.search import search_page
 from autotune_amp.report.page.shell import code, table
 from autotune_amp.report.page.speed import pareto, throughput
 from autotune_amp.report.write import write_report
-from autotune_amp.trial.outcome import Failure, Measurement
-from autotune_amp.trial.spec import Candidate
 
 MADE, RECORDS = made_study.made(), made_study.records()
 OLDER = msgspec.structs.replace(MADE, options={})  # without the options of its search: no limit is known
@@ -118,7 +118,7 @@ def test_without_a_limit_it_stands_on_the_axis() -> None:
 
 def test_a_limit_that_only_the_fit_comes_near_is_drawn() -> None:
     slow = Failure(kind="timeout", message="too slow")
-    failed = record(slow, 3, candidate=Candidate(precision="fp32", batch_size=512))
+    failed = record(slow, 3, candidate=Setting(precision="fp32", batch_size=512))
     measured = [r for r in RECORDS if r.candidate.precision == "fp32" and isinstance(r.outcome, Measurement)]
     assert trace(memory(MADE, [*measured, failed]), "limit").y[0] == pytest.approx(5529.6)
     alone: Any = memory(MADE, measured)

@@ -12,7 +12,7 @@ import pytest
 from made_run_log import begin, made_run, move, sample
 from plotly.graph_objects import Figure
 
-from autotune_amp.errors import FormatError
+from autotune_amp.core.errors import FormatError
 from autotune_amp.report.page.run_course import course, numbers, rungs
 from autotune_amp.report.page.run_log import run_page, write_run_report
 from autotune_amp.runtime.run_log import Line, Run, SampleLine, read

@@ -10,9 +10,9 @@ import pytest
 from report_samples import MIB, evidence, hardware, loop, recommendation, row
 from rich.console import Console
 
-from autotune_amp.config import AmpConfig, FallbackPlan, LossScale
-from autotune_amp.hardware.types import DeviceMemory, LoadEvidence
-from autotune_amp.recommendation import (
+from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.core.hardware import DeviceMemory, LoadEvidence
+from autotune_amp.core.recommendation import (
     Exclusion,
     Job,
     LoaderEvidence,

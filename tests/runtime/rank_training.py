@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from autotune_amp.config import AmpConfig, LossScale, Precision
-from autotune_amp.errors import TrainingStoppedError
+from autotune_amp.core.config import AmpConfig, LossScale, Precision
+from autotune_amp.core.errors import TrainingStoppedError
 from autotune_amp.runtime import checkpoint, steering
 from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.status import to_plain

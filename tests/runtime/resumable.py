@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from training import Batch, batches, fp16
 
-from autotune_amp.config import AmpConfig, LossScale
+from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.runtime.controller import PrecisionController
 
 STABLE = LossScale(init_scale=1024.0)

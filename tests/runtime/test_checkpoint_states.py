@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from resumable import ACCUMULATION_STEPS, CLEAN, STABLE, FeedForward, Run, comparable, normalized, used
 from training import fp16
 
-from autotune_amp.errors import FormatError, InvalidRequestError
+from autotune_amp.core.errors import FormatError, InvalidRequestError
 from autotune_amp.runtime.controller import PrecisionController
 
 

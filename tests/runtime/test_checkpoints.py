@@ -23,8 +23,8 @@ from resumable import (
 from torch import Tensor, nn
 from training import Batch, fp16, same
 
-from autotune_amp.config import LossScale
-from autotune_amp.errors import NotPrecisionError
+from autotune_amp.core.config import LossScale
+from autotune_amp.core.errors import NotPrecisionError
 from autotune_amp.runtime.controller import PrecisionController
 
 

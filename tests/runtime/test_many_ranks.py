@@ -25,7 +25,7 @@ from rank_training import (
 )
 from rank_worker import Ranks
 
-from autotune_amp.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.runtime import run_log
 
 WRAPPERS: tuple[Wrapper, ...] = ("ddp", "ddp_ignored", "fsdp1", "fsdp1_flat", "fsdp2")

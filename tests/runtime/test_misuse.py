@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from autotune_amp import AmpConfig, LossScale
-from autotune_amp.config import FallbackPlan
-from autotune_amp.errors import DeviceError, InvalidRequestError
+from autotune_amp.core.config import FallbackPlan
+from autotune_amp.core.errors import DeviceError, InvalidRequestError
 from autotune_amp.runtime.controller import PrecisionController
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from autotune_amp import AmpConfig, LossScale
-from autotune_amp.config import FallbackPlan, Precision
-from autotune_amp.errors import NotPrecisionError
+from autotune_amp.core.config import FallbackPlan, Precision
+from autotune_amp.core.errors import NotPrecisionError
 from autotune_amp.runtime import policy, steered
 from autotune_amp.runtime.controller import PrecisionController
 

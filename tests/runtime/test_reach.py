@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from training import Batch, batches, fp16, same, weights
 
 from autotune_amp import AmpConfig, PrecisionController
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.core.errors import InvalidRequestError
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from autotune_amp import torch_state
-from autotune_amp.errors import InvalidRequestError
-from autotune_amp.precision import is_pinned, override, override_of, pin_fp32
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.precision import torch_state
+from autotune_amp.precision.mode import is_pinned, override, override_of, pin_fp32
 
 
 class Busy(nn.Module):

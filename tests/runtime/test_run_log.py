@@ -18,7 +18,7 @@ from torch import nn
 from training import fp16
 
 from autotune_amp import LossScale, PrecisionController
-from autotune_amp.errors import FormatError, InvalidRequestError
+from autotune_amp.core.errors import FormatError, InvalidRequestError
 from autotune_amp.runtime import run_log
 from autotune_amp.runtime.run_log import BeginLine, SampleLine
 from autotune_amp.runtime.steered import SAMPLE_EVERY

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune_amp.config import MIN_LOSS_SCALE, LossScale
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.runtime.actions import Diagnose, Signal
 from autotune_amp.runtime.policy import Policy
 from autotune_amp.runtime.scale_rule import ScaleRule, check_scale, float32

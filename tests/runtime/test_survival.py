@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from training import MODES, Batch, Loop, batches, fp16, same, weights
 
-from autotune_amp.config import AmpConfig, LossScale
-from autotune_amp.errors import NotPrecisionError
+from autotune_amp.core.config import AmpConfig, LossScale
+from autotune_amp.core.errors import NotPrecisionError
 from autotune_amp.runtime.controller import PrecisionController
 
 NAN_BATCH: Batch = (torch.full((4, 8), math.nan), torch.zeros(4, 1))

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from training import batches, fp16, same, weights
 from window_loop import HALVED, WindowLoop, controller, eights, small
 
-from autotune_amp.config import AmpConfig, FallbackPlan, LossScale
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.runtime import windows
 from autotune_amp.runtime.controller import PrecisionController
 

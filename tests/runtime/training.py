@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autotune_amp.config import AmpConfig, LossScale
+from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.runtime.controller import PrecisionController
 
 Batch = tuple[Tensor, Tensor]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from training import batches
 
-from autotune_amp.config import AmpConfig, FallbackPlan
+from autotune_amp.core.config import AmpConfig, FallbackPlan
 from autotune_amp.runtime.controller import PrecisionController
 
 HALVED = FallbackPlan(precision="bf16", batch_size=4, accumulation_steps=2, peak_memory_bytes=1, slowdown=1.5)

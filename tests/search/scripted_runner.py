@@ -7,16 +7,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
-from autotune_amp.config import LossScale, Precision
+from autotune_amp.core.config import LossScale, Precision
+from autotune_amp.core.fidelity import Accumulation, AccumulationVerdict, Calibration, Fidelity, Verdict
+from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware
+from autotune_amp.core.outcome import CheckOutcome, Description, Failure, Measurement, Outcome
+from autotune_amp.core.setting import Setting
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.hardware.types import Capability, DeviceIdentity, DeviceMemory, Hardware
-from autotune_amp.numerics.results import Accumulation, AccumulationVerdict, Calibration, Fidelity, Verdict
+from autotune_amp.isolation.runner import Isolation, Runner
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.session import Clock, Session
-from autotune_amp.trial.outcome import CheckOutcome, Description, Failure, Measurement, Outcome
-from autotune_amp.trial.runner import Isolation, Runner
-from autotune_amp.trial.spec import Candidate, CheckSpec, TrialSpec
+from autotune_amp.trial.spec import CheckSpec, TrialSpec
 
 SETUP_SECONDS = 0.5
 CHECK_SECONDS = 1.0
@@ -241,5 +242,5 @@ def described(**fields: Any) -> Description:
     return Description(**(values | fields))
 
 
-def candidate(precision: Precision, batch_size: int, accumulation_steps: int = 1) -> Candidate:
-    return Candidate(precision=precision, batch_size=batch_size, accumulation_steps=accumulation_steps)
+def candidate(precision: Precision, batch_size: int, accumulation_steps: int = 1) -> Setting:
+    return Setting(precision=precision, batch_size=batch_size, accumulation_steps=accumulation_steps)

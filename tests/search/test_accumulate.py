@@ -13,15 +13,15 @@ from scripted_runner import accumulation, candidate
 from test_space import space as built
 from test_whole_search import HELD, Machine
 
-from autotune_amp.config import AmpConfig, FallbackPlan, LossScale
-from autotune_amp.errors import InvalidRequestError
-from autotune_amp.numerics.results import Accumulation
+from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.fidelity import Accumulation
+from autotune_amp.core.outcome import CheckOutcome, Failure, Record
 from autotune_amp.search import loss_scales
 from autotune_amp.search.accumulate import CHECK_SHARE, finding, is_offered, judge, judged, warnings
 from autotune_amp.search.choose import Decision, decide, finalists
 from autotune_amp.search.confirm import measure_fallbacks
 from autotune_amp.search.space import Space
-from autotune_amp.trial.outcome import CheckOutcome, Failure, Record
 
 KEPT: dict[str, Any] = {"precision": ["fp32", "bf16"], "about": {"batch_size": 64}}
 

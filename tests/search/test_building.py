@@ -9,7 +9,9 @@ import msgspec
 import pytest
 from scripted_runner import ScriptedClock, ScriptedRunner, candidate, described, hardware, measured, session
 
-from autotune_amp.config import LossScale
+from autotune_amp.core.config import LossScale
+from autotune_amp.core.outcome import Failure, Measurement, Outcome
+from autotune_amp.isolation.runner import Isolation, Runner
 from autotune_amp.search.building import Costs, confirming_runners
 from autotune_amp.search.choose import Shortlist
 from autotune_amp.search.confirm import NUM_ROUNDS, confirm
@@ -18,8 +20,6 @@ from autotune_amp.search.explore import explore, left_to_explore, search_spec, s
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.space import Space
 from autotune_amp.search.study import Study
-from autotune_amp.trial.outcome import Failure, Measurement, Outcome
-from autotune_amp.trial.runner import Isolation, Runner
 from autotune_amp.trial.spec import TrialSpec
 
 FP32, BF16 = candidate("fp32", 32), candidate("bf16", 32)

@@ -12,17 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_runner import ScriptedClock, ScriptedRunner, candidate, hardware, measured, session
 
-from autotune_amp.config import LossScale
+from autotune_amp.core.config import LossScale
+from autotune_amp.core.hardware import BusyProcess, CardProcess, MachineLoad
+from autotune_amp.core.outcome import Record
+from autotune_amp.core.setting import Setting
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.hardware.types import BusyProcess, CardProcess, MachineLoad
 from autotune_amp.search import busy
 from autotune_amp.search.choose import Decision, Shortlist, decide
 from autotune_amp.search.confirm import NUM_ROUNDS, Processes, confirm
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.session import Clock, ProgressWatcher
 from autotune_amp.search.space import Space
-from autotune_amp.trial.outcome import Record
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.spec import TrialSpec
 
 TODAY, FASTER = candidate("fp32", 32), candidate("fp32", 64)
 SPACE = Space(candidates=(TODAY, FASTER), baseline=TODAY)
@@ -54,7 +55,7 @@ class ScriptedMeter:
 def searched(folder: Path, loads: list[MachineLoad]) -> tuple[Decision, list[Record]]:
     """A search of two candidates with its confirmation; these loads, one for each process."""
     clock = ScriptedClock(1000.0)
-    speeds: dict[Candidate, float] = {TODAY: 100.0, FASTER: 200.0}
+    speeds: dict[Setting, float] = {TODAY: 100.0, FASTER: 200.0}
     ours = session(folder, clock, hardware({"fp32": 1.0}), meter=cast("LoadMeter", ScriptedMeter(loads)))
 
     def runner(environment: dict[str, str]) -> Any:

@@ -8,24 +8,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_runner import accumulation, fidelity
 
-from autotune_amp.config import PRECISIONS, AmpConfig, FallbackPlan, LossScale, Precision
-from autotune_amp.recommendation import Exclusion, PlainEnvironment
-from autotune_amp.report.format import rate
+from autotune_amp.core.config import PRECISIONS, AmpConfig, FallbackPlan, LossScale, Precision
+from autotune_amp.core.outcome import CheckOutcome, Failure, FailureKind, Measurement, Outcome, Record
+from autotune_amp.core.recommendation import Exclusion, PlainEnvironment
+from autotune_amp.core.setting import Setting
+from autotune_amp.core.text import rate
 from autotune_amp.search.choose import Decision, decide, finalists, search_speeds, shortlist
 from autotune_amp.search.fallbacks import LADDER
 from autotune_amp.search.objective import rank
 from autotune_amp.search.space import Space
 from autotune_amp.search.verdicts import check_of, verdicts
-from autotune_amp.trial.outcome import CheckOutcome, Failure, FailureKind, Measurement, Outcome, Record
-from autotune_amp.trial.spec import Candidate, Purpose
+from autotune_amp.trial.spec import Purpose
 
 HEAP = {"MALLOC_TRIM_THRESHOLD_": "2147483647"}
 SCALE = LossScale(init_scale=1024.0)
 OOM = Failure(kind="oom", message="it asked for 3 GiB of 2 GiB")
 
 
-def at(precision: Precision, batch_size: int, **more: Any) -> Candidate:
-    return Candidate(precision=precision, batch_size=batch_size, **more)
+def at(precision: Precision, batch_size: int, **more: Any) -> Setting:
+    return Setting(precision=precision, batch_size=batch_size, **more)
 
 
 FP32, BF16, FP16 = at("fp32", 32), at("bf16", 64), at("fp16", 64)
@@ -55,7 +56,7 @@ class Log:
         self.records: list[Record] = []
 
     def add(
-        self, candidate: Candidate, outcome: Outcome | CheckOutcome | float, purpose: Purpose = "search", **more: Any
+        self, candidate: Setting, outcome: Outcome | CheckOutcome | float, purpose: Purpose = "search", **more: Any
     ) -> Log:
         if isinstance(outcome, float):
             outcome = measured(outcome)
@@ -63,9 +64,7 @@ class Log:
         self.records.append(Record(candidate=candidate, purpose=purpose, outcome=outcome, **fields))
         return self
 
-    def confirm(
-        self, candidate: Candidate, *outcomes: Outcome | float, environment: dict[str, str] | None = None
-    ) -> Log:
+    def confirm(self, candidate: Setting, *outcomes: Outcome | float, environment: dict[str, str] | None = None) -> Log:
         for number, outcome in enumerate(outcomes):
             self.add(candidate, outcome, "confirm", round=number, environment=environment or {})
         return self
@@ -73,7 +72,7 @@ class Log:
 
 def decided(
     log: Log,
-    baseline: Candidate = FP32,
+    baseline: Setting = FP32,
     environment: dict[str, str] | None = None,
     *,
     is_checked: bool = True,
@@ -112,19 +111,19 @@ def usual() -> Log:
         ({FOUND: 200.0}, FOUND),
     ],
 )
-def test_the_rule(measured_speeds: dict[Candidate, float], winner: Candidate) -> None:
+def test_the_rule(measured_speeds: dict[Setting, float], winner: Setting) -> None:
     assert rank(measured_speeds)[0] == winner
 
 
 candidates = st.builds(
-    Candidate, precision=st.sampled_from(PRECISIONS), batch_size=st.integers(1, 512), as_found=st.booleans()
+    Setting, precision=st.sampled_from(PRECISIONS), batch_size=st.integers(1, 512), as_found=st.booleans()
 )
 speeds = st.dictionaries(candidates, st.floats(1.0, 1000.0), min_size=1, max_size=12)
 
 
 @given(speeds)
 def test_the_winner_is_within_three_percent_of_the_best_and_nothing_there_is_better_by_the_rule(
-    given_speeds: dict[Candidate, float],
+    given_speeds: dict[Setting, float],
 ) -> None:
     ranking = rank(given_speeds)
     assert sorted(map(str, ranking)) == sorted(map(str, given_speeds))
@@ -139,7 +138,7 @@ def test_the_winner_is_within_three_percent_of_the_best_and_nothing_there_is_bet
 
 @given(speeds, st.floats(1.1, 3.0))
 def test_faster_everywhere_changes_nothing_and_a_faster_winner_stays(
-    given_speeds: dict[Candidate, float], factor: float
+    given_speeds: dict[Setting, float], factor: float
 ) -> None:
     strict = {c: s for c, s in given_speeds.items() if not c.as_found} or given_speeds
     exact = {c: float(round(s)) for c, s in strict.items()}
@@ -161,7 +160,7 @@ def test_faster_everywhere_changes_nothing_and_a_faster_winner_stays(
         ({FOUND: 100.0}, (FOUND, None)),
     ],
 )
-def test_the_shortlist(measured_speeds: dict[Candidate, float], expected: tuple[Candidate, Candidate | None]) -> None:
+def test_the_shortlist(measured_speeds: dict[Setting, float], expected: tuple[Setting, Setting | None]) -> None:
     log = Log()
     for candidate, speed in measured_speeds.items():
         log.add(candidate, speed)
@@ -181,7 +180,7 @@ def test_once_the_checks_are_over_what_has_none_comes_after_fp32() -> None:
 
 
 @given(speeds, st.dictionaries(candidates, st.integers(0, 2)))
-def test_a_lower_tier_always_comes_first(given_speeds: dict[Candidate, float], tiers: dict[Candidate, int]) -> None:
+def test_a_lower_tier_always_comes_first(given_speeds: dict[Setting, float], tiers: dict[Setting, int]) -> None:
     drawn = dict(zip(given_speeds, [*tiers.values(), *[0] * len(given_speeds)], strict=False))
     ranked = [drawn[c] for c in rank(given_speeds, tiers=drawn)]
     assert ranked == sorted(ranked)
@@ -458,7 +457,7 @@ def test_a_confirmation_far_off_the_searchs_trials_is_said_and_the_promise_holds
     ("chosen", "is_warned"),
     [(at("bf16", 64), True), (at("bf16", 32), False), (at("bf16", 16, accumulation_steps=2), False)],
 )
-def test_a_changed_effective_batch_is_said(chosen: Candidate, is_warned: bool) -> None:
+def test_a_changed_effective_batch_is_said(chosen: Setting, is_warned: bool) -> None:
     warnings = decided(Log().add(FP32, 100.0).add(chosen, 200.0)).warnings
     assert any("learning rate" in w and "--effective-batch-size 32" in w for w in warnings) == is_warned
 
@@ -544,7 +543,7 @@ def test_a_fallback_has_a_row_with_its_numbers() -> None:
     ],
 )
 def test_a_step_down_without_a_plan_is_said(
-    chosen: Candidate, measured_plans: tuple[Precision, ...], missing: list[str]
+    chosen: Setting, measured_plans: tuple[Precision, ...], missing: list[str]
 ) -> None:
     others = tuple(at(p, 64) for p in ("fp32", "bf16", "fp16"))
     space = Space(candidates=(*others, chosen), baseline=at("fp32", 16))
@@ -567,7 +566,7 @@ def test_a_step_down_without_a_plan_is_said(
     st.data(),
 )
 def test_what_is_recommended_was_measured_and_is_never_clearly_slower_than_the_best(
-    given_speeds: dict[Candidate, float], data: st.DataObject
+    given_speeds: dict[Setting, float], data: st.DataObject
 ) -> None:
     baseline = data.draw(st.sampled_from(sorted(given_speeds, key=str)))
     log = Log()

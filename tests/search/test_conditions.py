@@ -9,11 +9,12 @@ import msgspec
 import pytest
 from scripted_runner import ScriptedClock, candidate, described, hardware, measured, session
 
-from autotune_amp.config import LossScale
+from autotune_amp.core.config import LossScale
+from autotune_amp.core.outcome import SampleSizes
+from autotune_amp.core.setting import Setting
 from autotune_amp.search.conditions import ending_doubts, memory_doubts, memory_evidence
 from autotune_amp.search.evidence import Runs, gather
-from autotune_amp.trial.outcome import SampleSizes
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.spec import TrialSpec
 
 LARGEST = tuple(range(512))
 SIZES = SampleSizes(
@@ -87,7 +88,7 @@ def test_an_ending_that_did_not_end_is_told() -> None:
     assert "--budget" in said
 
 
-def spec(tried: Candidate) -> TrialSpec:
+def spec(tried: Setting) -> TrialSpec:
     return TrialSpec(candidate=tried, device="cpu")
 
 

@@ -18,11 +18,11 @@ from scripted_runner import (
     session,
 )
 
+from autotune_amp.core.outcome import Outcome
 from autotune_amp.search.choose import Shortlist
 from autotune_amp.search.confirm import ENDING_SHARE, MIN_ROUNDS, Processes, confirm
 from autotune_amp.search.evidence import confirm_runs
 from autotune_amp.search.session import CONFIRM_SHARE
-from autotune_amp.trial.outcome import Outcome
 from autotune_amp.trial.spec import TrialSpec
 
 BF16, FP32 = candidate("bf16", 32), candidate("fp32", 32)

@@ -8,23 +8,24 @@ import msgspec
 import pytest
 from scripted_runner import ScriptedClock, ScriptedRunner, candidate, hardware, measured, session
 
-from autotune_amp.config import LossScale
+from autotune_amp.core.config import LossScale
+from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
+from autotune_amp.core.setting import Setting
 from autotune_amp.search.choose import measured_speeds
 from autotune_amp.search.evidence import best_runs, confirm_runs, failures, gather
 from autotune_amp.search.explore import NUM_REPEATED, NUM_SEARCH_PROCESSES, explore, next_repeat
 from autotune_amp.search.session import Session
 from autotune_amp.search.space import Space
 from autotune_amp.search.study import Study
-from autotune_amp.trial.outcome import Failure, Measurement, Outcome, Record
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.spec import TrialSpec
 from autotune_amp.trial.stopping import NUM_STEPS_BEFORE_CUT
 
 
-def record(number: int, tried: Candidate, outcome: Outcome) -> Record:
+def record(number: int, tried: Setting, outcome: Outcome) -> Record:
     return Record(search_id="s", number=number, candidate=tried, purpose="search", outcome=outcome, seconds=1.0)
 
 
-def tried(rates: list[tuple[Candidate, float]]) -> list[Record]:
+def tried(rates: list[tuple[Setting, float]]) -> list[Record]:
     return [
         record(number, c, measured(TrialSpec(candidate=c, device="cpu"), rate))
         for number, (c, rate) in enumerate(rates)
@@ -58,14 +59,14 @@ def test_what_is_far_slower_is_left_alone() -> None:
 
 
 def test_what_failed_or_ran_as_found_is_not_measured_again() -> None:
-    as_found = Candidate(precision="fp32", batch_size=64, as_found=True)
+    as_found = Setting(precision="fp32", batch_size=64, as_found=True)
     records = tried([(as_found, 100.0), (candidate("fp32", 32), 90.0)])
     records.append(record(9, candidate("fp32", 32), Failure(kind="crash", message="it died")))
     assert next_repeat(records, {}) is None
 
 
 def test_other_numbers_of_loader_workers_are_not_measured_again() -> None:
-    with_workers = Candidate(precision="fp32", batch_size=32, num_workers=2)
+    with_workers = Setting(precision="fp32", batch_size=32, num_workers=2)
     records = tried([(candidate("fp32", 32), 100.0), (candidate("fp32", 32), 90.0), (with_workers, 300.0)])
     assert next_repeat(records, {}) is None
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_runner import candidate
 
-from autotune_amp.errors import FormatError, StudyBusyError, StudyError
+from autotune_amp.core.errors import FormatError, StudyBusyError, StudyError
+from autotune_amp.core.outcome import Failure, Record
 from autotune_amp.search.folder import StudyFolder, folder_name, study_name
-from autotune_amp.trial.outcome import Failure, Record
 
 
 def record(number: int, search_id: str = "abc-1") -> Record:

@@ -12,7 +12,9 @@ from scripted_runner import ScriptedClock, calibration, candidate, fidelity
 from test_choose import HEAP, Log, at, decided, measured
 from test_whole_search import Machine, space
 
-from autotune_amp.config import LossScale, Precision
+from autotune_amp.core.config import LossScale, Precision
+from autotune_amp.core.outcome import Failure, FailureKind
+from autotune_amp.core.setting import Setting
 from autotune_amp.search import gate
 from autotune_amp.search.choose import search_speeds, shortlist, why_out
 from autotune_amp.search.endings import nothing_to_choose
@@ -22,14 +24,12 @@ from autotune_amp.search.loss_scales import DEFAULT_PAIR, calibrated
 from autotune_amp.search.space import Space
 from autotune_amp.search.study import sqlite_url
 from autotune_amp.search.verdicts import Check, verdict_on, verdicts
-from autotune_amp.trial.outcome import Failure, FailureKind
-from autotune_amp.trial.spec import Candidate
 
 FP32, BF16, FP16, TF32 = at("fp32", 32), at("bf16", 64), at("fp16", 64), at("tf32", 32)
 FOUND = at("fp32", 32, as_found=True)
 
 
-def todo(log: Log, baseline: Candidate = FP32, **more: Any) -> object:
+def todo(log: Log, baseline: Setting = FP32, **more: Any) -> object:
     where = Space(candidates=(FP32, BF16, FP16), baseline=baseline, **more)
     return next_todo(log.records, where, calibrated(log.records))
 

@@ -8,7 +8,9 @@ import msgspec
 import pytest
 from scripted_runner import ScriptedClock, ScriptedRunner, candidate, described, fidelity, hardware, measured, session
 
-from autotune_amp.config import LossScale, Precision
+from autotune_amp.core.config import LossScale, Precision
+from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome, Record
+from autotune_amp.core.setting import Setting
 from autotune_amp.search.choose import Decision, decide, finalists
 from autotune_amp.search.conditions import is_waiting, loader_evidence
 from autotune_amp.search.confirm import Processes, confirm, measure_fallbacks
@@ -19,8 +21,7 @@ from autotune_amp.search.loaders import ladder, next_to_try, try_workers
 from autotune_amp.search.session import outcome_of
 from autotune_amp.search.space import Space
 from autotune_amp.search.study import Study
-from autotune_amp.trial.outcome import CheckOutcome, Failure, Outcome, Record
-from autotune_amp.trial.spec import Candidate, CheckSpec, TrialSpec
+from autotune_amp.trial.spec import CheckSpec, TrialSpec
 
 SPACE = Space(
     candidates=tuple(candidate(p, b) for p in ("fp32", "bf16") for b in (8, 16, 32, 64)),
@@ -96,7 +97,7 @@ class LoadingMachine:
         ours = [r.candidate for r in self.session.records if r.purpose == "search"]
         return [(c.precision, c.num_workers) for c in ours if c.num_workers is not None]
 
-    def next(self) -> Candidate | None:
+    def next(self) -> Setting | None:
         return next_to_try(self.session.records, self.session.scales, self.own or 0, self.num_cpus)
 
 

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 from scripted_runner import accumulation, calibration, candidate
 
-from autotune_amp.config import LossScale
-from autotune_amp.numerics.results import Calibration
+from autotune_amp.core.config import LossScale
+from autotune_amp.core.fidelity import Calibration
+from autotune_amp.core.outcome import Failure, FailureKind, Measurement, Record
+from autotune_amp.core.setting import Setting
 from autotune_amp.numerics.scaler_replay import extend, replay, skips
 from autotune_amp.search import loss_scales
 from autotune_amp.search.loss_scales import DEFAULT_PAIR, Refused, Scales, calibrated, key_of, snapped
-from autotune_amp.trial.outcome import Failure, FailureKind, Measurement, Record
-from autotune_amp.trial.spec import Candidate
 
 FP16 = candidate("fp16", 16)
 REACHING_DOWN = dict.fromkeys(range(-34, -4), 100)  # a hundredth below 2^-33, a thirtieth below 2^-32 ...
@@ -26,7 +26,7 @@ def scales(num_steps: int = 10_000, accumulation_steps: int = 1, **more: Any) ->
     return Scales(calibration(**more), num_steps, accumulation_steps)
 
 
-def recorded(outcome: Calibration | Failure, tried: Candidate = FP16, number: int = 1) -> Record:
+def recorded(outcome: Calibration | Failure, tried: Setting = FP16, number: int = 1) -> Record:
     return Record(search_id="s", number=number, candidate=tried, purpose="calibration", outcome=outcome, seconds=1.0)
 
 

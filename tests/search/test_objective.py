@@ -4,17 +4,17 @@ import pytest
 from scripted_runner import calibration, fidelity
 from test_choose import FP16, FP32, HEAP, OOM, Log, at, decided, measured
 
-from autotune_amp.config import LossScale
-from autotune_amp.errors import InvalidRequestError
-from autotune_amp.recommendation import Exclusion, Objective
+from autotune_amp.core.config import LossScale
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.outcome import Measurement
+from autotune_amp.core.recommendation import Exclusion, Objective
+from autotune_amp.core.setting import Setting
 from autotune_amp.search.choose import finalists, shortlist
 from autotune_amp.search.explore import smaller_seed
 from autotune_amp.search.gate import Calibrate, Hold, next_todo
 from autotune_amp.search.loss_scales import calibrated, loss_scale
 from autotune_amp.search.objective import Merit, keeps_baseline, least_speed, rank, rank_for
 from autotune_amp.search.space import Space
-from autotune_amp.trial.outcome import Measurement
-from autotune_amp.trial.spec import Candidate
 
 SMALL, SLOW = at("bf16", 8), at("bf16", 4)
 BIG = at("bf16", 64)
@@ -43,7 +43,7 @@ def took(speed: float, mib: float = 100, joules: float | None = None) -> Measure
         ({FOUND: merit(200, 10), BIG: merit(100, 100)}, [BIG, FOUND]),
     ],
 )
-def test_memory(merits: dict[Candidate, Merit], ranking: list[Candidate]) -> None:
+def test_memory(merits: dict[Setting, Merit], ranking: list[Setting]) -> None:
     floor = least_speed("memory", merit(100))
     assert floor == 97
     assert rank_for("memory", merits, least_speed=floor) == ranking
@@ -58,7 +58,7 @@ def test_memory(merits: dict[Candidate, Merit], ranking: list[Candidate]) -> Non
         ({FP32: merit(200), BIG: merit(100, joules=5.0), FP16: merit(300)}, [BIG, FP16, FP32]),  # unknown comes last
     ],
 )
-def test_energy(merits: dict[Candidate, Merit], ranking: list[Candidate]) -> None:
+def test_energy(merits: dict[Setting, Merit], ranking: list[Setting]) -> None:
     assert rank_for("energy", merits) == ranking
 
 
@@ -102,7 +102,7 @@ def searched() -> Log:
     return log.add(SMALL, took(110, 200, 0.8)).add(SLOW, took(90, 100, 2.0))
 
 
-def confirmed(*candidates: Candidate, log: Log | None = None) -> Log:
+def confirmed(*candidates: Setting, log: Log | None = None) -> Log:
     log = log or searched()
     found = {r.candidate: r.outcome for r in log.records}
     for candidate in candidates:
@@ -181,7 +181,7 @@ def test_energy_that_nobody_measured_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("objective", "winner"), [("speed", BIG), ("memory", SMALL), ("energy", BIG)])
-def test_what_may_win_is_what_is_checked_and_confirmed(objective: Objective, winner: Candidate) -> None:
+def test_what_may_win_is_what_is_checked_and_confirmed(objective: Objective, winner: Setting) -> None:
     where = Space(candidates=(FP32, SLOW, SMALL, BIG), baseline=FP32)
     log = searched()
     chosen = shortlist(log.records, FP32, None, objective)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.search.options import DEFAULT_NUM_STEPS, MAX_STEPS, SEED_LIMIT, SearchOptions
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scripted_runner import accumulation
 from test_choose import Log, at, decided
 
-from autotune_amp.config import Precision
+from autotune_amp.core.config import Precision
 from autotune_amp.runtime.controller import PrecisionController
 
 LOWER: tuple[Precision, ...] = ("bf16", "fp32")

@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 from conftest import CommandLine
 
-from autotune_amp import Workload, rank_store, recommend_config
-from autotune_amp.errors import (
+from autotune_amp import Workload, recommend_config
+from autotune_amp.core.errors import (
     AutotuneAmpError,
     InvalidRequestError,
     NothingWorksError,
@@ -23,16 +23,17 @@ from autotune_amp.errors import (
     SearchInterruptedError,
     WorkloadError,
 )
-from autotune_amp.launcher import is_from_launcher
-from autotune_amp.recommendation import Exclusion, Recommendation
-from autotune_amp.search.ranks import Place, alone, answer_on_first, place
+from autotune_amp.core.recommendation import Exclusion, Recommendation
+from autotune_amp.distributed import rank_store
+from autotune_amp.distributed.launcher import is_from_launcher
+from autotune_amp.distributed.ranks import Place, alone, answer_on_first, place
 
 TRAIN = """
 import json, os, sys
 import torch
 import torch.distributed as dist
 from autotune_amp import Workload, recommend_config
-from autotune_amp.errors import AutotuneAmpError
+from autotune_amp.core.errors import AutotuneAmpError
 
 def workload():
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -196,13 +197,13 @@ def test_any_other_error_of_rank_0_is_named_on_the_others(as_rank: Any) -> None:
 
 
 def test_waiting_for_rank_0_has_an_end(as_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune_amp.search.ranks._LATE_SECONDS", -2.0)
+    monkeypatch.setattr("autotune_amp.distributed.ranks._LATE_SECONDS", -2.0)
     with pytest.raises(RunnerError, match="Rank 0 gave no answer"):
         as_rank(1, raising(AssertionError()))
 
 
 def test_ctrl_c_on_a_waiting_rank_is_an_interrupted_search(as_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune_amp.rank_store.time.sleep", lambda _: raising(KeyboardInterrupt())())
+    monkeypatch.setattr("autotune_amp.distributed.rank_store.time.sleep", lambda _: raising(KeyboardInterrupt())())
     with pytest.raises(SearchInterruptedError, match="Rank 1 was interrupted"):
         as_rank(1, raising(AssertionError()))
 

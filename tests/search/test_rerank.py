@@ -10,10 +10,12 @@ import msgspec
 import pytest
 from scripted_runner import ScriptedClock, ScriptedRunner, all_well, hardware, measured, session
 
-from autotune_amp.config import Precision
-from autotune_amp.errors import InvalidRequestError, StudyError
-from autotune_amp.numerics.results import Calibration
-from autotune_amp.recommendation import Fingerprint, Recommendation, SearchSummary
+from autotune_amp.core.config import Precision
+from autotune_amp.core.errors import InvalidRequestError, StudyError
+from autotune_amp.core.fidelity import Calibration
+from autotune_amp.core.outcome import CheckOutcome, Description, Outcome
+from autotune_amp.core.recommendation import Fingerprint, Recommendation, SearchSummary
+from autotune_amp.core.setting import Setting
 from autotune_amp.search.choose import finalists
 from autotune_amp.search.confirm import Processes, confirm
 from autotune_amp.search.explore import explore, search_spec
@@ -26,8 +28,7 @@ from autotune_amp.search.progress import Progress
 from autotune_amp.search.rerank import ranked_again, recommend, rerank
 from autotune_amp.search.space import build_space
 from autotune_amp.search.study import Study
-from autotune_amp.trial.outcome import CheckOutcome, Description, Outcome
-from autotune_amp.trial.spec import Candidate, CheckSpec, TrialSpec
+from autotune_amp.trial.spec import CheckSpec, TrialSpec
 
 HELD = {"MALLOC_TRIM_THRESHOLD_": "2147483647"}
 WORKLOAD = Description(
@@ -103,7 +104,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recommendation, 
     )
     study_folder.save(found)
     config = found.config
-    scales = scales_of(ours.scales, Candidate(precision="fp16", batch_size=config.batch_size))
+    scales = scales_of(ours.scales, Setting(precision="fp16", batch_size=config.batch_size))
     assert scales is not None
     assert config.loss_scale is not None
     assert (config.loss_scale.init_scale, config.loss_scale.growth_interval) not in scales.seeds, "what only TPE found"

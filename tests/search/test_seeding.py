@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune_amp.hardware.types import Capability, DeviceIdentity, DeviceMemory, Hardware, Level
+from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware, Level
+from autotune_amp.core.outcome import Failure, FailureKind, Measurement, Outcome
+from autotune_amp.core.setting import Setting
 from autotune_amp.search.seeding import (
     exclusions,
     fit_memory,
@@ -18,13 +20,11 @@ from autotune_amp.search.seeding import (
     smallest_on_plateau,
 )
 from autotune_amp.search.space import Space, without
-from autotune_amp.trial.outcome import Failure, FailureKind, Measurement, Outcome
-from autotune_amp.trial.spec import Candidate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from autotune_amp.config import Precision
+    from autotune_amp.core.config import Precision
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16")
 SIZES = (4, 8, 16, 32, 64, 128, 256, 512)
@@ -44,11 +44,11 @@ def hardware(rates: dict[str, float | None] | None = None, **levels: Level) -> H
     )
 
 
-def at(precision: Precision, batch_size: int, **more: Any) -> Candidate:
-    return Candidate(precision=precision, batch_size=batch_size, **more)
+def at(precision: Precision, batch_size: int, **more: Any) -> Setting:
+    return Setting(precision=precision, batch_size=batch_size, **more)
 
 
-def space(precisions: tuple[Precision, ...] = PRECISIONS, baseline: Candidate | None = None) -> Space:
+def space(precisions: tuple[Precision, ...] = PRECISIONS, baseline: Setting | None = None) -> Space:
     return Space(candidates=tuple(at(p, b) for p in precisions for b in SIZES), baseline=baseline or at("fp32", 32))
 
 
@@ -72,15 +72,15 @@ def failed(kind: FailureKind = "oom") -> Failure:
 
 
 def run(
-    measure: Callable[[Candidate], Outcome],
+    measure: Callable[[Setting], Outcome],
     *,
     found: Space | None = None,
     device: Hardware | None = None,
     limit: int | None = None,
-) -> dict[Candidate, Outcome]:
+) -> dict[Setting, Outcome]:
     """Seeding played to its end; fails where it repeats itself or tries what it may not."""
     found, device = found or space(), device or hardware()
-    outcomes: dict[Candidate, Outcome] = {}
+    outcomes: dict[Setting, Outcome] = {}
     while (seed := next_seed(device, found, outcomes, limit)) is not None:
         assert seed not in outcomes
         assert seed in (found.baseline, *without(found.candidates, exclusions(found, outcomes)))
@@ -89,8 +89,8 @@ def run(
 
 
 def look(
-    measure: Callable[[Candidate], Outcome], outcomes: dict[Candidate, Outcome], found: Space, limit: int | None = None
-) -> list[Candidate]:
+    measure: Callable[[Setting], Outcome], outcomes: dict[Setting, Outcome], found: Space, limit: int | None = None
+) -> list[Setting]:
     """What is looked at after seeding, in order; fails as `run` does."""
     looked = []
     while (candidate := next_look(found, outcomes, limit)) is not None:
@@ -101,8 +101,8 @@ def look(
     return looked
 
 
-def saturating(seconds_per_sample: dict[str, float], overhead: float = 0.01) -> Callable[[Candidate], Measurement]:
-    def measure(candidate: Candidate) -> Measurement:
+def saturating(seconds_per_sample: dict[str, float], overhead: float = 0.01) -> Callable[[Setting], Measurement]:
+    def measure(candidate: Setting) -> Measurement:
         batch = candidate.batch_size
         return measured(batch / (overhead + seconds_per_sample[candidate.precision] * batch), memory=100 + batch)
 
@@ -175,7 +175,7 @@ def test_the_batch_is_climbed_only_for_the_two_fastest_precisions() -> None:
 
 @pytest.mark.parametrize("gain", [0.0, 0.5])
 def test_the_climb_ends_where_doubling_gains_next_to_nothing(gain: float) -> None:
-    def measure(candidate: Candidate) -> Measurement:
+    def measure(candidate: Setting) -> Measurement:
         size = candidate.batch_size
         return measured(50.0 if size < 32 else 100.0 + gain * (size > 32))
 
@@ -193,7 +193,7 @@ def test_a_hopeless_precision_is_excluded_with_its_number_and_left_alone() -> No
 
 
 def test_four_times_slower_is_not_hopeless() -> None:
-    outcomes: dict[Candidate, Outcome] = {at("fp32", 32): measured(100.0), at("bf16", 32): measured(25.0)}
+    outcomes: dict[Setting, Outcome] = {at("fp32", 32): measured(100.0), at("bf16", 32): measured(25.0)}
     assert exclusions(space(), outcomes) == ()
 
 
@@ -224,7 +224,7 @@ def test_a_size_that_is_not_supported_leaves_the_others_of_a_precision_that_ran(
 
 
 def test_out_of_memory_at_the_middle_steps_down() -> None:
-    def measure(candidate: Candidate) -> Outcome:
+    def measure(candidate: Setting) -> Outcome:
         return failed() if candidate.batch_size > 8 else measured(10.0 * candidate.batch_size)
 
     outcomes = run(measure)
@@ -259,9 +259,9 @@ def test_smallest_on_plateau() -> None:
     st.none() | st.integers(1, 1000),
 )
 def test_seeding_ends_and_never_repeats_on_any_landscape(
-    landscape: dict[Candidate, FailureKind | float], limit: int | None
+    landscape: dict[Setting, FailureKind | float], limit: int | None
 ) -> None:
-    def measure(candidate: Candidate) -> Outcome:
+    def measure(candidate: Setting) -> Outcome:
         given_outcome = landscape.get(candidate, 100.0)
         memory = candidate.batch_size
         return measured(given_outcome, memory) if isinstance(given_outcome, float) else failed(given_outcome)
@@ -285,12 +285,12 @@ def _regret_and_cost(rng: random.Random) -> tuple[float, int]:
     memory = rng.choice([64, 256, 1024])
     wall = {p: memory * (1 if p in ("fp32", "tf32") else 1.7) for p in PRECISIONS}
 
-    def speed(candidate: Candidate) -> float:
+    def speed(candidate: Setting) -> float:
         p, b = candidate.precision, candidate.batch_size
         seconds: float = overhead[p] + slope[p] * b * (1 + b / spill)
         return b / seconds
 
-    def measure(candidate: Candidate) -> Outcome:
+    def measure(candidate: Setting) -> Outcome:
         if candidate.batch_size > wall[candidate.precision]:
             return failed()
         return measured(speed(candidate) * rng.uniform(0.98, 1.02), memory=candidate.batch_size)
@@ -303,7 +303,7 @@ def _regret_and_cost(rng: random.Random) -> tuple[float, int]:
 
 
 def test_a_slow_process_that_ended_a_climb_is_looked_past() -> None:
-    def measure(candidate: Candidate) -> Measurement:
+    def measure(candidate: Setting) -> Measurement:
         slow = 0.5 if candidate.batch_size == 64 else 1.0
         return measured(slow * candidate.batch_size / (1 + candidate.batch_size / 400))
 
@@ -316,13 +316,13 @@ def test_a_slow_process_that_ended_a_climb_is_looked_past() -> None:
 
 def test_looking_ends_on_a_side_where_two_in_a_row_are_far_behind() -> None:
     speeds = {4: 10.0, 8: 10.0, 16: 10.0, 32: 60.0, 64: 100.0, 128: 79.0, 256: 79.0, 512: 1000.0}
-    outcomes: dict[Candidate, Outcome] = {at("fp32", 64): measured(100.0)}
+    outcomes: dict[Setting, Outcome] = {at("fp32", 64): measured(100.0)}
     looked = look(lambda c: measured(speeds[c.batch_size]), outcomes, space(("fp32",)))
     assert [c.batch_size for c in looked] == [128, 256, 32, 16]
 
 
 def test_a_precision_far_behind_is_not_looked_at_and_neither_is_what_does_not_fit() -> None:
-    outcomes: dict[Candidate, Outcome] = {
+    outcomes: dict[Setting, Outcome] = {
         at("fp32", 32): measured(50.0, memory=32),
         at("bf16", 32): measured(90.0, memory=32),
         at("bf16", 64): measured(100.0, memory=64),
@@ -334,7 +334,7 @@ def test_a_precision_far_behind_is_not_looked_at_and_neither_is_what_does_not_fi
 
 @given(st.dictionaries(st.sampled_from(SIZES), st.floats(1.0, 100.0), min_size=len(SIZES)))
 def test_looking_knows_everything_next_to_the_best(speeds: dict[int, float]) -> None:
-    outcomes: dict[Candidate, Outcome] = {at("fp32", 32): measured(speeds[32])}
+    outcomes: dict[Setting, Outcome] = {at("fp32", 32): measured(speeds[32])}
     look(lambda c: measured(speeds[c.batch_size]), outcomes, space(("fp32",)))
     best = max(outcomes, key=lambda c: speeds[c.batch_size]).batch_size
     assert {at("fp32", size) for size in SIZES if best / 2 <= size <= best * 2} <= set(outcomes)

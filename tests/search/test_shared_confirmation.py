@@ -10,16 +10,17 @@ import msgspec
 import pytest
 from scripted_runner import ScriptedClock, ScriptedRunner, candidate, described, hardware, measured, session
 
-from autotune_amp.config import LossScale
+from autotune_amp.core.config import LossScale
+from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
+from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.runner import Isolation, Runner
 from autotune_amp.search.building import confirming_runners
 from autotune_amp.search.choose import Shortlist
 from autotune_amp.search.confirm import MIN_ROUNDS, NUM_ROUNDS, confirm, reserved_seconds
 from autotune_amp.search.evidence import confirm_runs, gather, were_processes_shared
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.session import CONFIRM_SHARE
-from autotune_amp.trial.outcome import Failure, Measurement, Outcome, Record
-from autotune_amp.trial.runner import Isolation, Runner
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.spec import TrialSpec
 
 BF16, LARGER, FP32 = candidate("bf16", 32), candidate("bf16", 64), candidate("fp32", 32)
 SHORTLIST = Shortlist(BF16, LARGER, FP32)
@@ -65,7 +66,7 @@ class Machine:
         self.clock = ScriptedClock(budget_seconds)
         self.start_seconds = start_seconds
         self.made: list[Isolation] = []
-        self.failing: dict[tuple[Candidate, int], str] = {}
+        self.failing: dict[tuple[Setting, int], str] = {}
         self.process_factors = [1.0] * 20
         described_hardware = msgspec.structs.replace(hardware({"fp32": 1.0, "bf16": 2.0}), device=device)
         self.session = session(folder, self.clock, described_hardware, description=described())

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from autotune_amp.config import PRECISIONS, Precision
-from autotune_amp.errors import InvalidRequestError
-from autotune_amp.hardware.types import Capability, DeviceIdentity, DeviceMemory, Hardware, Level
-from autotune_amp.recommendation import Exclusion
+from autotune_amp.core.config import PRECISIONS, Precision
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware, Level
+from autotune_amp.core.outcome import Description
+from autotune_amp.core.recommendation import Exclusion
+from autotune_amp.core.setting import Setting
 from autotune_amp.search.batch_sizes import MAX_BATCH_SIZES, divisors, has_few, neighbours
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.space import Space, build_space, excluded_by_oom, without
-from autotune_amp.trial.outcome import Description
-from autotune_amp.trial.spec import Candidate
 
 FREE = {"effective_batch_size": "free"}
 IDENTITY = DeviceIdentity(type="cpu", name="test", num_cpus=2, total_memory_bytes=1 << 30)
@@ -95,34 +95,34 @@ def test_batch_sizes(about: dict[str, Any], options: dict[str, Any], expected: l
 @pytest.mark.parametrize(
     ("about", "options", "expected"),
     [
-        ({}, {}, Candidate(precision="fp32", batch_size=32)),
+        ({}, {}, Setting(precision="fp32", batch_size=32)),
         (
             {"as_found_precision": "bf16", "is_as_found_strict": False},
             {},
-            Candidate(precision="bf16", batch_size=32, as_found=True),
+            Setting(precision="bf16", batch_size=32, as_found=True),
         ),
-        ({"is_as_found_strict": False}, {"baseline": "tf32:48"}, Candidate(precision="tf32", batch_size=48)),
-        ({"batch_size": None}, {}, Candidate(precision="fp32", batch_size=32)),
-        ({"batch_size": None, "num_samples": 10}, {}, Candidate(precision="fp32", batch_size=10)),
-        ({}, {"effective_batch_size": 128}, Candidate(precision="fp32", batch_size=32, accumulation_steps=4)),
-        ({}, {"effective_batch_size": 90}, Candidate(precision="fp32", batch_size=30, accumulation_steps=3)),
-        ({}, {"effective_batch_size": 16}, Candidate(precision="fp32", batch_size=16)),
-        ({}, {"effective_batch_size": 128, "num_ranks": 4}, Candidate(precision="fp32", batch_size=32)),
-        ({}, {"baseline": "bf16:48"}, Candidate(precision="bf16", batch_size=48)),
-        ({"num_samples": 10}, {}, Candidate(precision="fp32", batch_size=10)),
-        ({"num_samples": 10}, FREE, Candidate(precision="fp32", batch_size=10)),
+        ({"is_as_found_strict": False}, {"baseline": "tf32:48"}, Setting(precision="tf32", batch_size=48)),
+        ({"batch_size": None}, {}, Setting(precision="fp32", batch_size=32)),
+        ({"batch_size": None, "num_samples": 10}, {}, Setting(precision="fp32", batch_size=10)),
+        ({}, {"effective_batch_size": 128}, Setting(precision="fp32", batch_size=32, accumulation_steps=4)),
+        ({}, {"effective_batch_size": 90}, Setting(precision="fp32", batch_size=30, accumulation_steps=3)),
+        ({}, {"effective_batch_size": 16}, Setting(precision="fp32", batch_size=16)),
+        ({}, {"effective_batch_size": 128, "num_ranks": 4}, Setting(precision="fp32", batch_size=32)),
+        ({}, {"baseline": "bf16:48"}, Setting(precision="bf16", batch_size=48)),
+        ({"num_samples": 10}, {}, Setting(precision="fp32", batch_size=10)),
+        ({"num_samples": 10}, FREE, Setting(precision="fp32", batch_size=10)),
         (
             {"num_samples": 10},
             {"effective_batch_size": 16},
-            Candidate(precision="fp32", batch_size=8, accumulation_steps=2),
+            Setting(precision="fp32", batch_size=8, accumulation_steps=2),
         ),
-        ({"is_loop": True}, {"effective_batch_size": 64}, Candidate(precision="fp32", batch_size=64)),
-        ({"accumulation_steps": 3}, {}, Candidate(precision="fp32", batch_size=32, accumulation_steps=3)),
-        ({"accumulation_steps": 3}, FREE, Candidate(precision="fp32", batch_size=32, accumulation_steps=3)),
-        ({"accumulation_steps": 3}, {"effective_batch_size": 32}, Candidate(precision="fp32", batch_size=32)),
+        ({"is_loop": True}, {"effective_batch_size": 64}, Setting(precision="fp32", batch_size=64)),
+        ({"accumulation_steps": 3}, {}, Setting(precision="fp32", batch_size=32, accumulation_steps=3)),
+        ({"accumulation_steps": 3}, FREE, Setting(precision="fp32", batch_size=32, accumulation_steps=3)),
+        ({"accumulation_steps": 3}, {"effective_batch_size": 32}, Setting(precision="fp32", batch_size=32)),
     ],
 )
-def test_baseline(about: dict[str, Any], options: dict[str, Any], expected: Candidate) -> None:
+def test_baseline(about: dict[str, Any], options: dict[str, Any], expected: Setting) -> None:
     assert space(about=about, **options).baseline == expected
 
 
@@ -313,9 +313,9 @@ def test_a_space_is_json() -> None:
     assert msgspec.json.decode(msgspec.json.encode(found), type=Space) == found
 
 
-def peaks_of(**peaks: dict[int, int]) -> dict[Candidate, int]:
+def peaks_of(**peaks: dict[int, int]) -> dict[Setting, int]:
     return {
-        Candidate(precision=p, batch_size=b): peak  # type: ignore[arg-type]
+        Setting(precision=p, batch_size=b): peak  # type: ignore[arg-type]
         for p, by_size in peaks.items()
         for b, peak in by_size.items()
     }
@@ -347,7 +347,7 @@ def peaks_of(**peaks: dict[int, int]) -> dict[Candidate, int]:
 def test_out_of_memory_excludes_what_needs_at_least_as_much(
     peaks: dict[str, dict[int, int]], failed: tuple[Precision, int], expected: set[tuple[str, int]]
 ) -> None:
-    candidate = Candidate(precision=failed[0], batch_size=failed[1])
+    candidate = Setting(precision=failed[0], batch_size=failed[1])
     where = space(precision=["fp32", "bf16"], effective_batch_size="free")
     found = excluded_by_oom(where, peaks_of(**peaks), candidate)
     assert {(e.precision, e.batch_size) for e in found} == expected
@@ -363,4 +363,4 @@ def test_an_exclusion_without_a_batch_size_covers_its_precision() -> None:
             Exclusion(precision="bf16", batch_size=64, reason=""),
         ],
     )
-    assert left == (Candidate(precision="bf16", batch_size=32),)
+    assert left == (Setting(precision="bf16", batch_size=32),)

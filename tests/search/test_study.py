@@ -16,14 +16,15 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
-from autotune_amp.config import LossScale, Precision
-from autotune_amp.errors import StudyError
+from autotune_amp.core.config import LossScale, Precision
+from autotune_amp.core.errors import StudyError
+from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
+from autotune_amp.core.setting import Setting
 from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.search.loss_scales import Pair
 from autotune_amp.search.space import Space
 from autotune_amp.search.study import Study, sqlite_url
-from autotune_amp.trial.outcome import Failure, Measurement, Outcome, Record
-from autotune_amp.trial.spec import Candidate, Purpose
+from autotune_amp.trial.spec import Purpose
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,8 +35,8 @@ SIZES = (4, 8, 16, 32, 64, 100)
 OOM = Failure(kind="oom", message="it asked for 3 GiB of 2 GiB", details="a long traceback")
 
 
-def at(precision: Precision, batch_size: int, **more: Any) -> Candidate:
-    return Candidate(precision=precision, batch_size=batch_size, **more)
+def at(precision: Precision, batch_size: int, **more: Any) -> Setting:
+    return Setting(precision=precision, batch_size=batch_size, **more)
 
 
 SPACE = Space(
@@ -60,7 +61,7 @@ def measured(speed: float = 100.0) -> Measurement:
 
 
 def record(
-    number: int, candidate: Candidate, outcome: Outcome, purpose: Purpose = "search", search: str = "s1"
+    number: int, candidate: Setting, outcome: Outcome, purpose: Purpose = "search", search: str = "s1"
 ) -> Record:
     return Record(search_id=search, number=number, candidate=candidate, purpose=purpose, outcome=outcome, seconds=1.0)
 
@@ -113,7 +114,7 @@ def test_a_failure_is_pruned_and_infeasible_never_failed(file: Path) -> None:
     assert trial.user_attrs["reason"] == "it asked for 3 GiB of 2 GiB"
 
 
-def judge(candidate: Candidate, outcome: Outcome, pair: Pair | None) -> tuple[Outcome, Replay | None]:
+def judge(candidate: Setting, outcome: Outcome, pair: Pair | None) -> tuple[Outcome, Replay | None]:
     """A quarter of the gradient is lost at every loss scale but 2^10; batch 100 was not calibrated."""
     if pair is None or isinstance(outcome, Failure) or candidate.batch_size == 100:
         return outcome, None
@@ -187,7 +188,7 @@ def test_a_baseline_outside_the_ranges_can_be_asked_for(file: Path) -> None:
 
 
 @pytest.mark.parametrize("candidate", [at("tf32", 32), at("fp32", 1000), at("fp32", 33), at("fp8", 32)])
-def test_a_candidate_outside_the_space_is_refused_and_leaves_nothing_behind(file: Path, candidate: Candidate) -> None:
+def test_a_candidate_outside_the_space_is_refused_and_leaves_nothing_behind(file: Path, candidate: Setting) -> None:
     with Study.open(file, "demo", SPACE, search_id="s1") as study:
         with pytest.raises(ValueError, match="not in the space"):
             study.ask(candidate)
@@ -211,7 +212,7 @@ def test_suggestions_are_legal_and_snapped_to_the_nearest_size(file: Path) -> No
 def test_tpe_learns_from_what_it_is_told(file: Path) -> None:
     """bf16 is best at every batch, and everything above 32 runs out of memory."""
 
-    def outcome(c: Candidate) -> Outcome:
+    def outcome(c: Setting) -> Outcome:
         return OOM if c.batch_size > 32 else measured(c.batch_size * (3.0 if c.precision == "bf16" else 1.0))
 
     with Study.open(file, "demo", SPACE, search_id="s1", seed=1) as study:
@@ -226,7 +227,7 @@ def test_tpe_learns_from_what_it_is_told(file: Path) -> None:
 
 
 def test_the_same_seed_asks_for_the_same_trials(tmp_path: Path) -> None:
-    def asked(name: str, seed: int) -> list[Candidate]:
+    def asked(name: str, seed: int) -> list[Setting]:
         with Study.open(tmp_path / name, "demo", SPACE, search_id="s1", seed=seed) as study:
             found = []
             for _ in range(8):

@@ -19,7 +19,9 @@ from scripted_runner import (
     session,
 )
 
-from autotune_amp.config import PRECISIONS, LossScale, Precision
+from autotune_amp.core.config import PRECISIONS, LossScale, Precision
+from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome
+from autotune_amp.core.setting import Setting
 from autotune_amp.search import gate
 from autotune_amp.search.choose import Decision, Shortlist, decide, shortlist
 from autotune_amp.search.confirm import NUM_ROUNDS, Processes, Run, confirm, measure_fallbacks, plan_round
@@ -28,8 +30,7 @@ from autotune_amp.search.gate import pass_gate
 from autotune_amp.search.session import CONFIRM_SHARE, Session
 from autotune_amp.search.space import Space
 from autotune_amp.search.study import Study
-from autotune_amp.trial.outcome import CheckOutcome, Failure, Outcome
-from autotune_amp.trial.spec import Candidate, CheckSpec, TrialSpec
+from autotune_amp.trial.spec import CheckSpec, TrialSpec
 
 SIZES = (8, 16, 32, 64, 128)
 HELD = {"MALLOC_TRIM_THRESHOLD_": "2147483647"}
@@ -53,7 +54,7 @@ class Machine:
         self.oom_from: dict[Precision, int] = {}
         self.base: dict[Precision, float] = {"fp32": 100.0, "bf16": 200.0, "fp16": 2.0}
         self.nonfinite: tuple[Precision, ...] = ()
-        self.confirming: list[tuple[Candidate, dict[str, str]]] = []
+        self.confirming: list[tuple[Setting, dict[str, str]]] = []
 
     def answer(self, spec: TrialSpec) -> Outcome:
         tried = spec.candidate

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from autotune_amp.numerics.results import Accumulation
-from autotune_amp.trial.outcome import CheckOutcome, Failure
-from autotune_amp.trial.process import Watcher
-from autotune_amp.trial.runner import Payload, Runner
+from autotune_amp.core.fidelity import Accumulation
+from autotune_amp.core.outcome import CheckOutcome, Failure
+from autotune_amp.isolation.process import Watcher
+from autotune_amp.isolation.runner import Payload, Runner
 from autotune_amp.trial.spec import CheckSpec
 
 WORKLOAD = """

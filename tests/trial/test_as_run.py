@@ -10,14 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
-from autotune_amp import Workload, torch_state
+from autotune_amp import Workload
+from autotune_amp.core.setting import Setting
+from autotune_amp.precision import torch_state
 from autotune_amp.trial import as_run as as_run_module
 from autotune_amp.trial.as_run import as_run, used_flags
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.spec import TrialSpec
 from autotune_amp.trial.step import make_model
 
 SPEC = TrialSpec(
-    candidate=Candidate(precision="fp32", batch_size=4, as_found=True), device="cpu", torch_state=torch_state.capture()
+    candidate=Setting(precision="fp32", batch_size=4, as_found=True), device="cpu", torch_state=torch_state.capture()
 )
 ALL = {"cudnn.conv", "cudnn.rnn"}
 CONV = {"cudnn.conv"}

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from autotune_amp.numerics.results import Calibration, Fidelity
-from autotune_amp.trial.outcome import CheckOutcome, Failure, Measurement, unchecked
-from autotune_amp.trial.process import Watcher
-from autotune_amp.trial.runner import Isolation, Payload, Runner
-from autotune_amp.trial.spec import Candidate, CheckSpec, TrialSpec
+from autotune_amp.core.fidelity import Calibration, Fidelity
+from autotune_amp.core.outcome import CheckOutcome, Failure, Measurement, unchecked
+from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.process import Watcher
+from autotune_amp.isolation.runner import Isolation, Payload, Runner
+from autotune_amp.trial.spec import CheckSpec, TrialSpec
 
 WORKLOAD = """
 import os, pathlib, time
@@ -119,7 +120,7 @@ def spec(state: dict[str, Any], **fields: Any) -> CheckSpec:
 
 
 def trial(state: dict[str, Any], **fields: Any) -> TrialSpec:
-    candidate = Candidate(**{"precision": "fp32", "batch_size": 8, **fields})
+    candidate = Setting(**{"precision": "fp32", "batch_size": 8, **fields})
     return TrialSpec(candidate=candidate, device="cpu", torch_state=state, num_steps=(4, 4))
 
 

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from autotune_amp import Workload
+from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.process import Watcher
+from autotune_amp.isolation.runner import Isolation, Payload, Runner
 from autotune_amp.trial.compiling import CompileWatch, forget_compiled
-from autotune_amp.trial.outcome import Failure, Measurement
-from autotune_amp.trial.process import Watcher
-from autotune_amp.trial.runner import Isolation, Payload, Runner
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.spec import TrialSpec
 from autotune_amp.trial.step import make_training
 from autotune_amp.trial.timing import MAX_COMPILING_STEPS, Timing, time_steps
 
@@ -85,7 +86,7 @@ def payload(folder: Path, backend: str) -> Payload:
 
 
 def spec(batch_size: int = 4, **fields: Any) -> TrialSpec:
-    candidate = Candidate(precision="fp32", batch_size=batch_size)
+    candidate = Setting(precision="fp32", batch_size=batch_size)
     return TrialSpec(**{"candidate": candidate, "device": "cpu", "num_steps": (2, 2), **fields})
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from autotune_amp.errors import WorkloadError
+from autotune_amp.core.errors import WorkloadError
 from autotune_amp.trial import data, places
 
 NUM_SAMPLES = 8000

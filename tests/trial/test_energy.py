@@ -8,14 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from autotune_amp import Workload, torch_state
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp import Workload
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.outcome import Measurement
+from autotune_amp.core.setting import Setting
 from autotune_amp.hardware import nvml
+from autotune_amp.precision import torch_state
 from autotune_amp.trial import energy, worker
 from autotune_amp.trial.bench import Bench
 from autotune_amp.trial.energy import EnergyMeter, counter_of, require_counter
-from autotune_amp.trial.outcome import Measurement
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.spec import TrialSpec
 
 UUID = "GPU-aaaa-1"
 
@@ -157,7 +159,7 @@ def test_a_trial_divides_by_the_samples_that_were_run(monkeypatch: pytest.Monkey
     monkeypatch.setattr(worker, "_energy_counter", lambda _: lambda: float(next(ticks)))  # a joule from step to step
     monkeypatch.setattr(energy, "MIN_SECONDS", 0.0)
     workload = Workload(lambda: nn.Linear(2, 1), lambda m, b: m(b).square().mean(), lambda n: torch.randn(n, 2))
-    candidate = Candidate(precision="fp32", batch_size=4, accumulation_steps=8)
+    candidate = Setting(precision="fp32", batch_size=4, accumulation_steps=8)
     spec = TrialSpec(candidate=candidate, device="cpu", torch_state=torch_state.capture())
     found = worker.run(Bench(workload, is_kept=False), spec, lambda _: None)
     assert isinstance(found, Measurement)

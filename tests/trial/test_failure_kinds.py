@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from autotune_amp.core.outcome import FailureKind
 from autotune_amp.trial import failures
 from autotune_amp.trial.failures import classify
 from autotune_amp.trial.memory import is_memory_short
-from autotune_amp.trial.outcome import FailureKind
 
 GIB = 2**30
 # Triton's own errors are no RuntimeErrors, unless the compiler of PyTorch wraps them.

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from autotune_amp.trial import forking
+from autotune_amp.isolation import forking
 
 
 @pytest.mark.parametrize(("device", "tried"), [("cuda:1", "cuda:1"), ("cuda", "cuda"), ("auto", "cuda"), ("cpu", None)])

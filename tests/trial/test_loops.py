@@ -21,17 +21,19 @@ from loop_samples import LOOPS, Diffusion, batches, build_diffusion, build_gan, 
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autotune_amp import AmpConfig, LossScale, PrecisionController, Workload, torch_state
-from autotune_amp.config import Precision
-from autotune_amp.errors import WorkloadError
-from autotune_amp.numerics.results import Fidelity
-from autotune_amp.step_amp import MAX_CALLS_WITHOUT_STEP
+from autotune_amp import AmpConfig, LossScale, PrecisionController, Workload
+from autotune_amp.core.config import Precision
+from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.fidelity import Fidelity
+from autotune_amp.core.outcome import Description, Failure, Measurement
+from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.process import Watcher
+from autotune_amp.isolation.runner import Payload, Runner
+from autotune_amp.precision import torch_state
+from autotune_amp.precision.step_amp import MAX_CALLS_WITHOUT_STEP
 from autotune_amp.trial import checks, worker
 from autotune_amp.trial.bench import Bench
-from autotune_amp.trial.outcome import Description, Failure, Measurement
-from autotune_amp.trial.process import Watcher
-from autotune_amp.trial.runner import Payload, Runner
-from autotune_amp.trial.spec import Candidate, CheckSpec, TrialSpec
+from autotune_amp.trial.spec import CheckSpec, TrialSpec
 from autotune_amp.trial.state import LoopState
 from autotune_amp.trial.step import BaseTraining, make_model, make_training
 from autotune_amp.trial.timing import time_steps
@@ -43,7 +45,7 @@ SCALE = LossScale(init_scale=256.0, growth_interval=2)
 
 def spec(precision: Precision = "fp32", **candidate: Any) -> TrialSpec:
     return TrialSpec(
-        candidate=Candidate(precision=precision, batch_size=8, **candidate),
+        candidate=Setting(precision=precision, batch_size=8, **candidate),
         device="cpu",
         loss_scale=SCALE if precision == "fp16" else None,
         torch_state=torch_state.capture(),

@@ -13,14 +13,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from autotune_amp import Workload, torch_state
-from autotune_amp.errors import WorkloadError
+from autotune_amp import Workload
+from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.outcome import Failure, Measurement, Outcome
+from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.process import Watcher
+from autotune_amp.isolation.runner import Payload, Runner
+from autotune_amp.precision import torch_state
 from autotune_amp.trial import memory, worker
 from autotune_amp.trial.bench import Bench
-from autotune_amp.trial.outcome import Failure, Measurement, Outcome
-from autotune_amp.trial.process import Watcher
-from autotune_amp.trial.runner import Payload, Runner
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.spec import TrialSpec
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +55,7 @@ class Job:
 
     def run(self, purpose: Any = "confirm", **fields: Any) -> Outcome:
         spec = TrialSpec(
-            candidate=Candidate(precision="bf16", batch_size=2),
+            candidate=Setting(precision="bf16", batch_size=2),
             device="cpu",
             purpose=purpose,
             num_steps=(2, 2),
@@ -224,7 +226,7 @@ def test_how_a_process_may_end_after_it_measured(tmp_path: Path) -> None:
         runner.open("cpu", None, 60)
 
         def run(batch_size: int, **fields: Any) -> Outcome:
-            candidate = Candidate(precision="fp32", batch_size=batch_size)
+            candidate = Setting(precision="fp32", batch_size=batch_size)
             fields = {"ending_seconds": 60.0, **fields}
             return runner.run(
                 TrialSpec(candidate=candidate, device="cpu", purpose="confirm", torch_state=state, **fields)

@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from autotune_amp import Workload, torch_state
-from autotune_amp.trial.outcome import Measurement
-from autotune_amp.trial.process import Watcher
-from autotune_amp.trial.runner import Isolation, Payload, Runner, can_fork
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp import Workload
+from autotune_amp.core.outcome import Measurement
+from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.process import Watcher
+from autotune_amp.isolation.runner import Isolation, Payload, Runner, can_fork
+from autotune_amp.precision import torch_state
+from autotune_amp.trial.spec import TrialSpec
 from autotune_amp.trial.step import make_training
 
 WORKLOAD = """
@@ -30,7 +32,7 @@ def workload():
 
 
 def spec(**fields: Any) -> TrialSpec:
-    candidate = Candidate(precision="fp32", batch_size=256)
+    candidate = Setting(precision="fp32", batch_size=256)
     return TrialSpec(candidate=candidate, device="cpu", torch_state=torch_state.capture(), **fields)
 
 

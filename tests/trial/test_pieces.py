@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from autotune_amp import batches
+from autotune_amp.numerics import batches
 from autotune_amp.trial.pieces import CannotCutError, whole_and_pieces
 
 

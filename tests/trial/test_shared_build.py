@@ -11,10 +11,11 @@ from typing import Any
 import psutil
 import pytest
 
-from autotune_amp.trial.outcome import Measurement
-from autotune_amp.trial.process import Watcher
-from autotune_amp.trial.runner import Payload, Runner
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.core.outcome import Measurement
+from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.process import Watcher
+from autotune_amp.isolation.runner import Payload, Runner
+from autotune_amp.trial.spec import TrialSpec
 
 WORKLOAD = """
 import os, threading, time
@@ -66,7 +67,7 @@ def opened(runner: Runner, **fields: Any) -> TrialSpec:
     runner.load(60)
     state, reason = runner.open("cpu", None, 60)
     assert reason is None
-    candidate = Candidate(precision="fp32", batch_size=4)
+    candidate = Setting(precision="fp32", batch_size=4)
     return TrialSpec(candidate=candidate, device="cpu", torch_state=state, num_steps=(1, 1), seed=5, **fields)
 
 

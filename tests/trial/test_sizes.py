@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler
 
-from autotune_amp import Workload, torch_state
+from autotune_amp import Workload
+from autotune_amp.precision import torch_state
 from autotune_amp.trial import sizes, worker
 from autotune_amp.trial.bench import Bench
 from autotune_amp.trial.sizes import Look, look

@@ -8,12 +8,14 @@ import torch
 from graph_samples import replayed
 from torch import nn
 
-from autotune_amp import LossScale, Workload, torch_state
-from autotune_amp.config import Precision
-from autotune_amp.errors import InvalidRequestError, WorkloadError
-from autotune_amp.precision import is_pinned, pin_fp32
+from autotune_amp import LossScale, Workload
+from autotune_amp.core.config import Precision
+from autotune_amp.core.errors import InvalidRequestError, WorkloadError
+from autotune_amp.core.setting import Setting
+from autotune_amp.precision import torch_state
+from autotune_amp.precision.mode import is_pinned, pin_fp32
 from autotune_amp.trial.optimizers import make_optimizer
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.trial.spec import TrialSpec
 from autotune_amp.trial.step import Training, make_model
 
 
@@ -46,7 +48,7 @@ def training(
     torch.manual_seed(0)
     workload = Workload(**{**PARTS, "model": nn.Linear(4, 1), **parts})
     spec = TrialSpec(
-        candidate=Candidate(
+        candidate=Setting(
             precision=precision,
             batch_size=batch_size,
             accumulation_steps=accumulation_steps,
@@ -226,7 +228,7 @@ def test_factories_that_make_something_else(parts: dict[str, Any]) -> None:
     ],
 )
 def test_a_candidates_name(fields: dict[str, Any], name: str) -> None:
-    assert str(Candidate(precision="fp16", batch_size=8, **fields)) == name
+    assert str(Setting(precision="fp16", batch_size=8, **fields)) == name
 
 
 def test_an_optimizer_without_gradients_is_not_stepped_by_the_scaler() -> None:

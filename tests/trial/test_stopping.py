@@ -6,10 +6,11 @@ from typing import Any, Literal
 
 import pytest
 
-from autotune_amp.trial.spec import Candidate, TrialSpec
+from autotune_amp.core.setting import Setting
+from autotune_amp.trial.spec import TrialSpec
 from autotune_amp.trial.stopping import is_hopeless, stop
 
-FP32 = Candidate(precision="fp32", batch_size=8)
+FP32 = Setting(precision="fp32", batch_size=8)
 STEADY, RESTLESS = [0.1] * 8, [0.1, 0.3] * 4
 
 

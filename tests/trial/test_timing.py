@@ -12,9 +12,10 @@ import msgspec
 import pytest
 import torch
 
-from autotune_amp.statistics import trimmed_interval
+from autotune_amp.core.intervals import trimmed_interval
+from autotune_amp.core.setting import Setting
 from autotune_amp.trial import timing
-from autotune_amp.trial.spec import MAX_TIMED_MICRO_BATCHES, Candidate, TrialSpec
+from autotune_amp.trial.spec import MAX_TIMED_MICRO_BATCHES, TrialSpec
 
 
 class Scripted:
@@ -22,7 +23,7 @@ class Scripted:
 
     def __init__(self, seconds: Iterator[float], **fields: Any) -> None:
         self.spec = TrialSpec(
-            candidate=Candidate(precision="fp32", batch_size=4, accumulation_steps=fields.pop("accumulation_steps", 1)),
+            candidate=Setting(precision="fp32", batch_size=4, accumulation_steps=fields.pop("accumulation_steps", 1)),
             device="cpu",
             **fields,
         )

@@ -8,11 +8,11 @@ from typing import Any
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import Precision
 
-from autotune_amp.config import AmpConfig
-from autotune_amp.errors import InvalidRequestError
+from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.integrations.lightning.callback import AutotuneCallback
 from autotune_amp.integrations.lightning.plugin import AutotunePrecision
-from autotune_amp.recommendation import Recommendation
 
 
 def trainer_arguments(config: AmpConfig | Recommendation, **others: Any) -> dict[str, Any]:

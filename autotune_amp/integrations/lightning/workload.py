@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from autotune_amp.errors import WorkloadError
+from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.workload import OptimizersOfModel, Workload, type_name
 from autotune_amp.integrations.lightning.again import loss_of, mute, takes_batch_idx
 from autotune_amp.integrations.lightning.plugin import AutotunePrecision
 from autotune_amp.trial.optimizers import raise_learning_rates
-from autotune_amp.workload import OptimizersOfModel, Workload, type_name
 
 # What schedules that ask the Trainer are made for. The epochs are Lightning's own where it is told nothing.
 _MAX_EPOCHS, _MAX_STEPS = 1000, 10_000

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, NamedTuple
 from plotly.graph_objects import Bar, Scatter
 from plotly.subplots import make_subplots
 
-from autotune_amp.config import PRECISIONS
-from autotune_amp.numerics.results import Accumulation, Calibration, Fidelity
-from autotune_amp.report.format import duration, outcome_name, rate
+from autotune_amp.core.config import PRECISIONS
+from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity
+from autotune_amp.core.outcome import Failure, Measurement, Record
+from autotune_amp.core.text import duration, outcome_name, rate
 from autotune_amp.report.numerics import short_accumulation, short_calibration, short_check
 from autotune_amp.report.page.marks import LOOKS, Drawn, framed, hatched, legend_entry, said
 from autotune_amp.report.page.speed import RATES
-from autotune_amp.trial.outcome import Failure, Measurement, Record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autotune_amp.recommendation import Recommendation
+    from autotune_amp.core.recommendation import Recommendation
 
 # What a record was made for, in the order in which a search comes to it; the last stands lowest.
 PURPOSES = ("accumulation", "search", "fidelity", "calibration", "fallback", "confirm", "plain")

@@ -13,7 +13,7 @@ from autotune_amp.report.page.marks import LOOKS, Drawn, framed, label, said
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autotune_amp.numerics.results import Fidelity, GradientDamage
+    from autotune_amp.core.fidelity import Fidelity, GradientDamage
 
 _WHOLE, _OUTSIDE = "whole gradient", "outside of modules"
 _LEAST_DRAWN = 1e-6  # no noise at all, on an axis of ratios

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from plotly.graph_objects import Bar, Figure, Scatter
 from plotly.subplots import make_subplots
 
-from autotune_amp.report.format import count, exact, outcome_name
+from autotune_amp.core.text import count, exact, outcome_name
 from autotune_amp.report.page.marks import LOOKS, Drawn, framed, hatched, said
 from autotune_amp.search import loss_scales
 from autotune_amp.search.loss_scales import DEFAULT_PAIR, Key, Pair, Scales, Uncalibrated
@@ -17,9 +17,9 @@ from autotune_amp.search.options import DEFAULT_NUM_STEPS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autotune_amp.config import Precision
-    from autotune_amp.recommendation import Recommendation
-    from autotune_amp.trial.outcome import Record
+    from autotune_amp.core.config import Precision
+    from autotune_amp.core.outcome import Record
+    from autotune_amp.core.recommendation import Recommendation
 
 # log2 of the ends of the ranges: IEEE 754 binary16, which rounds to 0 below half of its least number, and bfloat16,
 # which has float32's exponent.

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from plotly.graph_objects import Scatter
 
-from autotune_amp.report.format import one_line
+from autotune_amp.core.text import one_line
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-    from autotune_amp.config import Precision
+    from autotune_amp.core.config import Precision
 
 # A figure, or the sentence that says why there is none.
 Drawn: TypeAlias = "Figure | str"

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from plotly.graph_objects import Figure, Scatter
 
-from autotune_amp.report.format import size
+from autotune_amp.core.outcome import Measurement
+from autotune_amp.core.text import size
 from autotune_amp.report.page.marks import LOOKS, Drawn, framed, legend_entry, said
 from autotune_amp.report.page.points import (
     Point,
@@ -20,14 +21,13 @@ from autotune_amp.report.page.points import (
 )
 from autotune_amp.search.evidence import is_trial
 from autotune_amp.search.seeding import MemoryModel, fit_memory
-from autotune_amp.trial.outcome import Measurement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autotune_amp.config import Precision
-    from autotune_amp.recommendation import Recommendation
-    from autotune_amp.trial.outcome import Failure, Record
+    from autotune_amp.core.config import Precision
+    from autotune_amp.core.outcome import Failure, Record
+    from autotune_amp.core.recommendation import Recommendation
 
 MIB = 2**20
 # A limit further above everything measured would press that flat: then it is said instead of drawn.

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from plotly.graph_objects import Scatter
 
-from autotune_amp.config import PRECISIONS
-from autotune_amp.report.format import duration, outcome_name, rate, size
+from autotune_amp.core.config import PRECISIONS
+from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.text import duration, outcome_name, rate, size
 from autotune_amp.report.page.marks import said
 from autotune_amp.search.evidence import is_trial
-from autotune_amp.trial.outcome import Failure, Measurement
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from autotune_amp.config import Precision
-    from autotune_amp.trial.outcome import Record
+    from autotune_amp.core.config import Precision
+    from autotune_amp.core.outcome import Record
 
 _PURPOSES = {"plain": "without the recommended environment", "confirm": "confirmation, in a fresh process"}
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from plotly.graph_objects import Figure, Scatter
 from plotly.subplots import make_subplots
 
-from autotune_amp.report.format import one_line
+from autotune_amp.core.text import one_line
 from autotune_amp.report.page.marks import LOOKS, framed, said
 from autotune_amp.runtime.run_log import BeginLine, MoveLine, SampleLine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autotune_amp.config import Precision
+    from autotune_amp.core.config import Precision
     from autotune_amp.runtime.run_log import Line, Run
 
 _MAX_NUMBERED = 24  # more moves are in the table without a number here

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from autotune_amp.report.format import count, one_line
+from autotune_amp.core.text import count, one_line
 from autotune_amp.report.page import shell
 from autotune_amp.report.page.run_course import Rung, course, kind, reason, rungs, way
 from autotune_amp.report.page.shell import Section, chart

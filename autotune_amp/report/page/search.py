@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from autotune_amp.core.text import count, duration, exact, number, one_line, size, times
 from autotune_amp.report import summary
-from autotune_amp.report.format import count, duration, exact, number, one_line, size, times
 from autotune_amp.report.frameworks import export_command
 from autotune_amp.report.page import shell, tables
 from autotune_amp.report.page.course import course
@@ -20,8 +20,8 @@ from autotune_amp.report.page.speed import pareto, throughput
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autotune_amp.recommendation import Recommendation
-    from autotune_amp.trial.outcome import Record
+    from autotune_amp.core.outcome import Record
+    from autotune_amp.core.recommendation import Recommendation
 
 _ELSEWHERE = ("config", "reason", "warning", "fidelity")  # facts that have a place of their own
 

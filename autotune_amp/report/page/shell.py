@@ -14,7 +14,7 @@ from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING, NamedTuple
 
-from autotune_amp.report.format import printable
+from autotune_amp.core.text import printable
 
 if TYPE_CHECKING:
     from autotune_amp.report.page.marks import Drawn

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from plotly.graph_objects import Figure, Scatter
 
-from autotune_amp.report.format import count, duration, number, one_line, outcome_name, rate, size
+from autotune_amp.core.text import count, duration, number, one_line, outcome_name, rate, size
 from autotune_amp.report.page.marks import LOOKS, Drawn, framed, legend_entry, said
 from autotune_amp.report.page.points import (
     Point,
@@ -22,9 +22,9 @@ from autotune_amp.report.summary import baseline_row, recommended_row
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from autotune_amp.config import AmpConfig, Precision
-    from autotune_amp.recommendation import CandidateRow, Recommendation
-    from autotune_amp.trial.outcome import Failure, Record
+    from autotune_amp.core.config import AmpConfig, Precision
+    from autotune_amp.core.outcome import Failure, Record
+    from autotune_amp.core.recommendation import CandidateRow, Recommendation
 
 MIB = 2**20
 # Around the mark of what is run today, and of what is recommended.

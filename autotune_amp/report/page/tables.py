@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autotune_amp.numerics.results import Accumulation
-from autotune_amp.report.format import count, duration, flops, number, one_line, outcome_name, size
+from autotune_amp.core.fidelity import Accumulation
+from autotune_amp.core.outcome import Failure
+from autotune_amp.core.text import count, duration, flops, number, one_line, outcome_name, size
 from autotune_amp.report.numerics import accumulation_line, check_line
 from autotune_amp.report.page import shell
 from autotune_amp.report.summary import baseline_row, outcome_words, recommended_row
-from autotune_amp.trial.outcome import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from autotune_amp.hardware.types import Hardware
-    from autotune_amp.numerics.results import Fidelity
-    from autotune_amp.recommendation import CandidateRow, Exclusion, Recommendation
-    from autotune_amp.trial.outcome import Record
+    from autotune_amp.core.fidelity import Fidelity
+    from autotune_amp.core.hardware import Hardware
+    from autotune_amp.core.outcome import Record
+    from autotune_amp.core.recommendation import CandidateRow, Exclusion, Recommendation
 
 
 def candidates(recommendation: Recommendation) -> str:

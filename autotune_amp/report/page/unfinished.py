@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autotune_amp.numerics.results import Fidelity
-from autotune_amp.report.format import count, duration
+from autotune_amp.core.fidelity import Fidelity
+from autotune_amp.core.outcome import Failure
+from autotune_amp.core.text import count, duration
 from autotune_amp.report.page import shell, tables
 from autotune_amp.report.page.course import course
 from autotune_amp.report.page.faithful import fidelity
@@ -15,12 +16,11 @@ from autotune_amp.report.page.shell import Section, chart
 from autotune_amp.report.page.speed import throughput
 from autotune_amp.search import loss_scales, verdicts
 from autotune_amp.search.evidence import is_trial
-from autotune_amp.trial.outcome import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autotune_amp.trial.outcome import Record
+    from autotune_amp.core.outcome import Record
 
 _NOTHING_RULED_OUT = shell.paragraph("No check ruled anything out.", "absent")
 _COURSE = "Above: each trial where it ended. Below: what the time went into."

@@ -1,0 +1,1 @@
+"""Plain data and pure text, which everything else reads."""

@@ -1,0 +1,254 @@
+"""AmpConfig and LossScale: what a training run is to use, validated, as plain JSON.
+
+msgspec rather than pydantic: a cached recommendation must be read within 50 ms, and importing pydantic alone
+takes 160 ms where msgspec takes 4 (measured, Python 3.11).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence  # msgspec reads it from the annotations
+from itertools import pairwise
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from autotune_amp.core.errors import InvalidRequestError
+
+Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+
+# From the one with least to go wrong at run time to the one with most.
+PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16", "fp8")
+
+# The least number above 0 that fp16 holds: the gradient of an fp16 loss begins as the scale itself, so that below
+# this every gradient is 0.
+MIN_LOSS_SCALE = 2.0**-24
+
+FP16_MAX = 65504.0  # the largest number that fp16 holds
+
+
+def _require(condition: bool, message: str, next_step: str) -> None:
+    if not condition:
+        raise InvalidRequestError(message, next_step)
+
+
+def _require_positive(owner: str, name: str, value: float) -> None:
+    _require(
+        isinstance(value, (int, float)) and math.isfinite(value) and value > 0,
+        f"{owner}.{name} is {value!r}; it must be a finite number above 0.",
+        f"Leave {name} out to use the default.",
+    )
+
+
+def _require_count(owner: str, name: str, value: int) -> None:
+    _require(
+        isinstance(value, int) and not isinstance(value, bool) and value >= 1,
+        f"{owner}.{name} is {value!r}; it must be a whole number from 1 up.",
+        f"Pass {name}=1 or more.",
+    )
+
+
+class LossScale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The loss scaler's parameters; the defaults are those of ``torch.amp.GradScaler``.
+
+    `growth_interval` is in optimizer steps. `hysteresis` is how many overflows it takes before the scale backs off;
+    the count begins anew when the scale grows. `min_scale` and `max_scale` bound the scale; without a `min_scale`
+    the bound is `floor`. Raises `InvalidRequestError` when a value cannot work.
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    hysteresis: int = 1
+    min_scale: float | None = None
+    max_scale: float = 16777216.0
+
+    def __post_init__(self) -> None:
+        for name in ("init_scale", "growth_factor", "backoff_factor", "max_scale"):
+            _require_positive("LossScale", name, getattr(self, name))
+        _require(
+            self.growth_factor > 1,
+            f"LossScale.growth_factor is {self.growth_factor!r}; it must be above 1.",
+            "Use 2.0, the default.",
+        )
+        _require(
+            self.backoff_factor <= 1,
+            f"LossScale.backoff_factor is {self.backoff_factor!r}; it must be at most 1.",
+            "Use 0.5, the default.",
+        )
+        for name in ("growth_interval", "hysteresis"):
+            _require_count("LossScale", name, getattr(self, name))
+        if self.min_scale is not None:
+            _require_positive("LossScale", "min_scale", self.min_scale)
+            _require(
+                self.min_scale >= MIN_LOSS_SCALE,
+                f"LossScale.min_scale is {self.min_scale!r}; it must be at least 2**-24, the least that fp16 holds.",
+                "Leave min_scale out to use the default.",
+            )
+        _require(
+            self.floor <= self.init_scale <= self.max_scale,
+            f"LossScale.init_scale is {self.init_scale!r}, outside [min_scale, max_scale] = "
+            f"[{self.floor!r}, {self.max_scale!r}].",
+            "Move init_scale inside the bounds, or widen them (min_scale goes down to 2**-24).",
+        )
+
+    @property
+    def floor(self) -> float:
+        """The least scale: `min_scale`, or else 2^12 below `init_scale` or 1, whichever is less, but not below 2^-24.
+
+        A scale that falls to 0 destroys the weights: 0 times a gradient is finite, so the step is taken, and
+        unscaling by 1/0 makes them NaN (pytorch#99640). A scale below 1 alone is no fault: a sum-reduced loss may
+        train well at 2^-6. Below 2^-24 fp16 holds nothing (`MIN_LOSS_SCALE`).
+        """
+        if self.min_scale is not None:
+            return self.min_scale
+        return max(MIN_LOSS_SCALE, min(1.0, self.init_scale * 2.0**-12))
+
+
+def _require_plan(owner: str, precision: str, batch_size: int, accumulation_steps: int) -> None:
+    _require(
+        precision in PRECISIONS,
+        f"{owner}.precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}.",
+        "Pick one of the names given.",
+    )
+    _require_count(owner, "batch_size", batch_size)
+    _require_count(owner, "accumulation_steps", accumulation_steps)
+
+
+class FallbackPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A setting with less to go wrong that was measured to fit; throughput in samples per second.
+
+    `slowdown` is the throughput of the recommended config over the plan's: 1.5 takes 1.5 times as long.
+    """
+
+    precision: Precision
+    batch_size: int
+    accumulation_steps: int = 1
+    peak_memory_bytes: int | None = None
+    samples_per_second: float | None = None
+    slowdown: float | None = None
+
+    def __post_init__(self) -> None:
+        _require_plan("FallbackPlan", self.precision, self.batch_size, self.accumulation_steps)
+        if self.slowdown is not None:
+            _require_positive("FallbackPlan", "slowdown", self.slowdown)
+
+
+class AmpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a training run is to use.
+
+    `batch_size` is the number of samples in one forward pass on one device; `accumulation_steps` such passes make
+    one optimizer step. `loss_scale` belongs to fp16 and to nothing else. `fallback` is what to step down to, first
+    choice first: measured plans, or names of precisions, which are taken at their word; read it through `plans`.
+    `num_workers` is the DataLoader's number of worker processes, None for the one that the data came with.
+    `environment` holds variables to set before Python starts. `as_found` keeps the TF32 flags and autocast that the
+    script has, instead of the strict flags of `precision`: they are what was measured. Raises `InvalidRequestError`
+    when a value cannot work.
+    """
+
+    precision: Precision
+    batch_size: int
+    accumulation_steps: int = 1
+    loss_scale: LossScale | None = None
+    fallback: Sequence[FallbackPlan | Precision] = ()
+    pinned_modules: tuple[str, ...] = ()
+    num_workers: int | None = None
+    environment: dict[str, str] = {}
+    as_found: bool = False
+
+    def __post_init__(self) -> None:
+        _require_plan("AmpConfig", self.precision, self.batch_size, self.accumulation_steps)
+        workers = self.num_workers
+        _require(
+            workers is None or (isinstance(workers, int) and not isinstance(workers, bool) and workers >= 0),
+            f"AmpConfig.num_workers is {workers!r}; it must be a whole number from 0 up, or None.",
+            "Leave num_workers out to keep the number that the data comes with.",
+        )
+        _require(
+            (self.loss_scale is not None) == (self.precision == "fp16"),
+            f"AmpConfig.loss_scale is {self.loss_scale!r} under precision {self.precision!r}; "
+            "fp16 needs a loss scale and no other precision takes one.",
+            "Pass loss_scale=LossScale() with fp16 and leave it out otherwise.",
+        )
+        _require(
+            isinstance(self.fallback, Sequence) and not isinstance(self.fallback, str),
+            f"AmpConfig.fallback is {self.fallback!r}; it must be a list of precisions or plans.",
+            'Write it as a list, e.g. fallback=["fp32"].',
+        )
+        _require(
+            isinstance(self.pinned_modules, Sequence) and not isinstance(self.pinned_modules, str),
+            f"AmpConfig.pinned_modules is {self.pinned_modules!r}; it must be a list of module names.",
+            'Write it as a list, e.g. pinned_modules=["head"].',
+        )
+        msgspec.structs.force_setattr(self, "fallback", tuple(self.fallback))
+        msgspec.structs.force_setattr(self, "pinned_modules", tuple(self.pinned_modules))
+        rungs = [self.precision, *(plan.precision for plan in self.plans)]
+        safety = [PRECISIONS.index(rung) for rung in rungs]
+        below = PRECISIONS[: safety[0]][::-1]
+        _require(
+            all(after < before for before, after in pairwise(safety)),
+            f"AmpConfig.fallback is {', '.join(rungs[1:])} below {self.precision}; each precision must have less to go "
+            "wrong than the one before it.",
+            f"Choose from {', '.join(below)}, in this order."
+            if below
+            else "Leave fallback out: nothing is below fp32.",
+        )
+
+    @property
+    def plans(self) -> tuple[FallbackPlan, ...]:
+        """`fallback` as plans: a plain name keeps this config's batch size and accumulation, unmeasured."""
+        return tuple(
+            rung
+            if isinstance(rung, FallbackPlan)
+            else FallbackPlan(precision=rung, batch_size=self.batch_size, accumulation_steps=self.accumulation_steps)
+            for rung in self.fallback
+        )
+
+    def to_training_arguments(self, *, like: Any = None, **others: Any) -> Any:
+        """``transformers.TrainingArguments`` with this config's batch size, accumulation, precision and loader workers.
+
+        `like` are today's: the result is of their class, ``Seq2SeqTrainingArguments`` or TRL's for example, and keeps
+        what neither this config nor `others`, its other arguments, decide: learning rate, optimizer, schedule. What
+        their class has derived from the former batch size is kept too, as ``dataclasses.replace`` does: name it in
+        `others` (of TRL's ``GRPOConfig`` its ``generation_batch_size``).
+
+        It cannot hold the loss scale, the fallbacks, the pinned modules and the environment:
+        ``AutotuneTrainer(amp_config=config)`` of `autotune_amp.integrations.transformers` keeps to them, a plain
+        ``Trainer`` scales fp16 with GradScaler's defaults. Raises `InvalidRequestError` for an argument that this
+        config decides, for fp8 and for a `like` of another kind, ``ImportError`` without transformers, and what
+        TrainingArguments raises itself, as for bf16 without an accelerator unless ``use_cpu=True``.
+        """
+        import dataclasses
+
+        from transformers import TrainingArguments
+
+        from autotune_amp.integrations.training_arguments import changes, training_arguments
+
+        if like is None:
+            return TrainingArguments(**training_arguments(self, others))
+        _require(
+            isinstance(like, TrainingArguments),
+            f"to_training_arguments(like=...) got a {type(like).__name__}; it must be TrainingArguments.",
+            "Pass those of your Trainer: like=trainer.args.",
+        )
+        return dataclasses.replace(like, **changes(self, others))
+
+    def to_json(self) -> str:
+        """This config as a JSON document."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> AmpConfig:
+        """The config in a JSON document; raises `InvalidRequestError` naming what is wrong with it."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.MsgspecError as error:
+            raise InvalidRequestError(
+                f"This is not an AmpConfig: {error}.", "Compare it with AmpConfig.json_schema()."
+            ) from error
+
+    @staticmethod
+    def json_schema() -> dict[str, object]:
+        """The JSON schema of an AmpConfig document."""
+        return msgspec.json.schema(AmpConfig)

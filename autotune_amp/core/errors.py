@@ -1,0 +1,120 @@
+"""The error tree.
+
+AutotuneAmpError
+├── InvalidRequestError       the request itself is wrong: option, workload target, folder (exit code 2)
+│   ├── WorkloadError         the user's workload cannot be loaded, packed or described
+│   ├── DeviceError           the device asked for is not there
+│   ├── StudyError            the study folder or the storage cannot be used
+│   │   └── StudyBusyError    another search is running in the same folder
+│   └── FormatError           a file is damaged, or written by a newer format
+├── BudgetTooSmallError       nothing could be measured within the budget (exit code 2)
+├── NothingWorksError         every candidate failed; carries the reason of each (exit code 3)
+├── SearchInterruptedError    Ctrl-C; carries the best so far (exit code 130)
+├── RunnerError               our own trial processes cannot be started, or rank 0 cannot be heard
+└── TrainingStoppedError      the runtime controller ended the training run on purpose
+    ├── NotPrecisionError     non-finite in fp32 too: precision is not at fault
+    ├── NoRungFitsError       precision is at fault, and no rung is left that fits
+    └── DemotedError          the rung was stepped down; carries the config to start again with
+
+Every error carries `next_step`: what the reader can do about it, in one sentence.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autotune_amp.core.config import AmpConfig
+    from autotune_amp.core.recommendation import Exclusion, Recommendation
+
+
+class AutotuneAmpError(Exception):
+    """Base of every error this package raises on purpose."""
+
+    def __init__(self, message: str, next_step: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.next_step = next_step
+
+    def __str__(self) -> str:
+        return f"{self.message}\nNext step: {self.next_step}"
+
+    @property
+    def kind(self) -> str:
+        """The error's name in JSON documents, e.g. ``invalid_request``."""
+        name = type(self).__name__.removesuffix("Error")
+        return "".join("_" + c.lower() if c.isupper() else c for c in name).lstrip("_")
+
+
+class InvalidRequestError(AutotuneAmpError):
+    """The request itself is wrong."""
+
+
+class WorkloadError(InvalidRequestError):
+    """The user's workload cannot be loaded, packed or described."""
+
+
+class DeviceError(InvalidRequestError):
+    """The device asked for is not there or cannot be used."""
+
+
+class StudyError(InvalidRequestError):
+    """The study folder or the Optuna storage cannot be used."""
+
+
+class StudyBusyError(StudyError):
+    """Another search is running in the same folder."""
+
+
+class FormatError(InvalidRequestError):
+    """A file is damaged, or written by a newer format."""
+
+
+class BudgetTooSmallError(AutotuneAmpError):
+    """Nothing could be measured within the budget."""
+
+
+class NothingWorksError(AutotuneAmpError):
+    """Every candidate failed; `excluded` holds the reason of each."""
+
+    def __init__(self, message: str, next_step: str, excluded: tuple[Exclusion, ...]) -> None:
+        super().__init__(message, next_step)
+        self.excluded = excluded
+
+
+class SearchInterruptedError(AutotuneAmpError):
+    """Ctrl-C ended the search; `best` is the recommendation that was saved, if any candidate was measured."""
+
+    def __init__(
+        self, message: str, next_step: str, excluded: tuple[Exclusion, ...], best: Recommendation | None
+    ) -> None:
+        super().__init__(message, next_step)
+        self.excluded = excluded
+        self.best = best
+
+
+class RunnerError(AutotuneAmpError):
+    """Our own trial processes cannot be started, or rank 0, which searches for all ranks, cannot be heard."""
+
+
+class TrainingStoppedError(AutotuneAmpError):
+    """The runtime controller ended the training run on purpose."""
+
+
+class NotPrecisionError(TrainingStoppedError):
+    """Loss or gradients are non-finite in fp32 too: precision is not at fault."""
+
+
+class NoRungFitsError(TrainingStoppedError):
+    """Precision is at fault, and no rung is left that fits."""
+
+
+class DemotedError(TrainingStoppedError):
+    """The rung was stepped down and `on_demotion` is ``"checkpoint_and_stop"``; `config` is what to go on with.
+
+    The training saves a checkpoint and starts again.
+    """
+
+    def __init__(self, message: str, next_step: str, config: AmpConfig) -> None:
+        super().__init__(message, next_step)
+        self.config = config

@@ -1,0 +1,132 @@
+"""Hardware: what the machine can do, and what others do on it, as plain data."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from autotune_amp.core.config import Precision
+
+Level: TypeAlias = Literal["native", "emulated", "unsupported"]
+
+
+class Capability(msgspec.Struct, frozen=True, kw_only=True):
+    """What a device can do in one precision: never a bare yes or no, always with the reason.
+
+    `matmul_flops_per_second` is a measured matrix-product rate, None where nothing could be measured.
+    """
+
+    level: Level
+    reason: str
+    matmul_flops_per_second: float | None = None
+
+
+class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory in bytes. `available` is the least of the device, the container's limit and what others leave free.
+
+    `container_limit` is the cgroup's limit (CPU only), None where there is none. `held_by_caller` is what the
+    calling process, and those that wait for it, hold on the device.
+    """
+
+    total: int
+    free: int
+    available: int
+    container_limit: int | None = None
+    held_by_caller: int = 0
+
+
+class DeviceIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes two machines the same for a measurement: enters the fingerprint. Read without touching the device.
+
+    `allowed_cpus` is how many CPUs' time the container allows, None without a limit.
+    """
+
+    type: str
+    name: str
+    index: int | None = None
+    uuid: str | None = None
+    driver: str | None = None
+    num_cpus: int
+    allowed_cpus: float | None = None
+    total_memory_bytes: int
+
+
+class Hardware(msgspec.Struct, frozen=True, kw_only=True):
+    """One device of this machine and what it can do. `device` is a torch device string such as ``cuda:0``."""
+
+    device: str
+    identity: DeviceIdentity
+    compute_capability: str | None = None
+    memory: DeviceMemory
+    precisions: dict[Precision, Capability]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def has_tf32(self) -> bool:
+        """Whether torch's TF32 flags mean anything here."""
+        return "tf32" in self.precisions and self.precisions["tf32"].level != "unsupported"
+
+
+class BusyProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """A process of others and the CPU cores that it used, averaged over the time looked at."""
+
+    pid: int
+    name: str
+    num_cores: float
+
+
+class CardProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """A process of others on the card; `name` is None where it cannot be seen from here, as from a container."""
+
+    pid: int
+    name: str | None
+    memory_bytes: int | None
+
+
+class MachineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What others did during `seconds`, averaged over them; None is what the system does not say.
+
+    `num_cpus` are those that we may run on. `others_num_cores` is the CPU time of all processes that do not descend
+    from the calling one, in cores, `own_num_cores` that of those that do. `busiest` are the others that used most.
+    `stolen_share` is the share of the CPU time wanted by anybody that a hypervisor gave away, `clock_share` the clock
+    of the fastest CPU against the highest it has. `card_utilization` is the share of time that the card was at work
+    before our first context on it, `card_processes` are others' on it, `card_slowdowns` why it lowered its clocks.
+    """
+
+    seconds: float
+    num_cpus: int
+    others_num_cores: float | None = None
+    own_num_cores: float | None = None
+    busiest: tuple[BusyProcess, ...] = ()
+    stolen_share: float | None = None
+    clock_share: float | None = None
+    card_utilization: float | None = None
+    card_processes: tuple[CardProcess, ...] | None = None
+    card_slowdowns: tuple[str, ...] | None = None
+
+
+class LoadEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """What others did on the machine while the confirmation ran, or else the trial that has to do for it; None is what
+    the system does not say.
+
+    `others_num_cores` is the mean over its processes of the CPU cores that others used, of `num_cpus`,
+    `others_num_cores_range` the least and the most; `search_others_num_cores` the mean over the search's trials, None
+    without a confirmation; `busiest` are the others of the busiest moment. `stolen_share` is the mean share of CPU time
+    that a hypervisor gave away, `clock_share` the lowest clock against the CPU's highest. `is_busy`, `is_stolen`:
+    others, or the hypervisor, took enough to be worth a word. `interval_factors` are what the ends of the throughput's
+    interval were multiplied by for it.
+    """
+
+    num_cpus: int
+    others_num_cores: float | None = None
+    others_num_cores_range: tuple[float, float] | None = None
+    search_others_num_cores: float | None = None
+    busiest: tuple[BusyProcess, ...] = ()
+    stolen_share: float | None = None
+    clock_share: float | None = None
+    card_processes: tuple[CardProcess, ...] = ()
+    card_slowdowns: tuple[str, ...] = ()
+    is_busy: bool = False
+    is_stolen: bool = False
+    interval_factors: tuple[float, float] = (1.0, 1.0)

@@ -1,0 +1,311 @@
+"""Workload: what is trained, and loading it from "package.module:function" or "path/file.py:function"."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autotune_amp.core.errors import WorkloadError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from autotune_amp.core.config import Precision
+
+
+class Workload:
+    """What a training step is made of. Nothing given here is ever changed: trials run on copies in other processes.
+
+    Either a model, a loss and an optimizer:
+
+    model       an ``nn.Module``, or a function without arguments that makes one
+    loss        ``loss(model, batch) -> Tensor``: runs the model on one batch and returns a scalar
+    optimizer   a class or function of the parameters that makes an optimizer, or several in a list; or an optimizer
+                instance (or a list of them) whose class and hyperparameters are taken, a learning rate that its
+                scheduler holds below a tenth of its peak as that tenth; ``torch.optim.AdamW`` with its defaults if
+                left out
+
+    Or a loop of its own (a GAN, a diffusion model with its EMA):
+
+    build       ``build() -> state``: everything that training needs, models and optimizers in any container
+    train_step  ``train_step(state, batch, amp)``: one training step with all its optimizers, written with `amp` as it
+                would be with a `PrecisionController`: ``amp.autocast()``, ``amp.backward(loss)``,
+                ``amp.step(optimizer)``, ``amp.update()``
+
+    And for both:
+
+    data        a Dataset; a DataLoader, whose batch size and settings become the baseline; or a function of the batch
+                size that returns one batch of so many samples, or a loader (a DataLoader or an iterator) of such
+                batches
+    name        the study's name; letters, digits, '.', '_' and '-'
+    worst_batch ``worst_batch(batch_size) -> batch``: the one that takes the most memory, where batches differ; found by
+                a look through the dataset if left out
+    evaluate    ``evaluate(model)``, or ``evaluate(state)`` of a loop: an evaluation pass as the training has them
+    checkpoint  ``checkpoint(model, optimizer, folder)``, or ``checkpoint(state, folder)`` of a loop: writes one
+
+    accumulation_steps, precision: what the training runs today where the data and torch's own flags do not say it: the
+                passes behind an optimizer step, and the precision that it will turn on by itself
+    weighs_passes: whether the training itself weighs the passes of a step by what their losses divide by
+
+    Evaluation and checkpoint are run where a recommendation is confirmed, so that its memory holds for a whole
+    training. Raises `WorkloadError` for what cannot be any of these.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        loss: Callable[[Any, Any], Any] | None = None,
+        data: Any = None,
+        optimizer: Any = None,
+        name: str = "workload",
+        *,
+        build: Callable[[], Any] | None = None,
+        train_step: Callable[[Any, Any, Any], Any] | None = None,
+        worst_batch: Callable[[int], Any] | None = None,
+        evaluate: Callable[[Any], Any] | None = None,
+        checkpoint: Callable[..., Any] | None = None,
+        accumulation_steps: int = 1,
+        precision: Precision | None = None,
+        weighs_passes: bool = False,
+    ) -> None:
+        self.model = model
+        self.loss = loss
+        self.data = data
+        self.optimizer = optimizer
+        self.name = name
+        self.build = build
+        self.train_step = train_step
+        self.worst_batch = worst_batch
+        self.evaluate = evaluate
+        self.checkpoint = checkpoint
+        self.accumulation_steps = accumulation_steps
+        self.precision = precision
+        self.weighs_passes = weighs_passes
+        if self.is_loop:
+            self._check_loop()
+        else:
+            self._check_parts()
+        _check_data(data)
+        _check_functions(worst_batch=worst_batch, evaluate=evaluate, checkpoint=checkpoint)
+        self._check_today()
+
+    @classmethod
+    def from_trainer(cls, trainer: Any) -> Workload:
+        """What a ``transformers.Trainer`` trains: its model, train loader, optimizer and ``training_step``.
+
+        Today's batch size, accumulation and mixed precision are those of its TrainingArguments. A trial runs a pass of
+        the trainer's own ``training_step`` at its own batch size, collated and sampled by the trainer's loader, its
+        loss normalised over the pass (``num_items_in_batch``) where the Trainer does so over all passes of a step. The
+        trainer is left as it was. Raises `WorkloadError` for one that trains under DeepSpeed or FSDP, has no
+        train_dataset, has trained in mixed precision before, or is an AutotuneTrainer.
+        """
+        from autotune_amp.integrations.trainer_workload import workload
+
+        return workload(trainer)
+
+    @classmethod
+    def from_lightning(cls, module: Any, data: Any, **options: Any) -> Workload:
+        """What ``lightning.Trainer().fit(module, data)`` trains; see `autotune_amp.integrations.lightning.workload`."""
+        from autotune_amp.integrations.lightning import workload
+
+        return workload(module, data, **options)
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether it takes its training steps itself."""
+        return self.build is not None or self.train_step is not None
+
+    def _check_loop(self) -> None:
+        given = [name for name in ("model", "loss", "optimizer") if getattr(self, name) is not None]
+        if given or self.build is None or self.train_step is None:
+            raise WorkloadError(
+                "A Workload is either model, loss and optimizer or build and train_step"
+                + (f"; both kinds were given: {', '.join(given)}." if given else "; one of the latter two is missing."),
+                "Give build=, train_step= and data= alone: build() makes the models and optimizers itself.",
+            )
+        _check_functions(build=self.build, train_step=self.train_step)
+
+    def _check_today(self) -> None:
+        steps = self.accumulation_steps
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1 or (self.is_loop and steps > 1):
+            raise WorkloadError(
+                f"Workload(accumulation_steps={steps!r}); it must be a whole number from 1 up, and 1 for a loop of its "
+                "own, which takes its own optimizer steps.",
+                "Leave accumulation_steps out, or pass the number of passes behind an optimizer step.",
+            )
+        if self.precision not in (None, "fp32", "tf32", "bf16", "fp16"):
+            raise WorkloadError(
+                f"Workload(precision={self.precision!r}); it must be fp32, tf32, bf16 or fp16.",
+                "Leave precision out to have it read from torch's autocast and TF32 flags.",
+            )
+
+    def _check_parts(self) -> None:
+        if not callable(self.model):
+            raise WorkloadError(
+                f"Workload(model=...) is a {type_name(self.model)}; it must be an nn.Module or a function that makes "
+                "one.",
+                "Pass the model itself or `lambda: MyModel(...)`.",
+            )
+        if not callable(self.loss):
+            raise WorkloadError(
+                f"Workload(loss=...) is a {type_name(self.loss)}; it must be a function loss(model, batch) -> Tensor.",
+                "Pass for example `lambda model, batch: cross_entropy(model(batch[0]), batch[1])`.",
+            )
+        optimizer = self.optimizer
+        if optimizer is not None and not callable(optimizer) and not _are_optimizers(optimizer):
+            raise WorkloadError(
+                f"Workload(optimizer=...) is a {type_name(optimizer)}; it must be a function of the parameters or an "
+                "optimizer.",
+                "Pass for example `lambda parameters: torch.optim.SGD(parameters, lr=0.1)`.",
+            )
+
+
+class OptimizersOfModel:
+    """For ``Workload(optimizer=...)``: a function of the model, where the model itself makes its optimizers."""
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        self.make = make
+
+    def __call__(self, model: Any) -> Any:
+        """The optimizers of this model."""
+        return self.make(model)
+
+
+def _are_optimizers(given: Any) -> bool:
+    several = given if isinstance(given, list | tuple) else [given]
+    return bool(several) and all(hasattr(optimizer, "param_groups") for optimizer in several)
+
+
+def _check_functions(**given: Any) -> None:
+    for name, function in given.items():
+        if function is not None and not callable(function):
+            raise WorkloadError(
+                f"Workload({name}=...) is a {type_name(function)}; it must be a function.",
+                f"Pass the function itself, as `{name}=my_{name}`.",
+            )
+
+
+def _check_data(data: Any) -> None:
+    if isinstance(data, Iterator):
+        raise WorkloadError(
+            f"Workload(data=...) is a {type_name(data)}, an iterator that can be used only once.",
+            "Pass the Dataset or DataLoader itself, or a function of the batch size.",
+        )
+    if not (callable(data) or hasattr(data, "__getitem__") or hasattr(data, "__iter__")):
+        raise WorkloadError(
+            f"Workload(data=...) is a {type_name(data)}; it must be a Dataset, a DataLoader or a function of the "
+            "batch size.",
+            "Pass for example `lambda n: (torch.randn(n, 8), torch.randint(2, (n,)))`.",
+        )
+
+
+WorkloadSource = Workload | Callable[[], Workload]
+
+
+def import_target(target: str) -> WorkloadSource:
+    """The function or Workload that "package.module:function" or "path/file.py:function" names; it is not called.
+
+    A file is imported as a module of its own name, so that its ``if __name__ == "__main__"`` part does not run.
+    Raises `WorkloadError` where there is no such file, module or function; the user's own exceptions pass through.
+    """
+    place, colon, attribute = target.rpartition(":")
+    if not (colon and place and attribute):
+        raise WorkloadError(f"{target!r} names no workload.", "Give path/file.py:function or package.module:function.")
+    module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    found: Any = module
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            raise WorkloadError(f"{place} has no {attribute!r}.", _what_to_name(module))
+        found = getattr(found, name)
+    return check_source(found, target)
+
+
+def _what_to_name(module: ModuleType) -> str:
+    """Of a module its workloads and its own functions without arguments; what it imports makes no workload."""
+    import inspect
+
+    names = []
+    for name, value in vars(module).items():
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_"):
+            parameters = inspect.signature(value).parameters.values()
+            if all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+                names.append(name)
+        elif isinstance(value, Workload):
+            names.append(name)
+    if names:
+        return f"Name one that returns a Workload; it has {', '.join(names)}."
+    return "Write a function in it: `def workload(): return Workload(model=..., loss=..., data=..., optimizer=...)`."
+
+
+def check_source(found: Any, origin: str) -> WorkloadSource:
+    """Check that `found` is a Workload or a function that can be called for one."""
+    if isinstance(found, Workload) or callable(found):
+        source: WorkloadSource = found
+        return source
+    raise WorkloadError(
+        f"{origin} is a {type_name(found)}; it must be a Workload or a function without arguments that returns one.",
+        "Write `def workload(): return Workload(model=..., loss=..., data=..., optimizer=...)`.",
+    )
+
+
+def make_workload(source: WorkloadSource, origin: str) -> Workload:
+    """Call `source` if it is a function; raises `WorkloadError` for a wrong signature or return value."""
+    if isinstance(source, Workload):
+        return source
+    import inspect
+
+    try:
+        inspect.signature(source).bind()
+    except TypeError as error:
+        raise WorkloadError(
+            f"{origin} has the wrong signature {inspect.signature(source)}: {error}.",
+            "It must take no arguments: give each one a default, or wrap it in a function.",
+        ) from error
+    made = source()
+    if not isinstance(made, Workload):
+        raise WorkloadError(
+            f"{origin} returned a {type_name(made)}; it must return a Workload.",
+            "Return Workload(model=..., loss=..., data=..., optimizer=...).",
+        )
+    return made
+
+
+def _import_module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name + ".").startswith(error.name + "."):
+            raise  # an import inside the user's module: its own exception, with its traceback
+        raise WorkloadError(
+            f"There is no module {error.name!r} on the path.",
+            "Check the spelling, run from the folder that holds it, or give path/file.py:function.",
+        ) from error
+
+
+def _import_file(path: Path) -> Any:
+    if not path.is_file():
+        raise WorkloadError(f"There is no file {path}.", "Check the path: it is taken from the working directory.")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:  # as `python path/file.py` would have it
+        sys.path.insert(0, folder)
+    loaded = sys.modules.get(path.stem)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path.resolve()):
+        return loaded
+    name = path.stem if loaded is None else f"{path.stem}_workload"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    if spec is None or spec.loader is None:
+        raise WorkloadError(f"{path} cannot be imported.", "Give a Python source file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # so that classes of the file can be pickled to loader workers
+    spec.loader.exec_module(module)
+    return module
+
+
+def type_name(value: object) -> str:
+    """The name of its type, with its module unless that is builtins."""
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"

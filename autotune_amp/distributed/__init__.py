@@ -1,0 +1,1 @@
+"""The ranks of the caller's own launcher."""

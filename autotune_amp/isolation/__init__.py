@@ -1,0 +1,1 @@
+"""Where jobs run: processes of their own, forked, kept or fresh."""

@@ -1,0 +1,299 @@
+"""One server process as the parent sees it: what it says, what it prints, how it ends. No torch here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections import deque
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import psutil
+
+from autotune_amp.core import errors
+from autotune_amp.core.errors import AutotuneAmpError, RunnerError
+from autotune_amp.core.outcome import Failure
+
+TICK_SECONDS = 0.1
+# Inherited by all that a trial starts, whatever session it moves to: by it they are found when the process ends.
+_MARK = "AUTOTUNE_AMP_PROCESS"
+_OUTPUT_TAIL_CHARACTERS = 4000
+_EXIT_SECONDS, _KILL_SECONDS = 10.0, 5.0
+_EXEC_SECONDS = 0.02  # a process that is just executing another program shows no environment, and so no mark
+_SERVER = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from autotune_amp.isolation.server import main; main(sys.argv[2], int(sys.argv[3]))"
+)
+
+
+class Watcher:
+    """What a runner tells while it waits; the base class ignores it."""
+
+    def tick(self) -> None:
+        """Called at least every TICK_SECONDS."""
+
+    def step(self, num_steps: int, step_seconds: float) -> None:
+        """The trial finished a step; `num_steps` is 0 while it warms up."""
+
+    def output(self, text: str) -> None:
+        """The user's own code printed something."""
+
+    def ending(self) -> None:
+        """The process and all that came of it are about to be killed."""
+
+
+class Deadlines(msgspec.Struct, kw_only=True):
+    """`whole` is a time on the monotonic clock; the others are seconds from the last sign of life."""
+
+    whole: float | None = None
+    first_step_seconds: float | None = None
+    step_seconds: float | None = None
+
+
+class ProcessEndedError(Exception):
+    """The process ended, or was ended, before it answered."""
+
+    def __init__(self, failure: Failure, so_far: Any = None) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+        self.so_far = so_far  # what it had found before that, None for nothing
+
+
+class Process:
+    """One server process and the two threads that read what it says and what it prints."""
+
+    def __init__(self, mode: str, environment: dict[str, str], watcher: Watcher) -> None:
+        self._mark = uuid.uuid4().hex
+        self._watcher = watcher
+        self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._printed: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._tail: deque[str] = deque(maxlen=64)
+        self._num_oom_kills = 0
+        self._folders: list[str] = []  # that a child makes and removes, unless it is killed
+        try:
+            self._popen = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                [sys.executable, "-c", _SERVER, json.dumps(sys.path), mode, str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={**environment, _MARK: self._mark},
+                start_new_session=True,  # Ctrl-C at the terminal is ours to handle
+            )
+        except OSError as error:
+            raise RunnerError(
+                f"A trial process cannot be started: {error}.", "Check the limits on processes and memory."
+            ) from error
+        self._threads = [threading.Thread(target=f, daemon=True) for f in (self._hear, self._overhear)]
+        for thread in self._threads:
+            thread.start()
+
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return self._popen.poll() is None
+
+    def send(self, message: dict[str, Any], data: bytes = b"") -> None:
+        """Write one message, with raw bytes behind it."""
+        assert self._popen.stdin is not None
+        try:
+            self._popen.stdin.write(msgspec.json.encode(message) + b"\n" + data)
+            self._popen.stdin.flush()
+        except BrokenPipeError:
+            pass  # it died; `wait` says how
+
+    def wait(self, deadlines: Deadlines, *, ends_with_exit: bool = False) -> Any:
+        """The answer to the last message; raises `ProcessEndedError` if there is none, whoever ended the process.
+
+        A template's children answer and then exit; `ends_with_exit` waits for that too.
+        """
+        answer: Any = None
+        so_far: Any = None
+        is_answered = False
+        allowed = limit = None
+        phase = "building the workload"
+        self._tail.clear()
+        self._num_oom_kills = _count_oom_kills()
+        while True:
+            message = self._next_message()
+            now = time.monotonic()
+            if message is None:
+                raise ProcessEndedError(self._classify_exit(self._end_status(), phase), so_far)
+            event = message["event"] if message else None
+            if event == "first step":
+                phase, allowed = "in the first step", deadlines.first_step_seconds
+            elif event == "compiling":
+                if allowed is not None:
+                    phase, allowed = "compiling", _compiling_seconds(deadlines, now)
+            elif event == "phase":
+                phase, allowed = message["name"], message.get("seconds")
+                self._folders += [message["folder"]] if "folder" in message else []
+            elif event == "so far":
+                so_far = message["value"]
+            elif event == "step":
+                phase = f"after step {message['number']}" if message["number"] else "warming up"
+                allowed = deadlines.step_seconds
+                self._watcher.step(message["number"], message["seconds"])
+            elif event in ("result", "failed", "error"):
+                answer, is_answered, allowed = _answer(message), True, None
+                if not ends_with_exit:
+                    return _raised(answer)
+                deadlines.whole = now + _EXIT_SECONDS
+            elif event == "exit":
+                self._drain_output()
+                if is_answered:
+                    return _raised(answer)
+                raise ProcessEndedError(self._classify_exit(message["status"], phase), so_far)
+            if event is not None and event != "so far":
+                limit = None if allowed is None else now + allowed
+            overdue = _overdue(now, deadlines.whole, limit)
+            if overdue is not None:
+                if is_answered:
+                    self._kill_child()
+                    return _raised(answer)
+                if ends_with_exit:
+                    self._kill_child()
+                failure = Failure(kind="timeout", message=_overdue_message(overdue, allowed, phase))
+                raise ProcessEndedError(failure, so_far)
+
+    def _next_message(self) -> dict[str, Any] | None:
+        """The next message, an empty one if nothing came within a tick, None at the end of the process."""
+        self._drain_output()
+        self._watcher.tick()
+        try:
+            return self._messages.get(timeout=TICK_SECONDS)
+        except queue.Empty:
+            return {}
+
+    def _drain_output(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._watcher.output(self._printed.get_nowait())
+
+    def _kill_child(self) -> None:
+        """Have the template kill the child it watches; a template that does not answer is killed itself."""
+        self.send({"cmd": "kill"})
+        try:
+            while (message := self._messages.get(timeout=_KILL_SECONDS)) is not None:
+                if message["event"] == "exit":
+                    return
+        except queue.Empty:
+            self._popen.kill()
+
+    def _classify_exit(self, status: int, phase: str) -> Failure:
+        details = "".join(self._tail)[-_OUTPUT_TAIL_CHARACTERS:] or None
+        if status == -signal.SIGKILL and _count_oom_kills() > self._num_oom_kills:
+            return Failure(kind="oom", message=f"the kernel ended it for want of memory, {phase}", details=details)
+        if status < 0:
+            name = signal.Signals(-status).name
+            what = "segmentation fault" if name == "SIGSEGV" else f"signal {name}"
+            return Failure(kind="crash", message=f"its process died of {what}, {phase}", details=details)
+        message = f"its process exited with status {status} before it reported, {phase}"
+        return Failure(kind="crash", message=message, details=details)
+
+    def _end_status(self) -> int:
+        self._popen.wait()
+        self._drain_output()
+        return self._popen.returncode
+
+    def end(self) -> None:
+        """Kill the process and all that came of it, what left its group and outlived it too; then it is gone."""
+        self._watcher.ending()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        self._popen.wait()
+        _kill(_marked(self._mark))
+        time.sleep(_EXEC_SECONDS)
+        _kill(_marked(self._mark))
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        for thread in self._threads:
+            thread.join(_KILL_SECONDS)
+        self._drain_output()
+        for stream in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+    def _hear(self) -> None:
+        assert self._popen.stdout is not None
+        for line in self._popen.stdout:
+            if line.strip():
+                with contextlib.suppress(json.JSONDecodeError):  # the remains of a killed writer's line
+                    self._messages.put(json.loads(line))
+        self._messages.put(None)
+
+    def _overhear(self) -> None:
+        assert self._popen.stderr is not None
+        while chunk := os.read(self._popen.stderr.fileno(), 1 << 16):
+            text = chunk.decode(errors="replace")
+            self._tail.append(text)
+            self._printed.put(text)
+
+
+def _overdue(now: float, whole: float | None, limit: float | None) -> Literal["whole", "step"] | None:
+    if whole is not None and now > whole:
+        return "whole"
+    return "step" if limit is not None and now > limit else None
+
+
+def _overdue_message(overdue: Literal["whole", "step"], allowed: float | None, phase: str) -> str:
+    if overdue == "whole":
+        return f"it was still {phase} when its time was up"
+    return f"a step took longer than {allowed:.1f} s ({phase})"
+
+
+def _compiling_seconds(deadlines: Deadlines, now: float) -> float | None:
+    """What one compilation may take: half of what is left to the trial, since a compiler's cache may have made the
+    first steps that the deadlines are taken from quick."""
+    if deadlines.first_step_seconds is None or deadlines.whole is None:
+        return deadlines.first_step_seconds
+    return max(deadlines.first_step_seconds, (deadlines.whole - now) / 2)
+
+
+def _answer(message: dict[str, Any]) -> Any:
+    if message["event"] == "result":
+        return message["value"]
+    if message["event"] == "failed":
+        return msgspec.convert(message["failure"], Failure)
+    kind: type[AutotuneAmpError] = getattr(errors, message["type"])
+    return kind(message["message"], message["next_step"])
+
+
+def _raised(answer: Any) -> Any:
+    if isinstance(answer, AutotuneAmpError):
+        raise answer
+    return answer
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=_KILL_SECONDS)
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    """The processes that inherited this mark."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(_MARK) == mark:
+                found.append(process)
+    return found
+
+
+def _count_oom_kills() -> int:
+    """The kernel's count of processes it ended for want of memory, 0 where it keeps none."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/vmstat").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])
+    return 0

@@ -1,0 +1,308 @@
+"""The process that trials run in or are forked from; started by runner.py, spoken to in lines of JSON.
+
+As a *template* (Linux) it imports torch, loads the workload once with one thread and forks a child for each call.
+As a *worker* it answers calls itself, one after the other, until it is told to end. Either way the parent speaks
+on standard input and hears on what was standard output when the process started; what the user's code prints goes
+to standard error. When the parent is gone, so is everything here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import multiprocessing
+import os
+import queue
+import select
+import signal
+import sys
+import threading
+import traceback
+from typing import Any
+
+import msgspec
+import psutil
+
+from autotune_amp.isolation.channel import Channel
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+class Server:
+    """Loads the workload and answers calls."""
+
+    def __init__(self, channel: Channel, mode: str) -> None:
+        self._channel = channel
+        self._mode = mode
+        self._is_template = mode == "template"
+        self._source: Any = None
+        self._origin = ""
+        self._bench: Any = None
+        self._threads: Any = None
+
+    def load(self, command: dict[str, Any]) -> None:
+        """Import or unpack the workload; a function that makes one is not called before `open`."""
+        from autotune_amp.core import workload
+        from autotune_amp.isolation import packing
+        from autotune_amp.isolation.forking import HeldThreads
+
+        sys.path[:] = command["path"]
+        self._origin = command["target"] or "workload"
+        packed = self._channel.read_exactly(command["num_packed_bytes"])
+        if self._is_template:
+            self._threads = HeldThreads()
+        if command["target"]:
+            self._source = workload.import_target(command["target"])
+        else:
+            self._source = packing.unpack(packed)
+        self._channel.send({"event": "result", "value": self._torch_state()})
+
+    def _torch_state(self) -> dict[str, Any]:
+        from autotune_amp.precision import torch_state
+
+        state = torch_state.capture()
+        return {**state, "num_threads": self._threads.num_threads} if self._is_template else state
+
+    def open(self, device: str, num_threads: int | None) -> None:
+        """Call the user's function once; answers with the torch state after it, and why children could not work.
+
+        `num_threads` is what trials will use; None is what the user's code asked for.
+        """
+        from autotune_amp.core.workload import make_workload
+        from autotune_amp.hardware.measuring import make_current
+        from autotune_amp.trial.bench import Bench
+        from autotune_amp.trial.memory import file_bytes
+
+        if not self._is_template:  # an accelerator is not for a process that others are forked from
+            make_current(device)
+        workload = make_workload(self._source, self._origin)
+        template_file_bytes = file_bytes() if self._is_template else 0
+        self._bench = Bench(workload, is_kept=self._mode == "kept", template_file_bytes=template_file_bytes)
+        state = self._torch_state()
+        reason = None
+        if self._is_template:
+            reason = self._why_not_fork(device, num_threads or state["num_threads"])
+        self._channel.send({"event": "result", "value": {"torch_state": state, "why_not_fork": reason}})
+
+    def share(self, device: str, state: dict[str, Any], seed: int) -> None:
+        """Build the model once, as a trial would, for all children; answers with why they could not work after it."""
+        from autotune_amp.isolation.forking import HeldThreads
+        from autotune_amp.precision import torch_state
+
+        self._threads = HeldThreads()
+        torch_state.apply(state)
+        torch_state.seed(seed)
+        self._bench.share(self._torch_state)
+        reason = self._why_not_fork(device, self._threads.num_threads, "building")
+        self._channel.send({"event": "result", "value": reason})
+
+    def _why_not_fork(self, device: str, num_threads: int, done: str = "loading") -> str | None:
+        from autotune_amp.isolation import forking
+
+        self._threads.release()
+        reason = forking.why_not_fork(device, num_threads, done)
+        gc.freeze()  # a collection in a child would copy every page that holds an object
+        return reason
+
+    def call(self, command: dict[str, Any]) -> None:
+        """Answer one call in this process."""
+        value = self._answer(command["what"], command["args"])
+        self._channel.send({"event": "result", "value": value})
+
+    def _answer(self, what: str, args: dict[str, Any]) -> Any:
+        from autotune_amp.trial import worker
+        from autotune_amp.trial.spec import CheckSpec, TrialSpec
+
+        if what == "probe":
+            import torch
+
+            from autotune_amp.hardware import measure
+            from autotune_amp.precision import torch_state
+
+            torch_state.apply(args["torch_state"])
+            hardware = measure(args["device"])
+            worker.clean(torch.device(hardware.device))
+            return hardware
+        if what == "fingerprint":
+            from autotune_amp.core.hardware import DeviceIdentity
+            from autotune_amp.fingerprint import compute
+
+            identity = msgspec.convert(args["identity"], DeviceIdentity)
+            return compute(self._source, args["options"], identity, args["torch_state"])
+        if what == "describe":
+            state, batch_size = args["torch_state"], args.get("baseline_batch_size")
+            return worker.describe(self._bench, args["device"], state, batch_size, has_tf32=args["has_tf32"])
+        if what == "check":
+            from autotune_amp.trial import checks
+
+            return checks.check(self._bench, msgspec.convert(args, CheckSpec), self._channel.send)
+        if what == "profile":
+            from autotune_amp.profile import child
+            from autotune_amp.profile.spec import ProfileSpec
+
+            return child.profile(self._bench, msgspec.convert(args, ProfileSpec), self._channel.send)
+        return worker.run(self._bench, msgspec.convert(args, TrialSpec), self._channel.send)
+
+    def attempt(self, action: Any, *args: Any) -> None:
+        """Do it, or say what went wrong; the user's code may raise anything, SystemExit among it."""
+        from autotune_amp.core.errors import AutotuneAmpError
+        from autotune_amp.core.outcome import Failure
+        from autotune_amp.trial.failures import classify
+
+        try:
+            action(*args)
+        except AutotuneAmpError as error:
+            self._channel.send(
+                {"event": "error", "type": type(error).__name__, "message": error.message, "next_step": error.next_step}
+            )
+        except SystemExit as error:
+            failure = Failure(kind="workload_error", message=f"the workload ended its process: sys.exit({error.code})")
+            self._channel.send({"event": "failed", "failure": failure})
+        except Exception as error:
+            self._channel.send({"event": "failed", "failure": classify(error)})
+
+    def handle(self, command: dict[str, Any]) -> None:
+        """Answer one command in this process."""
+        if command["cmd"] == "load":
+            self.attempt(self.load, command)
+        elif command["cmd"] == "open":
+            self.attempt(self.open, command["device"], command["num_threads"])
+        elif command["cmd"] == "share":
+            self.attempt(self.share, command["device"], command["torch_state"], command["seed"])
+        else:
+            self.attempt(self.call, command)
+
+
+def run_template(channel: Channel, server: Server) -> None:
+    """Fork a child for each call and watch it and the parent at once."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a trial leaves running becomes ours, to end
+    while (command := channel.read_line()) is not None:
+        if command["cmd"] in ("load", "open", "share"):
+            server.handle(command)
+        elif command["cmd"] == "call":
+            own = {process.pid for process in psutil.Process().children(recursive=True)}
+            if not _watch(channel, _fork(server, command), own):
+                return
+
+
+def _fork(server: Server, command: dict[str, Any]) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os.setsid()
+        _die_with(parent)
+        _enter_trial()
+        server.handle(command)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _watch(channel: Channel, pid: int, own: set[int]) -> bool:
+    """Wait for the child's end, killing it when told to; false when the parent is gone.
+
+    `own` are processes that the user's code started while it was loaded; they are there for every trial.
+    """
+    pidfd = os.pidfd_open(pid)
+    is_parent_there = True
+    try:
+        while True:
+            ready, _, _ = select.select([pidfd, channel.input], [], [])
+            if pidfd in ready:
+                break
+            command = channel.read_line()
+            is_parent_there = command is not None
+            if command is None or command["cmd"] == "kill":
+                _kill_group(pid)
+                os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
+                break
+    finally:
+        os.close(pidfd)
+    _kill_group(pid)  # its loader workers; before it is reaped, so that the number is still its own
+    _, status = os.waitpid(pid, 0)
+    _end_orphans(own)
+    if is_parent_there:
+        channel.send({"event": "exit", "status": os.waitstatus_to_exitcode(status)})
+    return is_parent_there
+
+
+def _end_orphans(own: set[int]) -> None:
+    """Kill and reap whatever the child left: as the subreaper, we have inherited it."""
+    left = [process for process in psutil.Process().children(recursive=True) if process.pid not in own]
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=5)
+
+
+def run_worker(channel: Channel, server: Server) -> None:
+    """Answer calls in this process, while a thread listens for the parent's end."""
+    commands: queue.Queue[dict[str, Any]] = queue.Queue()
+    done = threading.Event()
+
+    def listen() -> None:
+        while (command := channel.read_line()) is not None:
+            commands.put(command)
+            if command["cmd"] == "load":  # its packed bytes follow, and are the main thread's to read
+                done.wait()
+                done.clear()
+        _kill_group(os.getpid())
+        os._exit(1)
+
+    threading.Thread(target=listen, daemon=True).start()
+    _enter_trial()
+    while True:
+        command = commands.get()
+        server.handle(command)
+        if command["cmd"] == "load":
+            done.set()
+
+
+def _enter_trial() -> None:
+    from autotune_amp.trial.worker import raise_oom_score
+
+    raise_oom_score()
+    if sys.platform == "linux":
+        # A loader's workers cannot pickle classes of the user's __main__, which exists only as our copy.
+        multiprocessing.set_start_method("fork", force=True)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent is gone, at whatever it is then (Linux only)."""
+    if sys.platform == "linux":
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # gone before we asked
+            os._exit(1)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def main(mode: str, parent: int) -> None:
+    """Serve until `parent` closes our input, as ``template``, ``kept`` or ``fresh`` worker."""
+    _die_with(parent)
+    channel = Channel()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a text stream: nobody replaced it yet
+    import torch
+    import torch._dynamo  # noqa: F401 # optimizers import it, and it takes a second that no trial should pay again
+
+    server = Server(channel, mode)
+    channel.send({"event": "result", "value": "ready"})
+    if mode == "template":
+        run_template(channel, server)
+    else:
+        run_worker(channel, server)

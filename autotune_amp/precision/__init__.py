@@ -1,0 +1,1 @@
+"""What a precision sets: autocast, flags, scaler, casts around modules."""

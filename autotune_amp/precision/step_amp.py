@@ -1,0 +1,173 @@
+"""What a `train_step` is given where no training job runs: in a trial, in a check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.errors import WorkloadError
+
+MAX_CALLS_WITHOUT_STEP = 16  # a train_step may accumulate gradients over its calls
+
+
+class StepAmp(torch.amp.GradScaler):
+    """A GradScaler with `PrecisionController`'s interface, as far as a training step uses it.
+
+    It notes what train_step does: the losses that its latest call scales, detached, and how often all of its calls ask
+    for the rest. `new_autocast` gives a fresh context for a forward pass. Unless it `scales` by the config's loss scale
+    it is as a GradScaler that is disabled.
+    """
+
+    window_size, window_share = 1, 1.0  # what a loop accumulates over its calls is its own affair
+
+    def __init__(
+        self,
+        new_autocast: Callable[[], AbstractContextManager[object]],
+        device_type: str,
+        config: AmpConfig,
+        *,
+        scales: bool = True,
+    ) -> None:
+        loss_scale = config.loss_scale if scales else None
+        if loss_scale is None:
+            super().__init__(device_type, enabled=False)
+        else:
+            super().__init__(
+                device_type,
+                init_scale=loss_scale.init_scale,
+                growth_factor=loss_scale.growth_factor,
+                backoff_factor=loss_scale.backoff_factor,
+                growth_interval=loss_scale.growth_interval,
+            )
+        self._new_autocast = new_autocast
+        self._config = config
+        self._last_total = torch.zeros(())
+        self.num_calls = self.num_autocasts = self.num_scalings = self.num_steps = self.num_updates = 0
+        self.losses: list[Tensor] = []
+        self._scale_was_read = False
+
+    @property
+    def config(self) -> AmpConfig:
+        """What is tried."""
+        return self._config
+
+    def begin(self) -> None:
+        """A call of `train_step` begins."""
+        self.num_calls += 1
+        self.losses = []
+        self._scale_was_read = False
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context for the forward pass, fresh each time."""
+        self.num_autocasts += 1
+        return self._new_autocast()
+
+    @contextmanager
+    def validation(self) -> Iterator[None]:
+        """The forward pass of validation: the same precision without gradients."""
+        with torch.no_grad(), self._new_autocast():
+            yield
+
+    def scale(self, outputs: Any) -> Any:
+        """The outputs times the loss scale."""
+        self.num_scalings += 1
+        if not self._scale_was_read:  # as a gradient penalty does: its loss holds gradients, which overflow too
+            losses = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+            self.losses += [loss.detach().sum(dtype=torch.float32) for loss in losses]
+        return super().scale(outputs)
+
+    def get_scale(self) -> float:
+        """The current loss scale, 1.0 where the loss is not scaled; waits for the device."""
+        self._scale_was_read = self.num_scalings > 0
+        return super().get_scale()
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """``scale(loss).backward(**kwargs)``."""
+        self.scale(loss).backward(**kwargs)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether a call has ended a step."""
+        return self.num_steps > 0 and self.num_updates > 0
+
+    def total_loss(self, *, needs_autocast: bool) -> Tensor:
+        """The sum of the latest call's losses, of the one before it where it had none.
+
+        Raises `WorkloadError` where its calls do not train through amp, after `MAX_CALLS_WITHOUT_STEP` also where none
+        has stepped.
+        """
+        must_have_stepped = self.num_calls >= MAX_CALLS_WITHOUT_STEP
+        missing = [
+            call
+            for call, count, is_due in (
+                ("amp.autocast()", self.num_autocasts, needs_autocast),
+                ("amp.backward(loss)", self.num_scalings, True),
+                ("amp.step(optimizer)", self.num_steps, must_have_stepped),
+                ("amp.update()", self.num_updates, must_have_stepped),
+            )
+            if is_due and count == 0
+        ]
+        if missing:
+            calls = f" in {self.num_calls} calls" if self.num_calls > 1 else ""
+            raise WorkloadError(
+                f"train_step(state, batch, amp) did not call {' or '.join(missing)}{calls}: nothing says that it "
+                "trains in the precision that is tried.",
+                "Run each forward pass in `with amp.autocast():` and call amp.backward(loss); in every call of "
+                "train_step, or every few, call amp.step(optimizer) for each optimizer that it trains, then "
+                "amp.update() once.",
+            )
+        if self.losses:
+            self._last_total = torch.stack([loss.to(self.losses[0].device) for loss in self.losses]).sum()
+        return self._last_total
+
+    def step_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
+        """Step all of them or none. Waits for the device."""
+        stepped = [bool(self.step(optimizer)) for optimizer in optimizers]
+        return all(stepped)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """The step is over."""
+        self._note_update()
+        super().update(new_scale)
+
+    def _note_update(self) -> None:
+        self.num_updates += 1
+        self._scale_was_read = False
+
+    def status(self) -> SimpleNamespace:
+        """Where the run stands, in the fields of the controller's: as if no step was skipped, and nothing watched."""
+        return SimpleNamespace(
+            precision=self.config.precision,
+            is_enabled=True,
+            is_advisory=False,
+            pinned_modules=self.config.pinned_modules,
+            scale=self.get_scale(),
+            num_updates=self.num_updates,
+            num_steps=self.num_updates,
+            num_skips=0,
+            skip_share=0.0,
+            amp_share=float(self.config.precision in ("bf16", "fp16")),
+            step_seconds=None,
+            peak_memory_bytes=0,
+            forward_max=None,
+            history=(),
+        )
+
+    def on_step(self, callback: Callable[[], object], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Not called back here."""
+
+    def on_move(self, listener: Callable[[Any], object]) -> None:
+        """Nothing moves here."""
+
+    def attach(self, model: nn.Module, rerun: Callable[[], Tensor] | None = None) -> None:
+        """Nothing is watched here."""
+
+    def synchronize(self) -> None:
+        """Nothing is on its way here."""

@@ -1,0 +1,146 @@
+"""What of a live workload arrives in another process: a compiled model compiled, a wrapped one bare, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autotune_amp import Workload
+from autotune_amp.core.errors import WorkloadError
+from autotune_amp.fingerprint import workload_parts
+from autotune_amp.isolation.packing import pack, unpack
+
+COMPILED: list[str] = []
+
+
+def backend(graph: Any, inputs: Any, *, name: str = "plain", **_: Any) -> Any:
+    """Compiles nothing, and notes that it was asked to."""
+    COMPILED.append(name)
+    return graph.forward
+
+
+class Named:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, graph: Any, inputs: Any, **options: Any) -> Any:
+        return backend(graph, inputs, name=self.name)
+
+
+class Net(nn.Module):
+    """Of our own: torch compiles its own modules as parts of others alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.linear(inputs)
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """The names of the backends that were asked to compile something."""
+    COMPILED.clear()
+    yield COMPILED
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of this process alone."""
+    store = dist.HashStore()  # type: ignore[attr-defined]  # its stubs do not export it
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def workload_of(model: nn.Module, optimizer: Any = torch.optim.SGD) -> Workload:
+    return Workload(model, lambda model, batch: model(batch).sum(), lambda size: torch.randn(size, 4), optimizer)
+
+
+def arrived(model: nn.Module, optimizer: Any = torch.optim.SGD) -> Any:
+    return unpack(pack(workload_of(model, optimizer)))
+
+
+def test_a_model_compiled_in_place_is_compiled_where_it_arrives(compiled: list[str]) -> None:
+    model = Net()
+    model.compile(backend=Named("whole"))
+    found = arrived(model).model
+    found(torch.ones(2, 4))
+    assert compiled == ["whole"]
+    assert torch.equal(found.linear.weight, model.linear.weight)
+
+
+def test_parts_compiled_in_place_are_too_and_the_others_not(compiled: list[str]) -> None:
+    model = nn.Sequential(Net(), Net(), Net())
+    model[0].compile(backend=Named("first"))
+    model[2].compile(disable=True)
+    arrived(model).model(torch.ones(2, 4))
+    assert compiled == ["first"]
+
+
+def test_a_model_compiled_in_a_way_that_cannot_be_known_is_refused() -> None:
+    model = Net()
+    model._compiled_call_impl = lambda inputs: model.forward(inputs)
+    with pytest.raises(WorkloadError, match=r"^workload\.model.* \(a .*Net\) .*\n.*Call compile\(\) inside a function"):
+        pack(workload_of(nn.Sequential(model)))
+
+
+def wrapped(model: nn.Module) -> Any:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_model_arrives_without_the_ddp_around_it_and_the_optimizer_is_its_own() -> None:
+    model = wrapped(nn.Linear(4, 1))
+    groups: list[dict[str, Any]] = [{"params": [model.module.weight], "lr": 0.1}, {"params": [model.module.bias]}]
+    optimizer = torch.optim.SGD(groups, lr=0.2)
+    found = arrived(model, optimizer)
+    assert type(found.model) is nn.Linear
+    assert [group["params"] for group in found.optimizer.param_groups] == [[found.model.weight], [found.model.bias]]
+    assert torch.equal(found.model.weight, model.module.weight)
+
+
+@pytest.mark.usefixtures("group")
+def test_ddp_around_a_compiled_model_and_within_one_leaves_it_compiled(compiled: list[str]) -> None:
+    inside, around, in_place = Net(), Net(), wrapped(Net())
+    inside.compile(backend=Named("inside"))
+    in_place.compile(backend=Named("in place"))
+    models: tuple[Any, ...] = wrapped(inside), torch.compile(wrapped(around), backend=Named("around")), in_place
+    for model in models:
+        arrived(model).model(torch.ones(2, 4))
+    assert compiled == ["inside", "around", "in place"]
+
+
+@pytest.mark.usefixtures("group")
+def test_the_ddp_around_a_model_is_nothing_to_the_fingerprint() -> None:
+    model = nn.Linear(4, 1)
+    assert workload_parts(SimpleNamespace(model=wrapped(model))) == workload_parts(SimpleNamespace(model=model))
+
+
+def sharded(model: nn.Module) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+
+def fully_sharded(model: nn.Module) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), sharding_strategy=ShardingStrategy.NO_SHARD)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("shard", [sharded, fully_sharded])
+def test_what_needs_the_process_group_is_refused_by_name(shard: Callable[[nn.Module], Any]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), shard(nn.Linear(4, 1)))
+    with pytest.raises(WorkloadError, match=r"^workload\.model.* process group .*\n.*Pass the bare model"):
+        pack(workload_of(model))

@@ -1,0 +1,187 @@
+"""Pins, overrides and observers in compiled models: the graphs, and what they compute."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from swap_samples import Block, Model, wrap_as_accelerate
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from autotune_amp.core.config import Precision
+from autotune_amp.precision.mode import (
+    Observer,
+    autocast,
+    observe,
+    override,
+    override_of,
+    pin_fp32,
+    unpin,
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(4, 8)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # importing inductor
+def test_compiled_graphs_and_numerics_stay_as_they_were(backend: str, x: Tensor) -> None:
+    children = psutil.Process().children()
+    original = Model(num_blocks=3)
+    counts, results, maxima = [], [], []
+    for attached in ("never", "before compiling", "after compiling"):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend(backend)
+        model, observer = copy.deepcopy(original), Observer(6, "cpu")
+
+        def attach(model: Model = model, observer: Observer = observer) -> None:
+            for i, block in enumerate(model.blocks):
+                observe(block, observer, 2 * i)
+                observe(model.linear(i), observer, 2 * i + 1)
+
+        if attached == "before compiling":
+            attach()
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+        with torch._inductor.config.patch(compile_threads=1), autocast("bf16", "cpu"):
+            if attached == "after compiling":
+                compiled(x)
+                assert counter.frame_count == 1
+                attach()
+                counter.frame_count = 0
+            for is_sampling in (False, True, False):
+                observer.is_sampling = is_sampling  # the graph must not look at it
+                (out,) = compiled(x)
+                out.square().sum().backward()
+        counts.append(counter.frame_count)
+        results.append([out, *(p.grad for p in model.parameters())])
+        maxima.append(observer.read())
+    assert counts == [1, 1, 1]
+    for result in results[1:]:
+        assert all(map(torch.equal, results[0], result))
+    assert (maxima[0] == 0).all()
+    assert (maxima[1] > 0).all()
+    assert torch.equal(maxima[1], maxima[2])
+    assert psutil.Process().children() == children
+
+
+def test_observed_modules_of_one_class_share_a_graph_where_the_model_breaks_into_many(x: Tensor) -> None:
+    class Breaks(Block):
+        def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+            x = self.linear(x) * scale
+            torch._dynamo.graph_break()
+            return torch.relu(x)
+
+    counts = []
+    for num_blocks in (3, 12):  # the compiler gives up after 8 graphs of one function
+        torch._dynamo.reset()
+        model, observer = Model(), Observer(num_blocks, "cpu")
+        model.blocks = nn.ModuleList(Breaks() for _ in range(num_blocks))
+        for slot, block in enumerate(model.blocks):
+            observe(block, observer, slot)
+        counter = CompileCounterWithBackend("eager")
+        with torch.no_grad():
+            torch.compile(model, backend=counter)(x)
+        assert (observer.read() > 0).all()
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[1]
+
+
+def test_a_checkpointed_region_can_be_observed_and_pinned(x: Tensor) -> None:
+    class Checkpointed(Model):
+        def forward(self, x: Tensor) -> tuple[Tensor]:
+            for block in self.blocks:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            return (x,)
+
+    model, observer = Checkpointed(), Observer(2, "cpu")
+    for slot, block in enumerate(model.blocks):
+        observe(block, observer, slot)
+    pin_fp32(model.linear(1), "cpu")
+    observer.is_sampling = True
+    found = []
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        observer.reset()
+        run(x)[0].sum().backward()
+        found.append(observer.read())
+    assert (found[0] > 0).all()
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_pin_set_before_compiling_is_in_the_graph(x: Tensor) -> None:
+    model = Model()
+    pin_fp32(model.linear(0), "cpu")
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    with autocast("bf16", "cpu"):
+        (out,), (expected,) = compiled(x), model(x)
+        unpin(model.linear(0))
+        assert not torch.equal(model(x)[0], expected)
+    assert torch.equal(out, expected)
+    assert counter.frame_count == 1
+
+
+def test_a_pin_set_after_compiling_recompiles_once_and_its_end_is_free(x: Tensor) -> None:
+    model = Model()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    with autocast("bf16", "cpu"):
+        before = compiled(x)[0]
+        pin_fp32(model.linear(0), "cpu")
+        pinned = compiled(x)[0]
+        assert torch.equal(pinned, model(x)[0])
+        assert not torch.equal(pinned, before)
+        unpin(model.linear(0))
+        assert torch.equal(compiled(x)[0], before)
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_each_new_precision_compiles_once_and_comes_back_for_free(in_place: bool, x: Tensor) -> None:
+    model, eager = Model(), Model()
+    eager.load_state_dict(model.state_dict())
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled: Any = model
+    if in_place:
+        model.compile(backend=counter, fullgraph=True)
+    else:
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+    counts, outputs = [], []
+    precisions: list[Precision] = ["fp16", "bf16", "fp32", "fp16", "bf16", "fp32"]
+    for precision in precisions:
+        override(compiled, precision, "cpu")
+        with autocast("fp16", "cpu"):
+            outputs.append(compiled(x)[0])
+        with autocast(precision, "cpu"):
+            assert torch.equal(outputs[-1], eager(x)[0])
+        counts.append(counter.frame_count)
+    assert counts == [1, 2, 3, 3, 3, 3]
+    assert override_of(compiled) == override_of(model) == "fp32"
+    assert not torch.equal(outputs[0], outputs[1])
+
+
+def test_a_forward_set_on_the_instance_is_compiled(x: Tensor) -> None:
+    model = Model()
+    block = model.blocks[0]
+    wrap_as_accelerate(block)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with autocast("bf16", "cpu"):
+        before = compiled(x)[0]
+        pin_fp32(block, "cpu")
+        after = compiled(x)[0]
+        assert torch.equal(after, model(x)[0])
+    assert not torch.equal(before, after)

@@ -1,0 +1,108 @@
+"""Every module of real transformers, pinned in turn under half precision: loss and gradients stay finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autotune_amp.core.config import Precision
+from autotune_amp.precision.mode import Observer, autocast, observe, override, pin_fp32, unpin
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = torch.arange(12).view(2, 6)
+SMALL = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 1}
+
+
+def gpt2() -> tuple[nn.Module, dict[str, Any]]:
+    config = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    return transformers.GPT2LMHeadModel(config), {"input_ids": TOKENS, "labels": TOKENS}
+
+
+def bert() -> tuple[nn.Module, dict[str, Any]]:
+    model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=32, **SMALL))
+    return model, {"input_ids": TOKENS, "labels": TOKENS, "attention_mask": (TOKENS != 11).long()}
+
+
+def t5() -> tuple[nn.Module, dict[str, Any]]:
+    sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(decoder_start_token_id=0, **sizes))
+    return model, {"input_ids": TOKENS, "labels": TOKENS}
+
+
+def llama() -> tuple[nn.Module, dict[str, Any]]:
+    config = transformers.LlamaConfig(vocab_size=32, num_key_value_heads=1, **SMALL)
+    return transformers.LlamaForCausalLM(config), {"input_ids": TOKENS, "labels": TOKENS}
+
+
+def mixtral() -> tuple[nn.Module, dict[str, Any]]:
+    config = transformers.MixtralConfig(vocab_size=32, num_key_value_heads=1, num_local_experts=2, **SMALL)
+    return transformers.MixtralForCausalLM(config), {"input_ids": TOKENS, "labels": TOKENS}
+
+
+def vit() -> tuple[nn.Module, dict[str, Any]]:
+    config = transformers.ViTConfig(image_size=8, patch_size=4, num_labels=3, **SMALL)
+    model = transformers.ViTForImageClassification(config)
+    return model, {"pixel_values": torch.randn(2, 3, 8, 8), "labels": torch.tensor([0, 2])}
+
+
+MODELS = [gpt2, bert, t5, llama, mixtral, vit]
+
+
+def loss_of(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    torch.manual_seed(0)  # the same dropout each time
+    model.zero_grad()
+    loss: Tensor = model(**inputs).loss
+    loss.backward()  # type: ignore[no-untyped-call] # torch has no type for it
+    assert loss.isfinite()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    return loss.detach()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("make", MODELS)
+def test_every_module_can_be_pinned(make: Callable[[], tuple[nn.Module, dict[str, Any]]], precision: Precision) -> None:
+    torch.manual_seed(0)
+    model, inputs = make()
+    exact = loss_of(model, inputs)
+    put_out: list[torch.dtype] = []
+
+    def record(_: nn.Module, __: object, output: Any) -> None:
+        if isinstance(output, Tensor):
+            put_out.append(output.dtype)
+
+    with autocast(precision, "cpu"):
+        for module in model.modules():
+            pin_fp32(module, "cpu")
+            handle = module.register_forward_hook(record)
+            torch.testing.assert_close(loss_of(model, inputs), exact, rtol=0.05, atol=0.05)
+            handle.remove()
+            unpin(module)
+    assert len(put_out) > 8
+    assert set(put_out) == {torch.float32}
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_a_pinned_root_computes_what_fp32_does_and_observing_changes_nothing(
+    make: Callable[[], tuple[nn.Module, dict[str, Any]]],
+) -> None:
+    torch.manual_seed(0)
+    model, inputs = make()
+    exact = loss_of(model, inputs)
+    modules = list(model.modules())
+    observer = Observer(len(modules), "cpu")
+    observer.is_sampling = True
+    for slot, module in enumerate(modules):
+        observe(module, observer, slot)
+    override(model, "bf16", "cpu")
+    assert not torch.equal(loss_of(model, inputs), exact)
+    pin_fp32(model, "cpu")
+    with autocast("bf16", "cpu"):
+        assert torch.equal(loss_of(model, inputs), exact)
+    maxima = observer.read()
+    assert maxima.isfinite().all()
+    assert (maxima > 0).sum() > 8
