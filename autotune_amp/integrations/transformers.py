@@ -235,9 +235,9 @@ class _KeepingController(PrecisionController):
 
     stopped: TrainingStoppedError | None = None
 
-    def _act(self) -> None:
+    def _settle(self) -> None:
         try:
-            super()._act()
+            super()._settle()
         except TrainingStoppedError as error:
             self.stopped = error
 
