@@ -19,6 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from autotune_amp.core.config import Precision
+from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import Failure
 from autotune_amp.hardware.matmul import flops_per_second, synchronize
 from autotune_amp.numerics.batches import tensors
@@ -27,13 +28,13 @@ from autotune_amp.profile.flops import count_flops
 from autotune_amp.profile.spec import CUT_RATIO, Lane, Profiled, ProfileSpec, Split
 from autotune_amp.profile.trace import MARK, Trace, split, step_mark
 from autotune_amp.profile.trainings import trainings, unfused_optimizer
-from autotune_amp.trial.bench import Bench
 from autotune_amp.trial.compiling import CompileWatch
+from autotune_amp.trial.context import Context
 from autotune_amp.trial.failures import classify
-from autotune_amp.trial.spec import NUM_WARMUP_STEPS
+from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
 from autotune_amp.trial.step import BaseTraining
 from autotune_amp.trial.timing import MAX_COMPILING_STEPS, MAX_SCALE_SEARCH_STEPS, NonFiniteError
-from autotune_amp.trial.worker import Send, guarded, prepare
+from autotune_amp.trial.worker import guarded, prepare
 
 NUM_BLOCKS_BEFORE_CUT = 3
 RATE_SECONDS, _RATE_BYTES = 0.2, 2**30
@@ -43,18 +44,18 @@ PROFILED_SECONDS = 1.0  # after which no step is begun that is more than the lea
 Window: TypeAlias = list[Any]  # the batches of one optimizer step
 
 
-def profile(bench: Bench, spec: ProfileSpec, send: Send) -> Profiled | Failure:
+def profile(context: Context, spec: ProfileSpec, send: Tell) -> Profiled | Failure:
     """Run the precisions side by side; what ends one of them is in its lane, what ends all of them a `Failure`.
 
     Running out of memory ends all: it says nothing of the one that was running, beside the others.
     """
-    return guarded(bench, spec.trials[0], lambda: _profile(bench, spec, send))
+    return guarded(context, spec.trials[0], lambda: _profile(context, spec, send))
 
 
-def _profile(bench: Bench, spec: ProfileSpec, send: Send) -> Profiled:
-    prepare(bench, spec.trials[0])
+def _profile(context: Context, spec: ProfileSpec, send: Tell) -> Profiled:
+    prepare(context, spec.trials[0])
     with ExitStack() as stack, CompileWatch(lambda: None) as compiling:
-        runs = [_Run(stack.enter_context(closing(training))) for training in trainings(bench, spec.trials)]
+        runs = [_Run(stack.enter_context(closing(training))) for training in trainings(context, spec.trials)]
         source = runs[0].training
         source.start_loading()
         window = _next_window(source)
@@ -167,7 +168,7 @@ def _next_window(source: BaseTraining) -> Window:
     return [source.next_batch() for _ in range(source.spec.candidate.accumulation_steps)]
 
 
-def _take_turns(runs: Sequence[_Run], spec: ProfileSpec, compiling: CompileWatch, send: Send) -> list[float]:
+def _take_turns(runs: Sequence[_Run], spec: ProfileSpec, compiling: CompileWatch, send: Tell) -> list[float]:
     """Time blocks of steps, each precision on the same batches, another one first each time; returns the wait of each
     block's step for its data. A block in which torch.compile compiled is taken again."""
     data_seconds: list[float] = []
@@ -214,14 +215,14 @@ class _TakenApart:
     rates: dict[Precision, float] = field(default_factory=dict)
 
 
-def _taken_apart(runs: Sequence[_Run], window: Window, trace_file: str | None, send: Send) -> _TakenApart:
+def _taken_apart(runs: Sequence[_Run], window: Window, trace_file: str | None, send: Tell) -> _TakenApart:
     splits, split_problem = _traced([run for run in runs if run.is_running], window, trace_file, send)
     flops, flops_problem = _flops(runs, window)
     return _TakenApart(splits, split_problem, flops, flops_problem, _rates(runs))
 
 
 def _traced(
-    runs: Sequence[_Run], window: Window, trace_file: str | None, send: Send
+    runs: Sequence[_Run], window: Window, trace_file: str | None, send: Tell
 ) -> tuple[dict[str, Split], str | None]:
     """Profile a few steps of each; the trace stays where `trace_file` says so. Where no trace can be written there are
     no splits, but why."""

@@ -14,13 +14,13 @@ import msgspec
 from autotune_amp.core.config import Precision
 from autotune_amp.core.outcome import Failure, Measurement, Outcome
 from autotune_amp.profile.spec import Lane, Profiled, ProfileSpec
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 
 NUM_ROUNDS = 3
 MAX_SETUP_SECONDS = 30.0  # that the rounds after the first may spend on building models and on first steps
 
 Ask: TypeAlias = Callable[[ProfileSpec], Profiled | Failure]
-Run: TypeAlias = Callable[[TrialSpec], Outcome]
+Run: TypeAlias = Callable[[Trial], Outcome]
 Say: TypeAlias = Callable[[str], None]
 
 _LOADS_AHEAD = "the loader's workers load ahead, which hides the wait that one precision alone has"

@@ -19,7 +19,8 @@ from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware import identify
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.isolation.runner import Runner, can_fork
+from autotune_amp.isolation.backend import Backend
+from autotune_amp.isolation.local import LocalBackend
 from autotune_amp.profile.answer import answer, load_notes
 from autotune_amp.profile.request import Request
 from autotune_amp.profile.results import AmpProfile
@@ -40,7 +41,7 @@ from autotune_amp.search.origin import Origin
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.session import Clock, ProgressWatcher
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
-from autotune_amp.trial.spec import STEPS_PER_SYNC, TrialSpec
+from autotune_amp.trial.jobs import STEPS_PER_SYNC, Trial
 
 DEADLINE_SECONDS = 600.0  # of fp32 alone, which says how long the others may take
 NUM_STEPS_ALONE, SECONDS_ALONE = (4, 8), 5.0
@@ -91,7 +92,7 @@ def run_profile(origin: Origin, request: Request, progress: Progress) -> AmpProf
     meter = LoadMeter(identify(request.device).uuid)  # before a context of ours is on the card
     watcher = _Watcher(progress, clock, meter)
     progress.work_started(None)
-    with Runner(origin.payload(), "fork" if can_fork() else "kept", watcher, _ENVIRONMENT) as runner:
+    with LocalBackend(origin.payload(), None, watcher, _ENVIRONMENT) as runner:
         opened = open_workload(runner, origin, request.device, clock, progress)
         progress.found_hardware(opened.hardware)
         asked = _asked(request, opened.hardware)
@@ -139,8 +140,8 @@ def _space(request: Request, opened: Opened, asked: tuple[Precision, ...]) -> Sp
     return build_space(opened.hardware, opened.description, SearchOptions.from_user(precision=asked, **own))
 
 
-def _trial(precision: Precision, space: Space, opened: Opened) -> TrialSpec:
-    return TrialSpec(
+def _trial(precision: Precision, space: Space, opened: Opened) -> Trial:
+    return Trial(
         candidate=Setting(
             precision=precision,
             batch_size=space.baseline.batch_size,
@@ -157,7 +158,7 @@ def _trial(precision: Precision, space: Space, opened: Opened) -> TrialSpec:
 
 
 def _alone(
-    runner: Runner, trials: Mapping[Precision, TrialSpec], watcher: _Watcher, clock: Clock, progress: Progress
+    runner: Backend, trials: Mapping[Precision, Trial], watcher: _Watcher, clock: Clock, progress: Progress
 ) -> tuple[dict[Precision, Measurement | Failure], dict[Precision, float]]:
     """Each in a process of its own: its memory, whether it runs at all, and whether it is worth running longer; and of
     those that hung in a step after the first how long that was waited for."""
@@ -168,7 +169,7 @@ def _alone(
         progress.trial_started(number, trial.candidate, trial.purpose)
         watcher.begin()
         started, limited = clock.elapsed(), _limited(trial, found.get("fp32"))
-        outcome = runner.run(limited)
+        outcome = runner.submit(limited).result()
         progress.trial_ended(
             Record(
                 search_id="profile",
@@ -188,7 +189,7 @@ def _alone(
     return found, overdue_seconds
 
 
-def outcome_is_overdue(outcome: Outcome, trial: TrialSpec, waited_seconds: float | None) -> bool:
+def outcome_is_overdue(outcome: Outcome, trial: Trial, waited_seconds: float | None) -> bool:
     """Whether a step other than the first went past its deadline. Pure.
 
     `waited_seconds` passed since the last step was reported, None where none was. Compiling again has a deadline no
@@ -200,7 +201,7 @@ def outcome_is_overdue(outcome: Outcome, trial: TrialSpec, waited_seconds: float
     return step is not None and first_step is not None and step <= waited_seconds + _TICK_SECONDS < first_step
 
 
-def _limited(trial: TrialSpec, fp32: Outcome | None) -> TrialSpec:
+def _limited(trial: Trial, fp32: Outcome | None) -> Trial:
     """With what its steps may take, going by those of fp32 where that ran."""
     if not isinstance(fp32, Measurement) or trial.candidate.precision == "fp32":
         return trial
@@ -212,8 +213,9 @@ def _limited(trial: TrialSpec, fp32: Outcome | None) -> TrialSpec:
     )
 
 
-def _profile_spec(trials: Sequence[TrialSpec], request: Request, device: str, trace_file: Path) -> ProfileSpec:
+def _profile_spec(trials: Sequence[Trial], request: Request, device: str, trace_file: Path) -> ProfileSpec:
     return ProfileSpec(
+        device=device,
         trials=tuple(trials),
         num_batches=request.num_batches,
         num_batches_per_block=1 if device == "cpu" else STEPS_PER_SYNC,
@@ -222,7 +224,7 @@ def _profile_spec(trials: Sequence[TrialSpec], request: Request, device: str, tr
 
 
 def _profiled(
-    runner: Runner,
+    runner: Backend,
     spec: ProfileSpec,
     alone: Mapping[Precision, Measurement | Failure],
     watcher: _Watcher,
@@ -235,8 +237,8 @@ def _profiled(
     joined = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} in turns"
     progress.phase(f"running {joined} on the same {spec.num_batches} batches, in {_processes(num)}")
 
-    def run(trial: TrialSpec) -> Outcome:
-        return runner.run(_limited(trial, alone.get("fp32")))
+    def run(trial: Trial) -> Outcome:
+        return runner.submit(_limited(trial, alone.get("fp32"))).result()
 
     profiled, notes = timed(partial(_ask, runner, watcher, known), run, spec, num, progress.note)
     if num < min(NUM_ROUNDS, spec.num_batches):
@@ -249,13 +251,13 @@ def _processes(num: int) -> str:
     return "one process" if num == 1 else f"{num} processes"
 
 
-def _ask(runner: Runner, watcher: _Watcher, alone: Sequence[Measurement], spec: ProfileSpec) -> Profiled | Failure:
+def _ask(runner: Backend, watcher: _Watcher, alone: Sequence[Measurement], spec: ProfileSpec) -> Profiled | Failure:
     """The child's answer; it may take several times what the runs alone foretell, which are all waited for."""
     watcher.expect(spec.num_batches)
     foreseen = sum(m.build_seconds + m.first_step_seconds + (spec.num_batches + 10) * m.step_seconds for m in alone)
-    answer = runner.ask("profile", msgspec.to_builtins(spec), 60.0 + _SLACK * foreseen)
+    answer = runner.submit(msgspec.structs.replace(spec, deadline_seconds=60.0 + _SLACK * foreseen)).result()
     watcher.expect(None)
-    return answer if isinstance(answer, Failure) else msgspec.convert(answer, type=Profiled | Failure)
+    return answer
 
 
 def _rates(hardware: Hardware, profiled: Profiled) -> dict[Precision, float]:

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import msgspec
 
 from autotune_amp.core.config import Precision
+from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Failure
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 
 LOW: tuple[Precision, ...] = ("bf16", "fp16")  # what mixed precision means: autocast casts to them
 # A precision whose steps take so many times those of fp32, beside which they are run, is left after a few of them.
 CUT_RATIO = 5.0
-
-
-class ProfileSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Precisions to run side by side, one trial's spec for each, over `num_batches` batches that all of them share.
-
-    `num_batches_per_block` are timed between two synchronisations. Where `takes_apart`, steps are profiled after that,
-    with the Chrome trace written to `trace_file` (None for none), and operations and the machine's rates are counted.
-    `seed` of the trials seeds the model and the order of the batches.
-    """
-
-    trials: tuple[TrialSpec, ...]
-    num_batches: int
-    num_batches_per_block: int = 1
-    takes_apart: bool = True
-    trace_file: str | None = None
 
 
 class ProfiledStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,3 +79,21 @@ class Profiled(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     is_compiled: bool = False
     num_loader_workers: int | None = None
     rates: dict[Precision, float] = {}
+
+
+class ProfileSpec(Job[Profiled], frozen=True, kw_only=True):
+    """Precisions to run side by side, one trial's spec for each, over `num_batches` batches that all of them share.
+
+    `num_batches_per_block` are timed between two synchronisations. Where `takes_apart`, steps are profiled after that,
+    with the Chrome trace written to `trace_file` (None for none), and operations and the machine's rates are counted.
+    `seed` of the trials seeds the model and the order of the batches.
+    """
+
+    answer: ClassVar[Any] = Profiled
+    work: ClassVar[str] = "autotune_amp.profile.child:profile"
+
+    trials: tuple[Trial, ...]
+    num_batches: int
+    num_batches_per_block: int = 1
+    takes_apart: bool = True
+    trace_file: str | None = None

@@ -12,20 +12,20 @@ from torch import nn
 from autotune_amp.core.workload import Workload
 from autotune_amp.isolation.packing import compile_with, compiler_of
 from autotune_amp.precision import torch_state
-from autotune_amp.trial.bench import Bench
+from autotune_amp.trial.context import Context
+from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.optimizers import each
-from autotune_amp.trial.spec import TrialSpec
 from autotune_amp.trial.state import LoopState
 from autotune_amp.trial.step import BaseTraining, Training, make_model, make_training
 
 
-def trainings(bench: Bench, trials: Sequence[TrialSpec]) -> Iterator[BaseTraining]:
+def trainings(context: Context, trials: Sequence[Trial]) -> Iterator[BaseTraining]:
     """Each with a model of its own, all of the same first weights."""
     device = torch.device(trials[0].device)
-    first = bench.model(device)
-    models = [first, *(_another(bench.workload, first, trial.seed).to(device) for trial in trials[1:])]
+    first = context.model(device)
+    models = [first, *(_another(context.workload, first, trial.seed).to(device) for trial in trials[1:])]
     for model, trial in zip(models, trials, strict=True):
-        yield make_training(bench.workload, model, trial)
+        yield make_training(context.workload, model, trial)
 
 
 def _another(workload: Workload, first: nn.Module, seed: int) -> nn.Module:

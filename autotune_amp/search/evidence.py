@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from autotune_amp.core.hardware import MachineLoad
-    from autotune_amp.core.outcome import Description
+    from autotune_amp.core.outcome import Description, Purpose
     from autotune_amp.core.setting import Setting
-    from autotune_amp.trial.spec import Purpose
 
 # A confirmation that differs from the search's trials by more was not measured on the same machine, so to speak: left
 # alone, the two differed by factors of 0.72 to 1.31 (forty searches of studies/truth, real_training and peers).

@@ -24,8 +24,8 @@ from autotune_amp.profile.flops import count_flops
 from autotune_amp.profile.gap import Step, gap
 from autotune_amp.profile.results import Gap
 from autotune_amp.profile.spec import Lane, Profiled, ProfileSpec
-from autotune_amp.trial.bench import Bench
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.context import Context
+from autotune_amp.trial.jobs import Trial
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def profiled(
     made: Workload, *precisions: Precision, num_batches: int = 3, trace_file: Path | None = None, **changes: Any
 ) -> Profiled | Failure:
     trials = [
-        TrialSpec(
+        Trial(
             candidate=Setting(precision=precision, batch_size=4),
             device="cpu",
             loss_scale=LossScale() if precision == "fp16" else None,
@@ -89,7 +89,7 @@ def profiled(
         trace_file=None if trace_file is None else str(trace_file),
         **changes,
     )
-    return child.profile(Bench(made, is_kept=False), spec, lambda message: None)
+    return child.profile(Context(made, is_kept=False), spec, lambda message: None)
 
 
 def lanes(made: Workload, *precisions: Precision) -> tuple[Lane, ...]:

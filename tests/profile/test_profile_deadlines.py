@@ -9,9 +9,9 @@ from test_profile_rows import measured
 from autotune_amp.core.outcome import Failure, Outcome
 from autotune_amp.core.setting import Setting
 from autotune_amp.profile.running import outcome_is_overdue
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 
-TRIAL = TrialSpec(
+TRIAL = Trial(
     candidate=Setting(precision="bf16", batch_size=8),
     device="cpu",
     step_deadline_seconds=10.0,

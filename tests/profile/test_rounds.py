@@ -17,19 +17,19 @@ from autotune_amp.profile.results import PrecisionRow
 from autotune_amp.profile.rounds import joined, num_rounds, timed
 from autotune_amp.profile.rows import Found, rows
 from autotune_amp.profile.spec import Lane, Profiled, ProfiledStep, ProfileSpec, Split
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 
 SPLIT = Split(steps=(ProfiledStep(operation_seconds={}, step_seconds=1.0),), largest={})
 OOM = Failure(kind="oom", message="too much")
 
 
-def trial(precision: Precision) -> TrialSpec:
-    return TrialSpec(candidate=Setting(precision=precision, batch_size=8), device="cpu")
+def trial(precision: Precision) -> Trial:
+    return Trial(candidate=Setting(precision=precision, batch_size=8), device="cpu")
 
 
 def spec(num_batches: int = 10, *precisions: Precision, **changes: Any) -> ProfileSpec:
     names: tuple[Precision, ...] = precisions or ("fp32", "bf16")
-    return ProfileSpec(trials=tuple(trial(name) for name in names), num_batches=num_batches, **changes)
+    return ProfileSpec(device="cpu", trials=tuple(trial(name) for name in names), num_batches=num_batches, **changes)
 
 
 class Children:
@@ -38,14 +38,14 @@ class Children:
     def __init__(self, *answers: Profiled | Failure | None, outcomes: dict[str, list[Outcome]] | None = None) -> None:
         self.answers, self.outcomes = list(answers), outcomes or {}
         self.asked: list[ProfileSpec] = []
-        self.run_trials: list[TrialSpec] = []
+        self.run_trials: list[Trial] = []
 
     def ask(self, asked: ProfileSpec) -> Profiled | Failure:
         self.asked.append(asked)
         answer = self.answers.pop(0) if self.answers else None
         return answer or side_by_side(asked, len(self.asked))
 
-    def run(self, asked: TrialSpec) -> Outcome:
+    def run(self, asked: Trial) -> Outcome:
         self.run_trials.append(asked)
         left = self.outcomes.get(asked.candidate.precision)
         number = sum(t.candidate.precision == asked.candidate.precision for t in self.run_trials)
@@ -181,7 +181,7 @@ def test_the_interval_covers_the_truth_however_many_batches_there_are(num_batche
 def test_the_interval_covers_the_truth_where_each_process_has_a_wait_of_its_own() -> None:
     dice = random.Random(5)
 
-    def run(asked: TrialSpec) -> Outcome:
+    def run(asked: Trial) -> Outcome:
         compute = 0.6 if asked.candidate.precision == "fp32" else 0.5
         wait = 0.4 * math.exp(dice.gauss(0, 0.3))
         return measured(compute * math.exp(dice.gauss(0, SPREAD)) + wait, data_seconds=wait)

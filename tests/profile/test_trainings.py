@@ -11,8 +11,8 @@ from autotune_amp import Workload
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.packing import compiler_of
 from autotune_amp.profile.trainings import trainings
-from autotune_amp.trial.bench import Bench
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.context import Context
+from autotune_amp.trial.jobs import Trial
 
 
 class Net(nn.Module):
@@ -29,7 +29,7 @@ class Net(nn.Module):
 def test_a_live_model_compiled_in_place_is_compiled_in_each_precision() -> None:
     live = Net()
     live.compile(backend="eager")
-    bench = Bench(
+    context = Context(
         Workload(
             live,
             lambda model, batch: model(batch).square().mean(),
@@ -38,7 +38,7 @@ def test_a_live_model_compiled_in_place_is_compiled_in_each_precision() -> None:
         ),
         is_kept=False,
     )
-    trials = [TrialSpec(candidate=Setting(precision=p, batch_size=2), device="cpu") for p in ("fp32", "bf16")]
-    models = [training.model for training in trainings(bench, trials)]
+    trials = [Trial(candidate=Setting(precision=p, batch_size=2), device="cpu") for p in ("fp32", "bf16")]
+    models = [training.model for training in trainings(context, trials)]
     assert models[0] is not models[1]
     assert [compiler_of(model) is not None for model in models] == [True, True]
