@@ -84,6 +84,7 @@ def profiled(
         for precision in precisions
     ]
     spec = ProfileSpec(
+        device="cpu",
         trials=tuple(trials),
         num_batches=num_batches,
         trace_file=None if trace_file is None else str(trace_file),
