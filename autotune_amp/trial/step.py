@@ -229,15 +229,8 @@ class LoopTraining(BaseTraining):
 
 def _config(spec: TrialSpec) -> AmpConfig:
     candidate = spec.candidate
-    return AmpConfig(
-        precision=candidate.precision,
-        batch_size=candidate.batch_size,
-        accumulation_steps=candidate.accumulation_steps,
-        loss_scale=(spec.loss_scale or LossScale()) if candidate.precision == "fp16" else None,
-        pinned_modules=candidate.pinned_modules,
-        num_workers=candidate.num_workers,
-        as_found=candidate.as_found,
-    )
+    loss_scale = (spec.loss_scale or LossScale()) if candidate.precision == "fp16" else None
+    return AmpConfig.of(candidate, loss_scale=loss_scale)
 
 
 def make_training(workload: Workload, model: nn.Module, spec: TrialSpec) -> BaseTraining:
