@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity
 from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, duration, flops, number, one_line, outcome_name, rate, size
 from autotune_amp.report.numerics import small
 
@@ -22,30 +25,22 @@ _OPTIONAL = {"accum": "1", "workers": "-", "J/sample": "-"}
 def recommended_row(recommendation: Recommendation) -> CandidateRow | None:
     """The candidate that the config stands for, as found or strict; the other one where only that has a row."""
     config = recommendation.config
-    wanted = (config.precision, config.batch_size, config.accumulation_steps, config.pinned_modules, config.num_workers)
-    rows = [
-        row
-        for row in recommendation.candidates
-        if (row.precision, row.batch_size, row.accumulation_steps, row.pinned_modules, row.num_workers) == wanted
-        and row.step_seconds is not None
-    ]
+    wanted = _as_found(Setting.of(config))
+    rows = [r for r in recommendation.candidates if _as_found(Setting.of(r)) == wanted and r.step_seconds is not None]
     state = config.as_found, bool(config.environment)
     return min(rows, key=lambda row: (row.as_found != state[0], row.has_environment != state[1]), default=None)
 
 
 def baseline_row(recommendation: Recommendation) -> CandidateRow | None:
     """The candidate that is what the user runs today: the one as found, where it differs from the strict one."""
-    config = recommendation.evidence.baseline.config
-    wanted = (config.precision, config.batch_size, config.accumulation_steps)
-    rows = [
-        row
-        for row in recommendation.candidates
-        if (row.precision, row.batch_size, row.accumulation_steps) == wanted
-        and not row.pinned_modules
-        and row.num_workers is None
-        and not row.has_environment
-    ]
+    wanted = _as_found(Setting.of(recommendation.evidence.baseline.config))
+    rows = [r for r in recommendation.candidates if _as_found(Setting.of(r)) == wanted and not r.has_environment]
     return max(rows, key=lambda row: row.as_found, default=None)
+
+
+def _as_found(setting: Setting) -> Setting:
+    """The same whether it is as found or strict."""
+    return msgspec.structs.replace(setting, as_found=True)
 
 
 def table(recommendation: Recommendation) -> list[tuple[CandidateRow, dict[str, str]]]:

@@ -92,9 +92,6 @@ def _takes(target: Target, recommendation: Recommendation) -> bool:
 def origin_line(path: Path, recommendation: Recommendation) -> str:
     """What an export came from: which study, what that recommends, and how sure it is."""
     config, evidence = recommendation.config, recommendation.evidence
-    setting = Setting(
-        precision=config.precision, batch_size=config.batch_size, accumulation_steps=config.accumulation_steps
-    )
     place = path.parent if path.name == "recommendation.json" and path.parent.name else path
     doubt = "" if evidence.is_confirmed else ", unconfirmed"
-    return one_line(f"{place}: {setting}, measured at {rate(evidence.samples_per_second)}{doubt}")
+    return one_line(f"{place}: {Setting.of(config)}, measured at {rate(evidence.samples_per_second)}{doubt}")

@@ -10,6 +10,7 @@ from plotly.subplots import make_subplots
 
 from autotune_amp.core.config import PRECISIONS
 from autotune_amp.core.outcome import Failure, Measurement, Record
+from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import duration
 from autotune_amp.report.page.marks import LOOKS, Drawn, framed, hatched, legend_entry, said
 from autotune_amp.report.page.speed_memory import RATES
@@ -18,8 +19,7 @@ from autotune_amp.report.rows import outcome_line
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autotune_amp.core.recommendation import CandidateRow, Recommendation
-    from autotune_amp.core.setting import Setting
+    from autotune_amp.core.recommendation import Recommendation
 
 # What a record was made for, in the order in which a search comes to it; the last stands lowest.
 PURPOSES = ("accumulation", "search", "fidelity", "calibration", "fallback", "confirm", "plain")
@@ -104,12 +104,12 @@ def _trials(spans: Sequence[Span]) -> list[Scatter]:
 
 def _best(spans: Sequence[Span], recommendation: Recommendation) -> Scatter:
     """The fastest of the search's own trials so far, without what a check has ruled out since."""
-    out = {_setting(row) for row in recommendation.candidates if row.status == "excluded"}
+    out = {Setting.of(row) for row in recommendation.candidates if row.status == "excluded"}
     seconds: list[float] = []
     rates: list[float] = []
     for span in spans:
         found = span.record.outcome
-        is_own = span.record.purpose == "search" and _setting(span.record.candidate) not in out
+        is_own = span.record.purpose == "search" and span.record.candidate not in out
         if isinstance(found, Measurement) and is_own:
             seconds.append(span.end_seconds)
             rates.append(max([found.samples_per_second, *rates[-1:]]))
@@ -121,10 +121,6 @@ def _best(spans: Sequence[Span], recommendation: Recommendation) -> Scatter:
         line={"color": "var(--ink)", "width": 1.5, "shape": "hv"},
         hoverinfo="skip",
     )
-
-
-def _setting(of: Setting | CandidateRow) -> tuple[object, ...]:
-    return of.precision, of.batch_size, of.pinned_modules, of.num_workers, of.as_found
 
 
 def _bars(spans: Sequence[Span]) -> list[Bar]:
