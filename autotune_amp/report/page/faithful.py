@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from plotly.graph_objects import Figure, Scatter
 
-from autotune_amp.numerics.verdict import FAITHFUL_NOISE, MAX_PARAMETER_NOISE, UNFAITHFUL_NOISE
+from autotune_amp.numerics.grading import FAITHFUL_NOISE, MAX_PARAMETER_NOISE, UNFAITHFUL_NOISE
 from autotune_amp.report.page.marks import LOOKS, Drawn, framed, label, said
 
 if TYPE_CHECKING:
