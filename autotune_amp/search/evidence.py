@@ -170,16 +170,11 @@ def plain_config(
     fallback: tuple[FallbackPlan, ...] = (),
 ) -> AmpConfig:
     """A candidate as a config; `loss_scale` goes with fp16 alone."""
-    return AmpConfig(
-        precision=candidate.precision,
-        batch_size=candidate.batch_size,
-        accumulation_steps=candidate.accumulation_steps,
+    return AmpConfig.of(
+        candidate,
         loss_scale=loss_scale if candidate.precision == "fp16" else None,
         fallback=fallback,
-        pinned_modules=candidate.pinned_modules,
-        num_workers=candidate.num_workers,
         environment=dict(environment or {}),
-        as_found=candidate.as_found,
     )
 
 

@@ -23,8 +23,7 @@ from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import CheckOutcome, Failure
 from autotune_amp.core.workload import Workload
 from autotune_amp.numerics import accumulation, calibration, fidelity
-from autotune_amp.numerics.loop import Loop, NoStepError, no_loss
-from autotune_amp.numerics.passes import Passes, Subject
+from autotune_amp.numerics.passes import Loop, NoStepError, Passes, Subject, no_loss
 from autotune_amp.precision.mode import has_half_weights
 from autotune_amp.trial import data
 from autotune_amp.trial.context import Context
@@ -99,7 +98,7 @@ def _found(subject: Subject, spec: Check, tell: Tell) -> Fidelity | Calibration 
         pinned_modules=spec.pinned_modules,
         batch_size=spec.batch_size,
         find_pins=spec.find_pins and subject.loop is None,
-        judged=lambda found: tell({"event": "so far", "value": msgspec.to_builtins(found)}),
+        on_bad_verdict=lambda found: tell({"event": "so far", "value": msgspec.to_builtins(found)}),
     )
 
 

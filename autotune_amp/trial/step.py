@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.workload import Workload, type_name
-from autotune_amp.numerics.passes import named
+from autotune_amp.numerics.modules import named
 from autotune_amp.precision import mode as precision
 from autotune_amp.precision.torch_state import as_found_autocast
 from autotune_amp.trial import data
@@ -229,15 +229,8 @@ class LoopTraining(BaseTraining):
 
 def _config(spec: Trial) -> AmpConfig:
     candidate = spec.candidate
-    return AmpConfig(
-        precision=candidate.precision,
-        batch_size=candidate.batch_size,
-        accumulation_steps=candidate.accumulation_steps,
-        loss_scale=(spec.loss_scale or LossScale()) if candidate.precision == "fp16" else None,
-        pinned_modules=candidate.pinned_modules,
-        num_workers=candidate.num_workers,
-        as_found=candidate.as_found,
-    )
+    loss_scale = (spec.loss_scale or LossScale()) if candidate.precision == "fp16" else None
+    return AmpConfig.of(candidate, loss_scale=loss_scale)
 
 
 def make_training(workload: Workload, model: nn.Module, spec: Trial) -> BaseTraining:
