@@ -19,8 +19,8 @@ from autotune_amp.commands.export import export
 from autotune_amp.commands.profile import profile
 from autotune_amp.commands.report import report
 from autotune_amp.commands.shared import Device, Folder, Json, Target, Work, recommendation_file, rendered
-from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, SearchInterruptedError
-from autotune_amp.report.failure import error_document, error_text, exit_code
+from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError
+from autotune_amp.report.failure import error_document, error_text
 
 if TYPE_CHECKING:
     from autotune_amp.core.recommendation import Recommendation
@@ -232,6 +232,8 @@ def run(arguments: list[str]) -> int:
     except AutotuneAmpError as error:
         return _fail(error, as_json)
     except KeyboardInterrupt:
+        from autotune_amp.core.recommendation import SearchInterruptedError
+
         interrupted = SearchInterruptedError("Interrupted.", "Run the same command again.", (), None)
         return _fail(interrupted, as_json)
     except _UsageError as error:
@@ -242,12 +244,14 @@ def run(arguments: list[str]) -> int:
 
 def _fail(error: AutotuneAmpError, as_json: bool) -> int:
     sys.stderr.write(error_text(error))
+    from autotune_amp.core.recommendation import SearchInterruptedError
+
     best = error.best if isinstance(error, SearchInterruptedError) else None
     if as_json:
         _write(error_document(error).encode())
     elif best is not None:
         _write(_result(best, as_json))
-    return exit_code(error)
+    return error.exit_code
 
 
 def _result(recommendation: Recommendation, as_json: bool, path: Path | None = None) -> bytes:

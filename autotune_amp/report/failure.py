@@ -5,32 +5,17 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from autotune_amp.core.errors import (
-    AutotuneAmpError,
-    BudgetTooSmallError,
-    InvalidRequestError,
-    NothingWorksError,
-    SearchInterruptedError,
-)
+from autotune_amp.core.errors import AutotuneAmpError
 
 if TYPE_CHECKING:
     from autotune_amp.core.recommendation import Exclusion, Recommendation
 
-_EXIT_CODES: dict[type[AutotuneAmpError], int] = {
-    InvalidRequestError: 2,
-    BudgetTooSmallError: 2,
-    NothingWorksError: 3,
-    SearchInterruptedError: 130,
-}
-
-
-def exit_code(error: AutotuneAmpError) -> int:
-    """The exit code that stands for `error`; 1 where the fault is ours."""
-    return next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), 1)
-
 
 def error_document(error: AutotuneAmpError) -> str:
     """`error` as the JSON document that takes the result's place on standard output."""
+    # The command line imports this file before it knows whether it needs a recommendation.
+    from autotune_amp.core.recommendation import NothingWorksError, SearchInterruptedError
+
     excluded: tuple[Exclusion, ...] = ()
     best: Recommendation | None = None
     if isinstance(error, (NothingWorksError, SearchInterruptedError)):
@@ -48,6 +33,8 @@ def error_document(error: AutotuneAmpError) -> str:
 
 def error_text(error: AutotuneAmpError) -> str:
     """`error` as people read it: what happened, the reason of each candidate, what to do."""
+    from autotune_amp.core.recommendation import NothingWorksError
+
     lines = [f"Error: {error.message}"]
     if isinstance(error, NothingWorksError):
         for exclusion in error.excluded:

@@ -11,14 +11,15 @@ from report_samples import loop, recommendation
 
 from autotune_amp.cli import run
 from autotune_amp.core import errors
+from autotune_amp.core.recommendation import NothingWorksError, SearchInterruptedError
 
 if TYPE_CHECKING:
     from autotune_amp.core.hardware import Hardware
     from autotune_amp.core.recommendation import Recommendation
 
 BEST = recommendation()
-NOTHING_WORKS = errors.NothingWorksError("Nothing works.", "Try less.", ())
-INTERRUPTED = errors.SearchInterruptedError("Interrupted.", "Go on.", (), BEST)
+NOTHING_WORKS = NothingWorksError("Nothing works.", "Try less.", ())
+INTERRUPTED = SearchInterruptedError("Interrupted.", "Go on.", (), BEST)
 
 
 class Api:

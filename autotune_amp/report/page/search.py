@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from autotune_amp.core.config_source import export_lines
 from autotune_amp.core.text import count, duration, exact, number, one_line, size, times
 from autotune_amp.report import summary
 from autotune_amp.report.frameworks import export_command
@@ -28,7 +29,7 @@ _ELSEWHERE = ("config", "reason", "warning", "fidelity")  # facts that have a pl
 
 def search_page(recommendation: Recommendation, records: Sequence[Record], path: str) -> str:
     """The HTML document; `path` is that of recommendation.json, for the lines to copy."""
-    told = dict(summary.facts(recommendation))
+    told = dict(recommendation.facts())
     return shell.page(
         f"{recommendation.search.study}: {told['config']}",
         [
@@ -41,9 +42,7 @@ def search_page(recommendation: Recommendation, records: Sequence[Record], path:
             Section("The search as it went", chart(course(recommendation, records), _COURSE)),
             Section("The loss scale of fp16", _loss_scale(recommendation, records)),
             Section("Fidelity to fp32", _fidelity(recommendation, records)),
-            Section(
-                "Evidence", shell.facts(pair for pair in summary.facts(recommendation) if pair[0] not in _ELSEWHERE)
-            ),
+            Section("Evidence", shell.facts(pair for pair in recommendation.facts() if pair[0] not in _ELSEWHERE)),
             Section("All candidates", tables.candidates(recommendation)),
             Section("Left out", tables.left_out(recommendation.excluded)),
             Section("Failures", tables.failures(records)),
@@ -118,7 +117,7 @@ def _lead(recommendation: Recommendation) -> str:
 
 
 def _use(recommendation: Recommendation, path: str) -> str:
-    exports = summary.export_lines(recommendation)
+    exports = export_lines(recommendation.config)
     config = msgspec.json.format(recommendation.config.to_json(), indent=2)
     return (
         (shell.code("In the shell, before Python starts", "\n".join(exports)) if exports else "")
@@ -143,4 +142,4 @@ def _loss_scale(recommendation: Recommendation, records: Sequence[Record]) -> st
 
 
 def _fidelity(recommendation: Recommendation, records: Sequence[Record]) -> str:
-    return chart(fidelity(recommendation.fidelity), FIDELITY) + tables.checks(summary.checks(recommendation), records)
+    return chart(fidelity(recommendation.fidelity), FIDELITY) + tables.checks(recommendation.checks(), records)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from autotune_amp.core.explain import accumulation_line, check_line
 from autotune_amp.core.fidelity import Accumulation
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.text import count, duration, flops, number, one_line, outcome_name, size
-from autotune_amp.report.numerics import accumulation_line, check_line
 from autotune_amp.report.page import shell
 from autotune_amp.report.summary import baseline_row, outcome_words, recommended_row
 
