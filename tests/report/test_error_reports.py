@@ -5,10 +5,10 @@ import json
 import pytest
 from report_samples import recommendation
 
+from autotune_amp.cli import error_document, error_text
 from autotune_amp.core import errors
 from autotune_amp.core.config import DemotedError
 from autotune_amp.core.recommendation import Exclusion, NothingWorksError, SearchInterruptedError
-from autotune_amp.report.failure import error_document, error_text
 
 BEST = recommendation()
 EXCLUDED = (

@@ -15,7 +15,8 @@ from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity, LowW
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import Exclusion, Recommendation
 from autotune_amp.report.progress import trial_line
-from autotune_amp.report.summary import python_lines, recommended_row
+from autotune_amp.report.rows import recommended_row
+from autotune_amp.report.usage import python_lines
 
 SCALES = LossScaleEvidence(
     num_steps=10_000,

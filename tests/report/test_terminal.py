@@ -14,8 +14,9 @@ from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.core.evidence import Job, LoaderEvidence, MemoryEvidence, PlainEnvironment, ProcessPeak, WorkersTried
 from autotune_amp.core.hardware import DeviceMemory, LoadEvidence
 from autotune_amp.core.recommendation import Exclusion, Recommendation, SearchSummary
-from autotune_amp.report.summary import python_lines, recommended_row
+from autotune_amp.report.rows import recommended_row
 from autotune_amp.report.terminal import hardware_table, print_recommendation
+from autotune_amp.report.usage import python_lines
 
 
 @pytest.fixture(autouse=True)
@@ -178,8 +179,9 @@ def test_a_shared_build_is_said_beside_the_interval() -> None:
 
 def test_shared_processes_are_said_beside_the_interval() -> None:
     shown = evidence(are_processes_shared=True)
-    words = f"from {shown.num_processes} fresh processes that ran all in turn"
-    assert words in recommendation(evidence=shown).explain()
+    assert (
+        f"from {shown.num_processes} fresh processes that ran all in turn" in recommendation(evidence=shown).explain()
+    )
 
 
 def test_loss_scale_and_fallbacks_are_part_of_the_config() -> None:

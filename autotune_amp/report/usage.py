@@ -1,56 +1,23 @@
-"""Of a recommendation the rows that stand out of its table, and the lines of Python to copy. Plain text."""
+"""The lines to copy: Python that trains with a recommendation, and its export to a framework. Plain text."""
 
 from __future__ import annotations
 
 import json
+import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune_amp.core import config_source
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.explain import names
-from autotune_amp.core.text import outcome_name
+from autotune_amp.core.setting import Setting
+from autotune_amp.core.text import one_line, rate
+from autotune_amp.integrations.export import TARGETS, Target, export, setting_of
 
 if TYPE_CHECKING:
     from autotune_amp.core.config import AmpConfig, Precision
     from autotune_amp.core.fidelity import Accumulation
-    from autotune_amp.core.recommendation import CandidateRow, Recommendation
-
-
-def recommended_row(recommendation: Recommendation) -> CandidateRow | None:
-    """The candidate that the config stands for, as found or strict; the other one where only that has a row."""
-    config = recommendation.config
-    wanted = (config.precision, config.batch_size, config.accumulation_steps, config.pinned_modules, config.num_workers)
-    rows = [
-        row
-        for row in recommendation.candidates
-        if (row.precision, row.batch_size, row.accumulation_steps, row.pinned_modules, row.num_workers) == wanted
-        and row.step_seconds is not None
-    ]
-    wanted_state = config.as_found, bool(config.environment)
-    return min(
-        rows,
-        key=lambda row: (row.as_found != wanted_state[0], row.has_environment != wanted_state[1]),
-        default=None,
-    )
-
-
-def baseline_row(recommendation: Recommendation) -> CandidateRow | None:
-    """The candidate that is what the user runs today: the one as found, where it differs from the strict one."""
-    config = recommendation.evidence.baseline.config
-    wanted = (config.precision, config.batch_size, config.accumulation_steps)
-    rows = [
-        row
-        for row in recommendation.candidates
-        if (row.precision, row.batch_size, row.accumulation_steps) == wanted
-        and not row.pinned_modules
-        and row.num_workers is None
-        and not row.has_environment
-    ]
-    return max(rows, key=lambda row: row.as_found, default=None)
-
-
-def outcome_words(row: CandidateRow) -> str:
-    """What became of a candidate: ``confirmed, with the variables``."""
-    return outcome_name(row.status) + ", with the variables" * row.has_environment
+    from autotune_amp.core.recommendation import Recommendation
 
 
 def python_lines(recommendation: Recommendation, path: str | None = None) -> list[str]:
@@ -103,3 +70,28 @@ def _controlled_loop(config: AmpConfig, found: Accumulation | None) -> list[str]
         f"# count(batch) is yours: of a batch, {counted}",
         *config_source.controlled_loop("loader, weigh=count", loss),
     ]
+
+
+def export_command(recommendation: Recommendation, path: str | None = None) -> tuple[str, str]:
+    """What the command is for, and the command; `path` as in `python_lines`."""
+    targets = [target for target in TARGETS if _takes(target, recommendation)]
+    file = Path(path or f"studies/{recommendation.search.study}")
+    study = file.parent if file.name == "recommendation.json" else file
+    command = f"autotune-amp export {shlex.quote(study.as_posix())} --to {'torch' if 'torch' in targets else 'env'}"
+    return f"In the words of a framework, --to {', '.join(targets)}", command
+
+
+def _takes(target: Target, recommendation: Recommendation) -> bool:
+    try:
+        export(setting_of(recommendation, ""), target)
+    except InvalidRequestError:
+        return False
+    return True
+
+
+def origin_line(path: Path, recommendation: Recommendation) -> str:
+    """What an export came from: which study, what that recommends, and how sure it is."""
+    config, evidence = recommendation.config, recommendation.evidence
+    place = path.parent if path.name == "recommendation.json" and path.parent.name else path
+    doubt = "" if evidence.is_confirmed else ", unconfirmed"
+    return one_line(f"{place}: {Setting.of(config)}, measured at {rate(evidence.samples_per_second)}{doubt}")
