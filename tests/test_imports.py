@@ -53,7 +53,7 @@ NAMED_LIKE_THE_STANDARD_LIBRARY = {"code", "profile", "trace"}
 # Files that run in a parent, or that a parent reads, know no torch; only the study knows Optuna.
 WITHOUT_TORCH = (
     *("__init__", "api", "cli", "commands", "core", "search", "isolation.process", "isolation.runner"),
-    *("numerics.scaler_replay", "numerics.verdict", "runtime.policy", "runtime.run_log", "runtime.checkpoint"),
+    *("numerics.scaler_replay", "numerics.grading", "runtime.policy", "runtime.run_log", "runtime.checkpoint"),
 )
 WITH_OPTUNA = ("search.study", "search.storage")
 FRAMEWORKS = ("accelerate", "deepspeed", "lightning", "transformers")
