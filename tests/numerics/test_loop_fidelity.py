@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from autotune_amp import Workload
 from autotune_amp.core.config import Precision
 from autotune_amp.core.fidelity import Calibration, Fidelity
-from autotune_amp.core.outcome import CheckKind, CheckOutcome, Failure
+from autotune_amp.core.outcome import CheckOutcome, Failure
 from autotune_amp.numerics.passes import Passes, Subject
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import checks
 from autotune_amp.trial.context import Context
-from autotune_amp.trial.jobs import Check
+from autotune_amp.trial.jobs import Check, CheckKind
 
 
 def spec(precision: Precision, what: CheckKind = "fidelity") -> Check:
