@@ -20,8 +20,8 @@ from accelerate.utils import (
 )
 from torch import Tensor, nn
 
-from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.errors import DemotedError, InvalidRequestError
+from autotune_amp.core.config import AmpConfig, DemotedError
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.integrations.accelerate_config import accelerate_config
 from autotune_amp.integrations.accelerate_windows import FetchedBatches

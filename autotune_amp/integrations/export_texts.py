@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.config import AmpConfig, training_arguments
 from autotune_amp.core.config_source import AUTOCAST_DTYPES, LOSS, accumulates, controlled_loop, pass_loss
 from autotune_amp.integrations.accelerate_config import MIXED_PRECISION, accelerate_config, beyond_plain, to_yaml
 from autotune_amp.integrations.export_script import KEPT_FLAGS, Script, Setting, call, keywords, scaler_arguments
-from autotune_amp.integrations.training_arguments import training_arguments
 
 _ACCELERATOR = "autotune_amp.integrations.accelerate.AutotuneAccelerator"
 _ACCELERATE_LOSS = (

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.config import AmpConfig, training_arguments
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.integrations.training_arguments import training_arguments
 from autotune_amp.runtime import windows
 
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.errors import DemotedError, InvalidRequestError, TrainingStoppedError
+from autotune_amp.core.config import AmpConfig, DemotedError
+from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.integrations.trainer_checks import can_follow, refuse_contradictions, refuse_other_windows
 from autotune_amp.numerics import batches
-from autotune_amp.numerics.blame import unwrap
+from autotune_amp.numerics.modules import unwrap
 from autotune_amp.runtime import windows
 from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.status import MoveRecord

@@ -11,10 +11,10 @@ import msgspec
 
 from autotune_amp.core.errors import AutotuneAmpError, BudgetTooSmallError, WorkloadError
 from autotune_amp.core.fidelity import MIN_CUT_SAMPLES, Accumulation, Calibration, Fidelity
-from autotune_amp.core.outcome import CheckOutcome, Failure, Measurement, Outcome, unchecked
+from autotune_amp.core.outcome import CheckOutcome, Failure, Measurement, Outcome
 from autotune_amp.distributed.launcher import is_from_launcher
 from autotune_amp.isolation.process import Deadlines, Process, ProcessEndedError, Watcher
-from autotune_amp.trial.spec import CheckSpec, TrialSpec
+from autotune_amp.trial.spec import CheckSpec, TrialSpec, unchecked
 
 Isolation: TypeAlias = Literal["fork", "kept", "fresh"]
 

@@ -15,8 +15,8 @@ from autotune_amp.search.progress import Progress
 
 if TYPE_CHECKING:
     from autotune_amp.core.hardware import Hardware
+    from autotune_amp.core.outcome import Purpose
     from autotune_amp.core.setting import Setting
-    from autotune_amp.trial.spec import Purpose
 
 
 @dataclass

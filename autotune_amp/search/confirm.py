@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from autotune_amp.core.config import Precision
-from autotune_amp.core.outcome import Failure, Measurement, Record
+from autotune_amp.core.outcome import Failure, Measurement, Purpose, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.runner import Runner
 from autotune_amp.search import accumulate, verdicts
@@ -18,7 +18,7 @@ from autotune_amp.search.fallbacks import LADDER
 from autotune_amp.search.seeding import HOPELESS
 from autotune_amp.search.session import CONFIRM_SHARE, Session, outcome_of
 from autotune_amp.search.space import Space
-from autotune_amp.trial.spec import Purpose, TrialSpec
+from autotune_amp.trial.spec import TrialSpec
 
 NUM_ROUNDS, MIN_ROUNDS = 5, 3
 # Long enough to meet what a long run meets: a collection of garbage, a stall of the machine. Short steps fill the

@@ -9,7 +9,7 @@ from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.fidelity import Fidelity
 from autotune_amp.core.hardware import Hardware
-from autotune_amp.core.outcome import Description, Failure, unchecked
+from autotune_amp.core.outcome import Description, Failure
 from autotune_amp.isolation.runner import Runner, can_fork
 from autotune_amp.search.opening import open_workload, told
 from autotune_amp.search.options import SearchOptions
@@ -18,7 +18,7 @@ from autotune_amp.search.progress import Progress
 from autotune_amp.search.session import Clock, ProgressWatcher
 from autotune_amp.search.space import build_space
 from autotune_amp.search.verdicts import MAX_BATCH_SIZE
-from autotune_amp.trial.spec import CheckSpec
+from autotune_amp.trial.spec import CheckSpec, unchecked
 
 
 class Request(NamedTuple):

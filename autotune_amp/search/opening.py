@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from autotune_amp.core.errors import BudgetTooSmallError, NothingWorksError, WorkloadError
+from autotune_amp.core.errors import BudgetTooSmallError, WorkloadError
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Description, Failure
+from autotune_amp.core.recommendation import NothingWorksError
 from autotune_amp.isolation.runner import Runner
 from autotune_amp.search.origin import Origin
 from autotune_amp.search.progress import Progress

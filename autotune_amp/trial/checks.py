@@ -22,8 +22,7 @@ from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity
 from autotune_amp.core.outcome import CheckOutcome, Failure
 from autotune_amp.core.workload import Workload
 from autotune_amp.numerics import accumulation, calibration, fidelity
-from autotune_amp.numerics.loop import Loop, NoStepError, no_loss
-from autotune_amp.numerics.passes import Passes, Subject
+from autotune_amp.numerics.passes import Loop, NoStepError, Passes, Subject, no_loss
 from autotune_amp.precision.mode import has_half_weights
 from autotune_amp.trial import data
 from autotune_amp.trial.bench import Bench
@@ -98,7 +97,7 @@ def _found(subject: Subject, spec: CheckSpec, send: Send) -> Fidelity | Calibrat
         pinned_modules=spec.pinned_modules,
         batch_size=spec.batch_size,
         find_pins=spec.find_pins and subject.loop is None,
-        judged=lambda found: send({"event": "so far", "value": msgspec.to_builtins(found)}),
+        on_bad_verdict=lambda found: send({"event": "so far", "value": msgspec.to_builtins(found)}),
     )
 
 

@@ -7,12 +7,10 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from autotune_amp.core.config import LossScale, Precision
+from autotune_amp.core.fidelity import Fidelity
+from autotune_amp.core.outcome import Failure, FailureKind, Purpose
 from autotune_amp.core.setting import Setting
 
-# search: a candidate tried; fallback: a plan for a lower rung; confirm: again in a fresh process in the recommended
-# environment (the baseline: in the user's own); plain: the winner once in the user's own environment. The others are no
-# trials but checks: of what a precision or accumulation does to the gradient.
-Purpose: TypeAlias = Literal["search", "fallback", "confirm", "plain", "fidelity", "calibration", "accumulation"]
 CheckKind: TypeAlias = Literal["fidelity", "calibration", "accumulation"]
 
 # Micro-batches timed for a longer accumulation window; the window's time is composed from them, since windows of
@@ -102,3 +100,25 @@ class CheckSpec(msgspec.Struct, frozen=True, kw_only=True):
     memory_limit_bytes: int | None = None
     torch_state: dict[str, Any] = {}
     hold_heap: bool = False
+
+
+_NEXT_STEPS: dict[FailureKind, str] = {
+    "oom": "Free memory or use a device with more of it; until then compare a training run of your own with fp32.",
+    "timeout": "Give a larger budget.",
+    "nonfinite": "Use another precision.",
+    "unsupported": "Use another precision.",
+    "crash": "Run a few training steps in this precision on their own, to see how they end.",
+    "workload_error": "Mend what the reason names.",
+}
+
+
+def unchecked(spec: CheckSpec, failure: Failure) -> Fidelity:
+    """What a check that could not be made says of its precision: nothing, with the reason."""
+    return Fidelity(
+        precision=spec.precision,
+        batch_size=spec.batch_size,
+        verdict="unchecked",
+        reason=f"{spec.precision} is unchecked ({failure.kind}): {failure.message.rstrip('.')}.",
+        next_step=_NEXT_STEPS[failure.kind],
+        pinned_modules=spec.pinned_modules,
+    )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.workload import Workload, type_name
-from autotune_amp.numerics.passes import named
+from autotune_amp.numerics.modules import named
 from autotune_amp.precision import mode as precision
 from autotune_amp.precision.torch_state import as_found_autocast
 from autotune_amp.trial import data

@@ -15,8 +15,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_samples import NUM_BATCHES, Net, Validated, ambient, are_finite, fp16, loader, same, trainer, weights
 from torch import Tensor, nn
 
-from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
-from autotune_amp.core.errors import DemotedError, InvalidRequestError, NotPrecisionError
+from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan, LossScale
+from autotune_amp.core.errors import InvalidRequestError, NotPrecisionError
 from autotune_amp.integrations.lightning import AutotuneCallback, AutotunePrecision, trainer_arguments
 from autotune_amp.runtime.controller import PrecisionController
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from autotune_amp.core.fidelity import Calibration, Fidelity
-from autotune_amp.core.outcome import CheckOutcome, Failure, Measurement, unchecked
+from autotune_amp.core.outcome import CheckOutcome, Failure, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.isolation.runner import Isolation, Payload, Runner
-from autotune_amp.trial.spec import CheckSpec, TrialSpec
+from autotune_amp.trial.spec import CheckSpec, TrialSpec, unchecked
 
 WORKLOAD = """
 import os, pathlib, time

@@ -10,7 +10,8 @@ from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from autotune_amp.core.errors import DemotedError, InvalidRequestError, TrainingStoppedError
+from autotune_amp.core.config import DemotedError
+from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.integrations.lightning.plugin import AutotunePrecision
 from autotune_amp.runtime.status import MoveRecord
 

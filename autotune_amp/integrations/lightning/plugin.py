@@ -14,11 +14,11 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.errors import DemotedError, InvalidRequestError, TrainingStoppedError
+from autotune_amp.core.config import AmpConfig, DemotedError
+from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.integrations.lightning.again import LatestBatch, can_run_again, loss_again
-from autotune_amp.numerics.blame import unwrap
+from autotune_amp.numerics.modules import unwrap
 from autotune_amp.runtime.controller import PrecisionController
 
 # Lightning's.

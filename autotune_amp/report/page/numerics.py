@@ -9,7 +9,7 @@ from plotly.graph_objects import Bar, Figure, Scatter
 from plotly.subplots import make_subplots
 
 from autotune_amp.core.text import count, exact, outcome_name
-from autotune_amp.numerics.verdict import FAITHFUL_NOISE, MAX_PARAMETER_NOISE, UNFAITHFUL_NOISE
+from autotune_amp.numerics.grading import FAITHFUL_NOISE, MAX_PARAMETER_NOISE, UNFAITHFUL_NOISE
 from autotune_amp.report.page.marks import LOOKS, Drawn, framed, hatched, label, said
 from autotune_amp.search import loss_scales
 from autotune_amp.search.loss_scales import DEFAULT_PAIR, Key, Pair, Scales, Uncalibrated
