@@ -39,7 +39,7 @@ def test_directions(file: str) -> None:
         assert not any(is_under(module, "torch") for module in modules)
     if file != "search/study.py":
         assert not any(is_under(module, "optuna") for module in modules)
-    in_child = ("profile/child.py", "profile/flops.py", "profile/trainings.py")
+    in_child = ("profile/child.py",)
     if file.startswith("profile/") and file not in in_child:
         assert not any(is_under(module, "torch") for module in modules)
     if file.startswith(("trial/", "isolation/", "hardware/", "fingerprint/")) or file in in_child:
@@ -76,8 +76,8 @@ def test_only_the_command_line_prints_or_exits(file: str) -> None:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_file_has_about_three_hundred_lines_at_most(file: str) -> None:
-    assert len((ROOT / file).read_text().splitlines()) <= 330
+def test_a_file_has_five_hundred_lines_at_most(file: str) -> None:
+    assert len((ROOT / file).read_text().splitlines()) <= 500
 
 
 def test_importing_the_package_imports_neither_torch_nor_optuna_and_exports_its_names() -> None:

@@ -223,7 +223,7 @@ class AmpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
         from transformers import TrainingArguments
 
-        from autotune_amp.integrations.training_arguments import changes, training_arguments
+        from autotune_amp.integrations.export_settings import changes, training_arguments
 
         if like is None:
             return TrainingArguments(**training_arguments(self, others))

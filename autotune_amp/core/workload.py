@@ -103,7 +103,7 @@ class Workload:
         trainer is left as it was. Raises `WorkloadError` for one that trains under DeepSpeed or FSDP, has no
         train_dataset, has trained in mixed precision before, or is an AutotuneTrainer.
         """
-        from autotune_amp.integrations.trainer_workload import workload
+        from autotune_amp.integrations.transformers.workload import workload
 
         return workload(trainer)
 

@@ -139,7 +139,7 @@ class Server:
             return checks.check(self._bench, msgspec.convert(args, CheckSpec), self._channel.send)
         if what == "profile":
             from autotune_amp.profile import child
-            from autotune_amp.profile.spec import ProfileSpec
+            from autotune_amp.profile.job import ProfileSpec
 
             return child.profile(self._bench, msgspec.convert(args, ProfileSpec), self._channel.send)
         return worker.run(self._bench, msgspec.convert(args, TrialSpec), self._channel.send)
