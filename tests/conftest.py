@@ -1,9 +1,13 @@
-"""What tests share: the command line in a real process, and the proof that nothing is left behind."""
+"""What tests share: the command line in a real process, results made once for all workers, and the proof that
+nothing is left behind.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -11,11 +15,12 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+import filelock
 import hypothesis
 import psutil
 import pytest
@@ -121,12 +126,55 @@ class CommandLine:
             process.send_signal(signal.SIGKILL)
 
 
+@contextlib.contextmanager
+def command_line(folder: Path) -> Iterator[CommandLine]:
+    """The command line in `folder`; nothing but what it writes there may outlive the block."""
+    cli = CommandLine(folder)
+    try:
+        yield cli
+    finally:
+        left = cli.wait_until_alone()
+        cli.end()
+        shutil.rmtree(cli.temporary)
+    assert left == []
+
+
 @pytest.fixture
 def cli(tmp_path: Path) -> Iterator[CommandLine]:
     """The command line in a folder of its own; nothing of it may outlive the test."""
-    command_line = CommandLine(tmp_path)
-    yield command_line
-    left = command_line.wait_until_alone()
-    command_line.end()
-    shutil.rmtree(command_line.temporary)
-    assert left == []
+    with command_line(tmp_path) as cli:
+        yield cli
+
+
+T = TypeVar("T")
+
+
+class SharedOnce(Protocol):
+    """`shared_once(name, make)`: what `make(folder)` returned, run once for all workers of pytest-xdist."""
+
+    def __call__(self, name: str, make: Callable[[Path], T]) -> T: ...
+
+
+@pytest.fixture(scope="session")
+def shared_once(tmp_path_factory: pytest.TempPathFactory) -> SharedOnce:
+    """Makes what is dear, such as a real search, once: the first worker that asks makes it, another waits for it.
+
+    `make` gets an empty folder that stays until the session ends, and returns what can be pickled.
+    """
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+
+    def once(name: str, make: Callable[[Path], T]) -> T:
+        folder = base / "shared" / name
+        folder.parent.mkdir(exist_ok=True)
+        made = folder.parent / f"{name}.pickle"
+        with filelock.FileLock(folder.parent / f"{name}.lock"):
+            if not made.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
+                folder.mkdir()
+                made.write_bytes(pickle.dumps(make(folder)))
+        value: T = pickle.loads(made.read_bytes())
+        return value
+
+    return once

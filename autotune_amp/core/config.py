@@ -9,16 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence  # msgspec reads it from the annotations
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import msgspec
 
 from autotune_amp.core.errors import InvalidRequestError
-
-Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
-
-# From the one with least to go wrong at run time to the one with most.
-PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16", "fp8")
+from autotune_amp.core.setting import PRECISIONS as PRECISIONS
+from autotune_amp.core.setting import Precision as Precision
+from autotune_amp.core.setting import Setting
 
 # The least number above 0 that fp16 holds: the gradient of an fp16 loss begins as the scale itself, so that below
 # this every gradient is 0.
@@ -106,36 +104,46 @@ class LossScale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return max(MIN_LOSS_SCALE, min(1.0, self.init_scale * 2.0**-12))
 
 
-def _require_plan(owner: str, precision: str, batch_size: int, accumulation_steps: int) -> None:
+def _require_setting(setting: Setting) -> None:
+    owner = type(setting).__name__
     _require(
-        precision in PRECISIONS,
-        f"{owner}.precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}.",
+        setting.precision in PRECISIONS,
+        f"{owner}.precision is {setting.precision!r}; it must be one of {', '.join(PRECISIONS)}.",
         "Pick one of the names given.",
     )
-    _require_count(owner, "batch_size", batch_size)
-    _require_count(owner, "accumulation_steps", accumulation_steps)
+    _require_count(owner, "batch_size", setting.batch_size)
+    _require_count(owner, "accumulation_steps", setting.accumulation_steps)
+    workers = setting.num_workers
+    _require(
+        workers is None or (isinstance(workers, int) and not isinstance(workers, bool) and workers >= 0),
+        f"{owner}.num_workers is {workers!r}; it must be a whole number from 0 up, or None.",
+        "Leave num_workers out to keep the number that the data comes with.",
+    )
+    _require(
+        isinstance(setting.pinned_modules, Sequence) and not isinstance(setting.pinned_modules, str),
+        f"{owner}.pinned_modules is {setting.pinned_modules!r}; it must be a list of module names.",
+        'Write it as a list, e.g. pinned_modules=["head"].',
+    )
+    msgspec.structs.force_setattr(setting, "pinned_modules", tuple(setting.pinned_modules))
 
 
-class FallbackPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FallbackPlan(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A setting with less to go wrong that was measured to fit; throughput in samples per second.
 
     `slowdown` is the throughput of the recommended config over the plan's: 1.5 takes 1.5 times as long.
     """
 
-    precision: Precision
-    batch_size: int
-    accumulation_steps: int = 1
     peak_memory_bytes: int | None = None
     samples_per_second: float | None = None
     slowdown: float | None = None
 
     def __post_init__(self) -> None:
-        _require_plan("FallbackPlan", self.precision, self.batch_size, self.accumulation_steps)
+        _require_setting(self)
         if self.slowdown is not None:
             _require_positive("FallbackPlan", "slowdown", self.slowdown)
 
 
-class AmpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a training run is to use.
 
     `batch_size` is the number of samples in one forward pass on one device; `accumulation_steps` such passes make
@@ -147,24 +155,12 @@ class AmpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     when a value cannot work.
     """
 
-    precision: Precision
-    batch_size: int
-    accumulation_steps: int = 1
     loss_scale: LossScale | None = None
     fallback: Sequence[FallbackPlan | Precision] = ()
-    pinned_modules: tuple[str, ...] = ()
-    num_workers: int | None = None
-    environment: dict[str, str] = {}
-    as_found: bool = False
+    environment: dict[str, str] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _require_plan("AmpConfig", self.precision, self.batch_size, self.accumulation_steps)
-        workers = self.num_workers
-        _require(
-            workers is None or (isinstance(workers, int) and not isinstance(workers, bool) and workers >= 0),
-            f"AmpConfig.num_workers is {workers!r}; it must be a whole number from 0 up, or None.",
-            "Leave num_workers out to keep the number that the data comes with.",
-        )
+        _require_setting(self)
         _require(
             (self.loss_scale is not None) == (self.precision == "fp16"),
             f"AmpConfig.loss_scale is {self.loss_scale!r} under precision {self.precision!r}; "
@@ -176,13 +172,7 @@ class AmpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             f"AmpConfig.fallback is {self.fallback!r}; it must be a list of precisions or plans.",
             'Write it as a list, e.g. fallback=["fp32"].',
         )
-        _require(
-            isinstance(self.pinned_modules, Sequence) and not isinstance(self.pinned_modules, str),
-            f"AmpConfig.pinned_modules is {self.pinned_modules!r}; it must be a list of module names.",
-            'Write it as a list, e.g. pinned_modules=["head"].',
-        )
         msgspec.structs.force_setattr(self, "fallback", tuple(self.fallback))
-        msgspec.structs.force_setattr(self, "pinned_modules", tuple(self.pinned_modules))
         rungs = [self.precision, *(plan.precision for plan in self.plans)]
         safety = [PRECISIONS.index(rung) for rung in rungs]
         below = PRECISIONS[: safety[0]][::-1]
@@ -194,6 +184,8 @@ class AmpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             if below
             else "Leave fallback out: nothing is below fp32.",
         )
+
+    __str__ = msgspec.Struct.__repr__  # a printed config says all that it holds, and not its setting alone
 
     @property
     def plans(self) -> tuple[FallbackPlan, ...]:

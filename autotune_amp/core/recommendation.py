@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from autotune_amp.core.config import AmpConfig, Precision
+from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import FormatError, InvalidRequestError, StudyError
 from autotune_amp.core.fidelity import Accumulation, Fidelity
 from autotune_amp.core.hardware import Hardware, LoadEvidence, MachineLoad
 from autotune_amp.core.outcome import Description
+from autotune_amp.core.setting import Precision, Setting
 
 FORMAT = 1
 
@@ -175,14 +177,26 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
-    """A candidate that was not recommended because it failed, could not run, or was left untried, with the reason.
+    """Settings that were not recommended because they failed, could not run, or were left untried, with the reason.
 
-    `batch_size` is None where the reason holds for every batch size of the precision.
+    `batch_size` is None where the reason holds for every batch size of the precision. It holds for every value of a
+    further dimension that is not named; the document holds those that are.
     """
 
     precision: Precision
     batch_size: int | None
     reason: str
+    accumulation_steps: int | UnsetType = UNSET
+    as_found: bool | UnsetType = UNSET
+    pinned_modules: tuple[str, ...] | UnsetType = UNSET
+    num_workers: int | UnsetType | None = UNSET
+
+    def covers(self, setting: Setting) -> bool:
+        """Whether the reason holds for this setting."""
+        wanted = {name: getattr(self, name, UNSET) for name in Setting.__struct_fields__}
+        if self.batch_size is None:
+            wanted["batch_size"] = UNSET
+        return all(value is UNSET or value == getattr(setting, name) for name, value in wanted.items())
 
 
 class SearchSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,24 +217,18 @@ class SearchSummary(msgspec.Struct, frozen=True, kw_only=True):
     load: MachineLoad | None = None
 
 
-class CandidateRow(msgspec.Struct, frozen=True, kw_only=True):
+class CandidateRow(Setting, frozen=True, kw_only=True):
     """One line of the table of all candidates: what became of it.
 
     Numbers are those in the recommended environment where it was confirmed there. The baseline's are those in the
     user's own; where it was confirmed in the recommended one too, a second line `has_environment`.
     """
 
-    precision: Precision
-    batch_size: int
-    accumulation_steps: int
-    as_found: bool
     status: str
     samples_per_second: float | None
     step_seconds: float | None
     peak_memory_bytes: int | None
     reason: str | None
-    pinned_modules: tuple[str, ...] = ()
-    num_workers: int | None = None
     joules_per_sample: float | None = None
     has_environment: bool = False
 

@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from autotune_amp.core.config import Precision
+from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.workload import Workload
 from autotune_amp.hardware.matmul import flops_per_second, synchronize
@@ -31,16 +32,16 @@ from autotune_amp.numerics.batches import tensors
 from autotune_amp.precision import mode as precision
 from autotune_amp.precision import torch_state
 from autotune_amp.profile.gap import MARK, Trace, split, step_mark
-from autotune_amp.profile.job import CUT_RATIO, Lane, Profiled, ProfileSpec, Split
-from autotune_amp.trial.bench import Bench
+from autotune_amp.profile.job import CUT_RATIO, Lane, Profile, Profiled, Split
 from autotune_amp.trial.compiling import CompileWatch
+from autotune_amp.trial.context import Context
 from autotune_amp.trial.failures import classify
+from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Trial
 from autotune_amp.trial.optimizers import each
-from autotune_amp.trial.spec import NUM_WARMUP_STEPS, TrialSpec
 from autotune_amp.trial.state import LoopState
 from autotune_amp.trial.step import BaseTraining, Training, make_model, make_training
 from autotune_amp.trial.timing import MAX_COMPILING_STEPS, MAX_SCALE_SEARCH_STEPS, NonFiniteError
-from autotune_amp.trial.worker import Send, guarded, prepare
+from autotune_amp.trial.worker import guarded, prepare
 
 NUM_BLOCKS_BEFORE_CUT = 3
 RATE_SECONDS, _RATE_BYTES = 0.2, 2**30
@@ -50,18 +51,18 @@ PROFILED_SECONDS = 1.0  # after which no step is begun that is more than the lea
 Window: TypeAlias = list[Any]  # the batches of one optimizer step
 
 
-def profile(bench: Bench, spec: ProfileSpec, send: Send) -> Profiled | Failure:
+def profile(context: Context, spec: Profile, send: Tell) -> Profiled | Failure:
     """Run the precisions side by side; what ends one of them is in its lane, what ends all of them a `Failure`.
 
     Running out of memory ends all: it says nothing of the one that was running, beside the others.
     """
-    return guarded(bench, spec.trials[0], lambda: _profile(bench, spec, send))
+    return guarded(context, spec.trials[0], lambda: _profile(context, spec, send))
 
 
-def _profile(bench: Bench, spec: ProfileSpec, send: Send) -> Profiled:
-    prepare(bench, spec.trials[0])
+def _profile(context: Context, spec: Profile, send: Tell) -> Profiled:
+    prepare(context, spec.trials[0])
     with ExitStack() as stack, CompileWatch(lambda: None) as compiling:
-        runs = [_Run(stack.enter_context(closing(training))) for training in trainings(bench, spec.trials)]
+        runs = [_Run(stack.enter_context(closing(training))) for training in trainings(context, spec.trials)]
         source = runs[0].training
         source.start_loading()
         window = _next_window(source)
@@ -178,7 +179,7 @@ def _next_window(source: BaseTraining) -> Window:
     return [source.next_batch() for _ in range(source.spec.candidate.accumulation_steps)]
 
 
-def _take_turns(runs: Sequence[_Run], spec: ProfileSpec, compiling: CompileWatch, send: Send) -> list[float]:
+def _take_turns(runs: Sequence[_Run], spec: Profile, compiling: CompileWatch, send: Tell) -> list[float]:
     """Time blocks of steps, each precision on the same batches, another one first each time; returns the wait of each
     block's step for its data. A block in which torch.compile compiled is taken again."""
     data_seconds: list[float] = []
@@ -215,7 +216,7 @@ def _cut(runs: Sequence[_Run]) -> None:
 
 
 def _traced(
-    runs: Sequence[_Run], window: Window, trace_file: str | None, send: Send
+    runs: Sequence[_Run], window: Window, trace_file: str | None, send: Tell
 ) -> tuple[dict[str, Split], str | None]:
     """Profile a few steps of each; the trace stays where `trace_file` says so. Where no trace can be written there are
     no splits, but why."""
@@ -275,13 +276,13 @@ def _rates(runs: Sequence[_Run]) -> dict[Precision, float]:
     return rates
 
 
-def trainings(bench: Bench, trials: Sequence[TrialSpec]) -> Iterator[BaseTraining]:
+def trainings(context: Context, trials: Sequence[Trial]) -> Iterator[BaseTraining]:
     """Each with a model of its own, all of the same first weights."""
     device = torch.device(trials[0].device)
-    first = bench.model(device)
-    models = [first, *(_another(bench.workload, first, trial.seed).to(device) for trial in trials[1:])]
+    first = context.model(device)
+    models = [first, *(_another(context.workload, first, trial.seed).to(device) for trial in trials[1:])]
     for model, trial in zip(models, trials, strict=True):
-        yield make_training(bench.workload, model, trial)
+        yield make_training(context.workload, model, trial)
 
 
 def _another(workload: Workload, first: nn.Module, seed: int) -> nn.Module:

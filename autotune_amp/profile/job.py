@@ -4,32 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from statistics import fmean, median
-from typing import TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
 from autotune_amp.core.config import Precision
+from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Failure, Measurement, Outcome
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 
 LOW: tuple[Precision, ...] = ("bf16", "fp16")  # what mixed precision means: autocast casts to them
 # A precision whose steps take so many times those of fp32, beside which they are run, is left after a few of them.
 CUT_RATIO = 5.0
-
-
-class ProfileSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Precisions to run side by side, one trial's spec for each, over `num_batches` batches that all of them share.
-
-    `num_batches_per_block` are timed between two synchronisations. Where `takes_apart`, steps are profiled after that,
-    with the Chrome trace written to `trace_file` (None for none), and operations and the machine's rates are counted.
-    `seed` of the trials seeds the model and the order of the batches.
-    """
-
-    trials: tuple[TrialSpec, ...]
-    num_batches: int
-    num_batches_per_block: int = 1
-    takes_apart: bool = True
-    trace_file: str | None = None
 
 
 class ProfiledStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,11 +83,29 @@ class Profiled(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     rates: dict[Precision, float] = {}
 
 
+class Profile(Job[Profiled], frozen=True, kw_only=True):
+    """Precisions to run side by side, a trial for each, over `num_batches` batches that all of them share.
+
+    `num_batches_per_block` are timed between two synchronisations. Where `takes_apart`, steps are profiled after that,
+    with the Chrome trace written to `trace_file` (None for none), and operations and the machine's rates are counted.
+    `seed` of the trials seeds the model and the order of the batches.
+    """
+
+    answer: ClassVar[Any] = Profiled
+    work: ClassVar[str] = "autotune_amp.profile.child:profile"
+
+    trials: tuple[Trial, ...]
+    num_batches: int
+    num_batches_per_block: int = 1
+    takes_apart: bool = True
+    trace_file: str | None = None
+
+
 NUM_ROUNDS = 3
 MAX_SETUP_SECONDS = 30.0  # that the rounds after the first may spend on building models and on first steps
 
-Ask: TypeAlias = Callable[[ProfileSpec], Profiled | Failure]
-Run: TypeAlias = Callable[[TrialSpec], Outcome]
+Ask: TypeAlias = Callable[[Profile], Profiled | Failure]
+Run: TypeAlias = Callable[[Trial], Outcome]
 Say: TypeAlias = Callable[[str], None]
 
 _LOADS_AHEAD = "the loader's workers load ahead, which hides the wait that one precision alone has"
@@ -114,7 +118,7 @@ def num_rounds(alone: Sequence[Measurement], num_batches: int) -> int:
     return 1 if (NUM_ROUNDS - 1) * setup_seconds > MAX_SETUP_SECONDS else min(NUM_ROUNDS, num_batches)
 
 
-def timed(ask: Ask, run: Run, spec: ProfileSpec, num_rounds: int, say: Say) -> tuple[Profiled, tuple[str, ...]]:
+def timed(ask: Ask, run: Run, spec: Profile, num_rounds: int, say: Say) -> tuple[Profiled, tuple[str, ...]]:
     """Time `spec.num_batches` batches in each precision over `num_rounds` rounds; the notes say what went otherwise.
 
     The lanes that come back have one block for each process, blocks of one number are of one round, and a lane ends
@@ -134,7 +138,7 @@ def timed(ask: Ask, run: Run, spec: ProfileSpec, num_rounds: int, say: Say) -> t
     return msgspec.structs.replace(whole, lanes=tuple(_with_split(lane, whole) for lane in lanes)), (*notes, *more)
 
 
-def _round_of(spec: ProfileSpec, number: int, num_rounds: int) -> ProfileSpec:
+def _round_of(spec: Profile, number: int, num_rounds: int) -> Profile:
     """Its part of the batches, which are other ones than those of the rounds before."""
     return msgspec.structs.replace(
         spec,
@@ -145,7 +149,7 @@ def _round_of(spec: ProfileSpec, number: int, num_rounds: int) -> ProfileSpec:
     )
 
 
-def _side_by_side(ask: Ask, first: Profiled, parts: Sequence[ProfileSpec]) -> tuple[Profiled, tuple[str, ...]]:
+def _side_by_side(ask: Ask, first: Profiled, parts: Sequence[Profile]) -> tuple[Profiled, tuple[str, ...]]:
     found = [first]
     for part in parts[1:]:
         running = {lane.precision for lane in found[-1].lanes if lane.failure is None and not lane.was_cut}
@@ -184,7 +188,7 @@ def _joined(lanes: Sequence[Lane]) -> Lane:
     )
 
 
-def _each_taken_apart(ask: Ask, spec: ProfileSpec, why_not_together: Failure) -> tuple[Profiled, tuple[str, ...]]:
+def _each_taken_apart(ask: Ask, spec: Profile, why_not_together: Failure) -> tuple[Profiled, tuple[str, ...]]:
     """Each precision taken apart in a process of its own."""
     found: list[Profiled] = []
     notes = []
@@ -209,7 +213,7 @@ def _with_split(lane: Lane, whole: Profiled) -> Lane:
     return msgspec.structs.replace(lane, split=splits.get(lane.precision))
 
 
-def _in_processes_of_their_own(run: Run, parts: Sequence[ProfileSpec]) -> list[Lane]:
+def _in_processes_of_their_own(run: Run, parts: Sequence[Profile]) -> list[Lane]:
     """Each precision as a trial of its own in every round, another one first each time."""
     names = [trial.candidate.precision for trial in parts[0].trials]
     outcomes: dict[Precision, list[Outcome]] = {name: [] for name in names}

@@ -22,8 +22,9 @@ from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware import identify
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.isolation.runner import Runner, can_fork
-from autotune_amp.profile.job import LOW, NUM_ROUNDS, Profiled, ProfileSpec, num_rounds, timed
+from autotune_amp.isolation.backend import Backend
+from autotune_amp.isolation.local import LocalBackend
+from autotune_amp.profile.job import LOW, NUM_ROUNDS, Profile, Profiled, num_rounds, timed
 from autotune_amp.profile.results import AmpProfile
 from autotune_amp.profile.rows import (
     Found,
@@ -41,7 +42,7 @@ from autotune_amp.search.origin import Origin
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.session import Clock, ProgressWatcher
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
-from autotune_amp.trial.spec import STEPS_PER_SYNC, TrialSpec
+from autotune_amp.trial.jobs import STEPS_PER_SYNC, Trial
 
 _EXAMPLES = {"batches": 10, "batch-size": 32}
 
@@ -128,21 +129,21 @@ def run_profile(origin: Origin, request: Request, progress: Progress) -> AmpProf
     meter = LoadMeter(identify(request.device).uuid)  # before a context of ours is on the card
     watcher = _Watcher(progress, clock, meter)
     progress.work_started(None)
-    with Runner(origin.payload(), "fork" if can_fork() else "kept", watcher, _ENVIRONMENT) as runner:
-        opened = open_workload(runner, origin, request.device, clock, progress)
+    with LocalBackend(origin.payload(), None, watcher, _ENVIRONMENT) as backend:
+        opened = open_workload(backend, origin, request.device, clock, progress)
         progress.found_hardware(opened.hardware)
         asked = _asked(request, opened.hardware)
         space = _space(request, opened, asked)
         refused = {exclusion.precision: exclusion.reason for exclusion in space.excluded}
         trials = {p: _trial(p, space, opened) for p in asked if p not in refused}
-        alone = _alone(runner, trials, clock, progress)
+        alone = _alone(backend, trials, clock, progress)
         ran = [p for p, outcome in alone.items() if isinstance(outcome, Measurement) and not is_cut(p, alone)]
         if not ran:
             raise _nothing_works(asked, refused, alone)
         with TemporaryDirectory(prefix="autotune_amp-") as folder:
             spec = _profile_spec([trials[p] for p in ran], request, opened.hardware.device, Path(folder, "trace"))
             meter.start()
-            profiled, notes = _profiled(runner, spec, alone, watcher, progress)
+            profiled, notes = _profiled(backend, spec, alone, watcher, progress)
             others = load_notes(meter.stop())
             no_trace = None if request.trace is None else write_trace(sorted(Path(folder).iterdir()), request.trace)
     found = Found(refused, alone, profiled, _rates(opened.hardware, profiled), opened.hardware.identity.type)
@@ -174,8 +175,8 @@ def _space(request: Request, opened: Opened, asked: tuple[Precision, ...]) -> Sp
     return build_space(opened.hardware, opened.description, SearchOptions.from_user(precision=asked, **own))
 
 
-def _trial(precision: Precision, space: Space, opened: Opened) -> TrialSpec:
-    return TrialSpec(
+def _trial(precision: Precision, space: Space, opened: Opened) -> Trial:
+    return Trial(
         candidate=Setting(
             precision=precision,
             batch_size=space.baseline.batch_size,
@@ -192,7 +193,7 @@ def _trial(precision: Precision, space: Space, opened: Opened) -> TrialSpec:
 
 
 def _alone(
-    runner: Runner, trials: Mapping[Precision, TrialSpec], clock: Clock, progress: Progress
+    backend: Backend, trials: Mapping[Precision, Trial], clock: Clock, progress: Progress
 ) -> dict[Precision, Measurement | Failure]:
     """Each in a process of its own: its memory, whether it runs at all, and whether it is worth running longer."""
     progress.phase("measuring each precision alone")
@@ -200,7 +201,7 @@ def _alone(
     for number, (precision, trial) in enumerate(trials.items(), start=1):
         progress.trial_started(number, trial.candidate, trial.purpose)
         started = clock.elapsed()
-        outcome = runner.run(_limited(trial, found.get("fp32")))
+        outcome = backend.submit(_limited(trial, found.get("fp32"))).result()
         progress.trial_ended(
             Record(
                 search_id="profile",
@@ -218,7 +219,7 @@ def _alone(
     return found
 
 
-def _limited(trial: TrialSpec, fp32: Outcome | None) -> TrialSpec:
+def _limited(trial: Trial, fp32: Outcome | None) -> Trial:
     """With what its steps may take, going by those of fp32 where that ran."""
     if not isinstance(fp32, Measurement) or trial.candidate.precision == "fp32":
         return trial
@@ -230,8 +231,9 @@ def _limited(trial: TrialSpec, fp32: Outcome | None) -> TrialSpec:
     )
 
 
-def _profile_spec(trials: Sequence[TrialSpec], request: Request, device: str, trace_file: Path) -> ProfileSpec:
-    return ProfileSpec(
+def _profile_spec(trials: Sequence[Trial], request: Request, device: str, trace_file: Path) -> Profile:
+    return Profile(
+        device=device,
         trials=tuple(trials),
         num_batches=request.num_batches,
         num_batches_per_block=1 if device == "cpu" else STEPS_PER_SYNC,
@@ -240,8 +242,8 @@ def _profile_spec(trials: Sequence[TrialSpec], request: Request, device: str, tr
 
 
 def _profiled(
-    runner: Runner,
-    spec: ProfileSpec,
+    backend: Backend,
+    spec: Profile,
     alone: Mapping[Precision, Measurement | Failure],
     watcher: _Watcher,
     progress: Progress,
@@ -253,10 +255,10 @@ def _profiled(
     joined = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} in turns"
     progress.phase(f"running {joined} on the same {spec.num_batches} batches, in {_processes(num)}")
 
-    def run(trial: TrialSpec) -> Outcome:
-        return runner.run(_limited(trial, alone.get("fp32")))
+    def run(trial: Trial) -> Outcome:
+        return backend.submit(_limited(trial, alone.get("fp32"))).result()
 
-    profiled, notes = timed(partial(_ask, runner, watcher, known), run, spec, num, progress.note)
+    profiled, notes = timed(partial(_ask, backend, watcher, known), run, spec, num, progress.note)
     if num < min(NUM_ROUNDS, spec.num_batches):
         few = "Building and first steps take long: one process was timed, and the intervals rest on how far processes"
         notes = (*notes, f"{few} usually differ.")
@@ -267,13 +269,13 @@ def _processes(num: int) -> str:
     return "one process" if num == 1 else f"{num} processes"
 
 
-def _ask(runner: Runner, watcher: _Watcher, alone: Sequence[Measurement], spec: ProfileSpec) -> Profiled | Failure:
+def _ask(backend: Backend, watcher: _Watcher, alone: Sequence[Measurement], spec: Profile) -> Profiled | Failure:
     """The child's answer; it may take several times what the runs alone foretell, which are all waited for."""
     watcher.expect(spec.num_batches)
     foreseen = sum(m.build_seconds + m.first_step_seconds + (spec.num_batches + 10) * m.step_seconds for m in alone)
-    answer = runner.ask("profile", msgspec.to_builtins(spec), 60.0 + _SLACK * foreseen)
+    answer = backend.submit(msgspec.structs.replace(spec, deadline_seconds=60.0 + _SLACK * foreseen)).result()
     watcher.expect(None)
-    return answer if isinstance(answer, Failure) else msgspec.convert(answer, type=Profiled | Failure)
+    return answer
 
 
 def _rates(hardware: Hardware, profiled: Profiled) -> dict[Precision, float]:

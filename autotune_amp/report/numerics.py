@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from autotune_amp.core.text import count, exact, number, one_line
+from autotune_amp.core.text import count, exact, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from autotune_amp.core.config import LossScale
-    from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity
+    from autotune_amp.core.fidelity import Accumulation, Fidelity
     from autotune_amp.core.recommendation import LossScaleEvidence
 
 
@@ -27,31 +27,10 @@ def check_line(found: Fidelity) -> str:
     return "; ".join(parts)
 
 
-def short_check(found: Fidelity) -> str:
-    """The verdict with the two numbers that say most."""
-    ratio = "" if found.noise_ratio is None else f", rounding {_small(found.noise_ratio)} of batch noise"
-    gap = "" if found.training_gap is None else f", training gap {_small(found.training_gap)}"
-    return f"{found.verdict}{ratio}{gap}"
-
-
-def short_calibration(found: Calibration) -> str:
-    """The scale to start with and how many steps say so."""
-    if found.init_scale is None:
-        return "no loss scale is safe"
-    return f"loss scale {number(found.init_scale)}, from {count(len(found.log2_scales), 'step')}"
-
-
-def short_accumulation(found: Accumulation) -> str:
-    """The verdict with how far the gradients part."""
-    by = f" by {found.weighted_by}" if found.weighted_by else ""
-    error = "" if found.error is None else f", gradients part by {_small(found.error)}"
-    return f"accumulation {found.verdict}{by}{error}"
-
-
 def accumulation_line(found: Accumulation) -> str:
     """What accumulated gradients are to those of the whole batch."""
     by = f" by {found.weighted_by}" if found.weighted_by else ""
-    error = "" if found.error is None else f", {_small(found.error)} off the whole batch's gradient"
+    error = "" if found.error is None else f", {small(found.error)} off the whole batch's gradient"
     return f"{found.verdict}{by}{error}"
 
 
@@ -85,7 +64,7 @@ def names(modules: Sequence[str]) -> str:
 def _numbers(found: Fidelity) -> list[str]:
     parts = []
     if found.noise_ratio is not None:
-        parts.append(f"noise ratio {_small(found.noise_ratio)}")
+        parts.append(f"noise ratio {small(found.noise_ratio)}")
     if found.flushed_share is not None:
         parts.append(f"{_percent(found.flushed_share)} flushed")
     if found.forward_max is not None:
@@ -93,13 +72,14 @@ def _numbers(found: Fidelity) -> list[str]:
         limit = f" of {found.format_max:.5g}" if has_limit else ""
         parts.append(f"activations up to {found.forward_max:.3g}{limit}")
     if found.training_gap is not None:
-        parts.append(f"training gap {_small(found.training_gap)} over {count(found.num_paired_steps, 'step')}")
+        parts.append(f"training gap {small(found.training_gap)} over {count(found.num_paired_steps, 'step')}")
     if found.low_weights is not None:
         parts.append(f"{_percent(found.low_weights.lost_share)} of the updates round away")
     return parts
 
 
-def _small(value: float) -> str:
+def small(value: float) -> str:
+    """Two significant digits, or that it is no number."""
     return f"{value:.2g}" if math.isfinite(value) else "not finite"
 
 

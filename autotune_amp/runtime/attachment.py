@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.numerics.blame import modules_by_name, unwrap
+from autotune_amp.numerics.modules import modules_by_name, unwrap
 from autotune_amp.precision import mode as precision
 from autotune_amp.runtime.batchnorm import RunningStatistics, SavedStatistics
 

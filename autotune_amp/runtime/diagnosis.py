@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from autotune_amp.core.config import Precision
-from autotune_amp.numerics.blame import Recorder, bad_parameters
+from autotune_amp.numerics.nonfinite import Recorder, bad_parameters
 from autotune_amp.precision.mode import can_be_pinned
 from autotune_amp.runtime.gradients import NEGLIGIBLE
 from autotune_amp.runtime.rerun import Pass, Rerunner

@@ -16,7 +16,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.profile.job import LOW, NUM_ROUNDS, Lane, Profiled
 from autotune_amp.profile.results import AmpProfile
 from autotune_amp.profile.rows import Found, answer, rows
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 
 CHECKS = ("fidelity", "calibration", "accumulation")
 
@@ -57,7 +57,7 @@ def grid_seconds(landscape: Landscape) -> float:
     """One trial of every cell, as a search makes it."""
     device = landscape.header.hardware.device
     return sum(
-        play(process, TrialSpec(candidate=cell, device=device), landscape.header, random.Random(0)).seconds
+        play(process, Trial(candidate=cell, device=device), landscape.header, random.Random(0)).seconds
         for cell, (process,) in landscape.cells.items()
     )
 

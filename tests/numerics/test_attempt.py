@@ -12,27 +12,27 @@ from fp16_subjects import Batch, Transformer, build, mean_square, mlp, sgd, subj
 from torch import Tensor, nn
 
 from autotune_amp.core.config import Precision
-from autotune_amp.numerics.attempt import NUM_BATCHES, NUM_PAIRED_STEPS, Bench
-from autotune_amp.numerics.forward_max import watch_forward
+from autotune_amp.numerics.fidelity import NUM_BATCHES, NUM_PAIRED_STEPS, Experiment
+from autotune_amp.numerics.modules import watch_forward
 from autotune_amp.numerics.passes import Passes, Subject
 from autotune_amp.precision.mode import is_pinned
 
 
 @contextmanager
-def bench_of(made: Subject, precision: Precision) -> Iterator[Bench]:
+def experiment_on(made: Subject, precision: Precision) -> Iterator[Experiment]:
     with watch_forward(made.model, made.device) as watch:
-        yield Bench(Passes(made), precision, watch)
+        yield Experiment(Passes(made), precision, watch)
 
 
 def test_fp32_is_measured_once_for_all_attempts() -> None:
-    with bench_of(build("MLP"), "bf16") as bench:
-        assert bench.num_passes == NUM_BATCHES
-        first = bench.train(bench.one_step(()))
-        cost = bench.num_passes
-        second = bench.train(bench.one_step(("2",)))
-        assert bench.num_passes - cost == NUM_BATCHES + NUM_PAIRED_STEPS
+    with experiment_on(build("MLP"), "bf16") as experiment:
+        assert experiment.num_passes == NUM_BATCHES
+        first = experiment.train(experiment.one_step(()))
+        cost = experiment.num_passes
+        second = experiment.train(experiment.one_step(("2",)))
+        assert experiment.num_passes - cost == NUM_BATCHES + NUM_PAIRED_STEPS
     # Another rounding, and two paired runs in fp32.
-    assert cost - (bench.num_passes - cost) == NUM_BATCHES + 1 + 2 * NUM_PAIRED_STEPS
+    assert cost - (experiment.num_passes - cost) == NUM_BATCHES + 1 + 2 * NUM_PAIRED_STEPS
     assert first.pins == ()
     assert second.pins == ("2",)
     assert first.comparison is not None
@@ -40,20 +40,19 @@ def test_fp32_is_measured_once_for_all_attempts() -> None:
     assert second.comparison.whole.noise_ratio != first.comparison.whole.noise_ratio
     assert first.training is not None
     assert len(first.training.losses) == NUM_PAIRED_STEPS
-    assert bench.fp32_step_seconds is not None
-    assert bench.fp32_step_seconds > 0
+    assert (experiment.report(second).fp32_step_seconds or 0) > 0
 
 
 def test_with_everything_pinned_a_precision_is_fp32() -> None:
-    with bench_of(build("transformer with dropout"), "bf16") as bench:
-        attempt = bench.train(bench.one_step(("",)))
+    with experiment_on(build("transformer with dropout"), "bf16") as experiment:
+        attempt = experiment.train(experiment.one_step(("",)))
     assert attempt.comparison is not None
     assert attempt.comparison.whole.noise_ratio == 0
     assert attempt.comparison.whole.cosine == pytest.approx(1)
     assert attempt.loss_error == 0
     assert attempt.gap == (0.0, 0.0)
     assert set(attempt.forward_maxima.values()) == {0.0}  # what is in fp32 has room enough
-    assert not any(map(is_pinned, bench.subject.model.modules()))
+    assert not any(map(is_pinned, experiment.low.model.modules()))
 
 
 def test_pins_hold_in_every_pass() -> None:
@@ -61,13 +60,13 @@ def test_pins_hold_in_every_pass() -> None:
     model = mlp()
     head = model.get_submodule("2")
     head.register_forward_hook(lambda module, _, output: seen.append(output.dtype == torch.float32))
-    with bench_of(subject(model), "bf16") as bench:
+    with experiment_on(subject(model), "bf16") as experiment:
         before = len(seen)
-        bench.one_step(("2",))
+        experiment.one_step(("2",))
         assert seen[before:] == [True] * (NUM_BATCHES + 1)
-        bench.train(bench.one_step(("2",)))
+        experiment.train(experiment.one_step(("2",)))
         assert all(seen)
-        bench.one_step(())
+        experiment.one_step(())
         assert not seen[-1]
 
 
@@ -84,10 +83,10 @@ def test_the_bias_of_a_key_carries_no_signal() -> None:
 
     torch.manual_seed(0)
     made = subject(Attention(), x=lambda: torch.randn(8, 3, 8), y=lambda: torch.randn(8, 3, 8))
-    with bench_of(made, "bf16") as bench:
+    with experiment_on(made, "bf16") as experiment:
         names = {name for name, _ in made.model.named_parameters()}
-        assert bench.signals() == names - {"key.bias"}
-        comparison = bench.one_step(()).comparison
+        assert experiment.signals() == names - {"key.bias"}
+        comparison = experiment.one_step(()).comparison
     assert comparison is not None
     assert comparison.parameters.keys() == names - {"key.bias"}
     assert comparison.whole.noise_ratio < 0.05
@@ -112,8 +111,8 @@ def test_what_a_module_without_weights_puts_out_counts_and_a_mask_does_not() -> 
 
 def test_forward_maxima_are_of_what_is_in_half_precision() -> None:
     torch.manual_seed(0)
-    with bench_of(subject(Transformer(), x=lambda: torch.randn(8, 3, 8)), "bf16") as bench:
-        maxima = bench.one_step(()).forward_maxima
+    with experiment_on(subject(Transformer(), x=lambda: torch.randn(8, 3, 8)), "bf16") as experiment:
+        maxima = experiment.one_step(()).forward_maxima
     assert {"layer.linear1", "head"} <= maxima.keys()
     assert all(maximum == 0 for name, maximum in maxima.items() if "norm" in name)  # autocast keeps them in fp32
     assert all(0 < maximum < 100 for name, maximum in maxima.items() if name in ("layer.linear1", "head"))
@@ -125,13 +124,11 @@ def test_a_pass_that_is_not_finite_is_found_at_its_batch(precision: Precision) -
         value = mean_square(model, batch)
         return value * math.nan if batch.number == 1 and torch.is_autocast_enabled("cpu") else value
 
-    with bench_of(subject(mlp(), loss), precision) as bench:
-        attempt = bench.one_step(())
-        found = bench.findings(attempt, None)
+    with experiment_on(subject(mlp(), loss), precision) as experiment:
+        attempt = experiment.one_step(())
     assert attempt.bad_index == 1
     assert attempt.comparison is None
-    assert not found.is_finite
-    assert found.is_reference_finite
+    assert attempt.grade.verdict == "unfaithful"
 
 
 def test_all_batches_have_one_loss_scale_that_suits_each() -> None:
@@ -144,11 +141,10 @@ def test_all_batches_have_one_loss_scale_that_suits_each() -> None:
     torch.manual_seed(0)
     made = subject(mlp(), loss)
     assert grads(2) > 4 * grads(0)
-    with bench_of(made, "fp16") as bench:
-        attempt = bench.one_step(())
+    with experiment_on(made, "fp16") as experiment:
+        attempt = experiment.one_step(())
     assert attempt.has_safe_scale
     assert attempt.bad_index is None
-    assert len(attempt.low) == NUM_BATCHES
     assert all(Passes(made).run(index, "fp16", scale=attempt.scale).is_finite for index in range(NUM_BATCHES))
     assert not all(Passes(made).run(index, "fp16", scale=8 * attempt.scale).is_finite for index in range(NUM_BATCHES))
 
@@ -162,19 +158,17 @@ def test_weights_in_half_precision_are_held_against_a_copy_in_fp32() -> None:
         make_optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=1e-5),
     )
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with bench_of(made, "fp32") as bench:
-        lost = bench.lost_updates()
-        attempt = bench.train(bench.one_step(()))
-        assert bench.has_low_weights
+    with experiment_on(made, "fp32") as experiment:
+        attempt = experiment.train(experiment.one_step(()))
+        lost = experiment.report(attempt).low_weights
     assert lost is not None
     assert lost.lost_share > 0.5
     assert attempt.comparison is not None
     assert 0 < attempt.comparison.whole.noise_ratio < 0.2
-    bench.low.restore()
+    experiment.low.restore()
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    with bench_of(build("MLP"), "bf16") as bench:
-        assert not bench.has_low_weights
-        assert bench.lost_updates() is None
+    with experiment_on(build("MLP"), "bf16") as experiment:
+        assert experiment.report(experiment.one_step(())).low_weights is None
 
 
 @pytest.mark.parametrize(
@@ -192,5 +186,5 @@ def test_the_format_ends_where_the_weights_or_the_precision_do(
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         return model(batch.x.to(next(model.parameters()).dtype)).float().square().mean()  # type: ignore[no-any-return] # a module's output is Any
 
-    with bench_of(subject(nn.Linear(8, 4).to(dtype), loss, make_optimizer=sgd), precision) as bench:
-        assert bench.format_max == largest
+    with experiment_on(subject(nn.Linear(8, 4).to(dtype), loss, make_optimizer=sgd), precision) as experiment:
+        assert experiment.report(experiment.one_step(())).format_max == pytest.approx(largest, rel=0.01)

@@ -21,7 +21,7 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.fidelity import Calibration
 from autotune_amp.numerics.calibration import calibrate, count_octaves, histogram
 from autotune_amp.numerics.comparison import COUNTS
-from autotune_amp.numerics.forward_max import watch_forward
+from autotune_amp.numerics.modules import watch_forward
 from autotune_amp.numerics.passes import Passes, Subject
 from autotune_amp.numerics.scaler_replay import FlushedShares
 from autotune_amp.precision.mode import is_pinned

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from autotune_amp.core.config import Precision
 from autotune_amp.core.fidelity import Fidelity
-from autotune_amp.numerics.attempt import NUM_PAIRED_STEPS
-from autotune_amp.numerics.fidelity import check
+from autotune_amp.numerics.fidelity import NUM_PAIRED_STEPS, check
 from autotune_amp.numerics.passes import Subject
 from autotune_amp.precision.mode import is_pinned, pin_fp32
 
@@ -205,7 +204,7 @@ def test_a_culprit_that_cannot_run_in_fp32_does_not_undo_the_verdict() -> None:
 def test_a_bad_verdict_is_told_before_the_culprits_are_looked_for() -> None:
     torch.manual_seed(0)
     told: list[Fidelity] = []
-    found = check(with_middle(running_sum), "bf16", batch_size=8, judged=told.append)
+    found = check(with_middle(running_sum), "bf16", batch_size=8, on_bad_verdict=told.append)
     assert [first.verdict for first in told] == ["unfaithful"]
     assert (told[0].culprits, found.culprits) == ((), ("middle",))
     assert told[0].batch_size == 8

@@ -13,8 +13,8 @@ import torch
 from fp16_subjects import CPU, Batch, Checkpointed, mean_square, subject
 from torch import Tensor, nn
 
-from autotune_amp.numerics.blame import modules_by_name
 from autotune_amp.numerics.locate import OUTSIDE, LocalErrors, blown_up, local_errors
+from autotune_amp.numerics.modules import modules_by_name
 from autotune_amp.numerics.passes import Passes
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autotune_amp.core.fidelity import LowWeights
-from autotune_amp.numerics.low_weights import lost_updates
+from autotune_amp.numerics.comparison import lost_updates
 
 
 class Weights(nn.Module):

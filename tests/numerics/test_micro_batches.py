@@ -17,9 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from autotune_amp.core.fidelity import Accumulation
 from autotune_amp.numerics import accumulation
-from autotune_amp.numerics.accumulation import check
+from autotune_amp.numerics.accumulation import Sums, check, find_weights
 from autotune_amp.numerics.batches import cut
-from autotune_amp.numerics.combination import Sums, judge
 from autotune_amp.numerics.passes import Subject
 
 Loss = Callable[[Any, Any], Tensor]
@@ -40,7 +39,7 @@ def found_of(model: nn.Module, loss: Loss, whole: Any, num_samples: int = 16, se
     before = everything_of(model)
     found = check(subject, num_samples)
     torch.testing.assert_close(everything_of(model), before, rtol=0, atol=0)
-    assert found.num_passes <= 2 * (3 + 2 * len(pieces))
+    assert found.num_passes <= 3 + len(pieces)
     assert (found.batch_size, found.num_micro_batches) == (num_samples, len(pieces))
     assert found.reason.endswith(".")
     assert found.next_step.endswith(".")
@@ -351,32 +350,6 @@ def test_sparse_gradients_and_complex_weights() -> None:
     assert found_of(Words(), mean_square, batch).verdict == "mean"
 
 
-def test_what_rounding_flips_once_is_no_finding_and_what_stays_small_is_one() -> None:
-    model, batch = mlp(), regression()
-    weights = [parameter.clone() for parameter in model.parameters()]
-
-    def flipped(model: Any, batch: Any) -> Tensor:
-        """One micro-batch gets another gradient, at exactly these weights."""
-        is_flipped = len(batch["x"]) == 4 and bool((batch["x"][0] == first).all())
-        is_unmoved = all(map(torch.equal, model.parameters(), weights))
-        chance = 0.003 if is_flipped and is_unmoved else 0.0
-        return mean_square(model, batch) + chance * torch.stack([p.sum() for p in model.parameters()]).sum()
-
-    first = batch["x"][4]
-    found = found_of(model, flipped, batch)
-    assert found.verdict == "mean", found.reason
-    assert found.num_passes == 14
-
-    def coupled(model: Any, batch: Any) -> Tensor:
-        output: Tensor = model(batch["x"])
-        return functional.mse_loss(output, batch["y"]) + 3e-3 * output.mean().square()
-
-    found = found_of(mlp(), coupled, regression())
-    assert found.verdict == "inexact", found.reason
-    assert found.error is not None
-    assert found.error < 0.02
-
-
 class Quantized(nn.Module):
     """A codebook that moves with the codes it is given, as VQ-VAE's."""
 
@@ -439,11 +412,10 @@ class Centred(nn.Module):
 def test_state_that_one_micro_batch_leaves_to_the_next_is_named(make: Callable[[], nn.Module], name: str) -> None:
     found = found_of(make(), lambda m, b: m(b["x"]), regression())
     assert found.verdict == "inexact", found.reason
-    assert f"the forward pass changes {name}, which the next one computes with" in found.reason
+    assert f"the forward pass changes {name}" in found.reason
     assert "once per optimizer step" in found.next_step
     assert found.error is not None
     assert found.error > 1e-3
-    assert found.num_passes == (11 if found.error > 0.02 else 22)
 
 
 def test_state_that_no_gradient_depends_on_does_no_harm() -> None:
@@ -467,7 +439,7 @@ def test_state_that_no_gradient_depends_on_does_no_harm() -> None:
     assert found_of(Counted(), summed, regression()).verdict == "sum"
     tracking = convnet(nn.InstanceNorm2d(8, track_running_stats=True))
     found = found_of(tracking, classes, images())
-    assert (found.verdict, found.num_passes) == ("mean", 11), found.reason
+    assert (found.verdict, found.num_passes) == ("mean", 7), found.reason
 
 
 def test_numbers_that_are_not_finite_raise_nothing() -> None:
@@ -494,11 +466,11 @@ def sums(gradients: Sequence[Sequence[float]], losses: Sequence[float]) -> Sums:
 
 
 def test_of_collinear_gradients_the_simplest_combination_is_taken_and_no_other() -> None:
-    assert judge(sums([[2.0], [1.0], [3.0]], [2, 1, 3]), []).verdict == "mean"
-    assert judge(sums([[4.0], [1.0], [3.0]], [4, 1, 3]), []).verdict == "sum"
-    named = judge(sums([[2.5], [1.0], [3.0]], [2.5, 1, 3]), [("mask == 1", torch.tensor([0.25, 0.75]).double())])
+    assert find_weights(sums([[2.0], [1.0], [3.0]], [2, 1, 3]), []).verdict == "mean"
+    assert find_weights(sums([[4.0], [1.0], [3.0]], [4, 1, 3]), []).verdict == "sum"
+    named = find_weights(sums([[2.5], [1.0], [3.0]], [2.5, 1, 3]), [("mask == 1", torch.tensor([0.25, 0.75]).double())])
     assert (named.verdict, named.share) == ("weighted", "mask == 1")
-    assert judge(sums([[2.5], [1.0], [3.0]], [2.5, 1, 3]), []).verdict == "unchecked"
-    assert judge(sums([[0.3, 0.7], [1.0, 0.0], [0.0, 1.0]], [0.7, 0, 1]), []).verdict == "weighted"
-    assert judge(sums([[0.3, 0.7], [1.0, 0.0], [0.0, 1.0]], [0.2, 0, 1]), []).verdict == "inexact"
-    assert judge(sums([[0.3, 0.7, 1.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]], [0.7, 0, 1]), []).verdict == "inexact"
+    assert find_weights(sums([[2.5], [1.0], [3.0]], [2.5, 1, 3]), []).verdict == "unchecked"
+    assert find_weights(sums([[0.3, 0.7], [1.0, 0.0], [0.0, 1.0]], [0.7, 0, 1]), []).verdict == "weighted"
+    assert find_weights(sums([[0.3, 0.7], [1.0, 0.0], [0.0, 1.0]], [0.2, 0, 1]), []).verdict == "inexact"
+    assert find_weights(sums([[0.3, 0.7, 1.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]], [0.7, 0, 1]), []).verdict == "inexact"

@@ -51,8 +51,8 @@ def test_a_pass_moves_buffers_and_restore_puts_them_back() -> None:
 
 def test_going_on_begins_from_the_state_as_it_is_and_keep_makes_it_the_first() -> None:
     passes = Passes(build("convnet with BatchNorm"))
-    passes.go_on(0, "fp32")
-    passes.go_on(1, "fp32")
+    passes.run(0, "fp32", restores=False)
+    passes.run(1, "fp32", restores=False)
     assert passes.model.get_buffer("1.num_batches_tracked") == 2
     passes.keep()
     passes.run(2, "fp32")
@@ -111,7 +111,7 @@ def test_a_step_is_what_the_optimizer_does_in_a_plain_loop(name: str) -> None:
     passes = Passes(made)
     optimizer, plain_optimizer = (s.make_optimizer(s.model) for s in (made, plain))
     for index in range(2):
-        passes.step(optimizer, passes.go_on(index, "fp32").gradients)
+        passes.step(optimizer, passes.run(index, "fp32", restores=False).gradients)
         plain_optimizer.zero_grad()
         torch.autograd.backward(plain.loss(plain.model, plain.batches[index]))
         plain_optimizer.step()

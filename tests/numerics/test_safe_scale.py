@@ -11,8 +11,7 @@ import torch
 from fp16_subjects import SUBJECTS, Batch, brute_force, build, dense, mean_square, mlp, octave, subject
 from torch import Tensor, nn
 
-from autotune_amp.numerics.passes import Passes
-from autotune_amp.numerics.safe_scale import (
+from autotune_amp.numerics.calibration import (
     LOG2_FP16_MAX,
     MAX_LOG2_SCALE,
     MIN_LOG2_SCALE,
@@ -21,6 +20,7 @@ from autotune_amp.numerics.safe_scale import (
     by_bisection,
     largest_safe_scale,
 )
+from autotune_amp.numerics.passes import Passes
 
 Way: TypeAlias = Callable[[Passes, int], SafeScale]
 WAYS: list[Way] = [by_backward, by_bisection]

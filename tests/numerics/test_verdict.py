@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autotune_amp.core.config import Precision
 from autotune_amp.core.fidelity import GradientDamage, Verdict
-from autotune_amp.numerics.verdict import Findings, judge, next_step
+from autotune_amp.numerics.grading import Findings, grade, next_step
 
 ORDER: tuple[Verdict, ...] = ("faithful", "doubtful", "unfaithful")
 
@@ -23,7 +23,7 @@ def damage(noise_ratio: float = 0.0, flushed_share: float = 0.0) -> GradientDama
 
 
 def badness(found: Findings, **changes: Any) -> int:
-    return ORDER.index(judge(found._replace(**changes)).verdict)
+    return ORDER.index(grade(found._replace(**changes)).verdict)
 
 
 def maybe(numbers: st.SearchStrategy[float]) -> st.SearchStrategy[float | None]:
@@ -64,18 +64,18 @@ FAITHFUL = Findings(
 
 def test_two_hints_together_are_a_doubt() -> None:
     """Neither says anything alone; found on a held-out workload (studies/fidelity)."""
-    assert judge(FAITHFUL._replace(noise_ratio=0.15)).verdict == "faithful"
-    assert judge(FAITHFUL._replace(training_gap=16.0)).verdict == "faithful"
-    both = judge(FAITHFUL._replace(noise_ratio=0.15, training_gap=16.0))
+    assert grade(FAITHFUL._replace(noise_ratio=0.15)).verdict == "faithful"
+    assert grade(FAITHFUL._replace(training_gap=16.0)).verdict == "faithful"
+    both = grade(FAITHFUL._replace(noise_ratio=0.15, training_gap=16.0))
     assert both.verdict == "doubtful"
     assert "0.15" in both.reason
     assert "16" in both.reason
 
 
 def test_small_numbers_are_faithful() -> None:
-    assert judge(FAITHFUL).verdict == "faithful"
-    assert "small beside what sampling does" in judge(FAITHFUL).reason
-    assert judge(Findings()).verdict == "faithful"
+    assert grade(FAITHFUL).verdict == "faithful"
+    assert "small beside what sampling does" in grade(FAITHFUL).reason
+    assert grade(Findings()).verdict == "faithful"
 
 
 @pytest.mark.parametrize(
@@ -100,37 +100,37 @@ def test_small_numbers_are_faithful() -> None:
     ],
 )
 def test_each_finding_alone(worse: dict[str, Any], verdict: Verdict, says: str) -> None:
-    judgement = judge(FAITHFUL._replace(**worse))
-    assert judgement.verdict == verdict
-    assert says in judgement.reason
+    found = grade(FAITHFUL._replace(**worse))
+    assert found.verdict == verdict
+    assert says in found.reason
 
 
 def test_the_worst_verdict_wins_and_keeps_only_its_own_reasons() -> None:
-    judgement = judge(FAITHFUL._replace(noise_ratio=0.25, flushed_share=0.5, forward_max=6e4))
-    assert judgement.verdict == "unfaithful"
-    assert "flushed" in judgement.reason
-    assert "activations" in judgement.reason
-    assert "noise between batches" not in judgement.reason
+    found = grade(FAITHFUL._replace(noise_ratio=0.25, flushed_share=0.5, forward_max=6e4))
+    assert found.verdict == "unfaithful"
+    assert "flushed" in found.reason
+    assert "activations" in found.reason
+    assert "noise between batches" not in found.reason
 
 
 def test_infinite_outputs_are_masks_where_the_gradients_are_finite() -> None:
-    assert judge(FAITHFUL._replace(forward_max=math.inf)).verdict == "faithful"
+    assert grade(FAITHFUL._replace(forward_max=math.inf)).verdict == "faithful"
 
 
 def test_it_is_of_the_weights_only_where_nothing_as_bad_is_not() -> None:
-    assert judge(FAITHFUL._replace(lost_share=0.9)).is_of_weights
-    assert not judge(FAITHFUL._replace(lost_share=0.9, noise_ratio=0.25)).is_of_weights
-    assert not judge(FAITHFUL._replace(lost_share=0.9, noise_ratio=0.5)).is_of_weights
+    assert grade(FAITHFUL._replace(lost_share=0.9)).is_of_weights
+    assert not grade(FAITHFUL._replace(lost_share=0.9, noise_ratio=0.25)).is_of_weights
+    assert not grade(FAITHFUL._replace(lost_share=0.9, noise_ratio=0.5)).is_of_weights
 
 
 @given(FINDINGS)
 def test_unchecked_where_fp32_is_not_finite_and_only_there(found: Findings) -> None:
-    assert (judge(found).verdict == "unchecked") == (not found.is_reference_finite)
+    assert (grade(found).verdict == "unchecked") == (not found.is_reference_finite)
 
 
 @given(FINDINGS)
 def test_every_reason_is_a_clause(found: Findings) -> None:
-    reason = judge(found).reason
+    reason = grade(found).reason
     assert reason.strip() == reason != ""
     assert not reason.endswith(".")
     assert "nan" not in reason

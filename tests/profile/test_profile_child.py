@@ -23,10 +23,10 @@ from autotune_amp.precision import torch_state
 from autotune_amp.profile import child
 from autotune_amp.profile.child import count_flops
 from autotune_amp.profile.gap import Step, gap
-from autotune_amp.profile.job import Lane, Profiled, ProfileSpec
+from autotune_amp.profile.job import Lane, Profile, Profiled
 from autotune_amp.profile.results import Gap
-from autotune_amp.trial.bench import Bench
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.context import Context
+from autotune_amp.trial.jobs import Trial
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def profiled(
     made: Workload, *precisions: Precision, num_batches: int = 3, trace_file: Path | None = None, **changes: Any
 ) -> Profiled | Failure:
     trials = [
-        TrialSpec(
+        Trial(
             candidate=Setting(precision=precision, batch_size=4),
             device="cpu",
             loss_scale=LossScale() if precision == "fp16" else None,
@@ -84,13 +84,14 @@ def profiled(
         )
         for precision in precisions
     ]
-    spec = ProfileSpec(
+    spec = Profile(
+        device="cpu",
         trials=tuple(trials),
         num_batches=num_batches,
         trace_file=None if trace_file is None else str(trace_file),
         **changes,
     )
-    return child.profile(Bench(made, is_kept=False), spec, lambda message: None)
+    return child.profile(Context(made, is_kept=False), spec, lambda message: None)
 
 
 def lanes(made: Workload, *precisions: Precision) -> tuple[Lane, ...]:
@@ -268,8 +269,8 @@ def test_a_live_model_compiled_in_place_is_compiled_in_each_precision() -> None:
     live = Net()
     live.linear = nn.Linear(4, 1)
     live.compile(backend="eager")
-    bench = Bench(workload(model=live), is_kept=False)
-    trials = [TrialSpec(candidate=Setting(precision=p, batch_size=2), device="cpu") for p in ("fp32", "bf16")]
-    models = [training.model for training in child.trainings(bench, trials)]
+    context = Context(workload(model=live), is_kept=False)
+    trials = [Trial(candidate=Setting(precision=p, batch_size=2), device="cpu") for p in ("fp32", "bf16")]
+    models = [training.model for training in child.trainings(context, trials)]
     assert models[0] is not models[1]
     assert [compiler_of(model) is not None for model in models] == [True, True]

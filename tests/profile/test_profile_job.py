@@ -15,23 +15,23 @@ from test_profile_rows import measured
 from autotune_amp.core.config import Precision
 from autotune_amp.core.outcome import Failure, Outcome
 from autotune_amp.core.setting import Setting
-from autotune_amp.profile.job import Lane, Profiled, ProfiledStep, ProfileSpec, Split, joined, num_rounds, timed
+from autotune_amp.profile.job import Lane, Profile, Profiled, ProfiledStep, Split, joined, num_rounds, timed
 from autotune_amp.profile.results import PrecisionRow
 from autotune_amp.profile.rows import Found, rows
 from autotune_amp.profile.running import write_trace
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 
 SPLIT = Split(steps=(ProfiledStep(operation_seconds={}, step_seconds=1.0),), largest={})
 OOM = Failure(kind="oom", message="too much")
 
 
-def trial(precision: Precision) -> TrialSpec:
-    return TrialSpec(candidate=Setting(precision=precision, batch_size=8), device="cpu")
+def trial(precision: Precision) -> Trial:
+    return Trial(candidate=Setting(precision=precision, batch_size=8), device="cpu")
 
 
-def spec(num_batches: int = 10, *precisions: Precision, **changes: Any) -> ProfileSpec:
+def spec(num_batches: int = 10, *precisions: Precision, **changes: Any) -> Profile:
     names: tuple[Precision, ...] = precisions or ("fp32", "bf16")
-    return ProfileSpec(trials=tuple(trial(name) for name in names), num_batches=num_batches, **changes)
+    return Profile(device="cpu", trials=tuple(trial(name) for name in names), num_batches=num_batches, **changes)
 
 
 class Children:
@@ -39,25 +39,25 @@ class Children:
 
     def __init__(self, *answers: Profiled | Failure | None, outcomes: dict[str, list[Outcome]] | None = None) -> None:
         self.answers, self.outcomes = list(answers), outcomes or {}
-        self.asked: list[ProfileSpec] = []
-        self.run_trials: list[TrialSpec] = []
+        self.asked: list[Profile] = []
+        self.run_trials: list[Trial] = []
 
-    def ask(self, asked: ProfileSpec) -> Profiled | Failure:
+    def ask(self, asked: Profile) -> Profiled | Failure:
         self.asked.append(asked)
         answer = self.answers.pop(0) if self.answers else None
         return answer or side_by_side(asked, len(self.asked))
 
-    def run(self, asked: TrialSpec) -> Outcome:
+    def run(self, asked: Trial) -> Outcome:
         self.run_trials.append(asked)
         left = self.outcomes.get(asked.candidate.precision)
         number = sum(t.candidate.precision == asked.candidate.precision for t in self.run_trials)
         return left.pop(0) if left else measured(4.0 * number, data_seconds=number, raw_step_seconds=(1.0,) * 4)
 
-    def timed(self, asked: ProfileSpec, num: int = 3) -> tuple[Profiled, tuple[str, ...]]:
+    def timed(self, asked: Profile, num: int = 3) -> tuple[Profiled, tuple[str, ...]]:
         return timed(self.ask, self.run, asked, num, lambda note: None)
 
 
-def side_by_side(asked: ProfileSpec, number: int, **changes: Any) -> Profiled:
+def side_by_side(asked: Profile, number: int, **changes: Any) -> Profiled:
     lanes = tuple(
         Lane(
             precision=t.candidate.precision,

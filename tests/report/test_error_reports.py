@@ -5,9 +5,9 @@ import json
 import pytest
 from report_samples import recommendation
 
+from autotune_amp.cli import error_document, error_text, exit_code
 from autotune_amp.core import errors
 from autotune_amp.core.recommendation import Exclusion
-from autotune_amp.report.failure import error_document, error_text, exit_code
 
 BEST = recommendation()
 EXCLUDED = (

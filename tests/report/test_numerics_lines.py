@@ -14,7 +14,9 @@ from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import Exclusion, LossScaleEvidence, Recommendation
 from autotune_amp.report.numerics import check_line, loss_scale_line
 from autotune_amp.report.progress import trial_line
-from autotune_amp.report.summary import explain, python_lines, recommended_row
+from autotune_amp.report.rows import recommended_row
+from autotune_amp.report.summary import explain
+from autotune_amp.report.usage import python_lines
 
 SCALES = LossScaleEvidence(
     num_steps=10_000,

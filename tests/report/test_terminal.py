@@ -23,8 +23,10 @@ from autotune_amp.core.recommendation import (
     SearchSummary,
     WorkersTried,
 )
-from autotune_amp.report.summary import facts, python_lines, recommended_row
+from autotune_amp.report.rows import recommended_row
+from autotune_amp.report.summary import facts
 from autotune_amp.report.terminal import explain, hardware_table, print_recommendation
+from autotune_amp.report.usage import python_lines
 
 
 @pytest.fixture(autouse=True)

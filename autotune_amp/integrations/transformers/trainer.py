@@ -21,7 +21,7 @@ from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.integrations.bridge import KeepingController, config_of, other_window_error, readings
 from autotune_amp.integrations.export_settings import training_arguments
 from autotune_amp.numerics import batches
-from autotune_amp.numerics.blame import unwrap
+from autotune_amp.numerics.modules import unwrap
 from autotune_amp.runtime import windows
 from autotune_amp.runtime.status import MoveRecord
 

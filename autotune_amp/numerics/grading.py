@@ -1,6 +1,6 @@
-"""The verdict on a precision, from what was measured. Pure.
+"""The grade of a precision, from what was measured: faithful, doubtful or unfaithful, with the reason. Pure, no torch.
 
-Thresholds: studies/fidelity has the table that they were set on, and the workloads that they were tried on after.
+Limits: studies/fidelity has the table that they were set on, and the workloads that they were tried on after.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from autotune_amp.core.fidelity import GradientDamage, Verdict
 
 FAITHFUL_NOISE, UNFAITHFUL_NOISE = 0.2, 0.3  # rounding noise over the noise between batches
 MAX_PARAMETER_NOISE = 1.0  # the same of any one parameter
-MAX_FLUSHED_SHARE = 0.01  # loss-scaling.md, section 3
+MAX_FLUSHED_SHARE = 0.01  # of the gradient's entries that count
 MAX_PARAMETER_FLUSHED_SHARE = 0.5  # of any one parameter
-MAX_FORWARD_SHARE = 0.25  # of the format's largest number: two octaves for growth (loss-scaling.md, section 3)
+MAX_FORWARD_SHARE = 0.25  # of the format's largest number: two octaves for growth
 MAX_LOST_SHARE = 0.5  # of a step's updates to low-precision weights
 FAITHFUL_GAP = 5.0  # in units of what one rounding of the first weights does
 # Less rounding noise and a wider gap, which say nothing alone, are a doubt together: added after the examination.
@@ -45,7 +45,7 @@ class Findings(NamedTuple):
     lost_share: float | None = None
 
 
-class Judgement(NamedTuple):
+class Grade(NamedTuple):
     """A verdict and the reason for it, a clause without a full stop.
 
     `is_of_weights`: nothing is wrong but that weights are kept in low precision.
@@ -55,21 +55,24 @@ class Judgement(NamedTuple):
     reason: str
     is_of_weights: bool = False
 
+    @property
+    def is_bad(self) -> bool:
+        """Whether there is something to look for the cause of."""
+        return self.verdict in ("doubtful", "unfaithful")
 
-def judge(found: Findings) -> Judgement:
+
+def grade(found: Findings) -> Grade:
     """The worst that any of the findings says, and what says so."""
     if not found.is_reference_finite:
-        return Judgement(
-            "unchecked", "fp32 itself gives numbers that are not finite, so there is nothing to hold it to"
-        )
-    judgements = [*_one_step(found), *_training(found)]
+        return Grade("unchecked", "fp32 itself gives numbers that are not finite, so there is nothing to hold it to")
+    grades = [*_one_step(found), *_training(found)]
     unmoved = "" if found.has_moved else _UNMOVED
-    if not judgements:
-        return Judgement("faithful", "its rounding noise is small beside what sampling does anyway" + unmoved)
-    verdict = max((judgement.verdict for judgement in judgements), key=_ORDER.index)
-    worst = [judgement for judgement in judgements if judgement.verdict == verdict]
-    is_of_weights = all(judgement.is_of_weights for judgement in worst)
-    return Judgement(verdict, "; ".join(judgement.reason for judgement in worst) + unmoved, is_of_weights)
+    if not grades:
+        return Grade("faithful", "its rounding noise is small beside what sampling does anyway" + unmoved)
+    verdict = max((each.verdict for each in grades), key=_ORDER.index)
+    worst = [each for each in grades if each.verdict == verdict]
+    is_of_weights = all(each.is_of_weights for each in worst)
+    return Grade(verdict, "; ".join(each.reason for each in worst) + unmoved, is_of_weights)
 
 
 def next_step(precision: Precision, verdict: Verdict, pins: tuple[str, ...], *, is_of_weights: bool = False) -> str:
@@ -87,40 +90,40 @@ def next_step(precision: Precision, verdict: Verdict, pins: tuple[str, ...], *, 
     return "Train in a precision with less to go wrong, or mend the code that the reason names."
 
 
-def _one_step(found: Findings) -> list[Judgement]:
+def _one_step(found: Findings) -> list[Grade]:
     if not found.is_finite:
         at = "" if found.has_safe_scale else " at every loss scale"
-        return [Judgement("unfaithful", f"its loss or gradients are not finite{at}, where fp32's are")]
-    judgements = []
+        return [Grade("unfaithful", f"its loss or gradients are not finite{at}, where fp32's are")]
+    grades = []
     if found.noise_ratio is not None and found.noise_ratio >= FAITHFUL_NOISE:
-        judgements.append(
-            Judgement(
+        grades.append(
+            Grade(
                 "unfaithful" if found.noise_ratio > UNFAITHFUL_NOISE else "doubtful",
                 f"its rounding noise is {found.noise_ratio:.2g} times the noise between batches",
             )
         )
     if found.flushed_share is not None and found.flushed_share > MAX_FLUSHED_SHARE:
         reason = f"{100 * found.flushed_share:.0f} % of the gradient's entries that count are flushed to zero"
-        judgements.append(Judgement("unfaithful", reason))
+        grades.append(Grade("unfaithful", reason))
     flushed, noisiest = found.most_flushed, found.noisiest
     if flushed is not None and flushed.flushed_share > MAX_PARAMETER_FLUSHED_SHARE:
         reason = f"{100 * flushed.flushed_share:.0f} % of the gradient of {flushed.name} are flushed to zero"
-        judgements.append(Judgement("unfaithful", reason))
+        grades.append(Grade("unfaithful", reason))
     if noisiest is not None and noisiest.noise_ratio > MAX_PARAMETER_NOISE:
         reason = f"the gradient of {noisiest.name} has {noisiest.noise_ratio:.2g} times the noise between batches"
-        judgements.append(Judgement("doubtful", reason))
+        grades.append(Grade("doubtful", reason))
     if found.forward_max is not None and MAX_FORWARD_SHARE * found.format_max < found.forward_max < math.inf:
         reason = f"activations reach {found.forward_max:.3g}, where the format ends at {found.format_max:.5g}"
-        judgements.append(Judgement("unfaithful", reason))
+        grades.append(Grade("unfaithful", reason))
     if found.lost_share is not None and found.lost_share > MAX_LOST_SHARE:
         reason = f"{100 * found.lost_share:.0f} % of the updates round away on weights kept in low precision"
-        judgements.append(Judgement("doubtful", reason, is_of_weights=True))
-    return judgements
+        grades.append(Grade("doubtful", reason, is_of_weights=True))
+    return grades
 
 
-def _training(found: Findings) -> list[Judgement]:
+def _training(found: Findings) -> list[Grade]:
     if not found.is_training_finite:
-        return [Judgement("unfaithful", "within a few training steps it is no longer finite, where fp32 is")]
+        return [Grade("unfaithful", "within a few training steps it is no longer finite, where fp32 is")]
     gap, scatter = found.training_gap, found.training_noise_gap
     if gap is None or scatter is None:
         return []
@@ -131,9 +134,9 @@ def _training(found: Findings) -> list[Judgement]:
             f"its rounding noise is {found.noise_ratio:.2g} of the noise between batches, and within a few training "
             f"steps its loss parts from fp32's {gap:.2g} times as far as one rounding of the first weights takes it"
         )
-        return [Judgement("doubtful", reason)]
+        return [Grade("doubtful", reason)]
     reason = (
         f"within a few training steps its loss parts from fp32's by {scatter:.2g} times the scatter between batches, "
         f"{gap:.2g} times as far as one rounding of the first weights takes it"
     )
-    return [Judgement("unfaithful" if scatter > UNFAITHFUL_SCATTER else "doubtful", reason)]
+    return [Grade("unfaithful" if scatter > UNFAITHFUL_SCATTER else "doubtful", reason)]

@@ -1,4 +1,4 @@
-"""The chart of a training run: loss scale, moves, skips and loss over its updates. Pure."""
+"""The page of a training run, from the log that the controller wrote. Pure."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import math
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 from plotly.graph_objects import Figure, Scatter
 from plotly.subplots import make_subplots
 
-from autotune_amp.core.text import one_line
+from autotune_amp.core.text import count, one_line
+from autotune_amp.report.page import document
+from autotune_amp.report.page.document import Section, chart
 from autotune_amp.report.page.marks import LOOKS, framed, said
-from autotune_amp.runtime.run_log import BeginLine, MoveLine, SampleLine
+from autotune_amp.runtime.run_log import BeginLine, MoveLine, Run, SampleLine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from autotune_amp.core.config import Precision
     from autotune_amp.runtime.run_log import Line, Run
+
 
 _MAX_NUMBERED = 24  # more moves are in the table without a number here
 _PADDING = 0.04  # of the updates, at both ends: a run that stops does so at its last
@@ -275,3 +279,98 @@ def reason(move: MoveLine) -> str:
     """Its reason, and the modules that it pins."""
     pinned = f"; in fp32 now: {', '.join(move.pinned_modules)}" if move.kind == "pin" else ""
     return one_line(move.reason + pinned)
+
+
+_MAX_ROWS = 200  # of the table of moves: a run that goes on skipping for ever stops every ten updates
+
+
+def run_page(run: Run, name: str) -> str:
+    """The HTML document; `name` is the log's."""
+    last = run.lines[-1]
+    return document.page(
+        f"{one_line(name)}: {_course(rungs(run))}",
+        [
+            Section("The run as it went", chart(course(run), _CAPTION)),
+            Section("Moves", _moves(run.moves)),
+            Section("The run", _about(run)),
+            Section(
+                "Config",
+                document.code(
+                    "What it was made with, as AmpConfig.from_json reads it",
+                    msgspec.json.format(run.begin.config.to_json(), indent=2),
+                ),
+            ),
+        ],
+        kind="run",
+        lead=_lead(run, last),
+    )
+
+
+_CAPTION = (
+    "What was seen at every 64th update and wherever the loss scale changed. Bands are the precisions that it ran in, "
+    "each with its symbol where it begins; numbered marks are the moves in the table below, those close together under "
+    "one label. Only fp16 scales the loss."
+)
+
+
+def _lead(run: Run, last: Line) -> str:
+    num_updates = last.num_steps + last.num_skips
+    share = last.num_skips / max(1, num_updates)
+    scale = "the loss is not scaled" if last.scale is None else f"loss scale {last.scale:,g}"
+    moves = run.moves
+    latest = f"the last: {kind(moves[-1])} at update {moves[-1].update:,}" if moves else "nothing made it move"
+    tiles = document.tiles(
+        [
+            ("precision at the end", last.precision, scale),
+            ("steps skipped", f"{100 * share:.2g} %", f"{last.num_skips:,} of {_updates(num_updates)}"),
+            ("moves", f"{len(moves):,}", latest),
+        ]
+    )
+    if not (isinstance(last, MoveLine) and last.kind == "stop"):
+        return tiles
+    return tiles + document.paragraph(f"The run was stopped at update {last.update:,}: {reason(last)}.", "warning")
+
+
+def _updates(num_updates: int) -> str:
+    return f"{num_updates:,} update{'' if num_updates == 1 else 's'}"
+
+
+def _course(found: Sequence[Rung]) -> str:
+    first, *later = found
+    shown = [first.precision, *(f"{rung.precision} from update {rung.first_update:,}" for rung in later)]
+    if len(shown) > 4:
+        return f"{shown[0]}, then {shown[-1]} after {len(shown) - 2} more changes"
+    return ", then ".join(shown)
+
+
+def _moves(moves: Sequence[MoveLine]) -> str:
+    if not moves:
+        return document.paragraph("None: nothing made the controller move.")
+    rows = [
+        [str(place), f"{move.update:,}", f"{move.num_skips:,}", kind(move), way(move), reason(move)]
+        for place, move in enumerate(moves, start=1)
+    ]
+    columns = ["move", "update", "skipped so far", "what", "precision", "reason"]
+    table = document.table(columns, rows[:_MAX_ROWS], num_numeric=2)
+    left_out = len(rows) - _MAX_ROWS
+    return table + (document.paragraph(f"{left_out:,} more are in the log.", "absent") if left_out > 0 else "")
+
+
+def _about(run: Run) -> str:
+    begin, last = run.begin, run.lines[-1]
+    resumed = [line for line in run.lines if isinstance(line, BeginLine) and line.is_resumed]
+    lines = [
+        ("began", one_line(begin.time)),
+        ("device", one_line(begin.device)),
+        ("ranks", f"{begin.num_ranks}, logged by rank {begin.rank}"),
+        (
+            "updates",
+            f"{_updates(last.num_steps + last.num_skips)}: {last.num_steps:,} taken, {last.num_skips:,} skipped",
+        ),
+    ]
+    lines += [("resumed", f"at update {line.update:,} in {line.precision}, {one_line(line.time)}") for line in resumed]
+    if run.num_other_runs:
+        lines.append(("not shown", f"{count(run.num_other_runs, 'other run')} in the same log"))
+    if run.num_cut_lines:
+        lines.append(("cut short", f"{count(run.num_cut_lines, 'line')} that a kill left half written"))
+    return document.facts(lines)

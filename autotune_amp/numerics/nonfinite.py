@@ -15,40 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-# Parts of a module's path that wrappers add to what the user wrote.
-_WRAPPER_PARTS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own model inside torch.compile's and DDP's wrappers."""
-    while True:
-        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-        if inner is None:
-            return model
-        model = inner
-
-
-def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of the user's own model under the names it gives them; of a wrapper and its inside, the inside."""
-    return {_own_name(name): module for name, module in unwrap(model).named_modules()}
-
-
-def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of the user's own model under the names it gives them."""
-    return {_own_name(name): parameter for name, parameter in unwrap(model).named_parameters()}
+from autotune_amp.numerics.modules import parameters_by_name
 
 
 def bad_parameters(model: nn.Module) -> tuple[str, ...]:
     """The names of the parameters that are not finite."""
     named = parameters_by_name(model).items()
     return tuple(name for name, parameter in named if health(parameter) is not Health.FINITE)
-
-
-def _own_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
 
 
 class Health(IntEnum):
@@ -176,14 +151,14 @@ class Recorder:
         for call, has_ended in self._timeline:
             if has_ended and call.outputs > call.inputs:
                 if call.outputs is Health.BAD:
-                    return self._forward_blame(call, first_masked)
+                    return self._forward_origin(call, first_masked)
                 first_masked = first_masked or call
             elif not has_ended and call.inputs is Health.BAD:
                 holder = next((outer for outer in call.ancestors() if outer.inputs is not Health.BAD), None)
-                return self._input_of(call) if holder is None else self._forward_blame(holder, first_masked)
+                return self._input_of(call) if holder is None else self._forward_origin(holder, first_masked)
         return "the loss function" if first_masked is None else self._module(first_masked)
 
-    def _forward_blame(self, call: Call, first_masked: Call | None) -> str:
+    def _forward_origin(self, call: Call, first_masked: Call | None) -> str:
         if call.inputs is Health.FINITE:
             return self._module(call)
         # It was given -inf: by a module before it, or by a mask that hides everything.

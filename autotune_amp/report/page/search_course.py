@@ -9,12 +9,12 @@ from plotly.graph_objects import Bar, Scatter
 from plotly.subplots import make_subplots
 
 from autotune_amp.core.config import PRECISIONS
-from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity
 from autotune_amp.core.outcome import Failure, Measurement, Record
-from autotune_amp.core.text import duration, outcome_name, rate
-from autotune_amp.report.numerics import short_accumulation, short_calibration, short_check
+from autotune_amp.core.setting import Setting
+from autotune_amp.core.text import duration
 from autotune_amp.report.page.marks import LOOKS, Drawn, framed, hatched, legend_entry, said
-from autotune_amp.report.page.speed import RATES
+from autotune_amp.report.page.speed_memory import RATES
+from autotune_amp.report.rows import outcome_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,23 +104,13 @@ def _trials(spans: Sequence[Span]) -> list[Scatter]:
 
 def _best(spans: Sequence[Span], recommendation: Recommendation) -> Scatter:
     """The fastest of the search's own trials so far, without what a check has ruled out since."""
-    out = {
-        (row.precision, row.batch_size, row.pinned_modules, row.num_workers, row.as_found)
-        for row in recommendation.candidates
-        if row.status == "excluded"
-    }
+    out = {Setting.of(row) for row in recommendation.candidates if row.status == "excluded"}
     seconds: list[float] = []
     rates: list[float] = []
     for span in spans:
-        candidate, found = span.record.candidate, span.record.outcome
-        key = (
-            candidate.precision,
-            candidate.batch_size,
-            candidate.pinned_modules,
-            candidate.num_workers,
-            candidate.as_found,
-        )
-        if isinstance(found, Measurement) and span.record.purpose == "search" and key not in out:
+        found = span.record.outcome
+        is_own = span.record.purpose == "search" and span.record.candidate not in out
+        if isinstance(found, Measurement) and is_own:
             seconds.append(span.end_seconds)
             rates.append(max([found.samples_per_second, *rates[-1:]]))
     return Scatter(
@@ -160,20 +150,6 @@ def _hover(span: Span) -> str:
     record = span.record
     return said(
         f"{record.number}: {record.candidate}, {record.purpose}",
-        _became(record),
+        outcome_line(record.outcome),
         f"took {duration(record.seconds)}, from {span.start_seconds:.1f} s to {span.end_seconds:.1f} s",
     )
-
-
-def _became(record: Record) -> str:
-    found = record.outcome
-    if isinstance(found, Measurement):
-        return rate(found.samples_per_second) + ", cut as far slower" * found.was_cut
-    if isinstance(found, Failure):
-        return f"{outcome_name(found.kind)}: {found.message[:300]}"
-    if isinstance(found, Fidelity):
-        return short_check(found)
-    if isinstance(found, Calibration):
-        return short_calibration(found)
-    assert isinstance(found, Accumulation)
-    return short_accumulation(found)
