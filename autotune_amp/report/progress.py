@@ -8,16 +8,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
-from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity
 from autotune_amp.core.outcome import Failure, Measurement, Record
 from autotune_amp.core.text import duration, one_line, outcome_name, printable, rate, size
-from autotune_amp.report.numerics import short_accumulation, short_calibration, short_check
+from autotune_amp.report.rows import outcome_line
 from autotune_amp.search.progress import Progress
 
 if TYPE_CHECKING:
     from autotune_amp.core.hardware import Hardware
+    from autotune_amp.core.outcome import Purpose
     from autotune_amp.core.setting import Setting
-    from autotune_amp.trial.spec import Purpose
 
 
 @dataclass
@@ -178,12 +177,9 @@ def trial_line(record: Record) -> str:
     if isinstance(outcome, Failure):
         cost = duration(record.seconds)
         return f"{head}  {outcome_name(outcome.kind)} after {cost}: {one_line(outcome.message)}"
-    if isinstance(outcome, Fidelity):
-        return f"{head}  {short_check(outcome)}  {duration(record.seconds):>6}  check"
-    if isinstance(outcome, Calibration):
-        return f"{head}  {short_calibration(outcome)}  {duration(record.seconds):>6}  calibration"
-    if isinstance(outcome, Accumulation):
-        return f"{head}  {short_accumulation(outcome)}  {duration(record.seconds):>6}  check"
+    if not isinstance(outcome, Measurement):
+        kind = "calibration" if record.purpose == "calibration" else "check"
+        return f"{head}  {outcome_line(outcome)}  {duration(record.seconds):>6}  {kind}"
     purpose = "" if record.purpose == "search" else record.purpose
     cut = "cut" if outcome.was_cut else ""
     return f"{head}  {measured(outcome)}  {duration(record.seconds):>6}  {purpose}{cut}".rstrip()

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.numerics.blame import Health, Recorder, bad_parameters, health, modules_by_name, unwrap
+from autotune_amp.numerics.modules import modules_by_name, unwrap
+from autotune_amp.numerics.nonfinite import Health, Recorder, bad_parameters, health
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import player_of, set_player
 from autotune_amp.precision.mode import ambient, autocast, can_be_pinned, is_cast, override, pin_fp32, set_flags

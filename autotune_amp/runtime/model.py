@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.numerics.blame import modules_by_name, unwrap
+from autotune_amp.numerics.modules import modules_by_name, unwrap
 from autotune_amp.precision import mode as precision
 
 SavedStatistics: TypeAlias = list[list[float]]

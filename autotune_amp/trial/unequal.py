@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from autotune_amp.numerics import batches
-from autotune_amp.numerics.combination import IGNORED_LABEL
+from autotune_amp.numerics.accumulation import IGNORED_LABEL
 from autotune_amp.trial import data
 
 LOOK_SECONDS = 1.0

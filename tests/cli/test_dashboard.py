@@ -14,10 +14,9 @@ import pytest
 from conftest import CommandLine
 
 from autotune_amp.cli import run
-from autotune_amp.commands.dashboard import study_database
 from autotune_amp.core.errors import FormatError
 from autotune_amp.core.setting import Setting
-from autotune_amp.report.dashboard import dashboard
+from autotune_amp.report.dashboard import serving, study_database
 from autotune_amp.search.space import Space
 from autotune_amp.search.storage import sqlite_url
 from autotune_amp.search.study import Study
@@ -50,7 +49,7 @@ def test_it_serves_the_study_until_ctrl_c(cli: CommandLine) -> None:
 
 def test_a_storage_is_served_by_its_url(tmp_path: Path) -> None:
     file = make_study(tmp_path / "demo") / "study.db"
-    with dashboard(sqlite_url(file), 0) as server:
+    with serving(sqlite_url(file), 0) as server:
         assert server.url == f"http://127.0.0.1:{server.server_port}/dashboard/"
         assert server.server_port > 0
 

@@ -18,8 +18,8 @@ from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs, GradientAccumulationPlugin, GradScalerKwargs
 from accelerate_training import Net, batches_of, fresh_accelerate, inputs, loss_of, reset
 
-from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
-from autotune_amp.core.errors import DemotedError, InvalidRequestError
+from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan, LossScale
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.integrations.accelerate import AutotuneAccelerator, grad_scaler_kwargs
 from autotune_amp.precision.forward_wrapper import player_of
 from autotune_amp.precision.mode import is_pinned
@@ -291,9 +291,9 @@ def test_evaluation_and_blocks_with_autocast_off() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mixed_precision": "fp16"}, "mixed_precision='fp16' contradicts"),
-        ({"gradient_accumulation_steps": 3}, "accumulate 3 passes, the config 1"),
-        ({"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2)}, "accumulate 2 passes"),
+        ({"mixed_precision": "bf16"}, "mixed_precision='bf16' contradicts.*'fp16'"),
+        ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps=3 contradicts"),
+        ({"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2)}, "steps=2 contradicts"),
         ({"kwargs_handlers": [GradScalerKwargs(init_scale=2.0)]}, "GradScalerKwargs"),
     ],
 )

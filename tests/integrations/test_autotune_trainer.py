@@ -22,8 +22,8 @@ from trainer_samples import (
 )
 from transformers import Trainer, TrainingArguments
 
-from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
-from autotune_amp.core.errors import DemotedError, InvalidRequestError
+from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan, LossScale
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.integrations.transformers import AutotuneTrainer
 
 HALF = {"fp16": (torch.float16, torch.float16), "bf16": (torch.bfloat16, torch.bfloat16), "fp32": (None, torch.float32)}

@@ -11,8 +11,8 @@ import torch
 from trainer_samples import BATCH, Notes, StepNumbers, all_finite, arguments, fp16, halved, rows, trainer
 from transformers import TrainerCallback
 
-from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
-from autotune_amp.core.errors import DemotedError, NoRungFitsError, NotPrecisionError
+from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan, LossScale
+from autotune_amp.core.errors import NoRungFitsError, NotPrecisionError
 from autotune_amp.integrations.transformers import AutotuneCallback, AutotuneTrainer
 from autotune_amp.runtime import run_log
 

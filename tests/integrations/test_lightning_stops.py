@@ -14,8 +14,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_samples import NUM_BATCHES, Net, Validated, are_finite, fp16, loader, trainer
 from torch import Tensor
 
-from autotune_amp.core.config import FallbackPlan
-from autotune_amp.core.errors import DemotedError, InvalidRequestError, NoRungFitsError
+from autotune_amp.core.config import DemotedError, FallbackPlan
+from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError
 from autotune_amp.integrations.lightning import AutotuneCallback, AutotunePrecision, trainer_arguments
 from autotune_amp.runtime import run_log
 from autotune_amp.runtime.actions import Action, Demote, Stop

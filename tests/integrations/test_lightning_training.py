@@ -15,8 +15,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_samples import NUM_BATCHES, Net, Validated, ambient, are_finite, fp16, loader, same, trainer, weights
 from torch import Tensor, nn
 
-from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
-from autotune_amp.core.errors import DemotedError, InvalidRequestError, NotPrecisionError
+from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan, LossScale
+from autotune_amp.core.errors import InvalidRequestError, NotPrecisionError
 from autotune_amp.integrations.lightning import AutotuneCallback, AutotunePrecision, trainer_arguments
 from autotune_amp.runtime.controller import PrecisionController
 
@@ -206,7 +206,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         trainer(tmp_path, callbacks=[AutotuneCallback()]).fit(Net(), loader())
     with pytest.raises(InvalidRequestError, match="a precision of its own, '16-mixed'"):
         trainer_arguments(fp16(), precision="16-mixed")
-    with pytest.raises(InvalidRequestError, match="accumulate_grad_batches=4 contradicts the config's 1"):
+    with pytest.raises(InvalidRequestError, match="accumulate_grad_batches=4 contradicts"):
         trainer_arguments(fp16(), accumulate_grad_batches=4)
     with pytest.raises(InvalidRequestError, match="no controller yet"):
         _ = AutotunePrecision(fp16()).controller

@@ -15,9 +15,9 @@ from playwright.sync_api import Browser, FloatRect, Page
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.report.page.loss_scale import Calibrated, calibrated
-from autotune_amp.report.summary import baseline_row, recommended_row
-from autotune_amp.report.write import write_report
+from autotune_amp.report.files import write_report
+from autotune_amp.report.page.numerics import Calibrated, calibrated
+from autotune_amp.report.rows import baseline_row, recommended_row
 
 STUDIES = Path(__file__).parents[2] / "studies"
 COMMITTED = [STUDIES / "real_training/results/slow_images", STUDIES / "truth/results/idle/transformer_medium_wall"]

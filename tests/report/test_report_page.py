@@ -15,20 +15,18 @@ import pytest
 from report_samples import MIB, evidence, loop, measurement, recommendation, record, row
 
 from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.evidence import BaselineEvidence
 from autotune_amp.core.outcome import Failure, Measurement
-from autotune_amp.core.recommendation import BaselineEvidence, Exclusion, SearchSummary
+from autotune_amp.core.recommendation import Exclusion, SearchSummary
 from autotune_amp.core.setting import Setting
-from autotune_amp.numerics.verdict import MAX_PARAMETER_NOISE
-from autotune_amp.report.page import tables
-from autotune_amp.report.page.course import course
-from autotune_amp.report.page.faithful import fidelity
-from autotune_amp.report.page.loss_scale import Calibrated, calibrated, foretold, gradients
+from autotune_amp.numerics.grading import MAX_PARAMETER_NOISE
+from autotune_amp.report.files import write_report
+from autotune_amp.report.page.document import code, table
 from autotune_amp.report.page.marks import LOOKS, label, said
-from autotune_amp.report.page.memory import caption, fitted, memory, walls
-from autotune_amp.report.page.search import search_page
-from autotune_amp.report.page.shell import code, table
-from autotune_amp.report.page.speed import pareto, throughput
-from autotune_amp.report.write import write_report
+from autotune_amp.report.page.numerics import Calibrated, calibrated, fidelity, foretold, gradients
+from autotune_amp.report.page.search import candidate_table, search_page
+from autotune_amp.report.page.search_course import course
+from autotune_amp.report.page.speed_memory import caption, fitted, memory, pareto, throughput, walls
 
 MADE, RECORDS = made_study.made(), made_study.records()
 OLDER = msgspec.structs.replace(MADE, options={})  # without the options of its search: no limit is known
@@ -200,7 +198,7 @@ def test_the_page_has_the_command_for_frameworks(workload: Any, precision: Any, 
 
 
 def test_a_candidate_that_was_cut_says_why() -> None:
-    assert "far slower than the best" in tables.candidates(MADE)
+    assert "far slower than the best" in candidate_table(MADE)
 
 
 def test_the_course_holds_every_record_end_to_end() -> None:
@@ -301,8 +299,8 @@ def test_a_config_as_it_runs_today_has_no_second_ring() -> None:
 
 
 def test_columns_that_say_nothing_are_left_out() -> None:
-    assert "J/sample" in tables.candidates(MADE)
-    shown = tables.candidates(recommendation())
+    assert "J/sample" in candidate_table(MADE)
+    shown = candidate_table(recommendation())
     assert not {"J/sample", "workers", "accum."} & set(re.findall(r"<th[^>]*>([^<]*)<", shown))
 
 

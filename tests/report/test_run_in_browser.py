@@ -11,7 +11,7 @@ from made_run_log import REASON, begin, made_run, move, sample
 from playwright.sync_api import Browser
 
 from autotune_amp.cli import run
-from autotune_amp.report.page.run_log import write_run_report
+from autotune_amp.report.files import write_run_report
 from autotune_amp.runtime.run_log import BeginLine, Line, MoveLine, RunLog, SampleLine, read
 
 

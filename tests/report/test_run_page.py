@@ -13,8 +13,8 @@ from made_run_log import begin, made_run, move, sample
 from plotly.graph_objects import Figure
 
 from autotune_amp.core.errors import FormatError
-from autotune_amp.report.page.run_course import course, numbers, rungs
-from autotune_amp.report.page.run_log import run_page, write_run_report
+from autotune_amp.report.files import write_run_report
+from autotune_amp.report.page.run import course, numbers, run_page, rungs
 from autotune_amp.runtime.run_log import Line, Run, SampleLine, read
 
 

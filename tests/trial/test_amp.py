@@ -12,7 +12,7 @@ from torch import nn
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController
 from autotune_amp.core.config import Precision
-from autotune_amp.numerics.loop import CatchingAmp
+from autotune_amp.numerics.passes import CatchingAmp
 from autotune_amp.precision.mode import autocast
 from autotune_amp.trial.amp import TrialAmp
 
