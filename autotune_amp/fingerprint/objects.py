@@ -94,8 +94,6 @@ def _mapping(read: type, walk: Walk, obj: Any) -> bytes:
     ]
     if not issubclass(read, OrderedDict):
         children.sort()
-    if read is defaultdict:
-        children.append(walk.child(".default_factory", obj.default_factory))
     return digest(
         "mapping",
         class_link(walk, type(obj)),

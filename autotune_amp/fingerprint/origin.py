@@ -170,7 +170,7 @@ def is_a(obj: object, *kinds: type) -> bool:
 
 
 def is_opaque(cls: type) -> bool:
-    """Whether instances hold data of C or Rust beside attributes and slots (``copyreg``'s rule for what it cannot pickle)."""
+    """Whether instances hold data of C or Rust beside attributes and slots, which ``copyreg`` refuses to pickle."""
     offsets = (_get_type[name].__get__(cls) for name in ("__dictoffset__", "__weakrefoffset__"))
     num_slots = sum(
         type(member) is types.MemberDescriptorType for base in mro(cls) for member in class_dict(base).values()

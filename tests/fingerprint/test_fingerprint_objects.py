@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 import socket
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -171,8 +172,10 @@ def test_values_and_state_do_not_count(one: object, other: object) -> None:
         (loader(), loader(drop_last=True)),
         (loader(), loader(shuffle=True)),
         (functools.partial(max, 1), functools.partial(max, 2)),
-        (defaultdict(int, a=1), defaultdict(float, a=1)),
+        (defaultdict(int), defaultdict(float)),
         (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)),
+        (0.1, 0.10001),
+        (0.0, -0.0),
         (Path("a"), Path("b")),
         (range(3), range(4)),
         (max, min),
@@ -212,6 +215,35 @@ def test_code_that_has_run_often_is_the_same_code() -> None:
 def test_a_closure_is_a_part_of_its_own() -> None:
     one, other = (workload_parts(SimpleNamespace(model=closing_over(value)))[0] for value in (1, 2))
     assert {name for name in one if one[name] != other[name]} == {"closure value of closing_over"}
+
+
+RATE = 1.0
+
+
+def outer(*, scale: float = 1.0) -> Any:
+    def inner(x: Any) -> Any:
+        return torch.nn.functional.relu(x) * RATE * scale
+
+    return inner
+
+
+def patched(x: Any) -> Any:
+    return x
+
+
+def test_what_a_function_reaches_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = parts_of(outer)
+    assert parts_of(outer) == before
+    changes: list[tuple[object, str, object]] = [
+        (sys.modules[__name__], "RATE", 2.0),  # from a function inside it
+        (outer, "__kwdefaults__", {"scale": 2.0}),
+        (torch.nn.functional, "relu", patched),  # a library's function, replaced by one of the user's
+    ]
+    for owner, name, value in changes:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            assert parts_of(outer) != before, name
+    assert parts_of(outer) == before
 
 
 def test_a_function_that_makes_the_workload_is_not_called() -> None:
