@@ -27,7 +27,7 @@ from transformers import (
 from autotune_amp import AmpConfig, Workload, recommend_config
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.setting import Setting
-from autotune_amp.fingerprint.walk import workload_parts
+from autotune_amp.fingerprint import workload_parts
 from autotune_amp.integrations.transformers import AutotuneTrainer
 from autotune_amp.isolation.packing import pack, unpack
 from autotune_amp.trial.jobs import Trial
