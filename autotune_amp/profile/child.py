@@ -28,13 +28,11 @@ from autotune_amp.profile.flops import count_flops
 from autotune_amp.profile.spec import CUT_RATIO, Lane, Profiled, ProfileSpec, Split
 from autotune_amp.profile.trace import MARK, Trace, split, step_mark
 from autotune_amp.profile.trainings import trainings, unfused_optimizer
-from autotune_amp.trial.compiling import CompileWatch
 from autotune_amp.trial.context import Context
-from autotune_amp.trial.failures import classify
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
-from autotune_amp.trial.step import BaseTraining
-from autotune_amp.trial.timing import MAX_COMPILING_STEPS, MAX_SCALE_SEARCH_STEPS, NonFiniteError
-from autotune_amp.trial.worker import guarded, prepare
+from autotune_amp.trial.timing import MAX_COMPILING_STEPS, MAX_SCALE_SEARCH_STEPS, CompileWatch, NonFiniteError
+from autotune_amp.trial.training import BaseTraining
+from autotune_amp.trial.worker import classify, guarded, prepare
 
 NUM_BLOCKS_BEFORE_CUT = 3
 RATE_SECONDS, _RATE_BYTES = 0.2, 2**30

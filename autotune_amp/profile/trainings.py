@@ -12,11 +12,10 @@ from torch import nn
 from autotune_amp.core.workload import Workload
 from autotune_amp.isolation.packing import compile_with, compiler_of
 from autotune_amp.precision import torch_state
-from autotune_amp.trial.context import Context
+from autotune_amp.trial.context import Context, LoopState, make_model
 from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.optimizers import each
-from autotune_amp.trial.state import LoopState
-from autotune_amp.trial.step import BaseTraining, Training, make_model, make_training
+from autotune_amp.trial.training import BaseTraining, Training, make_training
 
 
 def trainings(context: Context, trials: Sequence[Trial]) -> Iterator[BaseTraining]:
