@@ -79,7 +79,7 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_live_display_follows_every_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune_amp.report.live._DRAW_SECONDS", 0.0)
+    monkeypatch.setattr("autotune_amp.report.progress._DRAW_SECONDS", 0.0)
     stream = FakeTerminal()
     progress = TerminalProgress(stream)
     best = record(measurement(), precision="bf16")
@@ -106,7 +106,7 @@ def test_live_display_follows_every_event(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_highest_peak_stands_beside_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune_amp.report.live._DRAW_SECONDS", 0.0)
+    monkeypatch.setattr("autotune_amp.report.progress._DRAW_SECONDS", 0.0)
     stream = FakeTerminal()
     progress = TerminalProgress(stream)
     progress.started("s", "studies/s", 90.0)
@@ -121,7 +121,7 @@ def test_the_highest_peak_stands_beside_what_the_machine_has(monkeypatch: pytest
 
 
 def test_work_that_is_no_search_is_live_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune_amp.report.live._DRAW_SECONDS", 0.0)
+    monkeypatch.setattr("autotune_amp.report.progress._DRAW_SECONDS", 0.0)
     stream = FakeTerminal()
     progress = TerminalProgress(stream)
     progress.work_started(90.0)
@@ -135,7 +135,7 @@ def test_work_that_is_no_search_is_live_too(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_work_without_a_budget_shows_the_time_and_the_precision_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune_amp.report.live._DRAW_SECONDS", 0.0)
+    monkeypatch.setattr("autotune_amp.report.progress._DRAW_SECONDS", 0.0)
     stream = FakeTerminal()
     progress = TerminalProgress(stream)
     progress.work_started(None)
