@@ -52,7 +52,7 @@ NAMED_LIKE_THE_STANDARD_LIBRARY = {"code", "profile", "trace"}
 
 # Files that run in a parent, or that a parent reads, know no torch; only the study knows Optuna.
 WITHOUT_TORCH = (
-    *("__init__", "api", "cli", "commands", "core", "search", "isolation.process", "isolation.runner"),
+    *("__init__", "api", "cli", "commands", "core", "search", "isolation.process", "isolation.local"),
     *("numerics.scaler_replay", "numerics.grading", "runtime.policy", "runtime.run_log", "runtime.checkpoint"),
 )
 WITH_OPTUNA = ("search.study", "search.storage")

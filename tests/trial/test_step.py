@@ -14,8 +14,8 @@ from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.mode import is_pinned, pin_fp32
+from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.optimizers import make_optimizer
-from autotune_amp.trial.spec import TrialSpec
 from autotune_amp.trial.step import Training, make_model
 
 
@@ -47,7 +47,7 @@ def training(
 ) -> Training:
     torch.manual_seed(0)
     workload = Workload(**{**PARTS, "model": nn.Linear(4, 1), **parts})
-    spec = TrialSpec(
+    spec = Trial(
         candidate=Setting(
             precision=precision,
             batch_size=batch_size,

@@ -1,26 +1,111 @@
-"""The precisions timed a few times over, each time in fresh processes: what varies most is the process, not the step.
-
-Side by side in one process where that can be, else each in a process of its own.
-"""
+"""The profile's job: precisions side by side in one process, and a few processes of it; plain data and no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from statistics import fmean, median
-from typing import TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
 from autotune_amp.core.config import Precision
+from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Failure, Measurement, Outcome
-from autotune_amp.profile.spec import Lane, Profiled, ProfileSpec
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
+
+LOW: tuple[Precision, ...] = ("bf16", "fp16")  # what mixed precision means: autocast casts to them
+# A precision whose steps take so many times those of fp32, beside which they are run, is left after a few of them.
+CUT_RATIO = 5.0
+
+
+class ProfiledStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One step as torch.profiler saw it, in seconds.
+
+    `operation_seconds` are those of operations by `gap.Kind`: of their kernels on a device that shows them, else of
+    the host, each without the operations that it calls. `step_seconds` is the step by the host's clock, slower for
+    being profiled. `busy_seconds` is how long the device had any kernel to run, 0 where none was seen.
+    """
+
+    operation_seconds: dict[str, float]
+    step_seconds: float
+    busy_seconds: float = 0.0
+
+
+class Split(msgspec.Struct, frozen=True, kw_only=True):
+    """The profiled steps of one precision, alike but for what else ran on the machine.
+
+    `largest` names the operations that took most in each kind, over all steps, the largest first. `is_device`: it is
+    kernels that were seen.
+    """
+
+    steps: tuple[ProfiledStep, ...]
+    largest: dict[str, tuple[str, ...]]
+    is_device: bool = False
+
+
+class Lane(msgspec.Struct, frozen=True, kw_only=True):
+    """One precision as it ran beside the others.
+
+    `block_seconds` is a step of each block without the wait for its data, which `data_seconds` are; the child's blocks
+    are a few steps each, those of `timed` whole processes. `num_steps` are the steps in all of them. `split` is None
+    where it was not profiled. `failure` ended it, after the blocks that are there; `was_cut`: it was left after them as
+    hopelessly slow.
+    """
+
+    precision: Precision
+    block_seconds: tuple[float, ...] = ()
+    data_seconds: tuple[float, ...] = ()
+    num_steps: int = 0
+    split: Split | None = None
+    failure: Failure | None = None
+    was_cut: bool = False
+
+
+class Profiled(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="profiled"):
+    """What the child found.
+
+    `loads_ahead`: worker processes load while a step computes, so that a step of one precision alone waits longer for
+    its data than these did. `split_problem` says why no step was profiled, None where they were or were not to be.
+    `flops_per_step` are those of the matrix products of one step, None with a `flops_problem`. `unfused_optimizer` is
+    the class of an optimizer that could step in fused kernels and does not, None without one; `is_compiled` says that
+    torch.compile was at work. `rates` are those of large matrix products by precision, in FLOP/s, measured right after
+    the steps.
+    """
+
+    lanes: tuple[Lane, ...] = ()
+    loads_ahead: bool = False
+    split_problem: str | None = None
+    flops_per_step: int | None = None
+    flops_problem: str | None = None
+    unfused_optimizer: str | None = None
+    is_compiled: bool = False
+    num_loader_workers: int | None = None
+    rates: dict[Precision, float] = {}
+
+
+class Profile(Job[Profiled], frozen=True, kw_only=True):
+    """Precisions to run side by side, a trial for each, over `num_batches` batches that all of them share.
+
+    `num_batches_per_block` are timed between two synchronisations. Where `takes_apart`, steps are profiled after that,
+    with the Chrome trace written to `trace_file` (None for none), and operations and the machine's rates are counted.
+    `seed` of the trials seeds the model and the order of the batches.
+    """
+
+    answer: ClassVar[Any] = Profiled
+    work: ClassVar[str] = "autotune_amp.profile.child:profile"
+
+    trials: tuple[Trial, ...]
+    num_batches: int
+    num_batches_per_block: int = 1
+    takes_apart: bool = True
+    trace_file: str | None = None
+
 
 NUM_ROUNDS = 3
 MAX_SETUP_SECONDS = 30.0  # that the rounds after the first may spend on building models and on first steps
 
-Ask: TypeAlias = Callable[[ProfileSpec], Profiled | Failure]
-Run: TypeAlias = Callable[[TrialSpec], Outcome]
+Ask: TypeAlias = Callable[[Profile], Profiled | Failure]
+Run: TypeAlias = Callable[[Trial], Outcome]
 Say: TypeAlias = Callable[[str], None]
 
 _LOADS_AHEAD = "the loader's workers load ahead, which hides the wait that one precision alone has"
@@ -33,7 +118,7 @@ def num_rounds(alone: Sequence[Measurement], num_batches: int) -> int:
     return 1 if (NUM_ROUNDS - 1) * setup_seconds > MAX_SETUP_SECONDS else min(NUM_ROUNDS, num_batches)
 
 
-def timed(ask: Ask, run: Run, spec: ProfileSpec, num_rounds: int, say: Say) -> tuple[Profiled, tuple[str, ...]]:
+def timed(ask: Ask, run: Run, spec: Profile, num_rounds: int, say: Say) -> tuple[Profiled, tuple[str, ...]]:
     """Time `spec.num_batches` batches in each precision over `num_rounds` rounds; the notes say what went otherwise.
 
     The lanes that come back have one block for each process, blocks of one number are of one round, and a lane ends
@@ -53,7 +138,7 @@ def timed(ask: Ask, run: Run, spec: ProfileSpec, num_rounds: int, say: Say) -> t
     return msgspec.structs.replace(whole, lanes=tuple(_with_split(lane, whole) for lane in lanes)), (*notes, *more)
 
 
-def _round_of(spec: ProfileSpec, number: int, num_rounds: int) -> ProfileSpec:
+def _round_of(spec: Profile, number: int, num_rounds: int) -> Profile:
     """Its part of the batches, which are other ones than those of the rounds before."""
     return msgspec.structs.replace(
         spec,
@@ -64,7 +149,7 @@ def _round_of(spec: ProfileSpec, number: int, num_rounds: int) -> ProfileSpec:
     )
 
 
-def _side_by_side(ask: Ask, first: Profiled, parts: Sequence[ProfileSpec]) -> tuple[Profiled, tuple[str, ...]]:
+def _side_by_side(ask: Ask, first: Profiled, parts: Sequence[Profile]) -> tuple[Profiled, tuple[str, ...]]:
     found = [first]
     for part in parts[1:]:
         running = {lane.precision for lane in found[-1].lanes if lane.failure is None and not lane.was_cut}
@@ -103,7 +188,7 @@ def _joined(lanes: Sequence[Lane]) -> Lane:
     )
 
 
-def _each_taken_apart(ask: Ask, spec: ProfileSpec, why_not_together: Failure) -> tuple[Profiled, tuple[str, ...]]:
+def _each_taken_apart(ask: Ask, spec: Profile, why_not_together: Failure) -> tuple[Profiled, tuple[str, ...]]:
     """Each precision taken apart in a process of its own."""
     found: list[Profiled] = []
     notes = []
@@ -128,7 +213,7 @@ def _with_split(lane: Lane, whole: Profiled) -> Lane:
     return msgspec.structs.replace(lane, split=splits.get(lane.precision))
 
 
-def _in_processes_of_their_own(run: Run, parts: Sequence[ProfileSpec]) -> list[Lane]:
+def _in_processes_of_their_own(run: Run, parts: Sequence[Profile]) -> list[Lane]:
     """Each precision as a trial of its own in every round, another one first each time."""
     names = [trial.candidate.precision for trial in parts[0].trials]
     outcomes: dict[Precision, list[Outcome]] = {name: [] for name in names}

@@ -1,4 +1,4 @@
-"""Bench: the workload as a trial process holds it, and the model that several trials share."""
+"""Context: the workload as a trial process holds it, and the model that several trials share."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from autotune_amp.core.workload import Workload
+from autotune_amp.core.workload import Workload, WorkloadSource, make_workload
 from autotune_amp.precision import torch_state
-from autotune_amp.trial.memory import BuildMemory, watched_build
+from autotune_amp.trial.memory import BuildMemory, file_bytes, watched_build
 from autotune_amp.trial.state import LoopState
 from autotune_amp.trial.step import make_model
 
@@ -25,18 +25,31 @@ class _Shared(NamedTuple):
     first_state: dict[str, torch.Tensor] | None
 
 
-class Bench:
+class Context:
     """What a trial process holds.
 
     A template builds the model once, on the CPU, for the children it forks; a kept worker builds it in its first
     trial and starts every other from its first state.
     """
 
-    def __init__(self, workload: Workload, *, is_kept: bool, template_file_bytes: int = 0) -> None:
-        self.workload = workload
+    def __init__(self, source: WorkloadSource, *, is_kept: bool, is_template: bool = False) -> None:
+        self.source = source
         self.is_kept = is_kept
-        self.template_file_bytes = template_file_bytes
+        self.template_file_bytes = 0
+        self._is_template = is_template
+        self._workload = source if isinstance(source, Workload) else None
         self._shared: _Shared | None = None
+
+    def open(self, origin: str) -> None:
+        """Make the workload; `origin` is what errors call its source."""
+        self._workload = make_workload(self.source, origin)
+        self.template_file_bytes = file_bytes() if self._is_template else 0
+
+    @property
+    def workload(self) -> Workload:
+        """The workload, once this is open."""
+        assert self._workload is not None, "open() comes first"
+        return self._workload
 
     @property
     def is_build_shared(self) -> bool:

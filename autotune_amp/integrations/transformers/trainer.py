@@ -15,15 +15,18 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from autotune_amp.core.config import AmpConfig, DemotedError
-from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
+from autotune_amp.core.config import AmpConfig, DemotedError, training_arguments
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.integrations.trainer_checks import can_follow, refuse_contradictions, refuse_other_windows
+from autotune_amp.integrations.bridge import KeepingController, config_of, other_window_error, readings
 from autotune_amp.numerics import batches
 from autotune_amp.numerics.modules import unwrap
 from autotune_amp.runtime import windows
-from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.status import MoveRecord
+
+_NEXT_TRAINER = (
+    "a new AutotuneTrainer(amp_config=error.config, args=error.config.to_training_arguments(like=trainer.args))"
+)
 
 
 class AutotuneTrainer(Trainer):
@@ -58,7 +61,7 @@ class AutotuneTrainer(Trainer):
         controller_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._amp_config = amp_config if isinstance(amp_config, AmpConfig) else amp_config.config
+        self._amp_config = config_of(amp_config)
         self._controller_options = dict(controller_options or {})
         self._attached: nn.Module | None = None
         super().__init__(*args, **kwargs)
@@ -81,7 +84,7 @@ class AutotuneTrainer(Trainer):
         self.accelerator.unscale_gradients = self._unscale_gradients
 
     def _make_controller(self) -> None:
-        self.controller = _KeepingController(self._amp_config, self.args.device, **self._controller_options)
+        self.controller = KeepingController(self._amp_config, self.args.device, **self._controller_options)
         self.accelerator.scaler = self.controller
         self._attached = None
 
@@ -96,13 +99,12 @@ class AutotuneTrainer(Trainer):
         prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call] # transformers does not type it
         plan = self.controller.config
         if not can_follow(self._amp_config, plan.batch_size, plan.accumulation_steps):
-            raise DemotedError(
-                f"The run is in {plan.precision} by now, measured with batch size {plan.batch_size} and "
-                f"{plan.accumulation_steps} accumulation steps, not {self._amp_config.batch_size} and "
-                f"{self._amp_config.accumulation_steps}: the Trainer's loop keeps to one window.",
-                "Go on with a new AutotuneTrainer(amp_config=error.config, "
-                "args=error.config.to_training_arguments(like=trainer.args)).",
+            raise other_window_error(
                 plan,
+                self._amp_config,
+                f"The run is in {plan.precision} by now",
+                "the Trainer's loop keeps to one window",
+                f"Go on with {_NEXT_TRAINER}.",
             )
         return prepared
 
@@ -186,8 +188,7 @@ class AutotuneTrainer(Trainer):
         resumed = f"train(resume_from_checkpoint={str(checkpoint)!r})" if checkpoint.is_dir() else "train()"
         raise DemotedError(
             stopped.message,
-            f"{saved} Go on with a new AutotuneTrainer(amp_config=error.config, "
-            f"args=error.config.to_training_arguments(like=trainer.args)) and {resumed}.",
+            f"{saved} Go on with {_NEXT_TRAINER} and {resumed}.",
             stopped.config,
         ) from stopped
 
@@ -196,8 +197,8 @@ class AutotuneCallback(TrainerCallback):
     """Reports where the trainer's controller stands, and ends the training once that asks for it.
 
     Logs, and what is reported of them, get ``amp/rung`` (0 is the config's own precision, one past the last fallback
-    means disabled), ``amp/scale``, ``amp/num_skips`` and ``amp/num_moves``; ``state.log_history`` also
-    ``amp/precision`` and ``amp/moves``, those since the last entry. An `AutotuneTrainer` brings its own.
+    means disabled), ``amp/scale``, ``amp/num_skips``, ``amp/num_steps`` and ``amp/num_moves``; ``state.log_history``
+    also ``amp/precision`` and ``amp/moves``, those since the last entry. An `AutotuneTrainer` brings its own.
     """
 
     def __init__(self, trainer: AutotuneTrainer) -> None:
@@ -211,35 +212,16 @@ class AutotuneCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Add the controller's state to the logs and to the last entry of the history."""
         status = self._trainer.controller.status()
-        own = self._trainer._amp_config
-        rungs = [own.precision, *(plan.precision for plan in own.plans)]
-        readings = {
-            "amp/rung": rungs.index(status.precision) if status.is_enabled else len(rungs),
-            "amp/scale": status.scale,
-            "amp/num_skips": status.num_skips,
-            "amp/num_moves": len(status.history),
-        }
+        found = {f"amp/{name}": value for name, value in readings(self._trainer._amp_config, status).items()}
         moves = [_line(record) for record in status.history[self._num_logged :]]
         self._num_logged = len(status.history)
-        kwargs["logs"].update(readings)
-        state.log_history[-1].update(readings, **{"amp/precision": status.precision, "amp/moves": moves})
+        kwargs["logs"].update(found)
+        state.log_history[-1].update(found, **{"amp/precision": status.precision, "amp/moves": moves})
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Have a checkpoint saved and the training ended."""
         if self._trainer.controller.stopped is not None:
             control.should_save = control.should_training_stop = True
-
-
-class _KeepingController(PrecisionController):
-    """Keeps the error that it would raise: the Trainer has a checkpoint to save before it ends."""
-
-    stopped: TrainingStoppedError | None = None
-
-    def _act(self) -> None:
-        try:
-            super()._act()
-        except TrainingStoppedError as error:
-            self.stopped = error
 
 
 @contextmanager
@@ -267,3 +249,62 @@ def refuse_baked_autocast(trainer: Trainer, error: type[InvalidRequestError]) ->
 
 def _line(record: MoveRecord) -> str:
     return f"{record.kind} at update {record.update}, {record.before} -> {record.after}: {record.reason}"
+
+
+def refuse_contradictions(args: Any, config: AmpConfig) -> None:
+    """Raise `InvalidRequestError` for TrainingArguments that say something else than the config."""
+    wanted = training_arguments(config)
+    wrong = [
+        name
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+        if getattr(args, name) != wanted[name]
+    ]
+    if args.tf32 is not None and args.tf32 != wanted["tf32"]:
+        wrong.append("tf32")
+    if wrong:
+        given, asked = (
+            ", ".join(f"{name}={value(name)!r}" for name in wrong) for value in (vars(args).get, wanted.get)
+        )
+        raise InvalidRequestError(
+            f"TrainingArguments has {given}; the config says {asked}.",
+            "Make them with amp_config.to_training_arguments(like=args), which keeps the others.",
+        )
+    # None asked for is no contradiction: the controller sets the precision.
+    if args.mixed_precision not in ("no", config.precision):
+        raise InvalidRequestError(
+            f"TrainingArguments, or `accelerate launch`, asks for {args.mixed_precision}; the config's precision is "
+            f"{config.precision}.",
+            "Make the arguments with amp_config.to_training_arguments(like=args), and leave --mixed_precision out: the "
+            "config names the precision.",
+        )
+    if args.auto_find_batch_size:
+        raise InvalidRequestError(
+            f"auto_find_batch_size would leave the config's batch size of {config.batch_size}.",
+            "Leave it out: the config's batch size was measured.",
+        )
+    if args.n_gpu > 1:
+        raise InvalidRequestError(
+            f"The Trainer sees {args.n_gpu} GPUs in one process: nn.DataParallel does not keep to a bf16 autocast.",
+            "Start it with torchrun, or let it see one GPU (CUDA_VISIBLE_DEVICES=0).",
+        )
+
+
+def refuse_other_windows(config: AmpConfig) -> None:
+    """Raise `InvalidRequestError` for a fallback whose window is not that of the Trainer's loop, in a smaller batch."""
+    for plan in config.plans:
+        if not can_follow(config, plan.batch_size, plan.accumulation_steps):
+            raise InvalidRequestError(
+                f"The fallback {plan.precision} makes a step of {plan.batch_size} x {plan.accumulation_steps} samples, "
+                f"the config of {config.batch_size} x {config.accumulation_steps}: the Trainer's loop keeps to one.",
+                'Pass controller_options={"on_demotion": "checkpoint_and_stop"} and start again with the error\'s '
+                "config.",
+            )
+
+
+def can_follow(config: AmpConfig, batch_size: int, accumulation_steps: int) -> bool:
+    """Whether these passes are a window of the config's batches, each split or whole."""
+    try:
+        num_batches, _ = windows.shape(config.batch_size, batch_size, accumulation_steps)
+    except InvalidRequestError:
+        return False
+    return num_batches == config.accumulation_steps

@@ -16,7 +16,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.workload import Workload, type_name
-from autotune_amp.integrations.transformers import AutotuneTrainer, caught_losses, refuse_baked_autocast
+from autotune_amp.integrations.transformers.trainer import AutotuneTrainer, caught_losses, refuse_baked_autocast
 
 # What training_step has no part in, and what reports, writes or cannot leave this process.
 _LEFT_BEHIND = (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,23 +15,23 @@ from test_profile_rows import measured
 from autotune_amp.core.config import Precision
 from autotune_amp.core.outcome import Failure, Outcome
 from autotune_amp.core.setting import Setting
+from autotune_amp.profile.job import Lane, Profile, Profiled, ProfiledStep, Split, joined, num_rounds, timed
 from autotune_amp.profile.results import PrecisionRow
-from autotune_amp.profile.rounds import joined, num_rounds, timed
 from autotune_amp.profile.rows import Found, rows
-from autotune_amp.profile.spec import Lane, Profiled, ProfiledStep, ProfileSpec, Split
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.profile.running import write_trace
+from autotune_amp.trial.jobs import Trial
 
 SPLIT = Split(steps=(ProfiledStep(operation_seconds={}, step_seconds=1.0),), largest={})
 OOM = Failure(kind="oom", message="too much")
 
 
-def trial(precision: Precision) -> TrialSpec:
-    return TrialSpec(candidate=Setting(precision=precision, batch_size=8), device="cpu")
+def trial(precision: Precision) -> Trial:
+    return Trial(candidate=Setting(precision=precision, batch_size=8), device="cpu")
 
 
-def spec(num_batches: int = 10, *precisions: Precision, **changes: Any) -> ProfileSpec:
+def spec(num_batches: int = 10, *precisions: Precision, **changes: Any) -> Profile:
     names: tuple[Precision, ...] = precisions or ("fp32", "bf16")
-    return ProfileSpec(trials=tuple(trial(name) for name in names), num_batches=num_batches, **changes)
+    return Profile(device="cpu", trials=tuple(trial(name) for name in names), num_batches=num_batches, **changes)
 
 
 class Children:
@@ -37,25 +39,25 @@ class Children:
 
     def __init__(self, *answers: Profiled | Failure | None, outcomes: dict[str, list[Outcome]] | None = None) -> None:
         self.answers, self.outcomes = list(answers), outcomes or {}
-        self.asked: list[ProfileSpec] = []
-        self.run_trials: list[TrialSpec] = []
+        self.asked: list[Profile] = []
+        self.run_trials: list[Trial] = []
 
-    def ask(self, asked: ProfileSpec) -> Profiled | Failure:
+    def ask(self, asked: Profile) -> Profiled | Failure:
         self.asked.append(asked)
         answer = self.answers.pop(0) if self.answers else None
         return answer or side_by_side(asked, len(self.asked))
 
-    def run(self, asked: TrialSpec) -> Outcome:
+    def run(self, asked: Trial) -> Outcome:
         self.run_trials.append(asked)
         left = self.outcomes.get(asked.candidate.precision)
         number = sum(t.candidate.precision == asked.candidate.precision for t in self.run_trials)
         return left.pop(0) if left else measured(4.0 * number, data_seconds=number, raw_step_seconds=(1.0,) * 4)
 
-    def timed(self, asked: ProfileSpec, num: int = 3) -> tuple[Profiled, tuple[str, ...]]:
+    def timed(self, asked: Profile, num: int = 3) -> tuple[Profiled, tuple[str, ...]]:
         return timed(self.ask, self.run, asked, num, lambda note: None)
 
 
-def side_by_side(asked: ProfileSpec, number: int, **changes: Any) -> Profiled:
+def side_by_side(asked: Profile, number: int, **changes: Any) -> Profiled:
     lanes = tuple(
         Lane(
             precision=t.candidate.precision,
@@ -178,15 +180,23 @@ def test_the_interval_covers_the_truth_however_many_batches_there_are(num_batche
     assert 0.92 < coverage(1.35 / 1.05, found) < 0.995
 
 
-def test_the_interval_covers_the_truth_where_each_process_has_a_wait_of_its_own() -> None:
-    dice = random.Random(5)
+def written(path: Path, name: str) -> Path:
+    path.write_text(json.dumps({"traceEvents": [{"name": name}], "made": "up"}))
+    return path
 
-    def run(asked: TrialSpec) -> Outcome:
-        compute = 0.6 if asked.candidate.precision == "fp32" else 0.5
-        wait = 0.4 * math.exp(dice.gauss(0, 0.3))
-        return measured(compute * math.exp(dice.gauss(0, SPREAD)) + wait, data_seconds=wait)
 
-    ahead = side_by_side(spec(4), 1, loads_ahead=True)
-    found = [timed(lambda asked: ahead, run, spec(10), 3, lambda note: None)[0] for _ in range(NUM_PROFILES)]
-    mean_wait = 0.4 * math.exp(0.3**2 / 2)
-    assert 0.88 < coverage((0.6 + mean_wait) / (0.5 + mean_wait), found) < 0.995
+def test_several_become_one_and_one_stays_as_it_is(tmp_path: Path) -> None:
+    parts = [written(tmp_path / name, name) for name in ("fp32", "bf16")]
+    trace = tmp_path / "trace.json"
+    assert write_trace(parts, trace) is None
+    assert json.loads(trace.read_text()) == {"traceEvents": [{"name": "fp32"}, {"name": "bf16"}], "made": "up"}
+    assert write_trace(parts[:1], trace) is None
+    assert trace.read_text() == parts[0].read_text()
+
+
+def test_why_there_is_none(tmp_path: Path) -> None:
+    part = written(tmp_path / "fp32", "fp32")
+    missing = tmp_path / "no" / "trace.json"
+    assert "No such file or directory" in (write_trace([part], missing) or "")
+    assert "No such file or directory" in (write_trace([part, part], missing) or "")
+    assert write_trace([], missing) == "No trace was written: no precision was taken apart."
