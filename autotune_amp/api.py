@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from autotune_amp.core.errors import InvalidRequestError, NothingWorksError, SearchInterruptedError
-from autotune_amp.core.recommendation import Recommendation
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.recommendation import NothingWorksError, Recommendation, SearchInterruptedError
 from autotune_amp.core.workload import Workload
 from autotune_amp.distributed.ranks import answer_on_first, place
 from autotune_amp.report.files import keep_report

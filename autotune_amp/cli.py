@@ -18,13 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeAlias, TypeGuard
 import typer
 
 from autotune_amp import __version__
-from autotune_amp.core.errors import (
-    AutotuneAmpError,
-    BudgetTooSmallError,
-    InvalidRequestError,
-    NothingWorksError,
-    SearchInterruptedError,
-)
+from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -395,6 +389,8 @@ def run(arguments: list[str]) -> int:
     except AutotuneAmpError as error:
         return _fail(error, as_json)
     except KeyboardInterrupt:
+        from autotune_amp.core.recommendation import SearchInterruptedError
+
         interrupted = SearchInterruptedError("Interrupted.", "Run the same command again.", (), None)
         return _fail(interrupted, as_json)
     except _UsageError as error:
@@ -405,21 +401,11 @@ def run(arguments: list[str]) -> int:
 
 # --- what an error is to the outside -------------------------------------------------------------------------------
 
-_EXIT_CODES: dict[type[AutotuneAmpError], int] = {
-    InvalidRequestError: 2,
-    BudgetTooSmallError: 2,
-    NothingWorksError: 3,
-    SearchInterruptedError: 130,
-}
-
-
-def exit_code(error: AutotuneAmpError) -> int:
-    """The exit code that stands for `error`; 1 where the fault is ours."""
-    return next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), 1)
-
 
 def error_document(error: AutotuneAmpError) -> str:
     """`error` as the JSON document that takes the result's place on standard output."""
+    from autotune_amp.core.recommendation import NothingWorksError, SearchInterruptedError  # --help needs none of it
+
     excluded = error.excluded if isinstance(error, (NothingWorksError, SearchInterruptedError)) else ()
     best = error.best if isinstance(error, SearchInterruptedError) else None
     document: dict[str, Any] = {
@@ -433,6 +419,8 @@ def error_document(error: AutotuneAmpError) -> str:
 
 def error_text(error: AutotuneAmpError) -> str:
     """`error` as people read it: what happened, the reason of each candidate, what to do."""
+    from autotune_amp.core.recommendation import NothingWorksError
+
     lines = [f"Error: {error.message}"]
     if isinstance(error, NothingWorksError):
         for exclusion in error.excluded:
@@ -442,12 +430,14 @@ def error_text(error: AutotuneAmpError) -> str:
 
 
 def _fail(error: AutotuneAmpError, as_json: bool) -> int:
+    from autotune_amp.core.recommendation import SearchInterruptedError
+
     sys.stderr.write(error_text(error))
     if as_json:
         _write(error_document(error).encode())
     elif isinstance(error, SearchInterruptedError) and error.best is not None:
         _write(_result(error.best, as_json))
-    return exit_code(error)
+    return error.exit_code
 
 
 # --- what goes to standard output ----------------------------------------------------------------------------------

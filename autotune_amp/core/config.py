@@ -7,13 +7,13 @@ takes 160 ms where msgspec takes 4 (measured, Python 3.11).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence  # msgspec reads it from the annotations
+from collections.abc import Mapping, Sequence  # msgspec reads it from the annotations
 from itertools import pairwise
 from typing import Any
 
 import msgspec
 
-from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.setting import PRECISIONS as PRECISIONS
 from autotune_amp.core.setting import Precision as Precision
 from autotune_amp.core.setting import Setting
@@ -215,8 +215,6 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
         from transformers import TrainingArguments
 
-        from autotune_amp.integrations.export_settings import changes, training_arguments
-
         if like is None:
             return TrainingArguments(**training_arguments(self, others))
         _require(
@@ -224,7 +222,9 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
             f"to_training_arguments(like=...) got a {type(like).__name__}; it must be TrainingArguments.",
             "Pass those of your Trainer: like=trainer.args.",
         )
-        return dataclasses.replace(like, **changes(self, others))
+        without_workers = {"dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
+        changed = without_workers if self.num_workers == 0 else {}
+        return dataclasses.replace(like, **changed | training_arguments(self, others))
 
     def to_json(self) -> str:
         """This config as a JSON document."""
@@ -244,3 +244,47 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def json_schema() -> dict[str, object]:
         """The JSON schema of an AmpConfig document."""
         return msgspec.json.schema(AmpConfig)
+
+
+def training_arguments(config: AmpConfig, others: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Keyword arguments for ``TrainingArguments``, those of `others` among them.
+
+    The config decides `per_device_train_batch_size` (samples), `gradient_accumulation_steps`, `fp16`, `bf16`, `tf32`
+    (unless it keeps the flags as found) and, where it names a number of loader workers, `dataloader_num_workers`.
+    TrainingArguments has no place for the loss scale, the fallbacks, the pinned modules and the environment: a plain
+    ``Trainer`` scales with GradScaler's defaults, and on a CPU trains in fp32 where `fp16` is set.
+    ``AutotuneTrainer(amp_config=config)`` keeps to them.
+
+    Raises `InvalidRequestError` where `others` names what the config decides, and for fp8, which Transformers cannot be
+    asked for.
+    """
+    if config.precision == "fp8":
+        raise InvalidRequestError("TrainingArguments has no fp8.", "Use a config in bf16, fp16, tf32 or fp32.")
+    decided: dict[str, Any] = {
+        "per_device_train_batch_size": config.batch_size,
+        "gradient_accumulation_steps": config.accumulation_steps,
+        "fp16": config.precision == "fp16",
+        "bf16": config.precision == "bf16",
+    }
+    if not config.as_found:
+        decided["tf32"] = config.precision == "tf32"
+    if config.num_workers is not None:
+        decided["dataloader_num_workers"] = config.num_workers
+    given = dict(others or {})
+    if twice := [name for name in decided if name in given]:
+        raise InvalidRequestError(
+            f"{', '.join(f'{name}={given[name]!r}' for name in twice)}: the config decides that.",
+            f"Leave {', '.join(twice)} out, or change the config: msgspec.structs.replace(config, ...).",
+        )
+    return decided | given
+
+
+class DemotedError(TrainingStoppedError):
+    """The rung was stepped down and `on_demotion` is ``"checkpoint_and_stop"``; `config` is what to go on with.
+
+    The training saves a checkpoint and starts again.
+    """
+
+    def __init__(self, message: str, next_step: str, config: AmpConfig) -> None:
+        super().__init__(message, next_step)
+        self.config = config

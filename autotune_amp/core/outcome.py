@@ -15,7 +15,6 @@ from autotune_amp.core.setting import Setting
 # environment (the baseline: in the user's own); plain: the winner once in the user's own environment. The others are no
 # trials but checks: of what a precision or accumulation does to the gradient.
 Purpose: TypeAlias = Literal["search", "fallback", "confirm", "plain", "fidelity", "calibration", "accumulation"]
-CheckKind: TypeAlias = Literal["fidelity", "calibration", "accumulation"]
 FailureKind: TypeAlias = Literal["oom", "timeout", "nonfinite", "unsupported", "crash", "workload_error"]
 
 

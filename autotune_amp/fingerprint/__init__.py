@@ -1,6 +1,6 @@
 """What a recommendation holds for, known without running anything of the user's: see `walk` for what counts."""
 
-from autotune_amp.fingerprint.compare import changed, compute, versions
+from autotune_amp.fingerprint.compare import compute, versions
 from autotune_amp.fingerprint.walk import workload_parts
 
-__all__ = ["changed", "compute", "versions", "workload_parts"]
+__all__ = ["compute", "versions", "workload_parts"]

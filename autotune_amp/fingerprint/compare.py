@@ -1,4 +1,4 @@
-"""The whole fingerprint, and the lines that say how two of them differ."""
+"""The whole fingerprint."""
 
 from __future__ import annotations
 
@@ -78,21 +78,3 @@ def _setting(value: object) -> str:
         if len(shown) <= 60:
             return f"={shown}"
     return short_hex(Walk().value(value))
-
-
-def changed(old: Fingerprint, new: Fingerprint) -> tuple[str, ...]:
-    """What differs, one readable line each; empty where nothing does and everything could be compared."""
-    lines = []
-    for name in {**new.parts, **old.parts}:
-        before, after = old.parts.get(name), new.parts.get(name)
-        if before == after:
-            continue
-        if before is None:
-            lines.append(f"{name} is new")
-        elif after is None:
-            lines.append(f"{name} is gone")
-        elif before.startswith("=") and after.startswith("="):
-            lines.append(f"{name} changed from {before[1:]} to {after[1:]}")
-        else:
-            lines.append(f"{name} changed")
-    return (*lines, *dict.fromkeys((*new.unknown, *old.unknown)))

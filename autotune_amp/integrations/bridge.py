@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotune_amp.core.config import AmpConfig, FallbackPlan
-from autotune_amp.core.errors import DemotedError, InvalidRequestError, TrainingStoppedError
+from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan
+from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.status import Status

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
-from autotune_amp.core.config import AmpConfig, LossScale
+from autotune_amp.core.config import AmpConfig, LossScale, training_arguments
 from autotune_amp.core.config_source import (
     AUTOCAST_DTYPES,
     LOADER_COMMENT,
@@ -34,7 +34,6 @@ from autotune_amp.integrations.export_settings import (
     deepspeed_config,
     deepspeed_roundings,
     to_yaml,
-    training_arguments,
 )
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from autotune_amp.core.explain import small
 from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, duration, flops, number, one_line, outcome_name, rate, size
-from autotune_amp.report.numerics import small
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

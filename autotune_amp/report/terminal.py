@@ -10,9 +10,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from autotune_amp.core.config_source import export_lines
 from autotune_amp.core.text import count, duration, one_line
 from autotune_amp.report import rows
-from autotune_amp.report.summary import explain, export_lines, facts
 from autotune_amp.report.usage import export_command, python_lines
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from autotune_amp.core.hardware import Hardware
     from autotune_amp.core.recommendation import CandidateRow, Recommendation
 
-__all__ = ["explain", "hardware_table", "print_recommendation"]
+__all__ = ["hardware_table", "print_recommendation"]
 
 
 def print_recommendation(recommendation: Recommendation, console: Console, path: str | None = None) -> None:
@@ -39,10 +39,10 @@ def print_recommendation(recommendation: Recommendation, console: Console, path:
     console.print(_candidates(recommendation))
     title = "Best so far: the search was interrupted" if search.was_interrupted else "Recommended"
     console.print(
-        Panel(grid(facts(recommendation)), title=Text(title, "bold"), title_align="left", border_style="green")
+        Panel(grid(recommendation.facts()), title=Text(title, "bold"), title_align="left", border_style="green")
     )
     # Below the panel and never wrapped by us: these lines are there to be copied.
-    _print_lines("In the shell, before Python starts:", export_lines(recommendation), console)
+    _print_lines("In the shell, before Python starts:", export_lines(recommendation.config), console)
     _print_lines("In Python:", python_lines(recommendation, path), console)
     title, command = export_command(recommendation, path)
     _print_lines(f"{title}:", [command], console)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from autotune_amp.core import config_source
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.explain import names
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import one_line, rate
 from autotune_amp.integrations.export import TARGETS, Target, export, setting_of
-from autotune_amp.report.numerics import names
 
 if TYPE_CHECKING:
     from autotune_amp.core.config import AmpConfig, Precision

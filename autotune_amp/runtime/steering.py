@@ -10,8 +10,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from autotune_amp.core.config import FP16_MAX, AmpConfig, FallbackPlan, Precision
-from autotune_amp.core.errors import DemotedError, InvalidRequestError, NoRungFitsError, NotPrecisionError
+from autotune_amp.core.config import FP16_MAX, AmpConfig, DemotedError, FallbackPlan, Precision
+from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
 from autotune_amp.hardware import cuda
 from autotune_amp.runtime import actions, diagnosis
 from autotune_amp.runtime.actions import Action, Move

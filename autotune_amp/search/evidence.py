@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.core.evidence import MIN_PROCESSES, BaselineEvidence, Evidence, PlainEnvironment
 from autotune_amp.core.intervals import prediction_interval, ratio_interval
 from autotune_amp.core.outcome import Failure, Measurement, Record
-from autotune_amp.core.recommendation import MIN_PROCESSES, BaselineEvidence, Evidence, PlainEnvironment
 from autotune_amp.search import accumulate, busy, conditions
 from autotune_amp.search.objective import joules_per_sample
 from autotune_amp.trial.stopping import NUM_STEPS_BEFORE_CUT

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from autotune_amp.core.config import PRECISIONS, AmpConfig
+from autotune_amp.core.evidence import MIN_PROCESSES, Evidence
 from autotune_amp.core.outcome import Failure, Measurement, Record
-from autotune_amp.core.recommendation import MIN_PROCESSES, CandidateRow, Evidence, Exclusion
+from autotune_amp.core.recommendation import CandidateRow, Exclusion
 from autotune_amp.core.text import number, rate
 from autotune_amp.search import accumulate, busy
 from autotune_amp.search.conditions import ending_doubts, loader_doubts, loader_reason, memory_doubts

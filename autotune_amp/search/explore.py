@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from autotune_amp.core.evidence import Objective
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
-from autotune_amp.core.recommendation import Exclusion, Objective
+from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.backend import Backend
 from autotune_amp.search import building, gate, seeding, verdicts

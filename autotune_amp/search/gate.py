@@ -7,9 +7,9 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
+from autotune_amp.core.evidence import Objective
 from autotune_amp.core.fidelity import Fidelity
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
-from autotune_amp.core.recommendation import Objective
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.backend import Backend
 from autotune_amp.search import loss_scales, verdicts

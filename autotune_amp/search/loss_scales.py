@@ -7,9 +7,10 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from autotune_amp.core.config import FP16_MAX, LossScale
+from autotune_amp.core.evidence import LossScaleEvidence
 from autotune_amp.core.fidelity import Calibration
 from autotune_amp.core.outcome import Failure, Measurement
-from autotune_amp.core.recommendation import Exclusion, LossScaleEvidence
+from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.text import exact
 from autotune_amp.numerics.grading import MAX_FLUSHED_SHARE, MAX_FORWARD_SHARE
 from autotune_amp.numerics.scaler_replay import (

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from autotune_amp.core.errors import BudgetTooSmallError, NothingWorksError, WorkloadError
+from autotune_amp.core.errors import BudgetTooSmallError, WorkloadError
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.job import Found, Job
 from autotune_amp.core.outcome import Description, Failure
+from autotune_amp.core.recommendation import NothingWorksError
 from autotune_amp.isolation.local import LocalBackend
 from autotune_amp.search.origin import Origin
 from autotune_amp.search.progress import Progress

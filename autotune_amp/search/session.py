@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 
 from autotune_amp.core.config import LossScale
+from autotune_amp.core.evidence import Objective
 from autotune_amp.core.hardware import Hardware
-from autotune_amp.core.outcome import CheckKind, Description, Failure, Measurement, Outcome, Purpose, Record
-from autotune_amp.core.recommendation import Exclusion, Objective
+from autotune_amp.core.outcome import Description, Failure, Measurement, Outcome, Purpose, Record
+from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.backend import Backend
@@ -25,7 +26,7 @@ from autotune_amp.search.loss_scales import AllScales, Answer, Key, Pair
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.space import Space
-from autotune_amp.trial.jobs import Check, Trial
+from autotune_amp.trial.jobs import Check, CheckKind, Trial
 
 # The confirmation takes at most this share of the budget, unless the device asks for more (`confirm.reserved_seconds`).
 CONFIRM_SHARE = 0.4

@@ -5,14 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from autotune_amp.core.config import PRECISIONS
-from autotune_amp.core.errors import NothingWorksError, SearchInterruptedError
 from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.job import Found, Job
 from autotune_amp.core.outcome import Description, Failure
-from autotune_amp.core.recommendation import Exclusion, Fingerprint, Recommendation, SearchSummary
+from autotune_amp.core.recommendation import (
+    Exclusion,
+    Fingerprint,
+    NothingWorksError,
+    Recommendation,
+    SearchInterruptedError,
+    SearchSummary,
+)
 from autotune_amp.core.text import size
 from autotune_amp.distributed.ranks import alone
-from autotune_amp.fingerprint import changed, versions
+from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import identify
 from autotune_amp.hardware.host import load_notes
 from autotune_amp.hardware.machine_load import LoadMeter
@@ -316,5 +322,5 @@ class _Steps:
 def _say_why(progress: Progress, cached: Recommendation, fingerprint: Fingerprint) -> None:
     """What changed since the recommendation that is there."""
     if not cached.search.was_interrupted:
-        for line in changed(cached.fingerprint, fingerprint):
+        for line in cached.fingerprint.differences(fingerprint):
             progress.note(f"Searching again: {line}.")

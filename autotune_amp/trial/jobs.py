@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
@@ -11,9 +11,11 @@ from autotune_amp.core.errors import AutotuneAmpError, BudgetTooSmallError
 from autotune_amp.core.fidelity import MIN_CUT_SAMPLES, Accumulation, Calibration, Fidelity
 from autotune_amp.core.hardware import DeviceIdentity, Hardware
 from autotune_amp.core.job import Deadlines, Job, Tell
-from autotune_amp.core.outcome import CheckKind, CheckOutcome, Description, Failure, FailureKind, Measurement, Purpose
+from autotune_amp.core.outcome import CheckOutcome, Description, Failure, FailureKind, Measurement, Purpose
 from autotune_amp.core.recommendation import Fingerprint
 from autotune_amp.core.setting import Setting
+
+CheckKind: TypeAlias = Literal["fidelity", "calibration", "accumulation"]
 
 # Micro-batches timed for a longer accumulation window; the window's time is composed from them, since windows of
 # hundreds of passes would cost more than the search has.

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.recommendation import Fingerprint
-from autotune_amp.fingerprint import changed, compute, versions, workload_parts
+from autotune_amp.fingerprint import compute, versions, workload_parts
 from autotune_amp.fingerprint.code import code_digest
 
 
@@ -315,8 +315,8 @@ def test_what_has_no_content_is_unknown_by_its_path(tmp_path: Path) -> None:
 def test_an_unknown_is_told_whether_old_or_new() -> None:
     known = Fingerprint(digest="1", parts={"a": "1"})
     unknown = Fingerprint(digest="1", parts={"a": "1"}, unknown=("x cannot be known: y",))
-    assert changed(known, known) == ()
-    assert changed(known, unknown) == changed(unknown, known) == ("x cannot be known: y",)
+    assert known.differences(known) == ()
+    assert known.differences(unknown) == unknown.differences(known) == ("x cannot be known: y",)
 
 
 # --- the whole fingerprint
@@ -330,17 +330,17 @@ def whole(identity: DeviceIdentity = IDENTITY, **options: object) -> Fingerprint
 
 def test_a_setting_is_shown_with_both_values() -> None:
     driver = DeviceIdentity(type="cuda", name="H100", driver="570.2", num_cpus=4, total_memory_bytes=1)
-    assert changed(whole(), whole()) == ()
-    assert changed(whole(), whole(driver)) == ("device driver changed from 560.1 to 570.2",)
-    assert changed(whole(seed=0), whole(seed=1)) == ("option seed changed from 0 to 1",)
-    assert changed(whole(), whole(seed=1)) == ("option seed is new",)
-    assert changed(whole(seed=1), whole()) == ("option seed is gone",)
+    assert whole().differences(whole()) == ()
+    assert whole().differences(whole(driver)) == ("device driver changed from 560.1 to 570.2",)
+    assert whole(seed=0).differences(whole(seed=1)) == ("option seed changed from 0 to 1",)
+    assert whole().differences(whole(seed=1)) == ("option seed is new",)
+    assert whole(seed=1).differences(whole()) == ("option seed is gone",)
     assert whole().digest != whole(driver).digest
 
 
 def test_a_storage_url_is_not_shown() -> None:
     one, other = whole(storage="mysql://user:secret@host/a"), whole(storage="mysql://user:secret@host/b")
-    assert changed(one, other) == ("option storage changed",)
+    assert one.differences(other) == ("option storage changed",)
     assert not any("secret" in part for part in one.parts.values())
 
 
@@ -373,8 +373,8 @@ def test_the_environment_counts_where_it_decides_the_numbers(
     one = whole()
     monkeypatch.setenv(name, "other")
     other = whole()
-    assert changed(unset, one) == ((f"environment variable {name} is new",) if counts else ())
-    assert changed(one, other) == ((f"environment variable {name} changed",) if counts else ())
+    assert unset.differences(one) == ((f"environment variable {name} is new",) if counts else ())
+    assert one.differences(other) == ((f"environment variable {name} changed",) if counts else ())
     assert (one.digest != other.digest) == counts
     assert not any("secret" in part for part in one.parts.values())
 

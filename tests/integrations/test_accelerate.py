@@ -18,8 +18,8 @@ from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs, GradientAccumulationPlugin, GradScalerKwargs
 from accelerate_training import Net, batches_of, fresh_accelerate, inputs, loss_of, reset
 
-from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
-from autotune_amp.core.errors import DemotedError, InvalidRequestError
+from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan, LossScale
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.integrations.accelerate import AutotuneAccelerator, grad_scaler_kwargs
 from autotune_amp.precision.forward_wrapper import player_of
 from autotune_amp.precision.mode import is_pinned

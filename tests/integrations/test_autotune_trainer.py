@@ -23,8 +23,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
-from autotune_amp.core.errors import DemotedError, InvalidRequestError, NoRungFitsError, NotPrecisionError
+from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan, LossScale
+from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
 from autotune_amp.integrations.transformers import AutotuneTrainer
 from autotune_amp.runtime import run_log
 

@@ -16,8 +16,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_samples import NUM_BATCHES, Net, Validated, ambient, are_finite, fp16, loader, same, trainer, weights
 from torch import Tensor, nn
 
-from autotune_amp.core.config import AmpConfig, FallbackPlan
-from autotune_amp.core.errors import DemotedError, InvalidRequestError, NoRungFitsError, NotPrecisionError
+from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan
+from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
 from autotune_amp.integrations.lightning import AutotuneCallback, AutotunePrecision, trainer_arguments
 from autotune_amp.runtime import run_log
 from autotune_amp.runtime.controller import PrecisionController

@@ -14,6 +14,7 @@ from autotune_amp import cli
 from autotune_amp.api import recommend_config
 from autotune_amp.cli import run
 from autotune_amp.core import errors
+from autotune_amp.core.recommendation import NothingWorksError, SearchInterruptedError
 from autotune_amp.search.options import SearchOptions
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from autotune_amp.core.recommendation import Recommendation
 
 BEST = recommendation()
-NOTHING_WORKS = errors.NothingWorksError("Nothing works.", "Try less.", ())
-INTERRUPTED = errors.SearchInterruptedError("Interrupted.", "Go on.", (), BEST)
+NOTHING_WORKS = NothingWorksError("Nothing works.", "Try less.", ())
+INTERRUPTED = SearchInterruptedError("Interrupted.", "Go on.", (), BEST)
 
 
 class Api:

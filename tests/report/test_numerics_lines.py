@@ -9,13 +9,13 @@ import pytest
 from report_samples import evidence, recommendation, record, row
 
 from autotune_amp.core.config import AmpConfig, LossScale
+from autotune_amp.core.evidence import LossScaleEvidence
+from autotune_amp.core.explain import check_line, loss_scale_line
 from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity, LowWeights
 from autotune_amp.core.outcome import Failure
-from autotune_amp.core.recommendation import Exclusion, LossScaleEvidence, Recommendation
-from autotune_amp.report.numerics import check_line, loss_scale_line
+from autotune_amp.core.recommendation import Exclusion, Recommendation
 from autotune_amp.report.progress import trial_line
 from autotune_amp.report.rows import recommended_row
-from autotune_amp.report.summary import explain
 from autotune_amp.report.usage import python_lines
 
 SCALES = LossScaleEvidence(
@@ -104,7 +104,7 @@ def test_everything_is_in_the_explanation_and_in_the_document() -> None:
         evidence=evidence(fidelity=own, loss_scale=SCALES),
         fidelity=(fidelity(reason="bf16 is unfaithful: so.", verdict="unfaithful"), own),
     )
-    text = explain(shown)
+    text = shown.explain()
     assert "loss scale: starts at 65536" in text
     assert "pinned: head in fp32" in text
     assert text.count("fidelity: ") == 2
@@ -112,7 +112,7 @@ def test_everything_is_in_the_explanation_and_in_the_document() -> None:
     compile("\n".join(python_lines(shown)), "shown", "exec")
     assert msgspec.json.decode(shown.to_json(), type=Recommendation) == shown
     unchecked = fidelity(reason="bf16 is unchecked: the budget ended.", verdict="unchecked")
-    assert "fidelity: bf16 is unchecked" in explain(recommendation(evidence=evidence(fidelity=unchecked)))
+    assert "fidelity: bf16 is unchecked" in recommendation(evidence=evidence(fidelity=unchecked)).explain()
 
 
 def test_the_recommended_row_is_the_one_with_its_pins() -> None:

@@ -17,8 +17,8 @@ from report_samples import record
 
 from autotune_amp.api import recommend_config
 from autotune_amp.cli import run
-from autotune_amp.core.errors import NothingWorksError, SearchInterruptedError
 from autotune_amp.core.outcome import Failure, Record
+from autotune_amp.core.recommendation import NothingWorksError, SearchInterruptedError
 from autotune_amp.report.files import keep_report, write_report
 
 MADE, RECORDS = made_study.made(), made_study.records()

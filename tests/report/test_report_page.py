@@ -15,8 +15,9 @@ import pytest
 from report_samples import MIB, evidence, loop, measurement, recommendation, record, row
 
 from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.evidence import BaselineEvidence
 from autotune_amp.core.outcome import Failure, Measurement
-from autotune_amp.core.recommendation import BaselineEvidence, Exclusion, SearchSummary
+from autotune_amp.core.recommendation import Exclusion, SearchSummary
 from autotune_amp.core.setting import Setting
 from autotune_amp.numerics.grading import MAX_PARAMETER_NOISE
 from autotune_amp.report.files import write_report

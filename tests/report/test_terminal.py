@@ -11,21 +11,11 @@ from report_samples import MIB, evidence, hardware, loop, recommendation, row
 from rich.console import Console
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.core.evidence import Job, LoaderEvidence, MemoryEvidence, PlainEnvironment, ProcessPeak, WorkersTried
 from autotune_amp.core.hardware import DeviceMemory, LoadEvidence
-from autotune_amp.core.recommendation import (
-    Exclusion,
-    Job,
-    LoaderEvidence,
-    MemoryEvidence,
-    PlainEnvironment,
-    ProcessPeak,
-    Recommendation,
-    SearchSummary,
-    WorkersTried,
-)
+from autotune_amp.core.recommendation import Exclusion, Recommendation, SearchSummary
 from autotune_amp.report.rows import recommended_row
-from autotune_amp.report.summary import facts
-from autotune_amp.report.terminal import explain, hardware_table, print_recommendation
+from autotune_amp.report.terminal import hardware_table, print_recommendation
 from autotune_amp.report.usage import python_lines
 
 
@@ -157,7 +147,7 @@ def test_what_weakens_the_numbers_is_said_beside_them() -> None:
 
 
 def test_a_confirmed_speed_is_not_called_unconfirmed_for_a_baseline_that_is_not() -> None:
-    said = dict(facts(recommendation(evidence=evidence(is_confirmed=False, num_processes=3))))
+    said = dict(recommendation(evidence=evidence(is_confirmed=False, num_processes=3)).facts())
     assert "unconfirmed" not in said["speed"]
     assert said["speed-up"].endswith("; unconfirmed, fewer than 3 processes measured the baseline")
 
@@ -173,23 +163,25 @@ def test_a_confirmed_speed_is_not_called_unconfirmed_for_a_baseline_that_is_not(
 )
 def test_where_a_steps_time_goes(data_share: float, update_share: float | None, said: str) -> None:
     shown = recommendation(evidence=evidence(data_share=data_share, update_share=update_share))
-    assert dict(facts(shown))["speed"].endswith(said)
+    assert dict(shown.facts())["speed"].endswith(said)
 
 
 def test_an_accelerators_memory_is_that_of_a_long_run_too() -> None:
     device = hardware()
     card = msgspec.structs.replace(device, identity=msgspec.structs.replace(device.identity, type="cuda"))
-    assert dict(facts(recommendation(hardware=card)))["memory"] == "702 MiB at the peak"
+    assert dict(recommendation(hardware=card).facts())["memory"] == "702 MiB at the peak"
 
 
 def test_a_shared_build_is_said_beside_the_interval() -> None:
-    text = explain(recommendation(evidence=evidence(is_build_shared=True)))
+    text = recommendation(evidence=evidence(is_build_shared=True)).explain()
     assert "; its processes shared one built model" in text
 
 
 def test_shared_processes_are_said_beside_the_interval() -> None:
     shown = evidence(are_processes_shared=True)
-    assert f"from {shown.num_processes} fresh processes that ran all in turn" in explain(recommendation(evidence=shown))
+    assert (
+        f"from {shown.num_processes} fresh processes that ran all in turn" in recommendation(evidence=shown).explain()
+    )
 
 
 def test_loss_scale_and_fallbacks_are_part_of_the_config() -> None:
@@ -294,7 +286,7 @@ def test_what_memory_and_loader_were_measured_under_is_said() -> None:
 )
 def test_what_others_did_on_the_machine_is_said_where_it_is_worth_a_word(changes: Any, said: str | None) -> None:
     load = LoadEvidence(num_cpus=2, others_num_cores=1.0, stolen_share=0.07, **changes)
-    assert dict(facts(recommendation(evidence=evidence(load=load)))).get("machine") == said
+    assert dict(recommendation(evidence=evidence(load=load)).facts()).get("machine") == said
 
 
 def test_python_lines_are_python() -> None:
@@ -351,7 +343,7 @@ def test_colors_on_a_terminal_unless_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_objective_its_energy_and_the_job_are_facts() -> None:
-    plain = dict(facts(recommendation()))
+    plain = dict(recommendation().facts())
     assert not {"objective", "energy", "job"} & plain.keys()
     job = Job(
         num_steps=10_000,
@@ -365,7 +357,7 @@ def test_the_objective_its_energy_and_the_job_are_facts() -> None:
     )
     rows = (row("fp32", 32, 307.1, joules_per_sample=0.3512), row("bf16", 64, 412.3))
     shown = recommendation(objective="energy", job=job, evidence=evidence(joules_per_sample=0.3512), candidates=rows)
-    found = dict(facts(shown))
+    found = dict(shown.facts())
     assert (found["objective"], found["energy"]) == ("energy", "0.351 J a sample")
     assert found["job"] == (
         "0.84 h (0.7 to 1.1) for 10,000 steps, 2.40 (2.10 to 3.30) at 3 an hour; 12.3 h as it runs today"
@@ -377,8 +369,8 @@ def test_the_objective_its_energy_and_the_job_are_facts() -> None:
 def test_explain_is_plain_text_with_the_same_facts() -> None:
     config = AmpConfig(precision="bf16", batch_size=64, environment={"A": "1"})
     shown = recommendation(config=config, warnings=("mind the gap",))
-    assert explain(shown) == shown.explain()
-    assert explain(shown).splitlines() == [
+    assert shown.explain() == shown.explain()
+    assert shown.explain().splitlines() == [
         "config: bf16, batch size 64",
         "speed: 412 samples/s (a new run: 398 to 426), 155 ms a step",
         "speed-up: 1.34x (1.28x to 1.41x) over the baseline, fp32 batch 32 at 307 samples/s",

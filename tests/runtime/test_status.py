@@ -17,8 +17,8 @@ from test_recommendation import MADE as RECOMMENDATION
 from torch import Tensor, nn
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController
-from autotune_amp.core.config import Precision
-from autotune_amp.core.errors import DemotedError, NotPrecisionError
+from autotune_amp.core.config import DemotedError, Precision
+from autotune_amp.core.errors import NotPrecisionError
 from autotune_amp.runtime import steered
 from autotune_amp.runtime.status import MoveRecord
 

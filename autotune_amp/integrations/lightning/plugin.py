@@ -21,8 +21,8 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.errors import DemotedError, InvalidRequestError, TrainingStoppedError
+from autotune_amp.core.config import AmpConfig, DemotedError
+from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.integrations.bridge import (
     Window,

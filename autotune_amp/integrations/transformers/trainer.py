@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.errors import DemotedError, InvalidRequestError
+from autotune_amp.core.config import AmpConfig, DemotedError, training_arguments
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.integrations.bridge import KeepingController, config_of, other_window_error, readings
-from autotune_amp.integrations.export_settings import training_arguments
 from autotune_amp.numerics import batches
 from autotune_amp.numerics.modules import unwrap
 from autotune_amp.runtime import windows

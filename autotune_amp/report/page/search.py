@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from autotune_amp.core.config_source import export_lines
+from autotune_amp.core.explain import accumulation_line, check_line
 from autotune_amp.core.fidelity import Accumulation, Fidelity
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.text import count, duration, exact, number, one_line, outcome_name, size, times
-from autotune_amp.report import rows, summary
-from autotune_amp.report.numerics import accumulation_line, check_line
+from autotune_amp.report import rows
 from autotune_amp.report.page import document
 from autotune_amp.report.page.document import Section, chart
 from autotune_amp.report.page.numerics import Calibrated, calibrated, fidelity, foretold, gradients
@@ -87,7 +88,7 @@ _ELSEWHERE = ("config", "reason", "warning", "fidelity")  # facts that have a pl
 
 def search_page(recommendation: Recommendation, records: Sequence[Record], path: str) -> str:
     """The HTML document; `path` is that of recommendation.json, for the lines to copy."""
-    told = dict(summary.facts(recommendation))
+    told = dict(recommendation.facts())
     return document.page(
         f"{recommendation.search.study}: {told['config']}",
         [
@@ -100,9 +101,7 @@ def search_page(recommendation: Recommendation, records: Sequence[Record], path:
             Section("The search as it went", chart(course(recommendation, records), _COURSE)),
             Section("The loss scale of fp16", _loss_scale(recommendation, records)),
             Section("Fidelity to fp32", _fidelity(recommendation, records)),
-            Section(
-                "Evidence", document.facts(pair for pair in summary.facts(recommendation) if pair[0] not in _ELSEWHERE)
-            ),
+            Section("Evidence", document.facts(pair for pair in recommendation.facts() if pair[0] not in _ELSEWHERE)),
             Section("All candidates", candidate_table(recommendation)),
             Section("Left out", _left_out(recommendation.excluded)),
             Section("Failures", _failures(records)),
@@ -177,7 +176,7 @@ def _lead(recommendation: Recommendation) -> str:
 
 
 def _use(recommendation: Recommendation, path: str) -> str:
-    exports = summary.export_lines(recommendation)
+    exports = export_lines(recommendation.config)
     config = msgspec.json.format(recommendation.config.to_json(), indent=2)
     return (
         (document.code("In the shell, before Python starts", "\n".join(exports)) if exports else "")
@@ -202,7 +201,7 @@ def _loss_scale(recommendation: Recommendation, records: Sequence[Record]) -> st
 
 
 def _fidelity(recommendation: Recommendation, records: Sequence[Record]) -> str:
-    return chart(fidelity(recommendation.fidelity), FIDELITY) + _checks(summary.checks(recommendation), records)
+    return chart(fidelity(recommendation.fidelity), FIDELITY) + _checks(recommendation.checks(), records)
 
 
 _NOTHING_RULED_OUT = document.paragraph("No check ruled anything out.", "absent")
