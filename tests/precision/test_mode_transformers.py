@@ -23,20 +23,10 @@ def gpt2() -> tuple[nn.Module, dict[str, Any]]:
     return transformers.GPT2LMHeadModel(config), {"input_ids": TOKENS, "labels": TOKENS}
 
 
-def bert() -> tuple[nn.Module, dict[str, Any]]:
-    model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=32, **SMALL))
-    return model, {"input_ids": TOKENS, "labels": TOKENS, "attention_mask": (TOKENS != 11).long()}
-
-
 def t5() -> tuple[nn.Module, dict[str, Any]]:
     sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(decoder_start_token_id=0, **sizes))
     return model, {"input_ids": TOKENS, "labels": TOKENS}
-
-
-def llama() -> tuple[nn.Module, dict[str, Any]]:
-    config = transformers.LlamaConfig(vocab_size=32, num_key_value_heads=1, **SMALL)
-    return transformers.LlamaForCausalLM(config), {"input_ids": TOKENS, "labels": TOKENS}
 
 
 def mixtral() -> tuple[nn.Module, dict[str, Any]]:
@@ -50,7 +40,7 @@ def vit() -> tuple[nn.Module, dict[str, Any]]:
     return model, {"pixel_values": torch.randn(2, 3, 8, 8), "labels": torch.tensor([0, 2])}
 
 
-MODELS = [gpt2, bert, t5, llama, mixtral, vit]
+MODELS = [gpt2, t5, mixtral, vit]
 
 
 def loss_of(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -63,8 +53,9 @@ def loss_of(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     return loss.detach()
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize(
+    ("make", "precision"), [(gpt2, "bf16"), (t5, "fp16"), (mixtral, "bf16"), (mixtral, "fp16"), (vit, "fp16")]
+)
 def test_every_module_can_be_pinned(make: Callable[[], tuple[nn.Module, dict[str, Any]]], precision: Precision) -> None:
     torch.manual_seed(0)
     model, inputs = make()
