@@ -123,20 +123,6 @@ def test_a_forward_set_on_the_instance_plays_the_roles(x: Tensor) -> None:
         assert twin.__dict__["forward"].args[1] is (twin if twin.linear is not module.linear else module)
 
 
-def test_a_wrapper_that_kept_the_playing_forward_outlives_the_roles(x: Tensor) -> None:
-    module = Block()
-    expected = module(x) * 2
-    pin_fp32(module, "cpu")
-    wrap_as_accelerate(module)
-    unpin(module)
-    with autocast("bf16", "cpu"):
-        assert not torch.equal(module(x), expected)
-        pin_fp32(module, "cpu")
-        assert torch.equal(module(x), expected)
-    unpin(module)
-    assert torch.equal(module(x), expected)
-
-
 @pytest.mark.usefixtures("_one_rank")
 def test_modules_inside_distributed_data_parallel(x: Tensor) -> None:
     model = Model()

@@ -101,27 +101,6 @@ def test_observed_modules_of_one_class_share_a_graph_where_the_model_breaks_into
     assert counts[0] == counts[1]
 
 
-def test_a_checkpointed_region_can_be_observed_and_pinned(x: Tensor) -> None:
-    class Checkpointed(Model):
-        def forward(self, x: Tensor) -> tuple[Tensor]:
-            for block in self.blocks:
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-            return (x,)
-
-    model, observer = Checkpointed(), Observer(2, "cpu")
-    for slot, block in enumerate(model.blocks):
-        observe(block, observer, slot)
-    pin_fp32(model.linear(1), "cpu")
-    observer.is_sampling = True
-    found = []
-    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
-        observer.reset()
-        run(x)[0].sum().backward()
-        found.append(observer.read())
-    assert (found[0] > 0).all()
-    torch.testing.assert_close(found[0], found[1])
-
-
 @pytest.mark.parametrize("is_pinned_before", [False, True])
 def test_a_pin_is_in_the_graph_recompiles_once_and_its_end_is_free(is_pinned_before: bool, x: Tensor) -> None:
     model = Model()
