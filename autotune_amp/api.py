@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from autotune_amp.core.errors import InvalidRequestError, NothingWorksError, SearchInterruptedError
-from autotune_amp.core.recommendation import Recommendation
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.recommendation import NothingWorksError, Recommendation, SearchInterruptedError
 from autotune_amp.core.workload import Workload
 from autotune_amp.distributed.ranks import answer_on_first, place
-from autotune_amp.report.write import keep_report
+from autotune_amp.report.files import keep_report
 from autotune_amp.search.flow import search
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.origin import Origin, live, target
@@ -74,28 +74,11 @@ def recommend_config(
     `NothingWorksError` (every candidate failed) and `SearchInterruptedError` (Ctrl-C; the best so far is saved),
     on every rank alike; and on the others `RunnerError` where rank 0 died.
     """
+    asked = {name: given for name, given in locals().items() if name not in ("workload", "fresh", "quiet", "progress")}
     where = place()
 
     def find() -> Recommendation:
-        options = SearchOptions.from_user(
-            budget=budget,
-            trials=trials,
-            device=device,
-            precision=precision,
-            batch_size=batch_size,
-            effective_batch_size=effective_batch_size,
-            num_ranks=where.num_ranks,
-            baseline=baseline,
-            memory_fraction=memory_fraction,
-            objective=objective,
-            steps=steps,
-            samples=samples,
-            price_per_hour=price_per_hour,
-            study=study,
-            out=out,
-            storage=storage,
-            seed=seed,
-        )
+        options = SearchOptions.from_user(num_ranks=where.num_ranks, **asked)
         origin = _origin(workload, "recommend_config", "search")
         shown = progress or _default_progress(quiet)
         warn = _warn if quiet else shown.note
@@ -172,8 +155,7 @@ def profile_amp(
     `InvalidRequestError` (a wrong option or device), `WorkloadError` (the workload does not run in fp32 either) and
     `NothingWorksError` (no precision could be measured).
     """
-    from autotune_amp.profile.request import checked_request
-    from autotune_amp.profile.running import run_profile
+    from autotune_amp.profile.running import checked_request, run_profile
 
     request = checked_request(num_batches, device, precision, batch_size, trace)
     origin = _origin(workload, "profile_amp", "profile")

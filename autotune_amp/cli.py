@@ -1,4 +1,4 @@
-"""The command line: typer reads the request, `main` does the work, prints the result and sets the exit code.
+"""The command line: typer reads the request, the work is done, the result is printed, the exit code is set.
 
 Standard output carries the result and nothing else. Nothing heavy is imported before a command needs it, so that
 ``--help`` answers at once.
@@ -6,23 +6,23 @@ Standard output carries the result and nothing else. Nothing heavy is imported b
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeAlias, TypeGuard
 
 import typer
 
 from autotune_amp import __version__
-from autotune_amp.commands.dashboard import dashboard
-from autotune_amp.commands.export import export
-from autotune_amp.commands.profile import profile
-from autotune_amp.commands.report import report
-from autotune_amp.commands.shared import Device, Folder, Json, Target, Work, recommendation_file, rendered
-from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, SearchInterruptedError
-from autotune_amp.report.failure import error_document, error_text, exit_code
+from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from autotune_amp.core.recommendation import Recommendation
 
 # typer brought its own copy of click with 0.2x; the base of every usage error is found wherever it lives.
@@ -34,6 +34,26 @@ app = typer.Typer(
     # typer converts a missing --help through pydantic, and importing that takes longer than all the rest of a --help.
     context_settings={"help_option_names": ["-h", "--help"], "default_map": {"help": False}},
 )
+
+Work: TypeAlias = Callable[[], bytes]  # returns what goes to standard output
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, of an error too.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
+Target = Annotated[
+    str | None,
+    typer.Argument(
+        help="What to train: path/file.py:function or package.module:function, a function that returns a "
+        "Workload. Without it, a small transformer that comes with the package.",
+        metavar="TARGET",
+    ),
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps, xpu or xpu:N.", metavar="DEVICE")]
+Folder = Annotated[
+    Path | None,
+    typer.Argument(
+        help="A study's folder or its recommendation.json. Without it, the latest in ./studies.", metavar="FOLDER"
+    ),
+]
 _OBJECTIVE = typer.Option(
     help="Choose for speed, memory (the least that is no slower than the baseline) or energy. A finished search is "
     "ranked again, nothing is run.",
@@ -67,7 +87,7 @@ def autotune_amp(
 
 @app.command()
 def search(
-    target: Target = None,
+    workload: Target = None,
     budget: Annotated[float, typer.Option(help="Seconds the whole search may take.", metavar="SECONDS")] = 110.0,
     trials: Annotated[int | None, typer.Option(help="At most this many trials.", metavar="N")] = None,
     device: Device = "auto",
@@ -110,40 +130,21 @@ def search(
     seed: Annotated[int, typer.Option(help="Seed of the sampler and of the trials.", metavar="N")] = 0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, whatever is known from earlier.")] = False,
     as_json: Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+    quiet: Quiet = False,
 ) -> Work:
     """Find the fastest precision and batch size to train with.
 
     The result is printed and saved in a study folder; the same command again goes on where it stopped.
     """
+    # Every option goes to recommend_config() under the name and with the default that it has there.
+    asked = {name: value for name, value in locals().items() if name != "as_json"}
 
     def work() -> bytes:
         from autotune_amp.api import recommend_config
         from autotune_amp.distributed.ranks import place
         from autotune_amp.report.progress import TerminalProgress
 
-        recommendation = recommend_config(
-            target,
-            budget=budget,
-            trials=trials,
-            device=device,
-            precision=precision,
-            batch_size=batch_size,
-            effective_batch_size=effective_batch_size,
-            baseline=baseline,
-            memory_fraction=memory_fraction,
-            objective=objective,
-            steps=steps,
-            samples=samples,
-            price_per_hour=price_per_hour,
-            study=study,
-            out=out,
-            storage=storage,
-            seed=seed,
-            fresh=fresh,
-            quiet=quiet,
-            progress=None if quiet else TerminalProgress(sys.stderr),
-        )
+        recommendation = recommend_config(**asked, progress=None if quiet else TerminalProgress(sys.stderr))
         path = Path(out, recommendation.search.study, "recommendation.json")
         return _result(recommendation, as_json, path) if place().rank == 0 else b""
 
@@ -158,7 +159,6 @@ def probe(device: Device = "auto", as_json: Json = False) -> Work:
     """
 
     def work() -> bytes:
-        import msgspec
         from rich.console import Console
 
         from autotune_amp.hardware import probe as probe_hardware
@@ -166,11 +166,10 @@ def probe(device: Device = "auto", as_json: Json = False) -> Work:
         with Console(stderr=True).status("Probing the device"):
             hardware = probe_hardware(device)
         if as_json:
-            document = msgspec.json.encode({"format": 1, "hardware": hardware})
-            return msgspec.json.format(document, indent=2) + b"\n"
+            return _document({"format": 1, "hardware": hardware})
         from autotune_amp.report.terminal import hardware_table
 
-        return rendered(lambda console: hardware_table(hardware, console))
+        return _rendered(lambda console: hardware_table(hardware, console))
 
     return work
 
@@ -191,6 +190,7 @@ def show(
 
     def work() -> bytes:
         from autotune_amp.core.recommendation import Recommendation
+        from autotune_amp.report.files import recommendation_file
 
         path = recommendation_file(folder)
         recommendation = Recommendation.load(path)
@@ -203,10 +203,166 @@ def show(
     return work
 
 
-app.command()(report)
-app.command()(profile)
-app.command()(export)
-app.command()(dashboard)
+@app.command()
+def report(
+    path: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A study's folder, or the run log (.jsonl) of a PrecisionController. Without it, the latest study in "
+            "./studies.",
+            metavar="FOLDER|RUN.jsonl",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write this file instead of the study's report.html, or of the log's name with .html.",
+            metavar="FILE",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> Work:
+    """Draw a search, or a training's run log, as one HTML file, and print its path.
+
+    A search that recommended nothing is drawn too, with what failed. A page is written over an earlier one of its kind
+    and over no other file.
+    """
+
+    def work() -> bytes:
+        from autotune_amp.report.files import study_file, write_report, write_run_report
+
+        written = write_run_report(path, out) if _is_run_log(path) else write_report(study_file(path), out)
+        return _document({"format": 1, "report": written.as_posix()}) if as_json else f"{written.as_posix()}\n".encode()
+
+    return work
+
+
+@app.command()
+def profile(
+    target: Target = None,
+    batches: Annotated[int, typer.Option(help="Training steps to time in each precision.", metavar="N")] = 10,
+    device: Device = "auto",
+    precision: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Hold only this precision against fp32: tf32, bf16 or fp16. Repeatable.", metavar="PRECISION"
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Samples in a batch. Without it, the workload's own.", metavar="N")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the profiled steps to this file, for ui.perfetto.dev.", metavar="FILE")
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> Work:
+    """Say whether mixed precision pays here, and why.
+
+    fp32 against bf16 and fp16 on the same batches: speed-up, memory, where a step's time goes, what to try next.
+    """
+
+    def work() -> bytes:
+        from autotune_amp.api import profile_amp
+
+        found = profile_amp(
+            target, batches, device=device, precision=precision, batch_size=batch_size, trace=trace, quiet=quiet
+        )
+        if as_json:
+            return f"{found.to_json()}\n".encode()
+        from autotune_amp.report.profile import print_profile
+
+        return _rendered(lambda console: print_profile(found, console))
+
+    return work
+
+
+@app.command()
+def export(
+    to: Annotated[
+        str,
+        typer.Option(
+            help="lightning, transformers, accelerate, deepspeed, torch, or env for the shell.", metavar="TARGET"
+        ),
+    ],
+    folder: Folder = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write it to this file. With --to accelerate, a .yaml is the file of `accelerate launch "
+            "--config_file`.",
+            metavar="FILE",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> Work:
+    """Print a recommendation as text to paste into a training script, or write it to a file and print its path.
+
+    A file is written over an earlier export and over no other file.
+    """
+
+    def work() -> bytes:
+        from autotune_amp.core.recommendation import Recommendation
+        from autotune_amp.integrations.export import accelerate_file, is_exported, setting_of
+        from autotune_amp.integrations.export import export as exported
+        from autotune_amp.report.files import recommendation_file, write_over
+        from autotune_amp.report.usage import origin_line
+
+        path = recommendation_file(folder)
+        recommendation = Recommendation.load(path)
+        setting = setting_of(recommendation, origin_line(path, recommendation))
+        is_launch_file = to == "accelerate" and out is not None and out.suffix in (".yaml", ".yml")
+        made = accelerate_file(setting) if is_launch_file else exported(setting, to)
+        if out is not None:
+            elsewhere = "Name another file with --out, or leave --out away and paste what is printed."
+            write_over(out, made.text, "export of autotune-amp's", is_exported, elsewhere)
+        for note in made.notes:
+            sys.stderr.write(f"Note: {note}\n")
+        if as_json:
+            return _document(made)
+        return (made.text if out is None else f"{out.as_posix()}\n").encode()
+
+    return work
+
+
+@app.command()
+def dashboard(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(help="A study's folder or its study.db. Without it, the latest in ./studies.", metavar="FOLDER"),
+    ] = None,
+    storage: Annotated[
+        str | None, typer.Option(help="The storage that the search was given, instead of a folder.", metavar="URL")
+    ] = None,
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0 is any free one.", min=0, max=65535, metavar="PORT")
+    ] = 8080,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the address.")] = False,
+    as_json: Json = False,
+) -> Work:
+    """Open Optuna's dashboard on a study, until Ctrl-C.
+
+    It listens on this machine only. Needs the extra `dashboard`.
+    """
+
+    def work() -> bytes:
+        from autotune_amp.report.dashboard import has_display, serving, study_database
+
+        with serving(storage or study_database(folder), port) as server:
+            typer.echo(json.dumps({"format": 1, "url": server.url}) if as_json else server.url)
+            if not as_json:
+                typer.echo("Ctrl-C ends it.", err=True)
+            if not no_browser and has_display():
+                import webbrowser
+
+                webbrowser.open(server.url)
+            try:
+                server.serve_forever()
+            except KeyboardInterrupt:
+                return b""
+        return b""
+
+    return work
 
 
 def main() -> None:
@@ -216,7 +372,8 @@ def main() -> None:
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
     code = run(sys.argv[1:])
     for stream in (sys.stdout, sys.stderr):
-        _flush(stream)
+        with _reader_may_leave(stream):
+            stream.flush()
     sys.exit(code)
 
 
@@ -232,6 +389,8 @@ def run(arguments: list[str]) -> int:
     except AutotuneAmpError as error:
         return _fail(error, as_json)
     except KeyboardInterrupt:
+        from autotune_amp.core.recommendation import SearchInterruptedError
+
         interrupted = SearchInterruptedError("Interrupted.", "Run the same command again.", (), None)
         return _fail(interrupted, as_json)
     except _UsageError as error:
@@ -240,14 +399,48 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _fail(error: AutotuneAmpError, as_json: bool) -> int:
-    sys.stderr.write(error_text(error))
+# --- what an error is to the outside -------------------------------------------------------------------------------
+
+
+def error_document(error: AutotuneAmpError) -> str:
+    """`error` as the JSON document that takes the result's place on standard output."""
+    from autotune_amp.core.recommendation import NothingWorksError, SearchInterruptedError  # --help needs none of it
+
+    excluded = error.excluded if isinstance(error, (NothingWorksError, SearchInterruptedError)) else ()
     best = error.best if isinstance(error, SearchInterruptedError) else None
+    document: dict[str, Any] = {
+        "format": 1,
+        "error": {"kind": error.kind, "message": error.message, "next_step": error.next_step},
+        "excluded": [{"precision": e.precision, "batch_size": e.batch_size, "reason": e.reason} for e in excluded],
+        "best": None if best is None else json.loads(best.to_json()),
+    }
+    return json.dumps(document, indent=2) + "\n"
+
+
+def error_text(error: AutotuneAmpError) -> str:
+    """`error` as people read it: what happened, the reason of each candidate, what to do."""
+    from autotune_amp.core.recommendation import NothingWorksError
+
+    lines = [f"Error: {error.message}"]
+    if isinstance(error, NothingWorksError):
+        for exclusion in error.excluded:
+            batch = "" if exclusion.batch_size is None else f" batch {exclusion.batch_size}"
+            lines.append(f"  {exclusion.precision}{batch}: {exclusion.reason}")
+    return "\n".join([*lines, f"Next step: {error.next_step}", ""])
+
+
+def _fail(error: AutotuneAmpError, as_json: bool) -> int:
+    from autotune_amp.core.recommendation import SearchInterruptedError
+
+    sys.stderr.write(error_text(error))
     if as_json:
         _write(error_document(error).encode())
-    elif best is not None:
-        _write(_result(best, as_json))
-    return exit_code(error)
+    elif isinstance(error, SearchInterruptedError) and error.best is not None:
+        _write(_result(error.best, as_json))
+    return error.exit_code
+
+
+# --- what goes to standard output ----------------------------------------------------------------------------------
 
 
 def _result(recommendation: Recommendation, as_json: bool, path: Path | None = None) -> bytes:
@@ -256,23 +449,42 @@ def _result(recommendation: Recommendation, as_json: bool, path: Path | None = N
     from autotune_amp.report.terminal import print_recommendation
 
     shown = None if path is None else path.as_posix()
-    return rendered(lambda console: print_recommendation(recommendation, console, shown))
+    return _rendered(lambda console: print_recommendation(recommendation, console, shown))
+
+
+def _document(document: object) -> bytes:
+    import msgspec
+
+    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
+
+
+def _rendered(show: Callable[[Console], None]) -> bytes:
+    """What `show` prints to a console as wide and as colourful as standard output, as bytes for it."""
+    from rich.console import Console
+
+    console = Console(file=sys.stdout)
+    with console.capture() as capture:
+        show(console)
+    # Rich fills each line with blanks up to the width of its table.
+    return re.sub(r" +$", "", capture.get(), flags=re.MULTILINE).encode(console.encoding, "replace")
+
+
+def _is_run_log(path: Path | None) -> TypeGuard[Path]:
+    """Any file that is not one of a study's: the controller writes its log to whatever name it is given."""
+    if path is None or path.suffix == ".json" or path.name == "outcomes.jsonl":
+        return False
+    return path.is_file() or (path.suffix == ".jsonl" and not path.is_dir())
 
 
 def _write(result: bytes) -> None:
-    try:
+    with _reader_may_leave(sys.stdout):
         sys.stdout.buffer.write(result)
-    except BrokenPipeError:
-        _let_go(sys.stdout)
 
 
-def _flush(stream: TextIO) -> None:
+@contextmanager
+def _reader_may_leave(stream: TextIO) -> Iterator[None]:
     try:
-        stream.flush()
+        yield
     except BrokenPipeError:
-        _let_go(stream)
-
-
-def _let_go(stream: TextIO) -> None:
-    # The reader went away (``| head -1``): no error of ours, and the interpreter must not flush in vain at exit.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        # ``| head -1``: no error of ours, and the interpreter must not flush in vain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -50,7 +50,7 @@ ROWS = """
 import json, os, platform, sys
 import torch
 from autotune_amp import recommend_config
-from autotune_amp.fingerprint import changed, compare
+from autotune_amp.fingerprint import compare
 from autotune_amp.search import flow, steps
 import msgspec
 
@@ -61,7 +61,7 @@ def device(**changes):
     flow.identify = lambda name: msgspec.structs.replace(identify(name), **changes)
 
 def searched(origin, options, progress, folder, settings, cached, fingerprint, **_):
-    raise LookupError(changed(cached.fingerprint, fingerprint))
+    raise LookupError(cached.fingerprint.differences(fingerprint))
 
 steps.run_steps = searched
 for number, (folder, statement, call) in enumerate(json.loads(sys.stdin.read())):

@@ -1,110 +1,204 @@
-"""The import directions of the design, held by the syntax trees."""
+"""The layers of the design, held by the syntax trees: what may import what, lazy and typing imports counted."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 import autotune_amp
 
 ROOT = Path(autotune_amp.__file__).parent
-# The runtime lives in the training job: it knows what a search found, not how.
-ABOVE_RUNTIME = ("search", "trial", "isolation", "report", "api", "cli", "core.workload")
-FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
+MAX_LINES, MAX_FILES = 500, 16
+
+# From the bottom up: a folder, or a file beside the folders, imports its own and what stands in a line before it.
+LAYERS = (
+    ("core",),
+    ("precision", "hardware"),
+    ("distributed",),
+    ("fingerprint",),
+    ("numerics",),
+    ("runtime", "trial"),
+    ("isolation",),
+    ("integrations", "workloads"),
+    ("search",),
+    ("profile",),
+    ("report",),
+    ("commands",),
+    ("api",),
+    ("cli",),
+    ("__main__",),
+)
+# What still breaks a rule below: entries are only ever taken out.
+UPWARD = {
+    ("commands.profile", "api"),
+}
+IN_CIRCLES = {
+    *("search.flow", "search.steps"),
+    *("search.accumulate", "search.conditions", "search.evidence", "search.loss_scales", "search.objective"),
+    *("search.seeding", "search.session", "search.space", "search.told", "search.verdicts"),
+}
+CROWDED = {"search"}
+NAMED_LIKE_THE_STANDARD_LIBRARY = {"profile", "trace"}
+
+# Files that run in a parent, or that a parent reads, know no torch; only the study knows Optuna.
+WITHOUT_TORCH = (
+    *("__init__", "api", "cli", "commands", "core", "search", "isolation.process", "isolation.local"),
+    *("numerics.scaler_replay", "numerics.grading", "runtime.policy", "runtime.run_log", "runtime.checkpoint"),
+)
+WITH_OPTUNA = ("search.study", "search.storage")
+FRAMEWORKS = ("accelerate", "deepspeed", "lightning", "transformers")
+WITH_FRAMEWORKS = ("integrations", "core.config")  # AmpConfig.to_training_arguments makes theirs
 
 
-def imported(file: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+@cache
+def trees() -> dict[str, ast.Module]:
+    """The syntax tree of every module, by its name below the package."""
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text())
+        for path in sorted(ROOT.rglob("*.py"))
+    }
+
+
+def imported(module: str) -> Iterator[str]:
+    """What a module imports, wherever in it; of the package the modules themselves, below its name."""
+    for node in ast.walk(trees()[module]):
+        names: list[str] = []
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file} has a relative import"
-            yield node.module or ""
+            assert node.level == 0, f"{module} has a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            own = name.removeprefix("autotune_amp.")
+            if own == name:
+                yield name
+            else:
+                parent = own.rpartition(".")[0]
+                candidates = (own, f"{own}.__init__", parent, f"{parent}.__init__", "__init__")
+                yield "autotune_amp." + next(name for name in candidates if name in trees())
 
 
-def is_under(module: str, package: str) -> bool:
-    return module == package or module.startswith(package + ".")
+def edges() -> dict[str, set[str]]:
+    """The modules of the package that each of them imports; the package itself only hands out public names."""
+    found: dict[str, set[str]] = {}
+    for module in trees().keys() - {"__init__"}:
+        own = (name.removeprefix("autotune_amp.") for name in imported(module) if name.startswith("autotune_amp."))
+        found[module] = {name for name in own if name not in (module, "__init__")}
+    return found
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_directions(file: str) -> None:
-    modules = list(imported(file))
-    light = ("search/", "commands/", "isolation/runner.py", "isolation/process.py", "cli.py", "api.py", "__init__.py")
-    if file.startswith(light):
-        assert not any(is_under(module, "torch") for module in modules)
-    if file != "search/study.py":
-        assert not any(is_under(module, "optuna") for module in modules)
-    in_child = ("profile/child.py", "profile/flops.py", "profile/trainings.py")
-    if file.startswith("profile/") and file not in in_child:
-        assert not any(is_under(module, "torch") for module in modules)
-    if file.startswith(("trial/", "isolation/", "hardware/", "fingerprint/")) or file in in_child:
-        assert not any(is_under(module, f"autotune_amp.{p}") for module in modules for p in ("search", "report", "api"))
-    if file in [f"runtime/{name}.py" for name in ("policy", "actions", "state", "scale_rule", "checkpoint", "run_log")]:
-        assert not any(is_under(module, "torch") for module in modules)
-    if file in [f"numerics/{name}.py" for name in ("verdict", "scaler_replay")]:  # the parent reads them
-        assert not any(is_under(module, "torch") for module in modules)
-    if file.startswith("numerics/"):
-        above = ("runtime", *ABOVE_RUNTIME)
-        assert not any(is_under(module, f"autotune_amp.{p}") for module in modules for p in above)
-    if file.startswith("runtime/"):
-        assert not any(is_under(module, f"autotune_amp.{p}") for module in modules for p in ABOVE_RUNTIME)
-    results = ("core/recommendation.py", "profile/results.py")  # which explain themselves
-    if not file.startswith(("report/", "commands/", "cli.py", "api.py", *results)):
-        # How a number reads is the same in every sentence; that file imports nothing.
-        words = "autotune_amp.core.text" if file.startswith("search/") else None
-        assert not any(is_under(module, "autotune_amp.report") for module in modules if module != words)
+def is_under(module: str, places: tuple[str, ...]) -> bool:
+    return any(module == place or module.startswith(place + ".") for place in places)
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_frameworks_are_imported_by_their_adapters_alone(file: str) -> None:
-    frameworks = ("accelerate", "deepspeed", "lightning", "transformers")
-    if any(is_under(module, framework) for module in imported(file) for framework in frameworks):
-        assert file.startswith("integrations/") or file == "core/config.py"  # AmpConfig.to_training_arguments
+def folder(module: str) -> str:
+    return module.partition(".")[0]
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file not in ("cli.py", "__main__.py")])
-def test_only_the_command_line_prints_or_exits(file: str) -> None:
-    for node in ast.walk(ast.parse((ROOT / file).read_text())):
-        if isinstance(node, ast.Call):
-            name = ast.unparse(node.func)
-            assert name not in ("print", "exit", "sys.exit", "quit"), f"{file}:{node.lineno} calls {name}"
+def test_imports_point_down_the_layers() -> None:
+    floor = {name: height for height, names in enumerate(LAYERS) for name in names}
+    unknown = {folder(module) for module in edges()} - floor.keys()
+    assert not unknown, f"Give {', '.join(sorted(unknown))} a layer in LAYERS."
+    breaches = {
+        (module, other)
+        for module, others in edges().items()
+        for other in others
+        if folder(other) != folder(module) and floor[folder(other)] >= floor[folder(module)]
+    }
+    assert not breaches - UPWARD, "\n".join(f"{one} imports {other}" for one, other in sorted(breaches - UPWARD))
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_a_file_has_about_three_hundred_lines_at_most(file: str) -> None:
-    assert len((ROOT / file).read_text().splitlines()) <= 330
+def circles() -> list[list[str]]:
+    """Modules that import one another, directly or not: the strongly connected components (Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+    graph = edges()
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for other in sorted(graph[module]):
+            if other not in index:
+                visit(other)
+                low[module] = min(low[module], low[other])
+            elif other in stack:
+                low[module] = min(low[module], index[other])
+        if low[module] == index[module]:
+            members = stack[stack.index(module) :]
+            del stack[-len(members) :]
+            if len(members) > 1:
+                found.append(sorted(members))
+
+    for module in graph:
+        if module not in index:
+            visit(module)
+    return found
 
 
-def test_importing_the_package_imports_neither_torch_nor_optuna_and_exports_its_names() -> None:
+def test_no_modules_import_one_another() -> None:
+    breaches = [members for members in circles() if not set(members) <= IN_CIRCLES]
+    assert not breaches, "\n".join(", ".join(members) for members in breaches)
+
+
+def test_torch_optuna_and_the_frameworks_are_imported_where_they_belong() -> None:
+    breaches = [
+        f"{module} imports {name}"
+        for module in trees()
+        for name in imported(module)
+        if (is_under(name, ("torch",)) and is_under(module, WITHOUT_TORCH))
+        or (is_under(name, ("optuna",)) and not is_under(module, WITH_OPTUNA))
+        or (is_under(name, FRAMEWORKS) and not is_under(module, WITH_FRAMEWORKS))
+    ]
+    assert not breaches, "\n".join(breaches)
+
+
+def test_files_and_folders_are_small_and_only_the_command_line_prints_or_exits() -> None:
+    lines = {module: len((ROOT / f"{module.replace('.', '/')}.py").read_text().splitlines()) for module in trees()}
+    breaches = [f"{module} has {num} lines" for module, num in lines.items() if num > MAX_LINES]
+    parents = (module.rpartition(".")[0] for module in trees() if not module.endswith("__init__"))
+    crowded = {parent: num for parent, num in Counter(parents).items() if num > MAX_FILES}
+    breaches += [f"{parent} has {num} files" for parent, num in crowded.items() if parent not in CROWDED]
+    breaches += [
+        f"{module}:{node.lineno} calls {ast.unparse(node.func)}"
+        for module, tree in trees().items()
+        if folder(module) not in ("cli", "__main__")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "exit", "sys.exit", "quit")
+    ]
+    assert not breaches, "\n".join(breaches)
+
+
+def test_each_module_of_the_standard_library_keeps_its_name() -> None:
+    own = {module.rpartition(".")[2] for module in trees()} - NAMED_LIKE_THE_STANDARD_LIBRARY
+    assert not own & sys.stdlib_module_names, sorted(own & sys.stdlib_module_names)
+
+
+def test_the_package_imports_neither_torch_nor_optuna_and_the_controller_no_optuna() -> None:
     program = (
         "import sys, autotune_amp\n"
         "assert not {'torch', 'optuna', 'msgspec', 'rich'} & set(sys.modules)\n"
-        "print(sorted(name for name in dir(autotune_amp)))\n"
+        "assert sorted(dir(autotune_amp)) == sorted(autotune_amp.__all__)\n"
         "from autotune_amp import AmpConfig, LossScale, Recommendation, Workload, probe, recommend_config\n"
-        "assert 'torch' not in sys.modules and 'optuna' not in sys.modules\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(sorted(autotune_amp.__all__))
-
-
-def test_the_controller_is_exported_and_brings_no_optuna() -> None:
-    program = (
-        "import sys\n"
+        "import autotune_amp.runtime.policy\n"
+        "assert not {'torch', 'optuna'} & set(sys.modules)\n"
         "from autotune_amp import PrecisionController\n"
-        "assert PrecisionController.__module__ == 'autotune_amp.runtime.controller'\n"
         "assert 'torch' in sys.modules and not {'optuna', 'typer', 'sqlalchemy'} & set(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_the_policy_runs_without_torch() -> None:
-    program = "import sys, autotune_amp.runtime.policy\nassert 'torch' not in sys.modules\n"
+def test_explaining_a_recommendation_needs_no_terminal() -> None:
+    program = (
+        "import sys, autotune_amp.core.recommendation\nassert not {'rich', 'torch', 'plotly'} & set(sys.modules)\n"
+    )
+    program += "assert not any(name.startswith('autotune_amp.report') for name in sys.modules)\n"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

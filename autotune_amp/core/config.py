@@ -7,18 +7,16 @@ takes 160 ms where msgspec takes 4 (measured, Python 3.11).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence  # msgspec reads it from the annotations
+from collections.abc import Mapping, Sequence  # msgspec reads it from the annotations
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import msgspec
 
-from autotune_amp.core.errors import InvalidRequestError
-
-Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
-
-# From the one with least to go wrong at run time to the one with most.
-PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16", "fp8")
+from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
+from autotune_amp.core.setting import PRECISIONS as PRECISIONS
+from autotune_amp.core.setting import Precision as Precision
+from autotune_amp.core.setting import Setting
 
 # The least number above 0 that fp16 holds: the gradient of an fp16 loss begins as the scale itself, so that below
 # this every gradient is 0.
@@ -106,36 +104,46 @@ class LossScale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return max(MIN_LOSS_SCALE, min(1.0, self.init_scale * 2.0**-12))
 
 
-def _require_plan(owner: str, precision: str, batch_size: int, accumulation_steps: int) -> None:
+def _require_setting(setting: Setting) -> None:
+    owner = type(setting).__name__
     _require(
-        precision in PRECISIONS,
-        f"{owner}.precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}.",
+        setting.precision in PRECISIONS,
+        f"{owner}.precision is {setting.precision!r}; it must be one of {', '.join(PRECISIONS)}.",
         "Pick one of the names given.",
     )
-    _require_count(owner, "batch_size", batch_size)
-    _require_count(owner, "accumulation_steps", accumulation_steps)
+    _require_count(owner, "batch_size", setting.batch_size)
+    _require_count(owner, "accumulation_steps", setting.accumulation_steps)
+    workers = setting.num_workers
+    _require(
+        workers is None or (isinstance(workers, int) and not isinstance(workers, bool) and workers >= 0),
+        f"{owner}.num_workers is {workers!r}; it must be a whole number from 0 up, or None.",
+        "Leave num_workers out to keep the number that the data comes with.",
+    )
+    _require(
+        isinstance(setting.pinned_modules, Sequence) and not isinstance(setting.pinned_modules, str),
+        f"{owner}.pinned_modules is {setting.pinned_modules!r}; it must be a list of module names.",
+        'Write it as a list, e.g. pinned_modules=["head"].',
+    )
+    msgspec.structs.force_setattr(setting, "pinned_modules", tuple(setting.pinned_modules))
 
 
-class FallbackPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FallbackPlan(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A setting with less to go wrong that was measured to fit; throughput in samples per second.
 
     `slowdown` is the throughput of the recommended config over the plan's: 1.5 takes 1.5 times as long.
     """
 
-    precision: Precision
-    batch_size: int
-    accumulation_steps: int = 1
     peak_memory_bytes: int | None = None
     samples_per_second: float | None = None
     slowdown: float | None = None
 
     def __post_init__(self) -> None:
-        _require_plan("FallbackPlan", self.precision, self.batch_size, self.accumulation_steps)
+        _require_setting(self)
         if self.slowdown is not None:
             _require_positive("FallbackPlan", "slowdown", self.slowdown)
 
 
-class AmpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a training run is to use.
 
     `batch_size` is the number of samples in one forward pass on one device; `accumulation_steps` such passes make
@@ -147,24 +155,12 @@ class AmpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     when a value cannot work.
     """
 
-    precision: Precision
-    batch_size: int
-    accumulation_steps: int = 1
     loss_scale: LossScale | None = None
     fallback: Sequence[FallbackPlan | Precision] = ()
-    pinned_modules: tuple[str, ...] = ()
-    num_workers: int | None = None
-    environment: dict[str, str] = {}
-    as_found: bool = False
+    environment: dict[str, str] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _require_plan("AmpConfig", self.precision, self.batch_size, self.accumulation_steps)
-        workers = self.num_workers
-        _require(
-            workers is None or (isinstance(workers, int) and not isinstance(workers, bool) and workers >= 0),
-            f"AmpConfig.num_workers is {workers!r}; it must be a whole number from 0 up, or None.",
-            "Leave num_workers out to keep the number that the data comes with.",
-        )
+        _require_setting(self)
         _require(
             (self.loss_scale is not None) == (self.precision == "fp16"),
             f"AmpConfig.loss_scale is {self.loss_scale!r} under precision {self.precision!r}; "
@@ -176,13 +172,7 @@ class AmpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             f"AmpConfig.fallback is {self.fallback!r}; it must be a list of precisions or plans.",
             'Write it as a list, e.g. fallback=["fp32"].',
         )
-        _require(
-            isinstance(self.pinned_modules, Sequence) and not isinstance(self.pinned_modules, str),
-            f"AmpConfig.pinned_modules is {self.pinned_modules!r}; it must be a list of module names.",
-            'Write it as a list, e.g. pinned_modules=["head"].',
-        )
         msgspec.structs.force_setattr(self, "fallback", tuple(self.fallback))
-        msgspec.structs.force_setattr(self, "pinned_modules", tuple(self.pinned_modules))
         rungs = [self.precision, *(plan.precision for plan in self.plans)]
         safety = [PRECISIONS.index(rung) for rung in rungs]
         below = PRECISIONS[: safety[0]][::-1]
@@ -194,6 +184,8 @@ class AmpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             if below
             else "Leave fallback out: nothing is below fp32.",
         )
+
+    __str__ = msgspec.Struct.__repr__  # a printed config says all that it holds, and not its setting alone
 
     @property
     def plans(self) -> tuple[FallbackPlan, ...]:
@@ -223,8 +215,6 @@ class AmpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
         from transformers import TrainingArguments
 
-        from autotune_amp.integrations.training_arguments import changes, training_arguments
-
         if like is None:
             return TrainingArguments(**training_arguments(self, others))
         _require(
@@ -232,7 +222,9 @@ class AmpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             f"to_training_arguments(like=...) got a {type(like).__name__}; it must be TrainingArguments.",
             "Pass those of your Trainer: like=trainer.args.",
         )
-        return dataclasses.replace(like, **changes(self, others))
+        without_workers = {"dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
+        changed = without_workers if self.num_workers == 0 else {}
+        return dataclasses.replace(like, **changed | training_arguments(self, others))
 
     def to_json(self) -> str:
         """This config as a JSON document."""
@@ -252,3 +244,47 @@ class AmpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def json_schema() -> dict[str, object]:
         """The JSON schema of an AmpConfig document."""
         return msgspec.json.schema(AmpConfig)
+
+
+def training_arguments(config: AmpConfig, others: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Keyword arguments for ``TrainingArguments``, those of `others` among them.
+
+    The config decides `per_device_train_batch_size` (samples), `gradient_accumulation_steps`, `fp16`, `bf16`, `tf32`
+    (unless it keeps the flags as found) and, where it names a number of loader workers, `dataloader_num_workers`.
+    TrainingArguments has no place for the loss scale, the fallbacks, the pinned modules and the environment: a plain
+    ``Trainer`` scales with GradScaler's defaults, and on a CPU trains in fp32 where `fp16` is set.
+    ``AutotuneTrainer(amp_config=config)`` keeps to them.
+
+    Raises `InvalidRequestError` where `others` names what the config decides, and for fp8, which Transformers cannot be
+    asked for.
+    """
+    if config.precision == "fp8":
+        raise InvalidRequestError("TrainingArguments has no fp8.", "Use a config in bf16, fp16, tf32 or fp32.")
+    decided: dict[str, Any] = {
+        "per_device_train_batch_size": config.batch_size,
+        "gradient_accumulation_steps": config.accumulation_steps,
+        "fp16": config.precision == "fp16",
+        "bf16": config.precision == "bf16",
+    }
+    if not config.as_found:
+        decided["tf32"] = config.precision == "tf32"
+    if config.num_workers is not None:
+        decided["dataloader_num_workers"] = config.num_workers
+    given = dict(others or {})
+    if twice := [name for name in decided if name in given]:
+        raise InvalidRequestError(
+            f"{', '.join(f'{name}={given[name]!r}' for name in twice)}: the config decides that.",
+            f"Leave {', '.join(twice)} out, or change the config: msgspec.structs.replace(config, ...).",
+        )
+    return decided | given
+
+
+class DemotedError(TrainingStoppedError):
+    """The rung was stepped down and `on_demotion` is ``"checkpoint_and_stop"``; `config` is what to go on with.
+
+    The training saves a checkpoint and starts again.
+    """
+
+    def __init__(self, message: str, next_step: str, config: AmpConfig) -> None:
+        super().__init__(message, next_step)
+        self.config = config

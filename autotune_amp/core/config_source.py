@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Literal
 
 from autotune_amp.core.config import AmpConfig, Precision
@@ -18,6 +19,13 @@ def strict_flag_lines(precision: Precision) -> list[str]:
         f'torch.set_float32_matmul_precision("{"high" if is_tf32 else "highest"}")',
         f"torch.backends.cudnn.allow_tf32 = {is_tf32}",
     ]
+
+
+def export_lines(config: AmpConfig) -> list[str]:
+    """The shell line that sets the environment the config was measured in; empty where there is nothing to set."""
+    if not config.environment:
+        return []
+    return ["export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in config.environment.items())]
 
 
 def loader_line(config: AmpConfig) -> str:

@@ -8,28 +8,27 @@ AutotuneAmpError
 │   │   └── StudyBusyError    another search is running in the same folder
 │   └── FormatError           a file is damaged, or written by a newer format
 ├── BudgetTooSmallError       nothing could be measured within the budget (exit code 2)
-├── NothingWorksError         every candidate failed; carries the reason of each (exit code 3)
-├── SearchInterruptedError    Ctrl-C; carries the best so far (exit code 130)
+├── NothingWorksError         every candidate failed; carries the reason of each (exit code 3; in `recommendation`)
+├── SearchInterruptedError    Ctrl-C; carries the best so far (exit code 130; in `recommendation`)
 ├── RunnerError               our own trial processes cannot be started, or rank 0 cannot be heard
 └── TrainingStoppedError      the runtime controller ended the training run on purpose
     ├── NotPrecisionError     non-finite in fp32 too: precision is not at fault
     ├── NoRungFitsError       precision is at fault, and no rung is left that fits
-    └── DemotedError          the rung was stepped down; carries the config to start again with
+    └── DemotedError          the rung was stepped down; carries the config to start again with (in `config`)
 
-Every error carries `next_step`: what the reader can do about it, in one sentence.
+Every error carries `next_step`: what the reader can do about it, in one sentence. An error that carries more is
+defined beside what it carries.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from autotune_amp.core.config import AmpConfig
-    from autotune_amp.core.recommendation import Exclusion, Recommendation
+from typing import ClassVar
 
 
 class AutotuneAmpError(Exception):
     """Base of every error this package raises on purpose."""
+
+    exit_code: ClassVar[int] = 1  # of the command line; 1 where the fault is ours
 
     def __init__(self, message: str, next_step: str) -> None:
         super().__init__(message)
@@ -48,6 +47,8 @@ class AutotuneAmpError(Exception):
 
 class InvalidRequestError(AutotuneAmpError):
     """The request itself is wrong."""
+
+    exit_code = 2
 
 
 class WorkloadError(InvalidRequestError):
@@ -73,24 +74,7 @@ class FormatError(InvalidRequestError):
 class BudgetTooSmallError(AutotuneAmpError):
     """Nothing could be measured within the budget."""
 
-
-class NothingWorksError(AutotuneAmpError):
-    """Every candidate failed; `excluded` holds the reason of each."""
-
-    def __init__(self, message: str, next_step: str, excluded: tuple[Exclusion, ...]) -> None:
-        super().__init__(message, next_step)
-        self.excluded = excluded
-
-
-class SearchInterruptedError(AutotuneAmpError):
-    """Ctrl-C ended the search; `best` is the recommendation that was saved, if any candidate was measured."""
-
-    def __init__(
-        self, message: str, next_step: str, excluded: tuple[Exclusion, ...], best: Recommendation | None
-    ) -> None:
-        super().__init__(message, next_step)
-        self.excluded = excluded
-        self.best = best
+    exit_code = 2
 
 
 class RunnerError(AutotuneAmpError):
@@ -107,14 +91,3 @@ class NotPrecisionError(TrainingStoppedError):
 
 class NoRungFitsError(TrainingStoppedError):
     """Precision is at fault, and no rung is left that fits."""
-
-
-class DemotedError(TrainingStoppedError):
-    """The rung was stepped down and `on_demotion` is ``"checkpoint_and_stop"``; `config` is what to go on with.
-
-    The training saves a checkpoint and starts again.
-    """
-
-    def __init__(self, message: str, next_step: str, config: AmpConfig) -> None:
-        super().__init__(message, next_step)
-        self.config = config

@@ -10,8 +10,11 @@ from autotune_amp.core.config import LossScale, Precision
 from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity
 from autotune_amp.core.hardware import MachineLoad
 from autotune_amp.core.setting import Setting
-from autotune_amp.trial.spec import CheckSpec, Purpose
 
+# search: a candidate tried; fallback: a plan for a lower rung; confirm: again in a fresh process in the recommended
+# environment (the baseline: in the user's own); plain: the winner once in the user's own environment. The others are no
+# trials but checks: of what a precision or accumulation does to the gradient.
+Purpose: TypeAlias = Literal["search", "fallback", "confirm", "plain", "fidelity", "calibration", "accumulation"]
 FailureKind: TypeAlias = Literal["oom", "timeout", "nonfinite", "unsupported", "crash", "workload_error"]
 
 
@@ -77,27 +80,6 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", ta
 Outcome: TypeAlias = Measurement | Failure
 CheckOutcome: TypeAlias = Fidelity | Calibration | Accumulation | Failure
 
-_NEXT_STEPS: dict[FailureKind, str] = {
-    "oom": "Free memory or use a device with more of it; until then compare a training run of your own with fp32.",
-    "timeout": "Give a larger budget.",
-    "nonfinite": "Use another precision.",
-    "unsupported": "Use another precision.",
-    "crash": "Run a few training steps in this precision on their own, to see how they end.",
-    "workload_error": "Mend what the reason names.",
-}
-
-
-def unchecked(spec: CheckSpec, failure: Failure) -> Fidelity:
-    """What a check that could not be made says of its precision: nothing, with the reason."""
-    return Fidelity(
-        precision=spec.precision,
-        batch_size=spec.batch_size,
-        verdict="unchecked",
-        reason=f"{spec.precision} is unchecked ({failure.kind}): {failure.message.rstrip('.')}.",
-        next_step=_NEXT_STEPS[failure.kind],
-        pinned_modules=spec.pinned_modules,
-    )
-
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One line of outcomes.jsonl: a trial or a check, and its outcome.
@@ -160,7 +142,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     data: str
     num_parameters: int
     num_trainable_parameters: int
-    weights: Literal["fp32", "bf16", "frozen_low"]
+    weights: Literal["fp32", "bf16", "fp16", "frozen_low"]
     as_found_precision: Precision
     is_as_found_strict: bool
     build_seconds: float

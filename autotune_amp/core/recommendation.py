@@ -6,183 +6,46 @@ import os
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from autotune_amp.core.config import AmpConfig, Precision
-from autotune_amp.core.errors import FormatError, InvalidRequestError, StudyError
-from autotune_amp.core.fidelity import Accumulation, Fidelity
-from autotune_amp.core.hardware import Hardware, LoadEvidence, MachineLoad
+from autotune_amp.core import explain
+from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.config_source import export_lines
+from autotune_amp.core.errors import AutotuneAmpError, FormatError, InvalidRequestError, StudyError
+from autotune_amp.core.evidence import Evidence, Job, Objective
+from autotune_amp.core.fidelity import Fidelity
+from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.outcome import Description
+from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.text import one_line
 
 FORMAT = 1
 
-Objective: TypeAlias = Literal["speed", "memory", "energy"]
-
-
-class PlainEnvironment(msgspec.Struct, frozen=True, kw_only=True):
-    """The recommended config run once without `config.environment`, as a user would who forgets to set it."""
-
-    samples_per_second: float | None
-    speedup: float | None
-
-
-# Fresh processes behind a confirmed number: fewer say nothing of the spread between processes, which dominates
-# (measurement.md, Timing).
-MIN_PROCESSES = 3
-
-
-class BaselineEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user runs today, measured in the user's own environment; None with `reason` where it does not run."""
-
-    config: AmpConfig
-    samples_per_second: float | None
-    samples_per_second_interval: tuple[float, float] | None
-    step_seconds: float | None
-    peak_memory_bytes: int | None
-    reason: str | None = None
-
-
-class LossScaleEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What the recommended init_scale and growth_interval are based on: a replay of the measured largest safe scales.
-
-    Over the horizon of `num_steps` optimizer steps `num_skips` are foretold, and `applied_share` of the gradient
-    reaches the optimizer; `default_...` is the same with the defaults of ``torch.amp.GradScaler``. In the
-    `num_confirming_steps` measured by the confirmation `num_skips_seen` were skipped, where `num_skips_foretold` were
-    foretold. The largest safe scale was measured at `num_calibrated_steps` steps; a real training has other batches.
-    `flushed_share` of the gradient's entries, true zeros left out, are flushed to zero at the init_scale.
-    """
-
-    num_steps: int
-    num_skips: int
-    applied_share: float
-    default_num_skips: int
-    default_applied_share: float
-    num_confirming_steps: int
-    num_skips_seen: int
-    num_skips_foretold: int
-    num_calibrated_steps: int
-    log2_safe_scale_min: float
-    log2_safe_scale_median: float
-    flushed_share: float
-
-
-class WorkersTried(msgspec.Struct, frozen=True, kw_only=True):
-    """A trial of `candidate` with another number of loader workers; None where it failed."""
-
-    candidate: str
-    num_workers: int
-    samples_per_second: float | None
-    data_share: float | None
-
-
-class LoaderEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the data loader sets the speed: what the step alone could reach, and which numbers of workers were tried.
-
-    `data_share` is the share of a step of the recommended candidate spent waiting for data with the user's own
-    `num_workers` (None: it has no workers to change), `step_samples_per_second` what its steps reach without waiting.
-    """
-
-    num_workers: int | None
-    data_share: float
-    step_samples_per_second: float
-    tried: tuple[WorkersTried, ...] = ()
-
-
-class ProcessPeak(msgspec.Struct, frozen=True, kw_only=True):
-    """The peak of one process, and the optimizer steps that it took."""
-
-    num_steps: int
-    peak_memory_bytes: int
-
-
-class MemoryEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What the peak memory was measured on.
-
-    `worst_case` says which batch in a sentence, None where all batches are alike or nobody knows; `num_seen` of
-    `num_samples` samples were looked at for it, None where it was named. `has_evaluation` and `has_checkpoint` say
-    whether the confirmation ran the workload's own. `processes` are those behind the peak, which is their highest.
-    """
-
-    worst_case: str | None
-    num_seen: int | None = None
-    num_samples: int | None = None
-    has_evaluation: bool = False
-    has_checkpoint: bool = False
-    processes: tuple[ProcessPeak, ...] = ()
-
-
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """The training to come: `num_steps` optimizer steps over `num_samples` samples, in hours and money.
-
-    Intervals are 95 % and follow from that of the throughput. `baseline_hours` is the same training as it runs today,
-    None where that was not measured. Prices are in the currency of `price_per_hour`, None where that was not given.
-    """
-
-    num_steps: int
-    num_samples: int
-    hours: float
-    hours_interval: tuple[float, float]
-    baseline_hours: float | None = None
-    price_per_hour: float | None = None
-    price: float | None = None
-    price_interval: tuple[float, float] | None = None
-
-
-class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured of the recommended config.
-
-    Intervals are 95 %: `samples_per_second_interval` is where a new run is expected to land, `speedup_interval` holds
-    the mean ratio to the baseline. `num_processes` fresh processes of the config stand behind them; `is_confirmed` is
-    false where they or the baseline's are fewer than three. `peak_memory_bytes` is the highest of theirs; on a CPU
-    their resident size, without that of loader workers. `data_share` is the share of a step spent waiting for data,
-    `update_share` that spent in the optimizer, None where it was not timed apart. `fidelity` is the verdict on the
-    config's precision, *unchecked* where no check was made; None for fp32, which the others are held to. `loss_scale`
-    is None for fp16 not calibrated, and for every other precision. `accumulation` is what was found of it, None where
-    nobody asked; `loader` is None where the data loader does not set the speed. `is_build_shared`: the processes shared
-    a model that was built once, so that the interval does not hold what building it anew changes.
-    `are_processes_shared`: each of them measured everything that was confirmed, in turn. `joules_per_sample`
-    is None where nothing says what the device draws, `load` where nobody looked what others did on the machine.
-    `search_samples_per_second` is what the search's trials reached, where the confirmation is more than half off it:
-    then the interval holds both.
-    """
-
-    samples_per_second: float
-    samples_per_second_interval: tuple[float, float]
-    step_seconds: float
-    peak_memory_bytes: int
-    baseline: BaselineEvidence
-    speedup: float | None
-    speedup_interval: tuple[float, float] | None
-    num_processes: int
-    is_confirmed: bool
-    data_share: float
-    update_share: float | None = None
-    plain_environment: PlainEnvironment | None = None
-    fidelity: Fidelity | None = None
-    loss_scale: LossScaleEvidence | None = None
-    accumulation: Accumulation | None = None
-    loader: LoaderEvidence | None = None
-    memory: MemoryEvidence | None = None
-    is_build_shared: bool = False
-    evaluation_seconds: float | None = None
-    checkpoint_seconds: float | None = None
-    joules_per_sample: float | None = None
-    load: LoadEvidence | None = None
-    search_samples_per_second: float | None = None
-    are_processes_shared: bool = False
-
 
 class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
-    """A candidate that was not recommended because it failed, could not run, or was left untried, with the reason.
+    """Settings that were not recommended because they failed, could not run, or were left untried, with the reason.
 
-    `batch_size` is None where the reason holds for every batch size of the precision.
+    `batch_size` is None where the reason holds for every batch size of the precision. It holds for every value of a
+    further dimension that is not named; the document holds those that are.
     """
 
     precision: Precision
     batch_size: int | None
     reason: str
+    accumulation_steps: int | UnsetType = UNSET
+    as_found: bool | UnsetType = UNSET
+    pinned_modules: tuple[str, ...] | UnsetType = UNSET
+    num_workers: int | UnsetType | None = UNSET
+
+    def covers(self, setting: Setting) -> bool:
+        """Whether the reason holds for this setting."""
+        wanted = {name: getattr(self, name, UNSET) for name in Setting.__struct_fields__}
+        if self.batch_size is None:
+            wanted["batch_size"] = UNSET
+        return all(value is UNSET or value == getattr(setting, name) for name, value in wanted.items())
 
 
 class SearchSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,24 +66,18 @@ class SearchSummary(msgspec.Struct, frozen=True, kw_only=True):
     load: MachineLoad | None = None
 
 
-class CandidateRow(msgspec.Struct, frozen=True, kw_only=True):
+class CandidateRow(Setting, frozen=True, kw_only=True):
     """One line of the table of all candidates: what became of it.
 
     Numbers are those in the recommended environment where it was confirmed there. The baseline's are those in the
     user's own; where it was confirmed in the recommended one too, a second line `has_environment`.
     """
 
-    precision: Precision
-    batch_size: int
-    accumulation_steps: int
-    as_found: bool
     status: str
     samples_per_second: float | None
     step_seconds: float | None
     peak_memory_bytes: int | None
     reason: str | None
-    pinned_modules: tuple[str, ...] = ()
-    num_workers: int | None = None
     joules_per_sample: float | None = None
     has_environment: bool = False
 
@@ -231,6 +88,23 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     parts: dict[str, str]
     unknown: tuple[str, ...] = ()
+
+    def differences(self, now: Fingerprint) -> tuple[str, ...]:
+        """What `now` has different, one readable line each; empty where all is the same and could be compared."""
+        lines = []
+        for name in {**now.parts, **self.parts}:
+            before, after = self.parts.get(name), now.parts.get(name)
+            if before == after:
+                continue
+            if before is None:
+                lines.append(f"{name} is new")
+            elif after is None:
+                lines.append(f"{name} is gone")
+            elif before.startswith("=") and after.startswith("="):
+                lines.append(f"{name} changed from {before[1:]} to {after[1:]}")
+            else:
+                lines.append(f"{name} changed")
+        return (*lines, *dict.fromkeys((*now.unknown, *self.unknown)))
 
 
 class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
@@ -297,9 +171,62 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
 
     def explain(self) -> str:
         """The reason, the evidence and the warnings as a few lines of plain text."""
-        from autotune_amp.report.terminal import explain  # rich is imported only where something is shown
+        exports = export_lines(self.config)
+        lines = [f"{label}: {text}" for label, text in self.facts()]
+        return "\n".join([*lines, *(f"before Python starts: {line}" for line in exports)])
 
-        return explain(self)
+    def facts(self) -> list[tuple[str, str]]:
+        """Label and text of everything to know about the recommended config."""
+        config, evidence = self.config, self.evidence
+        joules, scale = evidence.joules_per_sample, config.loss_scale
+        accumulation = evidence.accumulation if config.accumulation_steps > 1 else None
+        lines = [
+            ("config", explain.config_line(config)),
+            ("speed", explain.speed_line(evidence)),
+            ("speed-up", explain.speedup_line(evidence)),
+            ("plain", explain.plain_environment_line(evidence)),
+            ("memory", explain.memory_line(evidence, self.hardware.identity.type)),
+            ("objective", None if self.objective == "speed" else self.objective),
+            ("energy", None if joules is None else f"{joules:.3g} J a sample"),
+            ("job", None if self.job is None else explain.job_line(self.job)),
+            ("reason", one_line(self.reason)),
+            ("pauses", explain.pauses_line(evidence)),
+            ("loss scale", None if scale is None else explain.loss_scale_line(scale, evidence.loss_scale)),
+            ("accumulation", None if accumulation is None else explain.accumulation_line(accumulation)),
+            ("pinned", f"{explain.names(config.pinned_modules)} in fp32" if config.pinned_modules else None),
+            *(("fidelity", explain.check_line(found)) for found in self.checks()),
+            *(("fallback", explain.fallback_line(plan)) for plan in config.plans),
+            *(("warning", one_line(warning)) for warning in self.warnings),
+        ]
+        return [(label, text) for label, text in lines if text is not None]
+
+    def checks(self) -> list[Fidelity]:
+        """The checks that were made, and that of the config's own precision where it was not."""
+        own, made = self.evidence.fidelity, list(self.fidelity)
+        return made if own is None or own in made else [own, *made]
+
+
+class NothingWorksError(AutotuneAmpError):
+    """Every candidate failed; `excluded` holds the reason of each."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, next_step: str, excluded: tuple[Exclusion, ...]) -> None:
+        super().__init__(message, next_step)
+        self.excluded = excluded
+
+
+class SearchInterruptedError(AutotuneAmpError):
+    """Ctrl-C ended the search; `best` is the recommendation that was saved, if any candidate was measured."""
+
+    exit_code = 130
+
+    def __init__(
+        self, message: str, next_step: str, excluded: tuple[Exclusion, ...], best: Recommendation | None
+    ) -> None:
+        super().__init__(message, next_step)
+        self.excluded = excluded
+        self.best = best
 
 
 def write_atomically(path: Path, text: str) -> None:

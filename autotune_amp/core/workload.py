@@ -103,16 +103,12 @@ class Workload:
         trainer is left as it was. Raises `WorkloadError` for one that trains under DeepSpeed or FSDP, has no
         train_dataset, has trained in mixed precision before, or is an AutotuneTrainer.
         """
-        from autotune_amp.integrations.trainer_workload import workload
-
-        return workload(trainer)
+        return _adapter("transformers.workload")(trainer)
 
     @classmethod
     def from_lightning(cls, module: Any, data: Any, **options: Any) -> Workload:
         """What ``lightning.Trainer().fit(module, data)`` trains; see `autotune_amp.integrations.lightning.workload`."""
-        from autotune_amp.integrations.lightning import workload
-
-        return workload(module, data, **options)
+        return _adapter("lightning.workload")(module, data, **options)
 
     @property
     def is_loop(self) -> bool:
@@ -162,6 +158,12 @@ class Workload:
                 "optimizer.",
                 "Pass for example `lambda parameters: torch.optim.SGD(parameters, lr=0.1)`.",
             )
+
+
+def _adapter(framework: str) -> Callable[..., Workload]:
+    """The function of an adapter that makes workloads: adapters are plugins, of which this file knows no more."""
+    adapter: Callable[..., Workload] = importlib.import_module(f"autotune_amp.integrations.{framework}").workload
+    return adapter
 
 
 class OptimizersOfModel:

@@ -12,15 +12,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from autotune_amp.core import errors
-from autotune_amp.core.errors import (
-    AutotuneAmpError,
-    InvalidRequestError,
+from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, RunnerError
+from autotune_amp.core.recommendation import (
+    Exclusion,
+    Fingerprint,
     NothingWorksError,
-    RunnerError,
+    Recommendation,
     SearchInterruptedError,
 )
-from autotune_amp.core.recommendation import Exclusion, Fingerprint, Recommendation
-from autotune_amp.fingerprint import changed
 
 # Rank 0 may come later than the others, and its budget does not hold what it does before and after the search.
 _LATE_SECONDS = 600.0
@@ -112,7 +111,7 @@ def left_no_answer(path: Path, cached: Recommendation | None, fingerprint: Finge
     elif cached is None or cached.search.was_interrupted:
         why = ("there is no finished recommendation",)
     else:
-        why = changed(cached.fingerprint, fingerprint)[:_MAX_REASONS]
+        why = cached.fingerprint.differences(fingerprint)[:_MAX_REASONS]
     return InvalidRequestError(
         f"LOCAL_RANK is {os.environ.get('LOCAL_RANK', '')!r} without a RANK, as in the processes that Lightning starts "
         "by running the script again. They take the answer of the first process, and for this call there is none in "
@@ -161,10 +160,8 @@ def _opened(answer: _Answer) -> Recommendation:
     if raised is None:
         assert answer.recommendation is not None
         return answer.recommendation
-    kind: Any = vars(errors)[raised.name]
-    more: tuple[Any, ...] = ()
-    if issubclass(kind, NothingWorksError):
-        more = (raised.excluded,)
-    elif issubclass(kind, SearchInterruptedError):
-        more = (raised.excluded, raised.best)
-    raise kind(raised.message, raised.next_step, *more)
+    if raised.name == NothingWorksError.__name__:
+        raise NothingWorksError(raised.message, raised.next_step, raised.excluded)
+    if raised.name == SearchInterruptedError.__name__:
+        raise SearchInterruptedError(raised.message, raised.next_step, raised.excluded, raised.best)
+    raise vars(errors)[raised.name](raised.message, raised.next_step)

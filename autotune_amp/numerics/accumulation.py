@@ -1,4 +1,8 @@
-"""Whether gradients accumulated over micro-batches are those of the whole batch, and with which weights."""
+"""Whether gradients accumulated over micro-batches are those of the whole batch, and with which weights.
+
+With g of the whole batch and g_i of its micro-batches, |g - sum w_i g_i|^2 is asked for the plain mean, the sum and the
+shares of what can be counted in the batch, and then minimised over w. It is held against what rounding in fp32 does.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +10,32 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autotune_amp.core.fidelity import Accumulation
-from autotune_amp.numerics.attempt import REROUNDING, in_fp32
-from autotune_amp.numerics.blame import modules_by_name, unwrap
-from autotune_amp.numerics.combination import IGNORED_LABEL, ROUNDING_MARGIN, Finding, Sums, counted_shares, judge
-from autotune_amp.numerics.comparison import signals
-from autotune_amp.numerics.draws import without_dropout
-from autotune_amp.numerics.paired import UNIT_ROUNDOFF, perturb
+from autotune_amp.core.fidelity import Accumulation, AccumulationVerdict
+from autotune_amp.numerics.batches import tensors
+from autotune_amp.numerics.comparison import perturb, signals
+from autotune_amp.numerics.draws import CannotReplayError, RecordedDraws, ReplayedDraws, Samples, without_dropout
+from autotune_amp.numerics.fidelity import REROUNDING, in_fp32
+from autotune_amp.numerics.modules import modules_by_name, unwrap
 from autotune_amp.numerics.passes import Gradients, Pass, Passes, Subject
-from autotune_amp.numerics.same_draws import CannotReplayError, RecordedDraws, ReplayedDraws, Samples
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.mode import clear_override, has_half_weights, override
+from autotune_amp.precision.modes import MODES
 
+IGNORED_LABEL = -100  # torch's own, in cross_entropy
 _MAX_SAMPLES = 16
 _MAX_ENTRIES = 2**16  # of each parameter's gradient: what holds for the whole gradient holds for any of its entries
-# A ReLU or a router that rounding flips changes more than rounding does, but not at weights moved a little as well.
-_MAX_CHANCE_ERROR = 0.02
+# Moved weights round anew in every operation, as a batch cut in pieces does; this many times that is still rounding.
+_ROUNDING_MARGIN = 8.0
 _MAX_TOLERANCE = 0.05  # where rounding alone does more than this to a gradient, nothing can be told from it
+_MAX_LOSS_ERROR = 1e-3
+_MAX_WEIGHT_ERROR = 0.1  # of 1/k: weights found less exactly are no finding
 
 
 def num_micro_batches(num_samples: int) -> int:
@@ -89,24 +96,11 @@ def _overridden(model: nn.Module, device_type: str) -> Iterator[None]:
 
 
 def _checked(passes: Passes, num_samples: int) -> Accumulation:
-    found = _looked_at(passes, num_samples)
-    if found.verdict != "inexact" or found.error is None or found.error > _MAX_CHANCE_ERROR:
-        return found
-    elsewhere = _looked_at(passes, num_samples, perturbation=REROUNDING)
-    return found if elsewhere.verdict == "inexact" else elsewhere
-
-
-def _looked_at(passes: Passes, num_samples: int, perturbation: float = 0.0) -> Accumulation:
-    """What is found at the first weights, each of them first moved by up to `perturbation` times itself."""
     pieces = passes.subject.batches[1:]
     size = num_samples // len(pieces)
     everything = Samples(0, num_samples, num_samples)
     seed = passes.subject.seed
     recorded = RecordedDraws()
-
-    def at_start() -> None:
-        passes.restore()
-        perturb(passes.model, perturbation, seed + 1)
 
     def again(index: int, samples: Samples, other_seed: int = seed) -> Pass:
         replayed = ReplayedDraws(recorded.draws, samples)
@@ -114,74 +108,50 @@ def _looked_at(passes: Passes, num_samples: int, perturbation: float = 0.0) -> A
         replayed.finish()
         return done
 
-    at_start()
+    passes.restore()
     whole = _pass(passes, 0, recorded, seed)
     if not whole.is_finite:
         return unchecked("the loss of the whole batch or its gradient is not finite", num_samples)
-    at_start()
+    passes.restore()
     repeated = again(0, everything, seed + 1)
-    at_start()
+    passes.restore()
     perturb(passes.model, REROUNDING, seed)
     moved = again(0, everything)
-    unit_roundoff = UNIT_ROUNDOFF["bf16" if recorded.has_half else "fp32"]
+    unit_roundoff = MODES["bf16" if recorded.has_half else "fp32"].unit_roundoff
     names = sorted(signals(whole.gradients, moved.gradients))
     rounding = _distance(whole.gradients, moved.gradients, names)
-    if not names or rounding * ROUNDING_MARGIN > _MAX_TOLERANCE:
+    if not names or rounding * _ROUNDING_MARGIN > _MAX_TOLERANCE:
         return unchecked("the gradient of the whole batch is zero, or no more than rounding noise", num_samples)
     unrepeated = _distance(whole.gradients, repeated.gradients, names)
-    if unrepeated > max(ROUNDING_MARGIN * rounding, 4 * unit_roundoff):
+    if unrepeated > max(_ROUNDING_MARGIN * rounding, 4 * unit_roundoff):
         reason = f"the same batch gives another gradient a second time (they part by {unrepeated:.1g})"
         because = "by random draws that cannot be handed on, or by what the first pass left outside the model's buffers"
         return unchecked(f"{reason}, {because}", num_samples)
-
-    def of_parts(prepare: Callable[[], None]) -> Sums | None:
-        """The micro-batches one after the other, `prepare` called before each; None where one is not finite."""
-        parts = []
-        for index in range(len(pieces)):
-            prepare()
-            parts.append(again(index + 1, Samples(index * size, size, num_samples)))
-        if not all(part.is_finite for part in parts):
-            return None
-        return Sums(
-            gram=_gram([whole.gradients, *(part.gradients for part in parts)], names),
-            losses=(whole.loss, *(part.loss for part in parts)),
-            rounding=max(rounding, unrepeated),
-            unit_roundoff=unit_roundoff,
-        )
-
-    alone = of_parts(at_start)
-    if alone is None:
+    # One after the other, as training runs them: each finds what the one before left in the model's buffers.
+    passes.restore()
+    parts = [again(index + 1, Samples(index * size, size, num_samples)) for index in range(len(pieces))]
+    if not all(part.is_finite for part in parts):
         return _of_not_finite(num_samples, len(pieces))
-    found = judge(alone, counted_shares(pieces))
-    report = _report(alone, found, passes.model, num_samples)
-    if not report.is_exact:
-        return report
-    left = {name: buffer.clone() for name, buffer in passes.model.named_buffers()}
-    at_start()
-    changed = [name for name, buffer in passes.model.named_buffers() if not _is_same(buffer, left.get(name))]
-    if not changed:
-        return report
-    in_order = of_parts(lambda: None)  # as training runs them: each finds what the one before left in the buffers
-    if in_order is not None and in_order.fits(found.weights):
-        return report
-    return _of_state(report, None if in_order is None else in_order.error(found.weights), changed)
+    sums = Sums(
+        gram=_gram([whole.gradients, *(part.gradients for part in parts)], names),
+        losses=(whole.loss, *(part.loss for part in parts)),
+        rounding=max(rounding, unrepeated),
+        unit_roundoff=unit_roundoff,
+    )
+    return _report(sums, find_weights(sums, counted_shares(pieces)), passes, num_samples)
 
 
 def _pass(passes: Passes, index: int, draws: AbstractContextManager[object], seed: int) -> Pass:
     """Forward and backward, which may compute the forward pass again; only entries of the gradients are kept."""
 
     @contextmanager
-    def seeded() -> Iterator[None]:
-        torch_state.seed(seed)
+    def replaying(seed: int | None = None) -> Iterator[None]:
+        if seed is not None:
+            torch_state.seed(seed)
         with without_dropout(), draws:
             yield
 
-    @contextmanager
-    def backward() -> Iterator[None]:
-        with without_dropout(), draws:
-            yield
-
-    done = passes.go_on(index, "fp32", around_forward=seeded(), around_backward=backward())
+    done = passes.run(index, "fp32", restores=False, around_forward=replaying(seed), around_backward=replaying())
     return Pass(done.loss, {name: _entries(gradient) for name, gradient in done.gradients.items()})
 
 
@@ -207,6 +177,125 @@ def _distance(one: Gradients, other: Gradients, names: Sequence[str]) -> float:
     return math.sqrt(max(0.0, difference) / size) if size else 0.0
 
 
+# -- the weights -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Scalar products of the gradients, in fp64: `gram[0, 0]` is |g|^2, `gram[0, i]` of g and g_i, and so on.
+
+    `rounding` is what another rounding does to g, relative to it; `unit_roundoff` that of one operation.
+    """
+
+    gram: Tensor
+    losses: tuple[float, ...]
+    rounding: float
+    unit_roundoff: float
+
+    def error(self, weights: Tensor) -> float:
+        """|g - sum w_i g_i| over |g|."""
+        coefficients = torch.cat([torch.ones(1, dtype=torch.float64), -weights])
+        return math.sqrt(max(0.0, float(coefficients @ self.gram @ coefficients)) / float(self.gram[0, 0]))
+
+    def tolerance(self, weights: Tensor) -> float:
+        """The error that rounding explains."""
+        norms = self.gram.diagonal().sqrt()
+        parts = float((weights.abs() * norms[1:]).sum() / norms[0])
+        return _ROUNDING_MARGIN * self.rounding + 2 * self.unit_roundoff * (1 + parts)
+
+    def fits(self, weights: Tensor) -> bool:
+        """Whether these weights give the whole batch's gradient."""
+        return self.error(weights) <= self.tolerance(weights)
+
+    def best(self) -> tuple[Tensor, float]:
+        """The weights of least error, and how far off they may be: endlessly where micro-batches are too much alike."""
+        parts = self.gram[1:, 1:]
+        weights = torch.linalg.pinv(parts, rtol=1e-12, hermitian=True) @ self.gram[0, 1:]
+        least = float(torch.linalg.eigvalsh(parts)[0])
+        blur = self.tolerance(weights) * math.sqrt(float(self.gram[0, 0]) / least) if least > 0 else math.inf
+        return weights, blur
+
+    def do_losses_fit(self, weights: Tensor) -> bool:
+        """Whether these weights give the whole batch's loss too."""
+        parts = torch.tensor(self.losses[1:], dtype=torch.float64) * weights
+        size = max(abs(self.losses[0]), float(parts.abs().sum()))
+        return abs(self.losses[0] - float(parts.sum())) <= _MAX_LOSS_ERROR * size
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`weights` are those found; of *inexact*, the best there are. `share` is what they are proportional to."""
+
+    verdict: AccumulationVerdict
+    weights: Tensor
+    share: str | None = None
+
+
+def find_weights(sums: Sums, shares: Sequence[tuple[str, Tensor]]) -> Finding:
+    """The simplest combination that fits: of few or collinear gradients many do."""
+    num = len(sums.gram) - 1
+    ones = torch.ones(num, dtype=torch.float64)
+    simple = [Finding("mean", ones / num), Finding("sum", ones)]
+    for finding in (*simple, *(Finding("weighted", weights, name) for name, weights in shares)):
+        if sums.fits(finding.weights):
+            return finding
+    best, blur = sums.best()
+    if not sums.fits(best):
+        return Finding("inexact", best)
+    if blur > _MAX_WEIGHT_ERROR / num:
+        return Finding("unchecked", best)
+    return Finding("weighted" if sums.do_losses_fit(best) else "inexact", best)
+
+
+def counted_shares(pieces: Sequence[object]) -> list[tuple[str, Tensor]]:
+    """What a loss may average over, and each micro-batch's share of it: entries of the batch's tensors that count.
+
+    `[:, 1:]` stands where the first of each sequence is left out, as a language model does that shifts its labels.
+    """
+    by_piece = [dict(tensors(piece)) for piece in pieces]
+    columns = {name: [of_piece[name] for of_piece in by_piece if name in of_piece] for name in by_piece[0]}
+    columns |= {
+        f"{name}[:, 1:]": [tensor[:, 1:] for tensor in column if tensor.dim() > 1] for name, column in columns.items()
+    }
+    shares = []
+    for text, count in _COUNTS.items():
+        for name, column in columns.items():
+            counts = torch.tensor([count(tensor) for tensor in column], dtype=torch.float64)
+            is_known = len(counts) == len(pieces) and bool(counts.isfinite().all()) and float(counts.sum()) > 0
+            counts_all = text != _ALL and counts.tolist() == [tensor.numel() for tensor in column]
+            if is_known and not counts_all:
+                shares.append((name + text, counts / counts.sum()))
+    return shares
+
+
+def _entries_where(counts: Callable[[Tensor], Tensor]) -> Callable[[Tensor], float]:
+    """NaN, which no share is made of, where there are no whole numbers."""
+
+    def count(column: Tensor) -> float:
+        is_whole = not (column.is_floating_point() or column.is_complex())
+        return float(counts(column).sum()) if is_whole else math.nan
+
+    return count
+
+
+def _sum(column: Tensor) -> float:
+    return math.nan if column.is_complex() or bool((column < 0).any()) else float(column.cpu().double().sum())
+
+
+_ALL = ".numel()"
+# In the order of how telling they are.
+_COUNTS: dict[str, Callable[[Tensor], float]] = {
+    f" != {IGNORED_LABEL}": _entries_where(lambda column: column != IGNORED_LABEL),
+    " == 1": _entries_where(lambda column: column == 1),
+    " != 0": _entries_where(lambda column: column != 0),
+    _ALL: lambda column: float(column.numel()),
+    ".sum()": _sum,
+}
+
+
+# -- in words ----------------------------------------------------------------------------------------------------------
+
+
 def _of_not_finite(num_samples: int, num: int) -> Accumulation:
     return Accumulation(
         verdict="inexact",
@@ -218,28 +307,7 @@ def _of_not_finite(num_samples: int, num: int) -> Accumulation:
     )
 
 
-def _is_same(one: Tensor, other: Tensor | None) -> bool:
-    return other is not None and one.shape == other.shape and torch.equal(one, other)
-
-
-def _of_state(alone: Accumulation, error: float | None, changed: Sequence[str]) -> Accumulation:
-    """Of micro-batches whose gradients fit, as `alone` says, until one finds the buffers as another has left them."""
-    misses = "their sum is not finite" if error is None else f"their sum misses that of the whole by {_percent(error)}"
-    return msgspec.structs.replace(
-        alone,
-        verdict="inexact",
-        reason=f"The gradients of {alone.num_micro_batches} micro-batches of "
-        f"{alone.batch_size // alone.num_micro_batches} samples fit that of the whole batch of {alone.batch_size} only "
-        f"while each begins from the same buffers. One after the other, as training runs them, {misses}: the forward "
-        f"pass changes {_some(changed)}, which the next one computes with.",
-        next_step="Keep the batch whole, or change these buffers once per optimizer step, outside of the forward pass.",
-        error=error,
-        mean_error=None,
-        weighted_by=None,
-    )
-
-
-def _report(sums: Sums, found: Finding, model: nn.Module, num_samples: int) -> Accumulation:
+def _report(sums: Sums, found: Finding, passes: Passes, num_samples: int) -> Accumulation:
     num = len(found.weights)
     mean_error = sums.error(torch.full((num,), 1 / num, dtype=torch.float64))
     error = sums.error(found.weights)
@@ -248,26 +316,26 @@ def _report(sums: Sums, found: Finding, model: nn.Module, num_samples: int) -> A
     apart = f"they part by {error:.1g} of it, and fp32 rounded otherwise by {sums.rounding:.1g}"
     if found.verdict == "unchecked":
         reason = f"the {parts} are too much alike to tell with which weights they add up to {the_whole}"
-        found_nothing = unchecked(reason, num_samples)
-        return msgspec.structs.replace(found_nothing, error=error, mean_error=mean_error)
+        return msgspec.structs.replace(unchecked(reason, num_samples), error=error, mean_error=mean_error)
     if found.verdict == "weighted":
         weights = ", ".join(f"{weight:.3f}" for weight in found.weights.tolist())
         by = f"its share of {found.share}" if found.share else "its own weight"
         reason = (
             f"The {parts} add up to {the_whole} when each counts by {by}, here {weights} ({apart}); their plain mean "
-            f"misses it by {_percent(mean_error)}"
+            f"misses it by {100 * mean_error:.2g} %"
         )
     elif found.verdict == "inexact":
+        cause, next_step = _cause(passes)
         reason = (
-            f"No weighting of the {parts} gives {the_whole}: the best misses it by {_percent(error)}, where rounding "
-            f"explains {sums.tolerance(found.weights):.1g}; {_cause(model)}"
+            f"No weighting of the {parts} gives {the_whole}: the best misses it by {100 * error:.2g} %, where rounding "
+            f"explains {sums.tolerance(found.weights):.1g}; {cause}"
         )
     else:
         reason = f"The {found.verdict} of the {parts} is {the_whole} ({apart})"
     return Accumulation(
         verdict=found.verdict,
         reason=f"{reason}.",
-        next_step=_next_step(found, has_batch_norm=bool(_batch_norms(model))),
+        next_step=next_step if found.verdict == "inexact" else _next_step(found),
         batch_size=num_samples,
         num_micro_batches=num,
         error=error,
@@ -276,41 +344,40 @@ def _report(sums: Sums, found: Finding, model: nn.Module, num_samples: int) -> A
     )
 
 
-def _next_step(found: Finding, *, has_batch_norm: bool) -> str:
+def _next_step(found: Finding) -> str:
     if found.verdict == "mean":
         return "Divide each micro-batch's loss by the accumulation steps."
     if found.verdict == "sum":
         return "Add the micro-batches' losses as they are: do not divide them by the accumulation steps."
-    if found.verdict == "weighted":
-        what = f"({found.share})" if found.share else "(whatever the loss divides by)"
-        kind = "tokens" if found.share and str(IGNORED_LABEL) in found.share else "entries that count"
+    what = f"({found.share})" if found.share else "(whatever the loss divides by)"
+    kind = "tokens" if found.share and str(IGNORED_LABEL) in found.share else "entries that count"
+    return (
+        f"Multiply each micro-batch's loss by its share of the window's {kind} {what} in place of "
+        "1/accumulation_steps: PrecisionController.windows(loader, weigh=...) has it, and the exports."
+    )
+
+
+def _cause(passes: Passes) -> tuple[str, str]:
+    """What makes it inexact, as far as that can be seen, and what the user does about it."""
+    modules = modules_by_name(passes.model).items()
+    norms = [n for n, m in modules if isinstance(m, _BatchNorm) and (m.training or m.running_mean is None)]
+    if norms:
         return (
-            f"Multiply each micro-batch's loss by its share of the window's {kind} {what} in place of "
-            "1/accumulation_steps: PrecisionController.windows(loader, weigh=...) has it, and the exports."
+            f"BatchNorm in training mode takes its statistics from each micro-batch ({_some(norms)})",
+            "Keep the batch whole, or put BatchNorm in eval mode or GroupNorm in its place.",
         )
-    if has_batch_norm:
-        return "Keep the batch whole, or put BatchNorm in eval mode or GroupNorm in its place."
-    return "Keep the batch whole: smaller batches accumulated would learn something else."
-
-
-def _batch_norms(model: nn.Module) -> list[str]:
-    modules = modules_by_name(model).items()
-    return [n for n, m in modules if isinstance(m, _BatchNorm) and (m.training or m.running_mean is None)]
-
-
-def _cause(model: nn.Module) -> str:
-    if norms := _batch_norms(model):
-        return f"BatchNorm in training mode takes its statistics from each micro-batch ({_some(norms)})"
+    if changed := passes.changed_buffers():
+        return (
+            f"the forward pass changes {_some(changed)}, which that of the next micro-batch may compute with",
+            "Keep the batch whole, or change these buffers once per optimizer step, outside of the forward pass.",
+        )
     return (
         "the loss or the model compares samples with each other, as in-batch negatives and load balancing do, the "
         "padding counts, of which each micro-batch has its own length, or the loss holds a term that is no mean over "
-        "samples"
+        "samples",
+        "Keep the batch whole: smaller batches accumulated would learn something else.",
     )
 
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %"

@@ -1,4 +1,9 @@
-"""Gradients of one precision against those of fp32, parameter by parameter, in units of the noise between batches."""
+"""What a precision does beside what fp32 does: to gradients, to the loss of a short training, to weights kept in it.
+
+Gradients are compared parameter by parameter, in units of the noise between batches. Two healthy training runs part
+as a small difference grows: so the distance of their losses is held against that between fp32 runs whose first weights
+differ by one rounding of the low precision.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,24 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
+from statistics import fmean, pstdev
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from autotune_amp.core.fidelity import GradientDamage
-from autotune_amp.numerics.passes import Gradients
+from autotune_amp.core.config import MIN_LOSS_SCALE, Precision
+from autotune_amp.core.fidelity import GradientDamage, LowWeights
+from autotune_amp.numerics.passes import Gradients, Pass, Passes
+from autotune_amp.precision.mode import HALF_DTYPES
+from autotune_amp.precision.modes import MODES
 
 # Entries so much smaller than the largest of their parameter move nothing: not worth a loss scale.
 COUNTS = 2.0**-12
 # A gradient that another rounding in fp32 changes by more than this share of itself is rounding noise, not a signal:
 # that of a key's bias in attention, for one, is zero on paper.
 MAX_OWN_NOISE = 0.1
+_NUM_HALVINGS = 4  # of a step's loss scale, before it is asked whether any will do
 
 
 @dataclass
@@ -163,3 +174,140 @@ def _dense(gradient: Tensor) -> Tensor:
 
 def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor)) if tensor.numel() else 0.0
+
+
+# -- training runs on the same batches ---------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """The losses of a training run, one for each step; cut short after the first that was not finite."""
+
+    losses: tuple[float, ...]
+    num_skips: int
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every step was."""
+        return all(map(math.isfinite, self.losses))
+
+
+class Gap(NamedTuple):
+    """Mean distance between losses: over that of the perturbed run, and over the scatter from batch to batch."""
+
+    over_perturbed: float
+    over_scatter: float
+
+
+def train(
+    passes: Passes,
+    precision: Precision,
+    num_steps: int,
+    *,
+    scale: float = 1.0,
+    perturbation: float = 0.0,
+    seed: int = 0,
+) -> Run:
+    """Train from the first weights, each of them first moved by up to `perturbation` times itself.
+
+    Where gradients overflow, the scale is halved and the step tried again, so that all runs see the same batches; each
+    such try is a skip. The model is left where training ended.
+    """
+    passes.restore()
+    perturb(passes.model, perturbation, seed)
+    optimizer = passes.subject.make_optimizer(passes.model)
+    losses: list[float] = []
+    num_skips = 0
+    for step in range(num_steps):
+        done, scale, num_more = _finite_pass(passes, step, precision, scale)
+        num_skips += num_more
+        if not done.is_finite:
+            losses.append(math.nan if math.isfinite(done.loss) else done.loss)
+            break
+        losses.append(done.loss)
+        passes.step(optimizer, done.gradients)
+    return Run(tuple(losses), num_skips)
+
+
+def gap(low: Run, reference: Run, perturbed: Run) -> Gap:
+    """How far the low precision's losses are from the reference's; all runs of equal length, and finite."""
+    distance, chance = _distance(low, reference), _distance(perturbed, reference)
+    # The scatter of the differences, so that the loss's fall does not count as scatter.
+    steps = [after - before for before, after in zip(reference.losses, reference.losses[1:], strict=False)]
+    scatter = pstdev(steps) / math.sqrt(2)
+    return Gap(_ratio(distance, chance), _ratio(distance, scatter))
+
+
+def _finite_pass(passes: Passes, step: int, precision: Precision, scale: float) -> tuple[Pass, float, int]:
+    index = step % len(passes.subject.batches)
+    num_skips = 0
+    done = passes.run(index, precision, restores=False, scale=scale)
+    while MODES[precision].takes_scaler and math.isfinite(done.loss) and not done.is_finite and scale > MIN_LOSS_SCALE:
+        if num_skips == _NUM_HALVINGS:
+            lowest = passes.run(index, precision, restores=False, scale=MIN_LOSS_SCALE)
+            if not lowest.is_finite:
+                return lowest, MIN_LOSS_SCALE, num_skips
+        scale, num_skips = scale / 2, num_skips + 1
+        done = passes.run(index, precision, restores=False, scale=scale)
+    return done, scale, num_skips
+
+
+def perturb(model: nn.Module, relative: float, seed: int) -> None:
+    """Multiply each weight by 1 + u, u drawn evenly from [-relative, relative]."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters() if relative else ():
+            noise = torch.rand(parameter.shape, generator=generator).to(parameter) * 2 - 1
+            parameter.mul_(1 + relative * noise)
+
+
+def _distance(one: Run, other: Run) -> float:
+    return fmean(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
+
+
+def _ratio(distance: float, yardstick: float) -> float:
+    return distance / yardstick if yardstick else (math.inf if distance else 0.0)
+
+
+# -- weights kept in low precision -------------------------------------------------------------------------------------
+
+
+def lost_updates(model: nn.Module, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> LowWeights | None:
+    """What becomes of one fp32 step, from the weights `before` it to those `after`, where `model` keeps its weights.
+
+    Over the trainable parameters in half precision; None where there are none. The weights `before` are numbers that
+    the half precision holds. Stochastic rounding takes one of the two neighbours so that the mean is right; its
+    variance is (x - below) (above - x) [exact].
+    """
+    num_moved = num_lost = 0
+    moved = applied = variance = 0.0
+    dtypes = set()
+    for name, parameter in model.named_parameters():
+        if parameter.dtype not in HALF_DTYPES or not parameter.requires_grad:
+            continue
+        dtypes.add(parameter.dtype)
+        update = (after[name] - before[name]).double()
+        nearest = after[name].to(parameter.dtype).double() - before[name].double()
+        # Not finite: a mask of -inf kept as a parameter, or a step past the end of the format, which is no rounding.
+        counts = (update != 0) & update.isfinite() & nearest.isfinite()
+        update, nearest = update.where(counts, 0), nearest.where(counts, 0)
+        num_moved += int((update != 0).sum())
+        num_lost += int(((update != 0) & (nearest == 0)).sum())
+        moved += float(update.square().sum())
+        applied += float((update * nearest).sum())
+        variance += float(_stochastic_variance(after[name], parameter.dtype).where(counts.cpu(), 0).sum())
+    if not num_moved or not moved:
+        return None
+    return LowWeights(
+        weights="fp16" if torch.float16 in dtypes else "bf16",
+        lost_share=num_lost / num_moved,
+        applied_share=applied / moved,
+        stochastic_noise=math.sqrt(variance / moved),
+    )
+
+
+def _stochastic_variance(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    exact = exact.cpu()  # nextafter in half precision is not there on every accelerator
+    nearest = exact.to(dtype)
+    toward = torch.where(exact > nearest.float(), math.inf, -math.inf).to(dtype)
+    other = torch.nextafter(nearest, toward)
+    return (exact.double() - nearest.double()).abs() * (other.double() - exact.double()).abs()

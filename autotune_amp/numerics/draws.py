@@ -1,15 +1,21 @@
-"""Dropout in two precisions: the same draws, or none."""
+"""Random draws of passes that are held against each other: the same ones, none, or those of some samples again."""
 
 from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autotune_amp.precision.mode import HALF_DTYPES
 
 # Where each takes its probability: position and name. Attention calls the others out of a mode's sight.
 _PROBABILITIES: dict[Any, tuple[int, str]] = {
@@ -32,7 +38,6 @@ _PROBABILITIES: dict[Any, tuple[int, str]] = {
     functional.multi_head_attention_forward: (10, "dropout_p"),
 }
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)  # the probability is their only float
-_NUM_DRAWS = 4099  # more than a vectorised kernel draws at once, and no multiple of it
 
 
 class _WithoutDropout(TorchFunctionMode):
@@ -63,7 +68,7 @@ class Generators(NamedTuple):
 def generators(device: torch.device) -> Generators:
     """As they stand now: Python's, NumPy's where it is loaded, torch's on the CPU and on the device."""
     numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-    on_device = None if device.type == "cpu" else _module(device).get_rng_state(*_index(device))
+    on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(*_index(device))
     return Generators(random.getstate(), numpy, torch.get_rng_state(), on_device)
 
 
@@ -74,11 +79,7 @@ def set_generators(device: torch.device, state: Generators) -> None:
         sys.modules["numpy"].random.set_state(state.numpy)
     torch.set_rng_state(state.cpu)
     if state.device is not None:
-        _module(device).set_rng_state(state.device, *_index(device))
-
-
-def _module(device: torch.device) -> Any:
-    return torch.get_device_module(device)
+        torch.get_device_module(device).set_rng_state(state.device, *_index(device))
 
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:
@@ -88,12 +89,10 @@ def _index(device: torch.device) -> tuple[torch.device, ...]:
 def comparable_draws(device: torch.device) -> AbstractContextManager[object]:
     """What to run forward passes in, so that dropout does the same in every precision.
 
-    Nothing on a CPU, where one seed gives the same draws in every dtype. Elsewhere that is found out, and dropout is
-    taken out where it is not so: other draws alone make a cosine of 0.88 (measurement.md, Fidelity).
+    Nothing on a CPU, where one seed gives the same draws in every dtype. Accelerators draw as many numbers at once as
+    the dtype allows: there dropout is taken out, since other draws alone make a cosine of 0.88 (a T5, measured).
     """
-    if device.type == "cpu" or _draws_are_equal(device):
-        return nullcontext()
-    return _WithoutDropout()
+    return nullcontext() if device.type == "cpu" else _WithoutDropout()
 
 
 def without_dropout() -> AbstractContextManager[object]:
@@ -101,19 +100,114 @@ def without_dropout() -> AbstractContextManager[object]:
     return _WithoutDropout()
 
 
-def _draws_are_equal(device: torch.device) -> bool:
-    indices = [] if device.index is None else [device.index]
-    with torch.random.fork_rng(indices, device_type=device.type):
-        return all(
-            torch.equal(_kept(device, torch.float32), _kept(device, dtype)) for dtype in (torch.float16, torch.bfloat16)
-        )
+# Whose numbers do not depend on how many are drawn beside them, in place or not. Not `randperm`: a permutation of the
+# batch's samples has no part that permutes some of them.
+_DRAWING = {
+    f"aten::{name}"
+    for name in (
+        *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "poisson"),
+        *("binomial", "uniform", "exponential", "random", "log_normal", "geometric", "cauchy", "_standard_gamma"),
+    )
+}
+_MULTIPLYING = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "convolution")}
 
 
-def _kept(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    torch.manual_seed(0)
-    dropped = functional.dropout(torch.ones(_NUM_DRAWS, device=device, dtype=dtype), 0.5)
-    query = torch.ones(1, 1, 64, 64, device=device, dtype=dtype)
-    # Attention to values that are the unit vectors is its own weights, with zeros where they were dropped.
-    eye = torch.eye(64, device=device, dtype=dtype)[None, None]
-    attended = functional.scaled_dot_product_attention(query, query, eye, dropout_p=0.5)
-    return torch.cat([dropped.flatten() != 0, attended.flatten() != 0])
+class CannotReplayError(Exception):
+    """A pass draws otherwise than the one whose draws it is to be given."""
+
+
+class Samples(NamedTuple):
+    """`num` samples from the `first` on, of `num_all` that the recorded pass had."""
+
+    first: int
+    num: int
+    num_all: int
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a random operation gave; `numbers` are its arguments that are plain numbers, such as bounds."""
+
+    name: str
+    numbers: tuple[float, ...]
+    value: Tensor
+
+
+class RecordedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
+    """Keeps in `draws` what random operations give while it is entered, in their order.
+
+    `has_half` says whether any matrix product or convolution was computed in half precision.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.draws: list[Draw] = []
+        self.has_half = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            name = func._schema.name
+            self.has_half |= name in _MULTIPLYING and result.dtype in HALF_DTYPES
+            if _draws(func):
+                self.draws.append(Draw(name, _numbers(args), result.detach().clone()))
+        return result
+
+
+class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
+    """Gives random operations what the same ones gave when `draws` were recorded, or the part of it of `samples`.
+
+    While it is entered an operation that has nothing to match raises `CannotReplayError`, as does `finish` where draws
+    are left.
+    """
+
+    def __init__(self, draws: Sequence[Draw], samples: Samples) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws = draws
+        self._samples = samples
+        self._next = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and _draws(func):
+            result.copy_(self._match(func._schema.name, _numbers(args), result.shape))
+        return result
+
+    def finish(self) -> None:
+        """The pass is over."""
+        if self._next != len(self._draws):
+            raise CannotReplayError(f"it draws {self._next} times where the whole batch drew {len(self._draws)} times")
+
+    def _match(self, name: str, numbers: tuple[float, ...], shape: torch.Size) -> Tensor:
+        draw = self._draws[self._next] if self._next < len(self._draws) else None
+        self._next += 1
+        if draw is None or (draw.name, draw.numbers) != (name, numbers):
+            raise CannotReplayError(f"it draws by {name.removeprefix('aten::')} where the whole batch did not")
+        part = _part(draw.value, shape, self._samples)
+        if part is None:
+            raise CannotReplayError(
+                f"its draw of shape {tuple(shape)} is no part of the whole batch's {tuple(draw.value.shape)}"
+            )
+        return part
+
+
+def _part(value: Tensor, shape: torch.Size, samples: Samples) -> Tensor | None:
+    """The samples' part of `value` along the one dimension in which `shape` is shorter; all of it where none is."""
+    if value.shape == shape:
+        return value
+    if value.dim() != len(shape):
+        return None
+    shorter = [index for index, size in enumerate(shape) if size != value.shape[index]]
+    dim = shorter[0]
+    per_sample, rest = divmod(value.shape[dim], samples.num_all)
+    if len(shorter) > 1 or rest or shape[dim] != per_sample * samples.num:
+        return None
+    return value.narrow(dim, samples.first * per_sample, shape[dim])
+
+
+def _draws(func: Any) -> bool:
+    return func._schema.name.removesuffix("_") in _DRAWING
+
+
+def _numbers(args: tuple[Any, ...]) -> tuple[float, ...]:
+    return tuple(argument for argument in args if isinstance(argument, (int, float)))

@@ -1,27 +1,47 @@
 """Whether a precision learns what fp32 learns: the same weights, batches and draws in both, then a verdict.
 
-One step first, over three batches; then a short training run, over eight. Where the verdict is bad, the modules to
-blame are looked for, and tried in fp32.
+One step first, over three batches; then a short training run, over eight. Where the verdict is bad, the modules
+responsible are looked for, and tried in fp32.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import msgspec
+import torch
+from torch import nn
 
-from autotune_amp.core.config import Precision
+from autotune_amp.core.config import FP16_MAX, MIN_LOSS_SCALE, Precision
 from autotune_amp.core.fidelity import Fidelity, LowWeights
-from autotune_amp.numerics.attempt import Attempt, Bench, is_inside
-from autotune_amp.numerics.blame import bad_parameters, modules_by_name
-from autotune_amp.numerics.calibration import count_octaves, histogram
-from autotune_amp.numerics.forward_max import watch_forward
+from autotune_amp.numerics.calibration import count_octaves, histogram, largest_safe_scale
+from autotune_amp.numerics.comparison import (
+    Comparison,
+    Gap,
+    Run,
+    compare,
+    gap,
+    lost_updates,
+    perturb,
+    signals,
+    train,
+)
+from autotune_amp.numerics.grading import MAX_FORWARD_SHARE, Findings, Grade, grade, next_step
 from autotune_amp.numerics.locate import OUTSIDE, blown_up, local_errors
-from autotune_amp.numerics.passes import Passes, Subject
-from autotune_amp.numerics.verdict import MAX_FORWARD_SHARE, Judgement, judge, next_step
-from autotune_amp.precision.mode import can_be_pinned
+from autotune_amp.numerics.modules import ForwardWatch, is_inside, modules_by_name, watch_forward
+from autotune_amp.numerics.nonfinite import bad_parameters
+from autotune_amp.numerics.passes import Pass, Passes, Subject
+from autotune_amp.numerics.scaler_replay import starting_scale
+from autotune_amp.precision.mode import can_be_pinned, has_half_weights, override
+from autotune_amp.precision.modes import MODES
 
+NUM_BATCHES = 3  # held against each other in one step
+NUM_PAIRED_STEPS = 8
+REROUNDING = 2.0**-20  # moves weights enough for fp32 to round otherwise, and no more
 MAX_PINNED_SHARE = 0.05  # of the modules; one may always be pinned
 MAX_ROUNDS = 3
 # A module whose output is off by less of what its samples differ by is not what makes a gradient wrong.
@@ -37,14 +57,14 @@ def check(
     batch_size: int,
     pinned_modules: Sequence[str] = (),
     find_pins: bool = True,
-    judged: Callable[[Fidelity], None] | None = None,
+    on_bad_verdict: Callable[[Fidelity], None] | None = None,
 ) -> Fidelity:
     """Hold `precision`, with `pinned_modules` in fp32, against fp32 on `subject`, whose model is left as it was.
 
     `subject.batches` are eight at least, of `batch_size` samples. With `find_pins` a bad verdict says which modules are
-    to blame, and whether pinning them heals it. What the model's own code raises comes through, as do out-of-memory
+    responsible, and whether pinning them heals it. What the model's own code raises comes through, as do out-of-memory
     errors and the `InvalidRequestError` for a module that cannot be pinned; numbers that are not finite never raise.
-    `judged` is given a bad verdict before that search, which may take long, or take the process with it.
+    `on_bad_verdict` is given a bad verdict before that search, which may take long, or take the process with it.
     """
     started = time.perf_counter()
     passes = Passes(subject)
@@ -52,53 +72,246 @@ def check(
     def complete(found: Fidelity) -> Fidelity:
         return msgspec.structs.replace(found, batch_size=batch_size, seconds=time.perf_counter() - started)
 
-    def tell(found: Fidelity) -> None:
-        if judged is not None:
-            judged(complete(found))
-
     with watch_forward(subject.model, subject.device) as watch:
         try:
-            bench = Bench(passes, precision, watch)
-            return complete(_checked(bench, tuple(pinned_modules), tell, find_pins=find_pins))
+            experiment = Experiment(passes, precision, watch)
+            attempt = experiment.attempt(tuple(pinned_modules))
+            if not find_pins or not attempt.grade.is_bad or attempt.grade.is_of_weights:
+                return complete(experiment.report(attempt))
+            if on_bad_verdict is not None:
+                on_bad_verdict(complete(experiment.report(attempt)))
+            culprits, healing = _locate(experiment, attempt)
+            return complete(experiment.report(attempt, culprits, healing))
         finally:
             passes.restore()
             passes.model.zero_grad(set_to_none=True)
 
 
-def _checked(bench: Bench, pins: tuple[str, ...], tell: Callable[[Fidelity], None], *, find_pins: bool) -> Fidelity:
-    weights = bench.lost_updates()
-    attempt, judgement = _tried(bench, pins, weights)
-    culprits: tuple[str, ...] = ()
-    healing: tuple[str, ...] = ()
-    if find_pins and judgement.verdict in ("doubtful", "unfaithful") and not judgement.is_of_weights:
-        tell(_report(bench, attempt, judgement, weights, (), ()))
-        culprits, healing = _blame(bench, attempt, weights)
-    return _report(bench, attempt, judgement, weights, culprits, healing)
+@dataclass(frozen=True)
+class Attempt:
+    """What was measured of a precision with `pins` in fp32, and its grade.
+
+    `forward_maxima` are the largest magnitudes that modules put out in the precision, by module. `bad_index` is the
+    batch of a pass that was not finite, None where all were; `scale` the loss scale of the last. `has_safe_scale` is
+    False where fp16 was not finite at any.
+    """
+
+    pins: tuple[str, ...]
+    scale: float
+    has_safe_scale: bool
+    forward_maxima: dict[str, float]
+    bad_index: int | None = None
+    comparison: Comparison | None = None
+    loss_error: float | None = None
+    training: Run | None = None
+    gap: Gap | None = None
+    grade: Grade = field(default=Grade("unchecked", "nothing was measured"))
 
 
-def _tried(bench: Bench, pins: tuple[str, ...], weights: LowWeights | None) -> tuple[Attempt, Judgement]:
-    """One step, and where that is not bad already, a training run."""
-    attempt = bench.one_step(pins)
-    judgement = judge(bench.findings(attempt, weights))
-    if judgement.verdict in ("faithful", "doubtful"):
-        attempt = bench.train(attempt)
-        judgement = judge(bench.findings(attempt, weights))
-    return attempt, judgement
+class Experiment:
+    """What fp32 does, measured once and when it is needed, and attempts at the precision.
+
+    `watch` watches the subject's model: one for all, so that a compiled model is compiled once for each precision.
+    """
+
+    def __init__(self, low: Passes, precision: Precision, watch: ForwardWatch) -> None:
+        self.low = low
+        self.precision = precision
+        self._mode = MODES[precision]
+        self._watch = watch
+        self._subject = subject = low.subject
+        self._has_half_weights = has_half_weights(subject.model)
+        # Where weights are kept in half precision fp32 is a copy of the model.
+        self._fp32 = Passes(subject, in_fp32(subject.model, subject.device.type)) if self._has_half_weights else low
+        self._reference = [self._fp32.run(index, "fp32") for index in range(NUM_BATCHES)]
+        self._reference_runs: list[Run] = []  # plain, and from weights that are rounded otherwise
+        self._fp32_step_seconds: float | None = None
+        self._has_moved = True  # False once fp32's own training run has moved no weight
+        self._signals: set[str] | None = None
+        self._low_weights = self._lost_updates()
+
+    def attempt(self, pins: tuple[str, ...]) -> Attempt:
+        """One step, and where that is not bad already, a training run."""
+        attempt = self.one_step(pins)
+        return self.train(attempt) if attempt.grade.verdict in ("faithful", "doubtful") else attempt
+
+    def one_step(self, pins: Sequence[str], num_batches: int = NUM_BATCHES) -> Attempt:
+        """Loss and gradients of the first batches at the first weights."""
+        self._watch.reset()
+        with self.low.pinned(pins):
+            low, scale, has_safe_scale = self._low_passes(num_batches)
+        attempt = Attempt(tuple(pins), scale, has_safe_scale, self._low_maxima())
+        bad_index = next((index for index, done in enumerate(low) if not done.is_finite), None)
+        if bad_index is not None:
+            return self._graded(replace(attempt, bad_index=bad_index))
+        difference = math.hypot(*(a.loss - b.loss for a, b in zip(low, self._reference, strict=False)))
+        size = math.hypot(*(done.loss for done in self._reference[:num_batches]))
+        gradients = [done.gradients for done in low]
+        comparison = compare(gradients, [done.gradients for done in self._reference], self.signals())
+        loss_error = difference / size if size else difference
+        return self._graded(replace(attempt, comparison=comparison, loss_error=loss_error))
+
+    def train(self, attempt: Attempt) -> Attempt:
+        """The same with a paired training run; the model is left where that ended."""
+        reference, perturbed = runs = self._fp32_runs()
+        self._watch.reset()
+        with self.low.pinned(attempt.pins):
+            run = train(self.low, self.precision, NUM_PAIRED_STEPS, scale=attempt.scale)
+        distance = gap(run, reference, perturbed) if all(r.is_finite for r in (run, *runs)) else None
+        maxima = {
+            name: max(maximum, attempt.forward_maxima.get(name, 0.0)) for name, maximum in self._low_maxima().items()
+        }
+        return self._graded(replace(attempt, training=run, gap=distance, forward_maxima=maxima))
+
+    def signals(self) -> set[str]:
+        """The parameters whose gradient is more than rounding noise in fp32 itself."""
+        if self._signals is None:
+            self._fp32.restore()
+            perturb(self._fp32.model, REROUNDING, self._subject.seed)
+            moved = self._fp32.run(0, "fp32", restores=False)
+            self._signals = signals(self._reference[0].gradients, moved.gradients)
+        return self._signals
+
+    def too_large(self, attempt: Attempt) -> list[str]:
+        """The modules whose outputs come too near to the largest number of the format."""
+        limit = MAX_FORWARD_SHARE * self._format_max
+        return [name for name, maximum in attempt.forward_maxima.items() if maximum > limit]
+
+    def report(self, attempt: Attempt, culprits: tuple[str, ...] = (), healing: tuple[str, ...] = ()) -> Fidelity:
+        """What was found, `batch_size` and `seconds` still to be filled in."""
+        sums, found, training = attempt.comparison, self._findings(attempt), attempt.training
+        verdict, low_weights = attempt.grade.verdict, self._low_weights
+        is_of_weights = attempt.grade.is_of_weights or (low_weights is not None and culprits == (OUTSIDE,))
+        return Fidelity(
+            precision=self.precision,
+            batch_size=0,
+            verdict=verdict,
+            reason=f"{self.precision} is {verdict}: {attempt.grade.reason}{_where(culprits)}.",
+            next_step=next_step(self.precision, verdict, healing, is_of_weights=is_of_weights),
+            pinned_modules=attempt.pins,
+            noise_ratio=found.noise_ratio,
+            loss_error=attempt.loss_error,
+            gradient_cosine=None if sums is None else sums.whole.cosine,
+            gradient_norm_ratio=None if sums is None else sums.whole.norm_ratio,
+            flushed_share=found.flushed_share,
+            forward_max=found.forward_max,
+            format_max=found.format_max,
+            loss_scale=attempt.scale if self._mode.takes_scaler else None,
+            training_gap=found.training_gap,
+            training_noise_gap=found.training_noise_gap,
+            num_paired_steps=0 if training is None else len(training.losses),
+            num_skips=0 if training is None else training.num_skips,
+            has_moved=found.has_moved,
+            worst_parameters=() if sums is None else sums.worst(_NUM_WORST),
+            modules=() if sums is None else sums.modules(_MAX_MODULES),
+            gradient_histogram=histogram(count_octaves(self._reference[0].gradients.values())),
+            culprits=culprits,
+            healing_pins=healing,
+            low_weights=low_weights,
+            num_passes=self.num_passes,
+            fp32_step_seconds=self._fp32_step_seconds,
+        )
+
+    @property
+    def num_passes(self) -> int:
+        """So far."""
+        return self.low.num_passes + (0 if self._fp32 is self.low else self._fp32.num_passes)
+
+    @property
+    def _format_max(self) -> float:
+        is_fp16 = any(parameter.dtype == torch.float16 for parameter in self._subject.model.parameters())
+        return FP16_MAX if is_fp16 else self._mode.format_max
+
+    def _graded(self, attempt: Attempt) -> Attempt:
+        return replace(attempt, grade=grade(self._findings(attempt)))
+
+    def _findings(self, attempt: Attempt) -> Findings:
+        sums, distance = attempt.comparison, attempt.gap
+        return Findings(
+            is_finite=attempt.bad_index is None,
+            is_reference_finite=all(done.is_finite for done in self._reference)
+            and all(run.is_finite for run in self._reference_runs[:1]),
+            has_safe_scale=attempt.has_safe_scale,
+            noise_ratio=None if sums is None else sums.whole.noise_ratio,
+            flushed_share=None if sums is None else sums.whole.flushed_share,
+            most_flushed=None if sums is None else sums.most_flushed(),
+            noisiest=None if sums is None else next(iter(sums.worst(1)), None),
+            forward_max=max(attempt.forward_maxima.values(), default=None),
+            format_max=self._format_max,
+            is_training_finite=attempt.training is None or attempt.training.is_finite,
+            training_gap=None if distance is None else distance.over_perturbed,
+            training_noise_gap=None if distance is None else distance.over_scatter,
+            has_moved=self._has_moved,
+            lost_share=None if self._low_weights is None else self._low_weights.lost_share,
+        )
+
+    def _lost_updates(self) -> LowWeights | None:
+        """What rounding leaves of the first step, where weights are kept in half precision."""
+        if not self._has_half_weights:
+            return None
+        self._fp32.restore()
+        weights = {name: parameter.detach() for name, parameter in self._fp32.model.named_parameters()}
+        before = {name: weight.clone() for name, weight in weights.items()}
+        train(self._fp32, "fp32", 1)
+        return lost_updates(self._subject.model, before, after=weights)
+
+    def _low_maxima(self) -> dict[str, float]:
+        return {name: math.inf if math.isnan(m) else m for name, m in self._watch.maxima().items()}
+
+    def _low_passes(self, num_batches: int) -> tuple[list[Pass], float, bool]:
+        scale = 1.0
+        if self._mode.takes_scaler:
+            safe = largest_safe_scale(self.low, 0)
+            if safe.log2_scale is None:
+                return [safe.last], safe.last_scale, False
+            scale = starting_scale([safe.log2_scale])
+        low: list[Pass] = []
+        while len(low) < num_batches:
+            done = self.low.run(len(low), self.precision, scale=scale)
+            can_lower = self._mode.takes_scaler and math.isfinite(done.loss) and scale > MIN_LOSS_SCALE
+            if not done.is_finite and can_lower:
+                scale, low = scale / 2, []  # all at one scale, as a training step has them
+                continue
+            low.append(done)
+            if not done.is_finite:
+                break
+        return low, scale, not self._mode.takes_scaler or low[-1].is_finite
+
+    def _fp32_runs(self) -> list[Run]:
+        if not self._reference_runs:
+            rounding = MODES["bf16"].unit_roundoff if self._has_half_weights else self._mode.unit_roundoff
+            started = time.perf_counter()
+            reference = train(self._fp32, "fp32", NUM_PAIRED_STEPS)
+            self._has_moved = self._fp32.has_moved()
+            perturbed = train(self._fp32, "fp32", NUM_PAIRED_STEPS, perturbation=rounding, seed=self._subject.seed)
+            self._reference_runs = [reference, perturbed]
+            self._fp32_step_seconds = (time.perf_counter() - started) / (2 * NUM_PAIRED_STEPS)
+        return self._reference_runs
 
 
-def _blame(bench: Bench, attempt: Attempt, weights: LowWeights | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def in_fp32(model: nn.Module, device_type: str) -> nn.Module:
+    """A copy with its weights in fp32, and run in it."""
+    reference = copy.deepcopy(model).float()
+    override(reference, "fp32", device_type)  # casts its inputs up
+    return reference
+
+
+# -- which modules it begins in, and whether fp32 there heals it -------------------------------------------------------
+
+
+def _locate(experiment: Experiment, attempt: Attempt) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The modules responsible, and those that heal it in fp32, () where that takes too many or does not help.
 
     Suspects are pinned one round after another, each found with those before in fp32 already; where there is no new
     one, the modules around those pinned are taken in their place.
     """
-    modules = modules_by_name(bench.subject.model)
+    modules = modules_by_name(experiment.low.model)
     limit = max(1, int(MAX_PINNED_SHARE * len(modules)))
     given = pins = attempt.pins
     culprits: tuple[str, ...] = ()
     for _ in range(MAX_ROUNDS):
         try:
-            found = _suspects(bench, attempt)
+            found = _suspects(experiment, attempt)
         except Exception:  # the user's code, run another way than it was written for, may raise anything
             break
         culprits = culprits or found
@@ -110,103 +323,50 @@ def _blame(bench: Bench, attempt: Attempt, weights: LowWeights | None) -> tuple[
             break
         pins = wanted
         try:
-            attempt, judgement = _tried_with(bench, attempt, pins, weights)
+            attempt = _pinned_attempt(experiment, attempt, pins)
         except Exception:  # fp32 in its midst, or the memory for it, is more than it can take: no cure
             break
-        if judgement.verdict == "faithful":
+        if attempt.grade.verdict == "faithful":
             return tuple(pin for pin in pins if pin not in given), pins
     return culprits, ()
 
 
-def _tried_with(
-    bench: Bench, before: Attempt, pins: tuple[str, ...], weights: LowWeights | None
-) -> tuple[Attempt, Judgement]:
-    """`_tried`, but one batch first where one batch showed that it is bad."""
+def _pinned_attempt(experiment: Experiment, before: Attempt, pins: tuple[str, ...]) -> Attempt:
+    """An attempt, of one batch first where one batch showed that it is bad."""
     if before.training is None:
-        attempt = bench.one_step(pins, num_batches=1)
-        judgement = judge(bench.findings(attempt, weights))
-        if judgement.verdict != "faithful":
-            return attempt, judgement
-    return _tried(bench, pins, weights)
+        attempt = experiment.one_step(pins, num_batches=1)
+        if attempt.grade.verdict != "faithful":
+            return attempt
+    return experiment.attempt(pins)
 
 
-def _suspects(bench: Bench, attempt: Attempt) -> tuple[str, ...]:
-    """Modules to blame, `OUTSIDE` for the code around them: the loss function, or the optimizer."""
-    with bench.low.pinned(attempt.pins):
+def _suspects(experiment: Experiment, attempt: Attempt) -> tuple[str, ...]:
+    """The modules it begins in, `OUTSIDE` for the code around them: the loss function, or the optimizer."""
+    low, precision = experiment.low, experiment.precision
+    with low.pinned(attempt.pins):
         if attempt.training is not None and not attempt.training.is_finite:
-            if bad_parameters(bench.low.model):
+            if bad_parameters(low.model):
                 return (OUTSIDE,)  # a step that was not to be taken, or one that the weights' own precision cannot hold
             # From the weights that training was left at, in the step that failed.
-            return blown_up(bench.low, len(attempt.training.losses) - 1, bench.precision, attempt.scale)
+            return blown_up(low, len(attempt.training.losses) - 1, precision, attempt.scale)
         if attempt.bad_index is not None:
-            bench.low.restore()
-            return blown_up(bench.low, attempt.bad_index, bench.precision, attempt.scale)
-        if too_large := [n for n, m in attempt.forward_maxima.items() if m > MAX_FORWARD_SHARE * bench.format_max]:
+            low.restore()
+            return blown_up(low, attempt.bad_index, precision, attempt.scale)
+        if too_large := experiment.too_large(attempt):
             return tuple(n for n in too_large if not any(other != n and is_inside(other, (n,)) for other in too_large))
-        errors = local_errors(bench.low, 0, bench.precision).own()
+        errors = local_errors(low, 0, precision).own()
     worst = max(errors, key=lambda name: errors[name], default=None)
     if worst is not None and errors[worst] >= MIN_LOCAL_ERROR:
         return (worst,)
-    return _flushed_owners(attempt) or (OUTSIDE,)
+    flushed = None if attempt.comparison is None else attempt.comparison.most_flushed()
+    is_flushed = flushed is not None and flushed.flushed_share > 0
+    return (_parent(flushed.name) or OUTSIDE,) if flushed is not None and is_flushed else (OUTSIDE,)
 
 
 def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _flushed_owners(attempt: Attempt) -> tuple[str, ...]:
-    flushed = None if attempt.comparison is None else attempt.comparison.most_flushed()
-    if flushed is None or flushed.flushed_share == 0.0:
-        return ()
-    owner = _parent(flushed.name)
-    return (owner,) if owner else ()
-
-
 def _where(culprits: tuple[str, ...]) -> str:
-    if not culprits:
-        return ""
-    names = ", ".join(
-        culprit or "the code outside of the modules, as the loss and the optimizer" for culprit in culprits
-    )
-    return f"; it begins in {names}"
-
-
-def _report(
-    bench: Bench,
-    attempt: Attempt,
-    judgement: Judgement,
-    weights: LowWeights | None,
-    culprits: tuple[str, ...],
-    healing: tuple[str, ...],
-) -> Fidelity:
-    sums = attempt.comparison
-    is_of_weights = judgement.is_of_weights or (weights is not None and culprits == (OUTSIDE,))
-    return Fidelity(
-        precision=bench.precision,
-        batch_size=0,
-        verdict=judgement.verdict,
-        reason=f"{bench.precision} is {judgement.verdict}: {judgement.reason}{_where(culprits)}.",
-        next_step=next_step(bench.precision, judgement.verdict, healing, is_of_weights=is_of_weights),
-        pinned_modules=attempt.pins,
-        noise_ratio=None if sums is None else sums.whole.noise_ratio,
-        loss_error=attempt.loss_error,
-        gradient_cosine=None if sums is None else sums.whole.cosine,
-        gradient_norm_ratio=None if sums is None else sums.whole.norm_ratio,
-        flushed_share=None if sums is None else sums.whole.flushed_share,
-        forward_max=max(attempt.forward_maxima.values(), default=None),
-        format_max=bench.format_max,
-        loss_scale=attempt.scale if bench.precision == "fp16" else None,
-        training_gap=None if attempt.gap is None else attempt.gap.over_perturbed,
-        training_noise_gap=None if attempt.gap is None else attempt.gap.over_scatter,
-        num_paired_steps=0 if attempt.training is None else len(attempt.training.losses),
-        num_skips=0 if attempt.training is None else attempt.training.num_skips,
-        has_moved=bench.has_moved,
-        worst_parameters=() if sums is None else sums.worst(_NUM_WORST),
-        modules=() if sums is None else sums.modules(_MAX_MODULES),
-        gradient_histogram=histogram(count_octaves(bench.reference[0].gradients.values())),
-        culprits=culprits,
-        healing_pins=healing,
-        low_weights=weights,
-        num_passes=bench.num_passes,
-        fp32_step_seconds=bench.fp32_step_seconds,
-    )
+    outside = "the code outside of the modules, as the loss and the optimizer"
+    return f"; it begins in {', '.join(culprit or outside for culprit in culprits)}" if culprits else ""

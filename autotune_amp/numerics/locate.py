@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autotune_amp.core.config import Precision
-from autotune_amp.numerics.blame import Recorder, modules_by_name
 from autotune_amp.numerics.draws import Generators, generators, set_generators
+from autotune_amp.numerics.modules import modules_by_name
+from autotune_amp.numerics.nonfinite import Recorder
 from autotune_amp.numerics.passes import Passes
 from autotune_amp.precision.mode import HALF_DTYPES, has_half_weights
 
@@ -130,10 +131,11 @@ def blown_up(passes: Passes, index: int, precision: Precision, scale: float) -> 
 def _recorded(passes: Passes, index: int, precision: Precision, scale: float) -> Recorder:
     recorder = Recorder(modules_by_name(passes.model))
     with torch.compiler.set_stance("force_eager"):
-        passes.go_on(
+        passes.run(
             index,
             precision,
             scale=scale,
+            restores=False,
             around_forward=recorder.watching_forward(),
             before_backward=recorder.watch_backward,
         )

@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from autotune_amp.core.config import Precision
-from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.numerics.blame import modules_by_name, parameters_by_name
+from autotune_amp.core.config import AmpConfig, LossScale, Precision
+from autotune_amp.core.errors import WorkloadError
 from autotune_amp.numerics.draws import comparable_draws
-from autotune_amp.numerics.loop import CatchingAmp, Loop, NoStepError, is_all_finite, scaled, unscaled
+from autotune_amp.numerics.modules import named, parameters_by_name
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.mode import autocast, is_pinned, pin_fp32, set_flags, unpin
+from autotune_amp.precision.modes import MODES
+from autotune_amp.precision.step_amp import StepAmp
 
 Gradients: TypeAlias = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """`step(model, batch, amp)` is one training step of a loop whose modules `model` holds.
+
+    `forget(model)` puts back what its steps change beside the numbers in tensors. Batches have `batch_size` samples.
+    """
+
+    step: Callable[[Any, Any, StepAmp], object]
+    forget: Callable[[Any], object]
+    batch_size: int
+
+    def config(self, precision: Precision) -> AmpConfig:
+        """What a step in this precision is told that it is run with."""
+        loss_scale = LossScale() if MODES[precision].takes_scaler else None
+        return AmpConfig(precision=precision, batch_size=self.batch_size, loss_scale=loss_scale)
 
 
 @dataclass(frozen=True)
@@ -71,38 +90,19 @@ class Passes:
         precision: Precision,
         *,
         scale: float = 1.0,
+        restores: bool = True,
         around_forward: AbstractContextManager[object] | None = None,
         before_backward: Callable[[Tensor], object] | None = None,
         around_backward: AbstractContextManager[object] | None = None,
     ) -> Pass:
-        """One pass over batch `index` from the first weights, its loss multiplied by `scale` before going back.
+        """One pass over batch `index`, its loss multiplied by `scale` before going back.
 
-        `before_backward` is given the scaled loss.
+        It begins from the first weights, or, unless it `restores` them, from the weights and buffers as they are.
+        `before_backward` is given the scaled loss. A loop's forward and backward passes are its own affair: what is to
+        be done around them is not.
         """
-        self.restore()
-        return self.go_on(
-            index,
-            precision,
-            scale=scale,
-            around_forward=around_forward,
-            before_backward=before_backward,
-            around_backward=around_backward,
-        )
-
-    def go_on(
-        self,
-        index: int,
-        precision: Precision,
-        *,
-        scale: float = 1.0,
-        around_forward: AbstractContextManager[object] | None = None,
-        before_backward: Callable[[Tensor], object] | None = None,
-        around_backward: AbstractContextManager[object] | None = None,
-    ) -> Pass:
-        """`run` from the weights as they are, for a training run; buffers move on.
-
-        A loop's forward and backward passes are its own affair: what is to be done around them is not.
-        """
+        if restores:
+            self.restore()
         self.num_passes += 1
         self.model.zero_grad(set_to_none=True)
         set_flags(precision)
@@ -116,8 +116,7 @@ class Passes:
             before_backward(to_go_back_from)
         with around_backward or nullcontext():
             torch.autograd.backward(to_go_back_from)
-        value = float(loss.detach())
-        return Pass(value, self._take_gradients(scale))
+        return Pass(float(loss.detach()), self._take_gradients(scale))
 
     def _loop_pass(self, loop: Loop, index: int, precision: Precision, scale: float) -> Pass:
         """A whole step that nothing is stepped in; its loss is the sum of all that it went back from.
@@ -131,7 +130,7 @@ class Passes:
         with self._draws:
             loop.step(self.model, self.subject.batches[index], amp)
         self.model.zero_grad(set_to_none=True)
-        loss = float(amp.total_loss(needs_autocast=precision in ("bf16", "fp16")))
+        loss = float(amp.total_loss(needs_autocast=MODES[precision].uses_autocast))
         if amp.num_steps == 0:
             raise NoStepError
         return Pass(loss, amp.gradients)
@@ -153,12 +152,19 @@ class Passes:
             else:
                 first.copy_(value.detach())
 
+    def changed_buffers(self) -> list[str]:
+        """The buffers that are no longer what `run` begins from; waits for the device."""
+        return [name for name, buffer in self.model.named_buffers() if not self._is_first(name, buffer)]
+
     def has_moved(self) -> bool:
         """Whether a trained parameter is no longer what `run` begins from; waits for the device."""
-        trained = ((name, value) for name, value in self.model.named_parameters() if value.requires_grad)
         return any(
-            name not in self._first_state or not torch.equal(value, self._first_state[name]) for name, value in trained
+            value.requires_grad and not self._is_first(name, value) for name, value in self.model.named_parameters()
         )
+
+    def _is_first(self, name: str, value: Tensor) -> bool:
+        first = self._first_state.get(name)
+        return first is not None and first.shape == value.shape and torch.equal(value, first)
 
     def restore(self) -> None:
         """Put the first parameters and buffers back.
@@ -192,17 +198,6 @@ class Passes:
         return gradients
 
 
-def named(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """The modules of the user's own model with these names; raises `InvalidRequestError` where one is missing."""
-    modules = modules_by_name(model)
-    for name in names:
-        if name not in modules:
-            raise InvalidRequestError(
-                f"The model has no module named {name!r}.", "Take names from model.named_modules()."
-            )
-    return [modules[name] for name in names]
-
-
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     # An expanded buffer cannot be written to in place, by the model no more than by `restore`.
@@ -213,3 +208,98 @@ def _is_expanded(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
+
+
+class NoStepError(Exception):
+    """A call of train_step came to no optimizer step: there are no gradients of a step to look at."""
+
+
+class CatchingAmp(StepAmp):
+    """Scales by a fixed `factor` and steps nothing.
+
+    `gradients` are those that optimizers would have stepped on, unscaled, in fp32, by the names of `names` (by id); of
+    a parameter that is stepped twice the last.
+    """
+
+    def __init__(
+        self,
+        new_autocast: Callable[[], AbstractContextManager[object]],
+        device_type: str,
+        config: AmpConfig,
+        names: Mapping[int, str],
+        factor: float,
+    ) -> None:
+        super().__init__(new_autocast, device_type, config, scales=False)
+        self.gradients: dict[str, Tensor] = {}
+        self._names = names
+        self._factor = factor
+        self._unscaled: dict[int, bool] = {}  # by optimizer: whether its gradients were finite
+
+    def is_enabled(self) -> bool:
+        """As a scaler of the precision would be."""
+        return self.config.loss_scale is not None
+
+    def get_scale(self) -> float:
+        """What losses are multiplied by."""
+        super().get_scale()
+        return self._factor
+
+    def scale(self, outputs: Any) -> Any:
+        """The outputs times the factor."""
+        super().scale(outputs)
+        return tree_map(lambda leaf: scaled(leaf, self._factor) if isinstance(leaf, Tensor) else leaf, outputs)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the factor. What is not finite is caught at once: clipping might hide it."""
+        for parameter in _parameters(optimizer):
+            if parameter.grad is not None:
+                parameter.grad = unscaled(parameter.grad, self._factor).to(parameter.dtype)
+        gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
+        is_finite = all(is_all_finite(gradient) for gradient in gradients)
+        if not is_finite:
+            self._catch(optimizer, 1.0)
+        self._unscaled[id(optimizer)] = is_finite
+
+    def step(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> bool:
+        """Catch the gradients; as if it stepped."""
+        self.num_steps += 1
+        is_finite = self._unscaled.pop(id(optimizer), None)
+        if is_finite is not False:
+            self._catch(optimizer, self._factor if is_finite is None else 1.0)
+        return True
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:  # noqa: ARG002 # the interface's
+        """The factor stays."""
+        super().update()
+        self._unscaled.clear()
+
+    def _catch(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+        for parameter in _parameters(optimizer):
+            if parameter.grad is not None:
+                self.gradients[self._names[id(parameter)]] = unscaled(parameter.grad, factor)
+
+
+def no_loss(model: nn.Module, batch: Any) -> Tensor:  # noqa: ARG001 # the signature of one
+    """In the place of a loop's loss function."""
+    raise WorkloadError("A loop of its own has no loss function to run alone.", "Run its train_step.")
+
+
+def scaled(loss: Tensor, factor: float) -> Tensor:
+    """As GradScaler scales: by a tensor in fp32, so that a loss in fp16 gets its gradient in fp16."""
+    return loss * torch.full((), factor, device=loss.device)
+
+
+def unscaled(gradient: Tensor, factor: float) -> Tensor:
+    """A copy in fp32, or complex, divided by the factor; sparse where autograd makes it so."""
+    gradient = gradient.detach()
+    gradient = gradient.coalesce() if gradient.is_sparse else gradient
+    return (gradient if gradient.is_complex() else gradient.float()) / factor
+
+
+def is_all_finite(tensor: Tensor) -> bool:
+    """Whether every number in it is; waits for the device."""
+    return bool(torch.isfinite(tensor._values() if tensor.is_sparse else tensor).all())
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -14,22 +14,25 @@ from torch.utils._pytree import tree_map
 from autotune_amp.core.config import LossScale, Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.precision.forward_wrapper import Player, player_of, set_player
+from autotune_amp.precision.modes import MODES, mode_of_dtype
 
-_AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_AUTOCAST_DTYPES = {
+    mode.precision: getattr(torch, mode.autocast_dtype) for mode in MODES.values() if mode.autocast_dtype is not None
+}
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 CUDA_FLAGS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")  # of how fp32 is computed, below torch.backends
 
 
 def autocast(precision: Precision, device_type: str) -> AbstractContextManager[object]:
     """A fresh context with an explicit dtype: a reused or default one gives stale compiled graphs."""
-    _refuse_fp8(precision)
+    _refuse_untrainable(precision)
     dtype = _AUTOCAST_DTYPES.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype)
 
 
-def _refuse_fp8(precision: Precision) -> None:
-    if precision == "fp8":
-        raise InvalidRequestError("PyTorch's autocast has no fp8.", "Use bf16, fp16, tf32 or fp32.")
+def _refuse_untrainable(precision: Precision) -> None:
+    if not MODES[precision].is_trainable:
+        raise InvalidRequestError(f"PyTorch's autocast has no {precision}.", "Use bf16, fp16, tf32 or fp32.")
 
 
 def set_flags(precision: Precision) -> None:
@@ -37,28 +40,27 @@ def set_flags(precision: Precision) -> None:
 
     The legacy setters keep both TF32 interfaces of torch consistent, so that user code may read either.
     """
-    is_tf32 = precision == "tf32"
+    is_tf32 = MODES[precision].uses_tf32
     backends: Any = torch.backends
     backends.fp32_precision = "none"  # the root of the newer interface: what it says would win over the legacy setters
     torch.set_float32_matmul_precision("high" if is_tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = is_tf32
-    # oneDNN's own reduced modes on CPUs are no part of any candidate: strict fp32 means fp32.
-    torch.backends.mkldnn.matmul.fp32_precision = "ieee"  # type: ignore[attr-defined] # set by torch at import
-    torch.backends.mkldnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined] # set by torch at import
-    torch.backends.mkldnn.rnn.fp32_precision = "ieee"  # type: ignore[attr-defined] # set by torch at import
+    backends.cudnn.allow_tf32 = is_tf32
+    # oneDNN's own reduced modes on CPUs are no part of any setting: strict fp32 means fp32.
+    for operation in (backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn):
+        operation.fp32_precision = "ieee"
 
 
 def grad_scaler(loss_scale: LossScale | None, device_type: str) -> torch.amp.GradScaler | None:
     """The scaler that fp16 needs, None for every other precision."""
+    return None if loss_scale is None else torch.amp.GradScaler(device_type, **scaler_arguments(loss_scale))
+
+
+def scaler_arguments(loss_scale: LossScale | None) -> dict[str, Any]:
+    """What torch's GradScaler is made with; None gives one that is disabled."""
     if loss_scale is None:
-        return None
-    return torch.amp.GradScaler(
-        device_type,
-        init_scale=loss_scale.init_scale,
-        growth_factor=loss_scale.growth_factor,
-        backoff_factor=loss_scale.backoff_factor,
-        growth_interval=loss_scale.growth_interval,
-    )
+        return {"enabled": False}
+    names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+    return {name: getattr(loss_scale, name) for name in names}
 
 
 def as_found(torch_state: Mapping[str, Any], device_type: str, idle: Collection[str] = ()) -> tuple[Precision, bool]:
@@ -73,9 +75,9 @@ def as_found(torch_state: Mapping[str, Any], device_type: str, idle: Collection[
         if name not in idle
     }
     all_off = "on" not in flags.values()
-    dtype = torch_state.get(f"autocast.{device_type}")
-    if dtype in ("bfloat16", "float16"):
-        return ("bf16" if dtype == "bfloat16" else "fp16"), all_off
+    around = mode_of_dtype(torch_state.get(f"autocast.{device_type}"))
+    if around.uses_autocast:
+        return around.precision, all_off
     if device_type == "cuda" and flags and "off" not in flags.values():
         return "tf32", True
     return "fp32", all_off
@@ -83,9 +85,9 @@ def as_found(torch_state: Mapping[str, Any], device_type: str, idle: Collection[
 
 def ambient(device_type: str) -> Precision:
     """The precision that the autocast around here means; fp32 where none is on."""
-    if not torch.is_autocast_enabled(device_type):
-        return "fp32"
-    return "bf16" if torch.get_autocast_dtype(device_type) == torch.bfloat16 else "fp16"
+    is_on = torch.is_autocast_enabled(device_type)
+    dtype = str(torch.get_autocast_dtype(device_type)).removeprefix("torch.") if is_on else None
+    return mode_of_dtype(dtype).precision
 
 
 def is_cast(module: nn.Module) -> bool:
@@ -143,7 +145,7 @@ def override(module: nn.Module, precision: Precision, device_type: str) -> None:
 
     A pin on the same module or one inside it wins. A compiled model recompiles once for each new precision.
     """
-    _refuse_fp8(precision)
+    _refuse_untrainable(precision)
     _run_backward_as_eager_does()
     _change(module, override=_Forced(precision, device_type, casts_up=not has_half_weights(module)))
 

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import WorkloadError
+from autotune_amp.precision.mode import scaler_arguments
+from autotune_amp.precision.modes import MODES
 
 MAX_CALLS_WITHOUT_STEP = 16  # a train_step may accumulate gradients over its calls
 
@@ -35,17 +37,7 @@ class StepAmp(torch.amp.GradScaler):
         *,
         scales: bool = True,
     ) -> None:
-        loss_scale = config.loss_scale if scales else None
-        if loss_scale is None:
-            super().__init__(device_type, enabled=False)
-        else:
-            super().__init__(
-                device_type,
-                init_scale=loss_scale.init_scale,
-                growth_factor=loss_scale.growth_factor,
-                backoff_factor=loss_scale.backoff_factor,
-                growth_interval=loss_scale.growth_interval,
-            )
+        super().__init__(device_type, **scaler_arguments(config.loss_scale if scales else None))
         self._new_autocast = new_autocast
         self._config = config
         self._last_total = torch.zeros(())
@@ -153,7 +145,7 @@ class StepAmp(torch.amp.GradScaler):
             num_steps=self.num_updates,
             num_skips=0,
             skip_share=0.0,
-            amp_share=float(self.config.precision in ("bf16", "fp16")),
+            amp_share=float(MODES[self.config.precision].uses_autocast),
             step_seconds=None,
             peak_memory_bytes=0,
             forward_max=None,

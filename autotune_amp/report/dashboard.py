@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +11,7 @@ from socketserver import ThreadingMixIn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.report.files import latest
 from autotune_amp.search.study import connected
 
 _HOST = "127.0.0.1"  # it asks nobody for a password
@@ -31,7 +34,7 @@ class _Handler(WSGIRequestHandler):
 
 
 @contextmanager
-def dashboard(storage: str | Path, port: int) -> Iterator[DashboardServer]:
+def serving(storage: str | Path, port: int) -> Iterator[DashboardServer]:
     """A server that listens: `storage` is an Optuna storage URL or a study's own file, port 0 any that is free.
 
     Raises `InvalidRequestError` where optuna-dashboard is not installed or the port is taken, `StudyError` where the
@@ -53,3 +56,18 @@ def dashboard(storage: str | Path, port: int) -> Iterator[DashboardServer]:
             ) from error
         with server:
             yield server
+
+
+def study_database(folder: Path | None) -> Path:
+    """The study.db that `folder` names; raises `FormatError` where there is none."""
+    return latest(
+        folder,
+        "study.db",
+        missing="no study.db",
+        next_step="Run `autotune-amp search`, name a study's folder, or give the --storage that the search was given.",
+    )
+
+
+def has_display() -> bool:
+    """Whether a browser would open a window: in a terminal alone it would take the terminal."""
+    return sys.platform in ("darwin", "win32") or bool({"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ))

@@ -23,8 +23,9 @@ from autotune_amp.search.objective import Merit, check_measured, keeps_baseline,
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from autotune_amp.core.evidence import Evidence, Objective
     from autotune_amp.core.outcome import Description
-    from autotune_amp.core.recommendation import CandidateRow, Evidence, Exclusion, Objective
+    from autotune_amp.core.recommendation import CandidateRow, Exclusion
     from autotune_amp.core.setting import Setting
     from autotune_amp.search.space import Space
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
+from autotune_amp.core.evidence import LoaderEvidence, MemoryEvidence, ProcessPeak, WorkersTried
 from autotune_amp.core.outcome import Measurement
-from autotune_amp.core.recommendation import LoaderEvidence, MemoryEvidence, ProcessPeak, WorkersTried
 from autotune_amp.core.text import rate
 from autotune_amp.search.told import own_workers
 from autotune_amp.search.verdicts import sentence
@@ -14,8 +14,8 @@ from autotune_amp.search.verdicts import sentence
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from autotune_amp.core.evidence import Evidence
     from autotune_amp.core.outcome import Description, Record, SampleSizes
-    from autotune_amp.core.recommendation import Evidence
     from autotune_amp.core.setting import Setting
     from autotune_amp.search.evidence import Runs
 

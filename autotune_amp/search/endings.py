@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from autotune_amp.core.errors import BudgetTooSmallError, NothingWorksError, SearchInterruptedError
+from autotune_amp.core.errors import BudgetTooSmallError
 from autotune_amp.core.outcome import Failure, Record
-from autotune_amp.core.recommendation import Exclusion
+from autotune_amp.core.recommendation import Exclusion, NothingWorksError, SearchInterruptedError
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.evidence import is_trial
 from autotune_amp.search.explore import CHECK_SHARE

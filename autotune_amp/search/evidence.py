@@ -8,20 +8,19 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.core.evidence import MIN_PROCESSES, BaselineEvidence, Evidence, PlainEnvironment
 from autotune_amp.core.intervals import prediction_interval, ratio_interval
 from autotune_amp.core.outcome import Failure, Measurement, Record
-from autotune_amp.core.recommendation import MIN_PROCESSES, BaselineEvidence, Evidence, PlainEnvironment
 from autotune_amp.search import accumulate, busy, conditions
 from autotune_amp.search.objective import joules_per_sample
-from autotune_amp.trial.stopping import NUM_STEPS_BEFORE_CUT
+from autotune_amp.trial.jobs import NUM_STEPS_BEFORE_CUT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from autotune_amp.core.hardware import MachineLoad
-    from autotune_amp.core.outcome import Description
+    from autotune_amp.core.outcome import Description, Purpose
     from autotune_amp.core.setting import Setting
-    from autotune_amp.trial.spec import Purpose
 
 # A confirmation that differs from the search's trials by more was not measured on the same machine, so to speak: left
 # alone, the two differed by factors of 0.72 to 1.31 (forty searches of studies/truth, real_training and peers).
@@ -171,16 +170,11 @@ def plain_config(
     fallback: tuple[FallbackPlan, ...] = (),
 ) -> AmpConfig:
     """A candidate as a config; `loss_scale` goes with fp16 alone."""
-    return AmpConfig(
-        precision=candidate.precision,
-        batch_size=candidate.batch_size,
-        accumulation_steps=candidate.accumulation_steps,
+    return AmpConfig.of(
+        candidate,
         loss_scale=loss_scale if candidate.precision == "fp16" else None,
         fallback=fallback,
-        pinned_modules=candidate.pinned_modules,
-        num_workers=candidate.num_workers,
         environment=dict(environment or {}),
-        as_found=candidate.as_found,
     )
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from autotune_amp.core.config import PRECISIONS, AmpConfig
+from autotune_amp.core.evidence import MIN_PROCESSES, Evidence
 from autotune_amp.core.outcome import Failure, Measurement, Record
-from autotune_amp.core.recommendation import MIN_PROCESSES, CandidateRow, Evidence, Exclusion
+from autotune_amp.core.recommendation import CandidateRow, Exclusion
 from autotune_amp.core.text import number, rate
 from autotune_amp.search import accumulate, busy
 from autotune_amp.search.conditions import ending_doubts, loader_doubts, loader_reason, memory_doubts
@@ -274,17 +275,12 @@ def _row(
     else:
         why = next((e.reason for e in exclusions if not without([candidate], [e])), _UNTRIED)
         status = "untried" if why in (_UNTRIED, _BUDGET_SPENT) else "excluded"
-    return CandidateRow(
-        precision=candidate.precision,
-        batch_size=candidate.batch_size,
-        accumulation_steps=candidate.accumulation_steps,
-        as_found=candidate.as_found,
+    return CandidateRow.of(
+        candidate,
         status=status,
         samples_per_second=median(m.samples_per_second for m in measured) if measured else None,
         step_seconds=median(m.step_seconds for m in measured) if measured else None,
         peak_memory_bytes=max(m.peak_memory_bytes for m in measured) if measured else None,
         reason=why,
-        pinned_modules=candidate.pinned_modules,
-        num_workers=candidate.num_workers,
         joules_per_sample=joules_per_sample(measured),
     )

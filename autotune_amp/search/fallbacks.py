@@ -59,10 +59,8 @@ def fallback_plans(
         if rivals:
             best = max(rivals, key=lambda c: speeds[c])
             plans.append(
-                FallbackPlan(
-                    precision=best.precision,
-                    batch_size=best.batch_size,
-                    accumulation_steps=best.accumulation_steps,
+                FallbackPlan.of(
+                    best,
                     peak_memory_bytes=max(m.peak_memory_bytes for m in measured[best]),
                     samples_per_second=speeds[best],
                     slowdown=speeds[chosen] / speeds[best],

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autotune_amp.core.recommendation import Job
+from autotune_amp.core.evidence import Job
 
 if TYPE_CHECKING:
     from autotune_amp.core.config import AmpConfig
-    from autotune_amp.core.recommendation import Evidence
+    from autotune_amp.core.evidence import Evidence
     from autotune_amp.search.options import SearchOptions
 
 _SECONDS_PER_HOUR = 3600

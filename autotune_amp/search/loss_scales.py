@@ -7,10 +7,12 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from autotune_amp.core.config import FP16_MAX, LossScale
+from autotune_amp.core.evidence import LossScaleEvidence
 from autotune_amp.core.fidelity import Calibration
 from autotune_amp.core.outcome import Failure, Measurement
-from autotune_amp.core.recommendation import Exclusion, LossScaleEvidence
+from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.text import exact
+from autotune_amp.numerics.grading import MAX_FLUSHED_SHARE, MAX_FORWARD_SHARE
 from autotune_amp.numerics.scaler_replay import (
     Burst,
     FlushedShares,
@@ -22,11 +24,10 @@ from autotune_amp.numerics.scaler_replay import (
     starting_scale,
     stretches,
 )
-from autotune_amp.numerics.verdict import MAX_FLUSHED_SHARE, MAX_FORWARD_SHARE
 from autotune_amp.search import accumulate
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
 from autotune_amp.search.verdicts import OF_THE_PRECISION
-from autotune_amp.trial.spec import NUM_WARMUP_STEPS
+from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -18,8 +18,8 @@ from autotune_amp.search.space import SAME_MEMORY
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from autotune_amp.core.evidence import Objective
     from autotune_amp.core.outcome import Measurement
-    from autotune_amp.core.recommendation import Objective
     from autotune_amp.core.setting import Setting
 
 PLATEAU = 0.03  # closer than this, other things decide (DESIGN.md, Objective)

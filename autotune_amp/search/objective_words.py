@@ -11,7 +11,7 @@ from autotune_amp.search.space import SAME_MEMORY
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from autotune_amp.core.recommendation import Objective
+    from autotune_amp.core.evidence import Objective
     from autotune_amp.core.setting import Setting
     from autotune_amp.search.objective import Merit
 

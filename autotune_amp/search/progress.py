@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from autotune_amp.core.hardware import Hardware
-from autotune_amp.core.outcome import Record
+from autotune_amp.core.outcome import Purpose, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.trial.spec import Purpose
 
 
 class Progress:

@@ -138,14 +138,8 @@ def ranked_again(
 def _scales(known: Recommendation, records: Sequence[Record], num_steps: int) -> AllScales:
     """The calibrations over this horizon, with the pairs that the search chose: what else it asked for is not kept."""
     scales = loss_scales.calibrated(records, num_steps)
-    config = known.config
-    chosen = Setting(
-        precision=config.precision,
-        batch_size=config.batch_size,
-        accumulation_steps=config.accumulation_steps,
-        pinned_modules=config.pinned_modules,
-    )
-    for candidate, scale in [(chosen, config.loss_scale), *((r.candidate, r.loss_scale) for r in _confirming(records))]:
+    chosen = (Setting.of(known.config), known.config.loss_scale)
+    for candidate, scale in [chosen, *((r.candidate, r.loss_scale) for r in _confirming(records))]:
         found = loss_scales.scales_of(scales, candidate)
         if found is not None and scale is not None:
             found.replay((scale.init_scale, scale.growth_interval))

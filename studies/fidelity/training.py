@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from autotune_amp.core.config import Precision
-from autotune_amp.numerics.paired import perturb
-from autotune_amp.numerics.passes import Subject, named
+from autotune_amp.numerics.comparison import perturb
+from autotune_amp.numerics.modules import named
+from autotune_amp.numerics.passes import Subject
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.mode import autocast, override, pin_fp32, set_flags
 

@@ -21,8 +21,8 @@ from training import Trained, train
 
 from autotune_amp.core.config import Precision
 from autotune_amp.numerics.calibration import calibrate
-from autotune_amp.numerics.paired import UNIT_ROUNDOFF
 from autotune_amp.precision.mode import has_half_weights
+from autotune_amp.precision.modes import MODES
 
 LONG = ("gpt2", "resnet", "bert_classes", "large_offset", "t5_feed_forward")  # the last two are sick
 MAX_LONG_STEPS = 5000
@@ -69,7 +69,7 @@ class Trainings:
     @functools.cache  # noqa: B019 - lives as long as the case
     def perturbed(self, precision: Precision) -> list[Trained]:
         """fp32 from first weights that are moved by one rounding of the precision."""
-        return [self._in_fp32(UNIT_ROUNDOFF[precision], seed) for seed in range(1, NUM_PERTURBED + 1)]
+        return [self._in_fp32(MODES[precision].unit_roundoff, seed) for seed in range(1, NUM_PERTURBED + 1)]
 
     def row(self, precision: Precision, pinned_modules: tuple[str, ...] = ()) -> dict[str, Any]:
         started = time.perf_counter()

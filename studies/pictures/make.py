@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.text import Text
 
 from autotune_amp.core.recommendation import Recommendation
+from autotune_amp.report.files import write_report
 from autotune_amp.report.progress import TerminalProgress
 from autotune_amp.report.terminal import print_recommendation
-from autotune_amp.report.write import write_report
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.rerank import ranked_again
 

@@ -9,8 +9,9 @@ import pytest
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import FormatError
+from autotune_amp.core.evidence import BaselineEvidence, Evidence
 from autotune_amp.core.hardware import DeviceIdentity, DeviceMemory, Hardware
-from autotune_amp.core.recommendation import BaselineEvidence, Evidence, Fingerprint, Recommendation, SearchSummary
+from autotune_amp.core.recommendation import Fingerprint, Recommendation, SearchSummary
 
 if TYPE_CHECKING:
     from pathlib import Path

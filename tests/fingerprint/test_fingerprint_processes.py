@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from autotune_amp.core.recommendation import Fingerprint
-from autotune_amp.fingerprint import changed
 
 SCRIPT = """
 import dataclasses, enum, functools, json, os, sys
@@ -224,7 +223,7 @@ def test_another_process_another_folder_and_another_hash_seed_hit(
 ) -> None:
     folder = write(tmp_path / "moved", FILES)
     (found,) = run(folder / "train.py", cwd=tmp_path, PYTHONHASHSEED=seed)
-    assert changed(original, found) == ()
+    assert original.differences(found) == ()
     assert found.digest == original.digest
 
 
@@ -232,21 +231,21 @@ def test_another_process_another_folder_and_another_hash_seed_hit(
 def test_what_changes_nothing_hits(
     original: Fingerprint, edited: dict[tuple[str, str, str], Fingerprint], edit: tuple[str, str, str]
 ) -> None:
-    assert changed(original, edited[edit]) == ()
+    assert original.differences(edited[edit]) == ()
 
 
 @pytest.mark.parametrize(("edit", "line"), MISSES)
 def test_what_changes_misses_and_is_named(
     original: Fingerprint, edited: dict[tuple[str, str, str], Fingerprint], edit: tuple[str, str, str], line: str
 ) -> None:
-    assert line in changed(original, edited[edit])
+    assert line in original.differences(edited[edit])
     assert edited[edit].digest != original.digest
 
 
 def test_an_environment_variable_that_the_code_reads_is_a_part(original: Fingerprint, tmp_path: Path) -> None:
     (found,) = run(write(tmp_path, FILES) / "train.py", LOSS_SCALE="2", STEP_SCALE="2", ANOTHER="3", MASTER_PORT="4")
     changes = {f"environment variable {name} changed" for name in ("LOSS_SCALE", "STEP_SCALE")}
-    assert set(changed(original, found)) == changes
+    assert set(original.differences(found)) == changes
 
 
 def test_importing_the_fingerprint_imports_no_torch() -> None:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from autotune_amp.core.config import Precision
 from autotune_amp.core.fidelity import Fidelity
-from autotune_amp.numerics.attempt import NUM_PAIRED_STEPS
-from autotune_amp.numerics.fidelity import check
+from autotune_amp.numerics.fidelity import NUM_PAIRED_STEPS, check
 from autotune_amp.numerics.passes import Subject
 from autotune_amp.precision.mode import is_pinned
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from autotune_amp.numerics.calibration import MAX_LOG2_SCALE, MIN_LOG2_SCALE
 from autotune_amp.numerics.passes import Gradients, Passes, Subject
-from autotune_amp.numerics.safe_scale import MAX_LOG2_SCALE, MIN_LOG2_SCALE
 
 CPU = torch.device("cpu")
 

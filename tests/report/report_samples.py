@@ -5,16 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.evidence import BaselineEvidence, Evidence
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware
 from autotune_amp.core.outcome import Description, Failure, Measurement, Record
-from autotune_amp.core.recommendation import (
-    BaselineEvidence,
-    CandidateRow,
-    Evidence,
-    Fingerprint,
-    Recommendation,
-    SearchSummary,
-)
+from autotune_amp.core.recommendation import CandidateRow, Fingerprint, Recommendation, SearchSummary
 from autotune_amp.core.setting import Setting
 
 MIB = 2**20

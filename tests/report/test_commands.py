@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import types
@@ -9,16 +10,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from report_samples import loop, recommendation
 
+from autotune_amp import cli
+from autotune_amp.api import recommend_config
 from autotune_amp.cli import run
 from autotune_amp.core import errors
+from autotune_amp.core.recommendation import NothingWorksError, SearchInterruptedError
+from autotune_amp.search.options import SearchOptions
 
 if TYPE_CHECKING:
     from autotune_amp.core.hardware import Hardware
     from autotune_amp.core.recommendation import Recommendation
 
 BEST = recommendation()
-NOTHING_WORKS = errors.NothingWorksError("Nothing works.", "Try less.", ())
-INTERRUPTED = errors.SearchInterruptedError("Interrupted.", "Go on.", (), BEST)
+NOTHING_WORKS = NothingWorksError("Nothing works.", "Try less.", ())
+INTERRUPTED = SearchInterruptedError("Interrupted.", "Go on.", (), BEST)
 
 
 class Api:
@@ -32,8 +37,8 @@ class Api:
         vars(module)["recommend_config"] = self.recommend_config
         monkeypatch.setitem(sys.modules, "autotune_amp.api", module)
 
-    def recommend_config(self, target: object, **options: Any) -> Recommendation:
-        self.target, self.options = target, options
+    def recommend_config(self, workload: object = None, **options: Any) -> Recommendation:
+        self.target, self.options = workload, options
         if isinstance(self.answer, BaseException):
             raise self.answer
         return self.answer
@@ -98,31 +103,20 @@ def test_a_loop_is_told_the_path_of_its_own_file(
         assert f'PrecisionController.load("{path}", "cpu")' in capsys.readouterr().out
 
 
-def test_search_without_options_asks_for_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    api = Api(monkeypatch, BEST)
-    assert run(["search"]) == 0
-    assert api.target is None
-    assert api.options.pop("progress") is not None
-    assert api.options == {
-        "budget": 110.0,
-        "trials": None,
-        "device": "auto",
-        "precision": None,
-        "batch_size": None,
-        "effective_batch_size": None,
-        "baseline": None,
-        "memory_fraction": 0.9,
-        "objective": "speed",
-        "steps": None,
-        "samples": None,
-        "price_per_hour": None,
-        "study": None,
-        "out": "studies",
-        "storage": None,
-        "seed": 0,
-        "fresh": False,
-        "quiet": False,
-    }
+def test_an_option_is_the_same_on_the_command_line_in_the_api_and_in_what_checks_it() -> None:
+    """Its name and its default; what the command line cannot say has a name of its own."""
+    said, called, checked = (
+        {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+        for function in (cli.search, recommend_config, SearchOptions.from_user)
+    )
+    said.pop("as_json")
+    assert called.pop("progress") is None
+    assert said == called
+    for name in ("workload", "fresh", "quiet"):
+        called.pop(name)
+    assert checked.pop("num_ranks") == 1, "the launcher's to say"
+    assert called == checked
+    assert SearchOptions.from_user() == SearchOptions()
 
 
 def test_search_passes_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,10 @@ import json
 import pytest
 from report_samples import recommendation
 
+from autotune_amp.cli import error_document, error_text
 from autotune_amp.core import errors
-from autotune_amp.core.recommendation import Exclusion
-from autotune_amp.report.failure import error_document, error_text, exit_code
+from autotune_amp.core.config import DemotedError
+from autotune_amp.core.recommendation import Exclusion, NothingWorksError, SearchInterruptedError
 
 BEST = recommendation()
 EXCLUDED = (
@@ -28,10 +29,10 @@ PLAIN = [
     (errors.NotPrecisionError, 1, "not_precision"),
     (errors.NoRungFitsError, 1, "no_rung_fits"),
 ]
-NOTHING_WORKS = errors.NothingWorksError("Nothing works.", "Try less.", EXCLUDED)
-INTERRUPTED = errors.SearchInterruptedError("Interrupted.", "Go on.", EXCLUDED, BEST)
-DEMOTED = errors.DemotedError("Stepped down.", "Start again.", BEST.config)
-INTERRUPTED_EARLY = errors.SearchInterruptedError("Interrupted.", "Go on.", (), None)
+NOTHING_WORKS = NothingWorksError("Nothing works.", "Try less.", EXCLUDED)
+INTERRUPTED = SearchInterruptedError("Interrupted.", "Go on.", EXCLUDED, BEST)
+DEMOTED = DemotedError("Stepped down.", "Start again.", BEST.config)
+INTERRUPTED_EARLY = SearchInterruptedError("Interrupted.", "Go on.", (), None)
 EXCLUDED_DOCUMENT = [
     {"precision": "fp16", "batch_size": 8, "reason": "out of memory"},
     {"precision": "fp8", "batch_size": None, "reason": "no kernels"},
@@ -41,7 +42,7 @@ EXCLUDED_DOCUMENT = [
 @pytest.mark.parametrize(("kind", "code", "name"), PLAIN)
 def test_error_becomes_a_document(kind: type[errors.AutotuneAmpError], code: int, name: str) -> None:
     error = kind("What \udcff was.", "What to do.")
-    assert exit_code(error) == code
+    assert error.exit_code == code
     assert json.loads(error_document(error)) == {
         "format": 1,
         "error": {"kind": name, "message": "What \udcff was.", "next_step": "What to do."},
@@ -52,20 +53,21 @@ def test_error_becomes_a_document(kind: type[errors.AutotuneAmpError], code: int
 
 
 def test_every_error_class_has_its_exit_code_tested() -> None:
-    classes = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)}
+    plain = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)}
+    classes = plain | {NothingWorksError, SearchInterruptedError, DemotedError}
     tested = {kind for kind, _, _ in PLAIN} | {type(NOTHING_WORKS), type(INTERRUPTED), type(DEMOTED)}
     assert classes == tested
 
 
 def test_a_demotion_carries_the_config_to_go_on_with() -> None:
     assert DEMOTED.config == BEST.config
-    assert exit_code(DEMOTED) == 1
+    assert DEMOTED.exit_code == 1
     assert json.loads(error_document(DEMOTED))["error"]["kind"] == "demoted"
 
 
 def test_nothing_works_gives_every_reason() -> None:
     document = json.loads(error_document(NOTHING_WORKS))
-    assert exit_code(NOTHING_WORKS) == 3
+    assert NOTHING_WORKS.exit_code == 3
     assert document["error"]["kind"] == "nothing_works"
     assert document["excluded"] == EXCLUDED_DOCUMENT
     assert error_text(NOTHING_WORKS).splitlines() == [
@@ -78,7 +80,7 @@ def test_nothing_works_gives_every_reason() -> None:
 
 def test_interruption_carries_the_best() -> None:
     document = json.loads(error_document(INTERRUPTED))
-    assert exit_code(INTERRUPTED) == 130
+    assert INTERRUPTED.exit_code == 130
     assert document["error"]["kind"] == "search_interrupted"
     assert document["excluded"] == EXCLUDED_DOCUMENT
     assert document["best"] == json.loads(BEST.to_json())

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import autotune_amp
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale, Precision
 from autotune_amp.core.fidelity import Accumulation, AccumulationVerdict
-from autotune_amp.report.summary import explain, python_lines
+from autotune_amp.report.usage import python_lines
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 4])
@@ -73,7 +73,7 @@ def test_the_lines_to_copy_step_as_the_whole_batch_would(verdict: AccumulationVe
     for ours, theirs in zip(ran["model"].parameters(), whole["model"].parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
     said = [f"accumulation: {verdict} by labels != -100", "# count(batch) is yours: of a batch, labels != -100"]
-    assert [line in [*lines, *explain(shown).splitlines()] for line in said] == [True, verdict == "weighted"]
+    assert [line in [*lines, *shown.explain().splitlines()] for line in said] == [True, verdict == "weighted"]
 
 
 def pasted(lines: list[str], reduction: str = "mean", num_ignored: int = 0) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from training import fp16, same
 from window_loop import HALVED, NEVER_FITS, WindowLoop, controller, eights, fours, small
 
-from autotune_amp.core.config import AmpConfig, FallbackPlan
-from autotune_amp.core.errors import DemotedError, InvalidRequestError, NoRungFitsError, TrainingStoppedError
+from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan
+from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, TrainingStoppedError
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from scripted_runner import accumulation, fidelity
 
 from autotune_amp.core.config import PRECISIONS, AmpConfig, FallbackPlan, LossScale, Precision
-from autotune_amp.core.outcome import CheckOutcome, Failure, FailureKind, Measurement, Outcome, Record
-from autotune_amp.core.recommendation import Exclusion, PlainEnvironment
+from autotune_amp.core.evidence import PlainEnvironment
+from autotune_amp.core.outcome import CheckOutcome, Failure, FailureKind, Measurement, Outcome, Purpose, Record
+from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import rate
 from autotune_amp.search.choose import Decision, decide, finalists, search_speeds, shortlist
@@ -18,7 +19,6 @@ from autotune_amp.search.fallbacks import LADDER
 from autotune_amp.search.objective import rank
 from autotune_amp.search.space import Space
 from autotune_amp.search.verdicts import check_of, verdicts
-from autotune_amp.trial.spec import Purpose
 
 HEAP = {"MALLOC_TRIM_THRESHOLD_": "2147483647"}
 SCALE = LossScale(init_scale=1024.0)

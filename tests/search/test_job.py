@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from test_choose import FP32, Log, at, decided
 
-from autotune_amp.report.job import job_line
+from autotune_amp.core.explain import job_line
 from autotune_amp.search.job import job
 from autotune_amp.search.options import SearchOptions
 

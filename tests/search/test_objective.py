@@ -6,8 +6,9 @@ from test_choose import FP16, FP32, HEAP, OOM, Log, at, decided, measured
 
 from autotune_amp.core.config import LossScale
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.evidence import Objective
 from autotune_amp.core.outcome import Measurement
-from autotune_amp.core.recommendation import Exclusion, Objective
+from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.choose import finalists, shortlist
 from autotune_amp.search.explore import smaller_seed

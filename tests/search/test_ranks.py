@@ -15,15 +15,8 @@ import torch.distributed as dist
 from conftest import CommandLine
 
 from autotune_amp import Workload, recommend_config
-from autotune_amp.core.errors import (
-    AutotuneAmpError,
-    InvalidRequestError,
-    NothingWorksError,
-    RunnerError,
-    SearchInterruptedError,
-    WorkloadError,
-)
-from autotune_amp.core.recommendation import Exclusion, Recommendation
+from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, RunnerError, WorkloadError
+from autotune_amp.core.recommendation import Exclusion, NothingWorksError, Recommendation, SearchInterruptedError
 from autotune_amp.distributed import rank_store
 from autotune_amp.distributed.launcher import is_from_launcher
 from autotune_amp.distributed.ranks import Place, alone, answer_on_first, place

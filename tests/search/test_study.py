@@ -18,13 +18,12 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autotune_amp.core.config import LossScale, Precision
 from autotune_amp.core.errors import StudyError
-from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
+from autotune_amp.core.outcome import Failure, Measurement, Outcome, Purpose, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.search.loss_scales import Pair
 from autotune_amp.search.space import Space
 from autotune_amp.search.study import Study, sqlite_url
-from autotune_amp.trial.spec import Purpose
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

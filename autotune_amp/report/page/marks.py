@@ -1,4 +1,4 @@
-"""What every chart looks like: a precision's colour, symbol, dash and pattern, and the frame of a figure."""
+"""How charts look, and the marks that they share: colours and frame, which record is drawn where. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from plotly.graph_objects import Scatter
 
-from autotune_amp.core.text import one_line
+from autotune_amp.core.config import PRECISIONS
+from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.text import duration, one_line, outcome_name, rate, size
+from autotune_amp.search.evidence import is_trial
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from plotly.graph_objects import Figure
 
     from autotune_amp.core.config import Precision
+    from autotune_amp.core.outcome import Record
+
 
 # A figure, or the sentence that says why there is none.
 Drawn: TypeAlias = "Figure | str"
@@ -101,3 +108,128 @@ def label(text: str, width: int) -> str:
     if len(text) > width:
         text = f"\N{HORIZONTAL ELLIPSIS}{text[1 - width :]}"
     return escape(text, quote=False)
+
+
+_PURPOSES = {"plain": "without the recommended environment", "confirm": "confirmation, in a fresh process"}
+
+
+class Point(NamedTuple):
+    """A record that holds a measurement."""
+
+    record: Record
+    measurement: Measurement
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of one forward pass."""
+        return self.record.candidate.batch_size
+
+    @property
+    def rate_interval(self) -> tuple[float, float]:
+        """Samples per second at the ends of the 95 % interval of the step time within this process.
+
+        The upper end is the rate itself where the interval reaches down to no time at all, which bounds nothing.
+        """
+        low, high = self.measurement.step_seconds_interval
+        samples_per_second, seconds = self.measurement.samples_per_second, self.measurement.step_seconds
+        return samples_per_second * seconds / high, samples_per_second * (seconds / low if low > 0 else 1.0)
+
+
+class Points(NamedTuple):
+    """The measurements of one precision.
+
+    `looks` are the search's first of each of its own batch sizes, in rising order; `again` all others: repeated,
+    confirmed, with pinned modules, other loader workers, or as found.
+    """
+
+    precision: Precision
+    looks: tuple[Point, ...]
+    again: tuple[Point, ...]
+
+
+def points(records: Iterable[Record]) -> list[Points]:
+    """The measurements of each precision that has some, from the one with least to go wrong."""
+    measured = [Point(r, r.outcome) for r in records if isinstance(r.outcome, Measurement)]
+    found = []
+    for precision in PRECISIONS:
+        ours = [p for p in measured if p.record.candidate.precision == precision]
+        looks: dict[int, Point] = {}
+        for point in ours:
+            if is_look(point.record):
+                looks.setdefault(point.batch_size, point)
+        again = tuple(p for p in ours if looks.get(p.batch_size) is not p)
+        if ours:
+            found.append(Points(precision, tuple(looks[size] for size in sorted(looks)), again))
+    return found
+
+
+def is_look(record: Record) -> bool:
+    """Whether it is the search's own, of a candidate on which the models of memory and time are fitted."""
+    candidate = record.candidate
+    is_changed = candidate.pinned_modules or candidate.as_found or candidate.num_workers is not None
+    return record.purpose in ("search", "fallback") and not is_changed
+
+
+def failures(records: Iterable[Record]) -> list[tuple[Record, Failure]]:
+    """The trials that did not run, in order."""
+    return [(r, r.outcome) for r in records if isinstance(r.outcome, Failure) and is_trial(r)]
+
+
+def crosses(failed: Sequence[tuple[Record, Failure]], height: float, name: str, note: str = "") -> Scatter:
+    """A cross for each failure, all at one height, so that those of a batch size cover each other.
+
+    The first of them is labelled with all their precisions, one below the other so that neighbours have room on a
+    phone, and each tells of them all, and then the note.
+    """
+    precisions: dict[int, list[str]] = {}
+    hovers: dict[int, list[str]] = {}
+    for record, failure in failed:
+        precisions.setdefault(record.candidate.batch_size, []).append(record.candidate.precision)
+        hovers.setdefault(record.candidate.batch_size, []).append(hover_of_failure(record, failure))
+    sizes = [record.candidate.batch_size for record, _ in failed]
+    return Scatter(
+        x=sizes,
+        y=[height] * len(failed),
+        name=name,
+        mode="markers+text",
+        text=["<br>".join(dict.fromkeys(precisions.pop(size, ()))) for size in sizes],
+        textposition="bottom left" if height else "top left",  # inside of the chart
+        cliponaxis=False,
+        hovertext=["<br>".join([*hovers[size], *([said(note)] if note else [])]) for size in sizes],
+        hoverinfo="text",
+        marker={"symbol": "x", "size": 10, "color": "var(--bad)"},
+    )
+
+
+def ticks(records: Iterable[Record]) -> dict[str, object]:
+    """An axis of the batch sizes that were tried: each a tick of its own, distances by ratio."""
+    sizes = sorted({r.candidate.batch_size for r in records if is_trial(r)})
+    return {
+        "type": "log",
+        "tickvals": sizes,
+        "ticktext": [str(size) for size in sizes],
+        "title_text": "batch size",
+    }
+
+
+def hover_of(point: Point) -> str:
+    """What is known of a measurement."""
+    record, found = point.record, point.measurement
+    low, high = found.step_seconds_interval
+    return said(
+        str(record.candidate),
+        rate(found.samples_per_second),
+        f"{duration(found.step_seconds)} a step ({duration(low)} to {duration(high)})",
+        f"{size(found.reserved_memory_bytes)} counted, {size(found.peak_memory_bytes)} at the peak",
+        f"trial {record.number}, {_PURPOSES.get(record.purpose, record.purpose)}" + ", cut" * found.was_cut,
+    )
+
+
+def hover_of_failure(record: Record, failure: Failure) -> str:
+    """What is known of a failure; its message is the user's own code's."""
+    return said(str(record.candidate), outcome_name(failure.kind), failure.message[:400], f"trial {record.number}")
+
+
+def symbols(symbol: str, some: Sequence[Point]) -> list[str]:
+    """Open where the trial was cut."""
+    return [f"{symbol}-open" if p.measurement.was_cut else symbol for p in some]

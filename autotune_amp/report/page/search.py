@@ -1,4 +1,4 @@
-"""The page of a finished search, put together from its recommendation and its records. Pure."""
+"""The page of a search: of a finished one, or of one that recommended nothing. Pure."""
 
 from __future__ import annotations
 
@@ -6,30 +6,90 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from autotune_amp.core.text import count, duration, exact, number, one_line, size, times
-from autotune_amp.report import summary
-from autotune_amp.report.frameworks import export_command
-from autotune_amp.report.page import shell, tables
-from autotune_amp.report.page.course import course
-from autotune_amp.report.page.faithful import fidelity
-from autotune_amp.report.page.loss_scale import Calibrated, calibrated, foretold, gradients
-from autotune_amp.report.page.memory import caption, memory
-from autotune_amp.report.page.shell import Section, chart
-from autotune_amp.report.page.speed import pareto, throughput
+from autotune_amp.core.config_source import export_lines
+from autotune_amp.core.explain import accumulation_line, check_line
+from autotune_amp.core.fidelity import Accumulation, Fidelity
+from autotune_amp.core.outcome import Failure
+from autotune_amp.core.text import count, duration, exact, number, one_line, outcome_name, size, times
+from autotune_amp.report import rows
+from autotune_amp.report.page import document
+from autotune_amp.report.page.document import Section, chart
+from autotune_amp.report.page.numerics import Calibrated, calibrated, fidelity, foretold, gradients
+from autotune_amp.report.page.search_course import course
+from autotune_amp.report.page.speed_memory import caption, memory, pareto, throughput
+from autotune_amp.report.usage import export_command, python_lines
+from autotune_amp.search import loss_scales, verdicts
+from autotune_amp.search.evidence import is_trial
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
+    from autotune_amp.core.fidelity import Fidelity
+    from autotune_amp.core.hardware import Hardware
     from autotune_amp.core.outcome import Record
-    from autotune_amp.core.recommendation import Recommendation
+    from autotune_amp.core.recommendation import Exclusion, Recommendation
+
+
+def candidate_table(recommendation: Recommendation) -> str:
+    """Every candidate and what became of it."""
+    recommended, baseline = rows.recommended_row(recommendation), rows.baseline_row(recommendation)
+    shown, columns = [], ["precision"]
+    for row, cells in rows.table(recommendation):
+        outcome = ", ".join([*rows.roles(row, recommended, baseline), rows.outcome_words(row)])
+        columns, texts = list(cells), list(cells.values())
+        shown.append([*texts, outcome, rows.reason_words(row)])
+    return document.table([*columns, "outcome", "reason"], shown, num_numeric=len(columns) - 1)
+
+
+def _left_out(excluded: Iterable[Exclusion]) -> str:
+    """What was left out, by reason."""
+    shown = [(", ".join(precisions), sizes, reason) for precisions, sizes, reason in rows.exclusions(excluded)]
+    if not shown:
+        return document.paragraph("Nothing was left out.", "absent")
+    return document.table(("precision", "batch", "reason"), shown)
+
+
+def _failures(records: Sequence[Record]) -> str:
+    """Every failure with its reason; what it printed last unfolds."""
+    failed = [(r, r.outcome) for r in records if isinstance(r.outcome, Failure)]
+    if not failed:
+        return document.paragraph("No trial and no check failed.", "absent")
+    shown = [
+        (str(r.number), str(r.candidate), r.purpose, outcome_name(found.kind), one_line(found.message))
+        for r, found in failed
+    ]
+    unfolding = (
+        document.folded(
+            f"Details of trial {r.number}, {r.candidate}", document.code(outcome_name(found.kind), found.details)
+        )
+        for r, found in failed
+        if found.details
+    )
+    return document.table(("trial", "candidate", "purpose", "failure", "reason"), shown) + "".join(unfolding)
+
+
+def _checks(made: Iterable[Fidelity], records: Sequence[Record]) -> str:
+    """What the checks of precisions and of accumulation found, a line each."""
+    lines: list[tuple[str, str]] = [(found.precision, check_line(found)) for found in made]
+    found = [r.outcome for r in records if isinstance(r.outcome, Accumulation)]
+    lines += [("accumulation", f"{accumulation_line(check)}. {check.reason}") for check in found]
+    return document.facts(lines) if lines else ""
+
+
+def _machine(hardware: Hardware, versions: dict[str, str]) -> str:
+    """The device, its memory, each precision's level and rate, and the versions of what was measured with."""
+    columns = ("precision", "matrix products", "level", "reason")
+    table = document.table(columns, rows.precisions(hardware), num_numeric=1)
+    return document.facts(rows.machine(hardware)) + table + document.facts(versions.items())
+
 
 _ELSEWHERE = ("config", "reason", "warning", "fidelity")  # facts that have a place of their own
 
 
 def search_page(recommendation: Recommendation, records: Sequence[Record], path: str) -> str:
     """The HTML document; `path` is that of recommendation.json, for the lines to copy."""
-    told = dict(summary.facts(recommendation))
-    return shell.page(
+    told = dict(recommendation.facts())
+    return document.page(
         f"{recommendation.search.study}: {told['config']}",
         [
             Section("Use it", _use(recommendation, path)),
@@ -41,13 +101,11 @@ def search_page(recommendation: Recommendation, records: Sequence[Record], path:
             Section("The search as it went", chart(course(recommendation, records), _COURSE)),
             Section("The loss scale of fp16", _loss_scale(recommendation, records)),
             Section("Fidelity to fp32", _fidelity(recommendation, records)),
-            Section(
-                "Evidence", shell.facts(pair for pair in summary.facts(recommendation) if pair[0] not in _ELSEWHERE)
-            ),
-            Section("All candidates", tables.candidates(recommendation)),
-            Section("Left out", tables.left_out(recommendation.excluded)),
-            Section("Failures", tables.failures(records)),
-            Section("Machine and versions", tables.machine(recommendation.hardware, recommendation.versions)),
+            Section("Evidence", document.facts(pair for pair in recommendation.facts() if pair[0] not in _ELSEWHERE)),
+            Section("All candidates", candidate_table(recommendation)),
+            Section("Left out", _left_out(recommendation.excluded)),
+            Section("Failures", _failures(records)),
+            Section("Machine and versions", _machine(recommendation.hardware, recommendation.versions)),
         ],
         kind="search",
         lead=_lead(recommendation),
@@ -96,7 +154,7 @@ def _lead(recommendation: Recommendation) -> str:
     speedup = "unknown" if evidence.speedup is None else times(evidence.speedup)
     between = "" if interval is None else f"{times(interval[0])} to {times(interval[1])} "
     parts = [
-        shell.tiles(
+        document.tiles(
             [
                 ("speed-up", speedup, between + over),
                 (
@@ -107,24 +165,24 @@ def _lead(recommendation: Recommendation) -> str:
                 ("peak memory", size(evidence.peak_memory_bytes), f"of {size(available)} available"),
             ]
         ),
-        shell.paragraph(one_line(recommendation.reason), "reason"),
+        document.paragraph(one_line(recommendation.reason), "reason"),
     ]
     if search.was_interrupted:
-        parts.append(shell.paragraph("The search was interrupted: this is the best so far.", "warning"))
-    parts += [shell.paragraph(one_line(warning), "warning") for warning in recommendation.warnings]
+        parts.append(document.paragraph("The search was interrupted: this is the best so far.", "warning"))
+    parts += [document.paragraph(one_line(warning), "warning") for warning in recommendation.warnings]
     device = f"{recommendation.hardware.device} ({one_line(recommendation.hardware.identity.name)})"
     counted = f"{count(search.num_trials, 'trial')}, {search.num_failures} failed, {duration(search.seconds)}"
-    return "".join([*parts, shell.paragraph(f"{counted} on {device}.", "absent")])
+    return "".join([*parts, document.paragraph(f"{counted} on {device}.", "absent")])
 
 
 def _use(recommendation: Recommendation, path: str) -> str:
-    exports = summary.export_lines(recommendation)
+    exports = export_lines(recommendation.config)
     config = msgspec.json.format(recommendation.config.to_json(), indent=2)
     return (
-        (shell.code("In the shell, before Python starts", "\n".join(exports)) if exports else "")
-        + shell.code("In Python", "\n".join(summary.python_lines(recommendation, path)))
-        + shell.code(*export_command(recommendation, path))
-        + shell.folded("The config as JSON", shell.code("As AmpConfig.from_json reads it", config))
+        (document.code("In the shell, before Python starts", "\n".join(exports)) if exports else "")
+        + document.code("In Python", "\n".join(python_lines(recommendation, path)))
+        + document.code(*export_command(recommendation, path))
+        + document.folded("The config as JSON", document.code("As AmpConfig.from_json reads it", config))
     )
 
 
@@ -143,4 +201,44 @@ def _loss_scale(recommendation: Recommendation, records: Sequence[Record]) -> st
 
 
 def _fidelity(recommendation: Recommendation, records: Sequence[Record]) -> str:
-    return chart(fidelity(recommendation.fidelity), FIDELITY) + tables.checks(summary.checks(recommendation), records)
+    return chart(fidelity(recommendation.fidelity), FIDELITY) + _checks(recommendation.checks(), records)
+
+
+_NOTHING_RULED_OUT = document.paragraph("No check ruled anything out.", "absent")
+_COURSE_ALONE = "Above: each trial where it ended. Below: what the time went into."
+
+
+def unfinished_page(name: str, records: Sequence[Record]) -> str:
+    """The HTML document of the study `name`; `records` are of one search, and at least one."""
+    ruled_out = (
+        *verdicts.exclusions(verdicts.verdicts(records)),
+        *loss_scales.exclusions(loss_scales.calibrated(records)),
+    )
+    checks = [record.outcome for record in records if isinstance(record.outcome, Fidelity)]
+    return document.page(
+        f"{name}: nothing was recommended",
+        [
+            Section("Failures", _failures(records)),
+            Section("Ruled out by checks", _left_out(ruled_out) if ruled_out else _NOTHING_RULED_OUT),
+            Section("Throughput against batch size", chart(throughput(None, records), MARKS)),
+            Section("Memory against batch size", chart(memory(None, records), caption(None, records))),
+            Section("The search as it went", chart(course(None, records), _COURSE_ALONE)),
+            Section("Fidelity to fp32", chart(fidelity(checks), FIDELITY) + _checks(checks, records)),
+        ],
+        kind="search",
+        lead=_lead_without(records),
+    )
+
+
+def _lead_without(records: Sequence[Record]) -> str:
+    trials = [record for record in records if is_trial(record)]
+    num_failed = sum(isinstance(record.outcome, Failure) for record in trials)
+    if num_failed < len(trials):
+        why = "what ran was ruled out, or the search did not come to choose"
+    elif trials:
+        why = f"none of {count(len(trials), 'trial')} worked"
+    else:
+        why = "no trial has ended"
+    seconds = duration(sum(record.seconds for record in records))
+    counted = f"{count(len(trials), 'trial')}, {num_failed} failed, {seconds} of measuring."
+    return document.paragraph(f"Nothing was recommended: {why}.", "warning") + document.paragraph(counted, "absent")

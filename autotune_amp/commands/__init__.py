@@ -1,1 +1,0 @@
-"""Commands of the command line that would make cli.py too long. Nothing heavy is imported before their work is done."""

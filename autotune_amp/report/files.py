@@ -1,0 +1,167 @@
+"""Files of studies: the one that is meant, what may be written over, and report.html, kept up to date."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from autotune_amp.core.errors import AutotuneAmpError, FormatError, StudyError
+from autotune_amp.core.recommendation import Recommendation, write_atomically
+from autotune_amp.search.folder import StudyFolder
+
+NAME = "report.html"
+_OUTCOMES = "outcomes.jsonl"
+_ELSEWHERE = "Give `autotune-amp report` a file in a folder that can be written, with --out FILE.html."
+
+
+def latest(folder: Path | None, *names: str, missing: str, next_step: str) -> Path:
+    """`folder` where it is a file; or in the study that was written last, the first of these files that is there.
+
+    None is ./studies. Raises `FormatError` where none is there, which says what is `missing`, or nothing can be read.
+    """
+    given = folder or Path("studies")
+    try:
+        if folder is not None and not folder.is_dir():
+            return folder
+        written: dict[Path, Path] = {}
+        for name in names:
+            for path in (*given.glob(f"*/{name}"), *given.glob(name)):
+                written.setdefault(path.parent, path)
+        found = max(written.values(), key=lambda path: path.stat().st_mtime, default=None)
+    except OSError as error:
+        raise FormatError(f"{given} cannot be read: {error.strerror}.", "Name a folder that you can read.") from error
+    if found is None:
+        raise FormatError(f"{given} holds {missing}.", next_step)
+    return found
+
+
+def recommendation_file(folder: Path | None) -> Path:
+    """The recommendation that `folder` names; raises `FormatError` where there is none."""
+    return latest(
+        folder,
+        "recommendation.json",
+        missing="no recommendation.json: no search has finished there",
+        next_step="Run `autotune-amp search`, or name the folder of a finished study.",
+    )
+
+
+def study_file(folder: Path | None) -> Path:
+    """The recommendation that `folder` names, or the outcomes of a search that recommended nothing.
+
+    Raises `FormatError` where there is neither.
+    """
+    return latest(
+        folder,
+        "recommendation.json",
+        _OUTCOMES,
+        missing=f"neither recommendation.json nor {_OUTCOMES}: no search has run there",
+        next_step="Run `autotune-amp search`, or name the folder of a study, or a run log (.jsonl).",
+    )
+
+
+def write_over(path: Path, text: str, what: str, is_ours: Callable[[str], bool], elsewhere: str) -> None:
+    """Write a file, over another only where that `is_ours`: `what` names such a one, `elsewhere` is the way out.
+
+    Raises `StudyError` where it cannot be written or another file is there.
+    """
+    try:
+        is_free = is_ours(path.read_text(encoding="utf-8", errors="replace"))
+    except FileNotFoundError:
+        is_free = True
+    except OSError as error:
+        raise StudyError(f"{path} cannot be written: {error.strerror}.", elsewhere) from error
+    if not is_free:
+        raise StudyError(f"{path} is there and is no {what}: it is left alone.", elsewhere)
+    try:
+        write_atomically(path, text)
+    except StudyError as error:
+        raise StudyError(error.message, elsewhere) from error
+
+
+def write_report(study: Path, out: Path | None = None) -> Path:
+    """Draw a study as its report.html, or as the file `out`; returns that path.
+
+    `study` is its folder, its recommendation.json, or the outcomes.jsonl of a search that recommended nothing, whose
+    page holds what there is of it: failures, and what was measured. Where outcomes.jsonl is not beside the
+    recommendation, the page says what it therefore lacks. Raises `FormatError` for a file that is missing, damaged or
+    of a newer format, `StudyError` where the page cannot be written.
+    """
+    source = study
+    if study.is_dir() or study.name == _OUTCOMES:
+        source = _source_in(study if study.is_dir() else study.parent)
+    text = _unfinished(source) if source.name == _OUTCOMES else _finished(source)
+    return _write_page(out or source.parent / NAME, text, "search", "report of a search")
+
+
+def write_run_report(log: Path, out: Path | None = None) -> Path:
+    """Draw the last run in a controller's log as the file `out`, or beside it with a name that ends in .html.
+
+    Returns the page's path. Raises `FormatError` for what is no run log, damaged or of a newer format, `StudyError`
+    where the page cannot be written.
+    """
+    from autotune_amp.report.page.run import run_page
+    from autotune_amp.runtime.run_log import read
+
+    page = run_page(read(log), log.name)
+    return _write_page(out or log.with_suffix(".html"), page, "run", "report of a training run")
+
+
+def keep_report(folder: Path, note: Callable[[str], None], warn: Callable[[str], None]) -> None:
+    """Write report.html where it is missing or older than what it is drawn from; `warn` is told what hinders that.
+
+    The result of a search stands without it, so nothing is raised, not for Ctrl-C either. A search that ended before
+    its first outcome has none.
+    """
+    report = folder / NAME
+    try:
+        source = _source_in(folder)
+        if source.exists() and (not report.exists() or report.stat().st_mtime_ns < source.stat().st_mtime_ns):
+            write_report(folder)
+            note(f"Report: {report.as_posix()}")
+    except (Exception, KeyboardInterrupt) as error:
+        warn(
+            f"{report} was not written ({_why(error)}). `autotune-amp report {folder}` makes it, or another file with "
+            "--out FILE.html."
+        )
+
+
+def _source_in(folder: Path) -> Path:
+    """What a study's report is drawn from: its recommendation, or its outcomes where only they are there."""
+    recommendation, outcomes = folder / "recommendation.json", folder / _OUTCOMES
+    return outcomes if outcomes.exists() and not recommendation.exists() else recommendation
+
+
+def _write_page(page: Path, text: str, kind: str, what: str) -> Path:
+    """Over an earlier page of its kind: they are apart because a run log may be named report.jsonl."""
+    from autotune_amp.report.page.document import marker
+
+    write_over(page, text, what, lambda found: marker(kind) in found[:1000], _ELSEWHERE)
+    return page
+
+
+def _finished(source: Path) -> str:
+    from autotune_amp.report.page.search import search_page  # plotly is imported only where something is drawn
+
+    recommendation, folder = Recommendation.load(source), source.parent
+    records = StudyFolder(str(folder.parent), folder.name).peek(recommendation.search.search_id)
+    return search_page(recommendation, records, source.as_posix())
+
+
+def _unfinished(source: Path) -> str:
+    """The page of the last search among the outcomes."""
+    from autotune_amp.report.page.search import unfinished_page
+
+    folder = source.parent
+    records = StudyFolder(str(folder.parent), folder.name).peek()
+    if not records:
+        raise FormatError(
+            f"{source} holds no outcome yet.", "Run `autotune-amp search`, or name another study's folder."
+        )
+    last = records[-1].search_id
+    return unfinished_page(folder.resolve().name, [record for record in records if record.search_id == last])
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return error.message.rstrip(".") if isinstance(error, AutotuneAmpError) else f"{type(error).__name__}: {error}"

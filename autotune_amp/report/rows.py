@@ -1,0 +1,150 @@
+"""One view of a candidate, an exclusion and a trial, in words and cells, for the terminal and the page alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from autotune_amp.core.explain import small
+from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity
+from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.setting import Setting
+from autotune_amp.core.text import count, duration, flops, number, one_line, outcome_name, rate, size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from autotune_amp.core.hardware import Hardware
+    from autotune_amp.core.recommendation import CandidateRow, Exclusion, Recommendation
+
+# The columns that are left out where they say the same of every candidate, with what they then say.
+_OPTIONAL = {"accum": "1", "workers": "-", "J/sample": "-"}
+
+
+def recommended_row(recommendation: Recommendation) -> CandidateRow | None:
+    """The candidate that the config stands for, as found or strict; the other one where only that has a row."""
+    config = recommendation.config
+    wanted = _as_found(Setting.of(config))
+    rows = [r for r in recommendation.candidates if _as_found(Setting.of(r)) == wanted and r.step_seconds is not None]
+    state = config.as_found, bool(config.environment)
+    return min(rows, key=lambda row: (row.as_found != state[0], row.has_environment != state[1]), default=None)
+
+
+def baseline_row(recommendation: Recommendation) -> CandidateRow | None:
+    """The candidate that is what the user runs today: the one as found, where it differs from the strict one."""
+    wanted = _as_found(Setting.of(recommendation.evidence.baseline.config))
+    rows = [r for r in recommendation.candidates if _as_found(Setting.of(r)) == wanted and not r.has_environment]
+    return max(rows, key=lambda row: row.as_found, default=None)
+
+
+def _as_found(setting: Setting) -> Setting:
+    """The same whether it is as found or strict."""
+    return msgspec.structs.replace(setting, as_found=True)
+
+
+def table(recommendation: Recommendation) -> list[tuple[CandidateRow, dict[str, str]]]:
+    """Each candidate with its cells by column; what says the same of all of them is left out."""
+    rows = [(row, _cells(row)) for row in recommendation.candidates]
+    for name, usual in _OPTIONAL.items():
+        if all(cells[name] == usual for _, cells in rows):
+            for _, cells in rows:
+                del cells[name]
+    return rows
+
+
+def _cells(row: CandidateRow) -> dict[str, str]:
+    return {
+        "precision": row.precision + " as found" * row.as_found + " pinned" * bool(row.pinned_modules),
+        "batch": str(row.batch_size),
+        "accum": str(row.accumulation_steps),
+        "workers": "-" if row.num_workers is None else str(row.num_workers),
+        "samples/s": "-" if row.samples_per_second is None else number(row.samples_per_second),
+        "step": "-" if row.step_seconds is None else duration(row.step_seconds),
+        "memory": "-" if row.peak_memory_bytes is None else size(row.peak_memory_bytes),
+        "J/sample": "-" if row.joules_per_sample is None else f"{row.joules_per_sample:.3g}",
+    }
+
+
+def roles(row: CandidateRow, recommended: CandidateRow | None, baseline: CandidateRow | None) -> list[str]:
+    """What a candidate is beside its outcome: recommended, the baseline, or both."""
+    return ["recommended"] * (row is recommended) + ["baseline"] * (row is baseline)
+
+
+def outcome_words(row: CandidateRow) -> str:
+    """What became of a candidate: ``confirmed, with the variables``."""
+    return outcome_name(row.status) + ", with the variables" * row.has_environment
+
+
+def reason_words(row: CandidateRow) -> str:
+    """Why it became that, without the outcome's own name."""
+    if row.status == "cut" and not row.reason:
+        return "far slower than the best"
+    return one_line(row.reason or "").removeprefix(f"{outcome_name(row.status)}: ")
+
+
+def exclusions(excluded: Iterable[Exclusion]) -> list[tuple[list[str], str, str]]:
+    """Precisions, the batch sizes that they share, and the one reason for all of it."""
+    batch_sizes: dict[tuple[str, str], list[int]] = {}
+    for exclusion in excluded:
+        sizes = batch_sizes.setdefault((exclusion.precision, one_line(exclusion.reason)), [])
+        sizes += [] if exclusion.batch_size is None else [exclusion.batch_size]
+    together: dict[tuple[str, str], list[str]] = {}
+    for (precision, reason), sizes in batch_sizes.items():
+        together.setdefault((span(*sizes) if sizes else "any", reason), []).append(precision)
+    return [(precisions, sizes, reason) for (sizes, reason), precisions in together.items()]
+
+
+def span(*values: int) -> str:
+    """The least and the largest: ``2-8``, or the one value that they are."""
+    return "-".join(str(end) for end in sorted({min(values), max(values)}))
+
+
+def machine(hardware: Hardware) -> list[tuple[str, str]]:
+    """Label and text of the device and its memory."""
+    identity, memory = hardware.identity, hardware.memory
+    limit = "no container limit"
+    if memory.container_limit is not None:
+        limit = f"container limit {size(memory.container_limit)}"
+    lines = [
+        ("device", f"{hardware.device}: {one_line(identity.name)}"),
+        ("compute", hardware.compute_capability or "-"),
+        ("driver", identity.driver or "none"),
+        ("memory", f"{size(memory.available)} available: {size(memory.free)} free of {size(memory.total)}, {limit}"),
+        ("host", count(identity.num_cpus, "CPU")),
+    ]
+    if memory.held_by_caller:
+        lines.append(("held", f"{size(memory.held_by_caller)} by the calling process itself"))
+    return lines + [("warning", one_line(note)) for note in hardware.notes]
+
+
+def outcome_line(outcome: Measurement | Failure | Fidelity | Calibration | Accumulation) -> str:
+    """What came out of a trial or a check, in a few words."""
+    if isinstance(outcome, Measurement):
+        return rate(outcome.samples_per_second) + ", cut as far slower" * outcome.was_cut
+    if isinstance(outcome, Failure):
+        return f"{outcome_name(outcome.kind)}: {one_line(outcome.message)}"
+    if isinstance(outcome, Fidelity):
+        ratio = "" if outcome.noise_ratio is None else f", rounding {small(outcome.noise_ratio)} of batch noise"
+        gap = "" if outcome.training_gap is None else f", training gap {small(outcome.training_gap)}"
+        return f"{outcome.verdict}{ratio}{gap}"
+    if isinstance(outcome, Calibration):
+        if outcome.init_scale is None:
+            return "no loss scale is safe"
+        return f"loss scale {number(outcome.init_scale)}, from {count(len(outcome.log2_scales), 'step')}"
+    by = f" by {outcome.weighted_by}" if outcome.weighted_by else ""
+    error = "" if outcome.error is None else f", gradients part by {small(outcome.error)}"
+    return f"accumulation {outcome.verdict}{by}{error}"
+
+
+def precisions(hardware: Hardware) -> list[tuple[str, str, str, str]]:
+    """Each precision with its measured rate, its level and the reason for that."""
+    return [
+        (
+            precision,
+            "-" if found.matmul_flops_per_second is None else flops(found.matmul_flops_per_second),
+            found.level,
+            one_line(found.reason),
+        )
+        for precision, found in hardware.precisions.items()
+    ]

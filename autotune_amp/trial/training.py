@@ -1,0 +1,329 @@
+"""Training: a workload's model, optimizer and batches under a setting, one step at a time."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
+
+from autotune_amp.core.config import AmpConfig, LossScale
+from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.workload import Workload, type_name
+from autotune_amp.numerics.modules import named
+from autotune_amp.precision import mode as precision
+from autotune_amp.precision.step_amp import StepAmp
+from autotune_amp.precision.torch_state import as_found_autocast
+from autotune_amp.trial import data
+from autotune_amp.trial.context import LoopState
+from autotune_amp.trial.jobs import Trial
+from autotune_amp.trial.optimizers import Optimizers, each, make_optimizer
+
+
+class TrialAmp(StepAmp):
+    """Trains as torch's GradScaler does; an optimizer without gradients is not stepped, as by the controller."""
+
+    def __init__(
+        self,
+        new_autocast: Callable[[], AbstractContextManager[object]],
+        device_type: str,
+        config: AmpConfig,
+    ) -> None:
+        super().__init__(new_autocast, device_type, config)
+        self._stepped: dict[int, Any] = {}  # since the last update, by optimizer
+        self._on_step: list[tuple[Callable[[], object], int | None]] = []
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """``optimizer.step(*args, **kwargs)`` unless a gradient was not finite; true if it stepped.
+
+        Behind a fused optimizer that is a tensor on its device, so that nobody waits who does not ask.
+        """
+        self.num_steps += 1
+        stepped: bool | Tensor = True
+        if not self.is_enabled():
+            optimizer.step(*args, **kwargs)
+        elif not has_gradients(optimizer):
+            stepped = False
+        else:
+            super().step(optimizer, *args, **kwargs)
+            stepped = sum(self._found_inf_per_device(optimizer).values()) == 0
+        self._stepped[id(optimizer)] = stepped
+        return stepped
+
+    def step_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
+        """Step all of them or none: a non-finite gradient of one skips every one. Waits for the device."""
+        given = list(optimizers)
+        if self.is_enabled():
+            for optimizer in filter(has_gradients, given):
+                if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+                    self.unscale_(optimizer)
+            found = [inf for optimizer in given for inf in self._found_inf_per_device(optimizer).values()]
+            if any(found):
+                for inf in found:
+                    inf.fill_(1.0)
+        return super().step_together(given)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """End the step: the scale follows from what was found, or is `new_scale`."""
+        states = self._per_optimizer_states.values() if self.is_enabled() else ()
+        if self.is_enabled() and new_scale is None and not any(state["found_inf_per_device"] for state in states):
+            self._note_update()  # no optimizer had gradients: nothing was learnt of the scale
+            self._per_optimizer_states.clear()
+        else:
+            super().update(new_scale)
+        for callback, key in self._on_step:
+            if any(self._stepped.values()) if key is None else self._stepped.get(key):
+                callback()
+        self._stepped.clear()
+
+    def on_step(self, callback: Callable[[], object], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Call `callback` in `update` for every step really taken: of `optimizer`, or (None) of any."""
+        self._on_step.append((callback, None if optimizer is None else id(optimizer)))
+
+
+def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether any of its parameters has one."""
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+
+
+class BaseTraining(ABC):
+    """A model and its batches, ready to take steps as `spec` says.
+
+    `forward_backward` runs one batch and adds to the gradients; `update` takes the optimizer step.
+    """
+
+    scaler: torch.amp.GradScaler | None
+    is_update_apart = True  # whether `update` is all of the optimizer's work
+    num_steps_taken = 0  # counted by who takes them
+    has_stepped = True  # False until a loop that accumulates over its calls has taken its first optimizer step
+
+    def __init__(self, workload: Workload, model: nn.Module, spec: Trial) -> None:
+        self.spec = spec
+        self.workload = workload
+        self.device = torch.device(spec.device)
+        self.model = model
+        candidate = spec.candidate
+        self.batches, self._loader = data.opened(workload.data, candidate.batch_size, candidate.num_workers)
+        self._taken: list[Any] = []
+        self._last_batch: Any = None
+        self._worst: data.Stream | None = None
+        if not spec.candidate.as_found:
+            precision.set_flags(spec.candidate.precision)
+        self._pinned: list[nn.Module] = []
+        if spec.candidate.precision in ("bf16", "fp16"):
+            # What the user's own model has pinned already stays so after `unpin`.
+            found = named(model, spec.candidate.pinned_modules)
+            self._pinned = [module for module in found if not precision.is_pinned(module)]
+            for module in self._pinned:
+                precision.pin_fp32(module, self.device.type)
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[Any, ...]:
+        """What the user's own functions know the training by: (model, optimizer) or (state,)."""
+
+    def start_loading(self) -> None:
+        """Take the first batch, which starts the loader's workers, and keep it for `next_batch`."""
+        self._taken.append(next(self.batches))
+        spec, asked = self.spec, self.spec.candidate.batch_size
+        self._worst = data.worst_batches(
+            self.workload.worst_batch,
+            self._loader,
+            spec.worst_samples,
+            asked,
+            spec.num_worst_batches,
+            is_exact=data.num_samples(self._taken[0], asked) == asked,
+        )
+
+    def next_batch(self) -> Any:
+        """The next batch as the loader gives it; the one before is let go only now, as in any loop."""
+        self._last_batch = self._taken.pop() if self._taken else next(self.batches)
+        return self._last_batch
+
+    @property
+    def has_loader(self) -> bool:
+        """Whether a DataLoader makes the batches."""
+        return self._loader is not None
+
+    @property
+    def num_loader_workers(self) -> int:
+        """Worker processes of the loader, 0 without one."""
+        return 0 if self._loader is None else self._loader.num_workers
+
+    @property
+    def num_loaded_ahead(self) -> int:
+        """Batches that the loader's workers may hold ready."""
+        loader = self._loader
+        return 0 if loader is None or loader.num_workers == 0 else loader.num_workers * (loader.prefetch_factor or 0)
+
+    def worst_batch(self) -> Any | None:
+        """The one that takes the most memory, made anew each time; None where all are alike or nobody knows.
+
+        `start_loading` comes before it.
+        """
+        return None if self._worst is None else next(self._worst, None)
+
+    def evaluate(self) -> None:
+        """The workload's own evaluation, in the candidate's precision; modules are left training or not as before."""
+        assert self.workload.evaluate is not None
+        before = {module: module.training for module in self.model.modules()}
+        try:
+            with self.autocast():
+                self.workload.evaluate(self.parts[0])
+        finally:
+            for module, is_training in before.items():
+                module.training = is_training
+
+    def checkpoint(self, folder: Path) -> None:
+        """Have the workload write its own checkpoint into `folder`."""
+        assert self.workload.checkpoint is not None
+        self.workload.checkpoint(*self.parts, folder)
+
+    @abstractmethod
+    def forward_backward(self, batch: Any) -> Tensor:
+        """Move the batch to the device and add its gradients; returns a copy of the loss, of no dimension."""
+
+    @abstractmethod
+    def update(self) -> None:
+        """Take the optimizer step and clear the gradients."""
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context of the candidate's forward passes, fresh each time."""
+        candidate = self.spec.candidate
+        if candidate.as_found:
+            return as_found_autocast(self.spec.torch_state, self.device.type)
+        return precision.autocast(candidate.precision, self.device.type)
+
+    def loss_scale(self) -> float | None:
+        """The current scale; waits for the device."""
+        return None if self.scaler is None else float(self.scaler.get_scale())
+
+    def close(self) -> None:
+        """End the loader's workers, which remove what they made only then, and leave the model as it was before."""
+        self.batches.close()
+        if self._worst is not None:
+            self._worst.close()
+        for module in self._pinned:
+            precision.unpin(module)
+
+    def _on_device(self, batch: Any) -> Any:
+        return batch if self.device.type == "cpu" else data.move(batch, self.device)
+
+
+class Training(BaseTraining):
+    """Model, loss and optimizer."""
+
+    def __init__(self, workload: Workload, model: nn.Module, spec: Trial) -> None:
+        super().__init__(workload, model, spec)
+        self.loss = checked_loss(workload.loss)
+        self.optimizer = make_optimizer(workload, model)
+        # A loop's own variable holds the last graph until the next is there. Blocks that large tensors leave free
+        # cannot be joined over it: a heap without it peaks up to 5 % lower than a training's (studies/peak_memory).
+        self._last_loss: Tensor | None = None
+        self.scaler = precision.grad_scaler(spec.loss_scale, self.device.type)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The model and the optimizer; several as a list."""
+        several = list(each(self.optimizer))
+        return self.model, several if isinstance(self.optimizer, Optimizers) else self.optimizer
+
+    def forward_backward(self, batch: Any) -> Tensor:
+        """Move the batch to the device and add its gradients; returns a copy of the loss, of no dimension."""
+        batch = self._on_device(batch)
+        with self.autocast():
+            loss = self.loss(self.model, batch)
+        divisor = 1 if self.spec.is_loss_sum else self.spec.candidate.accumulation_steps
+        scaled = loss / divisor if divisor > 1 else loss
+        to_go_back_from: Tensor = scaled if self.scaler is None else self.scaler.scale(scaled)
+        to_go_back_from.backward()  # type: ignore[no-untyped-call]  # torch does not type it
+        self._last_loss = loss
+        # Under CUDA graphs each pass of a compiled loss overwrites what the one before it returned.
+        return loss.detach().clone().reshape(())
+
+    def update(self) -> None:
+        """Take the optimizer step and clear the gradients."""
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            # It refuses to step an optimizer without gradients.
+            trained = list(filter(has_gradients, each(self.optimizer)))
+            for optimizer in trained:
+                self.scaler.step(optimizer)
+            if trained:
+                self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+class LoopTraining(BaseTraining):
+    """A loop of its own: `forward_backward` is its whole step."""
+
+    is_update_apart = False
+    has_stepped = False
+
+    def __init__(self, workload: Workload, model: LoopState, spec: Trial) -> None:
+        super().__init__(workload, model, spec)
+        assert workload.train_step is not None
+        self._train_step = workload.train_step
+        self._state = model.held
+        self._amp = TrialAmp(self.autocast, self.device.type, _config(spec))
+        self.scaler = self._amp if self._amp.is_enabled() else None
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The state, as `build` returned it."""
+        return (self._state,)
+
+    def forward_backward(self, batch: Any) -> Tensor:
+        """Move the batch to the device and take the step; returns the sum of the losses that amp saw, detached."""
+        batch = self._on_device(batch)
+        self._amp.begin()
+        self._train_step(self._state, batch, self._amp)
+        candidate = self.spec.candidate
+        needs_autocast = candidate.precision in ("bf16", "fp16") and not candidate.as_found
+        loss = self._amp.total_loss(needs_autocast=needs_autocast)
+        self.has_stepped = self._amp.has_stepped
+        return loss
+
+    def update(self) -> None:
+        """Taken already."""
+
+
+def _config(spec: Trial) -> AmpConfig:
+    candidate = spec.candidate
+    loss_scale = (spec.loss_scale or LossScale()) if candidate.precision == "fp16" else None
+    return AmpConfig.of(candidate, loss_scale=loss_scale)
+
+
+def make_training(workload: Workload, model: nn.Module, spec: Trial) -> BaseTraining:
+    """The training of a `model` made by `make_model`. Raises `WorkloadError` for what cannot train."""
+    if isinstance(model, LoopState):
+        return LoopTraining(workload, model, spec)
+    return Training(workload, model, spec)
+
+
+def checked_loss(loss: Callable[[nn.Module, Any], Any] | None) -> Callable[[nn.Module, Any], Tensor]:
+    """The workload's loss; calling it raises `WorkloadError` where what it returns cannot be gone back from."""
+    assert loss is not None
+
+    def checked(model: nn.Module, batch: Any) -> Tensor:
+        value = loss(model, batch)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type_name(value)}"
+            raise WorkloadError(
+                f"loss(model, batch) returned {given}; it must return a tensor with one element.",
+                "Reduce it, for example with .mean(), and return the loss alone.",
+            )
+        if not value.requires_grad:
+            raise WorkloadError(
+                "loss(model, batch) returned a tensor without gradient.",
+                "Compute it from the model's output without torch.no_grad() or .detach().",
+            )
+        return value
+
+    return checked

@@ -1,0 +1,63 @@
+"""One setting in every shape it has: a config, a fallback plan, a row of the table, what an exclusion covers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from autotune_amp import AmpConfig
+from autotune_amp.core.config import FallbackPlan
+from autotune_amp.core.recommendation import CandidateRow, Exclusion
+from autotune_amp.core.setting import Setting
+
+# Every dimension away from its default: a further one belongs here.
+FULL = Setting(
+    precision="bf16", batch_size=8, accumulation_steps=2, as_found=True, pinned_modules=("head",), num_workers=3
+)
+ROW = {"status": "measured", "samples_per_second": 1.0, "step_seconds": 1.0, "peak_memory_bytes": 1, "reason": None}
+
+
+@pytest.mark.parametrize(("kind", "others"), [(AmpConfig, {}), (FallbackPlan, {}), (CandidateRow, ROW)])
+def test_configs_plans_and_rows_hold_the_whole_setting_flat_in_their_json(
+    kind: type[Setting], others: dict[str, Any]
+) -> None:
+    held = kind.of(FULL, **others)
+    document = msgspec.json.decode(msgspec.json.encode(held))
+    assert {name: document[name] for name in Setting.__struct_fields__} == json.loads(msgspec.json.encode(FULL))
+    assert Setting.of(held) == FULL
+    assert Setting.of(msgspec.json.decode(msgspec.json.encode(held), type=kind)) == FULL
+
+
+def test_ordinary_puts_every_further_dimension_at_its_default() -> None:
+    ordinary = Setting(precision="bf16", batch_size=8, accumulation_steps=2)
+    assert FULL.ordinary == AmpConfig.of(FULL).ordinary == ordinary
+    assert ordinary.is_ordinary
+    for name in ("as_found", "pinned_modules", "num_workers"):
+        assert not msgspec.structs.replace(ordinary, **{name: getattr(FULL, name)}).is_ordinary
+
+
+@pytest.mark.parametrize(
+    ("named", "is_covered"),
+    [
+        ({"batch_size": None}, True),
+        ({"batch_size": 8}, True),
+        ({"batch_size": 16}, False),
+        ({"batch_size": None, "pinned_modules": ("head",)}, True),
+        ({"batch_size": None, "pinned_modules": ()}, False),
+        ({"batch_size": 8, "num_workers": None}, False),
+        ({"batch_size": 8, "accumulation_steps": 2, "as_found": True}, True),
+    ],
+)
+def test_an_exclusion_covers_every_value_of_a_dimension_it_does_not_name(
+    named: dict[str, Any], is_covered: bool
+) -> None:
+    assert Exclusion(precision="bf16", reason="why", **named).covers(FULL) is is_covered
+    assert not Exclusion(precision="fp16", reason="why", **named).covers(FULL)
+
+
+def test_the_document_of_an_exclusion_holds_only_what_it_names() -> None:
+    excluded = Exclusion(precision="fp8", batch_size=None, reason="no kernels")
+    assert msgspec.to_builtins(excluded) == {"precision": "fp8", "batch_size": None, "reason": "no kernels"}
