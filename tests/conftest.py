@@ -42,6 +42,9 @@ MARK = "AUTOTUNE_AMP_TEST_MARK"
 # was set outside stands. Before anything imports torch, which reads it once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# The compiler's cache is meant to outlive a process, and the folder for temporary files that a test has.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+
 # Started in the background of a shell, pytest ignores Ctrl-C, and so would every command that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -89,8 +92,7 @@ def _nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         before = set(_living())
         yield
     left = set(_living()) - before
-    # torch's compiler cache is meant to outlive a process.
-    files = [path.name for path in Path(temporary).iterdir() if not path.name.startswith("torchinductor_")]
+    files = [path.name for path in Path(temporary).iterdir()]
     shutil.rmtree(temporary)
     assert (left, files) == (set(), [])
 
@@ -168,9 +170,7 @@ class CommandLine:
 
     def leftovers(self) -> list[str]:
         """Processes of this test that are still alive, and temporary files."""
-        # torch's compiler cache is meant to outlive a process; importing the compiler makes its folder.
-        files = [str(path) for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")]
-        return [*(str(p.cmdline()) for p in self._processes()), *files]
+        return [*(str(p.cmdline()) for p in self._processes()), *map(str, self.temporary.iterdir())]
 
     def _processes(self) -> Iterator[psutil.Process]:
         for process in psutil.process_iter():
