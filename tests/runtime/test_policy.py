@@ -174,6 +174,13 @@ def test_overflows_that_undo_a_raise_are_no_octaves_lost() -> None:
     assert isinstance(after(policy, [OVERFLOW]), Demote), "three below where it was"
 
 
+def test_a_raise_that_an_overflow_undid_is_not_tried_again_however_long_ago_that_was() -> None:
+    policy = policy_of()
+    assert confirmed(policy, after(policy, [LOST])) is None
+    assert after(policy, [OVERFLOW, *250 * [CLEAN]]) is None
+    assert isinstance(after(policy, [LOST]), Demote)
+
+
 @pytest.mark.parametrize("signal", [CLEAN, Signal(lost_share=0.01)])
 def test_little_lost_is_nothing_lost(signal: Signal) -> None:
     assert after(policy_of(), [signal]) is None
