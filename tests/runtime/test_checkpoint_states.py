@@ -118,7 +118,7 @@ JUNK = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=60, phases=[Phase.explicit, Phase.generate])
 @given(st.data())
 def test_a_damaged_state_is_refused_and_nothing_changed_or_it_works(data: st.DataObject) -> None:
     """One to three parts anywhere are lost or replaced by anything."""
@@ -147,7 +147,7 @@ def test_a_damaged_state_is_refused_and_nothing_changed_or_it_works(data: st.Dat
     assert all(parameter.isfinite().all() for parameter in run.model.parameters())
 
 
-@settings(max_examples=100, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=40, phases=[Phase.explicit, Phase.generate])
 @given(st.dictionaries(st.sampled_from([*VALID, "more"]) | st.text(max_size=3), JUNK, min_size=1))
 def test_any_other_dictionary_is_refused_and_nothing_changed(state: dict[str, Any]) -> None:
     refused(PrecisionController(fp16(), device="cpu"), state)
