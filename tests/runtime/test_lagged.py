@@ -129,6 +129,14 @@ def test_late_verdicts_and_those_at_hand_may_take_turns(steps: list[tuple[Kind, 
     assert controller.status().num_skips == sum(kind == "overflow" for kind, _ in steps)
 
 
+def test_the_device_keeps_to_the_rule_while_the_host_is_behind(late: None) -> None:
+    """A bad loss does not lower the scale, and overflows lower it to the floor at most."""
+    loss_scale = LossScale(init_scale=1024.0, min_scale=512.0)
+    training = steered(AmpConfig(precision="fp16", batch_size=1, loss_scale=loss_scale))[1]
+    used = [scale for scale, _ in training.run([*BAD_LOSS, *CLEAN, *OVERFLOW * 2, *CLEAN])]
+    assert used == [1024.0, 1024.0, 1024.0, 512.0, 512.0]
+
+
 def test_callbacks_come_a_fixed_number_of_updates_later_and_none_is_lost(late: None) -> None:
     controller, training = steered(fp16())
     calls: list[int] = []
