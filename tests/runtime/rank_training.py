@@ -13,7 +13,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from autotune_amp.core.config import AmpConfig, LossScale, Precision
@@ -86,7 +85,7 @@ class Scenario:
     trouble: Trouble | None = None
     attached: Attached = "no"
     has_rerun: bool = True
-    scaler: Literal["controller", "lagged", "plain", "sharded"] = "controller"
+    scaler: Literal["controller", "lagged"] = "controller"
     num_optimizers: int = 1
     accumulation_steps: int = 1
     num_steps: int = 7
@@ -194,8 +193,6 @@ def train(scenario: Scenario, rank: int) -> Outcome:
 
 def _train(scenario: Scenario, rank: int) -> Outcome:
     bare = new_model()
-    if scenario.scaler in ("plain", "sharded"):
-        return _train_with_a_scaler_of_torch(wrapped(bare, scenario.wrapper), scenario, rank)
     kind = LaggedController if scenario.scaler == "lagged" else PrecisionController
     controller = kind(scenario.config, "cpu", run_log=scenario.run_log)
     step = micro_batch = 0
@@ -260,23 +257,6 @@ def _train(scenario: Scenario, rank: int) -> Outcome:
 
 def _unsynchronised(model: nn.Module, wanted: bool) -> Any:
     return model.no_sync() if wanted and isinstance(model, DistributedDataParallel) else nullcontext()
-
-
-def _train_with_a_scaler_of_torch(model: nn.Module, scenario: Scenario, rank: int) -> Outcome:
-    kind = ShardedGradScaler if scenario.scaler == "sharded" else torch.amp.GradScaler
-    scaler = kind("cpu", init_scale=INIT_SCALE)
-    (optimizer,) = optimizers_of(model, scenario)
-    outcome = Outcome()
-    for step in range(scenario.num_steps):
-        with torch.autocast("cpu", torch.float16):
-            loss = loss_of(model, batch_of(step, 0, rank), scenario.trouble, step, rank)
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        outcome.scales.append(scaler.get_scale())
-    outcome.weights = whole_weights(model)
-    return outcome
 
 
 def trained_by_hand(scenario: Scenario, precisions: Sequence[str], skipped: Collection[int]) -> list[dict[str, Any]]:

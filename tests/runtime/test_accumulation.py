@@ -40,11 +40,10 @@ class Model(nn.Module):
 
 
 class Training:
-    """Two optimizers, clipped gradients, a scheduler, an average of the weights. Eager, or compiled."""
+    """Two optimizers, clipped gradients, a scheduler, an average of the weights."""
 
-    def __init__(self, model: Model, *, compiled: bool = False) -> None:
-        self.model = model
-        self.run: Any = torch.compile(model, backend="aot_eager") if compiled else model
+    def __init__(self, model: Model) -> None:
+        self.model = self.run = model
         self.optimizers: tuple[torch.optim.Optimizer, ...] = (
             torch.optim.SGD(model.body.parameters(), lr=0.05, momentum=0.9),
             torch.optim.Adam(model.head.parameters(), lr=0.01),
@@ -118,18 +117,17 @@ MOVES: list[tuple[Callable[[PrecisionController], None], Precision]] = [
 ]
 
 
-@pytest.mark.parametrize(("attached", "compiled"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("ask", "expected"), MOVES)
 def test_a_switch_asked_for_in_mid_window_happens_at_its_end(
-    ask: Callable[[PrecisionController], None], expected: Precision, attached: bool, compiled: bool
+    ask: Callable[[PrecisionController], None], expected: Precision
 ) -> None:
     """Asked before or after the backward pass of any of the four, inside the autocast or out of it."""
     given = windowed(4)
     model = Model()
     places = [(index, where) for index in (0, 1, 3) for where in ("in forward", "before backward", "after it")]
-    for place in places[:: 3 if compiled else 1]:
-        mine, theirs = (Training(copy.deepcopy(model), compiled=compiled) for _ in range(2))
-        controller = steered_training(mine, attached=attached)
+    for place in places:
+        mine, theirs = (Training(copy.deepcopy(model)) for _ in range(2))
+        controller = steered_training(mine, attached=True)
         for number, window in enumerate(given):
             for index, (inputs, targets) in enumerate(window):
                 is_asked = number == 1 and index == place[0]
@@ -269,25 +267,3 @@ def test_step_together_steps_both_optimizers_or_neither() -> None:
             theirs.step_schedulers()
             theirs.update_average()
     assert_same(mine, theirs)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_after_a_trip_the_windows_are_those_of_a_run_in_the_lower_rung(compiled: bool) -> None:
-    """Two windows without a finite loss; nothing to rerun, so one rung down; moments and average are untouched."""
-    given = windowed(6)
-    model = Model()
-    mine, theirs = (Training(copy.deepcopy(model), compiled=compiled) for _ in range(2))
-    controller = steered_training(mine)
-    for number, window in enumerate(given):
-        for index, batch in enumerate(window):
-            is_bad = number in (2, 3) and index == 1
-            mine.forward_and_backward(controller, controller.autocast, NAN if is_bad else batch)
-        mine.step(controller)
-    scaler, off = Scaler("cpu", init_scale=1024.0), Scaler("cpu", enabled=False)
-    for window in given[:2]:
-        plain_window(theirs, scaler, "fp16", window)
-    for window in given[4:]:
-        plain_window(theirs, off, "bf16", window)
-    assert_same(mine, theirs)
-    (record,) = controller.status().history
-    assert (record.kind, record.update, record.after) == ("demotion", 4, "bf16")

@@ -36,6 +36,10 @@ RUNS: dict[str, tuple[dict[str, Any], list[str]]] = {
         [*5 * [CLEAN], OVERFLOW, OVERFLOW, OVERFLOW, *3 * [CLEAN]],
     ),
     "too small for fp16, raised": ({}, [*12 * [TINY]]),
+    "too small for fp16 at the largest scale allowed": (
+        {"loss_scale": LossScale(init_scale=1.0, max_scale=4.0)},
+        [*80 * [TINY]],
+    ),
     "by hand": ({}, [*3 * [CLEAN], "fp32", *2 * [CLEAN], OVERFLOW, "fp16", *2 * [CLEAN], OVERFLOW]),
     "diagnosed, and pinned": ({"is_attached": True}, [*5 * [CLEAN], *8 * [HUGE], *2 * [CLEAN]]),
 }
@@ -117,8 +121,8 @@ def test_a_state_that_an_earlier_version_saved_is_loaded_whole(name: str) -> Non
 
 
 def write() -> None:
-    states = {name: played(name).state_dict() for name in RUNS}
-    GOLDEN.write_text(json.dumps(states, indent=1) + "\n")
+    states = [f"{json.dumps(name)}: {json.dumps(played(name).state_dict())}" for name in RUNS]
+    GOLDEN.write_text("{\n" + ",\n".join(states) + "\n}\n")
 
 
 if __name__ == "__main__":

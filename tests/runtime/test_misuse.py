@@ -95,7 +95,7 @@ def test_a_config_that_cannot_be_is_refused(wrong: dict[str, Any], match: str) -
 
 @pytest.mark.parametrize("fallback", [["fp32"], [FallbackPlan(precision="fp32", batch_size=4)]])
 def test_a_limit_on_a_slowdown_that_was_not_measured_is_refused(fallback: list[Any]) -> None:
-    with pytest.raises(InvalidRequestError, match="the speed of fp32 was not measured") as caught:
+    with pytest.raises(InvalidRequestError, match="speed of fp32") as caught:
         PrecisionController(config(fallback=fallback), device="cpu", max_slowdown=2.0)
     assert "leave max_slowdown out" in caught.value.next_step
 
@@ -159,7 +159,7 @@ def test_a_module_to_pin_that_is_not_there_is_refused() -> None:
 @pytest.mark.parametrize("name", ["bf16", "fp8", "float16"])
 def test_a_precision_that_is_no_rung_is_refused(name: Any) -> None:
     scaler = make(fallback=["fp32"])
-    with pytest.raises(InvalidRequestError, match=f"'{name}' is not among this run's rungs, fp16, fp32"):
+    with pytest.raises(InvalidRequestError, match=f"'{name}' is not among"):
         scaler.set_precision(name)
     assert scaler.config.precision == "fp16"
     assert scaler.status().history == ()

