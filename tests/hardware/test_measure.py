@@ -7,7 +7,8 @@ import torch
 from autotune_amp.core.config import PRECISIONS
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.hardware import cpu, cuda, host, identify, matmul, measure, nvml
-from autotune_amp.hardware.cgroup import ContainerMemory
+from autotune_amp.hardware.device import DEVICES
+from autotune_amp.hardware.host import ContainerMemory
 
 
 def test_the_cpu_is_measured() -> None:
@@ -129,3 +130,15 @@ def test_a_cuda_index_out_of_range_says_how_many_there_are(monkeypatch: pytest.M
     assert (cuda.resolve(None), cuda.resolve(0)) == ("cuda:1", "cuda:0")
     with pytest.raises(DeviceError, match="cuda:2 was asked for, but PyTorch sees 2 cuda devices"):
         cuda.resolve(2)
+
+
+def test_another_kind_of_device_is_a_module_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DeviceError):
+        measure("toy")
+    monkeypatch.setitem(DEVICES, "toy", "toy_device")
+    found = measure("toy:0", seconds=0.01)
+    assert (found.identity.type, found.compute_capability, found.memory.available) == ("toy", "of cpu", 6)
+    assert {capability.level for capability in found.precisions.values()} == {"unsupported"}
+    assert found.notes == ("before cpu", "after cpu")
+    with pytest.raises(DeviceError, match="only one toy"):
+        measure("toy:1")
