@@ -15,7 +15,7 @@ from autotune_amp.core.errors import BudgetTooSmallError, InvalidRequestError, W
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware, Level
 from autotune_amp.core.outcome import Description
 from autotune_amp.search.lone_check import check_spec, checked_request
-from autotune_amp.trial.spec import CheckSpec
+from autotune_amp.trial.jobs import Check
 
 PREAMBLE = """
 import torch
@@ -171,7 +171,7 @@ def hardware() -> Hardware:
     )
 
 
-def specified(precision: str, asked_batch_size: int | None = None, **about: Any) -> CheckSpec:
+def specified(precision: str, asked_batch_size: int | None = None, **about: Any) -> Check:
     request = checked_request(precision, asked_batch_size, "cpu", ["head"], 5, 100.0)
     description = Description(
         **{
@@ -209,7 +209,7 @@ def test_the_batch_size(asked: int | None, about: dict[str, Any], expected: int)
 
 
 def test_what_was_asked_for_reaches_the_check() -> None:
-    assert specified("fp16", 4) == CheckSpec(
+    assert specified("fp16", 4) == Check(
         what="fidelity",
         precision="fp16",
         batch_size=4,

@@ -45,12 +45,12 @@ IN_CIRCLES = {
     *("search.accumulate", "search.conditions", "search.evidence", "search.loss_scales", "search.objective"),
     *("search.seeding", "search.session", "search.space", "search.told", "search.verdicts"),
 }
-CROWDED = {"numerics", "runtime", "search", "trial"}
+CROWDED = {"search"}
 NAMED_LIKE_THE_STANDARD_LIBRARY = {"profile", "trace"}
 
 # Files that run in a parent, or that a parent reads, know no torch; only the study knows Optuna.
 WITHOUT_TORCH = (
-    *("__init__", "api", "cli", "commands", "core", "search", "isolation.process", "isolation.runner"),
+    *("__init__", "api", "cli", "commands", "core", "search", "isolation.process", "isolation.local"),
     *("numerics.scaler_replay", "numerics.grading", "runtime.policy", "runtime.run_log", "runtime.checkpoint"),
 )
 WITH_OPTUNA = ("search.study", "search.storage")

@@ -22,8 +22,10 @@ import psutil
 
 from autotune_amp.core import errors
 from autotune_amp.core.errors import AutotuneAmpError, RunnerError
+from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
 
+_NO_DEADLINES = Deadlines()
 TICK_SECONDS = 0.1
 # Inherited by all that a trial starts, whatever session it moves to: by it they are found when the process ends.
 _MARK = "AUTOTUNE_AMP_PROCESS"
@@ -50,14 +52,6 @@ class Watcher:
 
     def ending(self) -> None:
         """The process and all that came of it are about to be killed."""
-
-
-class Deadlines(msgspec.Struct, kw_only=True):
-    """`whole` is a time on the monotonic clock; the others are seconds from the last sign of life."""
-
-    whole: float | None = None
-    first_step_seconds: float | None = None
-    step_seconds: float | None = None
 
 
 class ProcessEndedError(Exception):
@@ -110,8 +104,10 @@ class Process:
         except BrokenPipeError:
             pass  # it died; `wait` says how
 
-    def wait(self, deadlines: Deadlines, *, ends_with_exit: bool = False) -> Any:
+    def wait(self, until: float | None, deadlines: Deadlines = _NO_DEADLINES, *, ends_with_exit: bool = False) -> Any:
         """The answer to the last message; raises `ProcessEndedError` if there is none, whoever ended the process.
+
+        `until` is a time on the monotonic clock; of the deadlines only those of steps count.
 
         A template's children answer and then exit; `ends_with_exit` waits for that too.
         """
@@ -132,7 +128,7 @@ class Process:
                 phase, allowed = "in the first step", deadlines.first_step_seconds
             elif event == "compiling":
                 if allowed is not None:
-                    phase, allowed = "compiling", _compiling_seconds(deadlines, now)
+                    phase, allowed = "compiling", _compiling_seconds(deadlines, until, now)
             elif event == "phase":
                 phase, allowed = message["name"], message.get("seconds")
                 self._folders += [message["folder"]] if "folder" in message else []
@@ -146,7 +142,7 @@ class Process:
                 answer, is_answered, allowed = _answer(message), True, None
                 if not ends_with_exit:
                     return _raised(answer)
-                deadlines.whole = now + _EXIT_SECONDS
+                until = now + _EXIT_SECONDS
             elif event == "exit":
                 self._drain_output()
                 if is_answered:
@@ -154,7 +150,7 @@ class Process:
                 raise ProcessEndedError(self._classify_exit(message["status"], phase), so_far)
             if event is not None and event != "so far":
                 limit = None if allowed is None else now + allowed
-            overdue = _overdue(now, deadlines.whole, limit)
+            overdue = _overdue(now, until, limit)
             if overdue is not None:
                 if is_answered:
                     self._kill_child()
@@ -239,8 +235,8 @@ class Process:
             self._printed.put(text)
 
 
-def _overdue(now: float, whole: float | None, limit: float | None) -> Literal["whole", "step"] | None:
-    if whole is not None and now > whole:
+def _overdue(now: float, until: float | None, limit: float | None) -> Literal["whole", "step"] | None:
+    if until is not None and now > until:
         return "whole"
     return "step" if limit is not None and now > limit else None
 
@@ -251,12 +247,12 @@ def _overdue_message(overdue: Literal["whole", "step"], allowed: float | None, p
     return f"a step took longer than {allowed:.1f} s ({phase})"
 
 
-def _compiling_seconds(deadlines: Deadlines, now: float) -> float | None:
+def _compiling_seconds(deadlines: Deadlines, until: float | None, now: float) -> float | None:
     """What one compilation may take: half of what is left to the trial, since a compiler's cache may have made the
     first steps that the deadlines are taken from quick."""
-    if deadlines.first_step_seconds is None or deadlines.whole is None:
+    if deadlines.first_step_seconds is None or until is None:
         return deadlines.first_step_seconds
-    return max(deadlines.first_step_seconds, (deadlines.whole - now) / 2)
+    return max(deadlines.first_step_seconds, (until - now) / 2)
 
 
 def _answer(message: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
-"""The process that trials run in or are forked from; started by runner.py, spoken to in lines of JSON.
+"""The process that trials run in or are forked from; started by process.py, spoken to in lines of JSON.
 
-As a *template* (Linux) it imports torch, loads the workload once with one thread and forks a child for each call.
-As a *worker* it answers calls itself, one after the other, until it is told to end. Either way the parent speaks
+As a *template* (Linux) it imports torch, loads the workload once with one thread and forks a child for each job.
+As a *worker* it runs jobs itself, one after the other, until it is told to end. Either way the parent speaks
 on standard input and hears on what was standard output when the process started; what the user's code prints goes
 to standard error. When the parent is gone, so is everything here.
 """
@@ -21,7 +21,6 @@ import threading
 import traceback
 from typing import Any
 
-import msgspec
 import psutil
 
 from autotune_amp.isolation.channel import Channel
@@ -30,15 +29,14 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class Server:
-    """Loads the workload and answers calls."""
+    """Loads the workload and runs jobs."""
 
     def __init__(self, channel: Channel, mode: str) -> None:
         self._channel = channel
         self._mode = mode
-        self._is_template = mode == "template"
-        self._source: Any = None
+        self._is_template = mode == "forked"
         self._origin = ""
-        self._bench: Any = None
+        self._context: Any = None
         self._threads: Any = None
 
     def load(self, command: dict[str, Any]) -> None:
@@ -46,16 +44,16 @@ class Server:
         from autotune_amp.core import workload
         from autotune_amp.isolation import packing
         from autotune_amp.isolation.forking import HeldThreads
+        from autotune_amp.trial.context import Context
 
         sys.path[:] = command["path"]
         self._origin = command["target"] or "workload"
         packed = self._channel.read_exactly(command["num_packed_bytes"])
         if self._is_template:
             self._threads = HeldThreads()
-        if command["target"]:
-            self._source = workload.import_target(command["target"])
-        else:
-            self._source = packing.unpack(packed)
+        target = command["target"]
+        source = workload.import_target(target) if target else packing.unpack(packed)
+        self._context = Context(source, is_kept=self._mode == "kept", is_template=self._is_template)
         self._channel.send({"event": "result", "value": self._torch_state()})
 
     def _torch_state(self) -> dict[str, Any]:
@@ -69,21 +67,16 @@ class Server:
 
         `num_threads` is what trials will use; None is what the user's code asked for.
         """
-        from autotune_amp.core.workload import make_workload
         from autotune_amp.hardware.measuring import make_current
-        from autotune_amp.trial.bench import Bench
-        from autotune_amp.trial.memory import file_bytes
 
         if not self._is_template:  # an accelerator is not for a process that others are forked from
             make_current(device)
-        workload = make_workload(self._source, self._origin)
-        template_file_bytes = file_bytes() if self._is_template else 0
-        self._bench = Bench(workload, is_kept=self._mode == "kept", template_file_bytes=template_file_bytes)
+        self._context.open(self._origin)
         state = self._torch_state()
         reason = None
         if self._is_template:
             reason = self._why_not_fork(device, num_threads or state["num_threads"])
-        self._channel.send({"event": "result", "value": {"torch_state": state, "why_not_fork": reason}})
+        self._channel.send({"event": "result", "value": {"torch_state": state, "why_not_forked": reason}})
 
     def share(self, device: str, state: dict[str, Any], seed: int) -> None:
         """Build the model once, as a trial would, for all children; answers with why they could not work after it."""
@@ -93,7 +86,7 @@ class Server:
         self._threads = HeldThreads()
         torch_state.apply(state)
         torch_state.seed(seed)
-        self._bench.share(self._torch_state)
+        self._context.share(self._torch_state)
         reason = self._why_not_fork(device, self._threads.num_threads, "building")
         self._channel.send({"event": "result", "value": reason})
 
@@ -105,44 +98,12 @@ class Server:
         gc.freeze()  # a collection in a child would copy every page that holds an object
         return reason
 
-    def call(self, command: dict[str, Any]) -> None:
-        """Answer one call in this process."""
-        value = self._answer(command["what"], command["args"])
+    def run(self, kind: str, fields: dict[str, Any]) -> None:
+        """Run a job in this process."""
+        from autotune_amp.core.job import find_job
+
+        value = find_job(kind, fields).run(self._context, self._channel.send)
         self._channel.send({"event": "result", "value": value})
-
-    def _answer(self, what: str, args: dict[str, Any]) -> Any:
-        from autotune_amp.trial import worker
-        from autotune_amp.trial.spec import CheckSpec, TrialSpec
-
-        if what == "probe":
-            import torch
-
-            from autotune_amp.hardware import measure
-            from autotune_amp.precision import torch_state
-
-            torch_state.apply(args["torch_state"])
-            hardware = measure(args["device"])
-            worker.clean(torch.device(hardware.device))
-            return hardware
-        if what == "fingerprint":
-            from autotune_amp.core.hardware import DeviceIdentity
-            from autotune_amp.fingerprint import compute
-
-            identity = msgspec.convert(args["identity"], DeviceIdentity)
-            return compute(self._source, args["options"], identity, args["torch_state"])
-        if what == "describe":
-            state, batch_size = args["torch_state"], args.get("baseline_batch_size")
-            return worker.describe(self._bench, args["device"], state, batch_size, has_tf32=args["has_tf32"])
-        if what == "check":
-            from autotune_amp.trial import checks
-
-            return checks.check(self._bench, msgspec.convert(args, CheckSpec), self._channel.send)
-        if what == "profile":
-            from autotune_amp.profile import child
-            from autotune_amp.profile.spec import ProfileSpec
-
-            return child.profile(self._bench, msgspec.convert(args, ProfileSpec), self._channel.send)
-        return worker.run(self._bench, msgspec.convert(args, TrialSpec), self._channel.send)
 
     def attempt(self, action: Any, *args: Any) -> None:
         """Do it, or say what went wrong; the user's code may raise anything, SystemExit among it."""
@@ -171,16 +132,16 @@ class Server:
         elif command["cmd"] == "share":
             self.attempt(self.share, command["device"], command["torch_state"], command["seed"])
         else:
-            self.attempt(self.call, command)
+            self.attempt(self.run, command["kind"], command["job"])
 
 
 def run_template(channel: Channel, server: Server) -> None:
-    """Fork a child for each call and watch it and the parent at once."""
+    """Fork a child for each job and watch it and the parent at once."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a trial leaves running becomes ours, to end
     while (command := channel.read_line()) is not None:
         if command["cmd"] in ("load", "open", "share"):
             server.handle(command)
-        elif command["cmd"] == "call":
+        elif command["cmd"] == "run":
             own = {process.pid for process in psutil.Process().children(recursive=True)}
             if not _watch(channel, _fork(server, command), own):
                 return
@@ -244,7 +205,7 @@ def _end_orphans(own: set[int]) -> None:
 
 
 def run_worker(channel: Channel, server: Server) -> None:
-    """Answer calls in this process, while a thread listens for the parent's end."""
+    """Run jobs in this process, while a thread listens for the parent's end."""
     commands: queue.Queue[dict[str, Any]] = queue.Queue()
     done = threading.Event()
 
@@ -293,7 +254,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def main(mode: str, parent: int) -> None:
-    """Serve until `parent` closes our input, as ``template``, ``kept`` or ``fresh`` worker."""
+    """Serve until `parent` closes our input, as template of ``forked`` children, or ``kept`` or ``fresh`` worker."""
     _die_with(parent)
     channel = Channel()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a text stream: nobody replaced it yet
@@ -302,7 +263,7 @@ def main(mode: str, parent: int) -> None:
 
     server = Server(channel, mode)
     channel.send({"event": "result", "value": "ready"})
-    if mode == "template":
+    if mode == "forked":
         run_template(channel, server)
     else:
         run_worker(channel, server)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from autotune_amp.core.config import AmpConfig
     from autotune_amp.core.outcome import Record
-    from autotune_amp.isolation.runner import Runner
+    from autotune_amp.isolation.backend import Backend
     from autotune_amp.search.session import Session
     from autotune_amp.search.space import Space
 
@@ -28,7 +28,7 @@ CHECK_SHARE = 0.15  # of the budget, at most: a search without accumulation is b
 _FREE = "--effective-batch-size free tries them without it."
 
 
-def judge(session: Session, runner: Runner, space: Space) -> Space:
+def judge(session: Session, runner: Backend, space: Space) -> Space:
     """The space with what accumulates only where that learns what the whole batch learns; checks it where needed.
 
     Raises `InvalidRequestError` where accumulation is withheld and nothing is left without it.
@@ -52,7 +52,7 @@ def judged(space: Space, records: Sequence[Record]) -> Space:
     return msgspec.structs.replace(space, notes=(*space.notes, note))
 
 
-def is_offered(session: Session, runner: Runner, space: Space) -> bool:
+def is_offered(session: Session, runner: Backend, space: Space) -> bool:
     """Whether anything may accumulate; checks it where nobody has, for a space in which nothing does."""
     if space.accumulation_withheld is None and finding(session.records) is None and session.clock.left_for_search() > 0:
         _check(session, runner, space.baseline.effective_batch_size)
@@ -150,7 +150,7 @@ def _accumulates(space: Space) -> bool:
     return any(c.accumulation_steps > 1 for c in (*space.candidates, space.baseline))
 
 
-def _check(session: Session, runner: Runner, effective_batch_size: int) -> None:
+def _check(session: Session, runner: Backend, effective_batch_size: int) -> None:
     session.progress.phase("checking whether gradients accumulate")
     session.check(
         runner,

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from autotune_amp.core.setting import Setting
-    from autotune_amp.isolation.runner import Isolation, Runner
+    from autotune_amp.isolation.backend import Backend
+    from autotune_amp.isolation.local import Isolation
     from autotune_amp.search.session import Session
-    from autotune_amp.trial.spec import TrialSpec
+    from autotune_amp.trial.jobs import Trial
 
 WORTH_SHARING = 0.2  # of a trial
 MIN_SHARED_SECONDS = 0.5  # less is not worth a model that lies in memory and a process that may fail to share it
@@ -51,13 +52,13 @@ def setup_seconds(session: Session) -> float:
     return 0.0 if known is None else known.build_seconds + known.context_seconds
 
 
-def share_where_it_pays(session: Session, runner: Runner, spec: TrialSpec, left_seconds: float) -> None:
+def share_where_it_pays(session: Session, runner: Backend, spec: Trial, left_seconds: float) -> None:
     """Share building among the trials to come if it is more than `WORTH_SHARING` of one, and say so.
 
     Before the first measurement it is, where it would be even in a trial that measures for all of
     `spec.measure_seconds`. Where time or memory is too short for a model more, every trial goes on building its own.
     """
-    if runner.isolation != "fork" or runner.is_build_shared:
+    if "share_build" not in runner.abilities or runner.is_build_shared:
         return
     measured = _own_builds(session)
     costs = measured or _foreseen(session, spec)
@@ -88,7 +89,7 @@ def shares_processes(device: str) -> bool:
 @contextmanager
 def confirming_runners(
     session: Session,
-    make: Callable[[Isolation, dict[str, str]], Runner],
+    make: Callable[[Isolation, dict[str, str]], Backend],
     winner: Setting,
     environment: dict[str, str],
     start_seconds: float,
@@ -103,11 +104,11 @@ def confirming_runners(
     """
     are_shared = shares_processes(session.hardware.device)
     with ExitStack() as stack:
-        templates: dict[tuple[tuple[str, str], ...], Runner] = {}
+        templates: dict[tuple[tuple[str, str], ...], Backend] = {}
         if can_share and not are_shared and _pays_in_confirmation(session, winner, environment, start_seconds):
             templates = _templates(stack, session, make, winner, environment, start_seconds)
 
-        def runner_for(variables: dict[str, str]) -> AbstractContextManager[Runner]:
+        def runner_for(variables: dict[str, str]) -> AbstractContextManager[Backend]:
             if templates:
                 return nullcontext(templates[_key(variables)])
             return make("kept" if are_shared else "fresh", variables)
@@ -122,13 +123,13 @@ def confirming_runners(
 def _templates(
     stack: ExitStack,
     session: Session,
-    make: Callable[[Isolation, dict[str, str]], Runner],
+    make: Callable[[Isolation, dict[str, str]], Backend],
     winner: Setting,
     environment: dict[str, str],
     start_seconds: float,
-) -> dict[tuple[tuple[str, str], ...], Runner]:
+) -> dict[tuple[tuple[str, str], ...], Backend]:
     """A template that has built the model for each environment; none if one of them cannot be forked from."""
-    templates = {_key(variables): make("fork", variables) for variables in _environments(environment)}
+    templates = {_key(variables): make("forked", variables) for variables in _environments(environment)}
     session.progress.note("Building is much of a fresh process: the confirmation shares models that are built once.")
     with ExitStack() as unfinished:
         for runner in templates.values():
@@ -178,7 +179,7 @@ def _own_builds(session: Session) -> Costs | None:
     return None
 
 
-def _foreseen(session: Session, spec: TrialSpec) -> Costs | None:
+def _foreseen(session: Session, spec: Trial) -> Costs | None:
     """The same of a trial that measures for as long as it may."""
     known = session.description
     if known is None or spec.measure_seconds is None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from autotune_amp.core.config import Precision
 from autotune_amp.core.outcome import Failure, Measurement, Purpose, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.runner import Runner
+from autotune_amp.isolation.backend import Backend
 from autotune_amp.search import accumulate, verdicts
 from autotune_amp.search.choose import Shortlist
 from autotune_amp.search.evidence import failures
@@ -18,7 +18,7 @@ from autotune_amp.search.fallbacks import LADDER
 from autotune_amp.search.seeding import HOPELESS
 from autotune_amp.search.session import CONFIRM_SHARE, Session, outcome_of
 from autotune_amp.search.space import Space
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 
 NUM_ROUNDS, MIN_ROUNDS = 5, 3
 # Long enough to meet what a long run meets: a collection of garbage, a stall of the machine. Short steps fill the
@@ -46,12 +46,12 @@ class Processes(NamedTuple):
     `runner_for` gives what runs in an environment, `start_seconds` is what a process takes before its first step.
     """
 
-    runner_for: Callable[[dict[str, str]], AbstractContextManager[Runner]]
+    runner_for: Callable[[dict[str, str]], AbstractContextManager[Backend]]
     start_seconds: float
     are_shared: bool = False
 
 
-def measure_fallbacks(session: Session, runner: Runner, space: Space, winner: Setting) -> None:
+def measure_fallbacks(session: Session, runner: Backend, space: Space, winner: Setting) -> None:
     """Measure a plan for each precision with less to go wrong, at the winner's effective batch size.
 
     The batch is halved and the accumulation doubled where it runs out of memory, if accumulation is offered; what was
@@ -189,7 +189,7 @@ def confirm(session: Session, processes: Processes, shortlist: Shortlist, enviro
                     num_starts = 0 if isinstance(record.outcome, Measurement) else 1
 
 
-def _spec(session: Session, run: Run, *, deadline_seconds: float, ending_seconds: float | None) -> TrialSpec:
+def _spec(session: Session, run: Run, *, deadline_seconds: float, ending_seconds: float | None) -> Trial:
     return session.spec(
         run.candidate,
         purpose=run.purpose,

@@ -11,7 +11,7 @@ from autotune_amp.core.evidence import Objective
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.runner import Runner
+from autotune_amp.isolation.backend import Backend
 from autotune_amp.search import building, gate, seeding, verdicts
 from autotune_amp.search.choose import search_speeds, shortlist
 from autotune_amp.search.conditions import is_waiting
@@ -19,7 +19,7 @@ from autotune_amp.search.loss_scales import AllScales
 from autotune_amp.search.session import Session, outcome_of, spent_on
 from autotune_amp.search.space import Space, without
 from autotune_amp.search.study import Asked, Study
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 
 CUT_RATIO = 1.25  # median of five steps against the best: cuts equals 4 % of the time (measurement.md, Timing)
 SLOW_PRECISION_SHARE = 0.1  # of the budget, for a precision that has not shown itself worth more
@@ -37,7 +37,7 @@ METERED_SECONDS, MAX_METERED_STEPS = 1.0, 1000  # an energy counter is updated e
 NUM_TRIALS_FORESEEN = 16  # one trial's steps take at most this part of the search phase
 
 
-def explore(session: Session, runner: Runner, space: Space, study: Study, max_trials: int | None) -> None:
+def explore(session: Session, runner: Backend, space: Space, study: Study, max_trials: int | None) -> None:
     """Try candidates until nothing promising is left, its share of the budget is used, or `max_trials`.
 
     It leaves a share of the budget for the checks and for loader workers. An fp16 candidate that may win has its loss
@@ -80,7 +80,7 @@ def smaller_seed(
     return None if candidate in {r.candidate for r in records} else candidate
 
 
-def share_building(session: Session, runner: Runner, space: Space) -> None:
+def share_building(session: Session, runner: Backend, space: Space) -> None:
     """Have the trials to come share what is built once, where that pays."""
     left = left_to_explore(session, space)
     building.share_where_it_pays(session, runner, search_spec(session, space.baseline, left), left)
@@ -97,7 +97,7 @@ def left_to_explore(session: Session, space: Space) -> float:
     return left if is_known or 2 * building.setup_seconds(session) < left else max(left, session.clock.left())
 
 
-def _measure(session: Session, runner: Runner, space: Space, study: Study, asked: Asked) -> Outcome:
+def _measure(session: Session, runner: Backend, space: Space, study: Study, asked: Asked) -> Outcome:
     seconds = left_to_explore(session, space)
     record = session.run(runner, search_spec(session, asked.candidate, seconds))
     outcome = outcome_of(record)
@@ -111,7 +111,7 @@ def _measure(session: Session, runner: Runner, space: Space, study: Study, asked
     return outcome
 
 
-def _follow_suggestions(session: Session, runner: Runner, space: Space, study: Study, max_trials: int | None) -> None:
+def _follow_suggestions(session: Session, runner: Backend, space: Space, study: Study, max_trials: int | None) -> None:
     num_idle = 0
     while num_idle < MAX_IDLE_SUGGESTIONS and _may_go_on(session, space, max_trials):
         excluded = session.exclusions(space)
@@ -139,7 +139,7 @@ def _next_look(session: Session, space: Space) -> Setting | None:
     return seeding.next_look(space, session.space_outcomes, session.memory_limit_bytes, session.exclusions(space))
 
 
-def _repeat_the_fastest(session: Session, runner: Runner, space: Space, study: Study, max_trials: int | None) -> None:
+def _repeat_the_fastest(session: Session, runner: Backend, space: Space, study: Study, max_trials: int | None) -> None:
     while _may_go_on(session, space, max_trials):
         candidate = _affordable(session, space, next_repeat(session.records, session.scales))
         if candidate is None:
@@ -185,7 +185,7 @@ def _may_go_on(session: Session, space: Space, max_trials: int | None) -> bool:
     return left_to_explore(session, space) > MIN_TRIAL_SECONDS
 
 
-def search_spec(session: Session, candidate: Setting, search_seconds: float) -> TrialSpec:
+def search_spec(session: Session, candidate: Setting, search_seconds: float) -> Trial:
     """A search trial with its limits: what the best so far says a step may take, and the `search_seconds` left."""
     best = session.best()
     if best is None:
@@ -218,7 +218,7 @@ def search_spec(session: Session, candidate: Setting, search_seconds: float) -> 
     )
 
 
-def _metered(spec: TrialSpec, objective: Objective) -> TrialSpec:
+def _metered(spec: Trial, objective: Objective) -> Trial:
     """For energy a trial is as long as a counter needs, however steady or slow its steps are."""
     if objective != "energy":
         return spec

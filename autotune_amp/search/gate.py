@@ -11,7 +11,7 @@ from autotune_amp.core.evidence import Objective
 from autotune_amp.core.fidelity import Fidelity
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.runner import Runner
+from autotune_amp.isolation.backend import Backend
 from autotune_amp.search import loss_scales, verdicts
 from autotune_amp.search.choose import RIVAL, finalists, measured_speeds, shortlist
 from autotune_amp.search.loss_scales import AllScales
@@ -22,7 +22,7 @@ from autotune_amp.search.space import Space
 from autotune_amp.search.study import Study
 from autotune_amp.search.told import own_workers
 from autotune_amp.search.verdicts import Check
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 
 NUM_PAIRS = 24  # of (init_scale, growth_interval) for one contender, the seeds among them
 MIN_CHECK_SECONDS = 0.5
@@ -48,7 +48,7 @@ class Measure(NamedTuple):
 
 
 Todo: TypeAlias = Hold | Calibrate | Measure
-SpecFor: TypeAlias = Callable[[Session, Setting, float], TrialSpec]  # with the seconds that are left
+SpecFor: TypeAlias = Callable[[Session, Setting, float], Trial]  # with the seconds that are left
 
 
 def next_todo(
@@ -79,7 +79,7 @@ def next_todo(
     return None if lame is None else _hold(lame, verdicts.check_of(lame))
 
 
-def pass_gate(session: Session, runner: Runner, space: Space, study: Study, spec_for: SpecFor) -> None:
+def pass_gate(session: Session, runner: Backend, space: Space, study: Study, spec_for: SpecFor) -> None:
     """Check and calibrate until the contenders are judged, or the search's share of the budget is used."""
     while session.clock.left_for_search() > MIN_CHECK_SECONDS:
         todo = next_todo(session.records, space, session.scales, session.objective)
@@ -110,7 +110,7 @@ def is_worth_calibrating(session: Session, candidate: Setting, outcome: Outcome)
     return is_rival and loss_scales.key_of(candidate) not in session.scales
 
 
-def calibrate(session: Session, runner: Runner, candidate: Setting) -> None:
+def calibrate(session: Session, runner: Backend, candidate: Setting) -> None:
     """Measure the largest safe loss scale over a short training in a child."""
     session.progress.phase("calibrating the loss scale")
     session.check(runner, "calibration", candidate)

@@ -8,7 +8,7 @@ import msgspec
 
 from autotune_amp.core.outcome import Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.runner import Runner
+from autotune_amp.isolation.backend import Backend
 from autotune_amp.search import verdicts
 from autotune_amp.search.choose import search_speeds
 from autotune_amp.search.conditions import MAX_DATA_SHARE, data_share
@@ -20,14 +20,14 @@ from autotune_amp.search.session import Session, outcome_of
 from autotune_amp.search.space import Space
 from autotune_amp.search.study import Study
 from autotune_amp.search.told import own_workers
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 
 SHORT_WAIT = 0.05  # of a step: more workers have little left to gain
 HANDOVER_SECONDS = 1e-3  # of a batch from a worker process: a shorter wait is not made shorter by one
 WORKER_START_SECONDS = 10.0  # a worker that is not forked imports torch first
 
 
-def try_workers(session: Session, runner: Runner, space: Space, study: Study, max_trials: int | None) -> None:
+def try_workers(session: Session, runner: Backend, space: Space, study: Study, max_trials: int | None) -> None:
     """Try more workers until one number will do or none helps, within `max_trials` of the whole search.
 
     A precision that comes to lead by them is checked.
@@ -113,7 +113,7 @@ def _is_worth_doubling(found: Outcome, before: Outcome | None) -> bool:
     return not isinstance(before, Measurement) or found.samples_per_second > (1 + PLATEAU) * before.samples_per_second
 
 
-def _spec(session: Session, candidate: Setting) -> TrialSpec:
+def _spec(session: Session, candidate: Setting) -> Trial:
     """A search trial with time for the workers to start."""
     spec = search_spec(session, candidate, session.clock.left_for_search())
     first, step = spec.first_step_deadline_seconds, spec.step_deadline_seconds

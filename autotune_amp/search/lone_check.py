@@ -10,7 +10,7 @@ from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.fidelity import Fidelity
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Description, Failure
-from autotune_amp.isolation.runner import Runner, can_fork
+from autotune_amp.isolation.local import LocalBackend
 from autotune_amp.search.opening import open_workload, told
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.origin import Origin
@@ -18,7 +18,7 @@ from autotune_amp.search.progress import Progress
 from autotune_amp.search.session import Clock, ProgressWatcher
 from autotune_amp.search.space import build_space
 from autotune_amp.search.verdicts import MAX_BATCH_SIZE
-from autotune_amp.trial.spec import CheckSpec, unchecked
+from autotune_amp.trial.jobs import Check
 
 
 class Request(NamedTuple):
@@ -62,30 +62,30 @@ def run_check(origin: Origin, request: Request, progress: Progress) -> Fidelity:
     clock = Clock(request.options.budget_seconds)
     watcher = ProgressWatcher(progress, clock)
     progress.work_started(clock.budget_seconds)
-    with Runner(origin.payload(), "fork" if can_fork() else "kept", watcher) as runner:
+    with LocalBackend(origin.payload(), None, watcher) as runner:
         hardware, description, state = open_workload(runner, origin, request.options.device, clock, progress)
         spec = check_spec(request, hardware, description, state, max(0.0, clock.left()))
         progress.phase(f"checking {spec.precision} against fp32")
-        outcome = runner.check(spec)
+        outcome = runner.submit(spec).result()
     if isinstance(outcome, Fidelity):
         return outcome
     assert isinstance(outcome, Failure)
     if outcome.kind == "workload_error":
         raise WorkloadError(*told(outcome))
-    return unchecked(spec, outcome)
+    return spec.unchecked(outcome)
 
 
 def check_spec(
     request: Request, hardware: Hardware, description: Description, torch_state: dict[str, Any], seconds: float
-) -> CheckSpec:
+) -> Check:
     """The check to make within `seconds`; raises `InvalidRequestError` for a precision that cannot be checked here."""
-    if request.precision == "fp32" and description.weights != "bf16":
+    if request.precision == "fp32" and description.weights not in ("bf16", "fp16"):
         raise InvalidRequestError("precision is 'fp32', which the others are held against.", "Give tf32, bf16 or fp16.")
     space = build_space(hardware, description, request.options)  # refuses a precision that the device does not have
     batch_size = min(MAX_BATCH_SIZE, space.baseline.batch_size)
     if description.num_samples is not None:  # two batches of the same samples would have no noise between them
         batch_size = max(1, min(batch_size, description.num_samples // 2))
-    return CheckSpec(
+    return Check(
         what="fidelity",
         precision=request.precision,
         batch_size=request.batch_size or batch_size,

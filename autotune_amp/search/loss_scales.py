@@ -27,7 +27,7 @@ from autotune_amp.numerics.scaler_replay import (
 from autotune_amp.search import accumulate
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
 from autotune_amp.search.verdicts import OF_THE_PRECISION
-from autotune_amp.trial.spec import NUM_WARMUP_STEPS
+from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import msgspec
-
 from autotune_amp.core.errors import BudgetTooSmallError, WorkloadError
 from autotune_amp.core.hardware import Hardware
+from autotune_amp.core.job import Found, Job
 from autotune_amp.core.outcome import Description, Failure
 from autotune_amp.core.recommendation import NothingWorksError
-from autotune_amp.isolation.runner import Runner
+from autotune_amp.isolation.local import LocalBackend
 from autotune_amp.search.origin import Origin
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.session import Clock
+from autotune_amp.trial.jobs import Describe, Probe
 
 
 class Opened(NamedTuple):
@@ -24,7 +24,7 @@ class Opened(NamedTuple):
     torch_state: dict[str, Any]
 
 
-def open_workload(runner: Runner, origin: Origin, device: str, clock: Clock, progress: Progress) -> Opened:
+def open_workload(runner: LocalBackend, origin: Origin, device: str, clock: Clock, progress: Progress) -> Opened:
     """Load it, probe the device and build it once.
 
     Raises `WorkloadError` (it cannot be loaded or built), `NothingWorksError` (the probe failed) and
@@ -32,15 +32,13 @@ def open_workload(runner: Runner, origin: Origin, device: str, clock: Clock, pro
     """
     progress.phase("loading the workload")
     runner.load(clock.left())
-    found, why_not_fork = runner.open(device, origin.num_threads(), clock.left())
-    if why_not_fork is not None:
-        runner.keep()
-    state = origin.torch_state(found)
+    state = origin.torch_state(runner.open(device, origin.num_threads(), clock.left()).torch_state)
     progress.phase("probing the device")
-    args: dict[str, Any] = {"device": device, "torch_state": state}
-    hardware = msgspec.convert(_ask(runner, "probe", args, clock), Hardware)
-    args |= {"device": hardware.device, "has_tf32": hardware.has_tf32}
-    description = msgspec.convert(_ask(runner, "describe", args, clock), Description)
+    hardware = _ask(runner, Probe(device=device, torch_state=state, deadline_seconds=_left(clock)), clock)
+    describe = Describe(
+        device=hardware.device, torch_state=state, has_tf32=hardware.has_tf32, deadline_seconds=_left(clock)
+    )
+    description = _ask(runner, describe, clock)
     return Opened(hardware, description, state)
 
 
@@ -52,14 +50,18 @@ def told(failure: Failure) -> tuple[str, str]:
     return f"{failure.message}\n{details}".rstrip(), "Mend it until one training step in fp32 works on its own."
 
 
-def _ask(runner: Runner, what: str, args: dict[str, Any], clock: Clock) -> Any:
-    answer = runner.ask(what, args, max(0.0, clock.left()))
+def _left(clock: Clock) -> float:
+    return max(0.0, clock.left())
+
+
+def _ask(runner: LocalBackend, job: Job[Found], clock: Clock) -> Found:
+    answer = runner.submit(job).result()
     if not isinstance(answer, Failure):
         return answer
     if answer.kind == "timeout":
         raise BudgetTooSmallError(
             f"The budget of {clock.budget_seconds:g} s ended before the check began.", "Give a larger budget."
         )
-    if what == "probe":
+    if isinstance(job, Probe):
         raise NothingWorksError(f"The probe failed: {answer.message.rstrip('.')}.", 'Try device="cpu".', ())
     raise WorkloadError(*told(answer))

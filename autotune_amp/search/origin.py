@@ -7,8 +7,6 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.outcome import Failure
@@ -16,7 +14,7 @@ from autotune_amp.core.recommendation import Fingerprint
 from autotune_amp.search.folder import folder_name, study_name
 
 if TYPE_CHECKING:
-    from autotune_amp.isolation.runner import Payload, Runner  # at run time only where a search begins
+    from autotune_amp.isolation.local import LocalBackend, Payload  # at run time only where a search begins
 
 
 _FINGERPRINT_SECONDS = 60.0
@@ -44,16 +42,25 @@ class Origin(ABC):
         return None
 
     def fingerprint_by_child(
-        self, options: dict[str, Any], identity: DeviceIdentity, runner: Runner, state: dict[str, Any]
+        self, options: dict[str, Any], identity: DeviceIdentity, runner: LocalBackend, state: dict[str, Any]
     ) -> Fingerprint:
         """The same from the process that imported the workload; nothing of it is called there either."""
-        args = {"options": options, "identity": msgspec.to_builtins(identity), "torch_state": state}
-        answer = runner.ask("fingerprint", args, deadline_seconds=_FINGERPRINT_SECONDS)
+        from autotune_amp.trial.jobs import FingerprintJob
+
+        answer = runner.submit(
+            FingerprintJob(
+                device=identity.type,
+                options=options,
+                identity=identity,
+                torch_state=state,
+                deadline_seconds=_FINGERPRINT_SECONDS,
+            )
+        ).result()
         if isinstance(answer, Failure):
             return Fingerprint(
                 digest="", parts={}, unknown=(f"the workload cannot be fingerprinted: {answer.message}",)
             )
-        return msgspec.convert(answer, Fingerprint)
+        return answer
 
     def held_bytes(self, device: str) -> int:
         """What the calling process holds on the device."""
@@ -70,7 +77,7 @@ class _Target(Origin):
         self.name = "embedded" if target.startswith("autotune_amp.workloads.transformer:") else study_name(target)
 
     def payload(self) -> Payload:
-        from autotune_amp.isolation.runner import Payload
+        from autotune_amp.isolation.local import Payload
 
         # As `python -m` has it: modules are found from the working directory too.
         return Payload(target=self._target, path=tuple(dict.fromkeys((str(Path.cwd()), *_import_path()))))
@@ -87,8 +94,8 @@ class _Live(Origin):
         self.name = folder_name(str(getattr(workload, "name", None) or getattr(workload, "__name__", "workload")))
 
     def payload(self) -> Payload:
+        from autotune_amp.isolation.local import Payload
         from autotune_amp.isolation.packing import pack
-        from autotune_amp.isolation.runner import Payload
 
         return Payload(target=None, packed=pack(self._workload), path=_import_path())
 

@@ -16,8 +16,8 @@ from autotune_amp.core.outcome import Description, Failure, Measurement, Outcome
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware.machine_load import LoadMeter
+from autotune_amp.isolation.backend import Backend
 from autotune_amp.isolation.process import Watcher
-from autotune_amp.isolation.runner import Runner
 from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.search import accumulate, loss_scales, seeding, verdicts
 from autotune_amp.search.evidence import failures, is_trial
@@ -26,7 +26,7 @@ from autotune_amp.search.loss_scales import AllScales, Answer, Key, Pair
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.space import Space
-from autotune_amp.trial.spec import CheckKind, CheckSpec, TrialSpec
+from autotune_amp.trial.jobs import Check, CheckKind, Trial
 
 # The confirmation takes at most this share of the budget, unless the device asks for more (`confirm.reserved_seconds`).
 CONFIRM_SHARE = 0.4
@@ -169,10 +169,10 @@ class Session:
         """What a candidate is confirmed with: the calibrated pair, where there is one."""
         return loss_scales.loss_scale(self.scales, candidate, self._loss_scale)
 
-    def spec(self, candidate: Setting, **fields: Any) -> TrialSpec:
+    def spec(self, candidate: Setting, **fields: Any) -> Trial:
         """A trial of `candidate` under this search's conditions."""
         sizes = None if self.description is None else self.description.sample_sizes
-        return TrialSpec(
+        return Trial(
             candidate=candidate,
             device=self.hardware.device,
             seed=self._seed,
@@ -189,8 +189,8 @@ class Session:
 
     def run(
         self,
-        runner: Runner,
-        spec: TrialSpec,
+        runner: Backend,
+        spec: Trial,
         *,
         round_number: int | None = None,
         environment: dict[str, str] | None = None,
@@ -200,7 +200,8 @@ class Session:
         if self._meter is not None:
             self._meter.start()
         started = self.clock.elapsed()
-        outcome = runner.run(spec)
+        handle = runner.submit(spec)
+        outcome = handle.result()
         return self._log(
             Record(
                 search_id=self._search_id,
@@ -213,13 +214,13 @@ class Session:
                 environment=environment or {},
                 loss_scale=spec.loss_scale,
                 load=None if self._meter is None else self._meter.stop(),
-                start_seconds=runner.start_seconds,
+                start_seconds=handle.start_seconds,
             )
         )
 
     def check(
         self,
-        runner: Runner,
+        runner: Backend,
         what: CheckKind,
         candidate: Setting,
         *,
@@ -229,8 +230,8 @@ class Session:
         """Make a check within `seconds` and what is left for the search, and log it as a trial is logged."""
         number = self._begin(candidate, what)
         started = self.clock.elapsed()
-        outcome = runner.check(
-            CheckSpec(
+        outcome = runner.submit(
+            Check(
                 what=what,
                 precision=candidate.precision,
                 batch_size=candidate.batch_size,
@@ -243,7 +244,7 @@ class Session:
                 torch_state=self._torch_state,
                 hold_heap=self._holds_heap,
             )
-        )
+        ).result()
         record = Record(
             search_id=self._search_id,
             number=number,

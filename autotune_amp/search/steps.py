@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from autotune_amp.core.config import PRECISIONS
 from autotune_amp.core.hardware import Hardware, MachineLoad
+from autotune_amp.core.job import Found, Job
 from autotune_amp.core.outcome import Description, Failure
 from autotune_amp.core.recommendation import (
     Exclusion,
@@ -23,7 +22,8 @@ from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import identify
 from autotune_amp.hardware.host import load_notes
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.isolation.runner import Isolation, Payload, Runner, can_fork
+from autotune_amp.isolation.backend import Backend
+from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
 from autotune_amp.search import busy
 from autotune_amp.search.accumulate import judge
 from autotune_amp.search.building import LONG_BUILD_SECONDS, confirming_runners, shares_processes
@@ -45,6 +45,7 @@ from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.search.study import Study
 from autotune_amp.trial.energy import require_counter
 from autotune_amp.trial.heap import recommended_environment
+from autotune_amp.trial.jobs import Describe, Probe
 
 _HELD_SHARE_WORTH_A_WORD = 0.05
 
@@ -64,7 +65,7 @@ def run_steps(
     steps = _Steps(origin, options, progress, folder)
     try:
         payload = origin.payload()
-        with folder, Runner(payload, "fork" if can_fork() else "kept", steps.watcher) as runner:
+        with folder, LocalBackend(payload, None, steps.watcher) as runner:
             progress.started(folder.path.name, str(folder.path), options.budget_seconds)
             state = steps.load(runner)
             if fingerprint is None:
@@ -103,12 +104,12 @@ class _Steps:
         self._is_spent = False
         self._load: MachineLoad | None = None
 
-    def load(self, runner: Runner) -> dict[str, Any]:
+    def load(self, runner: LocalBackend) -> dict[str, Any]:
         """Start the process that holds the workload; returns the torch state that trials take over."""
         self._progress.phase("loading the workload")
         return self._origin.torch_state(runner.load(self.clock.left()))
 
-    def run(self, runner: Runner, payload: Payload, fingerprint: Fingerprint, search_id: str) -> Recommendation:
+    def run(self, runner: LocalBackend, payload: Payload, fingerprint: Fingerprint, search_id: str) -> Recommendation:
         """Probe, describe, explore, check, confirm, decide and save."""
         state = self._open(runner)
         hardware = self._probe(runner, state)
@@ -171,22 +172,20 @@ class _Steps:
             )
         return recommendation
 
-    def _open(self, runner: Runner) -> dict[str, Any]:
+    def _open(self, runner: LocalBackend) -> dict[str, Any]:
         num_threads = self._origin.num_threads()
         found, reason = runner.open(self._options.device, num_threads, self.clock.left())
         self._start_seconds = self.clock.elapsed()
         if reason is not None:
-            runner.keep()
             self._warnings.append(f"Trials shared one process until it failed: {reason}.")
         return self._origin.torch_state(found)
 
-    def _probe(self, runner: Runner, state: dict[str, Any]) -> Hardware:
+    def _probe(self, runner: Backend, state: dict[str, Any]) -> Hardware:
         self._progress.phase("probing the device")
-        args = {"device": self._options.device, "torch_state": state}
-        answer = self._ask(runner, "probe", args)
-        if isinstance(answer, Failure):
-            raise NothingWorksError(f"The probe failed: {answer.message.rstrip('.')}.", "Try --device cpu.", ())
-        hardware = msgspec.convert(answer, Hardware)
+        job = Probe(device=self._options.device, torch_state=state, deadline_seconds=self._left())
+        hardware = self._ask(runner, job)
+        if isinstance(hardware, Failure):
+            raise NothingWorksError(f"The probe failed: {hardware.message.rstrip('.')}.", "Try --device cpu.", ())
         held = max(hardware.memory.held_by_caller, self._origin.held_bytes(hardware.device))
         hardware = with_held_memory(hardware, held)
         self._progress.found_hardware(hardware)
@@ -203,16 +202,23 @@ class _Steps:
             )
         return hardware
 
-    def _describe(self, runner: Runner, state: dict[str, Any], hardware: Hardware) -> Description:
+    def _describe(self, runner: Backend, state: dict[str, Any], hardware: Hardware) -> Description:
         self._progress.phase("building the workload once")
         baseline_batch_size = self._options.baseline[1] if self._options.baseline else ASSUMED_BATCH_SIZE
-        args = {"device": hardware.device, "torch_state": state, "has_tf32": hardware.has_tf32}
-        answer = self._ask(runner, "describe", {**args, "baseline_batch_size": baseline_batch_size})
+        answer = self._ask(
+            runner,
+            Describe(
+                device=hardware.device,
+                torch_state=state,
+                has_tf32=hardware.has_tf32,
+                baseline_batch_size=baseline_batch_size,
+                deadline_seconds=self._left(),
+            ),
+        )
         if not isinstance(answer, Failure):
-            description = msgspec.convert(answer, Description)
-            if description.build_seconds > LONG_BUILD_SECONDS:
-                self._progress.note(f"Building the workload took {description.build_seconds:.1f} s.")
-            return description
+            if answer.build_seconds > LONG_BUILD_SECONDS:
+                self._progress.note(f"Building the workload took {answer.build_seconds:.1f} s.")
+            return answer
         reason = f"{answer.kind}: {answer.message}" + (f"\n{answer.details.rstrip()}" if answer.details else "")
         asked = self._options.precisions or PRECISIONS
         raise NothingWorksError(
@@ -231,13 +237,16 @@ class _Steps:
             self._progress.note(line)
         self._warnings += said
 
-    def _ask(self, runner: Runner, what: str, args: dict[str, Any]) -> Any:
-        answer = runner.ask(what, args, max(0.0, self.clock.left()))
+    def _left(self) -> float:
+        return max(0.0, self.clock.left())
+
+    def _ask(self, runner: Backend, job: Job[Found]) -> Found | Failure:
+        answer = runner.submit(job).result()
         if isinstance(answer, Failure) and answer.kind == "timeout":
             raise too_small(self.clock, self.watcher.last_step_seconds)
         return answer
 
-    def _explore(self, session: Session, runner: Runner, space: Space, search_id: str) -> None:
+    def _explore(self, session: Session, runner: Backend, space: Space, search_id: str) -> None:
         storage = self._options.storage or self.folder.path / "study.db"
         with Study.open(
             storage,
@@ -256,7 +265,7 @@ class _Steps:
             try_workers(session, runner, space, study, self._options.max_trials)
 
     def _confirm(
-        self, session: Session, runner: Runner, payload: Payload, space: Space, environment: dict[str, str]
+        self, session: Session, runner: Backend, payload: Payload, space: Space, environment: dict[str, str]
     ) -> None:
         chosen = finalists(session.records, space, session.scales, session.objective)
         if chosen is None:
@@ -266,10 +275,10 @@ class _Steps:
         runner.close()  # its memory and threads are not there in the user's own run either
         self._progress.phase("confirming in fresh processes")
 
-        def make(isolation: Isolation, variables: dict[str, str]) -> Runner:
-            return Runner(payload, isolation, self.watcher, variables)
+        def make(isolation: Isolation, variables: dict[str, str]) -> Backend:
+            return LocalBackend(payload, isolation, self.watcher, variables)
 
-        is_forking = runner.isolation == "fork"
+        is_forking = "share_build" in runner.abilities
         with confirming_runners(
             session, make, chosen.winner, environment, self._start_seconds, can_share=is_forking
         ) as processes:

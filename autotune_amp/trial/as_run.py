@@ -17,7 +17,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.core.workload import Workload
 from autotune_amp.precision import mode as precision
 from autotune_amp.precision.mode import CUDA_FLAGS
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.step import make_training
 
 # Matrix products are taken to run always.
@@ -48,12 +48,12 @@ def as_run(
     if batch_size is None or found[1] or not could_be_strict:
         return found
     candidate = Setting(precision=found[0], batch_size=batch_size, as_found=True)
-    spec = TrialSpec(candidate=candidate, device=str(device), torch_state=dict(state))
+    spec = Trial(candidate=candidate, device=str(device), torch_state=dict(state))
     used = used_flags(workload, model, spec)
     return precision.as_found(state, device.type, [flag for flag in absent if flag not in used])
 
 
-def used_flags(workload: Workload, model: nn.Module, spec: TrialSpec) -> frozenset[str]:
+def used_flags(workload: Workload, model: nn.Module, spec: Trial) -> frozenset[str]:
     """Which of cuDNN's flags concern an operator of a step, taken as `spec` says; all of them where it cannot be known.
 
     It cannot where the step fails, and where an operator that is not PyTorch's own may call any other.

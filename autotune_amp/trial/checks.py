@@ -19,21 +19,22 @@ import torch
 from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity
+from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import CheckOutcome, Failure
 from autotune_amp.core.workload import Workload
 from autotune_amp.numerics import accumulation, calibration, fidelity
 from autotune_amp.numerics.passes import Loop, NoStepError, Passes, Subject, no_loss
 from autotune_amp.precision.mode import has_half_weights
 from autotune_amp.trial import data
-from autotune_amp.trial.bench import Bench
+from autotune_amp.trial.context import Context
 from autotune_amp.trial.failures import classify
+from autotune_amp.trial.jobs import Check
 from autotune_amp.trial.optimizers import make_optimizer
 from autotune_amp.trial.pieces import CannotCutError, whole_and_pieces
-from autotune_amp.trial.spec import CheckSpec
 from autotune_amp.trial.state import LoopState
 from autotune_amp.trial.step import checked_loss
 from autotune_amp.trial.unequal import LOOK_SECONDS
-from autotune_amp.trial.worker import Send, guarded, prepare
+from autotune_amp.trial.worker import guarded, prepare
 
 LOOK_SHARE = 0.2  # of a check's seconds, at most, for unequal samples
 _PHASES = {
@@ -43,20 +44,20 @@ _PHASES = {
 }
 
 
-def check(bench: Bench, spec: CheckSpec, send: Send) -> CheckOutcome:
+def check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
     """Make one check; whatever goes wrong comes back as a `Failure`."""
-    return guarded(bench, spec, lambda: _check(bench, spec, send))
+    return guarded(context, spec, lambda: _check(context, spec, tell))
 
 
-def _check(bench: Bench, spec: CheckSpec, send: Send) -> CheckOutcome:
-    prepare(bench, spec)
+def _check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
+    prepare(context, spec)
     try:
-        subject = _subject(bench, spec)
+        subject = _subject(context, spec)
     except CannotCutError as error:
         return accumulation.unchecked(str(error), spec.batch_size)
-    send({"event": "phase", "name": _PHASES[spec.what].format(spec.precision)})
+    tell({"event": "phase", "name": _PHASES[spec.what].format(spec.precision)})
     try:
-        return _found(subject, spec, send)
+        return _found(subject, spec, tell)
     except NoStepError:
         reason = "one call of train_step takes no optimizer step, so that it cannot be held against fp32"
         if spec.what == "fidelity":
@@ -69,7 +70,7 @@ def _check(bench: Bench, spec: CheckSpec, send: Send) -> CheckOutcome:
         return _attributed(failure, subject, spec)
 
 
-def _attributed(failure: Failure, subject: Subject, spec: CheckSpec) -> Failure:
+def _attributed(failure: Failure, subject: Subject, spec: Check) -> Failure:
     """`failure` as what a single pass shows it to be: the workload's own, the precision's, or neither's."""
     passes = Passes(subject)
     if not _runs(passes, "fp32"):
@@ -80,7 +81,7 @@ def _attributed(failure: Failure, subject: Subject, spec: CheckSpec) -> Failure:
     return msgspec.structs.replace(failure, kind="crash", details=traceback.format_exc()[-8000:])
 
 
-def _found(subject: Subject, spec: CheckSpec, send: Send) -> Fidelity | Calibration | Accumulation:
+def _found(subject: Subject, spec: Check, tell: Tell) -> Fidelity | Calibration | Accumulation:
     if spec.what == "accumulation":
         return accumulation.check(subject, accumulation.num_checked(spec.batch_size))
     if spec.what == "calibration":
@@ -97,11 +98,11 @@ def _found(subject: Subject, spec: CheckSpec, send: Send) -> Fidelity | Calibrat
         pinned_modules=spec.pinned_modules,
         batch_size=spec.batch_size,
         find_pins=spec.find_pins and subject.loop is None,
-        on_bad_verdict=lambda found: send({"event": "so far", "value": msgspec.to_builtins(found)}),
+        on_bad_verdict=lambda found: tell({"event": "so far", "value": msgspec.to_builtins(found)}),
     )
 
 
-def _unchecked(spec: CheckSpec, reason: str, next_step: str) -> Fidelity:
+def _unchecked(spec: Check, reason: str, next_step: str) -> Fidelity:
     return Fidelity(
         precision=spec.precision,
         batch_size=spec.batch_size,
@@ -112,10 +113,10 @@ def _unchecked(spec: CheckSpec, reason: str, next_step: str) -> Fidelity:
     )
 
 
-def _subject(bench: Bench, spec: CheckSpec) -> Subject:
+def _subject(context: Context, spec: Check) -> Subject:
     device = torch.device(spec.device)
-    workload = bench.workload
-    model = bench.model(device)
+    workload = context.workload
+    model = context.model(device)
     batches = _batches(workload.data, spec)
     if device.type != "cpu":
         batches = [data.move(batch, device) for batch in batches]
@@ -133,7 +134,7 @@ def _subject(bench: Bench, spec: CheckSpec) -> Subject:
     )
 
 
-def _loop_subject(workload: Workload, model: LoopState, batches: list[Any], spec: CheckSpec) -> Subject:
+def _loop_subject(workload: Workload, model: LoopState, batches: list[Any], spec: Check) -> Subject:
     train_step = workload.train_step
     assert train_step is not None
     loop = Loop(
@@ -152,7 +153,7 @@ def _loop_subject(workload: Workload, model: LoopState, batches: list[Any], spec
     )
 
 
-def _batches(user_data: Any, spec: CheckSpec) -> list[Any]:
+def _batches(user_data: Any, spec: Check) -> list[Any]:
     if spec.what == "accumulation":
         seconds = min(LOOK_SECONDS, LOOK_SHARE * (spec.deadline_seconds or math.inf))
         return whole_and_pieces(user_data, accumulation.num_checked(spec.batch_size), spec.seed, seconds)

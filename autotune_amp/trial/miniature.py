@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.workload import Workload
 from autotune_amp.hardware.matmul import synchronize
 from autotune_amp.trial.step import BaseTraining
-
-Send = Callable[[dict[str, Any]], None]
 
 
 class Ending(NamedTuple):
@@ -64,13 +63,13 @@ class Finish:
         self,
         training: BaseTraining,
         limit_seconds: float,
-        send: Send,
+        tell: Tell,
         keep: Callable[[Ending], None],
         classify: Callable[[BaseException], Failure],
     ) -> None:
         self._training = training
         self._limit_seconds = limit_seconds
-        self._send = send
+        self._tell = tell
         self._keep = keep
         self._classify = classify
         self._began = time.perf_counter()
@@ -96,7 +95,7 @@ class Finish:
             return
         overdue = f"{what} did not end within {left_seconds:.{0 if left_seconds >= 10 else 1}f} s"
         self._keep(self._ending(self._limit_seconds, [*self._problems, overdue]))
-        self._send({"event": "phase", "seconds": left_seconds, **phase})
+        self._tell({"event": "phase", "seconds": left_seconds, **phase})
         try:
             action()
             synchronize(self._training.device)

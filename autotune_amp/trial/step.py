@@ -19,8 +19,8 @@ from autotune_amp.precision import mode as precision
 from autotune_amp.precision.torch_state import as_found_autocast
 from autotune_amp.trial import data
 from autotune_amp.trial.amp import TrialAmp, has_gradients
+from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.optimizers import Optimizers, each, make_optimizer
-from autotune_amp.trial.spec import TrialSpec
 from autotune_amp.trial.state import LoopState
 
 
@@ -35,7 +35,7 @@ class BaseTraining(ABC):
     num_steps_taken = 0  # counted by who takes them
     has_stepped = True  # False until a loop that accumulates over its calls has taken its first optimizer step
 
-    def __init__(self, workload: Workload, model: nn.Module, spec: TrialSpec) -> None:
+    def __init__(self, workload: Workload, model: nn.Module, spec: Trial) -> None:
         self.spec = spec
         self.workload = workload
         self.device = torch.device(spec.device)
@@ -151,7 +151,7 @@ class BaseTraining(ABC):
 class Training(BaseTraining):
     """Model, loss and optimizer."""
 
-    def __init__(self, workload: Workload, model: nn.Module, spec: TrialSpec) -> None:
+    def __init__(self, workload: Workload, model: nn.Module, spec: Trial) -> None:
         super().__init__(workload, model, spec)
         self.loss = checked_loss(workload.loss)
         self.optimizer = make_optimizer(workload, model)
@@ -199,7 +199,7 @@ class LoopTraining(BaseTraining):
     is_update_apart = False
     has_stepped = False
 
-    def __init__(self, workload: Workload, model: LoopState, spec: TrialSpec) -> None:
+    def __init__(self, workload: Workload, model: LoopState, spec: Trial) -> None:
         super().__init__(workload, model, spec)
         assert workload.train_step is not None
         self._train_step = workload.train_step
@@ -227,13 +227,13 @@ class LoopTraining(BaseTraining):
         """Taken already."""
 
 
-def _config(spec: TrialSpec) -> AmpConfig:
+def _config(spec: Trial) -> AmpConfig:
     candidate = spec.candidate
     loss_scale = (spec.loss_scale or LossScale()) if candidate.precision == "fp16" else None
     return AmpConfig.of(candidate, loss_scale=loss_scale)
 
 
-def make_training(workload: Workload, model: nn.Module, spec: TrialSpec) -> BaseTraining:
+def make_training(workload: Workload, model: nn.Module, spec: Trial) -> BaseTraining:
     """The training of a `model` made by `make_model`. Raises `WorkloadError` for what cannot train."""
     if isinstance(model, LoopState):
         return LoopTraining(workload, model, spec)

@@ -11,7 +11,7 @@ from autotune_amp.core.intervals import trimmed_interval
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autotune_amp.trial.spec import TrialSpec
+    from autotune_amp.trial.jobs import Trial
 
 NUM_STEPS_BEFORE_CUT = 5
 DEADLINE_SHARE = 0.6
@@ -21,13 +21,13 @@ HOPELESS_RATIO = 1.6
 LEAST_ACCELERATOR_SECONDS = 0.25
 
 
-def is_hopeless(spec: TrialSpec, warmup_step_seconds: Sequence[float]) -> bool:
+def is_hopeless(spec: Trial, warmup_step_seconds: Sequence[float]) -> bool:
     """Whether the warm-up after the first step, one step at least, says enough."""
     return bool(spec.cut_step_seconds) and min(warmup_step_seconds) > HOPELESS_RATIO * (spec.cut_step_seconds or 0.0)
 
 
 def stop(
-    spec: TrialSpec,
+    spec: Trial,
     group_seconds: Sequence[float],
     *,
     is_whole: bool,

@@ -13,63 +13,63 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
+from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import trimmed_interval
+from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import Description, Failure, Measurement, Outcome
-from autotune_amp.hardware import cuda
+from autotune_amp.hardware import cuda, measure
 from autotune_amp.precision import mode as precision
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import data
 from autotune_amp.trial.as_run import as_run
-from autotune_amp.trial.bench import Bench
 from autotune_amp.trial.compiling import CompileWatch, forget_compiled
+from autotune_amp.trial.context import Context
 from autotune_amp.trial.energy import Counter, EnergyMeter, counter_of
 from autotune_amp.trial.failures import classify
 from autotune_amp.trial.heap import hold_heap
+from autotune_amp.trial.jobs import Check, Describe, Probe, Trial
 from autotune_amp.trial.memory import PeakMemory
 from autotune_amp.trial.miniature import Ending, Finish, check_signatures
 from autotune_amp.trial.optimizers import make_optimizer
 from autotune_amp.trial.sizes import Look, look
-from autotune_amp.trial.spec import CheckSpec, TrialSpec
 from autotune_amp.trial.state import LoopState
 from autotune_amp.trial.step import BaseTraining, make_training
 from autotune_amp.trial.timing import Timing, time_steps
 
-Send = Callable[[dict[str, Any]], None]
 Result = TypeVar("Result")
 
 
-def describe(
-    bench: Bench,
-    device: str,
-    state: dict[str, Any],
-    baseline_batch_size: int | None = None,
-    *,
-    has_tf32: bool = False,
-) -> Description:
-    """What the workload is, from building it once; without a `baseline_batch_size` its data is not looked at.
+def probe(context: Context, job: Probe, tell: Tell) -> Hardware:  # noqa: ARG001 - it takes no steps to tell of
+    """What the device can do, measured in the caller's torch state."""
+    torch_state.apply(job.torch_state)
+    hardware = measure(job.device)
+    clean(torch.device(hardware.device))
+    return hardware
 
-    A batch size of the data's own comes before it. `has_tf32`: the device does.
-    """
+
+def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noqa: ARG001 - it takes no steps to tell of
+    """What the workload is, from building it once."""
+    device, state = torch.device(job.device), job.torch_state
     torch_state.apply(state)
-    check_signatures(bench.workload)
-    context_seconds = _start_accelerator(torch.device(device))
-    kind, batch_size, num_samples = data.describe(bench.workload.data)
+    check_signatures(context.workload)
+    context_seconds = _start_accelerator(device)
+    kind, batch_size, num_samples = data.describe(context.workload.data)
     started = time.perf_counter()
-    model = bench.model(torch.device(device))
+    model = context.model(device)
     parameters = list(model.parameters())
     if isinstance(model, LoopState):
         trained = model.trained()
     else:
-        make_optimizer(bench.workload, model)
+        make_optimizer(context.workload, model)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
     build_seconds = time.perf_counter() - started
-    seen_batch_size = baseline_batch_size and (batch_size or baseline_batch_size)
-    as_found, is_strict = as_run(bench.workload, model, torch.device(device), state, seen_batch_size, has_tf32=has_tf32)
-    if bench.is_kept:
-        clean(torch.device(device))
-    seen = Look() if seen_batch_size is None else look(bench.workload, seen_batch_size)
+    seen_batch_size = job.baseline_batch_size and (batch_size or job.baseline_batch_size)
+    as_found, is_strict = as_run(context.workload, model, device, state, seen_batch_size, has_tf32=job.has_tf32)
+    if context.is_kept:
+        clean(device)
+    seen = Look() if seen_batch_size is None else look(context.workload, seen_batch_size)
     return Description(
-        name=bench.workload.name,
+        name=context.workload.name,
         batch_size=batch_size,
         num_samples=num_samples,
         data=kind,
@@ -84,20 +84,20 @@ def describe(
         sample_sizes=seen.sample_sizes,
         batch_sizes_seen=seen.batch_sizes_seen,
         scan_problem=seen.scan_problem,
-        has_worst_batch=bench.workload.worst_batch is not None,
-        has_ending=bench.workload.evaluate is not None or bench.workload.checkpoint is not None,
-        is_loop=bench.workload.is_loop,
-        accumulation_steps=bench.workload.accumulation_steps,
-        weighs_passes=bench.workload.weighs_passes,
+        has_worst_batch=context.workload.worst_batch is not None,
+        has_ending=context.workload.evaluate is not None or context.workload.checkpoint is not None,
+        is_loop=context.workload.is_loop,
+        accumulation_steps=context.workload.accumulation_steps,
+        weighs_passes=context.workload.weighs_passes,
     )
 
 
-def run(bench: Bench, spec: TrialSpec, send: Send) -> Outcome:
+def run(context: Context, spec: Trial, tell: Tell) -> Outcome:
     """Run one trial; whatever goes wrong comes back as a `Failure`."""
-    return guarded(bench, spec, lambda: _measure(bench, spec, send))
+    return guarded(context, spec, lambda: _measure(context, spec, tell))
 
 
-def guarded(bench: Bench, spec: TrialSpec | CheckSpec, action: Callable[[], Result]) -> Result | Failure:
+def guarded(context: Context, spec: Trial | Check, action: Callable[[], Result]) -> Result | Failure:
     """Do it in the caller's torch state; what it raises comes back as a `Failure`, a kept worker is left clean."""
     try:
         torch_state.apply(spec.torch_state)
@@ -110,16 +110,16 @@ def guarded(bench: Bench, spec: TrialSpec | CheckSpec, action: Callable[[], Resu
         traceback.clear_frames(error.__traceback__)
         return failure
     finally:
-        if bench.is_kept:
+        if context.is_kept:
             clean(torch.device(spec.device))
 
 
-def prepare(bench: Bench, spec: TrialSpec | CheckSpec) -> tuple[PeakMemory, float]:
+def prepare(context: Context, spec: Trial | Check) -> tuple[PeakMemory, float]:
     """Seed, start the accelerator and limit the memory; returns what watches it, and the start's seconds."""
     device = torch.device(spec.device)
     torch_state.seed(spec.seed)
     context_seconds = _start_accelerator(device)
-    memory = PeakMemory(device, spec.memory_limit_bytes, bench.build_memory, bench.template_file_bytes)
+    memory = PeakMemory(device, spec.memory_limit_bytes, context.build_memory, context.template_file_bytes)
     return memory, context_seconds
 
 
@@ -133,35 +133,35 @@ def clean(device: torch.device) -> None:
             torch.get_device_module(device).empty_cache()
 
 
-def _measure(bench: Bench, spec: TrialSpec, send: Send) -> Outcome:
-    memory, context_seconds = prepare(bench, spec)
-    is_build_shared = bench.is_build_shared
+def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
+    memory, context_seconds = prepare(context, spec)
+    is_build_shared = context.is_build_shared
     started = time.perf_counter()
-    training = make_training(bench.workload, bench.model(torch.device(spec.device)), spec)
+    training = make_training(context.workload, context.model(torch.device(spec.device)), spec)
     building = {
         "build_seconds": time.perf_counter() - started,
         "context_seconds": context_seconds,
         "is_build_shared": is_build_shared,
     }
     with contextlib.closing(training):
-        return _train(training, memory, send, building)
+        return _train(training, memory, tell, building)
 
 
-def _train(training: BaseTraining, memory: PeakMemory, send: Send, building: dict[str, Any]) -> Outcome:
+def _train(training: BaseTraining, memory: PeakMemory, tell: Tell, building: dict[str, Any]) -> Outcome:
     spec = training.spec
     meter = EnergyMeter(_energy_counter(torch.device(spec.device)))
-    send({"event": "first step"})
+    tell({"event": "first step"})
 
     def report(number: int, seconds: float) -> None:
         meter.step(number, compiling.count())
         memory.poll()
-        send({"event": "step", "number": number, "seconds": seconds})
+        tell({"event": "step", "number": number, "seconds": seconds})
 
     def enter(name: str) -> None:
-        send({"event": "phase", "name": name})
+        tell({"event": "phase", "name": name})
 
     retries = memory.num_allocator_retries()
-    with CompileWatch(lambda: send({"event": "compiling"})) as compiling:
+    with CompileWatch(lambda: tell({"event": "compiling"})) as compiling:
         timing = time_steps(training, report, enter, compiling.count)
 
     def outcome(ending: Ending) -> Outcome:
@@ -189,13 +189,13 @@ def _train(training: BaseTraining, memory: PeakMemory, send: Send, building: dic
 
         def keep(ending: Ending) -> None:
             value = msgspec.structs.replace(measured, **ending._asdict())
-            send({"event": "so far", "value": msgspec.to_builtins(value)})
+            tell({"event": "so far", "value": msgspec.to_builtins(value)})
 
-        found = outcome(Finish(training, spec.ending_seconds, send, keep, classify).run())
+        found = outcome(Finish(training, spec.ending_seconds, tell, keep, classify).run())
     return found
 
 
-def _measurement(spec: TrialSpec, timing: Timing, **measured: Any) -> Measurement:
+def _measurement(spec: Trial, timing: Timing, **measured: Any) -> Measurement:
     steps = timing.raw_step_seconds
     # The mean, not the median: what a long run reaches includes its slow steps.
     step_seconds = sum(steps) / len(steps)
@@ -234,8 +234,9 @@ def _start_accelerator(device: torch.device) -> float:
 
 def _weights(parameters: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]) -> Any:
     low = precision.HALF_DTYPES
-    if any(p.dtype in low for p in trained):
-        return "bf16"
+    for dtype, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
+        if any(p.dtype == dtype for p in trained):
+            return name
     return "frozen_low" if any(p.dtype in low for p in parameters) else "fp32"
 
 

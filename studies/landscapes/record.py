@@ -21,16 +21,16 @@ from landscape import Cell, Header, Landscape, Process, hardware_slug
 from parts import PARTS
 
 from autotune_amp.core.config import Precision
-from autotune_amp.core.hardware import Hardware
-from autotune_amp.core.outcome import Description, Failure, Measurement
+from autotune_amp.core.job import Found
+from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import identify
+from autotune_amp.isolation.local import LocalBackend
 from autotune_amp.isolation.process import Watcher
-from autotune_amp.isolation.runner import Runner
 from autotune_amp.search.origin import target
 from autotune_amp.search.rerank import LOSS_SCALE
 from autotune_amp.trial.heap import recommended_environment
-from autotune_amp.trial.spec import NUM_WARMUP_STEPS, TrialSpec
+from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Describe, Probe, Trial
 
 HERE = Path(__file__).parent
 NUM_STEPS, MEASURE_SECONDS = (8, 40), 0.7
@@ -138,7 +138,7 @@ class Recorder:
         if self._path.exists() and not to_record(whole_lines(self._path), num_processes):
             print(f"{self._path} is complete")
             return
-        with Runner(self._payload, "fork", self._ears) as runner:
+        with LocalBackend(self._payload, "forked", self._ears) as runner:
             header = self._header(runner)
             if not self._path.exists():
                 self._append(header)
@@ -152,7 +152,7 @@ class Recorder:
                 left = seconds_left(landscape, cells[1:])
                 print(f"{self._name} {described(process)}; {time.monotonic() - started:.0f} s, {left:.0f} left")
 
-    def _header(self, runner: Runner) -> Header:
+    def _header(self, runner: LocalBackend) -> Header:
         started = time.monotonic()
         runner.load(START_SECONDS)
         state, why_not_fork = runner.open(self._device, None, START_SECONDS)
@@ -160,11 +160,16 @@ class Recorder:
         if why_not_fork is not None:
             raise SystemExit(f"{self._name} cannot be forked: {why_not_fork}.")
         part = PARTS[self._name]
-        where: dict[str, Any] = {"device": self._device, "torch_state": state}
-        hardware = _converted(runner.ask("probe", where, START_SECONDS), Hardware)
-        where |= {"device": hardware.device, "has_tf32": hardware.has_tf32}
-        where |= {"baseline_batch_size": part.todays_batch_size}
-        description = _converted(runner.ask("describe", where, START_SECONDS), Description)
+        probe = Probe(device=self._device, torch_state=state, deadline_seconds=START_SECONDS)
+        hardware = _found(runner.submit(probe).result())
+        describe = Describe(
+            device=hardware.device,
+            torch_state=state,
+            has_tf32=hardware.has_tf32,
+            baseline_batch_size=part.todays_batch_size,
+            deadline_seconds=START_SECONDS,
+        )
+        description = _found(runner.submit(describe).result())
         limit = part.memory_limit_mib
         legal: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16")
         environment = recommended_environment(hardware.device)
@@ -191,12 +196,12 @@ class Recorder:
             },
         )
 
-    def _run(self, runner: Runner, landscape: Landscape, cell: Cell) -> Process:
+    def _run(self, runner: LocalBackend, landscape: Landscape, cell: Cell) -> Process:
         header = landscape.header
         is_fresh = cell.isolation == "fresh"
         deadline = deadline_seconds(landscape, cell.precision, cell.batch_size)
         deadline += header.start_seconds * DEADLINE_RATIO if is_fresh else 0.0
-        spec = TrialSpec(
+        spec = Trial(
             candidate=cell.candidate,
             device=header.hardware.device,
             loss_scale=LOSS_SCALE if cell.precision == "fp16" else None,
@@ -213,11 +218,11 @@ class Recorder:
         self._ears.forget()
         started = time.monotonic()
         if is_fresh:
-            with Runner(self._payload, "fresh", self._ears, header.environment) as fresh:
-                outcome = fresh.run(spec)
+            with LocalBackend(self._payload, "fresh", self._ears, header.environment) as fresh:
+                outcome = fresh.submit(spec).result()
                 seconds = time.monotonic() - started
         else:
-            outcome = runner.run(spec)
+            outcome = runner.submit(spec).result()
             seconds = time.monotonic() - started
         is_failure = isinstance(outcome, Failure)
         if isinstance(outcome, Failure):
@@ -264,10 +269,10 @@ def described(process: Process) -> str:
     return f"{process.cell}: {words}, {process.seconds:.1f} s"
 
 
-def _converted(answer: Any, kind: Any) -> Any:
+def _found(answer: Found | Failure) -> Found:
     if isinstance(answer, Failure):
         raise SystemExit(f"The workload cannot be probed or built: {answer.kind}: {answer.message}")
-    return msgspec.convert(answer, kind)
+    return answer
 
 
 def main() -> None:

@@ -16,9 +16,10 @@ from autotune_amp.core.config import Precision
 from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity
 from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.outcome import CheckOutcome, Failure, Measurement, Outcome
-from autotune_amp.isolation.runner import Isolation
+from autotune_amp.isolation.backend import Ability
+from autotune_amp.isolation.local import Isolation
 from autotune_amp.search.session import Clock
-from autotune_amp.trial.spec import CheckSpec, TrialSpec
+from autotune_amp.trial.jobs import Check, Trial
 from autotune_amp.trial.stopping import is_hopeless, stop
 
 # Of a check of bf16 and of a calibration in real searches (num_passes in their outcomes.jsonl): of a check half are in
@@ -68,9 +69,7 @@ class _Watch:
             raise _OverdueError(self.seconds)
 
 
-def play(
-    process: Process, spec: TrialSpec, header: Header, chance: random.Random, *, is_started: bool = False
-) -> Played:
+def play(process: Process, spec: Trial, header: Header, chance: random.Random, *, is_started: bool = False) -> Played:
     """A recorded process as it would have gone under `spec`, whose rules for warm-ups, number of steps, interval, cut,
     measuring time, deadlines and memory it obeys as the real timing does.
 
@@ -102,7 +101,7 @@ def _setup_seconds(process: Process) -> float:
     return max(0.0, process.seconds - sum(process.warmup_step_seconds) - step_seconds)
 
 
-def _fail(process: Process, failure: Failure, spec: TrialSpec, watch: _Watch) -> Played:
+def _fail(process: Process, failure: Failure, spec: Trial, watch: _Watch) -> Played:
     limits = _limits(spec)
     for seconds in (*process.warmup_step_seconds, *process.heard_step_seconds):
         watch.take(seconds, next(limits))
@@ -112,7 +111,7 @@ def _fail(process: Process, failure: Failure, spec: TrialSpec, watch: _Watch) ->
     return Played(failure, watch.seconds)
 
 
-def _measure(process: Process, recorded: Measurement, spec: TrialSpec, watch: _Watch, chance: random.Random) -> Played:
+def _measure(process: Process, recorded: Measurement, spec: Trial, watch: _Watch, chance: random.Random) -> Played:
     started, limits = watch.seconds, _limits(spec)
     first, *warmup = process.warmup_step_seconds
     watch.take(first, next(limits))
@@ -145,14 +144,14 @@ def _measure(process: Process, recorded: Measurement, spec: TrialSpec, watch: _W
     return Played(found, watch.seconds)
 
 
-def _limits(spec: TrialSpec) -> Iterator[float | None]:
+def _limits(spec: Trial) -> Iterator[float | None]:
     yield spec.first_step_deadline_seconds
     while True:
         yield spec.step_deadline_seconds
 
 
 def _measurement(
-    recorded: Measurement, spec: TrialSpec, steps: list[float], num_together: int, *, was_cut: bool
+    recorded: Measurement, spec: Trial, steps: list[float], num_together: int, *, was_cut: bool
 ) -> Measurement:
     step_seconds = fmean(steps)
     return msgspec.structs.replace(
@@ -166,19 +165,40 @@ def _measurement(
     )
 
 
+class Done(NamedTuple):
+    """A job that ended when it was submitted."""
+
+    found: Any
+    start_seconds: float | None
+
+    def result(self) -> Any:
+        return self.found
+
+
 class ReplayRunner:
-    """A `Runner` that plays back whole recorded processes of a cell, drawn with replacement."""
+    """A `LocalBackend` that plays back whole recorded processes of a cell, drawn with replacement."""
 
     def __init__(self, landscape: Landscape, clock: ReplayClock, seed: int) -> None:
         self.landscape = landscape
-        self.isolation: Isolation = "fork"
+        self.isolation: Isolation = "forked"
         self.is_build_shared = False
         self.start_seconds: float | None = None
         self.is_started = False  # by a run of this round, which the next ones share a process with
         self._clock = clock
         self._chance = random.Random(seed)
 
-    def run(self, spec: TrialSpec) -> Outcome:
+    @property
+    def abilities(self) -> frozenset[Ability]:
+        """Trials and checks, as a template would run them."""
+        both: frozenset[Ability] = frozenset({"check"})
+        return both | {"share_build"} if self.isolation == "forked" else both
+
+    def submit(self, job: Trial | Check) -> Done:
+        """Play it back at once."""
+        found = self._run(job) if isinstance(job, Trial) else self._check(job)
+        return Done(found, self.start_seconds)
+
+    def _run(self, spec: Trial) -> Outcome:
         """Raises `KeyError` for what is not in the grid."""
         if spec.candidate not in self.landscape.cells:
             there = ", ".join(map(str, self.landscape.cells))
@@ -192,7 +212,7 @@ class ReplayRunner:
             self.is_started = True
         return played.outcome
 
-    def check(self, spec: CheckSpec) -> CheckOutcome:
+    def _check(self, spec: Check) -> CheckOutcome:
         """Every precision is faithful, a loss scale of 2^14 is safe and gradients accumulate: landscapes are of time
         and memory.
         """
@@ -206,7 +226,7 @@ class ReplayRunner:
     def keep(self) -> None:
         self.isolation = "kept"
 
-    def share_build(self, spec: TrialSpec, deadline_seconds: float) -> str | None:  # noqa: ARG002 - the runner's
+    def share_build(self, spec: Trial, deadline_seconds: float) -> str | None:  # noqa: ARG002 - the runner's
         """A replay builds nothing, so that it has nothing to share."""
         return "it is a replay"
 
@@ -222,7 +242,7 @@ class ReplayRunner:
         self.close()
 
 
-def check_seconds(landscape: Landscape, spec: CheckSpec) -> float:
+def check_seconds(landscape: Landscape, spec: Check) -> float:
     """What a check costs: setting up, and its passes as steps of their precision; inf where one never ran."""
     num_fp32 = NUM_HISTOGRAM_PASSES if spec.what == "calibration" else NUM_CHECK_PASSES / 2
     num_passes = NUM_CALIBRATION_PASSES if spec.what == "calibration" else NUM_CHECK_PASSES
@@ -247,7 +267,7 @@ def _step_seconds(landscape: Landscape, precision: Precision, batch_size: int) -
     return fmean(measured[nearest]) * batch_size / nearest
 
 
-def _all_well(spec: CheckSpec) -> CheckOutcome:
+def _all_well(spec: Check) -> CheckOutcome:
     said: dict[str, Any] = {"reason": "It was replayed.", "next_step": "Check a real workload."}
     if spec.what == "accumulation":
         return Accumulation(verdict="mean", num_micro_batches=4, batch_size=spec.batch_size, **said)

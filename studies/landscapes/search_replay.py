@@ -18,7 +18,7 @@ from replay import ReplayClock, ReplayRunner
 
 from autotune_amp.core.outcome import Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.runner import Runner
+from autotune_amp.isolation.backend import Backend
 from autotune_amp.search import choose, confirm, explore, gate, loss_scales
 from autotune_amp.search import study as studies
 from autotune_amp.search.building import shares_processes
@@ -94,9 +94,9 @@ def search_replay(
         description=_described(landscape),
     )
     replayed = ReplayRunner(landscape, clock, seed)
-    runner = cast("Runner", wrap(replayed))
+    runner = cast("Backend", wrap(replayed))
 
-    def in_fresh_process(_: dict[str, str]) -> AbstractContextManager[Runner]:
+    def in_fresh_process(_: dict[str, str]) -> AbstractContextManager[Backend]:
         replayed.is_started = False
         return nullcontext(runner)
 

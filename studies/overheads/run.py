@@ -16,9 +16,9 @@ from typing import Any
 
 from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.local import LocalBackend, Payload
 from autotune_amp.isolation.process import Watcher
-from autotune_amp.isolation.runner import Payload, Runner
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 
 HERE = Path(__file__).parent
 NUM_TRIALS, NUM_ANSWERS = 30, 15
@@ -48,15 +48,15 @@ def trials() -> list[dict[str, Any]]:
     """A trial of one tiny step after the warm-up: what is not the user's building and stepping is ours."""
     payload = Payload(target="tiny:workload", path=(str(HERE), *sys.path))
     lines = []
-    with Runner(payload, "fork", Watcher()) as runner:
+    with LocalBackend(payload, "forked", Watcher()) as runner:
         runner.load(60)
         state, _ = runner.open("cpu", None, 60)
         for number in range(NUM_TRIALS):
-            spec = TrialSpec(
+            spec = Trial(
                 candidate=Setting(precision="fp32", batch_size=4), device="cpu", torch_state=state, num_steps=(8, 8)
             )
             started = time.perf_counter()
-            outcome = runner.run(spec)
+            outcome = runner.submit(spec).result()
             seconds = time.perf_counter() - started
             assert isinstance(outcome, Measurement), outcome
             users = outcome.build_seconds + outcome.first_step_seconds + 2 * outcome.step_seconds

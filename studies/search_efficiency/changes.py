@@ -11,7 +11,7 @@ from autotune_amp.core.config import Precision
 from autotune_amp.core.outcome import Measurement, Outcome
 from autotune_amp.core.setting import Setting
 from autotune_amp.search import explore, seeding
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 
 
 class Patch(NamedTuple):
@@ -26,7 +26,7 @@ def steps(low: int, high: int) -> Patch:
     """Search trials of these many steps."""
     original = explore.search_spec
 
-    def search_spec(*args: Any) -> TrialSpec:
+    def search_spec(*args: Any) -> Trial:
         return msgspec.structs.replace(original(*args), num_steps=(low, high))
 
     return Patch(explore, "search_spec", search_spec)

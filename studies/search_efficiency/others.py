@@ -22,7 +22,7 @@ from truth import confirming_spec
 
 from autotune_amp.core.outcome import Measurement, Outcome
 from autotune_amp.core.setting import Setting
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 
 NUM_STEPS = 8  # of a trial, after three to warm up
 # Each has settled long before on a few dozen cells, and samplers slow down; a GP's suggestion takes 25 ms.
@@ -39,16 +39,16 @@ class Meter:
 
     def trial(self, cell: Setting) -> Outcome:
         """A forked process of a fixed number of steps."""
-        return self._runner.run(TrialSpec(candidate=cell, device="cpu", num_steps=(NUM_STEPS, NUM_STEPS)))
+        return self._runner.submit(Trial(candidate=cell, device="cpu", num_steps=(NUM_STEPS, NUM_STEPS))).result()
 
     def process(self, cell: Setting) -> Outcome:
         """A fresh process as the package's confirmation runs it."""
-        return self._runner.run(confirming_spec(cell))
+        return self._runner.submit(confirming_spec(cell)).result()
 
     def short(self, cell: Setting) -> Outcome:
         """The few steps of a batch-size finder."""
         steps = NUM_FINDER_STEPS - 1, NUM_FINDER_STEPS - 1
-        return self._runner.run(TrialSpec(candidate=cell, device="cpu", num_warmup_steps=1, num_steps=steps))
+        return self._runner.submit(Trial(candidate=cell, device="cpu", num_warmup_steps=1, num_steps=steps)).result()
 
 
 Strategy: TypeAlias = Callable[[Meter, int], Iterator[Setting | None]]

@@ -12,7 +12,7 @@ from replay import play
 
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.confirm import MAX_STEPS, MEASURE_SECONDS
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 
 Rates = Mapping[Setting, float]
 
@@ -47,9 +47,9 @@ def regret(cell: Setting, truth: Rates) -> float:
     return 1 - truth.get(cell, 0.0) / max(truth.values())
 
 
-def confirming_spec(cell: Setting) -> TrialSpec:
+def confirming_spec(cell: Setting) -> Trial:
     """A process as the package's confirmation runs it."""
-    return TrialSpec(
+    return Trial(
         candidate=cell,
         device="cpu",
         purpose="confirm",

@@ -24,12 +24,12 @@ from parts import PARTS
 from autotune_amp.core.intervals import prediction_interval
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.local import Isolation, LocalBackend
 from autotune_amp.isolation.process import Watcher
-from autotune_amp.isolation.runner import Isolation, Runner
 from autotune_amp.search.confirm import MAX_STEPS, MEASURE_SECONDS
 from autotune_amp.search.origin import target
 from autotune_amp.trial.heap import recommended_environment
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -61,8 +61,8 @@ class Measuring:
             runner.load(DEADLINE_SECONDS)
             self._state, _ = runner.open("cpu", None, DEADLINE_SECONDS)
 
-    def _runner(self, isolation: Isolation) -> Runner:
-        return Runner(self._payload, isolation, Watcher(), self._environment)
+    def _runner(self, isolation: Isolation) -> LocalBackend:
+        return LocalBackend(self._payload, isolation, Watcher(), self._environment)
 
     def shared(self, candidates: Sequence[Setting], number: int) -> float:
         """All of them in one fresh process; gives its seconds."""
@@ -79,8 +79,8 @@ class Measuring:
             self._measure(runner, candidate, how="unshared")
         return time.monotonic() - began
 
-    def _measure(self, runner: Runner, candidate: Setting, **about: Any) -> None:
-        spec = TrialSpec(
+    def _measure(self, runner: LocalBackend, candidate: Setting, **about: Any) -> None:
+        spec = Trial(
             candidate=candidate,
             device="cpu",
             purpose="confirm",
@@ -89,7 +89,7 @@ class Measuring:
             deadline_seconds=DEADLINE_SECONDS,
             torch_state=self._state,
         )
-        found = runner.run(spec)
+        found = runner.submit(spec).result()
         if isinstance(found, Failure):
             raise SystemExit(f"{candidate} failed: {found.kind}: {found.message}")
         self.lines.append({**about, "setting": str(candidate), "samples_per_second": found.samples_per_second})

@@ -24,8 +24,8 @@ from autotune_amp.fingerprint import versions
 from autotune_amp.hardware.measuring import measure
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import worker
-from autotune_amp.trial.bench import Bench
-from autotune_amp.trial.spec import STEPS_PER_SYNC, TrialSpec
+from autotune_amp.trial.context import Context
+from autotune_amp.trial.jobs import STEPS_PER_SYNC, Describe, Trial
 
 # The clock knows operators, not processes: these are assumed. A fresh process takes 5 to 8 s to its first step; a
 # forked one has torch and the workload, and makes a context.
@@ -36,8 +36,8 @@ LOSS_SCALE = LossScale(init_scale=2.0**8)  # so low that no step is skipped, whi
 
 
 def record(name: str, hardware: Hardware, path: Path) -> None:
-    bench = Bench(getattr(workloads, name)(), is_kept=True)
-    header = _header(bench, name, hardware)
+    context = Context(getattr(workloads, name)(), is_kept=True)
+    header = _header(context, name, hardware)
     lines: list[Header | Process] = [header]
     for precision in header.precisions:
         outcome: Outcome | None = None
@@ -46,20 +46,26 @@ def record(name: str, hardware: Hardware, path: Path) -> None:
             if isinstance(outcome, Failure):  # a smaller batch ran out of memory
                 lines.append(msgspec.structs.replace(lines[-1], cell=cell))
                 continue
-            process = _run(bench, header, cell)
+            process = _run(context, header, cell)
             outcome = process.outcome
             lines.append(process)
     path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
     print(f"{path.name}: {len(lines) - 1} cells", flush=True)
 
 
-def _header(bench: Bench, name: str, hardware: Hardware) -> Header:
+def _header(context: Context, name: str, hardware: Hardware) -> Header:
     part, state = PARTS[name], torch_state.capture()
     legal: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16")
+    describe = Describe(
+        device=hardware.device,
+        torch_state=state,
+        has_tf32=hardware.has_tf32,
+        baseline_batch_size=part.todays_batch_size,
+    )
     return Header(
         workload=name,
         hardware=hardware,
-        description=worker.describe(bench, hardware.device, state, part.todays_batch_size, has_tf32=hardware.has_tf32),
+        description=worker.describe(context, describe, print),
         versions=versions(),
         torch_state=state,
         precisions=tuple(p for p in legal if hardware.precisions[p].level != "unsupported"),
@@ -73,14 +79,14 @@ def _header(bench: Bench, name: str, hardware: Hardware) -> Header:
     )
 
 
-def _run(bench: Bench, header: Header, cell: Cell) -> Process:
+def _run(context: Context, header: Header, cell: Cell) -> Process:
     warmup: list[float] = []
 
     def hear(event: dict[str, Any]) -> None:
         if event["event"] == "step" and event["number"] == 0:
             warmup.append(event["seconds"])
 
-    spec = TrialSpec(
+    spec = Trial(
         candidate=cell.candidate,
         device=header.hardware.device,
         num_warmup_steps=2,
@@ -89,7 +95,7 @@ def _run(bench: Bench, header: Header, cell: Cell) -> Process:
         memory_limit_bytes=header.memory_limit_bytes,
         torch_state=header.torch_state,
     )
-    outcome = worker.run(bench, spec, hear)
+    outcome = worker.run(context, spec, hear)
     if isinstance(outcome, Failure) and outcome.kind != "oom":
         raise SystemExit(f"{header.workload} {cell}: {outcome.kind}: {outcome.message}\n{outcome.details or ''}")
     measured = sum(outcome.raw_step_seconds) * outcome.num_steps_together if isinstance(outcome, Measurement) else 0.0

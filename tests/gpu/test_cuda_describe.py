@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from autotune_amp import Workload
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import worker
-from autotune_amp.trial.bench import Bench
+from autotune_amp.trial.context import Context
+from autotune_amp.trial.jobs import Describe
 
 pytestmark = pytest.mark.gpu
 
@@ -44,6 +45,10 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
 def test_default_flags_are_strict_fp32_where_nothing_runs_in_tf32(
     model: type[nn.Module], has_tf32: bool, is_strict: bool, is_kept: bool
 ) -> None:
-    bench = Bench(Workload(model, loss, lambda size: torch.randn(size, 3, 8, 8)), is_kept=is_kept)
-    described = worker.describe(bench, "cuda:0", torch_state.capture(), 4, has_tf32=has_tf32)
+    context = Context(Workload(model, loss, lambda size: torch.randn(size, 3, 8, 8)), is_kept=is_kept)
+    described = worker.describe(
+        context,
+        Describe(device="cuda:0", torch_state=torch_state.capture(), baseline_batch_size=4, has_tf32=has_tf32),
+        lambda event: None,
+    )
     assert (described.as_found_precision, described.is_as_found_strict) == ("fp32", is_strict)

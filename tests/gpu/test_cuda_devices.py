@@ -21,13 +21,13 @@ from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware import identify, nvml, probe
 from autotune_amp.hardware.machine_load import LoadMeter
+from autotune_amp.isolation.local import LocalBackend, Payload
 from autotune_amp.isolation.process import Watcher
-from autotune_amp.isolation.runner import Payload, Runner
 from autotune_amp.precision import torch_state
-from autotune_amp.runtime.lag import LaggedReader
+from autotune_amp.runtime.scaler import LaggedReader
 from autotune_amp.trial import worker
-from autotune_amp.trial.bench import Bench
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.context import Context
+from autotune_amp.trial.jobs import Trial
 
 pytestmark = pytest.mark.gpu
 two_cards = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
@@ -50,9 +50,9 @@ def _first_is_current() -> Iterator[None]:
     torch.cuda.set_device(0)
 
 
-def spec(device: str) -> TrialSpec:
+def spec(device: str) -> Trial:
     candidate = Setting(precision="fp32", batch_size=8)
-    return TrialSpec(candidate=candidate, device=device, torch_state=torch_state.capture(), num_steps=(1, 1))
+    return Trial(candidate=candidate, device=device, torch_state=torch_state.capture(), num_steps=(1, 1))
 
 
 def says_device(model: nn.Module, batch: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def moves(model: nn.Module, batch: Tensor) -> Tensor:
 def test_code_that_says_cuda_means_the_card_of_the_trial(loss: Callable[[nn.Module, Tensor], Tensor]) -> None:
     for device in ("cuda:1", "cuda:0"):
         workload = Workload(lambda: nn.Linear(4, 1), loss, lambda size: torch.ones(size, 4))
-        found = worker.run(Bench(workload, is_kept=False), spec(device), lambda _: None)
+        found = worker.run(Context(workload, is_kept=False), spec(device), lambda _: None)
         assert isinstance(found, Measurement), found
 
 
@@ -84,12 +84,12 @@ def test_code_that_says_cuda_means_the_card_of_the_trial(loss: Callable[[nn.Modu
 )
 def test_trials_share_one_process_where_loading_has_used_cuda(before: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN.format(before=before))
-    with Runner(Payload(target="train:workload", path=(str(tmp_path), *sys.path)), "fork", Watcher()) as runner:
+    with LocalBackend(Payload(target="train:workload", path=(str(tmp_path), *sys.path)), "forked", Watcher()) as runner:
         runner.load(60)
         _, why_not_fork = runner.open("cuda:1", None, 60)
         assert why_not_fork is not None
         runner.keep()
-        found = runner.run(spec("cuda:1"))
+        found = runner.submit(spec("cuda:1")).result()
         assert isinstance(found, Measurement), found
 
 
@@ -101,9 +101,9 @@ def test_a_library_that_cannot_start_is_out_of_memory_only_near_the_trials_limit
 
     gc.collect()
     torch.cuda.empty_cache()  # of what tests before have used
-    bench = Bench(Workload(lambda: nn.Linear(4, 1), loss, lambda size: torch.ones(size, 4)), is_kept=True)
+    context = Context(Workload(lambda: nn.Linear(4, 1), loss, lambda size: torch.ones(size, 4)), is_kept=True)
     limited = msgspec.structs.replace(spec("cuda:0"), memory_limit_bytes=256 << 20)
-    found = worker.run(bench, limited, lambda _: None)
+    found = worker.run(context, limited, lambda _: None)
     torch.cuda.set_per_process_memory_fraction(1.0)
     assert isinstance(found, Failure)
     assert found.kind == kind
@@ -139,7 +139,7 @@ def test_bf16_is_withdrawn_where_the_controllers_own_card_only_emulates_it(virtu
 from autotune_amp import AmpConfig, LossScale, PrecisionController
 
 config = AmpConfig(precision="fp16", batch_size=8, loss_scale=LossScale(), fallback=("bf16", "fp32"))
-print([list(PrecisionController(config, f"cuda:{card}")._steering.policy.withdrawn) for card in range(2)])
+print([list(PrecisionController(config, f"cuda:{card}")._policy.withdrawn) for card in range(2)])
 """
     assert run(code, virtual_machine(num=2, cc="7.5,8.0")) == "[['bf16'], []]"
 

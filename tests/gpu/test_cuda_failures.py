@@ -9,9 +9,9 @@ import pytest
 
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.local import LocalBackend, Payload
 from autotune_amp.isolation.process import Watcher
-from autotune_amp.isolation.runner import Payload, Runner
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 
 pytestmark = pytest.mark.gpu
 
@@ -74,22 +74,22 @@ HEALTHY, HANGS, ASSERTS = 1, 8, 9  # batch sizes
 class Trials:
     """Trials of one runner, by batch size."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: LocalBackend) -> None:
         self._runner = runner
         runner.load(60)
         self._state, reason = runner.open(DEVICE, None, 60)
         assert reason is None
 
     def __call__(self, batch_size: int) -> Measurement | Failure:
-        return self._runner.run(
-            TrialSpec(
+        return self._runner.submit(
+            Trial(
                 candidate=Setting(precision="fp32", batch_size=batch_size),
                 device=DEVICE,
                 torch_state=self._state,
                 measure_seconds=0.0,
                 first_step_deadline_seconds=2.0 if batch_size == HANGS else 60.0,
             )
-        )
+        ).result()
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def payload(tmp_path: Path) -> Payload:
 
 
 def test_every_failure_is_named_and_the_next_trial_runs(payload: Payload) -> None:
-    with Runner(payload, "fork", Watcher()) as runner:
+    with LocalBackend(payload, "forked", Watcher()) as runner:
         run = Trials(runner)
         for batch_size, (kind, word) in enumerate(FAILURES, start=2):
             failed = run(batch_size)
@@ -109,7 +109,7 @@ def test_every_failure_is_named_and_the_next_trial_runs(payload: Payload) -> Non
 
 
 def test_an_assert_on_the_device_ends_with_the_kept_worker_that_met_it(payload: Payload) -> None:
-    with Runner(payload, "kept", Watcher()) as runner:
+    with LocalBackend(payload, "kept", Watcher()) as runner:
         run = Trials(runner)
         assert isinstance(run(HEALTHY), Measurement)
         assert isinstance(run(ASSERTS), Failure)

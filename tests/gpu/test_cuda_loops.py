@@ -12,8 +12,8 @@ from autotune_amp.core.fidelity import Fidelity
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import checks
-from autotune_amp.trial.bench import Bench
-from autotune_amp.trial.spec import CheckSpec, TrialSpec
+from autotune_amp.trial.context import Context
+from autotune_amp.trial.jobs import Check, Trial
 from autotune_amp.trial.state import LoopState
 from autotune_amp.trial.step import make_training
 
@@ -23,25 +23,25 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", sorted(LOOPS))
 def test_a_loop_built_on_the_cpu_trains_on_the_device_and_is_checked_there(name: str, precision: Precision) -> None:
-    bench = Bench(LOOPS[name](), is_kept=False)
-    model = bench.model(torch.device("cuda"))
+    context = Context(LOOPS[name](), is_kept=False)
+    model = context.model(torch.device("cuda"))
     assert isinstance(model, LoopState)
     before = [parameter.detach().clone() for parameter in model.trained()]
     assert {tensor.device.type for tensor in (*before, *model.buffers())} == {"cuda"}
-    spec = TrialSpec(
+    spec = Trial(
         candidate=Setting(precision=precision, batch_size=32),
         device="cuda",
         loss_scale=LossScale() if precision == "fp16" else None,
         torch_state=torch_state.capture(),
     )
-    training = make_training(bench.workload, model, spec)
+    training = make_training(context.workload, model, spec)
     for _ in range(3):
         assert training.forward_backward(training.next_batch()).isfinite()
     assert all(not torch.equal(old, new) for old, new in zip(before, model.trained(), strict=True))
     if precision != "fp32":
-        check = CheckSpec(
+        check = Check(
             what="fidelity", precision=precision, batch_size=32, device="cuda", torch_state=torch_state.capture()
         )
-        found = checks.check(bench, check, lambda _: None)
+        found = checks.check(context, check, lambda _: None)
         assert isinstance(found, Fidelity)
         assert found.verdict in ("faithful", "doubtful")  # draws differ between devices

@@ -15,8 +15,8 @@ from autotune_amp.core.fidelity import Fidelity
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import checks
-from autotune_amp.trial.bench import Bench
-from autotune_amp.trial.spec import CheckSpec, TrialSpec
+from autotune_amp.trial.context import Context
+from autotune_amp.trial.jobs import Check, Trial
 from autotune_amp.trial.step import make_training
 from autotune_amp.trial.timing import time_steps
 
@@ -83,18 +83,18 @@ def test_a_transformer_trains_in_every_precision_and_is_checked(make: Any) -> No
     model, data = make()
     workload = Workload(model, loss, data, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     common: dict[str, Any] = {"device": "cuda", "torch_state": torch_state.capture()}
-    bench = Bench(workload, is_kept=False)
+    context = Context(workload, is_kept=False)
     for precision in PRECISIONS:
-        spec = TrialSpec(
+        spec = Trial(
             candidate=Setting(precision=precision, batch_size=8),
             loss_scale=LossScale() if precision == "fp16" else None,
             measure_seconds=0.0,
             **common,
         )
-        training = make_training(bench.workload, bench.model(torch.device("cuda")), spec)
+        training = make_training(context.workload, context.model(torch.device("cuda")), spec)
         timing = time_steps(training, lambda *_: None, lambda _: None)
         assert (timing.num_steps_together, len(timing.raw_step_seconds)) == (4, 1)
         assert 0 < timing.last_loss < 10
-    found = checks.check(bench, CheckSpec(what="fidelity", precision="fp16", batch_size=8, **common), lambda _: None)
+    found = checks.check(context, Check(what="fidelity", precision="fp16", batch_size=8, **common), lambda _: None)
     assert isinstance(found, Fidelity)
     assert found.verdict in ("faithful", "doubtful")  # draws differ between devices

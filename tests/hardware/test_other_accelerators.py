@@ -17,8 +17,8 @@ from autotune_amp.hardware import cuda, host, identify, identity, matmul, measur
 from autotune_amp.hardware.measuring import make_current
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import worker
-from autotune_amp.trial.bench import Bench
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.context import Context
+from autotune_amp.trial.jobs import Trial
 
 GIB = 2**30
 
@@ -192,11 +192,11 @@ def test_a_kept_worker_gives_back_what_a_trial_left_in_the_cache_and_says_what_t
         raise RuntimeError("CUDA error: device-side assert triggered in the loss")
 
     monkeypatch.setattr(torch.get_device_module(device_type), "empty_cache", give_back)
-    bench = Bench(Workload(nn.Module, lambda model, batch: batch, torch.ones), is_kept=True)
-    spec = TrialSpec(
+    context = Context(Workload(nn.Module, lambda model, batch: batch, torch.ones), is_kept=True)
+    spec = Trial(
         candidate=Setting(precision="fp32", batch_size=1), device=device_type, torch_state=torch_state.capture()
     )
-    failure = worker.guarded(bench, spec, die)
+    failure = worker.guarded(context, spec, die)
     assert isinstance(failure, Failure)
     assert failure.message.endswith("in the loss")
     assert freed == [device_type]

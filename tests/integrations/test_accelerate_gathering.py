@@ -19,8 +19,7 @@ pytest.importorskip("accelerate")
 from accelerate_training import Net, fresh_accelerate, inputs, loss_of
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
-from autotune_amp.integrations.accelerate import AutotuneAccelerator
-from autotune_amp.integrations.accelerate_windows import num_own
+from autotune_amp.integrations.accelerate import AutotuneAccelerator, num_own
 
 NUM_RANKS = 2
 

@@ -19,7 +19,7 @@ from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError
 from autotune_amp.integrations.lightning import AutotuneCallback, AutotunePrecision, trainer_arguments
 from autotune_amp.runtime import run_log
 from autotune_amp.runtime.actions import Action, Demote, Stop
-from autotune_amp.runtime.verdicts import CLEAN
+from autotune_amp.runtime.gradient_check import CLEAN
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers which may be a bottleneck"),  # tiny data on purpose
@@ -109,9 +109,8 @@ class Late(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 3:
             controller = controller_of(trainer)
-            controller._reader.push([torch.tensor(float(CLEAN)), torch.tensor(1.0)], (0,))
-            controller._action = self.action
-            controller._pending.append(("act", ""))
+            controller._scaler.reader.push([torch.tensor(float(CLEAN)), torch.tensor(1.0)], (0,))
+            controller._executor.ask(self.action)
 
 
 @pytest.mark.parametrize("is_demotion", [False, True])

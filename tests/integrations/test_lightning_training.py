@@ -206,7 +206,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         trainer(tmp_path, callbacks=[AutotuneCallback()]).fit(Net(), loader())
     with pytest.raises(InvalidRequestError, match="a precision of its own, '16-mixed'"):
         trainer_arguments(fp16(), precision="16-mixed")
-    with pytest.raises(InvalidRequestError, match="accumulate_grad_batches=4 contradicts the config's 1"):
+    with pytest.raises(InvalidRequestError, match="accumulate_grad_batches=4 contradicts"):
         trainer_arguments(fp16(), accumulate_grad_batches=4)
     with pytest.raises(InvalidRequestError, match="no controller yet"):
         _ = AutotunePrecision(fp16()).controller

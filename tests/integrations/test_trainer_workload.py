@@ -30,7 +30,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.fingerprint import workload_parts
 from autotune_amp.integrations.transformers import AutotuneTrainer
 from autotune_amp.isolation.packing import pack, unpack
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.step import Training, make_model, make_training
 
 BATCH, VOCABULARY = 4, 64
@@ -96,7 +96,7 @@ def trial(workload: Workload, **candidate: Any) -> Training:
     """What a trial makes of it, on the copy that travels there."""
     there = unpack(pack(workload))
     assert isinstance(there, Workload)
-    spec = TrialSpec(candidate=Setting(**{"precision": "fp32", "batch_size": BATCH, **candidate}), device="cpu")
+    spec = Trial(candidate=Setting(**{"precision": "fp32", "batch_size": BATCH, **candidate}), device="cpu")
     training = make_training(there, make_model(there), spec)
     assert isinstance(training, Training)
     return training

@@ -15,9 +15,9 @@ import pytest
 from autotune_amp.core.errors import BudgetTooSmallError, WorkloadError
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.process import Deadlines, Watcher
-from autotune_amp.isolation.runner import Isolation, Payload, Runner
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
+from autotune_amp.isolation.process import Watcher
+from autotune_amp.trial.jobs import Trial
 
 WORKLOAD = """
 import os, sys, time
@@ -80,12 +80,12 @@ def nothing_left() -> Iterator[None]:
     assert threading.active_count() == before
 
 
-def spec(state: dict[str, Any], batch_size: int = 4, **fields: Any) -> TrialSpec:
+def spec(state: dict[str, Any], batch_size: int = 4, **fields: Any) -> Trial:
     candidate = Setting(precision="fp32", batch_size=batch_size)
-    return TrialSpec(candidate=candidate, device="cpu", torch_state=state, num_steps=(1, 1), **fields)
+    return Trial(candidate=candidate, device="cpu", torch_state=state, num_steps=(1, 1), **fields)
 
 
-def opened(runner: Runner) -> dict[str, Any]:
+def opened(runner: LocalBackend) -> dict[str, Any]:
     runner.load(60)
     state, reason = runner.open("cpu", None, 60)
     assert reason is None
@@ -93,9 +93,9 @@ def opened(runner: Runner) -> dict[str, Any]:
 
 
 def test_a_template_loads_once_and_forks_for_each_trial(payload: Payload, listener: Listener) -> None:
-    with Runner(payload, "fork", listener) as runner:
+    with LocalBackend(payload, "forked", listener) as runner:
         state = opened(runner)
-        assert all(isinstance(runner.run(spec(state)), Measurement) for _ in range(3))
+        assert all(isinstance(runner.submit(spec(state)).result(), Measurement) for _ in range(3))
     assert len(listener.pids("imported in")) == 1
     assert len(set(listener.pids("built in"))) == 3
     assert listener.steps == [0, 0, 0, 1] * 3
@@ -104,10 +104,12 @@ def test_a_template_loads_once_and_forks_for_each_trial(payload: Payload, listen
 def test_a_kept_worker_builds_once_and_starts_each_trial_from_the_first_weights(
     payload: Payload, listener: Listener
 ) -> None:
-    with Runner(payload, "kept", listener) as runner:
+    with LocalBackend(payload, "kept", listener) as runner:
         state = opened(runner)
-        assert all(isinstance(runner.run(spec(state)), Measurement) for _ in range(3))
-        assert runner.start_seconds == 0.0
+        assert all(isinstance(runner.submit(spec(state)).result(), Measurement) for _ in range(2))
+        last = runner.submit(spec(state))
+        assert isinstance(last.result(), Measurement)
+        assert last.start_seconds == 0.0
     assert len(listener.pids("imported in")) == 1
     assert len(listener.pids("built in")) == 1
     weights = [line.split(" in ")[0] for line in listener.text.splitlines() if line.startswith("weight")]
@@ -117,49 +119,51 @@ def test_a_kept_worker_builds_once_and_starts_each_trial_from_the_first_weights(
 
 @pytest.mark.slow
 def test_a_fresh_process_is_started_for_each_trial(payload: Payload, listener: Listener) -> None:
-    with Runner(payload, "fresh", listener, {"MARK_OF_TEST": "1"}) as runner:
+    with LocalBackend(payload, "fresh", listener, {"MARK_OF_TEST": "1"}) as runner:
         state = opened(runner)
         runner.close()
-        assert all(isinstance(runner.run(spec(state)), Measurement) for _ in range(2))
-        assert runner.start_seconds
+        for _ in range(2):
+            handle = runner.submit(spec(state))
+            assert isinstance(handle.result(), Measurement)
+            assert handle.start_seconds
     assert len(set(listener.pids("imported in"))) == 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isolation", ["fork", "kept", "fresh"])
+@pytest.mark.parametrize("isolation", ["forked", "kept", "fresh"])
 def test_failures_are_told_apart_and_the_next_trial_works(
     payload: Payload, listener: Listener, isolation: Isolation
 ) -> None:
-    with Runner(payload, isolation, listener) as runner:
+    with LocalBackend(payload, isolation, listener) as runner:
         state = opened(runner)
-        raised = runner.run(spec(state, 3))
+        raised = runner.submit(spec(state, 3)).result()
         assert isinstance(raised, Failure)
         assert (raised.kind, raised.message) == ("workload_error", "ValueError: three")
         assert 'raise ValueError("three")' in (raised.details or "")
-        ended = runner.run(spec(state, 5))
+        ended = runner.submit(spec(state, 5)).result()
         assert isinstance(ended, Failure)
         assert ended.kind == "crash"
         assert "status 7" in ended.message
-        hung = runner.run(spec(state, 6, first_step_deadline_seconds=0.5))
+        hung = runner.submit(spec(state, 6, first_step_deadline_seconds=0.5)).result()
         assert isinstance(hung, Failure)
         assert (hung.kind, hung.message) == ("timeout", "a step took longer than 0.5 s (in the first step)")
-        late = runner.run(spec(state, 6, deadline_seconds=12.0))
+        late = runner.submit(spec(state, 6, deadline_seconds=12.0)).result()
         assert isinstance(late, Failure)
         assert late.kind == "timeout"
         assert "its time was up" in late.message
-        assert isinstance(runner.run(spec(state, 4)), Measurement)
+        assert isinstance(runner.submit(spec(state, 4)).result(), Measurement)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isolation", ["fork", "kept", "fresh"])
+@pytest.mark.parametrize("isolation", ["forked", "kept", "fresh"])
 def test_what_a_dying_trial_leaves_in_another_session_is_ended(
     tmp_path: Path, listener: Listener, isolation: Isolation
 ) -> None:
     leave = "import subprocess; print('sleeper', subprocess.Popen(['sleep', '1000'], start_new_session=True).pid)"
     (tmp_path / "train.py").write_text(WORKLOAD.replace("os._exit(7)", f"{leave}; sys.stdout.flush(); os._exit(7)"))
     payload = Payload(target="train:workload", path=(str(tmp_path), *sys.path))
-    with Runner(payload, isolation, listener) as runner:
-        outcome = runner.run(spec(opened(runner), 5))
+    with LocalBackend(payload, isolation, listener) as runner:
+        outcome = runner.submit(spec(opened(runner), 5)).result()
         assert isinstance(outcome, Failure)
         assert outcome.kind == "crash"
     (sleeper,) = listener.pids("sleeper")
@@ -173,16 +177,16 @@ def test_a_helper_started_by_the_workloads_own_import_is_there_for_every_trial(
     text = text.replace("    if len(batch) == 3:", "    os.kill(helper.pid, 0)\n    if len(batch) == 3:")
     (tmp_path / "train.py").write_text(text)
     payload = Payload(target="train:workload", path=(str(tmp_path), *sys.path))
-    with Runner(payload, "fork", listener) as runner:
+    with LocalBackend(payload, "forked", listener) as runner:
         state = opened(runner)
-        assert [type(runner.run(spec(state))) for _ in range(3)] == [Measurement] * 3
+        assert [type(runner.submit(spec(state)).result()) for _ in range(3)] == [Measurement] * 3
 
 
 def test_flags_set_by_the_users_function_are_taken_over(tmp_path: Path, listener: Listener) -> None:
     text = WORKLOAD.replace("def workload():", "def workload():\n    torch.backends.cudnn.benchmark = True")
     (tmp_path / "train.py").write_text(text)
     payload = Payload(target="train:workload", path=(str(tmp_path), *sys.path))
-    with Runner(payload, "fork", listener) as runner:
+    with LocalBackend(payload, "forked", listener) as runner:
         assert runner.load(60)["cudnn.benchmark"] is False
         state, _ = runner.open("cpu", None, 60)
         assert state["cudnn.benchmark"] is True
@@ -197,24 +201,24 @@ def test_a_fresh_and_a_forked_trial_agree_on_memory_that_is_the_models(tmp_path:
     (tmp_path / "train.py").write_text(text)  # the table is 128 MiB
     payload = Payload(target="train:workload", path=(str(tmp_path), *sys.path))
     counted = {}
-    isolations: tuple[Isolation, ...] = ("fork", "kept", "fresh")
+    isolations: tuple[Isolation, ...] = ("forked", "kept", "fresh")
     for isolation in isolations:
-        with Runner(payload, isolation, listener) as runner:
+        with LocalBackend(payload, isolation, listener) as runner:
             state = opened(runner)
-            found = [runner.run(spec(state)) for _ in range(2)]
+            found = [runner.submit(spec(state)).result() for _ in range(2)]
             counted[isolation] = [o.reserved_memory_bytes / 2**20 for o in found if isinstance(o, Measurement)]
-    assert counted["fork"] == pytest.approx(counted["fresh"], abs=40)
-    assert counted["fork"][1] > 120
+    assert counted["forked"] == pytest.approx(counted["fresh"], abs=40)
+    assert counted["forked"][1] > 120
     assert counted["kept"][1] > 120
 
 
 def test_a_killed_template_is_started_again(payload: Payload, listener: Listener) -> None:
-    with Runner(payload, "fork", listener) as runner:
+    with LocalBackend(payload, "forked", listener) as runner:
         state = opened(runner)
         (template,) = psutil.Process().children()
         template.kill()
         template.wait()
-        assert isinstance(runner.run(spec(state)), Measurement)
+        assert isinstance(runner.submit(spec(state)).result(), Measurement)
 
 
 def test_the_threads_a_workload_asks_for_are_those_of_its_trials(tmp_path: Path, listener: Listener) -> None:
@@ -222,26 +226,26 @@ def test_the_threads_a_workload_asks_for_are_those_of_its_trials(tmp_path: Path,
     text = text.replace('    print("weight"', '    print("threads", torch.get_num_threads())\n    print("weight"')
     (tmp_path / "train.py").write_text(text)
     payload = Payload(target="train:workload", path=(str(tmp_path), *sys.path))
-    with Runner(payload, "fork", listener) as runner:
+    with LocalBackend(payload, "forked", listener) as runner:
         runner.load(60)
         state, reason = runner.open("cpu", None, 60)
         assert reason is None, "the template stays at one thread whatever the workload's code asks for"
         assert state["num_threads"] == 3
-        assert isinstance(runner.run(spec(state)), Measurement)
+        assert isinstance(runner.submit(spec(state)).result(), Measurement)
     assert "threads 3" in listener.text
 
 
 def test_a_deadline_while_loading(tmp_path: Path, listener: Listener) -> None:
     (tmp_path / "train.py").write_text("import time; time.sleep(1000)")
     payload = Payload(target="train:workload", path=(str(tmp_path), *sys.path))
-    with Runner(payload, "fork", listener) as runner, pytest.raises(BudgetTooSmallError, match="budget ended"):
+    with LocalBackend(payload, "forked", listener) as runner, pytest.raises(BudgetTooSmallError, match="budget ended"):
         runner.load(6.0)
 
 
 def test_a_module_that_crashes_while_loading(tmp_path: Path, listener: Listener) -> None:
     (tmp_path / "train.py").write_text("import os; print('last words'); os.kill(os.getpid(), 9)")
     payload = Payload(target="train:workload", path=(str(tmp_path), *sys.path))
-    with Runner(payload, "fork", listener) as runner, pytest.raises(WorkloadError, match="SIGKILL"):
+    with LocalBackend(payload, "forked", listener) as runner, pytest.raises(WorkloadError, match="SIGKILL"):
         runner.load(60)
     assert "last words" in listener.text
 
@@ -250,8 +254,8 @@ def test_prints_that_look_like_messages_change_nothing(tmp_path: Path, listener:
     text = WORKLOAD.replace('print("weight"', 'os.write(1, b\'{"event": "exit", "status": 3}\\n\'); print("weight"')
     (tmp_path / "train.py").write_text(text)
     payload = Payload(target="train:workload", path=(str(tmp_path), *sys.path))
-    with Runner(payload, "fork", listener) as runner:
-        assert isinstance(runner.run(spec(opened(runner))), Measurement)
+    with LocalBackend(payload, "forked", listener) as runner:
+        assert isinstance(runner.submit(spec(opened(runner))).result(), Measurement)
     assert '{"event": "exit", "status": 3}' in listener.text
 
 
@@ -261,12 +265,12 @@ def test_a_trial_over_its_memory_limit_fails_cleanly(tmp_path: Path, listener: L
     )
     (tmp_path / "train.py").write_text(text)
     payload = Payload(target="train:workload", path=(str(tmp_path), *sys.path))
-    with Runner(payload, "fork", listener) as runner:
+    with LocalBackend(payload, "forked", listener) as runner:
         state = opened(runner)
-        outcome = runner.run(spec(state, 2, memory_limit_bytes=1 << 29))
+        outcome = runner.submit(spec(state, 2, memory_limit_bytes=1 << 29)).result()
         assert isinstance(outcome, Failure)
         assert outcome.kind == "oom"
-        assert isinstance(runner.run(spec(state, 4, memory_limit_bytes=1 << 29)), Measurement)
+        assert isinstance(runner.submit(spec(state, 4, memory_limit_bytes=1 << 29)).result(), Measurement)
 
 
 def test_trackers_are_off_and_the_environment_is_inherited(
@@ -276,7 +280,7 @@ def test_trackers_are_off_and_the_environment_is_inherited(
     text = WORKLOAD + "\nprint({n: os.environ[n] for n in ('OWN_TOKEN', 'AUTOTUNE_AMP_TRIAL', 'WANDB_MODE')})\n"
     (tmp_path / "train.py").write_text(text)
     payload = Payload(target="train:workload", path=(str(tmp_path), *sys.path))
-    with Runner(payload, "fork", listener) as runner:
+    with LocalBackend(payload, "forked", listener) as runner:
         runner.load(60)
     assert "{'OWN_TOKEN': 'secret', 'AUTOTUNE_AMP_TRIAL': '1', 'WANDB_MODE': 'disabled'}" in listener.text
     assert "AUTOTUNE_AMP_TRIAL" not in os.environ
@@ -297,14 +301,14 @@ def test_a_process_that_is_started_for_a_trial_opens_the_workload_for_the_trials
         def send(self, message: dict[str, Any], data: bytes = b"") -> None:
             sent.append(message)
 
-        def wait(self, deadlines: Deadlines, *, ends_with_exit: bool = False) -> Any:
+        def wait(self, *_: Any, **__: Any) -> Any:
             return next(self.answers)
 
         def end(self) -> None:
             """Nothing to end."""
 
-    monkeypatch.setattr("autotune_amp.isolation.runner.Process", Made)
-    trial = TrialSpec(candidate=Setting(precision="fp32", batch_size=4), device="cuda:1", torch_state={})
-    with Runner(Payload(target=None, path=()), "fresh", listener) as runner:
-        assert isinstance(runner.run(trial), Failure)
+    monkeypatch.setattr("autotune_amp.isolation.local.Process", Made)
+    trial = Trial(candidate=Setting(precision="fp32", batch_size=4), device="cuda:1", torch_state={})
+    with LocalBackend(Payload(target=None, path=()), "fresh", listener) as runner:
+        assert isinstance(runner.submit(trial).result(), Failure)
     assert [(message["cmd"], message.get("device")) for message in sent][1] == ("open", "cuda:1")

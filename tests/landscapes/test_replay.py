@@ -18,7 +18,7 @@ from search_replay import candidate_of, search_replay
 
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.trial.spec import CheckSpec, TrialSpec
+from autotune_amp.trial.jobs import Check, Trial
 
 FP32 = Setting(precision="fp32", batch_size=16)
 BEST = Setting(precision="bf16", batch_size=64)
@@ -26,8 +26,8 @@ STEADY = process(FP32, (0.1,) * 20, warmup=(0.5, 0.1, 0.1))
 RECORDED = sorted(Path(landscapes.__file__).parent.glob("results/*.jsonl"))
 
 
-def spec(**fields: Any) -> TrialSpec:
-    return TrialSpec(candidate=FP32, device="cpu", **fields)
+def spec(**fields: Any) -> Trial:
+    return Trial(candidate=FP32, device="cpu", **fields)
 
 
 def played(recorded: Process, **fields: Any) -> Played:
@@ -160,16 +160,16 @@ def test_whatever_is_asked_for_is_kept_to(
 def test_an_unknown_candidate_names_what_is_there() -> None:
     runner = ReplayRunner(Landscape(HEADER, [STEADY]), ReplayClock(), seed=0)
     with pytest.raises(KeyError, match="fp32 batch 17 was not recorded; the landscape has fp32 batch 16"):
-        runner.run(TrialSpec(candidate=Setting(precision="fp32", batch_size=17), device="cpu"))
+        runner.submit(Trial(candidate=Setting(precision="fp32", batch_size=17), device="cpu")).result()
 
 
 def test_a_check_costs_its_passes_and_keeps_its_deadline() -> None:
     clock = ReplayClock()
     runner = ReplayRunner(landscape(lambda _: 100.0, num_processes=1), clock, seed=0)
-    wanted = CheckSpec(what="fidelity", precision="bf16", batch_size=16, device="cpu")
-    assert not isinstance(runner.check(wanted), Failure)
+    wanted = Check(what="fidelity", precision="bf16", batch_size=16, device="cpu")
+    assert not isinstance(runner.submit(wanted).result(), Failure)
     assert clock.now == pytest.approx(SETUP_SECONDS + NUM_CHECK_PASSES * 0.16)
-    assert isinstance(runner.check(msgspec.structs.replace(wanted, deadline_seconds=1.0)), Failure)
+    assert isinstance(runner.submit(msgspec.structs.replace(wanted, deadline_seconds=1.0)).result(), Failure)
     assert clock.now == pytest.approx(SETUP_SECONDS + NUM_CHECK_PASSES * 0.16 + 1.0)
 
 
@@ -179,21 +179,21 @@ def test_a_calibration_is_mostly_passes_in_its_own_precision() -> None:
 
     clock = ReplayClock()
     runner = ReplayRunner(landscape(rate_of, num_processes=1), clock, seed=0)
-    runner.check(CheckSpec(what="calibration", precision="bf16", batch_size=16, device="cpu"))
+    runner.submit(Check(what="calibration", precision="bf16", batch_size=16, device="cpu")).result()
     assert clock.now == pytest.approx(SETUP_SECONDS + 3 * 1.6 + (NUM_CALIBRATION_PASSES - 3) * 0.16)
 
 
 def test_runs_that_share_a_process_pay_its_start_once() -> None:
     clock = ReplayClock()
     runner = ReplayRunner(landscape(lambda _: 100.0, num_processes=1), clock, seed=0)
-    confirming = TrialSpec(
+    confirming = Trial(
         candidate=Setting(precision="fp32", batch_size=16), device="cuda:0", purpose="confirm", num_steps=(8, 8)
     )
     seconds = []
     for is_started in (False, True, False):
         runner.is_started = is_started
         began = clock.now
-        runner.run(confirming)
+        runner.submit(confirming).result()
         seconds.append(clock.now - began)
     assert seconds[0] == pytest.approx(seconds[1] + HEADER.start_seconds)
     assert seconds[2] == pytest.approx(seconds[0])

@@ -60,7 +60,7 @@ def test_export_says_what_is_unconfirmed(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.usefixtures("saved")
 def test_export_writes_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["export", "--to", "accelerate", "--out", "loop.py"]) == 0
-    assert "Accelerator(cpu=True, mixed_precision=" in Path("loop.py").read_text()
+    assert "AutotuneAccelerator(config, cpu=True)" in Path("loop.py").read_text()
     assert run(["export", "--to", "accelerate", "--out", "accelerate.yaml"]) == 0
     assert 'mixed_precision: "bf16"\n' in Path("accelerate.yaml").read_text()
     assert capsys.readouterr().out == "loop.py\naccelerate.yaml\n"

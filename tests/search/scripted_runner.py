@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from autotune_amp.core.config import LossScale, Precision
 from autotune_amp.core.fidelity import Accumulation, AccumulationVerdict, Calibration, Fidelity, Verdict
@@ -13,11 +13,12 @@ from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory,
 from autotune_amp.core.outcome import CheckOutcome, Description, Failure, Measurement, Outcome
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.isolation.runner import Isolation, Runner
+from autotune_amp.isolation.backend import Ability, Backend
+from autotune_amp.isolation.local import Isolation
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.session import Clock, Session
-from autotune_amp.trial.spec import CheckSpec, TrialSpec
+from autotune_amp.trial.jobs import Check, Trial
 
 SETUP_SECONDS = 0.5
 CHECK_SECONDS = 1.0
@@ -34,6 +35,16 @@ class ScriptedClock(Clock):
         return self.now
 
 
+class Done(NamedTuple):
+    """A job that ended when it was submitted."""
+
+    found: Any
+    start_seconds: float | None
+
+    def result(self) -> Any:
+        return self.found
+
+
 class ScriptedRunner:
     """`answer` says what becomes of a spec; measuring moves the clock by what it would have taken.
 
@@ -42,23 +53,32 @@ class ScriptedRunner:
 
     def __init__(
         self,
-        answer: Callable[[TrialSpec], Outcome],
+        answer: Callable[[Trial], Outcome],
         clock: ScriptedClock,
         environment: dict[str, str] | None = None,
-        check_answer: Callable[[CheckSpec], CheckOutcome] | None = None,
+        check_answer: Callable[[Check], CheckOutcome] | None = None,
     ) -> None:
         self._answer = answer
         self._check_answer = check_answer or all_well
-        self.checks: list[CheckSpec] = []
+        self.checks: list[Check] = []
         self._clock = clock
         self.environment = environment or {}
-        self.isolation: Isolation = "fork"
+        self.isolation: Isolation = "forked"
         self.is_build_shared = False
         self.start_seconds: float | None = SETUP_SECONDS
         self.why_not_shared: str | None = None
-        self.specs: list[TrialSpec] = []
+        self.specs: list[Trial] = []
 
-    def run(self, spec: TrialSpec) -> Outcome:
+    @property
+    def abilities(self) -> frozenset[Ability]:
+        both: frozenset[Ability] = frozenset({"check"})
+        return both | {"share_build"} if self.isolation == "forked" else both
+
+    def submit(self, job: Trial | Check) -> Done:
+        found = self.run(job) if isinstance(job, Trial) else self.check(job)
+        return Done(found, self.start_seconds)
+
+    def run(self, spec: Trial) -> Outcome:
         self.specs.append(spec)
         outcome = self._answer(spec)
         if isinstance(outcome, Measurement):
@@ -67,7 +87,7 @@ class ScriptedRunner:
             self._clock.now += spec.deadline_seconds or 0.0 if outcome.kind == "timeout" else SETUP_SECONDS
         return outcome
 
-    def check(self, spec: CheckSpec) -> CheckOutcome:
+    def check(self, spec: Check) -> CheckOutcome:
         self.checks.append(spec)
         self._clock.now += CHECK_SECONDS
         return self._check_answer(spec)
@@ -75,7 +95,7 @@ class ScriptedRunner:
     def keep(self) -> None:
         self.isolation, self.is_build_shared = "kept", False
 
-    def share_build(self, spec: TrialSpec, deadline_seconds: float) -> str | None:
+    def share_build(self, spec: Trial, deadline_seconds: float) -> str | None:
         self.is_build_shared = self.why_not_shared is None
         return self.why_not_shared
 
@@ -91,8 +111,8 @@ class ScriptedRunner:
         self.close()
 
     @property
-    def as_runner(self) -> Runner:
-        return cast("Runner", self)
+    def as_runner(self) -> Backend:
+        return cast("Backend", self)
 
 
 def fidelity(
@@ -147,7 +167,7 @@ def accumulation(
     )
 
 
-def all_well(spec: CheckSpec) -> CheckOutcome:
+def all_well(spec: Check) -> CheckOutcome:
     """Every precision is faithful, every loss scale up to 2^14.5 safe, and gradients accumulate."""
     if spec.what == "accumulation":
         return accumulation(batch_size=spec.batch_size)
@@ -157,7 +177,7 @@ def all_well(spec: CheckSpec) -> CheckOutcome:
 
 
 def measured(
-    spec: TrialSpec, rate: float, memory: int = 2**28, build_seconds: float = 0.01, data_share: float = 0.0
+    spec: Trial, rate: float, memory: int = 2**28, build_seconds: float = 0.01, data_share: float = 0.0
 ) -> Measurement:
     """A steady measurement of `rate` samples per second, `data_share` of each step a wait for data."""
     step = spec.candidate.effective_batch_size / rate

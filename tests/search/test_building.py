@@ -11,7 +11,8 @@ from scripted_runner import ScriptedClock, ScriptedRunner, candidate, described,
 
 from autotune_amp.core.config import LossScale
 from autotune_amp.core.outcome import Failure, Measurement, Outcome
-from autotune_amp.isolation.runner import Isolation, Runner
+from autotune_amp.isolation.backend import Backend
+from autotune_amp.isolation.local import Isolation
 from autotune_amp.search.building import Costs, confirming_runners
 from autotune_amp.search.choose import Shortlist
 from autotune_amp.search.confirm import NUM_ROUNDS, confirm
@@ -20,7 +21,7 @@ from autotune_amp.search.explore import explore, left_to_explore, search_spec, s
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.space import Space
 from autotune_amp.search.study import Study
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 
 FP32, BF16 = candidate("fp32", 32), candidate("bf16", 32)
 SPACE = Space(candidates=(FP32, candidate("fp32", 64), BF16, candidate("bf16", 64)), baseline=FP32)
@@ -52,7 +53,7 @@ class Machine(ScriptedRunner):
         self.rate = 1000.0
         self.share_deadlines: list[float] = []
 
-    def answer(self, spec: TrialSpec) -> Outcome:
+    def answer(self, spec: Trial) -> Outcome:
         seconds = 0.0 if self.is_build_shared else self.build()
         if spec.deadline_seconds is not None and seconds > spec.deadline_seconds:
             return Failure(kind="timeout", message="it was still building the workload when its time was up")
@@ -66,7 +67,7 @@ class Machine(ScriptedRunner):
         self.clock.now += self.build_seconds
         return self.build_seconds
 
-    def share_build(self, spec: TrialSpec, deadline_seconds: float) -> str | None:
+    def share_build(self, spec: Trial, deadline_seconds: float) -> str | None:
         self.build()
         self.share_deadlines.append(deadline_seconds)
         return super().share_build(spec, deadline_seconds)
@@ -143,7 +144,7 @@ def test_nothing_is_shared_where_memory_or_time_for_one_model_more_is_missing(tm
     share_building(late.session, late.as_runner, SPACE)
     assert (large.num_builds, late.num_builds) == (2, 0)
     assert not large.is_build_shared
-    assert large.isolation == "fork"
+    assert large.isolation == "forked"
 
 
 @pytest.mark.parametrize("budget", [10.0, 12.0, 20.0, 40.0, 100.0])
@@ -168,10 +169,10 @@ def confirmed(
     """The processes that the confirmation started, and how many models they built."""
     made: list[Isolation] = []
 
-    def make(isolation: Isolation, environment: dict[str, str]) -> Runner:
+    def make(isolation: Isolation, environment: dict[str, str]) -> Backend:
         made.append(isolation)
-        machine.is_build_shared = isolation == "fork"
-        return cast("Runner", machine)
+        machine.is_build_shared = isolation == "forked"
+        return cast("Backend", machine)
 
     machine.explore(folder, max_trials=3)
     machine.num_builds = 0
@@ -183,7 +184,7 @@ def confirmed(
 def test_the_confirmation_builds_once_for_each_environment_where_building_is_much_of_a_process(tmp_path: Path) -> None:
     machine = Machine(tmp_path, build_seconds=6.0, budget_seconds=300.0)
     made, num_builds = confirmed(machine, tmp_path, start_seconds=9.0)
-    assert (made, num_builds) == (["fork", "fork"], 2)
+    assert (made, num_builds) == (["forked", "forked"], 2)
     runs = confirm_runs(machine.session.records, BF16, HEAP)
     assert runs.num_confirming == NUM_ROUNDS
     baseline = confirm_runs(machine.session.records, FP32, {})

@@ -23,7 +23,7 @@ from autotune_amp.search.confirm import NUM_ROUNDS, Processes, confirm
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.session import Clock, ProgressWatcher
 from autotune_amp.search.space import Space
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 
 TODAY, FASTER = candidate("fp32", 32), candidate("fp32", 64)
 SPACE = Space(candidates=(TODAY, FASTER), baseline=TODAY)
@@ -62,7 +62,7 @@ def searched(folder: Path, loads: list[MachineLoad]) -> tuple[Decision, list[Rec
         return ScriptedRunner(lambda spec: measured(spec, speeds[spec.candidate]), clock, environment)
 
     for tried in (TODAY, FASTER):
-        ours.run(runner({}).as_runner, TrialSpec(candidate=tried, device="cpu"))
+        ours.run(runner({}).as_runner, Trial(candidate=tried, device="cpu"))
     confirm(ours, Processes(runner, start_seconds=1.0), Shortlist(FASTER, None, TODAY), HELD)
     return decide(ours.records, SPACE, environment=HELD, loss_scale=LossScale()), ours.records
 
@@ -128,7 +128,7 @@ def test_what_widens_the_interval_is_said_where_only_the_winner_met_it() -> None
             number=number,
             candidate=FASTER,
             purpose="confirm",
-            outcome=measured(TrialSpec(candidate=FASTER, device="cpu"), 200.0),
+            outcome=measured(Trial(candidate=FASTER, device="cpu"), 200.0),
             seconds=1.0,
             load=seen,
         )

@@ -14,7 +14,7 @@ from autotune_amp.core.outcome import SampleSizes
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.conditions import ending_doubts, memory_doubts, memory_evidence
 from autotune_amp.search.evidence import Runs, gather
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 
 LARGEST = tuple(range(512))
 SIZES = SampleSizes(
@@ -88,8 +88,8 @@ def test_an_ending_that_did_not_end_is_told() -> None:
     assert "--budget" in said
 
 
-def spec(tried: Setting) -> TrialSpec:
-    return TrialSpec(candidate=tried, device="cpu")
+def spec(tried: Setting) -> Trial:
+    return Trial(candidate=tried, device="cpu")
 
 
 def test_trials_are_given_as_many_of_the_largest_samples_as_their_batch_holds(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from autotune_amp.search.choose import Shortlist
 from autotune_amp.search.confirm import ENDING_SHARE, MIN_ROUNDS, Processes, confirm
 from autotune_amp.search.evidence import confirm_runs
 from autotune_amp.search.session import CONFIRM_SHARE
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 
 BF16, FP32 = candidate("bf16", 32), candidate("fp32", 32)
 HEAP = {"MALLOC_TRIM_THRESHOLD_": "1"}
@@ -44,7 +44,7 @@ class Machine(ScriptedRunner):
         for tried in (BF16, FP32):
             self.session.run(self.as_runner, self.session.spec(tried))
 
-    def answered(self, spec: TrialSpec) -> Outcome:
+    def answered(self, spec: Trial) -> Outcome:
         found = measured(spec, 2000.0 if spec.candidate == BF16 else 1000.0)
         self.clock.now += self.process_seconds
         if spec.ending_seconds is None:
@@ -55,7 +55,7 @@ class Machine(ScriptedRunner):
         problem = None if seconds == self.evaluation_seconds else "evaluate did not end"
         return msgspec.structs.replace(found, ending_seconds=seconds, ending_problem=problem)
 
-    def confirm(self) -> list[TrialSpec]:
+    def confirm(self) -> list[Trial]:
         """The specs that are run for it."""
         num_before = len(self.specs)
         self.start_seconds = SETUP_SECONDS + self.process_seconds

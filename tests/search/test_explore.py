@@ -17,7 +17,7 @@ from autotune_amp.search.explore import NUM_REPEATED, NUM_SEARCH_PROCESSES, expl
 from autotune_amp.search.session import Session
 from autotune_amp.search.space import Space
 from autotune_amp.search.study import Study
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.stopping import NUM_STEPS_BEFORE_CUT
 
 
@@ -27,8 +27,7 @@ def record(number: int, tried: Setting, outcome: Outcome) -> Record:
 
 def tried(rates: list[tuple[Setting, float]]) -> list[Record]:
     return [
-        record(number, c, measured(TrialSpec(candidate=c, device="cpu"), rate))
-        for number, (c, rate) in enumerate(rates)
+        record(number, c, measured(Trial(candidate=c, device="cpu"), rate)) for number, (c, rate) in enumerate(rates)
     ]
 
 

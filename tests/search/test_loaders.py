@@ -21,7 +21,7 @@ from autotune_amp.search.loaders import ladder, next_to_try, try_workers
 from autotune_amp.search.session import outcome_of
 from autotune_amp.search.space import Space
 from autotune_amp.search.study import Study
-from autotune_amp.trial.spec import CheckSpec, TrialSpec
+from autotune_amp.trial.jobs import Check, Trial
 
 SPACE = Space(
     candidates=tuple(candidate(p, b) for p in ("fp32", "bf16") for b in (8, 16, 32, 64)),
@@ -52,7 +52,7 @@ class LoadingMachine:
         )
         self.runner = ScriptedRunner(self.answer, self.clock, check_answer=self.check)
 
-    def answer(self, spec: TrialSpec) -> Outcome:
+    def answer(self, spec: Trial) -> Outcome:
         tried = spec.candidate
         if tried.num_workers and self.failure is not None:
             return self.failure
@@ -62,7 +62,7 @@ class LoadingMachine:
         rate = min(alone, loading) if num_workers else 1 / (1 / alone + 1 / loading)
         return measured(spec, rate, data_share=1 - rate / alone)
 
-    def check(self, spec: CheckSpec) -> CheckOutcome:
+    def check(self, spec: Check) -> CheckOutcome:
         return fidelity(spec.precision, "faithful" if self.is_bf16_faithful else "unfaithful")
 
     def search(self, max_trials: int | None = None) -> Decision:

@@ -28,7 +28,7 @@ from autotune_amp.search.progress import Progress
 from autotune_amp.search.rerank import ranked_again, recommend, rerank
 from autotune_amp.search.space import build_space
 from autotune_amp.search.study import Study
-from autotune_amp.trial.spec import CheckSpec, TrialSpec
+from autotune_amp.trial.jobs import Check, Trial
 
 HELD = {"MALLOC_TRIM_THRESHOLD_": "2147483647"}
 WORKLOAD = Description(
@@ -51,13 +51,13 @@ RATES: dict[Precision, float] = {"fp32": 100.0, "bf16": 150.0, "fp16": 200.0}
 MIB: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 3}
 
 
-def answer(spec: TrialSpec) -> Outcome:
+def answer(spec: Trial) -> Outcome:
     """fp16 is the fastest, bf16 the least; throughput rises to a plateau at batch 64."""
     precision, size = spec.candidate.precision, spec.candidate.batch_size
     return measured(spec, RATES[precision] * min(size, 64) / 64, memory=MIB[precision] * size * 2**20)
 
 
-def check(spec: CheckSpec) -> CheckOutcome:
+def check(spec: Check) -> CheckOutcome:
     """Its first steps need a scale so small that a little of the gradient is flushed: one that grows fast is better."""
     found = all_well(spec)
     if isinstance(found, Calibration):

@@ -13,14 +13,15 @@ from scripted_runner import ScriptedClock, ScriptedRunner, candidate, described,
 from autotune_amp.core.config import LossScale
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.runner import Isolation, Runner
+from autotune_amp.isolation.backend import Backend
+from autotune_amp.isolation.local import Isolation
 from autotune_amp.search.building import confirming_runners
 from autotune_amp.search.choose import Shortlist
 from autotune_amp.search.confirm import MIN_ROUNDS, NUM_ROUNDS, confirm, reserved_seconds
 from autotune_amp.search.evidence import confirm_runs, gather, were_processes_shared
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.session import CONFIRM_SHARE
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 
 BF16, LARGER, FP32 = candidate("bf16", 32), candidate("bf16", 64), candidate("fp32", 32)
 SHORTLIST = Shortlist(BF16, LARGER, FP32)
@@ -36,14 +37,14 @@ class Card(ScriptedRunner):
         clock: ScriptedClock,
         isolation: Isolation,
         process_seconds: float,
-        answer: Callable[[TrialSpec, bool], Outcome],
+        answer: Callable[[Trial, bool], Outcome],
     ) -> None:
         super().__init__(lambda spec: answer(spec, self.is_fresh), clock)
         self.isolation = isolation
         self.process_seconds = process_seconds
         self.is_fresh, self.is_broken = True, False
 
-    def run(self, spec: TrialSpec) -> Outcome:
+    def run(self, spec: Trial) -> Outcome:
         self.is_fresh = self.isolation == "fresh" or not self.specs or self.is_broken
         self.start_seconds = self.process_seconds if self.is_fresh else 0.0
         self._clock.now += self.start_seconds + RUN_SECONDS
@@ -84,11 +85,11 @@ class Machine:
             confirm(self.session, processes, SHORTLIST, environment)
         return self.session.records[num_before:]
 
-    def make(self, isolation: Isolation, environment: dict[str, str]) -> Runner:
+    def make(self, isolation: Isolation, environment: dict[str, str]) -> Backend:
         self.made.append(isolation)
-        return cast("Runner", Card(self.clock, isolation, self.start_seconds, self.answer))
+        return cast("Backend", Card(self.clock, isolation, self.start_seconds, self.answer))
 
-    def answer(self, spec: TrialSpec, is_fresh: bool) -> Outcome:
+    def answer(self, spec: Trial, is_fresh: bool) -> Outcome:
         number = sum(r.round is not None and r.candidate == spec.candidate for r in self.session.records)
         kind = self.failing.get((spec.candidate, number))
         if kind is not None:

@@ -30,7 +30,7 @@ from autotune_amp.search.gate import pass_gate
 from autotune_amp.search.session import CONFIRM_SHARE, Session
 from autotune_amp.search.space import Space
 from autotune_amp.search.study import Study
-from autotune_amp.trial.spec import CheckSpec, TrialSpec
+from autotune_amp.trial.jobs import Check, Trial
 
 SIZES = (8, 16, 32, 64, 128)
 HELD = {"MALLOC_TRIM_THRESHOLD_": "2147483647"}
@@ -56,7 +56,7 @@ class Machine:
         self.nonfinite: tuple[Precision, ...] = ()
         self.confirming: list[tuple[Setting, dict[str, str]]] = []
 
-    def answer(self, spec: TrialSpec) -> Outcome:
+    def answer(self, spec: Trial) -> Outcome:
         tried = spec.candidate
         if tried.precision in self.nonfinite and not tried.pinned_modules:
             return Failure(kind="nonfinite", message="the loss became nan")
@@ -67,7 +67,7 @@ class Machine:
             return Failure(kind="timeout", message="a step took too long")
         return measured(spec, rate, memory=2**26 * tried.batch_size)
 
-    def check(self, spec: CheckSpec) -> CheckOutcome:
+    def check(self, spec: Check) -> CheckOutcome:
         key = spec.what, spec.precision, len(spec.pinned_modules)
         return self.check_answers.get(key) or all_well(spec)
 
@@ -89,7 +89,7 @@ class Machine:
             runner = ScriptedRunner(self.answer, self.clock, environment)
             run = runner.run
 
-            def noted(spec: TrialSpec) -> Outcome:
+            def noted(spec: Trial) -> Outcome:
                 self.confirming.append((spec.candidate, environment))
                 return run(spec)
 

@@ -11,9 +11,9 @@ import pytest
 
 from autotune_amp.core.fidelity import Accumulation
 from autotune_amp.core.outcome import CheckOutcome, Failure
+from autotune_amp.isolation.local import LocalBackend, Payload
 from autotune_amp.isolation.process import Watcher
-from autotune_amp.isolation.runner import Payload, Runner
-from autotune_amp.trial.spec import CheckSpec
+from autotune_amp.trial.jobs import Check
 
 WORKLOAD = """
 import pathlib
@@ -79,7 +79,7 @@ class Folder:
         self._path = path
         (path / "train.py").write_text(WORKLOAD)
         self._set("")
-        self.runner = Runner(Payload(target="train:workload", path=(str(path), *sys.path)), "fork", Watcher())
+        self.runner = LocalBackend(Payload(target="train:workload", path=(str(path), *sys.path)), "forked", Watcher())
         self.runner.load(60)
         self.state = self.runner.open("cpu", 1, 60)[0]
 
@@ -89,7 +89,7 @@ class Folder:
     def check(self, mode: str = "", batch_size: int = 32, **fields: Any) -> CheckOutcome:
         self._set(mode)
         asked = {"what": "accumulation", "precision": "fp32", "device": "cpu", "torch_state": self.state}
-        return self.runner.check(CheckSpec(**{**asked, "batch_size": batch_size, **fields}))
+        return self.runner.submit(Check(**{**asked, "batch_size": batch_size, **fields})).result()
 
 
 @pytest.fixture(scope="module")

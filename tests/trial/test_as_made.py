@@ -18,8 +18,8 @@ from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
+from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.optimizers import Optimizers, make_optimizer
-from autotune_amp.trial.spec import TrialSpec
 from autotune_amp.trial.step import Training, make_model
 
 Made = tuple[nn.Module, Callable[[nn.Module, Any], Tensor], Callable[[int], Any], Callable[[Any], Any] | None]
@@ -120,7 +120,7 @@ def test_a_trial_trains_it_as_a_hand_written_loop_does(make: Callable[[], Made],
     model, loss, data, optimizer = make()
     workload = Workload(model, loss, data, optimizer)
     before = copy.deepcopy(model.state_dict())
-    spec = TrialSpec(
+    spec = Trial(
         candidate=Setting(precision=precision, batch_size=4),
         device="cpu",
         loss_scale=LossScale(init_scale=256.0, growth_interval=2) if precision == "fp16" else None,

@@ -15,10 +15,10 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import as_run as as_run_module
 from autotune_amp.trial.as_run import as_run, used_flags
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.step import make_model
 
-SPEC = TrialSpec(
+SPEC = Trial(
     candidate=Setting(precision="fp32", batch_size=4, as_found=True), device="cpu", torch_state=torch_state.capture()
 )
 ALL = {"cudnn.conv", "cudnn.rnn"}

@@ -12,9 +12,9 @@ import pytest
 from autotune_amp.core.fidelity import Calibration, Fidelity
 from autotune_amp.core.outcome import CheckOutcome, Failure, Measurement
 from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
 from autotune_amp.isolation.process import Watcher
-from autotune_amp.isolation.runner import Isolation, Payload, Runner
-from autotune_amp.trial.spec import CheckSpec, TrialSpec, unchecked
+from autotune_amp.trial.jobs import Check, Trial
 
 WORKLOAD = """
 import os, pathlib, time
@@ -92,19 +92,19 @@ class Folder:
         self._path = path
         (path / "train.py").write_text(WORKLOAD)
         self.set_mode("")
-        self.runner, self.state = self.opened("fork", Watcher())
+        self.runner, self.state = self.opened("forked", Watcher())
 
     def set_mode(self, mode: str) -> None:
         (self._path / "mode").write_text(mode)
 
-    def opened(self, isolation: Isolation, watcher: Watcher) -> tuple[Runner, dict[str, Any]]:
-        runner = Runner(Payload(target="train:workload", path=(str(self._path), *sys.path)), isolation, watcher)
+    def opened(self, isolation: Isolation, watcher: Watcher) -> tuple[LocalBackend, dict[str, Any]]:
+        runner = LocalBackend(Payload(target="train:workload", path=(str(self._path), *sys.path)), isolation, watcher)
         runner.load(60)
         return runner, runner.open("cpu", 1, 60)[0]
 
     def check(self, mode: str = "", **fields: Any) -> CheckOutcome:
         self.set_mode(mode)
-        return self.runner.check(spec(self.state, **fields))
+        return self.runner.submit(spec(self.state, **fields)).result()
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +114,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
         yield made
 
 
-def spec(state: dict[str, Any], **fields: Any) -> CheckSpec:
+def spec(state: dict[str, Any], **fields: Any) -> Check:
     asked = {"what": "fidelity", "precision": "bf16", "batch_size": 8, "device": "cpu", "torch_state": state}
-    return CheckSpec(**{**asked, **fields})
+    return Check(**{**asked, **fields})
 
 
-def trial(state: dict[str, Any], **fields: Any) -> TrialSpec:
+def trial(state: dict[str, Any], **fields: Any) -> Trial:
     candidate = Setting(**{"precision": "fp32", "batch_size": 8, **fields})
-    return TrialSpec(candidate=candidate, device="cpu", torch_state=state, num_steps=(4, 4))
+    return Trial(candidate=candidate, device="cpu", torch_state=state, num_steps=(4, 4))
 
 
 def test_a_healthy_model_is_faithful_also_where_its_loss_takes_its_batch_apart(folder: Folder) -> None:
@@ -192,9 +192,9 @@ def test_a_kept_worker_is_as_a_check_found_it(folder: Folder) -> None:
     folder.set_mode("")
     runner, state = folder.opened("kept", Watcher())
     with runner:
-        before = [runner.run(trial(state)) for _ in range(2)]
-        assert isinstance(runner.check(spec(state)), Fidelity)
-        after = runner.run(trial(state))
+        before = [runner.submit(trial(state)).result() for _ in range(2)]
+        assert isinstance(runner.submit(spec(state)).result(), Fidelity)
+        after = runner.submit(trial(state)).result()
     # The first trial built the model, which drew from the generator; the others did not.
     assert isinstance(before[1], Measurement)
     assert isinstance(after, Measurement)
@@ -209,14 +209,14 @@ def test_a_kept_worker_pins_for_one_trial_only(folder: Folder) -> None:
         seen = []
         for pins in ((), ("0",), ()):
             listener.text = ""
-            assert isinstance(runner.run(trial(state, precision="bf16", pinned_modules=pins)), Measurement)
+            assert isinstance(runner.submit(trial(state, precision="bf16", pinned_modules=pins)).result(), Measurement)
             seen.append({line for line in listener.text.splitlines() if line.startswith("dtype")})
     assert seen == [{"dtype torch.bfloat16"}, {"dtype torch.float32"}, {"dtype torch.bfloat16"}]
 
 
 def test_an_unchecked_precision_says_why_and_what_to_do() -> None:
-    asked = CheckSpec(what="fidelity", precision="fp16", batch_size=8, device="cpu", pinned_modules=("head",))
-    found = unchecked(asked, Failure(kind="timeout", message="it was still checking when its time was up"))
+    asked = Check(what="fidelity", precision="fp16", batch_size=8, device="cpu", pinned_modules=("head",))
+    found = asked.unchecked(Failure(kind="timeout", message="it was still checking when its time was up"))
     assert (found.verdict, found.precision, found.pinned_modules) == ("unchecked", "fp16", ("head",))
     assert found.reason == "fp16 is unchecked (timeout): it was still checking when its time was up."
     assert found.next_step == "Give a larger budget."

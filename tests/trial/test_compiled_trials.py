@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from autotune_amp import Workload
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
 from autotune_amp.isolation.process import Watcher
-from autotune_amp.isolation.runner import Isolation, Payload, Runner
 from autotune_amp.trial.compiling import CompileWatch, forget_compiled
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.step import make_training
 from autotune_amp.trial.timing import MAX_COMPILING_STEPS, Timing, time_steps
 
@@ -85,9 +85,9 @@ def payload(folder: Path, backend: str) -> Payload:
     return Payload(target="train:workload", path=(str(folder), *sys.path))
 
 
-def spec(batch_size: int = 4, **fields: Any) -> TrialSpec:
+def spec(batch_size: int = 4, **fields: Any) -> Trial:
     candidate = Setting(precision="fp32", batch_size=batch_size)
-    return TrialSpec(**{"candidate": candidate, "device": "cpu", "num_steps": (2, 2), **fields})
+    return Trial(**{"candidate": candidate, "device": "cpu", "num_steps": (2, 2), **fields})
 
 
 def timed(model: nn.Module, lengths: Iterator[int], **fields: Any) -> tuple[Timing, list[int]]:
@@ -156,15 +156,15 @@ def test_only_what_was_compiled_is_forgotten(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_compiling_has_time_of_its_own_and_a_kept_worker_compiles_for_each_trial(tmp_path: Path) -> None:
     listener = Listener()
-    with Runner(payload(tmp_path, "slow"), "kept", listener) as runner:
+    with LocalBackend(payload(tmp_path, "slow"), "kept", listener) as runner:
         state = runner.load(60)
         runner.open("cpu", None, 60)
-        assert all(isinstance(runner.run(spec(size, torch_state=state)), Measurement) for size in (3, 4, 5))
+        assert all(isinstance(runner.submit(spec(size, torch_state=state)).result(), Measurement) for size in (3, 4, 5))
         # One more in each: a worker that went on would compile for any batch size in its second trial, and no more.
         assert sorted(set(listener.words("graphs"))) == ["1", "2", "3"]
         fields: dict[str, Any] = {"torch_state": state, "first_step_deadline_seconds": 1.0}
-        assert isinstance(runner.run(spec(6, deadline_seconds=60.0, **fields)), Measurement)
-        late = runner.run(spec(6, deadline_seconds=2.2, **fields))
+        assert isinstance(runner.submit(spec(6, deadline_seconds=60.0, **fields)).result(), Measurement)
+        late = runner.submit(spec(6, deadline_seconds=2.2, **fields)).result()
     assert isinstance(late, Failure)
     assert late.kind == "timeout"
     assert "compiling" in late.message
@@ -179,16 +179,16 @@ def test_trials_share_the_compilers_cache_and_train_as_a_loop_by_hand(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     losses = {}
     state: dict[str, Any] = {}
-    isolations: tuple[Isolation, ...] = ("fork", "kept", "fresh")
+    isolations: tuple[Isolation, ...] = ("forked", "kept", "fresh")
     for isolation in isolations:
         listener = Listener()
-        with Runner(payload(tmp_path, "'inductor'"), isolation, listener) as runner:
+        with LocalBackend(payload(tmp_path, "'inductor'"), isolation, listener) as runner:
             state = state or runner.load(60)
-            if isolation == "fork":
+            if isolation == "forked":
                 runner.open("cpu", None, 60)
-                assert isinstance(runner.run(spec(torch_state=state)), Measurement)
+                assert isinstance(runner.submit(spec(torch_state=state)).result(), Measurement)
                 assert set(listener.words("hits")) == {"0"}
-            assert isinstance(runner.run(spec(torch_state=state)), Measurement)
+            assert isinstance(runner.submit(spec(torch_state=state)).result(), Measurement)
         assert int(listener.words("hits")[-1]) > 0
         losses[isolation] = listener.words("loss")[-5:]
 

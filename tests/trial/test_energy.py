@@ -15,9 +15,9 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.hardware import nvml
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import energy, worker
-from autotune_amp.trial.bench import Bench
+from autotune_amp.trial.context import Context
 from autotune_amp.trial.energy import EnergyMeter, counter_of, require_counter
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 
 UUID = "GPU-aaaa-1"
 
@@ -160,7 +160,7 @@ def test_a_trial_divides_by_the_samples_that_were_run(monkeypatch: pytest.Monkey
     monkeypatch.setattr(energy, "MIN_SECONDS", 0.0)
     workload = Workload(lambda: nn.Linear(2, 1), lambda m, b: m(b).square().mean(), lambda n: torch.randn(n, 2))
     candidate = Setting(precision="fp32", batch_size=4, accumulation_steps=8)
-    spec = TrialSpec(candidate=candidate, device="cpu", torch_state=torch_state.capture())
-    found = worker.run(Bench(workload, is_kept=False), spec, lambda _: None)
+    spec = Trial(candidate=candidate, device="cpu", torch_state=torch_state.capture())
+    found = worker.run(Context(workload, is_kept=False), spec, lambda _: None)
     assert isinstance(found, Measurement)
     assert found.joules_per_sample == pytest.approx(1 / (4 * spec.num_timed_micro_batches))

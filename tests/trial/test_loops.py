@@ -27,13 +27,13 @@ from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.fidelity import Fidelity
 from autotune_amp.core.outcome import Description, Failure, Measurement
 from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.local import LocalBackend, Payload
 from autotune_amp.isolation.process import Watcher
-from autotune_amp.isolation.runner import Payload, Runner
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.step_amp import MAX_CALLS_WITHOUT_STEP
 from autotune_amp.trial import checks, worker
-from autotune_amp.trial.bench import Bench
-from autotune_amp.trial.spec import CheckSpec, TrialSpec
+from autotune_amp.trial.context import Context
+from autotune_amp.trial.jobs import Check, Describe, Trial
 from autotune_amp.trial.state import LoopState
 from autotune_amp.trial.step import BaseTraining, make_model, make_training
 from autotune_amp.trial.timing import time_steps
@@ -43,8 +43,8 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
 SCALE = LossScale(init_scale=256.0, growth_interval=2)
 
 
-def spec(precision: Precision = "fp32", **candidate: Any) -> TrialSpec:
-    return TrialSpec(
+def spec(precision: Precision = "fp32", **candidate: Any) -> Trial:
+    return Trial(
         candidate=Setting(precision=precision, batch_size=8, **candidate),
         device="cpu",
         loss_scale=SCALE if precision == "fp16" else None,
@@ -157,21 +157,21 @@ def test_weights_are_those_of_a_hand_written_loop_and_of_a_training_job(name: st
 @pytest.mark.parametrize("name", sorted(LOOPS))
 def test_a_loop_is_described_measured_and_checked_in_processes(name: str) -> None:
     payload = Payload(target=f"loop_samples:{name}", path=(str(Path(loop_samples.__file__).parent), *sys.path))
-    with Runner(payload, "fork", Watcher()) as runner:
+    with LocalBackend(payload, "forked", Watcher()) as runner:
         runner.load(60)
         state, _ = runner.open("cpu", 1, 60)
-        about = runner.ask("describe", {"device": "cpu", "torch_state": state, "has_tf32": False}, 60)
+        described = runner.submit(Describe(device="cpu", torch_state=state)).result()
         trials = [
-            runner.run(msgspec.structs.replace(spec(precision), num_steps=(2, 4), torch_state=state))
+            runner.submit(msgspec.structs.replace(spec(precision), num_steps=(2, 4), torch_state=state)).result()
             for precision in PRECISIONS
         ]
-        found = runner.check(
-            CheckSpec(what="fidelity", precision="bf16", batch_size=64, device="cpu", torch_state=state)
-        )
+        found = runner.submit(
+            Check(what="fidelity", precision="bf16", batch_size=64, device="cpu", torch_state=state)
+        ).result()
     assert [trial for trial in trials if not isinstance(trial, Measurement)] == []
     assert isinstance(found, Fidelity)
     assert found.verdict == "faithful"
-    described = msgspec.convert(about, Description)
+    assert isinstance(described, Description)
     num_parameters = sum(p.numel() for p in mlp(9, 8).parameters())
     assert (described.is_loop, described.weights) == (True, "fp32")
     if name == "diffusion":  # of which the average is not trained
@@ -182,12 +182,12 @@ def test_a_loop_is_described_measured_and_checked_in_processes(name: str) -> Non
 
 
 def test_a_kept_worker_trains_each_time_from_the_beginning() -> None:
-    bench = Bench(LOOPS["gan"](), is_kept=True)
+    context = Context(LOOPS["gan"](), is_kept=True)
     runs = []
     for _ in range(2):
         torch.manual_seed(0)
-        model = bench.model(torch.device("cpu"))
-        runs.append(trained(make_training(bench.workload, model, spec())))
+        model = context.model(torch.device("cpu"))
+        runs.append(trained(make_training(context.workload, model, spec())))
     torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=0)
 
 
@@ -326,13 +326,11 @@ def test_an_optimizer_that_only_a_function_knows_is_asked_for() -> None:
         state["take_step"](amp)
         amp.update()
 
-    bench = Bench(Workload(build=build, train_step=step, data=batches), is_kept=False)
-    described = worker.describe(bench, "cpu", torch_state.capture())
+    context = Context(Workload(build=build, train_step=step, data=batches), is_kept=False)
+    described = worker.describe(context, Describe(device="cpu", torch_state=torch_state.capture()), lambda event: None)
     assert described.num_trainable_parameters == described.num_parameters > 0
-    check_spec = CheckSpec(
-        what="fidelity", precision="bf16", batch_size=8, device="cpu", torch_state=torch_state.capture()
-    )
-    found = checks.check(bench, check_spec, lambda event: None)
+    check_spec = Check(what="fidelity", precision="bf16", batch_size=8, device="cpu", torch_state=torch_state.capture())
+    found = checks.check(context, check_spec, lambda event: None)
     assert isinstance(found, Failure)
     assert found.kind == "workload_error"
     assert "return the optimizer from build()" in found.message
@@ -400,12 +398,12 @@ def test_a_call_that_has_no_loss_is_given_the_one_before() -> None:
 
 
 def test_optimizers_may_share_a_parameter_and_start_again_together() -> None:
-    bench = Bench(loop_samples.sharing(), is_kept=True)
+    context = Context(loop_samples.sharing(), is_kept=True)
     runs = []
     for _ in range(2):
         torch.manual_seed(0)
-        model = bench.model(torch.device("cpu"))
-        runs.append(trained(make_training(bench.workload, model, spec())))
+        model = context.model(torch.device("cpu"))
+        runs.append(trained(make_training(context.workload, model, spec())))
     torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=0)
 
 

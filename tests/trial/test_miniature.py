@@ -17,12 +17,12 @@ from autotune_amp import Workload
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.outcome import Failure, Measurement, Outcome
 from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.local import LocalBackend, Payload
 from autotune_amp.isolation.process import Watcher
-from autotune_amp.isolation.runner import Payload, Runner
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import memory, worker
-from autotune_amp.trial.bench import Bench
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.context import Context
+from autotune_amp.trial.jobs import Describe, Trial
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ class Job:
         return result
 
     def run(self, purpose: Any = "confirm", **fields: Any) -> Outcome:
-        spec = TrialSpec(
+        spec = Trial(
             candidate=Setting(precision="bf16", batch_size=2),
             device="cpu",
             purpose=purpose,
@@ -62,7 +62,7 @@ class Job:
             torch_state=torch_state.capture(),
             **({"ending_seconds": 60.0 if purpose == "confirm" else None} | fields),
         )
-        return worker.run(Bench(self.workload, is_kept=False), spec, self._hear)
+        return worker.run(Context(self.workload, is_kept=False), spec, self._hear)
 
     def _hear(self, message: dict[str, Any]) -> None:
         if message["event"] == "phase":
@@ -157,7 +157,7 @@ def test_functions_that_cannot_be_called_so_are_refused_before_anything_is_run(
     parts: dict[str, Any], call: str
 ) -> None:
     with pytest.raises(WorkloadError, match=re.escape(f"is called as {call}")) as caught:
-        worker.describe(Bench(Job(**parts).workload, is_kept=False), "cpu", torch_state.capture())
+        worker.describe(Context(Job(**parts).workload, is_kept=False), Describe(device="cpu"), lambda event: None)
     assert f"def {call}" in caught.value.next_step
 
 
@@ -221,16 +221,16 @@ def test_how_a_process_may_end_after_it_measured(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ENDINGS)
     payload = Payload(target="train:workload", path=(str(tmp_path), *sys.path))
     listener = Listener()
-    with Runner(payload, "fork", listener) as runner:
+    with LocalBackend(payload, "forked", listener) as runner:
         state = runner.load(60)
         runner.open("cpu", None, 60)
 
         def run(batch_size: int, **fields: Any) -> Outcome:
             candidate = Setting(precision="fp32", batch_size=batch_size)
             fields = {"ending_seconds": 60.0, **fields}
-            return runner.run(
-                TrialSpec(candidate=candidate, device="cpu", purpose="confirm", torch_state=state, **fields)
-            )
+            return runner.submit(
+                Trial(candidate=candidate, device="cpu", purpose="confirm", torch_state=state, **fields)
+            ).result()
 
         died = run(1)
         long = run(2, step_deadline_seconds=0.4)

@@ -14,10 +14,10 @@ from torch import nn
 from autotune_amp import Workload
 from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.local import Isolation, LocalBackend, Payload, can_fork
 from autotune_amp.isolation.process import Watcher
-from autotune_amp.isolation.runner import Isolation, Payload, Runner, can_fork
 from autotune_amp.precision import torch_state
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.step import make_training
 
 WORKLOAD = """
@@ -31,9 +31,9 @@ def workload():
 """
 
 
-def spec(**fields: Any) -> TrialSpec:
+def spec(**fields: Any) -> Trial:
     candidate = Setting(precision="fp32", batch_size=256)
-    return TrialSpec(candidate=candidate, device="cpu", torch_state=torch_state.capture(), **fields)
+    return Trial(candidate=candidate, device="cpu", torch_state=torch_state.capture(), **fields)
 
 
 def test_a_step_leaves_its_batch_and_its_graph_to_the_next_as_a_loop_does() -> None:
@@ -65,11 +65,11 @@ def test_a_fork_reports_what_a_process_of_its_own_takes(tmp_path: Path) -> None:
     payload = Payload(target="tiny:workload", path=(str(tmp_path), *sys.path))
 
     def measured(isolation: Isolation) -> Measurement:
-        with Runner(payload, isolation, Watcher()) as runner:
-            outcome = runner.run(spec(num_steps=(4, 4)))
+        with LocalBackend(payload, isolation, Watcher()) as runner:
+            outcome = runner.submit(spec(num_steps=(4, 4))).result()
         assert isinstance(outcome, Measurement), outcome
         return outcome
 
-    alone, forked = measured("fresh"), measured("fork")
+    alone, forked = measured("fresh"), measured("forked")
     assert forked.num_steps_taken == alone.num_steps_taken == 3 + 4
     assert forked.peak_memory_bytes == pytest.approx(alone.peak_memory_bytes, rel=0.1)

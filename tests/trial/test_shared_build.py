@@ -13,9 +13,9 @@ import pytest
 
 from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.local import LocalBackend, Payload
 from autotune_amp.isolation.process import Watcher
-from autotune_amp.isolation.runner import Payload, Runner
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 
 WORKLOAD = """
 import os, threading, time
@@ -63,26 +63,26 @@ def payload(folder: Path, extra: str = "pass") -> Payload:
     return Payload(target="train:workload", path=(str(folder), *sys.path))
 
 
-def opened(runner: Runner, **fields: Any) -> TrialSpec:
+def opened(runner: LocalBackend, **fields: Any) -> Trial:
     runner.load(60)
     state, reason = runner.open("cpu", None, 60)
     assert reason is None
     candidate = Setting(precision="fp32", batch_size=4)
-    return TrialSpec(candidate=candidate, device="cpu", torch_state=state, num_steps=(1, 1), seed=5, **fields)
+    return Trial(candidate=candidate, device="cpu", torch_state=state, num_steps=(1, 1), seed=5, **fields)
 
 
 def test_children_of_a_template_that_built_train_as_those_that_build_their_own(tmp_path: Path) -> None:
     listener = Listener()
-    with Runner(payload(tmp_path), "fork", listener) as runner:
+    with LocalBackend(payload(tmp_path), "forked", listener) as runner:
         spec = opened(runner, memory_limit_bytes=2**30)
-        own = runner.run(spec)
+        own = runner.submit(spec).result()
         assert runner.share_build(spec, 60) is None
-        shared = [runner.run(spec) for _ in range(2)]
+        shared = [runner.submit(spec).result() for _ in range(2)]
         assert len(set(listener.words("built-in"))) == 2
         (template,) = psutil.Process().children()
         template.kill()
         template.wait()
-        again = runner.run(spec)
+        again = runner.submit(spec).result()
     assert len(listener.words("built-in")) == 3
     assert isinstance(own, Measurement)
     assert not own.is_build_shared
@@ -113,9 +113,9 @@ def test_children_of_a_template_that_built_train_as_those_that_build_their_own(t
     ],
 )
 def test_what_cannot_be_built_in_a_template_is_said(tmp_path: Path, extra: str, reason: str) -> None:
-    with Runner(payload(tmp_path, extra), "fork", Listener()) as runner:
+    with LocalBackend(payload(tmp_path, extra), "forked", Listener()) as runner:
         spec = opened(runner)
         assert reason in (runner.share_build(spec, 60) or "")
         assert not runner.is_build_shared
         runner.keep()
-        assert isinstance(runner.run(spec), Measurement) == ("1 / 0" not in extra)
+        assert isinstance(runner.submit(spec).result(), Measurement) == ("1 / 0" not in extra)

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomS
 from autotune_amp import Workload
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import sizes, worker
-from autotune_amp.trial.bench import Bench
+from autotune_amp.trial.context import Context
+from autotune_amp.trial.jobs import Describe
 from autotune_amp.trial.sizes import Look, look
 
 
@@ -310,14 +311,16 @@ def test_batches_are_drawn_where_samples_cannot_be_looked_at(given: Any) -> None
 
 
 def test_a_description_holds_what_was_seen_unless_nobody_asks() -> None:
-    bench = Bench(
+    context = Context(
         Workload(nn.Linear(1, 1), lambda model, batch: batch, DataLoader(Texts(), batch_size=4)), is_kept=False
     )
-    described = worker.describe(bench, "cpu", torch_state.capture(), 32)
+    asked = Describe(device="cpu", torch_state=torch_state.capture(), baseline_batch_size=32)
+    described = worker.describe(context, asked, lambda event: None)
     assert described.num_workers == 0
     assert described.sample_sizes is not None
     assert not described.has_worst_batch
-    assert worker.describe(bench, "cpu", torch_state.capture()).sample_sizes is None
+    asked = Describe(device="cpu", torch_state=torch_state.capture())
+    assert worker.describe(context, asked, lambda event: None).sample_sizes is None
 
 
 def test_a_named_worst_batch_needs_no_look() -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 
 from autotune_amp.core.setting import Setting
-from autotune_amp.trial.spec import TrialSpec
+from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.stopping import is_hopeless, stop
 
 FP32 = Setting(precision="fp32", batch_size=8)
@@ -17,7 +17,7 @@ STEADY, RESTLESS = [0.1] * 8, [0.1, 0.3] * 4
 def reason(
     steps: list[float], measuring_seconds: float = 0.0, training_seconds: float = 0.0, **fields: Any
 ) -> Literal["cut", "enough"] | None:
-    spec = TrialSpec(candidate=FP32, **{"device": "cpu", **fields})
+    spec = Trial(candidate=FP32, **{"device": "cpu", **fields})
     return stop(
         spec,
         steps,
@@ -60,8 +60,8 @@ def test_what_ends_measuring(steps: list[float], fields: dict[str, Any], expecte
 
 
 def test_a_warm_up_far_over_the_cut_is_hopeless() -> None:
-    def spec(cut_step_seconds: float | None) -> TrialSpec:
-        return TrialSpec(candidate=FP32, device="cpu", cut_step_seconds=cut_step_seconds)
+    def spec(cut_step_seconds: float | None) -> Trial:
+        return Trial(candidate=FP32, device="cpu", cut_step_seconds=cut_step_seconds)
 
     assert is_hopeless(spec(0.1), [0.5, 0.2])
     assert not is_hopeless(spec(0.1), [0.5, 0.15])

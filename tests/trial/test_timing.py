@@ -15,14 +15,14 @@ import torch
 from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.setting import Setting
 from autotune_amp.trial import timing
-from autotune_amp.trial.spec import MAX_TIMED_MICRO_BATCHES, TrialSpec
+from autotune_amp.trial.jobs import MAX_TIMED_MICRO_BATCHES, Trial
 
 
 class Scripted:
     """A training whose steps last what a script says, on a clock that moves only when it does."""
 
     def __init__(self, seconds: Iterator[float], **fields: Any) -> None:
-        self.spec = TrialSpec(
+        self.spec = Trial(
             candidate=Setting(precision="fp32", batch_size=4, accumulation_steps=fields.pop("accumulation_steps", 1)),
             device="cpu",
             **fields,

@@ -1,0 +1,288 @@
+"""The backends on this machine: processes that are forked, kept or fresh. No torch here, and no accelerator."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+
+import msgspec
+
+from autotune_amp.core.errors import AutotuneAmpError, BudgetTooSmallError, WorkloadError
+from autotune_amp.core.job import Job
+from autotune_amp.core.outcome import Failure
+from autotune_amp.distributed.launcher import is_from_launcher
+from autotune_amp.isolation.backend import Ability, Slot
+from autotune_amp.isolation.process import Process, ProcessEndedError, Watcher
+
+Found = TypeVar("Found")
+Isolation: TypeAlias = Literal["forked", "kept", "fresh"]
+
+# Experiment trackers that can be turned off by a variable: a trial is no run of the user's.
+TRACKERS_OFF = {
+    "WANDB_MODE": "disabled",
+    "COMET_MODE": "DISABLED",
+    "NEPTUNE_MODE": "debug",
+    "SWANLAB_MODE": "disabled",
+    "CLEARML_OFFLINE_MODE": "1",
+    "DISABLE_MLFLOW_INTEGRATION": "TRUE",
+    "TRACKIO_DISABLED": "1",
+}
+
+
+# User code asks torch.cuda.is_available() on import; answered by the CUDA runtime, no forked child could use the card.
+_FORK_SAFE = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
+class Payload(msgspec.Struct, frozen=True, kw_only=True):
+    """How a trial process gets the workload: a target to import, or packed bytes; with the caller's import path."""
+
+    target: str | None
+    packed: bytes = b""
+    path: tuple[str, ...]
+
+
+def can_fork() -> bool:
+    """Whether trials can be forked: on Linux, where fork, pidfd and the parent-death signal are sound."""
+    return sys.platform == "linux" and hasattr(os, "pidfd_open")
+
+
+class Opened(NamedTuple):
+    """The torch state found after the user's function was called, and why jobs cannot be forked, None if they can."""
+
+    torch_state: dict[str, Any]
+    why_not_forked: str | None
+
+
+class LocalBackend:
+    """Runs jobs for one workload in processes of their own.
+
+    `isolation`: ``forked`` forks each job from a template that holds the workload; ``kept`` lets one worker run job
+    after job until one fails; ``fresh`` starts a process for each. None forks where that is sound, else keeps.
+    `environment` is laid over the caller's. Use as a context manager: on the way out every process is dead.
+    """
+
+    def __init__(
+        self,
+        payload: Payload,
+        isolation: Isolation | None,
+        watcher: Watcher,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.isolation: Isolation = isolation or ("forked" if can_fork() else "kept")
+        self._payload = payload
+        self._watcher = watcher
+        self._environment = {
+            **{name: value for name, value in os.environ.items() if not is_from_launcher(name)},
+            **TRACKERS_OFF,
+            **_FORK_SAFE,
+            "AUTOTUNE_AMP_TRIAL": "1",
+            **(environment or {}),
+        }
+        self._process: Process | None = None
+        self._device = "cpu"
+        self._num_threads: int | None = None
+        self._share_command: dict[str, Any] | None = None
+
+    def __enter__(self) -> LocalBackend:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every process."""
+        if self._process is not None:
+            process, self._process = self._process, None
+            process.end()
+
+    @property
+    def abilities(self) -> frozenset[Ability]:
+        """Only a process that others are forked from builds for them."""
+        both: frozenset[Ability] = frozenset({"check", "profile"})
+        return both | {"share_build"} if self.isolation == "forked" else both
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """One device."""
+        return (Slot(self._device),)
+
+    @property
+    def is_build_shared(self) -> bool:
+        """Whether the template builds the model once for all jobs."""
+        return self._share_command is not None
+
+    def keep(self) -> None:
+        """Go on with one kept worker in place of forks."""
+        self.close()
+        self.isolation, self._share_command = "kept", None
+
+    def share_build(self, job: Any, deadline_seconds: float) -> str | None:
+        """Have the template build the model once, as the trial `job` would, for all jobs to come.
+
+        Returns why that cannot be, None where it can; after a reason the process is to be closed, or another kept.
+        """
+        command = {"cmd": "share", "device": job.device, "torch_state": job.torch_state, "seed": job.seed}
+        until = time.monotonic() + deadline_seconds
+        try:
+            self._ready_process(until)
+            reason: str | None = self._expect(command, b"", until)
+        except BudgetTooSmallError:
+            return f"building it in the process that trials are forked from took more than {deadline_seconds:.0f} s"
+        except WorkloadError as error:
+            return f"it cannot be built in the process that trials are forked from: {error.message.splitlines()[0]}"
+        if reason is None:
+            self._share_command = command
+        return reason
+
+    def load(self, deadline_seconds: float) -> dict[str, Any]:
+        """Start the process and import or unpack the workload; returns the torch state found after it.
+
+        Raises `WorkloadError` where the workload cannot be loaded, with the user's own traceback.
+        """
+        state: dict[str, Any] = self._load(time.monotonic() + deadline_seconds)
+        return state
+
+    def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:
+        """Call the user's function once; `num_threads` None leaves the number to the user's code.
+
+        Where jobs cannot be forked from a process that did so, one is kept for them.
+        """
+        self._device, self._num_threads = device, num_threads
+        opened = Opened(**self._open(time.monotonic() + deadline_seconds))
+        if opened.why_not_forked is not None:
+            self.keep()
+        return opened
+
+    def submit(self, job: Job[Found]) -> Submitted[Found]:
+        """Start a job; it is run in a process that loads the workload first where there is none."""
+        return Submitted(self, job)
+
+    def start(self, job: Job[Any], until: float | None) -> float | None:
+        """Have a process run it; returns what the process took to start, None where it is forked."""
+        began = time.monotonic()
+        is_there = self._process is not None and self._process.is_alive()
+        self._device = job.device  # known by its number once it was probed
+        command = {"cmd": "run", "kind": job.kind(), "job": msgspec.to_builtins(job)}
+        self._ready_process(until).send(command)
+        if self.isolation == "forked":
+            return None
+        return 0.0 if is_there else time.monotonic() - began
+
+    def wait(self, job: Job[Found], until: float | None) -> tuple[Found | Failure, Found | None]:
+        """What the process found; with a failure that ended it also what it had found so far."""
+        assert self._process is not None
+        try:
+            value = self._process.wait(until, job.deadlines, ends_with_exit=self.isolation == "forked")
+        except ProcessEndedError as ended:
+            if self.isolation != "forked":  # a template outlives its children; if it has not, the next job sees it
+                self.close()
+            return ended.failure, None if ended.so_far is None else _converted(job, ended.so_far)
+        if isinstance(value, dict) and value.get("outcome") == "failure":
+            value = msgspec.convert(value, Failure)
+        if self.isolation == "fresh" or (self.isolation == "kept" and isinstance(value, Failure)):
+            self.close()
+        if isinstance(value, Failure):
+            return value, None
+        try:
+            return _converted(job, value), None
+        except msgspec.ValidationError as error:  # a number that is none, where there must be one
+            return Failure(kind="crash", message=f"it gave a result that cannot be read: {error}"), None
+
+    def _ready_process(self, until: float | None) -> Process:
+        if self._process is None or not self._process.is_alive():
+            self.close()
+            self._load(until)
+            self._open(until)
+            if self._share_command is not None:
+                self._expect(self._share_command, b"", until)
+        assert self._process is not None
+        return self._process
+
+    def _load(self, until: float | None) -> Any:
+        self._process = Process(self.isolation, self._environment, self._watcher)
+        command = {
+            "cmd": "load",
+            "target": self._payload.target,
+            "path": self._payload.path,
+            "num_packed_bytes": len(self._payload.packed),
+        }
+        self._expect(None, b"", until)  # ready: what is written to one that never reads would block us
+        return self._expect(command, self._payload.packed, until)
+
+    def _open(self, until: float | None) -> Any:
+        return self._expect({"cmd": "open", "device": self._device, "num_threads": self._num_threads}, b"", until)
+
+    def _expect(self, command: dict[str, Any] | None, data: bytes, until: float | None) -> Any:
+        assert self._process is not None
+        try:
+            if command is not None:
+                self._process.send(command, data)
+            value = self._process.wait(until)
+        except ProcessEndedError as ended:
+            value = ended.failure
+        if isinstance(value, Failure):
+            self.close()
+            if value.kind == "timeout":
+                raise BudgetTooSmallError(
+                    "The budget ended before the workload was loaded.",
+                    "Give a --budget of several times what importing and calling it takes.",
+                )
+            details = f"\n{value.details.rstrip()}" if value.details else ""
+            raise WorkloadError(
+                f"{self._payload.target or 'The workload'} cannot be loaded: {value.message}.{details}",
+                "Mend it until it can be imported and called on its own.",
+            )
+        return value
+
+
+class Submitted(Generic[Found]):
+    """A job in a process of this machine, and what the job asks for in its place."""
+
+    def __init__(self, backend: LocalBackend, job: Job[Found]) -> None:
+        seconds = job.deadlines.whole_seconds
+        self._until = None if seconds is None else time.monotonic() + seconds
+        self._backend = backend
+        self._start(job)
+
+    def _start(self, job: Job[Found]) -> None:
+        self._job = job
+        self._problem: AutotuneAmpError | None = None
+        self.start_seconds: float | None = None
+        try:
+            self.start_seconds = self._backend.start(job, self._until)
+        except AutotuneAmpError as error:
+            self._problem = error
+        except BaseException:
+            self._backend.close()
+            raise
+
+    def result(self) -> Found | Failure:
+        """Wait for it, and run what the job asks for in its place after a failure."""
+        while True:
+            found, so_far = self._wait()
+            if not isinstance(found, (Failure, AutotuneAmpError)):
+                return found
+            follows = self._job.after(found, so_far)
+            if not isinstance(follows, Job):
+                return follows
+            self._start(follows)  # in another process: what a failed allocation leaves must not count against it
+
+    def _wait(self) -> tuple[Found | Failure | AutotuneAmpError, Found | None]:
+        if self._problem is not None:
+            return self._problem, None
+        try:
+            return self._backend.wait(self._job, self._until)
+        except AutotuneAmpError as error:
+            self._backend.close()
+            return error, None
+        except BaseException:
+            self._backend.close()
+            raise
+
+
+def _converted(job: Job[Found], value: Any) -> Found:
+    found: Found = msgspec.convert(value, type=job.answer, str_keys=True)  # JSON has no whole numbers as keys
+    return found

@@ -1,0 +1,202 @@
+"""The jobs of a search: a trial, three kinds of check, and what is asked of a workload before them. No torch."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import msgspec
+
+from autotune_amp.core.config import LossScale, Precision
+from autotune_amp.core.errors import AutotuneAmpError, BudgetTooSmallError
+from autotune_amp.core.fidelity import MIN_CUT_SAMPLES, Accumulation, Calibration, Fidelity
+from autotune_amp.core.hardware import DeviceIdentity, Hardware
+from autotune_amp.core.job import Deadlines, Job, Tell
+from autotune_amp.core.outcome import CheckOutcome, Description, Failure, FailureKind, Measurement, Purpose
+from autotune_amp.core.recommendation import Fingerprint
+from autotune_amp.core.setting import Setting
+
+CheckKind: TypeAlias = Literal["fidelity", "calibration", "accumulation"]
+
+# Micro-batches timed for a longer accumulation window; the window's time is composed from them, since windows of
+# hundreds of passes would cost more than the search has.
+MAX_TIMED_MICRO_BATCHES = 4
+# An accelerator runs ahead of the host, so steps between two synchronisations are timed together.
+STEPS_PER_SYNC = 4
+NUM_WARMUP_STEPS = 3
+
+_NEXT_STEPS: dict[FailureKind, str] = {
+    "oom": "Free memory or use a device with more of it; until then compare a training run of your own with fp32.",
+    "timeout": "Give a larger budget.",
+    "nonfinite": "Use another precision.",
+    "unsupported": "Use another precision.",
+    "crash": "Run a few training steps in this precision on their own, to see how they end.",
+    "workload_error": "Mend what the reason names.",
+}
+
+
+class Trial(Job[Measurement], frozen=True, kw_only=True):
+    """One isolated run of one candidate.
+
+    `num_steps` [low, high] bounds the measured optimizer steps: measuring stops between them once the trimmed
+    95 % interval of the step time is within `interval_share` of it, or after `measure_seconds`. An accelerator that
+    takes them all in less than `stopping.LEAST_ACCELERATOR_SECONDS` goes on until then. After five steps
+    a median above `cut_step_seconds` ends the trial early. `first_step_seconds` and `step_seconds` are deadlines
+    that the parent enforces by killing the process: for a first step with its compilation, and for any other.
+    `worst_samples` are the dataset's
+    largest samples that were found, the largest first; empty where the samples are alike or the workload names its
+    worst batch itself. `is_loss_sum`: the loss is a sum over its samples, so that it is not divided by the
+    accumulation steps. `ending_seconds` is what the workload's evaluation and checkpoint may take after the measuring,
+    with the parent's deadline; None: they are not run.
+    """
+
+    answer: ClassVar[Any] = Measurement
+    work: ClassVar[str] = "autotune_amp.trial.worker:run"
+
+    candidate: Setting
+    purpose: Purpose = "search"
+    loss_scale: LossScale | None = None
+    seed: int = 0
+    num_warmup_steps: int = NUM_WARMUP_STEPS
+    num_steps: tuple[int, int] = (8, 40)
+    interval_share: float = 0.05
+    measure_seconds: float | None = None
+    cut_step_seconds: float | None = None
+    first_step_deadline_seconds: float | None = None
+    step_deadline_seconds: float | None = None
+    memory_limit_bytes: int | None = None
+    hold_heap: bool = False
+    worst_samples: tuple[int, ...] = ()
+    is_loss_sum: bool = False
+    ending_seconds: float | None = None
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """Those of its steps too."""
+        return Deadlines(
+            whole_seconds=self.deadline_seconds,
+            first_step_seconds=self.first_step_deadline_seconds,
+            step_seconds=self.step_deadline_seconds,
+        )
+
+    def after(
+        self, problem: Failure | AutotuneAmpError, so_far: Measurement | None
+    ) -> Measurement | Failure | Job[Measurement]:
+        """A failure, whatever the workload did. One whose evaluation was too long was measured; one that died of its
+        evaluation did not survive its job."""
+        failure = _failure(problem)
+        return so_far if so_far is not None and failure.kind == "timeout" else failure
+
+    @property
+    def is_miniature(self) -> bool:
+        """Whether it is a miniature of the job: whole accumulation windows, the worst batch first and last."""
+        return self.purpose in ("confirm", "plain")
+
+    @property
+    def num_worst_batches(self) -> int:
+        """Steps taken on the worst batch: the first, one after the warm-up, a miniature's last."""
+        return 3 if self.is_miniature else 2
+
+    @property
+    def num_timed_micro_batches(self) -> int:
+        """Forward and backward passes run for one timed step: a whole window only where it is confirmed."""
+        window = self.candidate.accumulation_steps
+        return window if self.is_miniature else min(window, MAX_TIMED_MICRO_BATCHES)
+
+    @property
+    def num_steps_per_report(self) -> int:
+        """Steps timed, and reported, together."""
+        return 1 if self.device == "cpu" else STEPS_PER_SYNC
+
+
+class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=True):
+    """One check in a process of its own: of `precision` against fp32, of the loss scales that are safe, or of whether
+    accumulated gradients equal those of the whole batch (in fp32).
+
+    `num_batches` different batches of `batch_size` samples are used, fewer samples where they do not fit into memory.
+    `find_pins`: look for modules that make the precision faithful when they run in fp32. `pinned_modules` do so during
+    the check. `deadline_seconds` is for all of it; the parent enforces it by killing the process.
+    """
+
+    answer: ClassVar[Any] = Fidelity | Calibration | Accumulation
+    work: ClassVar[str] = "autotune_amp.trial.checks:check"
+
+    what: CheckKind
+    precision: Precision
+    batch_size: int
+    pinned_modules: tuple[str, ...] = ()
+    find_pins: bool = True
+    seed: int = 0
+    num_batches: int = 12
+    memory_limit_bytes: int | None = None
+    hold_heap: bool = False
+
+    def after(
+        self, problem: Failure | AutotuneAmpError, so_far: Fidelity | Calibration | Accumulation | None
+    ) -> CheckOutcome | Job[Fidelity | Calibration | Accumulation]:
+        """Half the batch where memory was short; what does not fit at the smallest either is unchecked, a `Failure`
+        where fidelity is not asked for."""
+        if so_far is not None:
+            return so_far
+        failure = _failure(problem)
+        if failure.kind != "oom":
+            return failure
+        smaller = self.batch_size // 2
+        if smaller >= (MIN_CUT_SAMPLES if self.what == "accumulation" else 1):
+            return msgspec.structs.replace(self, batch_size=smaller)
+        return self.unchecked(failure) if self.what == "fidelity" else failure
+
+    def unchecked(self, failure: Failure) -> Fidelity:
+        """What it says of its precision where it could not be made: nothing, with the reason."""
+        return Fidelity(
+            precision=self.precision,
+            batch_size=self.batch_size,
+            verdict="unchecked",
+            reason=f"{self.precision} is unchecked ({failure.kind}): {failure.message.rstrip('.')}.",
+            next_step=_NEXT_STEPS[failure.kind],
+            pinned_modules=self.pinned_modules,
+        )
+
+
+class Probe(Job[Hardware], frozen=True, kw_only=True):
+    """What the device can do, measured on it."""
+
+    answer: ClassVar[Any] = Hardware
+    work: ClassVar[str] = "autotune_amp.trial.worker:probe"
+
+
+class Describe(Job[Description], frozen=True, kw_only=True):
+    """What the workload is, from building it once.
+
+    Its data is looked at where a `baseline_batch_size` is given; a batch size of the data's own comes before it.
+    `has_tf32`: the device does.
+    """
+
+    answer: ClassVar[Any] = Description
+    work: ClassVar[str] = "autotune_amp.trial.worker:describe"
+
+    has_tf32: bool = False
+    baseline_batch_size: int | None = None
+
+
+class FingerprintJob(Job[Fingerprint], frozen=True, kw_only=True):
+    """What a recommendation for the workload that was loaded would hold for; nothing of it is called."""
+
+    answer: ClassVar[Any] = Fingerprint
+
+    options: dict[str, Any]
+    identity: DeviceIdentity
+
+    def run(self, context: Any, tell: Tell) -> Fingerprint:  # noqa: ARG002 - it takes no steps to tell of
+        """See `fingerprint.compute`."""
+        from autotune_amp.fingerprint import compute
+
+        return compute(context.source, self.options, self.identity, self.torch_state)
+
+
+def _failure(problem: Failure | AutotuneAmpError) -> Failure:
+    """What a trial or a check that came to nothing has to say."""
+    if isinstance(problem, Failure):
+        return problem
+    if isinstance(problem, BudgetTooSmallError):  # a process that loads it again
+        return Failure(kind="timeout", message="it was still loading the workload when its time was up")
+    return Failure(kind="workload_error", message=problem.message, details=problem.next_step)

@@ -1,0 +1,454 @@
+"""Accumulated gradients against the whole batch's: losses and models that keep them equal, and those that do not."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from fidelity_subjects import compiled, everything_of
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from autotune_amp.core.fidelity import Accumulation
+from autotune_amp.numerics import accumulation
+from autotune_amp.numerics.accumulation import Sums, check, find_weights
+from autotune_amp.numerics.batches import cut
+from autotune_amp.numerics.passes import Subject
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def found_of(model: nn.Module, loss: Loss, whole: Any, num_samples: int = 16, seed: int = 0) -> Accumulation:
+    """A check, what holds of every one asserted."""
+    pieces = cut(whole, num_samples // accumulation.num_micro_batches(num_samples))
+    subject = Subject(
+        model=model,
+        loss=lambda model, batch: loss(model, copy.deepcopy(batch)),
+        batches=[whole, *pieces],
+        make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        device=torch.device("cpu"),
+        seed=seed,
+    )
+    before = everything_of(model)
+    found = check(subject, num_samples)
+    torch.testing.assert_close(everything_of(model), before, rtol=0, atol=0)
+    assert found.num_passes <= 3 + len(pieces)
+    assert (found.batch_size, found.num_micro_batches) == (num_samples, len(pieces))
+    assert found.reason.endswith(".")
+    assert found.next_step.endswith(".")
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Accumulation) == found
+    assert found.is_exact == (found.verdict in ("mean", "sum", "weighted"))
+    return found
+
+
+def regression(num_samples: int = 16) -> dict[str, Tensor]:
+    x = torch.randn(num_samples, 8)
+    return {"x": x, "y": x[:, :1] + 0.1 * torch.randn(num_samples, 1)}
+
+
+def images(num_samples: int = 16) -> tuple[Tensor, Tensor]:
+    return torch.randn(num_samples, 3, 8, 8), torch.randint(4, (num_samples,))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def convnet(norm: nn.Module) -> nn.Module:
+    layers = nn.Conv2d(3, 8, 3), norm, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+    return nn.Sequential(*layers)
+
+
+def mean_square(model: Any, batch: Any) -> Tensor:
+    return functional.mse_loss(model(batch.pop("x")), batch.pop("y"))
+
+
+def classes(model: Any, batch: Any) -> Tensor:
+    inputs, labels = batch
+    return functional.cross_entropy(model(inputs), labels)
+
+
+def evaluated(model: nn.Module) -> nn.Module:
+    model[1].eval()  # type: ignore[index]
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("num_samples", [4, 6, 8, 12, 16])
+def test_the_mean_over_samples_is_what_accumulation_averages(num_samples: int) -> None:
+    found = found_of(mlp(), mean_square, regression(num_samples), num_samples)
+    assert found.verdict == "mean", found.reason
+    assert found.error is not None
+    assert found.error == found.mean_error
+    assert found.error < 1e-5
+    assert "accumulation steps" in found.next_step
+
+
+def test_a_sum_over_samples_must_not_be_divided() -> None:
+    found = found_of(mlp(), lambda m, b: (m(b["x"]) - b["y"]).square().sum(), regression())
+    assert found.verdict == "sum", found.reason
+    assert found.mean_error == pytest.approx(0.75, abs=1e-3)
+    assert "do not divide" in found.next_step
+
+
+def test_batch_norm_is_named_and_in_eval_mode_does_no_harm() -> None:
+    found = found_of(convnet(nn.BatchNorm2d(8)), classes, images())
+    assert found.verdict == "inexact", found.reason
+    assert found.error is not None
+    assert found.error > 0.01
+    assert "BatchNorm in training mode" in found.reason
+    assert "(1)" in found.reason, "the module is named"
+    assert "GroupNorm" in found.next_step
+    assert found_of(evaluated(convnet(nn.BatchNorm2d(8))), classes, images()).verdict == "mean"
+    found = found_of(evaluated(convnet(nn.BatchNorm2d(8, track_running_stats=False))), classes, images())
+    assert "BatchNorm in training mode" in found.reason
+    assert found_of(convnet(nn.GroupNorm(2, 8)), classes, images()).verdict == "mean"
+
+
+def test_in_batch_negatives_are_inexact() -> None:
+    def contrast(model: Any, batch: Any) -> Tensor:
+        ours = functional.normalize(model(batch["x"]), dim=1)
+        theirs = functional.normalize(model(batch["x"] + 0.1 * batch["y"]), dim=1)
+        return functional.cross_entropy(ours @ theirs.T / 0.1, torch.arange(len(ours)))
+
+    found = found_of(nn.Linear(8, 16), contrast, regression())
+    assert found.verdict == "inexact", found.reason
+    assert "with each other" in found.reason
+
+
+def test_a_penalty_inside_a_summed_loss_is_counted_once_for_each_micro_batch() -> None:
+    def penalized(model: Any, batch: Any) -> Tensor:
+        summed: Tensor = (model(batch["x"]) - batch["y"]).square().sum()
+        return summed + torch.stack([p.square().sum() for p in model.parameters()]).sum()
+
+    assert found_of(mlp(), penalized, regression()).verdict == "inexact"
+    assert found_of(mlp(), lambda m, b: penalized(m, b) / len(b["x"]), regression()).verdict == "inexact"
+
+
+@pytest.fixture
+def language_model() -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    model.train()
+    return model
+
+
+def texts(num_samples: int = 16, *, prompt: bool = False) -> Any:
+    transformers = pytest.importorskip("transformers")
+    lengths = torch.randint(4, 17, (num_samples, 1))
+    lengths[0] = 16
+    mask = (torch.arange(16) < lengths).long()
+    ids = torch.randint(3, 64, (num_samples, 16)) * mask
+    labels = torch.where(mask == 1, ids, -100)
+    if prompt:
+        labels[:, :2] = -100
+    return transformers.BatchEncoding({"input_ids": ids, "attention_mask": mask, "labels": labels})
+
+
+def test_a_mean_over_tokens_weighs_micro_batches_by_their_labels(language_model: Any) -> None:
+    """Tied weights and dropout at the same time: GPT-2 as its config makes it."""
+    found = found_of(language_model, lambda m, b: m(**b).loss, texts(prompt=True))
+    assert (found.verdict, found.weighted_by) == ("weighted", "labels != -100"), found.reason
+    assert found.mean_error is not None
+    assert found.error is not None
+    assert found.mean_error > 100 * found.error
+    assert "(labels != -100)" in found.next_step
+    # Labels that the model shifts: the first of each sequence counts for nothing.
+    found = found_of(language_model, lambda m, b: m(**b).loss, texts())
+    assert (found.verdict, found.weighted_by) == ("weighted", "labels[:, 1:] != -100"), found.reason
+
+
+def test_equal_numbers_of_tokens_are_a_plain_mean(language_model: Any) -> None:
+    ids = torch.randint(3, 64, (8, 16))
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    assert found_of(language_model, lambda m, b: m(**b).loss, batch, 8).verdict == "mean"
+
+
+@pytest.mark.parametrize(
+    ("mask", "name"),
+    [
+        (lambda kept: kept, "mask == 1"),
+        (lambda kept: kept.long(), "mask == 1"),
+        (lambda kept: kept.long() * 7, "mask != 0"),
+        (lambda kept: kept.long() * torch.arange(1, 6), "mask.sum()"),
+    ],
+)
+def test_a_masked_mean_is_named_after_its_mask(mask: Callable[[Tensor], Tensor], name: str) -> None:
+    kept = torch.rand(16, 5) < torch.linspace(0.2, 1, 16)[:, None]
+    kept[:, 0] = True
+    batch = {"x": torch.randn(16, 5, 8), "y": torch.randn(16, 5), "mask": mask(kept)}
+
+    def masked(model: Any, batch: Any) -> Tensor:
+        weight = batch["mask"].float() if name == "mask.sum()" else (batch["mask"] != 0).float()
+        squares: Tensor = (model(batch["x"])[..., 0] - batch["y"]).square()
+        masked_mean: Tensor = (weight * squares).sum() / weight.sum()
+        return masked_mean
+
+    found = found_of(mlp(), masked, batch)
+    assert (found.verdict, found.weighted_by) == ("weighted", name), found.reason
+    tupled = found_of(mlp(), lambda m, b: masked(m, dict(zip(["x", "y", "mask"], b, strict=True))), [*batch.values()])
+    assert tupled.weighted_by == name.replace("mask", "batch[2]")
+
+
+@pytest.mark.parametrize("loss", ["class weights", "divided by a root"])
+def test_weights_that_nothing_in_the_batch_counts_have_no_name(loss: str) -> None:
+    if loss == "class weights":
+        weight = torch.tensor([0.1, 1.0, 3.0, 10.0])
+        found = found_of(
+            convnet(nn.Identity()), lambda m, b: functional.cross_entropy(m(b[0]), b[1], weight=weight), images()
+        )
+    else:
+        found = found_of(mlp(), lambda m, b: (m(b["x"]) - b["y"]).square().sum() / len(b["x"]) ** 0.5, regression())
+        assert "0.500, 0.500" in found.reason
+    assert (found.verdict, found.weighted_by) == ("weighted", None), found.reason
+
+
+def test_dropout_is_taken_out_also_where_the_forward_pass_is_computed_again() -> None:
+    class Dropped(nn.Module):
+        def __init__(self, *, again: bool) -> None:
+            super().__init__()
+            self.again = again
+            self.first = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.ReLU())
+            self.last = nn.Linear(16, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = checkpoint(self.noisy, x, use_reentrant=False) if self.again else self.noisy(x)
+            output: Tensor = self.last(hidden)
+            return output
+
+        def noisy(self, x: Tensor) -> Tensor:
+            return functional.dropout(self.first(x) + 0.3 * torch.randn(len(x), 16), 0.2)
+
+    for again in (False, True):
+        found = found_of(Dropped(again=again), mean_square, regression())
+        assert found.verdict == "mean", found.reason
+
+
+@pytest.mark.parametrize("draw", ["randn_like", "rsample", "timestep", "drop path", "gumbel", "flat"])
+def test_draws_for_each_sample_are_handed_to_its_micro_batch(draw: str) -> None:
+    def noisy(model: Any, batch: Any) -> Tensor:
+        x, num = batch["x"], len(batch["x"])
+        if draw == "randn_like":
+            x = x + torch.randn_like(x)
+        elif draw == "rsample":
+            x = torch.distributions.Normal(x, 1 + x.abs()).rsample()
+        elif draw == "timestep":
+            x = x * torch.randint(1, 10, (num, 1)) + torch.rand(())
+        elif draw == "drop path":
+            x = x * x.new_empty(num, 1).bernoulli_(0.5)
+        elif draw == "gumbel":
+            x = x * functional.gumbel_softmax(x)
+        else:
+            x = x + torch.randn(num * 8).reshape(num, 8)
+        return functional.mse_loss(model(x), batch["y"])
+
+    found = found_of(mlp(), noisy, regression())
+    assert found.verdict == "mean", found.reason
+
+
+@pytest.mark.parametrize("draw", ["python", "mixup", "one by one", "ragged", "index"])
+def test_draws_that_cannot_be_handed_on_leave_it_unchecked(draw: str) -> None:
+    def noisy(model: Any, batch: Any) -> Tensor:
+        x, num = batch["x"], len(batch["x"])
+        if draw == "python":
+            x = x * torch.tensor([[random.random()] for _ in range(num)])
+        elif draw == "mixup":
+            x = x + x[torch.randperm(num)]
+        elif draw == "one by one":
+            x = x + torch.stack([torch.randn(8) for _ in range(num)])
+        elif draw == "ragged":
+            x = x + torch.randn(num * num + 8)[:8]
+        else:
+            x = x + x[torch.randint(num, (num,))]
+        return functional.mse_loss(model(x), batch["y"])
+
+    found = found_of(mlp(), noisy, regression())
+    assert found.verdict == "unchecked", found.reason
+    assert "draw" in found.reason
+    assert "compare its gradient" in found.next_step
+
+
+def test_frozen_parts_and_parameters_without_signal_do_not_matter() -> None:
+    class Attention(nn.Module):
+        """Its key bias has no gradient but rounding; one layer is frozen, one unused."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.frozen = nn.Linear(8, 8).requires_grad_(False)
+            self.unused = nn.Linear(8, 8)
+            self.last = nn.Linear(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.frozen(x)
+            output: Tensor = self.last(self.attention(x, x, x)[0].mean(1))
+            return output
+
+    batch = {"x": torch.randn(16, 5, 8), "y": torch.randn(16, 1)}
+    assert found_of(Attention(), mean_square, batch).verdict == "mean"
+
+
+def test_half_precision_of_the_users_own_is_run_in_fp32_or_allowed_its_rounding() -> None:
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = mlp()
+
+        def forward(self, x: Tensor) -> Any:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.inside(x).float()
+
+    def around(model: Any, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return mean_square(model, batch)
+
+    for model, loss, largest in (
+        (mlp().bfloat16(), mean_square, 1e-5),
+        (mlp(), around, 1e-5),
+        (Inside(), mean_square, 0.02),
+    ):
+        found = found_of(model, loss, regression())
+        assert found.verdict == "mean", found.reason
+        assert found.error is not None
+        assert found.error < largest
+    normed = nn.Sequential(Inside(), nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    assert found_of(normed, mean_square, regression()).verdict == "inexact"
+
+
+def test_a_compiled_model_is_run_as_it_was_written() -> None:
+    assert found_of(compiled(mlp()), mean_square, regression()).verdict == "mean"
+
+
+def test_sparse_gradients_and_complex_weights() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(50, 8, sparse=True)
+            self.turn = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = (self.words(x) * self.turn).abs().sum(-1)
+            return output
+
+    batch = {"x": torch.randint(50, (16, 3)), "y": torch.randn(16, 3)}
+    assert found_of(Words(), mean_square, batch).verdict == "mean"
+
+
+class Quantized(nn.Module):
+    """A codebook that moves with the codes it is given, as VQ-VAE's."""
+
+    book: Tensor
+    uses: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(8, 4), nn.Linear(4, 8)
+        self.register_buffer("book", torch.randn(16, 4))
+        self.register_buffer("uses", torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes = self.encode(x)
+        taken = functional.one_hot(torch.cdist(codes, self.book).argmin(1), 16).float()
+        quantized = taken @ self.book
+        with torch.no_grad():
+            self.uses.mul_(0.9).add_(0.1 * taken.sum(0))
+            self.book.add_(0.1 * taken.T @ (codes - quantized) / self.uses[:, None])
+        output: Tensor = self.decode(codes + (quantized - codes).detach())
+        return functional.mse_loss(output, x) + functional.mse_loss(codes, quantized)
+
+
+class Queued(nn.Module):
+    """Negatives out of a queue of earlier keys, as MoCo's."""
+
+    queue: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(8, 4)
+        self.register_buffer("queue", functional.normalize(torch.randn(32, 4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ours = functional.normalize(self.encode(x))
+        keys = functional.normalize(self.encode(x + 0.1)).detach()
+        logits = torch.cat([(ours * keys).sum(1, keepdim=True), ours @ self.queue.T.clone()], 1)
+        self.queue.copy_(torch.cat([keys, self.queue[: -len(keys)]]))
+        return functional.cross_entropy(logits / 0.2, torch.zeros(len(x), dtype=torch.long))
+
+
+@pytest.mark.parametrize(("make", "name"), [(Quantized, "book"), (Queued, "queue")])
+def test_state_that_one_micro_batch_leaves_to_the_next_is_named(make: Callable[[], nn.Module], name: str) -> None:
+    found = found_of(make(), lambda m, b: m(b["x"]), regression())
+    assert found.verdict == "inexact", found.reason
+    assert name in found.reason
+    assert "buffers" in found.next_step
+
+
+def test_state_that_no_gradient_depends_on_does_no_harm() -> None:
+    class Counted(nn.Module):
+        num_steps: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = mlp()
+            self.register_buffer("num_steps", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x: Tensor) -> Any:
+            self.num_steps += 1
+            return self.inside(x)
+
+    def summed(model: Any, batch: Any) -> Tensor:
+        squares: Tensor = (model(batch["x"]) - batch["y"]).square()
+        return squares.sum()
+
+    assert found_of(Counted(), mean_square, regression()).verdict == "mean"
+    assert found_of(Counted(), summed, regression()).verdict == "sum"
+    tracking = convnet(nn.InstanceNorm2d(8, track_running_stats=True))
+    found = found_of(tracking, classes, images())
+    assert (found.verdict, found.num_passes) == ("mean", 7), found.reason
+
+
+def test_numbers_that_are_not_finite_raise_nothing() -> None:
+    found = found_of(mlp(), lambda m, b: m(b["x"]).mean() * torch.inf, regression())
+    assert found.verdict == "unchecked", found.reason
+
+    def over_the_kept(model: Any, batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    inputs, labels = images()
+    labels[4:8] = -100
+    found = found_of(convnet(nn.Identity()), over_the_kept, (inputs, labels))
+    assert found.verdict == "inexact", found.reason
+    assert "not finite" in found.reason
+
+
+def test_a_gradient_that_is_zero_says_nothing() -> None:
+    assert found_of(mlp(), lambda m, b: 0.0 * m(b["x"]).sum(), regression()).verdict == "unchecked"
+
+
+def sums(gradients: Sequence[Sequence[float]], losses: Sequence[float]) -> Sums:
+    rows = torch.tensor(gradients, dtype=torch.float64)
+    return Sums(gram=rows @ rows.T, losses=tuple(losses), rounding=1e-6, unit_roundoff=2.0**-24)
+
+
+def test_of_collinear_gradients_the_simplest_combination_is_taken_and_no_other() -> None:
+    assert find_weights(sums([[2.0], [1.0], [3.0]], [2, 1, 3]), []).verdict == "mean"
+    assert find_weights(sums([[4.0], [1.0], [3.0]], [4, 1, 3]), []).verdict == "sum"
+    named = find_weights(sums([[2.5], [1.0], [3.0]], [2.5, 1, 3]), [("mask == 1", torch.tensor([0.25, 0.75]).double())])
+    assert (named.verdict, named.share) == ("weighted", "mask == 1")
+    assert find_weights(sums([[2.5], [1.0], [3.0]], [2.5, 1, 3]), []).verdict == "unchecked"
+    assert find_weights(sums([[0.3, 0.7], [1.0, 0.0], [0.0, 1.0]], [0.7, 0, 1]), []).verdict == "weighted"
+    assert find_weights(sums([[0.3, 0.7], [1.0, 0.0], [0.0, 1.0]], [0.2, 0, 1]), []).verdict == "inexact"
+    assert find_weights(sums([[0.3, 0.7, 1.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]], [0.7, 0, 1]), []).verdict == "inexact"
