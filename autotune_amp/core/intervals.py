@@ -1,7 +1,7 @@
 """Intervals for step times and throughputs, in plain arithmetic: a worker and a parent both use them.
 
 What varies most is the process, not the step: thirty steps in one process are within 5 % of the truth 78 % of the
-time, five processes of six steps 93 % (shared/reference/measurement.md, Timing). Three to five processes say little
+time, five processes of six steps 93 % (studies/README.md, Timing). Three to five processes say little
 about their own spread, so the spread between processes gets a prior, weighed like `PRIOR_WEIGHT` observations.
 """
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 TRIM_SHARE = 0.1  # the slowest steps dropped: a collection, a page fault, another process
-SPREAD_PRIOR = 0.05  # between processes 2.5 to 9.5 % was seen (measurement.md, Timing); on the log scale
+SPREAD_PRIOR = 0.05  # between processes 2.5 to 9.5 % was seen (studies/README.md, Timing); on the log scale
 PRIOR_WEIGHT = 3  # degrees of freedom the prior counts for; observed processes outweigh it from five on
 
 # Student's t, 97.5 % quantile, 1 to 30 degrees of freedom: NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2.

@@ -11,8 +11,8 @@ import torch
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.hardware import host
 from autotune_amp.hardware import identity as identities
-from autotune_amp.hardware.cgroup import container_cpus, container_memory
-from autotune_amp.hardware.naming import only
+from autotune_amp.hardware.device import only
+from autotune_amp.hardware.host import container_cpus, container_memory
 
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet

@@ -17,7 +17,7 @@ from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.hardware import host, nvml
 from autotune_amp.hardware import identity as identities
-from autotune_amp.hardware.naming import numbered
+from autotune_amp.hardware.device import numbered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

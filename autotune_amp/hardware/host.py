@@ -1,10 +1,18 @@
-"""Facts of the machine itself: its CPU and its memory. No torch."""
+"""The machine and the container or job that this process lives in: CPUs, memory, and their limits. No torch.
+
+Sources of the limits: Linux's admin-guide/cgroup-v2 (memory.max, memory.current, cpu.max), cgroup-v1/memory
+(memory.limit_in_bytes, memory.usage_in_bytes) and scheduler/sched-bwc (cpu.cfs_quota_us, cpu.cfs_period_us).
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def cpu_name(root: Path = Path("/")) -> str:
@@ -73,3 +81,83 @@ def load_notes() -> tuple[str, ...]:
     if load <= 0.5 * num_cores:
         return ()
     return (f"The machine is busy with other work: load average {load:.1f} on {num_cores} CPUs; rates may be too low.",)
+
+
+# --- the container
+
+
+class ContainerMemory(NamedTuple):
+    """Bytes: the lowest limit above this process, and the least that any limit above it leaves free."""
+
+    limit: int
+    available: int
+
+
+class _Files(NamedTuple):
+    limit: str
+    usage: str
+    cache: str  # the entry of memory.stat for file pages that the kernel drops before it kills
+    cpu: tuple[str, ...]  # quota and period in microseconds, in one file or in two
+
+
+_V1 = _Files(
+    "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+)
+_V2 = _Files("memory.max", "memory.current", "inactive_file", ("cpu.max",))
+
+# Version 1 writes "no limit" as the largest page-aligned number, which depends on the page size.
+_NO_LIMIT = 2**60
+
+
+def container_memory(root: Path = Path("/")) -> ContainerMemory | None:
+    """What the cgroups of this process allow, None where nothing limits it; `root` is where proc and sys are found.
+
+    A limit on any ancestor binds too. Inside a container the path in /proc/self/cgroup may be the host's, and only
+    the top folder is there: folders that do not exist are passed over.
+    """
+    found = (_level(folder, files) for folder, files in _folders(root, "memory"))
+    levels = [level for level in found if level is not None and level.limit < _NO_LIMIT]
+    if not levels:
+        return None
+    return ContainerMemory(min(level.limit for level in levels), min(level.available for level in levels))
+
+
+def container_cpus(root: Path = Path("/")) -> float | None:
+    """How many CPUs' time the cgroups of this process allow (2.0 of ``docker run --cpus 2``), None without a limit."""
+    quotas = []
+    for folder, files in _folders(root, "cpu"):
+        words = " ".join(_read(folder / name) for name in files.cpu).split()
+        if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]) > 0:  # else "max", or -1
+            quotas.append(int(words[0]) / int(words[1]))
+    return min(quotas, default=None)
+
+
+def _folders(root: Path, controller: str) -> Iterator[tuple[Path, _Files]]:
+    """Every folder that may limit this process, its own and those above it."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            base, files = root / "sys/fs/cgroup", _V2
+        elif controller in controllers.split(","):
+            base, files = root / "sys/fs/cgroup" / controller, _V1
+        else:
+            continue
+        own = base / path.lstrip("/")
+        yield from ((folder, files) for folder in (own, *own.parents) if folder.is_relative_to(base))
+
+
+def _level(folder: Path, files: _Files) -> ContainerMemory | None:
+    limit, usage = _read(folder / files.limit).strip(), _read(folder / files.usage).strip()
+    if not limit.isdigit() or not usage.isdigit():  # "max", or no such folder
+        return None
+    stat = dict(line.split(None, 1) for line in _read(folder / "memory.stat").splitlines())
+    # Usage counts the page cache: without this a machine that has read a large data set looks full.
+    used = int(usage) - int(stat.get(files.cache, 0))
+    return ContainerMemory(int(limit), min(int(limit), max(0, int(limit) - used)))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

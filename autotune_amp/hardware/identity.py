@@ -10,8 +10,8 @@ from pathlib import Path
 
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.hardware import host, nvml
-from autotune_amp.hardware.cgroup import container_cpus, container_memory
-from autotune_amp.hardware.naming import Kind, parse
+from autotune_amp.hardware.device import parse
+from autotune_amp.hardware.host import container_cpus, container_memory
 
 
 def identify(device: str = "auto") -> DeviceIdentity:
@@ -83,7 +83,7 @@ def unknown(kind: str, index: int) -> DeviceIdentity:
     return DeviceIdentity(type=kind, name="unknown", index=index, num_cpus=host.num_cpus(), total_memory_bytes=0)
 
 
-def _auto() -> Kind:
+def _auto() -> str:
     if _torch_is_built_for("cuda") and nvml.visible_uuids():
         return "cuda"
     if sys.platform == "darwin" and os.uname().machine == "arm64":

@@ -10,15 +10,13 @@ import torch
 from autotune_amp.core.config import PRECISIONS
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.hardware import Capability, Hardware
-from autotune_amp.hardware import cpu, cuda, matmul, mps, xpu
+from autotune_amp.hardware import matmul
+from autotune_amp.hardware.device import DEVICES, device_of, parse
 from autotune_amp.hardware.identity import identify
-from autotune_amp.hardware.naming import parse
 
 if TYPE_CHECKING:
     from autotune_amp.core.config import Precision
-    from autotune_amp.hardware.backend import Backend
-
-_BACKENDS: dict[str, Backend] = {"cuda": cuda, "xpu": xpu, "mps": mps, "cpu": cpu}
+    from autotune_amp.hardware.device import Device
 
 
 def measure(device: str, *, seconds: float = 1.0) -> Hardware:
@@ -29,22 +27,22 @@ def measure(device: str, *, seconds: float = 1.0) -> Hardware:
     precisions, not counting the start of the device. Raises `DeviceError` with the reason where the device asked for
     cannot be used.
     """
-    backend, name, passed_over = _resolve(device)
-    notes = (*passed_over, *backend.notes_before(name))  # before the rest makes the device busy
-    memory = backend.memory(name)
+    kind, name, passed_over = _resolve(device)
+    notes = (*passed_over, *kind.notes_before(name))  # before the rest makes the device busy
+    memory = kind.memory(name)
     precisions = {
         precision: _with_rate(
             capability, name, precision, seconds=seconds / len(PRECISIONS), max_bytes=memory.available // 10
         )
-        for precision, capability in backend.capabilities(name).items()
+        for precision, capability in kind.capabilities(name).items()
     }
     return Hardware(
         device=name,
-        identity=backend.identity(name),
-        compute_capability=backend.compute_capability(name),
+        identity=kind.identity(name),
+        compute_capability=kind.compute_capability(name),
         memory=memory,
         precisions=precisions,
-        notes=(*notes, *backend.notes_after(name)),
+        notes=(*notes, *kind.notes_after(name)),
     )
 
 
@@ -56,25 +54,25 @@ def make_current(device: str) -> None:
     """
     kind, index = parse(device)
     if index:
-        torch.accelerator.set_device_index(_BACKENDS[kind].resolve(index))
+        torch.accelerator.set_device_index(device_of(kind).resolve(index))
 
 
-def _resolve(device: str) -> tuple[Backend, str, tuple[str, ...]]:
-    """The backend, the device string, and why `auto` passed over an accelerator."""
+def _resolve(device: str) -> tuple[Device, str, tuple[str, ...]]:
+    """What answers for it, the device string, and why `auto` passed over an accelerator."""
     kind, index = parse(device)
     if kind == "auto" and identify(device).type == "cuda":
         kind = "cuda"  # a card that cannot be used is an error: another device's answer would be filed under its name
     if kind != "auto":
-        return _BACKENDS[kind], _BACKENDS[kind].resolve(index), ()
+        return device_of(kind), device_of(kind).resolve(index), ()
     passed_over: list[str] = []
-    accelerators: tuple[Backend, ...] = (cuda, xpu, mps)
-    for backend in accelerators:
-        if backend.is_built():
+    *accelerators, last = map(device_of, DEVICES)
+    for found in accelerators:
+        if found.is_built():
             try:
-                return backend, backend.resolve(None), tuple(passed_over)
+                return found, found.resolve(None), tuple(passed_over)
             except DeviceError as error:
                 passed_over.append(error.message)
-    return cpu, cpu.resolve(None), tuple(passed_over)
+    return last, last.resolve(None), tuple(passed_over)
 
 
 def _with_rate(

@@ -10,7 +10,7 @@ from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.hardware import host
 from autotune_amp.hardware import identity as identities
-from autotune_amp.hardware.naming import only
+from autotune_amp.hardware.device import only
 
 if TYPE_CHECKING:
     from autotune_amp.core.config import Precision

@@ -1,4 +1,4 @@
-"""probe(): asks a fresh process, so that this one never touches an accelerator."""
+"""probe(): asks a fresh process, this module run as a program, so that this one never touches an accelerator."""
 
 from __future__ import annotations
 
@@ -7,19 +7,29 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from autotune_amp.core.errors import DeviceError, RunnerError
-from autotune_amp.hardware.child import Answer
+from autotune_amp.core.hardware import Hardware
+from autotune_amp.hardware.device import parse
 from autotune_amp.hardware.host import load_notes
-from autotune_amp.hardware.naming import parse
-
-if TYPE_CHECKING:
-    from autotune_amp.core.hardware import Hardware
 
 DEADLINE_SECONDS = 120.0
+
+
+class NoDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """A `DeviceError` on its way to the parent."""
+
+    message: str
+    next_step: str
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What the child writes: one of the two."""
+
+    hardware: Hardware | None = None
+    no_device: NoDevice | None = None
 
 
 def probe(device: str = "auto", *, deadline_seconds: float = DEADLINE_SECONDS) -> Hardware:
@@ -33,7 +43,7 @@ def probe(device: str = "auto", *, deadline_seconds: float = DEADLINE_SECONDS) -
     with TemporaryDirectory(prefix="autotune_amp-") as folder:
         # A file of its own: neither prints nor anything that holds an inherited pipe open can spoil it.
         answer, log = Path(folder, "answer.json"), Path(folder, "log")
-        died = _run([sys.executable, "-m", "autotune_amp.hardware.child", device, str(answer)], log, deadline_seconds)
+        died = _run([sys.executable, "-m", "autotune_amp.hardware.probing", device, str(answer)], log, deadline_seconds)
         if died is not None or not answer.exists():
             raise _runner_error(died or "ended without an answer", log)
         reply = msgspec.json.decode(answer.read_bytes(), type=Answer)
@@ -72,3 +82,17 @@ def _runner_error(how: str, log: Path) -> RunnerError:
         "\n".join([f"The process that probes the device {how}.", *lines]),
         "Check that `import torch` works in a fresh Python and that the device's driver answers (nvidia-smi).",
     )
+
+
+def answer(device: str) -> Answer:
+    """Measure the device; a `DeviceError` becomes part of the answer, all else ends this process."""
+    from autotune_amp.hardware.measuring import measure
+
+    try:
+        return Answer(hardware=measure(device))
+    except DeviceError as error:
+        return Answer(no_device=NoDevice(message=error.message, next_step=error.next_step))
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_bytes(msgspec.json.encode(answer(sys.argv[1])))

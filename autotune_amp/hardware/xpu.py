@@ -9,7 +9,7 @@ import torch
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.hardware import host
-from autotune_amp.hardware.naming import numbered
+from autotune_amp.hardware.device import numbered
 
 if TYPE_CHECKING:
     from autotune_amp.core.config import Precision

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotune_amp.core.errors import DeviceError
-from autotune_amp.hardware import naming
+from autotune_amp.hardware.device import numbered, parse
 
 log = logging.getLogger("autotune_amp.runtime")
 
 
 def checked_device(device: str | torch.device) -> torch.device:
     """`device` as torch has it. Raises `DeviceError` where torch cannot use it."""
-    kind, index = naming.parse(str(device))
+    kind, index = parse(str(device))
     if kind == "auto":
         raise DeviceError("device='auto' does not say where the model is.", 'Pass its device: device="cuda", for one.')
     if kind == "cpu":
@@ -34,7 +34,7 @@ def checked_device(device: str | torch.device) -> torch.device:
         return torch.device(kind)
     if index is None:
         return torch.device(kind, int(module.current_device()))
-    naming.numbered(kind, index, module.device_count())
+    numbered(kind, index, module.device_count())
     return torch.device(kind, index)
 
 

@@ -139,3 +139,10 @@ def test_pooled_over_three_candidates_a_new_process_lands_inside(spread: float) 
         low, high = prediction_interval(ours, others)
         hits += low <= rng.lognormvariate(5, spread) <= high
     assert hits / 4000 > 0.88  # 95 % near the prior's spread, 89 % at five times it
+
+
+def test_an_interval_of_times_is_cut_off_at_0() -> None:
+    low, high = trimmed_interval([0.01, 0.01, 4.0])
+    assert low == 0.0
+    assert high > 4.0
+    assert trimmed_interval([2.0]) == (0.0, 4.0)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune_amp.hardware.cgroup import ContainerMemory, container_cpus, container_memory
+from autotune_amp.hardware.host import ContainerMemory, container_cpus, container_memory
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune_amp.core.errors import DeviceError
-from autotune_amp.hardware.naming import numbered, only, parse
+from autotune_amp.hardware.device import numbered, only, parse
 
 
 @pytest.mark.parametrize(

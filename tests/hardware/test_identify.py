@@ -11,7 +11,7 @@ import pytest
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.hardware import host, identify, nvml
 from autotune_amp.hardware import identity as identities
-from autotune_amp.hardware.cgroup import ContainerMemory
+from autotune_amp.hardware.host import ContainerMemory
 
 if TYPE_CHECKING:
     from pathlib import Path

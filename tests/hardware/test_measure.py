@@ -6,8 +6,10 @@ import torch
 
 from autotune_amp.core.config import PRECISIONS
 from autotune_amp.core.errors import DeviceError
+from autotune_amp.core.hardware import DeviceMemory
 from autotune_amp.hardware import cpu, cuda, host, identify, matmul, measure, nvml
-from autotune_amp.hardware.cgroup import ContainerMemory
+from autotune_amp.hardware.device import DEVICES
+from autotune_amp.hardware.host import ContainerMemory
 
 
 def test_the_cpu_is_measured() -> None:
@@ -129,3 +131,36 @@ def test_a_cuda_index_out_of_range_says_how_many_there_are(monkeypatch: pytest.M
     assert (cuda.resolve(None), cuda.resolve(0)) == ("cuda:1", "cuda:0")
     with pytest.raises(DeviceError, match="cuda:2 was asked for, but PyTorch sees 2 cuda devices"):
         cuda.resolve(2)
+
+
+def test_another_kind_of_device_is_a_module_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DeviceError):
+        measure("toy")
+    monkeypatch.setitem(DEVICES, "toy", "toy_device")
+    found = measure("toy:0", seconds=0.01)
+    assert (found.identity.type, found.compute_capability, found.memory.available) == ("toy", "of cpu", 6)
+    assert {capability.level for capability in found.precisions.values()} == {"unsupported"}
+    assert found.notes == ("before cpu", "after cpu")
+    with pytest.raises(DeviceError, match="only one toy"):
+        measure("toy:1")
+
+
+def test_the_benchmark_takes_a_tenth_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+
+    def rate(device: str, precision: str, *, seconds: float, max_bytes: int) -> float:
+        given.append(max_bytes)
+        return 1.0
+
+    monkeypatch.setattr(cpu, "memory", lambda device: DeviceMemory(total=1000, free=900, available=100))
+    monkeypatch.setattr(matmul, "flops_per_second", rate)
+    assert measure("cpu").memory.available == 100
+    assert set(given) == {10}
+
+
+def test_a_cards_memory_says_what_the_caller_itself_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 9))
+    monkeypatch.setattr(nvml, "held_by_caller", lambda uuid: 3)
+    for uuid, held in (("a", 3), (None, 0)):  # ROCm's cards have no number that NVML knows
+        monkeypatch.setattr(cuda, "uuid", lambda device, uuid=uuid: uuid)
+        assert cuda.memory("cuda:0") == DeviceMemory(total=9, free=5, available=5, held_by_caller=held)
