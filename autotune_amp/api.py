@@ -155,8 +155,7 @@ def profile_amp(
     `InvalidRequestError` (a wrong option or device), `WorkloadError` (the workload does not run in fp32 either) and
     `NothingWorksError` (no precision could be measured).
     """
-    from autotune_amp.profile.request import checked_request
-    from autotune_amp.profile.running import run_profile
+    from autotune_amp.profile.running import checked_request, run_profile
 
     request = checked_request(num_batches, device, precision, batch_size, trace)
     origin = _origin(workload, "profile_amp", "profile")

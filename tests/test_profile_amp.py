@@ -13,7 +13,7 @@ from conftest import CommandLine
 
 from autotune_amp import profile_amp
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.profile.request import checked_request
+from autotune_amp.profile.running import checked_request
 
 SCRIPT = """
 import pickle, random, numpy, torch

@@ -103,7 +103,7 @@ class Workload:
         trainer is left as it was. Raises `WorkloadError` for one that trains under DeepSpeed or FSDP, has no
         train_dataset, has trained in mixed precision before, or is an AutotuneTrainer.
         """
-        return _adapter("trainer_workload")(trainer)
+        return _adapter("transformers.workload")(trainer)
 
     @classmethod
     def from_lightning(cls, module: Any, data: Any, **options: Any) -> Workload:

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import GradientState
 from accelerate.utils import (
     AutocastKwargs,
     DistributedType,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     convert_to_fp32,
+    recursively_apply,
 )
 from torch import Tensor, nn
 
-from autotune_amp.core.config import AmpConfig, DemotedError
+from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.integrations.accelerate_config import accelerate_config
-from autotune_amp.integrations.accelerate_windows import FetchedBatches
+from autotune_amp.integrations.bridge import Window, config_of, has_window_of, other_window_error, refuse_other
+from autotune_amp.integrations.export_settings import accelerate_config
+from autotune_amp.numerics.batches import first_dimensions
 from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.status import MoveRecord
 
@@ -68,9 +72,9 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
         controller_options: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
-        self._own_config = config if isinstance(config, AmpConfig) else config.config
+        self._own_config = config_of(config)
         plugin = _accumulation(self._own_config, others)
-        _refuse_contradictions(others)
+        _refuse_contradictions(self._own_config, others)
         # Explicitly: what `accelerate launch` put into the environment would else be taken.
         super().__init__(mixed_precision="no", gradient_accumulation_plugin=plugin, **others)
         if self.distributed_type not in _KNOWN:
@@ -91,7 +95,7 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
         self.controller.on_move(self._stop_where_batches_change)
         self.scaler = self.controller
         self._is_attached = False
-        self._turns = _Turns(self)
+        self._window = _Scaler(self)
 
     def free_memory(self, *objects: Any) -> Any:
         """As the original's; the model is no longer pinned or watched, and what is prepared next begins anew."""
@@ -130,7 +134,7 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
     def _rung(self) -> AbstractContextManager[object]:
         if not torch.is_grad_enabled():
             return self.controller.validation()
-        self._turns.end()
+        self._window.end()
         plan = self.controller.config
         self._refuse_other_batches(plan, f"The run goes on in {plan.precision}, its fallback")
         return self.controller.autocast()
@@ -151,12 +155,12 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
     ) -> AcceleratedOptimizer:
         """As the original's; the controller takes the steps."""
         prepared = super().prepare_optimizer(optimizer, device_placement)
-        prepared.scaler = self._turns
+        prepared.scaler = self._window
         return prepared
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Scale the loss, divided by the accumulation steps, and run the backward pass."""
-        self._turns.end()
+        self._window.end()
         super().backward(loss, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -171,7 +175,9 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
             )
         given = self._optimizers if optimizer is None else optimizer
         for one in given if isinstance(given, tuple | list) else [given]:
-            self._turns.unscale_(one)
+            while isinstance(one, AcceleratedOptimizer):
+                one = one.optimizer
+            self._window.unscale_(one)
 
     def windows(
         self, loader: Iterable[Batch], weigh: Callable[[Batch], float | torch.Tensor] | None = None
@@ -224,64 +230,42 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
         )
 
     def _refuse_other_batches(self, plan: AmpConfig, what: str) -> None:
-        own = self._own_config
-        is_same = (plan.batch_size, plan.accumulation_steps) == (own.batch_size, own.accumulation_steps)
-        if is_same or self._is_last is not None:
-            return
-        raise DemotedError(
-            f"{what}. It was measured with batch size {plan.batch_size} and {plan.accumulation_steps} accumulation "
-            f"steps, not {own.batch_size} and {own.accumulation_steps}, which the loop takes.",
-            "Loop over accelerator.windows(loader), which splits them, or save_state() and start again with the "
-            "error's config.",
-            plan,
-        )
+        if self._is_last is None and not has_window_of(plan, self._own_config):
+            raise other_window_error(
+                plan,
+                self._own_config,
+                what,
+                "the loop takes the latter",
+                "Loop over accelerator.windows(loader), which splits them, or save_state() and start again with the "
+                "error's config.",
+            )
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """As the original's, the controller's state in its ``scaler.pt``."""
-        self._turns.end()
+        self._window.end()
         return super().save_state(*args, **kwargs)
 
 
-class _Turns:
-    """What prepared optimizers take for their scaler: the window ends once all have stepped, not after the first.
-
-    Accelerate updates its scaler after each step: the scale, and here the precision, would change between two
-    optimizers whose gradients come from one backward pass. Where not all take part, the next pass ends the window.
-    """
+class _Scaler(Window):
+    """What prepared optimizers take for their scaler; where not all of them step, the next pass ends the window."""
 
     def __init__(self, accelerator: AutotuneAccelerator) -> None:
+        super().__init__(accelerator.controller)
         self._accelerator = accelerator
-        self._stepped: set[int] = set()
-        self._unscaled: set[int] = set()
 
-    def unscale_(self, optimizer: Any) -> None:
-        while isinstance(optimizer, AcceleratedOptimizer):
-            optimizer = optimizer.optimizer
-        if id(optimizer) not in self._unscaled:
-            self._accelerator.controller.unscale_(optimizer)
-            self._unscaled.add(id(optimizer))
-
-    def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        """Take the step unless it is to be skipped."""
-        if closure is not None:
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Take the step unless it is to be skipped; Accelerate hands a closure on, None without one."""
+        if any(given is not None for given in (*args, *kwargs.values())):
             raise InvalidRequestError(
                 "An optimizer's step was given a closure, whose gradients nobody would check.",
                 "Call backward() before step(), and step() without a closure.",
             )
-        self._accelerator.controller.step(optimizer)
-        self._stepped.add(id(optimizer))
+        return super().step(optimizer)
 
     def update(self) -> None:
         """Called after every step."""
-        if len(self._stepped) >= len(self._accelerator._optimizers):
+        if self.num_stepped >= len(self._accelerator._optimizers):
             self.end()
-
-    def end(self) -> None:
-        """End the window if an optimizer has stepped in it."""
-        if self._stepped:
-            self._stepped.clear()
-            self._unscaled.clear()
-            self._accelerator.controller.update()
 
 
 def grad_scaler_kwargs(config: AmpConfig) -> GradScalerKwargs:
@@ -305,24 +289,104 @@ def _accumulation(config: AmpConfig, others: dict[str, Any]) -> GradientAccumula
     """The plugin that says how many passes make a step; taken out of `others` where one is given there."""
     plugin = others.pop("gradient_accumulation_plugin", None)
     steps = others.pop("gradient_accumulation_steps", None) if plugin is None else plugin.num_steps
-    if steps not in (None, config.accumulation_steps):
-        raise InvalidRequestError(
-            f"The accelerator is to accumulate {steps} passes, the config {config.accumulation_steps}.",
-            "Leave gradient_accumulation_steps out: it is taken from the config.",
-        )
+    refuse_other("gradient_accumulation_steps", steps, config.accumulation_steps)
     return plugin or GradientAccumulationPlugin(num_steps=config.accumulation_steps)
 
 
-def _refuse_contradictions(others: Mapping[str, Any]) -> None:
-    mixed_precision = others.get("mixed_precision")
-    if mixed_precision is not None:
-        raise InvalidRequestError(
-            f"mixed_precision={mixed_precision!r} contradicts the controller, which sets the precision.",
-            "Leave mixed_precision out: the config names the precision.",
-        )
+def _refuse_contradictions(config: AmpConfig, others: dict[str, Any]) -> None:
+    refuse_other("mixed_precision", others.pop("mixed_precision", None), config.precision)
     for handler in others.get("kwargs_handlers") or ():
         if isinstance(handler, GradScalerKwargs | AutocastKwargs):
             raise InvalidRequestError(
                 f"{type(handler).__name__} was given to an accelerator whose controller scales and casts.",
                 "Leave it out and put a loss scale into the config.",
             )
+
+
+class _Fetched(NamedTuple):
+    """A batch, the prepared loader that it came of (None without one), and what that said when it handed it out."""
+
+    batch: Any
+    loader: Any
+    is_end: bool
+    remainder: int
+
+
+class FetchedBatches:
+    """The batches of a loader that were fetched ahead of their turn.
+
+    The passes of a window are fetched before the first of them is trained on. Accelerate asks the loader whether the
+    current batch is its last, and how many samples of that are the data's own and do not only fill it up: by then the
+    loader speaks of the window's last batch, or has ended and no longer counts.
+    """
+
+    def __init__(self, state: GradientState) -> None:
+        self._state = state
+        self._fetched: deque[_Fetched] = deque()
+        self._num_trained = 0  # samples of the first of them, where it is cut
+        self._filled: Any = None  # the loader in whose turn no sample is the data's own
+
+    def of(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The loader's batches, with what it says of each of them."""
+        for batch in loader:
+            state = self._state
+            self._fetched.append(_Fetched(batch, state.active_dataloader, state.end_of_dataloader, state.remainder))
+            yield batch
+
+    @contextmanager
+    def turn(self, passed: Any) -> Iterator[None]:
+        """Let the loader say again what it said at `passed`, the next of the batches or a piece of it."""
+        fetched = self._fetched[0]
+        remainder, is_over = self._remainder(fetched, passed)
+        if is_over:
+            self._fetched.popleft()
+        loader = fetched.loader
+        if loader is None:
+            yield
+            return
+        before = loader.end_of_dataloader, loader.remainder
+        has_ended = loader not in self._state.dataloader_references
+        if has_ended:
+            self._state._add_dataloader(loader)
+        loader.end_of_dataloader, loader.remainder = fetched.is_end, remainder
+        self._filled = loader if fetched.is_end and remainder == 0 < fetched.remainder else None
+        try:
+            yield
+        finally:
+            self._filled = None
+            loader.end_of_dataloader, loader.remainder = before
+            if has_ended:
+                self._state._remove_dataloader(loader)
+
+    def _remainder(self, fetched: _Fetched, passed: Any) -> tuple[int, bool]:
+        """What the loader's remainder comes to in this pass, and whether it is the batch's last."""
+        if passed is fetched.batch:
+            return fetched.remainder, True
+        (batch_size,), (size,) = first_dimensions(fetched.batch), first_dimensions(passed)
+        piece = range(self._num_trained, self._num_trained + size)
+        is_over = piece.stop >= batch_size
+        self._num_trained = 0 if is_over else piece.stop
+        return num_own(fetched.remainder, batch_size, piece) if fetched.remainder > 0 else fetched.remainder, is_over
+
+    def without_filler(self, gathered: Any, are_objects: bool) -> Any:
+        """What ``gather_for_metrics`` has in this turn, but nothing where no sample is the data's own.
+
+        To Accelerate a remainder of 0 is that of a whole batch.
+        """
+        if self._filled is None or self._filled is not self._state.active_dataloader:
+            return gathered
+        if are_objects:
+            return gathered[:0]
+        try:
+            return recursively_apply(lambda tensor: tensor[:0], gathered, error_on_other_type=True)
+        except TypeError:  # a list of objects all the same
+            return gathered[:0]
+
+
+def num_own(remainder: int, batch_size: int, piece: range) -> int:
+    """The data's own samples in a piece gathered from all ranks, where whole batches have `remainder` of them. Pure.
+
+    They come first, rank by rank, and every rank cuts the same piece out of its `batch_size` samples.
+    """
+    num_whole_ranks, rest = divmod(remainder, batch_size)
+    return num_whole_ranks * len(piece) + min(max(rest - piece.start, 0), len(piece))

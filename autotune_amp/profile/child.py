@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import time
 import traceback
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,22 +18,26 @@ from typing import Any, TypeAlias
 
 import msgspec
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, record_function
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from autotune_amp.core.config import Precision
 from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import Failure
+from autotune_amp.core.workload import Workload
 from autotune_amp.hardware.matmul import flops_per_second, synchronize
+from autotune_amp.isolation.packing import compile_with, compiler_of
 from autotune_amp.numerics.batches import tensors
 from autotune_amp.precision import mode as precision
-from autotune_amp.profile.flops import count_flops
-from autotune_amp.profile.spec import CUT_RATIO, Lane, Profiled, ProfileSpec, Split
-from autotune_amp.profile.trace import MARK, Trace, split, step_mark
-from autotune_amp.profile.trainings import trainings, unfused_optimizer
-from autotune_amp.trial.context import Context
-from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
+from autotune_amp.precision import torch_state
+from autotune_amp.profile.gap import MARK, Trace, split, step_mark
+from autotune_amp.profile.job import CUT_RATIO, Lane, Profile, Profiled, Split
+from autotune_amp.trial.context import Context, LoopState, make_model
+from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Trial
+from autotune_amp.trial.optimizers import each
 from autotune_amp.trial.timing import MAX_COMPILING_STEPS, MAX_SCALE_SEARCH_STEPS, CompileWatch, NonFiniteError
-from autotune_amp.trial.training import BaseTraining
+from autotune_amp.trial.training import BaseTraining, Training, make_training
 from autotune_amp.trial.worker import classify, guarded, prepare
 
 NUM_BLOCKS_BEFORE_CUT = 3
@@ -42,7 +48,7 @@ PROFILED_SECONDS = 1.0  # after which no step is begun that is more than the lea
 Window: TypeAlias = list[Any]  # the batches of one optimizer step
 
 
-def profile(context: Context, spec: ProfileSpec, send: Tell) -> Profiled | Failure:
+def profile(context: Context, spec: Profile, send: Tell) -> Profiled | Failure:
     """Run the precisions side by side; what ends one of them is in its lane, what ends all of them a `Failure`.
 
     Running out of memory ends all: it says nothing of the one that was running, beside the others.
@@ -50,7 +56,7 @@ def profile(context: Context, spec: ProfileSpec, send: Tell) -> Profiled | Failu
     return guarded(context, spec.trials[0], lambda: _profile(context, spec, send))
 
 
-def _profile(context: Context, spec: ProfileSpec, send: Tell) -> Profiled:
+def _profile(context: Context, spec: Profile, send: Tell) -> Profiled:
     prepare(context, spec.trials[0])
     with ExitStack() as stack, CompileWatch(lambda: None) as compiling:
         runs = [_Run(stack.enter_context(closing(training))) for training in trainings(context, spec.trials)]
@@ -60,17 +66,21 @@ def _profile(context: Context, spec: ProfileSpec, send: Tell) -> Profiled:
         for run in runs:
             run.attempt(partial(run.warm_up, window))
         data_seconds = _take_turns(runs, spec, compiling, send)
-        taken_apart = _taken_apart(runs, window, spec.trace_file, send) if spec.takes_apart else _TakenApart()
+        splits: dict[str, Split] = {}
+        split_problem = flops = flops_problem = None
+        if spec.takes_apart:
+            splits, split_problem = _traced([run for run in runs if run.is_running], window, spec.trace_file, send)
+            flops, flops_problem = _flops(runs, window)
         return Profiled(
-            lanes=tuple(run.lane(taken_apart.splits.get(run.name), data_seconds) for run in runs),
+            lanes=tuple(run.lane(splits.get(run.name), data_seconds) for run in runs),
             loads_ahead=source.num_loaded_ahead > 0,
-            split_problem=taken_apart.split_problem,
-            flops_per_step=taken_apart.flops,
-            flops_problem=taken_apart.flops_problem,
+            split_problem=split_problem,
+            flops_per_step=flops,
+            flops_problem=flops_problem,
             unfused_optimizer=unfused_optimizer(source),
             is_compiled=compiling.count() > 0,
             num_loader_workers=source.num_loader_workers if source.has_loader else None,
-            rates=taken_apart.rates,
+            rates=_rates(runs) if spec.takes_apart else {},
         )
 
 
@@ -166,7 +176,7 @@ def _next_window(source: BaseTraining) -> Window:
     return [source.next_batch() for _ in range(source.spec.candidate.accumulation_steps)]
 
 
-def _take_turns(runs: Sequence[_Run], spec: ProfileSpec, compiling: CompileWatch, send: Tell) -> list[float]:
+def _take_turns(runs: Sequence[_Run], spec: Profile, compiling: CompileWatch, send: Tell) -> list[float]:
     """Time blocks of steps, each precision on the same batches, another one first each time; returns the wait of each
     block's step for its data. A block in which torch.compile compiled is taken again."""
     data_seconds: list[float] = []
@@ -200,23 +210,6 @@ def _cut(runs: Sequence[_Run]) -> None:
     for run in runs[1:]:
         ratios = [ours / fp32 for ours, fp32 in zip(run.block_seconds, runs[0].block_seconds, strict=False)]
         run.was_cut = run.was_cut or (len(ratios) >= NUM_BLOCKS_BEFORE_CUT and min(ratios) > CUT_RATIO)
-
-
-@dataclass(frozen=True)
-class _TakenApart:
-    """Splits by precision, the FLOPs of a step and the machine's rates, or why there are none."""
-
-    splits: dict[str, Split] = field(default_factory=dict)
-    split_problem: str | None = None
-    flops: int | None = None
-    flops_problem: str | None = None
-    rates: dict[Precision, float] = field(default_factory=dict)
-
-
-def _taken_apart(runs: Sequence[_Run], window: Window, trace_file: str | None, send: Tell) -> _TakenApart:
-    splits, split_problem = _traced([run for run in runs if run.is_running], window, trace_file, send)
-    flops, flops_problem = _flops(runs, window)
-    return _TakenApart(splits, split_problem, flops, flops_problem, _rates(runs))
 
 
 def _traced(
@@ -278,3 +271,79 @@ def _rates(runs: Sequence[_Run]) -> dict[Precision, float]:
         with suppress(torch.OutOfMemoryError):  # then the probe's rate has to do
             rates[run.name] = flops_per_second(spec.device, run.name, seconds=RATE_SECONDS, max_bytes=limit)
     return rates
+
+
+def trainings(context: Context, trials: Sequence[Trial]) -> Iterator[BaseTraining]:
+    """Each with a model of its own, all of the same first weights."""
+    device = torch.device(trials[0].device)
+    first = context.model(device)
+    models = [first, *(_another(context.workload, first, trial.seed).to(device) for trial in trials[1:])]
+    for model, trial in zip(models, trials, strict=True):
+        yield make_training(context.workload, model, trial)
+
+
+def _another(workload: Workload, first: nn.Module, seed: int) -> nn.Module:
+    """A model like the first; a copy of it where the workload hands out the same parameters again."""
+    torch_state.seed(seed)
+    made = make_model(workload)
+    known = {id(parameter) for parameter in first.parameters()}
+    if known.isdisjoint(id(parameter) for parameter in made.parameters()):
+        return made
+    copied = LoopState(copy.deepcopy(made.held)) if isinstance(made, LoopState) else copy.deepcopy(made)
+    for ours, theirs in zip(copied.modules(), made.modules(), strict=True):
+        if (context := compiler_of(theirs)) is not None:
+            compile_with(ours, context)
+    return copied
+
+
+def unfused_optimizer(training: BaseTraining) -> str | None:
+    """The class of the first optimizer that could step in fused kernels and does not."""
+    optimizers: Iterable[torch.optim.Optimizer] = ()
+    if isinstance(training.model, LoopState):
+        optimizers = training.model.optimizers.values()
+    elif isinstance(training, Training):
+        optimizers = each(training.optimizer)
+    for optimizer in optimizers:
+        accepts = "fused" in inspect.signature(type(optimizer)).parameters
+        if accepts and not any(group.get("fused") for group in optimizer.param_groups):
+            return type(optimizer).__name__
+    return None
+
+
+_Shape: TypeAlias = torch.Size
+
+
+def count_flops(step: Callable[[], object]) -> tuple[int | None, str | None]:
+    """Run `step` without compiling and count; None with the reason where that cannot be.
+
+    A product of m x k by k x n counts 2mkn; the numbers' format changes nothing. Recurrent layers run in kernels that
+    torch's counter does not know.
+    """
+    counter = FlopCounterMode(display=False, custom_mapping=_on_cpu())
+    try:
+        with torch.compiler.set_stance("force_eager"), counter, warnings.catch_warnings():
+            # The counter's own hooks, which a module that torch.compile wrapped warns of and calls twice.
+            warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
+            step()
+    except Exception as error:  # the counter runs operations through a mode that not all models' bear
+        return None, (str(error) or type(error).__name__).splitlines()[0]
+    flops = counter.get_total_flops()
+    return (flops, None) if flops else (None, "torch's FLOP counter knows none of its operations")
+
+
+def _on_cpu() -> dict[Any, Any]:
+    """The attention of CPUs, which torch's counter lacks (2.13)."""
+    aten = torch.ops.aten
+    formulas = {
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    }
+    return {operation: formula for operation, formula in formulas.items() if operation not in flop_registry}
+
+
+def _attention(query: _Shape, key: _Shape, value: _Shape, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]  # torch does not type it
+
+
+def _attention_backward(grad: _Shape, query: _Shape, key: _Shape, value: _Shape, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(grad, query, key, value))  # type: ignore[no-untyped-call]

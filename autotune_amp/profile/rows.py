@@ -1,25 +1,22 @@
-"""What was measured, as the rows of a profile. Pure."""
+"""What was measured, as the rows of a profile and its answer. Pure."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
+from autotune_amp.core.config import Precision
+from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.intervals import ratio_interval
 from autotune_amp.core.outcome import Failure, Measurement
-from autotune_amp.profile.gap import Step, gap
-from autotune_amp.profile.results import Gap, PrecisionRow
-from autotune_amp.profile.spec import CUT_RATIO
-from autotune_amp.profile.verdict import verdict, verdicts
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from autotune_amp.core.config import Precision
-    from autotune_amp.profile.spec import Lane, Profiled, Split
+from autotune_amp.profile.gap import Conditions, Step, gap, next_steps
+from autotune_amp.profile.job import CUT_RATIO, LOW, Lane, Profiled, Split
+from autotune_amp.profile.results import AmpProfile, Gap, PrecisionRow, Verdict
+from autotune_amp.search import busy
 
 # Alone a step must also be so long that it is worth cutting: the first ones of a small model in another format are many
 # times slower than those that follow, and what else runs on the machine comes and goes.
@@ -33,7 +30,6 @@ SHORTEST_FIRST_STEP_DEADLINE_SECONDS = 30.0  # it may compile and set up what fp
 class Found(NamedTuple):
     """All that was found: `refused` are the precisions that cannot be run with the reason, `alone` what each of the
     others did in a process of its own, `profiled` what they did in the rounds after that, a block for each process.
-    `overdue_seconds` are those for which a step of a precision that ran alone, not its first, was waited in vain.
     `rates` are the machine's in matrix products, in FLOP/s, 0 where unknown.
     """
 
@@ -42,7 +38,17 @@ class Found(NamedTuple):
     profiled: Profiled
     rates: Mapping[Precision, float]
     device_type: str
-    overdue_seconds: Mapping[Precision, float] = {}
+
+
+def verdict(speedup: float) -> Verdict:
+    """``excellent`` above 1.5, ``significant`` from 1.2, ``modest`` from 1.05, ``negligible`` from 0.95, ``slower``."""
+    if speedup > 1.5:
+        return "excellent"
+    if speedup >= 1.2:
+        return "significant"
+    if speedup >= 1.05:
+        return "modest"
+    return "negligible" if speedup >= 0.95 else "slower"
 
 
 def is_cut(precision: Precision, alone: Mapping[Precision, Measurement | Failure]) -> bool:
@@ -83,16 +89,21 @@ def _row(precision: Precision, found: Found) -> PrecisionRow:
         return PrecisionRow(precision=precision, reason=found.refused[precision])
     alone = found.alone[precision]
     if isinstance(alone, Failure):
-        fp32 = found.alone.get("fp32")
-        if precision in found.overdue_seconds and isinstance(fp32, Measurement):
-            return _cut(precision, found.overdue_seconds[precision] / fp32.step_seconds)
         return PrecisionRow(precision=precision, failure=alone.kind, reason=alone.message)
     peak = alone.peak_memory_bytes
     if is_cut(precision, found.alone):
         fp32 = found.alone["fp32"]
         assert isinstance(fp32, Measurement), "it is cut against fp32 alone"
-        cut = _cut(precision, alone.step_seconds / fp32.step_seconds)
-        return msgspec.structs.replace(cut, step_seconds=alone.step_seconds, peak_memory_bytes=peak)
+        ratio = alone.step_seconds / fp32.step_seconds
+        return PrecisionRow(
+            precision=precision,
+            step_seconds=alone.step_seconds,
+            speedup=1 / ratio,
+            verdict="slower",
+            peak_memory_bytes=peak,
+            was_cut=True,
+            reason=f"cut: at least {_times(ratio)} times slower than fp32",
+        )
     lane = next(lane for lane in found.profiled.lanes if lane.precision == precision)
     steps = _steps(lane)
     return PrecisionRow(
@@ -110,11 +121,6 @@ def _row(precision: Precision, found: Found) -> PrecisionRow:
     )
 
 
-def _cut(precision: Precision, ratio: float) -> PrecisionRow:
-    reason = f"cut: at least {_times(ratio)} times slower than fp32"
-    return PrecisionRow(precision=precision, speedup=1 / ratio, verdict="slower", was_cut=True, reason=reason)
-
-
 def _compared(row: PrecisionRow, reference: PrecisionRow) -> PrecisionRow:
     """The row with its speed-up, from processes of one round; without one where either of them failed."""
     if reference.failure is not None:
@@ -129,7 +135,7 @@ def _compared(row: PrecisionRow, reference: PrecisionRow) -> PrecisionRow:
         speedup=speedup,
         speedup_interval=interval,
         verdict=verdict(speedup),
-        verdicts=verdicts(interval),
+        verdicts=(verdict(interval[0]), verdict(interval[1])),
         reason=f"cut: {_times(1 / speedup)} times slower than fp32" if row.was_cut else row.reason,
     )
 
@@ -156,3 +162,83 @@ def _times(ratio: float) -> str:
 def _mean(values: Sequence[float]) -> float:
     """The geometric one: the ratio of two of them is that of their ratios, and one slow step moves it little."""
     return math.exp(fmean(map(math.log, values)))
+
+
+def answer(
+    rows: tuple[PrecisionRow, ...],
+    profiled: Profiled,
+    *,
+    workload: str,
+    hardware: Hardware,
+    batch_size: int,
+    accumulation_steps: int,
+    num_batches: int,
+    trace: str | None,
+    notes: Sequence[str],
+) -> AmpProfile:
+    """The profile that these rows make, fp32's first; `notes` are told before those that come of the rows."""
+    compared = [r for r in rows if r.precision in LOW and r.speedup is not None and r.failure is None]
+    best = max(compared, key=_speedup, default=None)
+    conditions = Conditions(
+        unfused_optimizer=profiled.unfused_optimizer,
+        is_compiled=profiled.is_compiled,
+        num_loader_workers=profiled.num_loader_workers,
+    )
+    found = AmpProfile(
+        workload=workload,
+        device=hardware.device,
+        device_name=hardware.identity.name,
+        batch_size=batch_size,
+        accumulation_steps=accumulation_steps,
+        num_batches=num_batches,
+        rows=rows,
+        best_precision=None if best is None else best.precision,
+        speedup=None if best is None else best.speedup,
+        verdict=None if best is None else best.verdict,
+        next_steps=(),
+        notes=(*notes, *_notes(rows, hardware, profiled)),
+        trace=trace,
+    )
+    if found.gap is None:
+        return found
+    return msgspec.structs.replace(found, next_steps=next_steps(found.gap, found.gap_precision, conditions))
+
+
+def _speedup(row: PrecisionRow) -> float:
+    return row.speedup or 0.0
+
+
+def _notes(rows: Sequence[PrecisionRow], hardware: Hardware, profiled: Profiled) -> list[str]:
+    notes = []
+    for row in rows:
+        capability = hardware.precisions.get(row.precision)
+        if row.speedup is not None and capability is not None and capability.level == "emulated":
+            notes.append(f"{row.precision} is emulated: {capability.reason}")
+    if profiled.split_problem is not None:
+        notes.append(f"Steps could not be taken apart: {profiled.split_problem}.")
+    if profiled.flops_problem is not None:
+        notes.append(f"The step's floating-point operations could not be counted: {profiled.flops_problem}.")
+    return notes + [f"{row.precision}: {row.gap.note}." for row in rows if row.gap is not None and row.gap.note]
+
+
+def load_notes(load: MachineLoad) -> list[str]:
+    """What others did on the machine while the precisions were timed, where that is worth a word."""
+    notes = []
+    if busy.is_busy([load]) and load.others_num_cores is not None:
+        notes.append(
+            f"The machine was busy: other processes used {busy.cores(load.others_num_cores, load.num_cpus)}"
+            f"{busy.named(load.busiest)}. That slows precisions unequally: stop them and profile again."
+        )
+    if busy.is_stolen([load]):
+        notes.append(
+            f"The hypervisor gave {100 * (load.stolen_share or 0.0):.0f} % of the CPU time to others meanwhile: at "
+            "another hour steps may be faster, and not all by the same factor."
+        )
+    if load.card_processes:
+        notes.append(
+            f"The card was not ours alone{busy.on_card(load.card_processes)}: without other work on it steps may be "
+            "faster, and not all by the same factor."
+        )
+    if load.card_slowdowns:
+        notes.append(f"The card lowered its clocks meanwhile: {'; '.join(load.card_slowdowns)}.")
+    return notes

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from autotune_amp.core.config import LossScale, Precision
-from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Description, Failure, Measurement, Outcome, Record
 from autotune_amp.core.recommendation import Exclusion, NothingWorksError
@@ -21,20 +24,18 @@ from autotune_amp.hardware import identify
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.backend import Backend
 from autotune_amp.isolation.local import LocalBackend
-from autotune_amp.profile.answer import answer, load_notes
-from autotune_amp.profile.request import Request
+from autotune_amp.profile.job import LOW, NUM_ROUNDS, Profile, Profiled, num_rounds, timed
 from autotune_amp.profile.results import AmpProfile
-from autotune_amp.profile.rounds import NUM_ROUNDS, num_rounds, timed
 from autotune_amp.profile.rows import (
     Found,
+    answer,
     cut_step_seconds,
     first_step_deadline_seconds,
     is_cut,
+    load_notes,
     rows,
     step_deadline_seconds,
 )
-from autotune_amp.profile.spec import LOW, Profiled, ProfileSpec
-from autotune_amp.profile.trace_file import write_trace
 from autotune_amp.search.opening import Opened, open_workload, told
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.origin import Origin
@@ -43,44 +44,80 @@ from autotune_amp.search.session import Clock, ProgressWatcher
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.trial.jobs import STEPS_PER_SYNC, Trial
 
+_EXAMPLES = {"batches": 10, "batch-size": 32}
+
+
+class Request(NamedTuple):
+    """A profile that was asked for; None leaves precisions and batch size to what the device and the workload have."""
+
+    num_batches: int
+    precisions: tuple[Precision, ...] | None
+    batch_size: int | None
+    device: str
+    trace: Path | None
+
+
+def checked_request(
+    num_batches: int,
+    device: str,
+    precision: Sequence[str] | str | None,
+    batch_size: int | None,
+    trace: str | os.PathLike[str] | None,
+) -> Request:
+    """The arguments of `profile_amp`; raises `InvalidRequestError` for one that cannot be meant, and for a trace that
+    cannot be written."""
+    for name, given in (("batches", num_batches), ("batch-size", batch_size)):
+        is_missing = given is None and name == "batch-size"
+        if not is_missing and (not isinstance(given, int) or isinstance(given, bool) or given < 1):
+            raise InvalidRequestError(
+                f"--{name} is {given!r}; it must be a whole number from 1 up.", f"Give --{name} {_EXAMPLES[name]}."
+            )
+    options = SearchOptions.from_user(device=device, precision=precision)
+    return Request(num_batches, options.precisions, batch_size, device, None if trace is None else _writable(trace))
+
+
+def _writable(trace: str | os.PathLike[str]) -> Path:
+    """The absolute path of a trace that can be written; what the file holds so far stays."""
+    path = Path(trace).absolute()
+    next_step = "Give for example --trace trace.json."
+    if path.is_dir() or not path.parent.is_dir() or path.suffix == ".gz":
+        raise InvalidRequestError(
+            f"--trace is {str(trace)!r}; it must be a file in a folder that is there, and is not compressed.", next_step
+        )
+    was_there = path.exists()
+    try:
+        path.open("ab").close()
+        if not was_there:
+            path.unlink()
+    except OSError as error:
+        raise InvalidRequestError(
+            f"--trace is {str(trace)!r}, which cannot be written: {error.strerror}.", next_step
+        ) from error
+    return path
+
+
 DEADLINE_SECONDS = 600.0  # of fp32 alone, which says how long the others may take
 NUM_STEPS_ALONE, SECONDS_ALONE = (4, 8), 5.0
 SECONDS_BETWEEN_NOTES = 3.0
-_TICK_SECONDS = 1.0  # the runner looks at its deadlines several times a second
 _SLACK = 5.0  # how many times the time foreseen the side-by-side run may take
 # Kineto writes a line to standard error at every start and end; this is above all its levels.
 _ENVIRONMENT = {"KINETO_LOG_LEVEL": "99"}
 
 
 class _Watcher(ProgressWatcher):
-    """Says now and then how many steps the precisions have taken in turns, where it is to `expect` some; and knows how
-    long a step has been waited for since `begin`."""
+    """Says now and then how many steps the precisions have taken in turns, where it is to `expect` some."""
 
     def __init__(self, progress: Progress, clock: Clock, meter: LoadMeter) -> None:
         super().__init__(progress, clock, meter)
         self._say, self._elapsed = progress.note, clock.elapsed
         self._num_batches: int | None = None
-        self._said_at = self._waited_at = 0.0
-        self._stepped_at: float | None = None
-
-    @property
-    def waited_seconds(self) -> float | None:
-        """From the last step to when the runner last waited, None where no step was reported."""
-        return None if self._stepped_at is None else self._waited_at - self._stepped_at
-
-    def begin(self) -> None:
-        self._stepped_at = None
+        self._said_at = 0.0
 
     def expect(self, num_batches: int | None) -> None:
         self._num_batches, self._said_at = num_batches, self._elapsed()
 
-    def tick(self) -> None:
-        self._waited_at = self._elapsed()
-        super().tick()
-
     def step(self, num_steps: int, step_seconds: float) -> None:
         super().step(num_steps, step_seconds)
-        self._stepped_at = self._elapsed()
         if self._num_batches is not None and self._elapsed() - self._said_at > SECONDS_BETWEEN_NOTES:
             self._said_at = self._elapsed()
             self._say(f"{num_steps} of {self._num_batches} batches")
@@ -92,26 +129,24 @@ def run_profile(origin: Origin, request: Request, progress: Progress) -> AmpProf
     meter = LoadMeter(identify(request.device).uuid)  # before a context of ours is on the card
     watcher = _Watcher(progress, clock, meter)
     progress.work_started(None)
-    with LocalBackend(origin.payload(), None, watcher, _ENVIRONMENT) as runner:
-        opened = open_workload(runner, origin, request.device, clock, progress)
+    with LocalBackend(origin.payload(), None, watcher, _ENVIRONMENT) as backend:
+        opened = open_workload(backend, origin, request.device, clock, progress)
         progress.found_hardware(opened.hardware)
         asked = _asked(request, opened.hardware)
         space = _space(request, opened, asked)
         refused = {exclusion.precision: exclusion.reason for exclusion in space.excluded}
         trials = {p: _trial(p, space, opened) for p in asked if p not in refused}
-        alone, overdue_seconds = _alone(runner, trials, watcher, clock, progress)
+        alone = _alone(backend, trials, clock, progress)
         ran = [p for p, outcome in alone.items() if isinstance(outcome, Measurement) and not is_cut(p, alone)]
         if not ran:
             raise _nothing_works(asked, refused, alone)
         with TemporaryDirectory(prefix="autotune_amp-") as folder:
             spec = _profile_spec([trials[p] for p in ran], request, opened.hardware.device, Path(folder, "trace"))
             meter.start()
-            profiled, notes = _profiled(runner, spec, alone, watcher, progress)
+            profiled, notes = _profiled(backend, spec, alone, watcher, progress)
             others = load_notes(meter.stop())
             no_trace = None if request.trace is None else write_trace(sorted(Path(folder).iterdir()), request.trace)
-    found = Found(
-        refused, alone, profiled, _rates(opened.hardware, profiled), opened.hardware.identity.type, overdue_seconds
-    )
+    found = Found(refused, alone, profiled, _rates(opened.hardware, profiled), opened.hardware.identity.type)
     return answer(
         rows(asked, found),
         profiled,
@@ -158,18 +193,15 @@ def _trial(precision: Precision, space: Space, opened: Opened) -> Trial:
 
 
 def _alone(
-    runner: Backend, trials: Mapping[Precision, Trial], watcher: _Watcher, clock: Clock, progress: Progress
-) -> tuple[dict[Precision, Measurement | Failure], dict[Precision, float]]:
-    """Each in a process of its own: its memory, whether it runs at all, and whether it is worth running longer; and of
-    those that hung in a step after the first how long that was waited for."""
+    backend: Backend, trials: Mapping[Precision, Trial], clock: Clock, progress: Progress
+) -> dict[Precision, Measurement | Failure]:
+    """Each in a process of its own: its memory, whether it runs at all, and whether it is worth running longer."""
     progress.phase("measuring each precision alone")
     found: dict[Precision, Measurement | Failure] = {}
-    overdue_seconds: dict[Precision, float] = {}
     for number, (precision, trial) in enumerate(trials.items(), start=1):
         progress.trial_started(number, trial.candidate, trial.purpose)
-        watcher.begin()
-        started, limited = clock.elapsed(), _limited(trial, found.get("fp32"))
-        outcome = runner.submit(limited).result()
+        started = clock.elapsed()
+        outcome = backend.submit(_limited(trial, found.get("fp32"))).result()
         progress.trial_ended(
             Record(
                 search_id="profile",
@@ -183,22 +215,8 @@ def _alone(
         )
         if isinstance(outcome, Failure) and outcome.kind == "workload_error" and precision == "fp32":
             raise WorkloadError(*told(outcome))
-        if outcome_is_overdue(outcome, limited, watcher.waited_seconds):
-            overdue_seconds[precision] = limited.step_deadline_seconds or 0.0
         found[precision] = outcome
-    return found, overdue_seconds
-
-
-def outcome_is_overdue(outcome: Outcome, trial: Trial, waited_seconds: float | None) -> bool:
-    """Whether a step other than the first went past its deadline. Pure.
-
-    `waited_seconds` passed since the last step was reported, None where none was. Compiling again has a deadline no
-    shorter than the first step's, and does not speak of how long a step takes.
-    """
-    step, first_step = trial.step_deadline_seconds, trial.first_step_deadline_seconds
-    if not isinstance(outcome, Failure) or outcome.kind != "timeout" or waited_seconds is None:
-        return False
-    return step is not None and first_step is not None and step <= waited_seconds + _TICK_SECONDS < first_step
+    return found
 
 
 def _limited(trial: Trial, fp32: Outcome | None) -> Trial:
@@ -213,8 +231,8 @@ def _limited(trial: Trial, fp32: Outcome | None) -> Trial:
     )
 
 
-def _profile_spec(trials: Sequence[Trial], request: Request, device: str, trace_file: Path) -> ProfileSpec:
-    return ProfileSpec(
+def _profile_spec(trials: Sequence[Trial], request: Request, device: str, trace_file: Path) -> Profile:
+    return Profile(
         device=device,
         trials=tuple(trials),
         num_batches=request.num_batches,
@@ -224,8 +242,8 @@ def _profile_spec(trials: Sequence[Trial], request: Request, device: str, trace_
 
 
 def _profiled(
-    runner: Backend,
-    spec: ProfileSpec,
+    backend: Backend,
+    spec: Profile,
     alone: Mapping[Precision, Measurement | Failure],
     watcher: _Watcher,
     progress: Progress,
@@ -238,9 +256,9 @@ def _profiled(
     progress.phase(f"running {joined} on the same {spec.num_batches} batches, in {_processes(num)}")
 
     def run(trial: Trial) -> Outcome:
-        return runner.submit(_limited(trial, alone.get("fp32"))).result()
+        return backend.submit(_limited(trial, alone.get("fp32"))).result()
 
-    profiled, notes = timed(partial(_ask, runner, watcher, known), run, spec, num, progress.note)
+    profiled, notes = timed(partial(_ask, backend, watcher, known), run, spec, num, progress.note)
     if num < min(NUM_ROUNDS, spec.num_batches):
         few = "Building and first steps take long: one process was timed, and the intervals rest on how far processes"
         notes = (*notes, f"{few} usually differ.")
@@ -251,11 +269,11 @@ def _processes(num: int) -> str:
     return "one process" if num == 1 else f"{num} processes"
 
 
-def _ask(runner: Backend, watcher: _Watcher, alone: Sequence[Measurement], spec: ProfileSpec) -> Profiled | Failure:
+def _ask(backend: Backend, watcher: _Watcher, alone: Sequence[Measurement], spec: Profile) -> Profiled | Failure:
     """The child's answer; it may take several times what the runs alone foretell, which are all waited for."""
     watcher.expect(spec.num_batches)
     foreseen = sum(m.build_seconds + m.first_step_seconds + (spec.num_batches + 10) * m.step_seconds for m in alone)
-    answer = runner.submit(msgspec.structs.replace(spec, deadline_seconds=60.0 + _SLACK * foreseen)).result()
+    answer = backend.submit(msgspec.structs.replace(spec, deadline_seconds=60.0 + _SLACK * foreseen)).result()
     watcher.expect(None)
     return answer
 
@@ -273,8 +291,8 @@ def _notes(request: Request, description: Description) -> list[str]:
         notes.append(
             f"The data has no batch size of its own: {ASSUMED_BATCH_SIZE} is assumed. --batch-size says yours."
         )
-    if description.weights == "bf16":
-        notes.append("The weights are kept in bf16: fp32 runs the model as it is, in bf16, without autocast.")
+    if (kept := description.weights) in ("bf16", "fp16"):
+        notes.append(f"The weights are kept in {kept}: fp32 runs the model as it is, without autocast.")
     elif not description.is_as_found_strict:
         notes.append("fp32 is strict here: the TF32 and reduced-precision flags that were found on are off in it.")
     return notes
@@ -289,3 +307,23 @@ def _nothing_works(
         "Mend what the reasons name, or give a smaller --batch-size.",
         tuple(Exclusion(precision=p, batch_size=None, reason=reasons[p]) for p in asked if p in reasons),
     )
+
+
+def write_trace(parts: Sequence[Path], trace: Path) -> str | None:
+    """Put `parts` into one trace, whose processes tell them apart; returns why there is none, None where there is."""
+    if not parts:
+        return "No trace was written: no precision was taken apart."
+    try:
+        if len(parts) == 1:
+            shutil.copyfile(parts[0], trace)
+        else:
+            trace.write_text(json.dumps(_joined(parts)))
+    except (OSError, json.JSONDecodeError) as error:
+        return f"No whole trace was written to {trace}: {error}."
+    return None
+
+
+def _joined(parts: Sequence[Path]) -> dict[str, Any]:
+    traces = [json.loads(part.read_text()) for part in parts]
+    events = [event for trace in traces for event in trace["traceEvents"]]
+    return {**traces[0], "traceEvents": events}

@@ -370,8 +370,9 @@ def _start_accelerator(device: torch.device) -> float:
 
 def _weights(parameters: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]) -> Any:
     low = precision.HALF_DTYPES
-    if any(p.dtype in low for p in trained):
-        return "bf16"
+    for dtype, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
+        if any(p.dtype == dtype for p in trained):
+            return name
     return "frozen_low" if any(p.dtype in low for p in parameters) else "fp32"
 
 

@@ -13,11 +13,9 @@ from search_replay import search_replay
 from autotune_amp.core.config import Precision
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.profile.answer import answer
+from autotune_amp.profile.job import LOW, NUM_ROUNDS, Lane, Profiled
 from autotune_amp.profile.results import AmpProfile
-from autotune_amp.profile.rounds import NUM_ROUNDS
-from autotune_amp.profile.rows import Found, rows
-from autotune_amp.profile.spec import LOW, Lane, Profiled
+from autotune_amp.profile.rows import Found, answer, rows
 from autotune_amp.trial.jobs import Trial
 
 CHECKS = ("fidelity", "calibration", "accumulation")

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController
-from autotune_amp.integrations.export import export
-from autotune_amp.integrations.export_script import Setting
+from autotune_amp.integrations.export import Exportable, export
 from autotune_amp.precision import torch_state
 
 pytestmark = [
@@ -192,7 +191,7 @@ def test_the_exported_plain_accelerator_scales_as_the_config_says() -> None:
         "optimizer": torch.optim.SGD(net.parameters(), lr=0.05),
         "compute_loss": lambda model, batch: model(**batch)["loss"],
     }
-    exec(export(Setting(CONFIG, DEVICE), "accelerate").text, names)
+    exec(export(Exportable(CONFIG, DEVICE), "accelerate").text, names)
     scaler = names["accelerator"].scaler
     assert set(net.dtypes) == {torch.float16}
     assert not isinstance(scaler, PrecisionController)

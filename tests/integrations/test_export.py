@@ -20,8 +20,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.integrations.export import TARGETS, accelerate_file, export, is_exported
-from autotune_amp.integrations.export_script import Setting
+from autotune_amp.integrations import export_settings
+from autotune_amp.integrations.export import TARGETS, Exportable, accelerate_file, export, is_exported
 
 ORIGIN = "# autotune-amp export of studies/train: measured"
 
@@ -39,7 +39,7 @@ def comments(text: str) -> str:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=precision_of)
 def test_the_torch_text_trains_as_the_config_says(config: AmpConfig) -> None:
-    ran = exec_text(export(Setting(config, "cpu"), "torch").text)
+    ran = exec_text(export(Exportable(config, "cpu"), "torch").text)
     assert (ran.loader.batch_size, ran.loader.num_workers) == (config.batch_size, config.num_workers or 0)
     assert set(ran.net.batch_sizes) == {config.batch_size}
     assert {*ran.net.precisions, *ran.loss_precisions} == {config.precision}
@@ -50,14 +50,14 @@ def test_the_torch_text_trains_as_the_config_says(config: AmpConfig) -> None:
 
 @pytest.mark.parametrize("dataset", [torch.zeros(7 * ACCUMULATED.batch_size, 8), Stream()], ids=["sized", "unsized"])
 def test_the_torch_text_leaves_no_gradients_behind_at_the_end_of_the_loader(dataset: Any) -> None:
-    ran = exec_text(export(Setting(ACCUMULATED, "cpu"), "torch").text, dataset=dataset)
+    ran = exec_text(export(Exportable(ACCUMULATED, "cpu"), "torch").text, dataset=dataset)
     assert ran.net.batch_sizes == [ACCUMULATED.batch_size] * 7
     assert ran.num_steps == 4
     assert [parameter.grad for parameter in ran.net.parameters()] == [None] * 4
 
 
 def test_the_torch_text_keeps_pinned_modules_in_fp32() -> None:
-    ran = exec_text(export(Setting(PINNED, "cpu"), "torch").text)
+    ran = exec_text(export(Exportable(PINNED, "cpu"), "torch").text)
     assert ran.names["controller"].config == PINNED
     assert ran.names["controller"].status().pinned_modules == ("second",)
     assert ran.net.second_dtypes == {torch.float32}
@@ -70,7 +70,7 @@ def test_the_torch_text_of_a_loop_of_its_own() -> None:
     def train_step(state: Any, batch: Any, amp: Any) -> None:
         seen.append((state, len(batch), amp.config))
 
-    text = export(Setting(ACCUMULATED, "cpu", is_loop=True), "torch").text
+    text = export(Exportable(ACCUMULATED, "cpu", is_loop=True), "torch").text
     exec_text(text, train_step=train_step, state="mine")
     assert seen[0] == ("mine", ACCUMULATED.batch_size, ACCUMULATED)
 
@@ -81,6 +81,7 @@ def test_the_torch_text_of_a_loop_of_its_own() -> None:
 def test_the_losses_of_a_window_add_up_to_that_of_the_whole_batch(
     target: str, loss: Any, pinned_modules: tuple[str, ...]
 ) -> None:
+    torch.manual_seed(0)
     labels = torch.randint(3, (12,))
     if loss == "weighted":
         labels[:3] = -100
@@ -93,7 +94,7 @@ def test_the_losses_of_a_window_add_up_to_that_of_the_whole_batch(
         return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction=reduction)
 
     config = AmpConfig(precision="fp32", batch_size=4, accumulation_steps=3, pinned_modules=pinned_modules)
-    text = export(Setting(config, "cpu", loss=loss, share="(labels != -100)"), target).text
+    text = export(Exportable(config, "cpu", loss=loss, share="(labels != -100)"), target).text
     with fresh_accelerate():
         exec_text(
             text,
@@ -110,36 +111,71 @@ def test_the_losses_of_a_window_add_up_to_that_of_the_whole_batch(
         torch.testing.assert_close(ours, theirs)
 
 
-def test_tf32_is_set_on_cuda_and_left_alone_where_it_was_found() -> None:
+# Every field of a config at a value that no other field has, and the words that each is to be found by.
+FULL = AmpConfig(
+    precision="fp16",
+    batch_size=7,
+    accumulation_steps=3,
+    loss_scale=LossScale(init_scale=4096.0, hysteresis=2, min_scale=2.0),
+    fallback=["bf16", FallbackPlan(precision="fp32", batch_size=7, accumulation_steps=3)],
+    pinned_modules=("head",),
+    num_workers=5,
+    environment={"MALLOC_TRIM_THRESHOLD_": "2147483647"},
+    as_found=True,
+)
+WORDS = {
+    "precision": "fp16|float16",
+    "batch_size": r"\b7\b",
+    "accumulation_steps": r"\b3\b",
+    "loss_scale": "4096|initial_scale_power.: 12",
+    "fallback": "falls? ?back.*bf16.*fp32",
+    "pinned_modules": "head",
+    "num_workers": "num_workers=5",
+    "environment": "MALLOC_TRIM_THRESHOLD_",
+    "as_found": "as_found=True|they stay as they are",
+}
+TEXTS = [*TARGETS, "accelerate file"]
+
+
+def everything(config: AmpConfig, target: str) -> str:
+    """The text and the notes on one line."""
+    setting = Exportable(config, "cuda")
+    made = accelerate_file(setting) if target == "accelerate file" else export(setting, target)
+    return " ".join(re.sub(r"\s#? *", " ", " ".join([made.text, *made.notes])).split())
+
+
+@pytest.mark.parametrize("target", TEXTS)
+@pytest.mark.parametrize("config", [FULL, msgspec.structs.replace(FULL, pinned_modules=())], ids=["pinned", "plain"])
+def test_every_field_of_a_config_shows_in_every_text_or_its_comments(config: AmpConfig, target: str) -> None:
+    assert WORDS.keys() == set(AmpConfig.__struct_fields__), "a new field is to be found here, too"
+    text = everything(config, target)
+    wanted = [name for name in WORDS if name != "pinned_modules" or config.pinned_modules]
+    assert [name for name in wanted if not re.search(WORDS[name], text)] == []
+
+
+def test_a_field_that_no_text_knows_becomes_a_comment() -> None:
+    class Later(AmpConfig, frozen=True, kw_only=True):
+        compile_mode: str = "none"
+
+    config = Later(precision="bf16", batch_size=4, compile_mode="max-autotune")
+    for target in ("torch", "env", "deepspeed", "accelerate file"):
+        assert "compile_mode='max-autotune'" in everything(config, target).replace('"', "'")
+        assert "compile_mode" not in everything(Later(precision="bf16", batch_size=4), target)
+
+
+@pytest.mark.parametrize("target", ["torch", "transformers", "lightning"])
+def test_tf32_is_asked_for_and_the_flags_that_were_found_are_left_alone(target: str) -> None:
+    wanted, left = {
+        "torch": ("allow_tf32 = True", "they stay as they are"),
+        "transformers": ("tf32=True", "as_found=True"),
+        "lightning": ('precision="tf32"', "as_found=True"),
+    }[target]
     tf32 = AmpConfig(precision="tf32", batch_size=4)
-    found = AmpConfig(precision="tf32", batch_size=4, as_found=True)
-    for target in ("torch", "accelerate"):
-        text = export(Setting(tf32), target).text
-        assert 'torch.set_float32_matmul_precision("high")\ntorch.backends.cudnn.allow_tf32 = True\n' in text
-        text = export(Setting(found), target).text
-        assert "allow_tf32" not in text
-        assert "they stay as they are" in text
-    assert "tf32=True" in export(Setting(tf32), "transformers").text
-    assert "tf32=" not in export(Setting(found), "transformers").text
-    assert "as_found=True" in export(Setting(found), "lightning").text
-    assert "set_float32_matmul_precision" in " ".join(export(Setting(tf32), "deepspeed").notes)
-
-
-def test_what_a_framework_has_no_place_for_is_said() -> None:
-    scale = LossScale(hysteresis=2, min_scale=2.0)
-    config = AmpConfig(
-        precision="fp16",
-        batch_size=8,
-        loss_scale=scale,
-        fallback=["bf16", FallbackPlan(precision="fp32", batch_size=4)],
-        environment={"MALLOC_TRIM_THRESHOLD_": "2147483647"},
-    )
-    for target in ("torch", "accelerate"):
-        text = export(Setting(config), target).text
-        assert "\n#   export MALLOC_TRIM_THRESHOLD_=2147483647\n" in text
-        unheld = "hysteresis=2; min_scale=2.0; max_scale=16777216.0; the fallback to bf16, fp32"
-        assert f"has no place for {unheld}: autotune_amp." in comments(text)
-    assert "Nothing falls back to bf16, fp32." in export(Setting(config), "deepspeed").notes
+    assert wanted in everything(tf32, target)
+    text = everything(msgspec.structs.replace(tf32, as_found=True), target)
+    assert left in text
+    assert "allow_tf32" not in text
+    assert "tf32=" not in text
 
 
 @pytest.mark.parametrize("init_scale", [2.0**20, 2.0**-10])
@@ -147,31 +183,24 @@ def test_loss_scales_are_written_exactly(init_scale: float) -> None:
     scale = LossScale(init_scale=init_scale)
     config = AmpConfig(precision="fp16", batch_size=4, loss_scale=scale)
     for target in ("torch", "accelerate", "lightning", "transformers"):
-        (written,) = re.findall(r"init_scale=([-+.e\d]+)", export(Setting(config), target).text)
+        (written,) = re.findall(r"init_scale=([-+.e\d]+)", export(Exportable(config), target).text)
         assert float(written) == init_scale
-    bounds = re.findall(r"(?:min|max)_scale=([-+.e\d]+)", comments(export(Setting(config), "torch").text))
+    bounds = re.findall(r"(?:min|max)_scale=([-+.e\d]+)", comments(export(Exportable(config), "torch").text))
     assert [float(bound) for bound in bounds] == [scale.floor, scale.max_scale]
 
 
 def test_the_environment_reaches_a_shell() -> None:
     variables = {"OMP_NUM_THREADS": "3", "ODD_": "a 'quoted' $value"}
-    text = export(Setting(AmpConfig(precision="fp32", batch_size=4, environment=variables)), "env").text
+    text = export(Exportable(AmpConfig(precision="fp32", batch_size=4, environment=variables)), "env").text
     program = f'{text}printf \'%s|%s\' "$OMP_NUM_THREADS" "$ODD_"'
     done = subprocess.run(["/bin/sh", "-c", program], capture_output=True, text=True, timeout=20, check=True)
     assert done.stdout.split("|") == list(variables.values())
-    assert export(Setting(AmpConfig(precision="fp32", batch_size=4)), "env").text.startswith("# ")
-
-
-def test_deepspeed_gets_json_and_notes() -> None:
-    made = export(Setting(ACCUMULATED, loss="sum"), "deepspeed")
-    document = json.loads(made.text)
-    assert (document["train_micro_batch_size_per_gpu"], document["gradient_accumulation_steps"]) == (4, 2)
-    assert any("multiply it by 2" in note for note in made.notes)
+    assert export(Exportable(AmpConfig(precision="fp32", batch_size=4)), "env").text.startswith("# ")
 
 
 @pytest.mark.parametrize("config", [*CONFIGS, PINNED], ids=["fp32", "bf16", "fp16", "pinned"])
 def test_every_text_says_where_it_comes_from(config: AmpConfig) -> None:
-    setting = Setting(config, "cpu", origin="studies/train: measured")
+    setting = Exportable(config, "cpu", origin="studies/train: measured")
     for target in TARGETS:
         made = export(setting, target)
         assert (made.notes[0] if target == "deepspeed" else made.text.splitlines()[0]) == (
@@ -180,7 +209,7 @@ def test_every_text_says_where_it_comes_from(config: AmpConfig) -> None:
         assert is_exported(made.text)
         assert ("DataLoader(" in made.text) == ("collate_fn" in made.text)
     assert accelerate_file(setting).text.startswith(f"{ORIGIN}\n")
-    assert is_exported(export(Setting(config, "cpu", origin="long/" * 40), "torch").text)
+    assert is_exported(export(Exportable(config, "cpu", origin="long/" * 40), "torch").text)
 
 
 @pytest.mark.parametrize(
@@ -193,51 +222,89 @@ def test_other_files_are_no_exports(text: str) -> None:
 
 def test_where_the_frameworks_module_holds_the_model_the_text_says_what_becomes_of_its_pins() -> None:
     for target, holder in (("lightning", "the LightningModule"), ("transformers", "`model`")):
-        said = comments(export(Setting(PINNED, "cpu"), target).text)
+        said = comments(export(Exportable(PINNED, "cpu"), target).text)
         assert f"Where {holder} holds that model as an attribute" in said
         assert 'put it before them: "net.second".' in said
-        assert "pinned_modules" not in comments(export(Setting(ACCUMULATED, "cpu"), target).text)
+        assert "pinned_modules" not in comments(export(Exportable(ACCUMULATED, "cpu"), target).text)
     for target in ("torch", "accelerate"):
-        assert "pinned_modules" not in comments(export(Setting(PINNED, "cpu"), target).text)
+        assert "pinned_modules" not in comments(export(Exportable(PINNED, "cpu"), target).text)
 
 
-def test_a_launch_file_says_what_the_script_has_to_do() -> None:
-    environment = {"MALLOC_TRIM_THRESHOLD_": "2147483647"}
-    pinned = accelerate_file(Setting(msgspec.structs.replace(PINNED, environment=environment), "cpu"))
-    (needs,) = pinned.notes
-    assert re.match(r"The script has to .*AutotuneAccelerator.*neither casts.*does not keep second in fp32", needs)
-    assert needs.endswith("With a plain Accelerator this file trains in fp32.")
-    assert comments(pinned.text).startswith(f"{needs} accelerate launch --config_file")
-    assert "\n#   export MALLOC_TRIM_THRESHOLD_=2147483647\n" in pinned.text
-    plain = accelerate_file(Setting(msgspec.structs.replace(PINNED, pinned_modules=())))
+def test_a_launch_file_says_what_a_plain_accelerator_would_do_under_it() -> None:
+    pinned = accelerate_file(Exportable(PINNED, "cpu"))
+    (note,) = pinned.notes
+    assert re.search("neither casts .*does not keep second .*trains in fp32", note)
+    assert "AutotuneAccelerator" in comments(pinned.text)
+    assert 'mixed_precision: "no"\n' in pinned.text
+    plain = accelerate_file(Exportable(msgspec.structs.replace(PINNED, pinned_modules=())))
     assert plain.notes == ()
     assert 'mixed_precision: "fp16"\n' in plain.text
-    assert re.search(r"no place for hysteresis=2; .*the fallback to fp32: .*AutotuneAccelerator", comments(plain.text))
-    loop = accelerate_file(Setting(ACCUMULATED, is_loop=True))
-    assert "train_step" in loop.notes[0]
-    assert 'mixed_precision: "bf16"\n' in loop.text
 
 
-def test_where_the_loss_is_in_another_precision_than_measured_the_text_says_so() -> None:
-    for target, ours in (("accelerate", "AutotuneAccelerator"), ("transformers", "AutotuneTrainer")):
-        said = comments(export(Setting(ACCUMULATED, "cpu"), target).text)
-        assert re.search(rf"in fp32.*; measured was the loss .*\.{ours} trains so", said)
-        assert "measured was" not in export(Setting(CONFIGS[0], "cpu"), target).text
+def deepspeed_said(**options: Any) -> tuple[dict[str, Any], str]:
+    config = AmpConfig(precision="fp16", batch_size=8, accumulation_steps=4, loss_scale=LossScale(**options))
+    made = export(Exportable(config, loss="sum"), "deepspeed")
+    return json.loads(made.text), " ".join(made.notes)
+
+
+def test_deepspeeds_json_and_what_it_rounds() -> None:
+    document, said = deepspeed_said(
+        init_scale=3000.0, growth_interval=50, hysteresis=2, min_scale=2.0, growth_factor=4.0
+    )
+    assert document["fp16"] == {
+        "enabled": True,
+        "loss_scale": 0,
+        "initial_scale_power": 11,
+        "loss_scale_window": 50,
+        "hysteresis": 2,
+        "consecutive_hysteresis": False,
+        "min_loss_scale": 2,
+    }
+    assert (document["train_micro_batch_size_per_gpu"], document["gradient_accumulation_steps"]) == (8, 4)
+    assert "init_scale 3000.0 is rounded down to a power of two, 2048.0." in said
+    assert "growth_factor 4.0 has no key: it is 2.0." in said
+    assert "max_scale 16777216.0 has no key" in said
+    assert "min_scale" not in said
+    assert "multiply it by 4" in said
+    document, said = deepspeed_said(init_scale=2.0**20, min_scale=2.0**-10)
+    assert (document["fp16"]["initial_scale_power"], document["fp16"]["min_loss_scale"]) == (20, 1)
+    assert "min_scale 0.0009765625 becomes 1" in said
+    assert "min_scale 0.015625 becomes 1" in deepspeed_said(init_scale=64.0)[1]  # its floor
+    with pytest.raises(InvalidRequestError, match="its least scale is 1"):
+        deepspeed_said(init_scale=2.0**-10)
+    assert export_settings.deepspeed_config(ACCUMULATED)["bf16"] == {"enabled": True}
+
+
+@pytest.mark.parametrize("config", [CONFIGS[0], ACCUMULATED, PINNED], ids=precision_of)
+def test_deepspeeds_own_classes_read_it(config: AmpConfig) -> None:
+    pytest.importorskip("deepspeed", reason="DeepSpeed has no wheel; pip install 'autotune_amp[deepspeed]' builds it")
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    read = DeepSpeedConfig(export_settings.deepspeed_config(config))
+    sizes = (read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps, read.train_batch_size)
+    assert sizes == (config.batch_size, config.accumulation_steps, config.batch_size * config.accumulation_steps)
+    enabled = (read.float16_config.enabled, read.bfloat16_config.enabled)
+    assert enabled == (config.precision == "fp16", config.precision == "bf16")
+    if (scale := config.loss_scale) is not None:
+        arguments = read.float16_config.dynamic_loss_scale_args()
+        assert sorted(arguments.values()) == sorted(
+            [scale.init_scale, scale.growth_interval, scale.hysteresis, False, scale.floor]
+        )
 
 
 def test_what_cannot_be_exported_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="no export to 'keras'") as raised:
-        export(Setting(ACCUMULATED), "keras")
+        export(Exportable(ACCUMULATED), "keras")
     assert all(target in raised.value.next_step for target in TARGETS)
     fp8 = AmpConfig(precision="fp8", batch_size=4)
     for target in set(TARGETS) - {"env"}:
         with pytest.raises(InvalidRequestError, match="fp8"):
-            export(Setting(fp8), target)
+            export(Exportable(fp8), target)
     with pytest.raises(InvalidRequestError, match="fp8"):
-        accelerate_file(Setting(fp8))
+        accelerate_file(Exportable(fp8))
     for target in ("lightning", "transformers", "deepspeed"):
         with pytest.raises(InvalidRequestError, match=f"no export to {target} of a training") as raised:
-            export(Setting(ACCUMULATED, is_loop=True), target)
+            export(Exportable(ACCUMULATED, is_loop=True), target)
         assert "--to torch or --to accelerate" in raised.value.next_step
 
 
@@ -246,10 +313,10 @@ def test_rendering_imports_no_framework() -> None:
         "import sys\n"
         "from autotune_amp.core.config import AmpConfig, LossScale\n"
         "from autotune_amp.integrations.export import TARGETS, accelerate_file, export\n"
-        "from autotune_amp.integrations.export_script import Setting\n"
+        "from autotune_amp.integrations.export import Exportable\n"
         "config = AmpConfig(precision='fp16', batch_size=4, loss_scale=LossScale())\n"
-        "for target in TARGETS: assert export(Setting(config), target).text\n"
-        "assert accelerate_file(Setting(config)).text\n"
+        "for target in TARGETS: assert export(Exportable(config), target).text\n"
+        "assert accelerate_file(Exportable(config)).text\n"
         "print({'torch', 'accelerate', 'lightning', 'transformers', 'deepspeed'} & set(sys.modules))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

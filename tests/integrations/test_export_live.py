@@ -19,8 +19,7 @@ from export_samples import CONFIGS, PINNED, exec_text, precision_here, precision
 from torch import Tensor
 
 from autotune_amp.core.config import AmpConfig
-from autotune_amp.integrations.export import accelerate_file, export
-from autotune_amp.integrations.export_script import Setting
+from autotune_amp.integrations.export import Exportable, accelerate_file, export
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +35,7 @@ def num_steps(config: AmpConfig, num_samples: int = 32) -> int:
 
 @pytest.mark.parametrize("config", [*CONFIGS, PINNED], ids=["fp32", "bf16", "fp16", "pinned"])
 def test_accelerate(config: AmpConfig) -> None:
-    ran = exec_text(export(Setting(config, "cpu"), "accelerate").text)
+    ran = exec_text(export(Exportable(config, "cpu"), "accelerate").text)
     accelerator = ran.names["accelerator"]
     assert accelerator.device.type == "cpu"
     assert accelerator.gradient_accumulation_steps == config.accumulation_steps
@@ -44,14 +43,11 @@ def test_accelerate(config: AmpConfig) -> None:
     assert set(ran.net.batch_sizes) == {config.batch_size}
     assert {*ran.net.precisions, *ran.loss_precisions} == {config.precision}
     assert ran.num_steps == num_steps(config)
+    assert accelerator.controller.config == config
+    assert accelerator.controller.status().pinned_modules == config.pinned_modules
     if config.precision == "fp16":
-        assert accelerator.controller.config == config
-        assert accelerator.controller.status().pinned_modules == config.pinned_modules
         assert ran.net.second_dtypes == {torch.float32 if config.pinned_modules else torch.float16}
         assert scaler_values(accelerator.scaler) == values_after(config.loss_scale, ran.num_steps)
-    else:
-        assert accelerator.mixed_precision == {"fp32": "no"}.get(config.precision, config.precision)
-        assert accelerator.scaler is None
 
 
 def test_accelerate_with_a_loop_of_its_own() -> None:
@@ -60,25 +56,14 @@ def test_accelerate_with_a_loop_of_its_own() -> None:
     def train_step(state: Any, batch: Any, amp: Any) -> None:
         seen.append((state, len(batch), amp.config))
 
-    text = export(Setting(config, "cpu", is_loop=True), "accelerate").text
+    text = export(Exportable(config, "cpu", is_loop=True), "accelerate").text
     exec_text(text, train_step=train_step, state="mine")
     assert seen[0] == ("mine", config.batch_size, config)
 
 
-def test_accelerate_in_fp16_where_the_plain_one_has_a_scaler() -> None:
-    config = CONFIGS[2]
-    text = export(Setting(config), "accelerate").text
-    ran = exec_text(text)  # without a GPU it trains in fp32, but holds what it was told; tests/gpu read the scaler
-    accelerator = ran.names["accelerator"]
-    assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("fp16", config.accumulation_steps)
-    assert config.loss_scale is not None
-    for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval"):
-        assert getattr(accelerator.scaler_handler, name) == getattr(config.loss_scale, name)
-
-
 @pytest.mark.parametrize("config", CONFIGS[:2], ids=precision_of)
 def test_a_plain_accelerator_takes_the_launch_file(config: AmpConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("accelerate.yaml").write_text(accelerate_file(Setting(config, "cpu")).text)
+    Path("accelerate.yaml").write_text(accelerate_file(Exportable(config, "cpu")).text)
     loaded = load_config_from_file("accelerate.yaml")
     assert (loaded.distributed_type.value, loaded.num_processes) == ("NO", 1)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", loaded.mixed_precision)  # as `accelerate launch` does
@@ -104,7 +89,7 @@ print(*set(ran.net.precisions), *ran.net.second_dtypes, ran.num_steps)
 
 @pytest.mark.slow
 def test_the_exported_loop_trains_under_the_launch_file_as_a_plain_accelerator_would_not() -> None:
-    setting = Setting(PINNED, "cpu")
+    setting = Exportable(PINNED, "cpu")
     Path("accelerate.yaml").write_text(accelerate_file(setting).text)
     Path("loop.py").write_text(export(setting, "accelerate").text)
     Path("train.py").write_text(SCRIPT)
@@ -116,11 +101,14 @@ def test_the_exported_loop_trains_under_the_launch_file_as_a_plain_accelerator_w
     assert done.stdout.splitlines() == ["no cpu NO 1", f"fp16 torch.float32 {num_steps(PINNED)}"]
 
 
-@pytest.mark.parametrize("config", [*CONFIGS, PINNED], ids=["fp32", "bf16", "fp16", "pinned"])
+@pytest.mark.parametrize("config", [CONFIGS[1], PINNED], ids=["bf16", "pinned"])
 def test_transformers(config: AmpConfig) -> None:
     pytest.importorskip("transformers")
-    text = export(Setting(config, "cpu"), "transformers").text
-    samples = [{"inputs": sample, "labels": torch.zeros(1)} for sample in torch.randn(32, 8)]
+    text = export(Exportable(config, "cpu"), "transformers").text
+    samples = [
+        {"inputs": sample, "labels": torch.zeros(1)}
+        for sample in torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
+    ]
     ran = exec_text(text, dataset=samples)
     trainer = ran.names["trainer"]
     trainer.args.max_steps, trainer.args.save_strategy, trainer.args.disable_tqdm = 2, "no", True
@@ -132,10 +120,8 @@ def test_transformers(config: AmpConfig) -> None:
 
     trainer.compute_loss_func = loss_of
     trainer.train()
-    if trainer.__class__.__name__ == "AutotuneTrainer":  # as a trial runs it; for the plain Trainer a comment says so
-        assert around_loss == {(config.precision, torch.float32 if config.pinned_modules else torch.float16)}
-    else:
-        assert around_loss == {("fp32", torch.float32)}
+    held = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.precision]
+    assert around_loss == {(config.precision, torch.float32 if config.pinned_modules else held)}  # as a trial runs it
     args = trainer.args
     assert trainer.state.global_step == 2
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (
@@ -157,7 +143,7 @@ def test_transformers(config: AmpConfig) -> None:
 PINNED_IN_A_MODULE = msgspec.structs.replace(PINNED, pinned_modules=("net.second",))
 
 
-@pytest.mark.parametrize("config", [*CONFIGS, PINNED_IN_A_MODULE], ids=["fp32", "bf16", "fp16", "pinned"])
+@pytest.mark.parametrize("config", [CONFIGS[2], PINNED_IN_A_MODULE], ids=["fp16", "pinned"])
 @pytest.mark.slow  # importing Lightning
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")  # the config decides
 @pytest.mark.filterwarnings("ignore:.*number of training batches")  # it logs every 50 steps, of which there are few
@@ -181,7 +167,7 @@ def test_lightning(config: AmpConfig) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.net.parameters(), lr=0.01)
 
-    ran = exec_text(export(Setting(config, "cpu"), "lightning").text)
+    ran = exec_text(export(Exportable(config, "cpu"), "lightning").text)
     trainer, module = ran.names["trainer"], Module(ran.net)
     trainer.fit_loop.max_epochs = 1
     trainer.fit(module, ran.loader)

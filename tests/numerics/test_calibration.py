@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import numpy
 import pytest
 import torch
 from fp16_subjects import CPU, SUBJECTS, Batch, brute_force, build, dense, mean_square, mlp, octave, subject, times
@@ -19,12 +18,94 @@ from torch import Tensor, nn
 
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.fidelity import Calibration
-from autotune_amp.numerics.calibration import calibrate, count_octaves, histogram
+from autotune_amp.numerics.calibration import (
+    LOG2_FP16_MAX,
+    MAX_LOG2_SCALE,
+    MIN_LOG2_SCALE,
+    by_backward,
+    by_bisection,
+    calibrate,
+    count_octaves,
+    histogram,
+    largest_safe_scale,
+)
 from autotune_amp.numerics.comparison import COUNTS
 from autotune_amp.numerics.modules import watch_forward
 from autotune_amp.numerics.passes import Passes, Subject
 from autotune_amp.numerics.scaler_replay import FlushedShares
 from autotune_amp.precision.mode import is_pinned
+
+# -- the largest safe scale of one batch -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(SUBJECTS))
+def test_both_ways_agree_with_brute_force_wherever_they_start(name: str) -> None:
+    passes = Passes(build(name))
+    truth = brute_force(passes, 0)
+    assert truth is not None
+    for start in (12.0, truth + 0.5, -24.0, 40.0):
+        found, bisected = by_backward(passes, 0, start), by_bisection(passes, 0, start)
+        assert bisected.log2_scale == truth
+        assert found.log2_scale is not None
+        if name != "clamped":  # there an overflow reaches no gradient
+            assert truth - 0.01 <= found.log2_scale < truth + 1.01, "to the octave, but for rounding at its edge"
+        for answer in (found, bisected):
+            assert answer.last.is_finite
+            assert answer.log2_scale is not None
+            assert math.log2(answer.last_scale) <= answer.log2_scale
+    before = passes.num_passes
+    by_bisection(passes, 0, truth)
+    assert passes.num_passes - before <= 2
+    if name != "clamped":
+        before = passes.num_passes
+        by_backward(passes, 0, truth)
+        assert passes.num_passes - before == 1
+
+
+def test_the_largest_leaf_gradient_would_be_off_by_many_octaves_and_some_scales_are_under_1() -> None:
+    found = by_backward(Passes(build("large gradients inside")), 0)
+    by_leaves = LOG2_FP16_MAX - math.log2(float(dense(found.last.gradients).abs().max()))
+    assert found.log2_scale is not None
+    assert by_leaves - found.log2_scale > 10
+    assert by_backward(Passes(build("sum over 1e5 elements")), 0).log2_scale == pytest.approx(-1.6, abs=0.2)
+
+
+@pytest.mark.parametrize("way", [by_backward, by_bisection])
+def test_what_no_scale_saves_has_none_and_fp32_bears_every_one(way: Callable[[Passes, int], Any]) -> None:
+    for value in (math.nan, math.inf, 1e30):
+        passes = Passes(subject(mlp(), x=lambda value=value: torch.full((8, 8), value)))  # type: ignore[misc]
+        assert way(passes, 0).log2_scale is None
+        assert passes.num_passes == 1  # its loss is bad, and no scale changes that
+    steep = way(Passes(subject(mlp(), times(2.0**60))), 0)
+    assert (steep.log2_scale, steep.last_scale) == (None, 2.0**MIN_LOG2_SCALE)
+    passes = Passes(build("MLP"))
+    with passes.pinned([""]):
+        assert way(passes, 0).log2_scale == MAX_LOG2_SCALE
+
+
+class _WritesAConstant(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        constant = torch.full_like(gradients[0], 900.0)
+        return gradients[0] * (constant / 900.0)
+
+
+def test_what_does_not_grow_with_the_scale_does_not_count() -> None:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        y = _WritesAConstant.apply(model(batch.x))  # type: ignore[no-untyped-call] # torch does not type it
+        return nn.functional.mse_loss(y, batch.y)
+
+    torch.manual_seed(0)
+    passes = Passes(subject(mlp(), loss))
+    truth = brute_force(passes, 0)
+    assert {octave(by_backward(passes, 0, start).log2_scale) for start in (0.0, 12.0, 30.0)} == {truth}
+
+
+# -- over a training stretch -------------------------------------------------------------------------------------------
 
 
 def shortened(name: str, num_batches: int) -> Subject:
@@ -44,32 +125,27 @@ def trained_by_brute_force(made: Subject) -> list[int | None]:
     return found
 
 
-@pytest.mark.parametrize("name", sorted(SUBJECTS))
-def test_the_model_is_left_as_it_was_bit_for_bit(name: str) -> None:
-    made = build(name)
+@pytest.mark.parametrize("name", ["MLP", "convnet with BatchNorm", "sparse embedding", "loss of 1e6", "tied weights"])
+def test_every_step_and_the_starting_scale_are_those_of_brute_force(name: str) -> None:
+    truth = trained_by_brute_force(shortened(name, 5))
+    made = shortened(name, 5)
     model = made.model
     before = {n: v.detach().clone() for n, v in (*model.named_parameters(), *model.named_buffers())}
     classes = [type(module) for module in model.modules()]
     found = calibrate(made, batch_size=8)
-    after = dict((*model.named_parameters(), *model.named_buffers()))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[n], after[n]) for n in before)
-    assert [type(module) for module in model.modules()] == classes
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert msgspec.json.decode(msgspec.json.encode(found), type=Calibration) == found
-
-
-# The others differ from these in what they do at one step, which test_safe_scale.py holds against brute force.
-@pytest.mark.parametrize("name", ["MLP", "convnet with BatchNorm", "sparse embedding", "loss of 1e6", "tied weights"])
-def test_every_step_and_the_starting_scale_are_those_of_brute_force(name: str) -> None:
-    truth = trained_by_brute_force(shortened(name, 5))
-    found = calibrate(shortened(name, 5), batch_size=8)
-    assert [octave(log2_scale) for log2_scale in found.log2_scales] == truth
-    assert found.bisected_log2_scales == {0: truth[0], len(truth) - 1: truth[-1]}
+    for ours, true in zip(found.log2_scales, truth, strict=True):
+        assert ours is not None
+        assert true is not None
+        assert true - 0.01 <= ours < true + 1.01
     assert found.init_scale is not None
     safe_on_all = min(exponent for exponent in truth if exponent is not None)
     assert safe_on_all - 1 <= math.log2(found.init_scale) <= safe_on_all
     assert found.num_passes <= 1.6 * len(truth) + 12
+    # It leaves no trace.
+    torch.testing.assert_close(dict((*model.named_parameters(), *model.named_buffers())), before, rtol=0, atol=0)
+    assert [type(module) for module in model.modules()] == classes
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Calibration) == found
 
 
 def test_buffers_move_on_by_one_pass_a_step_and_weights_by_one_step() -> None:
@@ -85,87 +161,70 @@ def test_buffers_move_on_by_one_pass_a_step_and_weights_by_one_step() -> None:
     made = dataclasses.replace(build("convnet with BatchNorm"), loss=loss)
     calibrate(made, batch_size=8)
     assert [tracked for tracked, _ in seen.values()] == list(range(len(made.batches)))
-    plain = build("convnet with BatchNorm")
-    optimizer = plain.make_optimizer(plain.model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
-    for batch in plain.batches:
-        torch.testing.assert_close(plain.model.get_parameter("0.weight"), seen[batch.number][1])
-        scaled_step(plain, batch, optimizer, scaler)
-
-
-def scaled_step(made: Subject, batch: Batch, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> bool:
-    """One step as users write it; whether it was skipped."""
-    optimizer.zero_grad()
-    with torch.autocast("cpu", dtype=torch.float16):
-        loss = made.loss(made.model, batch)
-    torch.autograd.backward(scaler.scale(loss))
-    scale = scaler.get_scale()
-    scaler.step(optimizer)
-    scaler.update()
-    return scaler.get_scale() < scale
+    assert not torch.equal(seen[0][1], seen[1][1])
 
 
 def num_skips(made: Subject, num_steps: int, **arguments: Any) -> int:
-    optimizer = made.make_optimizer(made.model)
+    """Of a loop as users write it."""
+    optimizer, skips = made.make_optimizer(made.model), 0
     scaler = torch.amp.GradScaler("cpu", **arguments)
-    return sum(
-        scaled_step(made, made.batches[step % len(made.batches)], optimizer, scaler) for step in range(num_steps)
-    )
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = made.loss(made.model, made.batches[step % len(made.batches)])
+        torch.autograd.backward(scaler.scale(loss))
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        skips += scaler.get_scale() < scale
+    return skips
 
 
-@pytest.mark.parametrize("make_loss", [lambda: times(300.0), lambda: times(0.1)], ids=["steep", "flat"])
-def test_a_real_scaler_that_starts_as_calibrated_skips_nothing(make_loss: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("factor", [300.0, 0.1])
+def test_a_real_scaler_that_starts_as_calibrated_skips_nothing(factor: float) -> None:
     def made() -> Subject:
         torch.manual_seed(0)
         return subject(
-            mlp(),
-            make_loss(),
-            num_batches=12,
-            make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-6),
+            mlp(), times(factor), num_batches=12, make_optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=1e-6)
         )
 
     found = calibrate(made(), batch_size=8)
     assert found.init_scale is not None
-    assert num_skips(made(), 100, init_scale=found.init_scale) == 0
-    by_default = num_skips(made(), 100)
-    assert by_default >= 5 if found.init_scale < 2.0**12 else by_default == 0
+    assert num_skips(made(), 40, init_scale=found.init_scale) == 0
+    assert (num_skips(made(), 40) >= 5) == (found.init_scale < 2.0**12)
 
 
-@pytest.mark.parametrize("position", [0, 3, 7])
-def test_a_batch_that_is_bad_at_every_scale_is_not_trained_on(position: int) -> None:
+def test_a_batch_that_is_bad_at_every_scale_is_not_trained_on() -> None:
     made, good = build("convnet with BatchNorm"), build("convnet with BatchNorm")
-    batches = [*made.batches[:position], made.batches[position]._replace(x=torch.full((8, 2, 6, 6), math.nan))]
-    found = calibrate(dataclasses.replace(made, batches=[*batches, *made.batches[position + 1 :]]), batch_size=8)
-    assert [log2_scale is None for log2_scale in found.log2_scales] == [index == position for index in range(8)]
-    rest = dataclasses.replace(good, batches=[batch for i, batch in enumerate(good.batches) if i != position])
-    without = calibrate(rest, batch_size=8)
-    assert found.init_scale == without.init_scale
-    assert found.log2_scales[:position] == without.log2_scales[:position]
+    bad = made.batches[3]._replace(x=torch.full((8, 2, 6, 6), math.nan))
+    found = calibrate(dataclasses.replace(made, batches=[*made.batches[:3], bad, *made.batches[4:]]), batch_size=8)
+    assert [log2_scale is None for log2_scale in found.log2_scales] == [index == 3 for index in range(8)]
+    rest = dataclasses.replace(good, batches=[batch for i, batch in enumerate(good.batches) if i != 3])
+    assert found.init_scale == calibrate(rest, batch_size=8).init_scale
     assert math.isfinite(found.forward_max)
-
-
-def test_no_step_has_a_safe_scale() -> None:
-    found = calibrate(subject(mlp(), x=lambda: torch.full((8, 8), math.nan)), batch_size=8)
-    assert found.log2_scales == (None,) * 8
-    assert found.bisected_log2_scales == {0: None, 7: None}
-    assert (found.init_scale, found.gradient_histogram, found.forward_max) == (None, (), 0.0)
+    none = calibrate(subject(mlp(), x=lambda: torch.full((8, 8), math.nan)), batch_size=8)
+    assert none.log2_scales == (None,) * 8
+    assert none.bisected_log2_scales == {0: None, 7: None}
+    assert (none.init_scale, none.gradient_histogram, none.forward_max) == (None, (), 0.0)
 
 
 def test_where_the_two_ways_disagree_the_lower_counts_and_the_rest_is_bisected() -> None:
     found = calibrate(build("clamped"), batch_size=8)
     assert found.bisected_log2_scales == dict.fromkeys(range(8), 40.0)
-    first = found.log2_scales[0]
-    assert first is not None
-    assert first < 20
+    assert found.log2_scales[0] is not None
+    assert found.log2_scales[0] < 20
     assert found.log2_scales[1:] == (40.0,) * 7
 
 
 def test_a_compiled_model_is_calibrated_by_bisection_to_the_same_octaves() -> None:
-    made = build("MLP")
+    made = shortened("MLP", 4)
+    truth = brute_force(Passes(made), 0)
     eager = calibrate(made, batch_size=8)
     compiled = torch.compile(made.model, backend="aot_eager")
     assert isinstance(compiled, nn.Module)
     found = calibrate(dataclasses.replace(made, model=compiled), batch_size=8)
+    made.model.compile(backend="aot_eager")
+    assert largest_safe_scale(Passes(made), 0).log2_scale == truth
     torch._dynamo.reset()
     assert found.log2_scales == tuple(map(octave, eager.log2_scales))
     assert found.bisected_log2_scales == dict(enumerate(found.log2_scales))
@@ -176,10 +235,9 @@ def test_a_compiled_model_is_calibrated_by_bisection_to_the_same_octaves() -> No
 def test_pinned_modules_run_in_fp32_and_only_during_the_calibration() -> None:
     made = build("MLP")
     found = calibrate(made, batch_size=8, pinned_modules=[""])
-    assert found.log2_scales == (40.0,) * 8
-    assert found.pinned_modules == ("",)
+    assert (found.log2_scales, found.pinned_modules) == ((40.0,) * 8, ("",))
     assert not is_pinned(made.model)
-    with pytest.raises(InvalidRequestError, match="no module named 'head'"):
+    with pytest.raises(InvalidRequestError, match="'head'"):
         calibrate(made, batch_size=8, pinned_modules=["head"])
 
 
@@ -194,17 +252,15 @@ def test_the_histogram_counts_what_counts_and_foretells_what_fp16_flushes(name: 
     gradient = torch.cat([g[g.abs() > COUNTS * g.abs().max()] for g in each])
     counted = dict(calibrate(made, batch_size=8).gradient_histogram)
     assert list(counted) == sorted(counted)
-    assert sum(counted.values()) == len(gradient)
+    few = 2 / len(gradient)  # an entry at the edge may fall to the other side where a CPU rounds the repeated pass anew
+    assert sum(counted.values()) == pytest.approx(len(gradient), rel=few)
     shares = FlushedShares(counted)
-    flushed_anywhere = False
-    for log2_scale in range(-24, 25, 2):
-        flushed = float(((gradient * 2.0**log2_scale).half() == 0).float().mean())
-        flushed_anywhere |= flushed > 0.05
+    found = []
+    for log2_scale in range(-24, 25, 4):
+        found.append(float(((gradient * 2.0**log2_scale).half() == 0).float().mean()))
         # A power of two has its threshold on the edge of an octave: no interpolation.
-        assert shares.at(log2_scale) == pytest.approx(flushed, abs=1e-6)
-        between = float(((gradient * 2.0 ** (log2_scale + 0.5)).half() == 0).float().mean())
-        assert shares.at(log2_scale + 1) - 1e-6 <= between <= shares.at(log2_scale) + 1e-6
-    assert flushed_anywhere
+        assert shares.at(log2_scale) == pytest.approx(found[-1], abs=few)
+    assert max(found) > 0.05
 
 
 FLOAT32 = st.floats(width=32, allow_nan=True, allow_infinity=True, allow_subnormal=True)
@@ -214,7 +270,7 @@ FLOAT32 = st.floats(width=32, allow_nan=True, allow_infinity=True, allow_subnorm
 def test_octaves_are_counted_as_arithmetic_has_them(values: list[float], is_sparse: bool) -> None:
     tensor = torch.tensor(values, dtype=torch.float32)
     finite = [v for v in values if v and math.isfinite(v)]
-    least = numpy.float32(COUNTS) * numpy.float32(max(map(abs, finite), default=0.0))
+    least = float(torch.tensor(COUNTS * max(map(abs, finite), default=0.0), dtype=torch.float32))
     expected = collections.Counter(math.frexp(v)[1] - 1 for v in finite if abs(v) > least)
     found = histogram(count_octaves([tensor.to_sparse() if is_sparse else tensor, torch.zeros(3)]))
     assert found == tuple(sorted(expected.items()))
@@ -240,7 +296,7 @@ class Mixed(nn.Module):
 def test_the_maxima_are_of_outputs_in_half_precision_by_the_names_the_user_gave_them(is_compiled: bool) -> None:
     model = Mixed()
     with torch.no_grad():
-        model.inner[0].weight.copy_(torch.tensor([[-3.0, 0.0], [0.0, 2.0]]))  # type: ignore[operator]
+        model.get_parameter("inner.0.weight").copy_(torch.tensor([[-3.0, 0.0], [0.0, 2.0]]))
     called = torch.compile(model, backend="aot_eager") if is_compiled else model
     assert isinstance(called, nn.Module)
     # Compiled code keeps in fp32 what holds no weight matrix.
@@ -259,24 +315,8 @@ def test_the_maxima_are_of_outputs_in_half_precision_by_the_names_the_user_gave_
     torch._dynamo.reset()
 
 
-def test_a_second_watch_begins_at_nothing_and_a_model_that_raised_is_not_watched_any_more() -> None:
+def test_a_model_that_raised_is_not_watched_any_more() -> None:
     model = mlp()
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), watch_forward(model, CPU):
+    with pytest.raises(RuntimeError), watch_forward(model, CPU):
         model(torch.ones(1, 3))
-    assert [type(module) for module in model] == [nn.Linear, nn.GELU, nn.Linear]  # type: ignore[attr-defined]
-    with watch_forward(model, CPU) as watch:
-        assert set(watch.maxima().values()) == {0.0}
-
-
-def test_the_forward_maximum_of_a_calibration_is_the_largest_of_its_modules() -> None:
-    def x() -> Tensor:
-        return torch.randn(8, 8)
-
-    wide = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
-    with torch.no_grad():
-        wide[0].weight.mul_(1000.0)  # type: ignore[operator]
-    made = subject(wide, times(1e-6), x=x)
-    found = calibrate(made, batch_size=8).forward_max
-    with torch.no_grad():
-        largest = max(float(module.abs().max()) for b in made.batches for module in (wide[0](b.x), wide(b.x)))
-    assert found == pytest.approx(largest, rel=1e-2)
+    assert [type(module) for module in model.children()] == [nn.Linear, nn.GELU, nn.Linear]

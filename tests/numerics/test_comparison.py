@@ -1,15 +1,23 @@
-"""Gradients held against each other: by hand, sparse or dense, missing or huge."""
+"""Gradients, losses of training runs and updates of low-precision weights held against fp32's, by hand."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from fp16_subjects import Batch, Partly, build, mean_square, mlp, subject
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from autotune_amp.numerics.comparison import Comparison, Sums, compare, signals
-from autotune_amp.numerics.passes import Gradients
+from autotune_amp.core.config import Precision
+from autotune_amp.core.fidelity import LowWeights
+from autotune_amp.numerics.comparison import Comparison, Run, Sums, compare, gap, lost_updates, perturb, signals, train
+from autotune_amp.numerics.passes import Gradients, Passes
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
 
 
 def one(*values: float) -> Gradients:
@@ -27,55 +35,40 @@ def test_by_hand() -> None:
     assert found.cosine == pytest.approx((3.6 * 3 + 3.2 * 4 + 100) / (math.sqrt(125) * math.sqrt(23.2 + 100)))
     assert found.norm_ratio == pytest.approx(math.sqrt((23.2 + 100) / 125))
     assert found.flushed_share == 0.0
+    # The noise is between a batch and the next of those in fp32; of equal batches it is the gradient itself.
+    assert sums([one(1.0)], [one(1.5), one(3.5), one(100.0)]).noise_ratio == pytest.approx(0.5 / 2)
+    assert sums([one(3.0, 3.9)], [one(3.0, 4.0), one(3.0, 4.0)]).noise_ratio == pytest.approx(0.1 / 5)
 
 
-def test_the_noise_is_between_a_batch_and_the_next_of_those_in_fp32() -> None:
-    found = sums([one(1.0)], [one(1.5), one(3.5), one(100.0)])
-    assert found.noise_ratio == pytest.approx(0.5 / 2)
+@given(st.lists(st.lists(st.floats(-1e3, 1e3), min_size=6, max_size=6), min_size=2, max_size=4))
+def test_sums_add_up_over_parameters_and_batches(batches: list[list[float]]) -> None:
+    def split(values: list[float]) -> Gradients:
+        return {"a": torch.tensor(values[:2]), "b": torch.tensor(values[2:])}
 
-
-def test_sums_add_up_over_parameters_and_batches() -> None:
-    low = [{"a": torch.tensor([1.0]), "b": torch.tensor([2.0, 3.0])}, {"a": torch.tensor([3.0])}]
-    reference = [{"a": torch.tensor([2.0]), "b": torch.tensor([4.0, 4.0])}, {"a": torch.tensor([5.0])}]
+    reference = [split(values) for values in batches]
+    low = [{name: (tensor / 7).half() for name, tensor in batch.items()} for batch in reference]
     found = compare(low, reference, {"a", "b"})
     total = Sums()
     for part in found.parameters.values():
         total += part
     assert found.whole == total
-    assert found.parameters["b"].difference == pytest.approx(4 + 1)
-    assert found.parameters["b"].noise == pytest.approx(2 * 32)  # the second batch gave it none: a gradient of zero
-    assert found.whole.difference == pytest.approx(1 + 4 + 5)
+    joined = [[{"w": torch.cat([batch["a"], batch["b"]])} for batch in gradients] for gradients in (low, reference)]
+    assert found.whole.difference == pytest.approx(sums(*joined).difference, rel=1e-6)
+    assert found.whole.noise == pytest.approx(sums(*joined).noise, rel=1e-6)
 
 
-def comparison_of(*names: str) -> Comparison:
-    gradients = {name: torch.tensor([float(number)]) for number, name in enumerate(names, start=1)}
-    return compare([gradients], [gradients, {name: 2 * value for name, value in gradients.items()}], set(names))
-
-
-def test_modules_hold_their_own_parameters_in_the_order_of_the_model() -> None:
-    low = {"z.bias": torch.tensor([1.0]), "z.weight": torch.tensor([1.0]), "a.weight": torch.tensor([1.0])}
-    low["scale"] = torch.tensor([1.0])
-    reference = {name: value + 3.0 for name, value in low.items()}
-    other = {name: value + 4.0 for name, value in reference.items()}
-    found = {damage.name: damage for damage in compare([low], [reference, other], set(low)).modules(40)}
-    assert list(found) == ["z", "a", ""]
-    assert found["z"].noise_ratio == pytest.approx(math.sqrt(2 * 9 / (2 * 16)))
-    assert found["a"].norm_ratio == pytest.approx(1 / 4)
-
-
-def test_modules_are_joined_from_the_innermost_on_until_they_are_few() -> None:
+def test_modules_are_in_the_order_of_the_model_and_joined_from_the_innermost_on_until_they_are_few() -> None:
     names = [f"model.layers.{layer}.{part}.weight" for layer in range(6) for part in ("query", "key", "value")]
-    found = comparison_of("model.embedding.weight", *names, "head.weight")
-    few = [damage.name for damage in found.modules(7)]
-    assert [damage.name for damage in found.modules(20)][1:3] == ["model.layers.0.query", "model.layers.0.key"]
-    assert few == ["model.embedding", "model.layers", "head"]
-    assert [d.name for d in found.modules(8)] == ["model.embedding", *(f"model.layers.{n}" for n in range(6)), "head"]
-    assert [damage.name for damage in found.modules(1)] == ["model", "head"], "the outermost are not joined"
-    assert {damage.noise_ratio for damage in found.modules(1)} == {0.0}
+    gradients = {name: torch.ones(1) for name in ("model.embedding.weight", *names, "head.weight", "head.bias", "s")}
+    found = compare([gradients], [gradients, {name: 2 * value for name, value in gradients.items()}], set(gradients))
 
+    def modules(most: int) -> list[str]:
+        return [damage.name for damage in found.modules(most)]
 
-def test_equal_batches_fall_back_to_the_gradient_itself() -> None:
-    assert sums([one(3.0, 3.9)], [one(3.0, 4.0), one(3.0, 4.0)]).noise_ratio == pytest.approx(0.1 / 5)
+    assert modules(40)[:3] == ["model.embedding", "model.layers.0.query", "model.layers.0.key"]
+    assert modules(9) == ["model.embedding", *(f"model.layers.{n}" for n in range(6)), "head", ""]
+    assert modules(8) == ["model.embedding", "model.layers", "head", ""]
+    assert modules(1) == ["model", "head", ""], "the outermost are not joined"
 
 
 @pytest.mark.parametrize(
@@ -83,68 +76,38 @@ def test_equal_batches_fall_back_to_the_gradient_itself() -> None:
 )
 def test_zeros_have_answers(low: float, reference: float, ratio: float, cosine: float) -> None:
     found = sums([one(low)], [one(reference)])
-    assert found.noise_ratio == ratio
-    assert found.cosine == cosine
+    assert (found.noise_ratio, found.cosine) == (ratio, cosine)
 
 
-def test_a_missing_gradient_is_a_zero_one() -> None:
+def test_gradients_that_are_missing_sparse_complex_empty_huge_or_tiny() -> None:
     whole = one(3.0, 4.0)
     assert sums([{}], [whole]) == sums([one(0.0, 0.0)], [whole])
     assert sums([whole], [{}]) == sums([whole], [one(0.0, 0.0)])
-    assert sums([{}], [{}]) == Sums()
-    assert sums([{}], [whole]).flushed_share == 1.0
-
-
-def test_a_sparse_gradient_is_what_it_stands_for() -> None:
-    dense = [torch.tensor([[1.0, 2.0], [0.0, 0.0], [3.0, 0.5]]), torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 1.0]])]
-    near: list[Gradients] = [{"w": tensor * 1.01} for tensor in dense]
-    plain: list[Gradients] = [{"w": tensor} for tensor in dense]
-    assert sums(_sparse(near), _sparse(plain)) == sums(near, plain)
-    assert signals(_sparse(plain)[0], _sparse(near)[0]) == {"w"}
-
-
-def _sparse(gradients: list[Gradients]) -> list[Gradients]:
-    return [{name: _rows(tensor) for name, tensor in batch.items()} for batch in gradients]
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """As an embedding's gradient has it, a row given twice."""
-    sparse = tensor.to_sparse(1)
-    indices = torch.cat([sparse.indices(), sparse.indices()], 1)
-    values = torch.cat([sparse.values(), sparse.values()]) / 2
-    return torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=False).coalesce()
+    assert sums([{}], [{}]) == sums([one()], [one()]) == Sums()
+    assert signals(one(), one()) == set()
+    rows = [torch.tensor([[1.0, 2.0], [0.0, 0.0], [3.0, 0.5]]), torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 1.0]])]
+    plain: list[Gradients] = [{"w": tensor} for tensor in rows]
+    sparse: list[Gradients] = [{"w": tensor.to_sparse(1)} for tensor in rows]
+    assert sums(sparse, sparse[::-1]) == sums(plain, plain[::-1])
+    low, reference, other = (torch.tensor([complex(*pair)]) for pair in ((3.0, 4.5), (3.0, 4.0), (3.0, 9.0)))
+    assert sums([{"w": low}], [{"w": reference}, {"w": other}]) == sums([one(3.0, 4.5)], [one(3.0, 4.0), one(3.0, 9.0)])
+    for size in (1e30, 1e-30):
+        found = sums([one(0.0, 1.01 * size)], [one(0.0, size), one(0.0, 2 * size)])
+        assert (found.noise_ratio, found.norm_ratio) == pytest.approx((0.01, 1.01), rel=1e-4)
 
 
 def test_flushed_are_entries_that_count_and_are_zero_in_the_low_precision_alone() -> None:
-    # 1 and 0.5 count, 1e-5 is too small to, 0 is zero anyway.
-    reference = one(1.0, 0.5, 1e-5, 0.0)
+    # 1 and 2^-11 count, 2^-13 of the largest is too small to, 0 is zero anyway.
+    reference = one(1.0, 2.0**-11, 2.0**-13, 0.0)
     assert sums([one(0.0, 0.5, 0.0, 0.0)], [reference]).flushed_share == 0.5
     assert sums([one(1.0, 0.5, 0.0, 0.0)], [reference]).flushed_share == 0.0
     assert sums([one(0.0, 0.0, 0.0, 0.0)], [reference]).flushed_share == 1.0
 
 
-def test_huge_and_tiny_values_neither_overflow_nor_vanish() -> None:
-    for size in (1e30, 1e-30):
-        found = sums([one(0.0, 1.01 * size)], [one(0.0, size), one(0.0, 2 * size)])
-        assert found.noise_ratio == pytest.approx(0.01, rel=1e-4)
-        assert found.cosine == pytest.approx(1.0)
-        assert found.norm_ratio == pytest.approx(1.01)
-
-
-def test_a_complex_gradient_is_its_real_and_its_imaginary_part() -> None:
-    low, reference, other = (torch.tensor([complex(*pair)]) for pair in ((3.0, 4.5), (3.0, 4.0), (3.0, 9.0)))
-    assert sums([{"w": low}], [{"w": reference}, {"w": other}]) == sums([one(3.0, 4.5)], [one(3.0, 4.0), one(3.0, 9.0)])
-
-
-def test_parameters_without_entries_say_nothing() -> None:
-    assert sums([one()], [one()]) == Sums()
-    assert signals(one(), one()) == set()
-
-
 def test_a_signal_is_what_another_rounding_leaves_as_it_is() -> None:
     gradients = {"kept": torch.ones(2), "noise": torch.ones(2), "zero": torch.zeros(2), "missing": torch.ones(2)}
-    perturbed = {"kept": torch.full((2,), 1.05), "noise": torch.full((2,), 1.5), "zero": torch.zeros(2)}
-    assert signals(gradients, perturbed) == {"kept"}
+    perturbed = {"kept": torch.full((2,), 1.05), "noise": torch.full((2,), 1.2), "zero": torch.zeros(2)}
+    assert signals(gradients, perturbed) == {"kept"}, "a parameter that another rounding changes by 20 % is noise"
 
 
 def test_the_worst_come_first() -> None:
@@ -152,10 +115,188 @@ def test_the_worst_come_first() -> None:
         return Sums(difference=difference, noise=1.0, reference=1.0, num_counting=10, num_flushed=num_flushed)
 
     found = Comparison(Sums(), {"a": part(1.0, 0), "b": part(9.0, 2), "c": part(4.0, 5)})
-    assert [damage.name for damage in found.worst(2)] == ["b", "c"]
-    assert found.worst(1)[0].noise_ratio == 3.0
+    assert [(damage.name, damage.noise_ratio) for damage in found.worst(2)] == [("b", 3.0), ("c", 2.0)]
     most = found.most_flushed()
     assert most is not None
     assert (most.name, most.flushed_share) == ("c", 0.5)
     assert Comparison(Sums(), {}).most_flushed() is None
-    assert Comparison(Sums(), {}).worst(5) == ()
+
+
+# -- training runs -----------------------------------------------------------------------------------------------------
+
+NUM_STEPS = 4
+
+
+class Overflowing(nn.Module):
+    """Its gradient at call `call` is infinite in fp16 above `limit`, the loss scale as fp16 has it."""
+
+    scale = 1.0
+
+    def __init__(self, call: int, limit: float) -> None:
+        super().__init__()
+        self.body, self.call, self.limit = nn.Linear(8, 4), call, limit
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        self.seen.append(x)
+        if len(self.seen) >= self.call and y.dtype == torch.float16:
+            y.register_hook(lambda gradient: gradient * math.inf if self.scale > self.limit else gradient)  # type: ignore[no-untyped-call] # torch's
+        return y
+
+
+def overflowing(call: int, limit: float) -> tuple[Passes, Overflowing]:
+    """The loss sees its scale through its own gradient, which is taken first."""
+    model = Overflowing(call, limit)
+
+    def loss(_: nn.Module, batch: Batch) -> Tensor:
+        value = mean_square(model, batch)
+        value.register_hook(lambda gradient: setattr(model, "scale", float(gradient)))  # type: ignore[no-untyped-call] # torch's
+        return value
+
+    return Passes(subject(model, loss)), model
+
+
+def test_a_run_repeats_and_is_what_a_plain_loop_does() -> None:
+    passes = Passes(build("transformer with dropout"))
+    first, again, moved = (train(passes, "fp32", NUM_STEPS, perturbation=p) for p in (0.0, 0.0, 0.01))
+    assert first == again
+    assert gap(first, again, moved) == (0.0, 0.0)
+    made, plain = build("convnet with BatchNorm"), build("convnet with BatchNorm")
+    run = train(Passes(made), "fp32", NUM_STEPS)
+    optimizer, losses = plain.make_optimizer(plain.model), []
+    for index in range(NUM_STEPS):
+        loss = plain.loss(plain.model, plain.batches[index])
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert run.losses == pytest.approx(losses, rel=1e-5)
+    torch.testing.assert_close(made.model.state_dict(), plain.model.state_dict())
+
+
+def test_the_gap_by_hand() -> None:
+    reference, low, perturbed = Run((3.0, 1.0, 2.0), 0), Run((3.0, 1.5, 2.5), 0), Run((3.0, 1.1, 2.1), 0)
+    found = gap(low, reference, perturbed)
+    assert found.over_perturbed == pytest.approx(5.0)
+    # The loss moves by -2 and +1: their standard deviation is 1.5, that of one loss 1.5 / sqrt(2).
+    assert found.over_scatter == pytest.approx(1 / 3 / (1.5 / math.sqrt(2)))
+    assert gap(low, reference, reference).over_perturbed == math.inf
+
+
+def test_the_loss_may_fall_and_be_in_any_unit() -> None:
+    def runs(slope: float, unit: float) -> list[Run]:
+        losses = [(3.0, 1.0, 2.0), (3.0, 1.5, 2.5), (3.0, 1.1, 2.1)]
+        return [Run(tuple(unit * (loss + slope * step) for step, loss in enumerate(run)), 0) for run in losses]
+
+    reference, low, perturbed = runs(0.0, 1.0)
+    expected = pytest.approx(gap(low, reference, perturbed), rel=1e-6)
+    for slope, unit in ((-5.0, 1.0), (0.0, 1e-3), (2.0, 1e4)):
+        reference, low, perturbed = runs(slope, unit)
+        assert gap(low, reference, perturbed) == expected
+
+
+def test_an_overflow_halves_the_scale_and_tries_the_same_batch_again() -> None:
+    passes, model = overflowing(call=3, limit=64.0)
+    run = train(passes, "fp16", NUM_STEPS, scale=512.0)
+    assert run.is_finite
+    assert (len(run.losses), run.num_skips, model.scale) == (NUM_STEPS, 3, 64.0)
+    batches = [next(i for i, batch in enumerate(passes.subject.batches) if batch.x is x) for x in model.seen]
+    assert batches == [0, 1, 2, 2, 2, 2, 3]
+    many = train(overflowing(call=1, limit=2.0**-3)[0], "fp16", NUM_STEPS, scale=2.0**15)
+    assert (many.is_finite, many.num_skips) == (True, 18)
+
+
+def test_a_gradient_that_no_scale_saves_ends_the_run_soon() -> None:
+    passes, _ = overflowing(call=3, limit=0.0)
+    run = train(passes, "fp16", NUM_STEPS, scale=2.0**15)
+    assert len(run.losses) == 3
+    assert math.isnan(run.losses[-1])
+    assert passes.num_passes < 10
+
+
+@pytest.mark.parametrize(
+    ("bad", "precision", "is_gradient"),
+    [(math.nan, "fp32", False), (math.inf, "bf16", False), (math.nan, "fp16", False), (math.inf, "bf16", True)],
+)
+def test_a_run_is_cut_where_it_is_not_finite(bad: float, precision: Precision, is_gradient: bool) -> None:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        value = mean_square(model, batch)
+        if batch.number != 2:
+            return value
+        if not is_gradient:
+            return value * bad
+        value.register_hook(lambda gradient: gradient * bad)  # type: ignore[no-untyped-call] # torch's
+        return value
+
+    passes = Passes(subject(mlp(), loss))
+    run = train(passes, precision, NUM_STEPS, scale=8.0)
+    assert not run.is_finite
+    assert (len(run.losses), run.num_skips, passes.num_passes) == (3, 0, 3)
+
+
+@pytest.mark.parametrize("make", [mlp, Partly, lambda: mlp().bfloat16()])
+def test_a_perturbation_is_relative_of_frozen_parameters_too_and_the_seeds(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = make()
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[0] = 0.0
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    state, moved = torch.get_rng_state(), []
+    for relative, seed in ((0.0, 0), (0.125, 0), (0.125, 0), (0.125, 1)):
+        for parameter, first in zip(model.parameters(), before, strict=True):
+            parameter.data.copy_(first)
+        perturb(model, relative, seed)
+        moved.append(torch.cat([parameter.detach().flatten().double() for parameter in model.parameters()]))
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(moved[1], moved[2])
+    assert not torch.equal(moved[1], moved[3])
+    unmoved = moved[0]
+    ratio = (moved[1] / unmoved)[unmoved != 0]
+    assert (ratio - 1).abs().max() <= 0.125 + 2.0**-6  # bf16 rounds what comes out
+    assert ratio.min() < 1 < ratio.max()
+    assert (moved[1][unmoved == 0] == 0).all()
+
+
+# -- weights kept in low precision -------------------------------------------------------------------------------------
+
+
+class Weights(nn.Module):
+    def __init__(self, values: Tensor, *, requires_grad: bool = True) -> None:
+        super().__init__()
+        self.w = nn.Parameter(values, requires_grad=requires_grad)
+
+
+def after(weights: Tensor, updates: Tensor) -> LowWeights:
+    exact = weights.float()
+    found = lost_updates(Weights(weights), {"w": exact}, {"w": exact + updates})
+    assert found is not None
+    return found
+
+
+def test_what_is_lost_by_hand() -> None:
+    # bf16 steps by 2^-7 from 1 on: the first update is lost, the second rounds up to a whole step, the third is none.
+    found = after(torch.ones(3, dtype=torch.bfloat16), torch.tensor([0.25, 0.75, 0.0]) * 2.0**-7)
+    assert found.lost_share == 0.5  # of the two that move at all
+    assert found.applied_share == pytest.approx(0.75 / (0.25**2 + 0.75**2))
+    assert found.stochastic_noise == pytest.approx(math.sqrt((0.25 * 0.75 + 0.75 * 0.25) / (0.25**2 + 0.75**2)))
+    held = after(torch.ones(4, dtype=torch.bfloat16), torch.full((4,), 2.0**-7))
+    assert held == LowWeights(weights="bf16", lost_share=0.0, applied_share=1.0, stochastic_noise=0.0)
+    # A mask of -inf, and a step past the end of the format, are no rounding.
+    odd = after(torch.tensor([-math.inf, 1.0, 1.0], dtype=torch.float16), torch.tensor([0.0, 1e6, 2.0**-3]))
+    assert odd == LowWeights(weights="fp16", lost_share=0.0, applied_share=1.0, stochastic_noise=0.0)
+
+
+def test_adam_sized_steps_on_bf16_weights_of_spread_0_02_lose_most_of_their_updates() -> None:
+    torch.manual_seed(0)
+    weights = (0.02 * torch.randn(200_000)).bfloat16()
+    signs = torch.randint(0, 2, (200_000,)).mul(2).sub(1)
+    assert after(weights, 1e-5 * signs).lost_share == pytest.approx(0.84, abs=0.03)
+    assert after(weights, 1e-4 * signs).lost_share == pytest.approx(0.12, abs=0.03)
+
+
+def test_nothing_where_no_trainable_weight_is_in_half_precision_or_none_moves() -> None:
+    half, before = torch.ones(2).bfloat16(), {"w": torch.ones(2)}
+    assert lost_updates(Weights(torch.ones(2)), before, {"w": torch.full((2,), 2.0)}) is None
+    assert lost_updates(Weights(half, requires_grad=False), before, {"w": torch.full((2,), 2.0)}) is None
+    assert lost_updates(Weights(half), before, before) is None

@@ -1,22 +1,343 @@
-"""A check where weights are kept in low precision, where fp32 itself fails, and where the model raises."""
+"""A whole check: healthy trainings pass, sick ones are caught, located and healed; the model stays as it was."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
+import msgspec
 import pytest
 import torch
-from fidelity_subjects import Applied, chain, checked, compiled, everything_of, running_sum
-from fp16_subjects import Batch, Transformer, build, convnet, mean_square, mlp, subject
+from fidelity_subjects import Applied, chain, checked, compiled, everything_of, running_sum, with_middle
+from fp16_subjects import SUBJECTS, Batch, Transformer, build, convnet, mean_square, mlp, subject
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.numerics.fidelity import check
+from autotune_amp.core.fidelity import Fidelity
+from autotune_amp.numerics.fidelity import NUM_PAIRED_STEPS, check
+from autotune_amp.numerics.passes import Subject
+from autotune_amp.precision.mode import is_pinned, pin_fp32
 
-# -- weights in low precision ------------------------------------------------------------------------------------------
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+# -- healthy trainings, each difficult in a way of its own -------------------------------------------------------------
+
+
+class Dictionary(nn.Module):
+    """Two losses out of a dictionary; a module used twice, in-place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.act = nn.Linear(8, 8), nn.ReLU(inplace=True)
+        self.out, self.more = nn.Linear(8, 4), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.act(self.body(self.act(self.body(x))))
+        return {"out": self.out(hidden), "more": self.more(hidden)}
+
+
+def several_losses(model: nn.Module, batch: Batch) -> Tensor:
+    out = model(batch.x)
+    total: Tensor = functional.mse_loss(out["out"], batch.y) + 0.1 * out["more"].square().mean()
+    return total
+
+
+class ByChance(nn.Module):
+    """Stochastic depth by Python's generator around a reentrant checkpoint with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        if random.random() < 0.5:
+            x = x + checkpoint(lambda h: self.dropout(self.body(h)), x, use_reentrant=True)
+        out: Tensor = self.head(x)
+        return out
+
+
+class Odd(nn.Module):
+    """A complex parameter, one without entries, buffers that are expanded, that come late and that change size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.filter = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+        self.register_buffer("expanded", torch.arange(1.0, 5.0).expand(8, -1))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("cache", torch.ones(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.get_buffer("cache").shape != (4,):
+            self.cache = torch.ones(4)
+        self.get_buffer("count").add_(1)
+        x = torch.fft.irfft(torch.fft.rfft(self.enter(x).float()) * self.filter)
+        out: Tensor = self.head(x) * self.get_buffer("expanded") * self.get_buffer("cache") + self.nothing.sum()
+        return out
+
+
+def partly_eval() -> Subject:
+    model = convnet()
+    model.get_submodule("1").eval()
+    return subject(chain(body=model, dropout=nn.Dropout(0.2)), x=lambda: torch.randn(8, 2, 6, 6))
+
+
+def groups(model: nn.Module) -> torch.optim.Optimizer:
+    first, *others = model.parameters()
+    given: list[dict[str, Any]] = [{"params": [first], "lr": 1e-3, "weight_decay": 0.0}, {"params": others}]
+    return torch.optim.AdamW(given, lr=1e-4)
+
+
+def with_equal_batches() -> Subject:
+    made = subject(mlp())
+    return replace(made, batches=[made.batches[0]] * 8)
+
+
+HEALTHY: dict[str, Callable[[], Subject]] = {
+    **{name: partial(build, name) for name in SUBJECTS if name not in ("clamped", "sum over 1e5 elements")},
+    "BatchNorm and dropout, partly in eval": partly_eval,
+    "several losses from a dictionary": lambda: subject(Dictionary(), several_losses),
+    "Python's draws and a checkpoint": lambda: subject(ByChance()),
+    "parameter groups": lambda: subject(mlp(), make_optimizer=groups),
+    "loss of shape (1,)": lambda: subject(mlp(), lambda model, batch: mean_square(model, batch)[None]),
+    "targets of 1e3": lambda: subject(mlp(), y=lambda: 1e3 * torch.randn(8, 4)),
+    "equal batches": with_equal_batches,
+}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", sorted(HEALTHY))
+def test_healthy_trainings_are_faithful(name: str, precision: Precision) -> None:
+    found = checked(HEALTHY[name](), precision)
+    assert found.verdict == "faithful", found.reason
+    assert precision in found.next_step
+    assert found.noise_ratio is not None
+    assert found.noise_ratio < 0.1
+    assert found.loss_error is not None
+    assert found.loss_error < 0.02
+    assert found.gradient_cosine == pytest.approx(1, abs=1e-3)
+    assert found.gradient_norm_ratio == pytest.approx(1, abs=0.02)
+    assert found.forward_max is not None
+    assert (found.loss_scale is None) == (precision == "bf16")
+    assert 1 <= len(found.worst_parameters) <= 5
+
+
+def test_odd_parameters_and_buffers() -> None:
+    made = subject(Odd())
+    assert check(made, "bf16", batch_size=8).verdict == "faithful"
+    assert made.model.get_buffer("cache").shape == (4,), "a cache that comes during the check stays"
+    assert made.model.get_buffer("count") == 0
+    assert checked(made, "fp16").verdict == "faithful"
+
+
+def test_a_compiled_model_is_checked_under_the_users_names() -> None:
+    found = checked(subject(compiled(mlp())), "bf16")
+    assert found.verdict == "faithful"
+    assert {damage.name for damage in found.worst_parameters} <= {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def test_fp32_against_itself_has_no_noise_and_a_check_repeats() -> None:
+    made = build("transformer with dropout")
+    found = checked(made, "fp32")
+    assert (found.verdict, found.noise_ratio, found.training_gap) == ("faithful", 0.0, 0.0)
+    one, again = (msgspec.structs.replace(checked(made, "bf16"), seconds=0.0, fp32_step_seconds=None) for _ in range(2))
+    assert one == again
+
+
+def test_the_draws_are_the_same_in_the_whole_check() -> None:
+    """Dropout in fp32 and bf16: the mask of each batch is one mask, whatever the pass."""
+    masks: dict[int, set[bytes]] = {}
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        kept = functional.dropout(torch.ones(64), 0.5) != 0
+        masks.setdefault(batch.number, set()).add(kept.numpy().tobytes())
+        return mean_square(model, batch)
+
+    found = checked(subject(Transformer(), loss, x=lambda: torch.randn(8, 3, 8)), "bf16")
+    assert found.verdict == "faithful"
+    assert [len(seen) for seen in masks.values()] == [1] * 8
+    assert len(set.union(*masks.values())) == 8
+
+
+# -- sick ones ---------------------------------------------------------------------------------------------------------
+
+
+def quiet() -> Subject:
+    """One branch whose gradients, 2^-40 of the other's, are flushed at every loss scale."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.loud, self.quiet = nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.loud(x) * 256.0 + self.quiet(x) * 2.0**-20 * 2.0**-20
+            return out
+
+    return subject(Branches(), make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-7))
+
+
+def near_the_end() -> Subject:
+    model = chain(enter=nn.Linear(8, 16), high=nn.Linear(16, 16), norm=nn.LayerNorm(16), head=nn.Linear(16, 4))
+    with torch.no_grad():
+        model.get_parameter("high.weight").mul_(40_000)
+    return subject(model)
+
+
+def squared(x: Tensor) -> Tensor:
+    return x * 1000 * ((x * 1000).square().mean(1, keepdim=True) + 1e-6).rsqrt()
+
+
+SICK: dict[str, tuple[Callable[[], Subject], tuple[Precision, ...], str]] = {
+    "overflow": (lambda: with_middle(lambda x: x * 1e6 * 1e-6), ("fp16",), "middle"),
+    "running sum": (lambda: with_middle(running_sum), ("bf16", "fp16"), "middle"),
+    "offset": (lambda: with_middle(lambda x: (x + 3000.0) - 3000.0), ("bf16", "fp16"), "middle"),
+    "squares": (lambda: with_middle(squared), ("fp16",), "middle"),
+    "quiet": (quiet, ("fp16",), "quiet"),
+    "activations near the end of fp16": (near_the_end, ("fp16",), "high"),
+}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", SICK)
+def test_sick_trainings_are_unfaithful_and_healed_by_a_pin_on_the_culprit(name: str, precision: Precision) -> None:
+    make, sick_in, culprit = SICK[name]
+    made = make()
+    unsearched = checked(made, precision, find_pins=False)
+    assert unsearched.culprits == unsearched.healing_pins == ()
+    assert unsearched.verdict == ("unfaithful" if precision in sick_in else "faithful")
+    if precision not in sick_in:
+        return
+    assert unsearched.num_passes <= 20
+    told: list[Fidelity] = []
+    found = checked(made, precision, on_bad_verdict=told.append)
+    assert found.verdict == "unfaithful"
+    assert found.culprits == found.healing_pins == (culprit,)
+    assert culprit in found.reason
+    assert f"pinned_modules=['{culprit}']" in found.next_step
+    # The verdict is told before the culprits are looked for, which may take the process with it.
+    assert [(early.verdict, early.culprits, early.batch_size) for early in told] == [("unfaithful", (), 8)]
+    healed = checked(made, precision, pinned_modules=found.healing_pins)
+    assert (healed.verdict, healed.pinned_modules) == ("faithful", (culprit,))
+
+
+@pytest.mark.parametrize(("name", "precision"), [("running sum", "bf16"), ("quiet", "fp16")])
+def test_a_sick_compiled_model_is_healed_too(name: str, precision: Precision) -> None:
+    made = SICK[name][0]()
+    found = checked(replace(made, model=compiled(made.model)), precision)
+    assert found.verdict == "unfaithful"
+    assert found.culprits == found.healing_pins == (SICK[name][2],)
+
+
+def infinite_gradient_after(num_calls: int) -> Callable[[Tensor], Tensor]:
+    calls = itertools.count()
+
+    def function(x: Tensor) -> Tensor:
+        y = x * 1.0
+        if y.dtype == torch.float16 and next(calls) >= num_calls:
+            y.register_hook(lambda gradient: gradient * math.inf)  # type: ignore[no-untyped-call] # torch's
+        return y
+
+    return function
+
+
+@pytest.mark.parametrize(("num_calls", "says"), [(0, "every loss scale"), (9, "training steps")])
+def test_a_gradient_that_no_scale_saves_at_once_or_later_in_training(num_calls: int, says: str) -> None:
+    found = checked(with_middle(infinite_gradient_after(num_calls)), "fp16")
+    assert found.verdict == "unfaithful"
+    assert says in found.reason
+    assert found.culprits == ("middle",)
+    assert found.num_paired_steps < NUM_PAIRED_STEPS
+
+
+def test_where_the_loss_function_is_responsible_nothing_can_be_pinned() -> None:
+    def log_error(model: nn.Module, batch: Batch) -> Tensor:
+        output = model(batch.x)
+        total: Tensor = (100 + output).square().sum(dtype=output.dtype)
+        return total.float().log()
+
+    found = checked(subject(mlp(), log_error), "fp16")
+    assert (found.verdict, found.culprits, found.healing_pins) == ("unfaithful", ("",), ())
+    assert "outside of the modules" in found.reason
+
+
+def test_pins_that_were_passed_in_hold_in_every_pass() -> None:
+    made = with_middle(running_sum)
+    dtypes: list[torch.dtype] = []
+    made.model.get_submodule("body").register_forward_hook(lambda _, __, output: dtypes.append(output.dtype))
+    found = checked(made, "bf16", pinned_modules=["body"])
+    assert set(dtypes) == {torch.float32}
+    assert (found.verdict, found.pinned_modules, found.culprits) == ("unfaithful", ("body",), ("middle",))
+    assert found.healing_pins == ("body", "middle")
+
+
+def test_a_culprit_whose_pin_does_not_heal_is_still_named() -> None:
+    """Two large offsets: at most one module of so few may be pinned, and one does not do."""
+    made = with_middle(lambda x: (x + 3000.0) - 3000.0)
+    assert isinstance(made.model, nn.Sequential)
+    made.model.append(Applied(lambda x: (x + 3000.0) - 3000.0))
+    found = checked(made, "bf16", pinned_modules=["body"])
+    assert found.verdict in ("doubtful", "unfaithful")
+    assert found.culprits
+    assert set(found.culprits) <= {"middle", "4"}
+    assert (found.healing_pins, found.pinned_modules) == ((), ("body",))
+
+
+@pytest.mark.parametrize("raises", ["in fp32", "when repeated"])
+def test_modules_that_raise_while_the_culprit_is_looked_for_do_not_undo_the_verdict(raises: str) -> None:
+    """As a router that writes its experts' outputs into a tensor in half precision, or a module with state."""
+    is_low, is_used = [False], [False]
+
+    def sum_of_half(x: Tensor) -> Tensor:
+        out = torch.empty_like(x, dtype=torch.get_autocast_dtype("cpu") if is_low[0] else torch.float32)
+        out[torch.arange(len(x))] = running_sum(x)
+        return out
+
+    class Once(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if is_used[0]:
+                raise RuntimeError("twice")
+            is_used[0] = raises == "when repeated"
+            return super().forward(x)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        is_low[0], is_used[0] = torch.is_autocast_enabled("cpu"), False
+        return mean_square(model, batch)
+
+    middle = sum_of_half if raises == "in fp32" else running_sum
+    model = chain(enter=nn.Linear(8, 16), body=Once(16, 16), middle=Applied(middle), head=nn.Linear(16, 4))
+    found = checked(subject(model, loss), "bf16")
+    assert found.verdict == "unfaithful"
+    assert found.healing_pins == (() if raises == "in fp32" else ("middle",))
+
+
+def test_the_users_own_pins_stay_and_the_whole_model_can_be_pinned() -> None:
+    made = with_middle(running_sum)
+    whole = checked(made, "bf16", pinned_modules=[""])
+    assert (whole.verdict, whole.noise_ratio) == ("faithful", 0.0)
+    middle = made.model.get_submodule("middle")
+    pin_fp32(middle, "cpu")
+    assert checked(made, "bf16").verdict == "faithful"
+    assert checked(made, "bf16", pinned_modules=["middle"]).verdict == "faithful"
+    assert is_pinned(middle)
+
+
+# -- weights kept in low precision -------------------------------------------------------------------------------------
 
 
 def in_its_dtype(model: nn.Module, batch: Batch) -> Tensor:
@@ -31,53 +352,23 @@ def adam(lr: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(("lr", "verdict"), [(1e-5, "doubtful"), (1e-3, "faithful")])
 def test_bf16_weights_lose_small_updates(precision: Precision, lr: float, verdict: str) -> None:
-    torch.manual_seed(0)
-    made = subject(mlp().bfloat16(), in_its_dtype, make_optimizer=adam(lr))
-    found = checked(made, precision)
+    found = checked(subject(mlp().bfloat16(), in_its_dtype, make_optimizer=adam(lr)), precision)
     assert found.verdict == verdict, found.reason
     assert found.low_weights is not None
     assert found.low_weights.weights == "bf16"
     assert (found.low_weights.lost_share > 0.5) == (verdict == "doubtful")
     if verdict == "doubtful":
-        assert "round away on weights kept in low precision" in found.reason
         assert "model.float()" in found.next_step
         assert found.culprits == ()
 
 
-def test_the_issues_figure_of_bf16_weights_end_to_end() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(256, 64, bias=False)
-    with torch.no_grad():
-        model.weight.normal_(std=0.02)
-    made = subject(
-        model.bfloat16(), in_its_dtype, x=lambda: torch.randn(8, 256), y=lambda: torch.randn(8, 64),
-        make_optimizer=adam(1e-5),
-    )  # fmt: skip
-    found = checked(made, "bf16")
-    assert found.low_weights is not None
-    assert found.low_weights.lost_share == pytest.approx(0.84, abs=0.03)
-    octaves, counts = zip(*found.gradient_histogram, strict=True)
-    assert max(octaves) - min(octaves) <= 12, "what is 2^-12 of the largest moves nothing"
-    assert 0.9 * 256 * 64 < sum(counts) <= 256 * 64
-
-
-def test_compiled_bf16_weights() -> None:
-    torch.manual_seed(0)
-    model = compiled(mlp().bfloat16())
-    found = checked(subject(model, in_its_dtype, make_optimizer=adam(1e-5)), "bf16")
-    assert found.verdict == "doubtful"
-    assert found.low_weights is not None
-
-
 def test_fp16_weights_under_adam_are_unfaithful_because_of_the_weights() -> None:
-    torch.manual_seed(0)
-    made = subject(
-        chain(a=nn.Linear(8, 16), act=nn.ReLU(), head=nn.Linear(16, 4)).half(), in_its_dtype, make_optimizer=adam(1e-3)
-    )
-    found = checked(made, "fp32")
+    model = chain(a=nn.Linear(8, 16), act=nn.ReLU(), head=nn.Linear(16, 4)).half()
+    found = checked(subject(model, in_its_dtype, make_optimizer=adam(1e-3)), "fp32")
     assert found.verdict == "unfaithful"
     assert "no longer finite" in found.reason
-    assert "Keep the weights in fp32 (model.float())" in found.next_step
+    assert "model.float()" in found.next_step
+    assert found.format_max == 65504
     assert found.low_weights is not None
     assert found.low_weights.weights == "fp16"
 
@@ -93,36 +384,29 @@ def test_a_frozen_base_in_bf16_under_adapters_in_fp32_loses_nothing() -> None:
             out: Tensor = self.head(self.base(x.to(self.base.weight.dtype)).float() + self.up(self.down(x)).float())
             return out
 
-    torch.manual_seed(0)
     found = checked(subject(Adapted()), "bf16")
-    assert found.verdict == "faithful"
-    assert found.low_weights is None
+    assert (found.verdict, found.low_weights) == ("faithful", None)
 
 
 # -- what is not the precision's fault ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("from_batch", [0, 5])
+@pytest.mark.parametrize(("bad", "from_batch"), [(math.nan, 0), (math.inf, 5)])
 def test_where_fp32_itself_is_not_finite_the_check_says_nothing(bad: float, from_batch: int) -> None:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         return mean_square(model, batch) * (bad if batch.number >= from_batch else 1.0)
 
-    torch.manual_seed(0)
     found = checked(subject(mlp(), loss), "bf16")
-    assert found.verdict == "unchecked"
-    assert "fp32 itself" in found.reason
-    assert "before relying on it" in found.next_step
-    assert found.culprits == ()
+    assert (found.verdict, found.culprits) == ("unchecked", ())
+    assert "fp32" in found.reason
 
 
 @pytest.mark.parametrize(("lr", "has_moved"), [(0.0, False), (0.01, True)])
 def test_it_is_said_where_training_moves_no_weight(lr: float, has_moved: bool) -> None:
-    torch.manual_seed(0)
     made = subject(mlp(), make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=lr))
     found = checked(made, "bf16")
     assert (found.verdict, found.has_moved) == ("faithful", has_moved)
-    assert ("no weight moved in the training run" in found.reason) == (not has_moved)
+    assert ("no weight moved" in found.reason) == (not has_moved)
 
 
 class OwnError(Exception):
@@ -138,7 +422,6 @@ def test_what_the_model_raises_comes_through_and_leaves_the_model_as_it_was(fail
             raise OwnError
         return value
 
-    torch.manual_seed(0)
     made = subject(convnet(), loss, x=lambda: torch.randn(8, 2, 6, 6))
     before = everything_of(made.model)
     with pytest.raises(OwnError):
@@ -146,73 +429,6 @@ def test_what_the_model_raises_comes_through_and_leaves_the_model_as_it_was(fail
     torch.testing.assert_close(everything_of(made.model), before, rtol=0, atol=0)
 
 
-def test_an_lstm_under_fp16_on_the_cpu_raises_what_onednn_raises() -> None:
-    class Lstm(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.LSTM(8, 4, batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.body(x[:, None])[0][:, 0]
-            return out
-
-    torch.manual_seed(0)
-    made = subject(Lstm())
-    assert checked(made, "bf16").verdict == "faithful"
-    before = everything_of(made.model)
-    with pytest.raises(RuntimeError, match="primitive descriptor for the LSTM"):
-        check(made, "fp16", batch_size=8)
-    torch.testing.assert_close(everything_of(made.model), before, rtol=0, atol=0)
-
-
 def test_a_pin_on_a_module_that_is_not_there_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="no module named 'tail'"):
+    with pytest.raises(InvalidRequestError, match="'tail'"):
         check(build("MLP"), "bf16", batch_size=8, pinned_modules=["tail"])
-
-
-def test_a_module_that_cannot_be_run_twice_does_no_harm() -> None:
-    class Once(nn.Linear):
-        is_used = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.is_used:
-                raise RuntimeError("twice")
-            self.is_used = True
-            return super().forward(x)
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        once = model.get_submodule("body")
-        assert isinstance(once, Once)
-        once.is_used = False
-        return mean_square(model, batch)
-
-    torch.manual_seed(0)
-    model = chain(enter=nn.Linear(8, 16), body=Once(16, 16), middle=Applied(running_sum), head=nn.Linear(16, 4))
-    found = checked(subject(model, loss), "bf16")
-    assert found.verdict == "unfaithful"
-    assert found.culprits == found.healing_pins == ("middle",)
-
-
-def test_the_draws_are_the_same_in_the_whole_check() -> None:
-    """Dropout in fp32 and bf16: the mask of each batch is one mask, whatever the pass."""
-    masks: dict[int, set[bytes]] = {}
-
-    class Noting(Transformer):
-        number = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            kept = functional.dropout(torch.ones(64, dtype=self.head(x).dtype), 0.5) != 0
-            masks.setdefault(self.number, set()).add(kept.numpy().tobytes())
-            return super().forward(x)
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        assert isinstance(model, Noting)
-        model.number = batch.number
-        return mean_square(model, batch)
-
-    torch.manual_seed(0)
-    found = checked(subject(Noting(), loss, x=lambda: torch.randn(8, 3, 8)), "bf16")
-    assert found.verdict == "faithful"
-    assert len(masks) == 8
-    assert all(len(seen) == 1 for seen in masks.values())
-    assert len(set.union(*masks.values())) == 8

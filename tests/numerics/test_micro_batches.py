@@ -22,7 +22,6 @@ from autotune_amp.numerics.batches import cut
 from autotune_amp.numerics.passes import Subject
 
 Loss = Callable[[Any, Any], Tensor]
-SEEDS = range(2)
 
 
 def found_of(model: nn.Module, loss: Loss, whole: Any, num_samples: int = 16, seed: int = 0) -> Accumulation:
@@ -80,9 +79,9 @@ def evaluated(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.fixture(autouse=True, params=SEEDS)
-def _seeded(request: Any) -> None:
-    torch.manual_seed(request.param)
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
 
 
 @pytest.mark.parametrize("num_samples", [4, 6, 8, 12, 16])
@@ -102,19 +101,13 @@ def test_a_sum_over_samples_must_not_be_divided() -> None:
     assert "do not divide" in found.next_step
 
 
-def test_a_loss_that_is_divided_by_something_else_has_weights_without_a_name() -> None:
-    found = found_of(mlp(), lambda m, b: (m(b["x"]) - b["y"]).square().sum() / len(b["x"]) ** 0.5, regression())
-    assert (found.verdict, found.weighted_by) == ("weighted", None), found.reason
-    assert "0.500, 0.500" in found.reason
-
-
 def test_batch_norm_is_named_and_in_eval_mode_does_no_harm() -> None:
     found = found_of(convnet(nn.BatchNorm2d(8)), classes, images())
     assert found.verdict == "inexact", found.reason
     assert found.error is not None
     assert found.error > 0.01
     assert "BatchNorm in training mode" in found.reason
-    assert "(1)" in found.reason
+    assert "(1)" in found.reason, "the module is named"
     assert "GroupNorm" in found.next_step
     assert found_of(evaluated(convnet(nn.BatchNorm2d(8))), classes, images()).verdict == "mean"
     found = found_of(evaluated(convnet(nn.BatchNorm2d(8, track_running_stats=False))), classes, images())
@@ -172,16 +165,13 @@ def test_a_mean_over_tokens_weighs_micro_batches_by_their_labels(language_model:
     assert found.mean_error is not None
     assert found.error is not None
     assert found.mean_error > 100 * found.error
-    assert "its share of the window's tokens (labels != -100) in place of 1/accumulation_steps: " in found.next_step
+    assert "(labels != -100)" in found.next_step
+    ids = torch.randint(3, 64, (16, 16))
+    equal = found_of(language_model, lambda m, b: m(**b).loss, {"input_ids": ids, "labels": ids.clone()})
+    assert equal.verdict == "mean", "equal numbers of tokens"
     # Labels that the model shifts: the first of each sequence counts for nothing.
     found = found_of(language_model, lambda m, b: m(**b).loss, texts())
     assert (found.verdict, found.weighted_by) == ("weighted", "labels[:, 1:] != -100"), found.reason
-
-
-def test_equal_numbers_of_tokens_are_a_plain_mean(language_model: Any) -> None:
-    ids = torch.randint(3, 64, (8, 16))
-    batch = {"input_ids": ids, "labels": ids.clone()}
-    assert found_of(language_model, lambda m, b: m(**b).loss, batch, 8).verdict == "mean"
 
 
 @pytest.mark.parametrize(
@@ -190,7 +180,6 @@ def test_equal_numbers_of_tokens_are_a_plain_mean(language_model: Any) -> None:
         (lambda kept: kept, "mask == 1"),
         (lambda kept: kept.long(), "mask == 1"),
         (lambda kept: kept.long() * 7, "mask != 0"),
-        (lambda kept: kept.float() * 0.3, "mask.sum()"),
         (lambda kept: kept.long() * torch.arange(1, 6), "mask.sum()"),
     ],
 )
@@ -211,11 +200,16 @@ def test_a_masked_mean_is_named_after_its_mask(mask: Callable[[Tensor], Tensor],
     assert tupled.weighted_by == name.replace("mask", "batch[2]")
 
 
-def test_class_weights_make_a_mean_that_nothing_in_the_batch_counts() -> None:
-    weight = torch.tensor([0.1, 1.0, 3.0, 10.0])
-    found = found_of(
-        convnet(nn.Identity()), lambda m, b: functional.cross_entropy(m(b[0]), b[1], weight=weight), images()
-    )
+@pytest.mark.parametrize("loss", ["class weights", "divided by a root"])
+def test_weights_that_nothing_in_the_batch_counts_have_no_name(loss: str) -> None:
+    if loss == "class weights":
+        weight = torch.tensor([0.1, 1.0, 3.0, 10.0])
+        found = found_of(
+            convnet(nn.Identity()), lambda m, b: functional.cross_entropy(m(b[0]), b[1], weight=weight), images()
+        )
+    else:
+        found = found_of(mlp(), lambda m, b: (m(b["x"]) - b["y"]).square().sum() / len(b["x"]) ** 0.5, regression())
+        assert "0.500, 0.500" in found.reason
     assert (found.verdict, found.weighted_by) == ("weighted", None), found.reason
 
 
@@ -240,29 +234,23 @@ def test_dropout_is_taken_out_also_where_the_forward_pass_is_computed_again() ->
         assert found.verdict == "mean", found.reason
 
 
-@pytest.mark.parametrize("draw", ["randn_like", "rsample", "timestep", "drop path", "gumbel", "flat"])
+@pytest.mark.parametrize("draw", ["diffusion", "reparametrised", "drop path"])
 def test_draws_for_each_sample_are_handed_to_its_micro_batch(draw: str) -> None:
     def noisy(model: Any, batch: Any) -> Tensor:
         x, num = batch["x"], len(batch["x"])
-        if draw == "randn_like":
-            x = x + torch.randn_like(x)
-        elif draw == "rsample":
-            x = torch.distributions.Normal(x, 1 + x.abs()).rsample()
-        elif draw == "timestep":
-            x = x * torch.randint(1, 10, (num, 1)) + torch.rand(())
-        elif draw == "drop path":
-            x = x * x.new_empty(num, 1).bernoulli_(0.5)
-        elif draw == "gumbel":
-            x = x * functional.gumbel_softmax(x)
+        if draw == "diffusion":
+            x = x * torch.randint(1, 10, (num, 1)) + torch.randn_like(x)
+        elif draw == "reparametrised":
+            x = torch.distributions.Normal(x, 1 + x.abs()).rsample() + torch.rand(())
         else:
-            x = x + torch.randn(num * 8).reshape(num, 8)
+            x = x * x.new_empty(num, 1).bernoulli_(0.5)
         return functional.mse_loss(model(x), batch["y"])
 
     found = found_of(mlp(), noisy, regression())
     assert found.verdict == "mean", found.reason
 
 
-@pytest.mark.parametrize("draw", ["python", "mixup", "one by one", "ragged", "index"])
+@pytest.mark.parametrize("draw", ["python", "mixup", "one by one"])
 def test_draws_that_cannot_be_handed_on_leave_it_unchecked(draw: str) -> None:
     def noisy(model: Any, batch: Any) -> Tensor:
         x, num = batch["x"], len(batch["x"])
@@ -270,38 +258,13 @@ def test_draws_that_cannot_be_handed_on_leave_it_unchecked(draw: str) -> None:
             x = x * torch.tensor([[random.random()] for _ in range(num)])
         elif draw == "mixup":
             x = x + x[torch.randperm(num)]
-        elif draw == "one by one":
-            x = x + torch.stack([torch.randn(8) for _ in range(num)])
-        elif draw == "ragged":
-            x = x + torch.randn(num * num + 8)[:8]
         else:
-            x = x + x[torch.randint(num, (num,))]
+            x = x + torch.stack([torch.randn(8) for _ in range(num)])
         return functional.mse_loss(model(x), batch["y"])
 
     found = found_of(mlp(), noisy, regression())
     assert found.verdict == "unchecked", found.reason
     assert "draw" in found.reason
-    assert "compare its gradient" in found.next_step
-
-
-def test_frozen_parts_and_parameters_without_signal_do_not_matter() -> None:
-    class Attention(nn.Module):
-        """Its key bias has no gradient but rounding; one layer is frozen, one unused."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-            self.frozen = nn.Linear(8, 8).requires_grad_(False)
-            self.unused = nn.Linear(8, 8)
-            self.last = nn.Linear(8, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.frozen(x)
-            output: Tensor = self.last(self.attention(x, x, x)[0].mean(1))
-            return output
-
-    batch = {"x": torch.randn(16, 5, 8), "y": torch.randn(16, 1)}
-    assert found_of(Attention(), mean_square, batch).verdict == "mean"
 
 
 def test_half_precision_of_the_users_own_is_run_in_fp32_or_allowed_its_rounding() -> None:
@@ -331,11 +294,7 @@ def test_half_precision_of_the_users_own_is_run_in_fp32_or_allowed_its_rounding(
     assert found_of(normed, mean_square, regression()).verdict == "inexact"
 
 
-def test_a_compiled_model_is_run_as_it_was_written() -> None:
-    assert found_of(compiled(mlp()), mean_square, regression()).verdict == "mean"
-
-
-def test_sparse_gradients_and_complex_weights() -> None:
+def test_sparse_gradients_complex_weights_and_a_compiled_model() -> None:
     class Words(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -348,29 +307,7 @@ def test_sparse_gradients_and_complex_weights() -> None:
 
     batch = {"x": torch.randint(50, (16, 3)), "y": torch.randn(16, 3)}
     assert found_of(Words(), mean_square, batch).verdict == "mean"
-
-
-class Quantized(nn.Module):
-    """A codebook that moves with the codes it is given, as VQ-VAE's."""
-
-    book: Tensor
-    uses: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode, self.decode = nn.Linear(8, 4), nn.Linear(4, 8)
-        self.register_buffer("book", torch.randn(16, 4))
-        self.register_buffer("uses", torch.ones(16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        codes = self.encode(x)
-        taken = functional.one_hot(torch.cdist(codes, self.book).argmin(1), 16).float()
-        quantized = taken @ self.book
-        with torch.no_grad():
-            self.uses.mul_(0.9).add_(0.1 * taken.sum(0))
-            self.book.add_(0.1 * taken.T @ (codes - quantized) / self.uses[:, None])
-        output: Tensor = self.decode(codes + (quantized - codes).detach())
-        return functional.mse_loss(output, x) + functional.mse_loss(codes, quantized)
+    assert found_of(compiled(mlp()), mean_square, regression()).verdict == "mean"
 
 
 class Queued(nn.Module):
@@ -391,31 +328,11 @@ class Queued(nn.Module):
         return functional.cross_entropy(logits / 0.2, torch.zeros(len(x), dtype=torch.long))
 
 
-class Centred(nn.Module):
-    """Outputs less a running centre of all before, as DINO's teacher."""
-
-    centre: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, 4)
-        self.register_buffer("centre", torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = self.head(x)
-        target = ((output - self.centre) / 0.05).softmax(1).detach()
-        self.centre.lerp_(output.detach().mean(0), 0.1)
-        return functional.cross_entropy(output, target)
-
-
-@pytest.mark.parametrize(("make", "name"), [(Quantized, "book, uses"), (Queued, "queue"), (Centred, "centre")])
-def test_state_that_one_micro_batch_leaves_to_the_next_is_named(make: Callable[[], nn.Module], name: str) -> None:
-    found = found_of(make(), lambda m, b: m(b["x"]), regression())
+def test_state_that_one_micro_batch_leaves_to_the_next_is_named() -> None:
+    found = found_of(Queued(), lambda m, b: m(b["x"]), regression())
     assert found.verdict == "inexact", found.reason
-    assert f"the forward pass changes {name}" in found.reason
-    assert "once per optimizer step" in found.next_step
-    assert found.error is not None
-    assert found.error > 1e-3
+    assert "queue" in found.reason
+    assert "buffers" in found.next_step
 
 
 def test_state_that_no_gradient_depends_on_does_no_harm() -> None:
@@ -445,6 +362,7 @@ def test_state_that_no_gradient_depends_on_does_no_harm() -> None:
 def test_numbers_that_are_not_finite_raise_nothing() -> None:
     found = found_of(mlp(), lambda m, b: m(b["x"]).mean() * torch.inf, regression())
     assert found.verdict == "unchecked", found.reason
+    assert found_of(mlp(), lambda m, b: 0.0 * m(b["x"]).sum(), regression()).verdict == "unchecked"
 
     def over_the_kept(model: Any, batch: Any) -> Tensor:
         return functional.cross_entropy(model(batch[0]), batch[1])
@@ -454,10 +372,6 @@ def test_numbers_that_are_not_finite_raise_nothing() -> None:
     found = found_of(convnet(nn.Identity()), over_the_kept, (inputs, labels))
     assert found.verdict == "inexact", found.reason
     assert "not finite" in found.reason
-
-
-def test_a_gradient_that_is_zero_says_nothing() -> None:
-    assert found_of(mlp(), lambda m, b: 0.0 * m(b["x"]).sum(), regression()).verdict == "unchecked"
 
 
 def sums(gradients: Sequence[Sequence[float]], losses: Sequence[float]) -> Sums:

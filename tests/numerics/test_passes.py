@@ -1,19 +1,27 @@
-"""Passes repeat bit for bit, leave the model as it was, and hand out unscaled gradients."""
+"""Passes repeat bit for bit, leave the model as it was, hand out unscaled gradients, and draw alike."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
+import random
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
-from fp16_subjects import SUBJECTS, Batch, build, cross_entropy, dense, mean_square, mlp, subject
+from fp16_subjects import CPU, SUBJECTS, Batch, build, cross_entropy, dense, mean_square, mlp, subject
 from graph_samples import replayed
 from torch import Tensor, nn
 from torch.nn import functional
 
 from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.numerics.draws import (
+    comparable_draws,
+    generators,
+    set_generators,
+    without_dropout,
+)
 from autotune_amp.numerics.passes import Passes
 from autotune_amp.precision.mode import is_pinned
 
@@ -22,41 +30,31 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {n: v.detach().clone() for n, v in (*model.named_parameters(), *model.named_buffers())}
 
 
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", sorted(SUBJECTS))
 def test_a_pass_can_be_repeated_bit_for_bit(name: str, precision: Precision) -> None:
     passes = Passes(build(name))
+    before = state_of(passes.model)
     one, _, again = passes.run(1, precision), passes.run(0, precision), passes.run(1, precision)
     assert one.loss == again.loss
     assert one.gradients.keys() == again.gradients.keys()
     torch.testing.assert_close(dense(one.gradients), dense(again.gradients), rtol=0, atol=0, equal_nan=True)
     assert passes.num_passes == 3
-
-
-def test_a_pass_moves_buffers_and_restore_puts_them_back() -> None:
-    passes = Passes(build("convnet with BatchNorm"))
-    before = state_of(passes.model)
-    passes.run(0, "fp32")
-    assert not torch.equal(before["1.running_mean"], passes.model.get_buffer("1.running_mean"))
-    passes.run(1, "fp32")
-    assert passes.model.get_buffer("1.num_batches_tracked") == 1  # each pass began from the first state
     passes.restore()
-    assert_same(before, state_of(passes.model))
+    torch.testing.assert_close(state_of(passes.model), before, rtol=0, atol=0)
     assert all(parameter.grad is None for parameter in passes.model.parameters())
 
 
-def test_going_on_begins_from_the_state_as_it_is_and_keep_makes_it_the_first() -> None:
+def test_a_pass_begins_from_the_first_state_from_the_state_as_it_is_or_from_what_is_kept() -> None:
     passes = Passes(build("convnet with BatchNorm"))
-    passes.run(0, "fp32", restores=False)
-    passes.run(1, "fp32", restores=False)
-    assert passes.model.get_buffer("1.num_batches_tracked") == 2
+    for restores, tracked in ((True, 1), (True, 1), (False, 2), (False, 3)):
+        passes.run(0, "fp32", restores=restores)
+        assert passes.model.get_buffer("1.num_batches_tracked") == tracked
+    assert passes.changed_buffers() == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
     passes.keep()
+    assert passes.changed_buffers() == []
     passes.run(2, "fp32")
-    assert passes.model.get_buffer("1.num_batches_tracked") == 3
+    assert passes.model.get_buffer("1.num_batches_tracked") == 4
 
 
 @pytest.mark.parametrize("name", ["MLP", "sparse embedding", "transformer with dropout"])
@@ -69,6 +67,8 @@ def test_gradients_are_those_of_plain_autograd_whatever_the_scale(name: str) -> 
         gradients = Passes(made).run(0, "fp32", scale=scale).gradients
         assert {n: g.is_sparse for n, g in gradients.items()} == {n: g.is_sparse for n, g in plain.items()}
         torch.testing.assert_close(dense(gradients), dense(plain))
+    unused = Passes(build("unused and frozen parameters")).run(0, "fp16").gradients
+    assert sorted(unused) == ["used.bias", "used.weight"], "parameters without a gradient are missing"
 
 
 def test_gradients_stay_when_the_next_pass_writes_over_them() -> None:
@@ -77,32 +77,12 @@ def test_gradients_stay_when_the_next_pass_writes_over_them() -> None:
     def graphed(model: nn.Module, batch: Batch) -> Tensor:
         return functional.linear(batch.x, replayed(model.get_parameter("weight"), *static)).square().mean()
 
+    torch.manual_seed(0)
     passes = Passes(subject(nn.Linear(8, 4), graphed))
     first = passes.run(0, "fp32").gradients["weight"]
     before = first.clone()
     passes.run(1, "fp32")
     assert torch.equal(first, before)
-
-
-def test_parameters_without_a_gradient_are_missing() -> None:
-    gradients = Passes(build("unused and frozen parameters")).run(0, "fp16").gradients
-    assert sorted(gradients) == ["used.bias", "used.weight"]
-
-
-def test_draws_are_the_same_in_every_precision_and_differ_from_batch_to_batch() -> None:
-    drawn: list[Tensor] = []
-
-    def noisy(model: nn.Module, batch: Batch) -> Tensor:
-        drawn.append(torch.rand(3))
-        return mean_square(model, batch)
-
-    passes = Passes(subject(mlp(), noisy))
-    for precision in ("fp32", "bf16", "fp16"):
-        passes.run(0, precision)
-    passes.run(1, "fp32")
-    assert torch.equal(drawn[0], drawn[1])
-    assert torch.equal(drawn[0], drawn[2])
-    assert not torch.equal(drawn[0], drawn[3])
 
 
 @pytest.mark.parametrize("name", ["MLP", "sparse embedding", "tied weights", "unused and frozen parameters"])
@@ -116,6 +96,7 @@ def test_a_step_is_what_the_optimizer_does_in_a_plain_loop(name: str) -> None:
         torch.autograd.backward(plain.loss(plain.model, plain.batches[index]))
         plain_optimizer.step()
     torch.testing.assert_close(state_of(made.model), state_of(plain.model))
+    assert passes.has_moved()
 
 
 @pytest.mark.parametrize("name", ["2", ""])
@@ -130,24 +111,20 @@ def test_pins_hold_inside_and_only_there(name: str) -> None:
     full = dense(passes.run(0, "fp32").gradients)
     assert not torch.equal(low, pinned)
     assert torch.equal(pinned, full) == (name == "")
-
-
-def test_a_pin_on_a_module_that_is_not_there_is_refused_by_name() -> None:
-    passes = Passes(build("MLP"))
-    with pytest.raises(InvalidRequestError, match=re.escape("no module named 'head'")), passes.pinned(["2", "head"]):
+    with pytest.raises(InvalidRequestError, match="'head'"), passes.pinned(["2", "head"]):
         pytest.fail("Nothing was refused.")
     assert not is_pinned(passes.model.get_submodule("2"))
 
 
-@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("name", ["sparse embedding", "tied weights"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_one_bad_gradient_entry_makes_a_pass_non_finite(bad: float, sparse: bool) -> None:
+def test_one_bad_gradient_entry_makes_a_pass_non_finite(bad: float, name: str) -> None:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         value = cross_entropy(model, batch)
         value.register_hook(lambda gradient: gradient * bad)  # type: ignore[no-untyped-call] # torch's
         return value
 
-    made = build("sparse embedding" if sparse else "tied weights")
+    made = build(name)
     assert Passes(made).run(0, "fp32").is_finite
     assert not Passes(dataclasses.replace(made, loss=loss)).run(0, "fp32").is_finite
 
@@ -157,6 +134,7 @@ def test_a_loss_in_fp16_is_scaled_as_grad_scaler_scales_it() -> None:
         total: Tensor = (model(batch.x) * 2.0**-6).sum()
         return total
 
+    torch.manual_seed(0)
     made = subject(mlp(), half)
     for scale in (2.0**10, 2.0**17):  # the root gradient is the scale itself, and no fp16 number holds the second
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
@@ -168,3 +146,78 @@ def test_a_loss_in_fp16_is_scaled_as_grad_scaler_scales_it() -> None:
         found = Passes(made).run(0, "fp16", scale=scale)
         torch.testing.assert_close(dense(found.gradients), real, rtol=0, atol=0, equal_nan=True)
         assert found.is_finite == bool(real.isfinite().all())
+
+
+# -- random draws ------------------------------------------------------------------------------------------------------
+
+
+def test_draws_are_the_same_in_every_precision_and_differ_from_batch_to_batch() -> None:
+    drawn: list[tuple[float, float, bytes]] = []
+
+    def noisy(model: nn.Module, batch: Batch) -> Tensor:
+        mask = functional.dropout(model.get_submodule("0")(batch.x), 0.5) != 0
+        drawn.append((random.random(), float(np.random.rand()), mask.numpy().tobytes()))
+        return mean_square(model, batch)
+
+    torch.manual_seed(0)
+    passes = Passes(subject(mlp(), noisy))
+    precisions: list[Precision] = ["fp32", "bf16", "fp16"]
+    for precision in precisions:
+        passes.run(0, precision)
+    passes.run(1, "fp32")
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert all(one != other for one, other in zip(drawn[0], drawn[3], strict=True))
+
+
+def test_dropout_stays_on_a_cpu_alone() -> None:
+    x = torch.ones(64)
+    with comparable_draws(CPU):
+        assert (functional.dropout(x, 0.5) == 0).any()
+    with comparable_draws(torch.device("cuda")):
+        assert torch.equal(functional.dropout(x, 0.5), x)
+
+
+X = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: functional.dropout(X, 0.5),
+        lambda: functional.dropout(X, p=0.5),
+        lambda: functional.dropout1d(X[0], 0.5),
+        lambda: functional.dropout2d(X, 0.5),
+        lambda: functional.dropout3d(X, 0.5),
+        lambda: functional.alpha_dropout(X, 0.5, training=True),
+        lambda: functional.feature_alpha_dropout(X, 0.5, training=True),
+        lambda: torch.dropout(X, p=0.5, train=True),
+        lambda: nn.Dropout2d(0.5)(X),
+        lambda: functional.scaled_dot_product_attention(X, X, X, None, 0.5),
+        lambda: functional.scaled_dot_product_attention(X, X, X, dropout_p=0.5),
+        lambda: nn.MultiheadAttention(8, 2, dropout=0.5)(X[0], X[0], X[0])[0],
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5)(X[0]),
+        lambda: nn.LSTM(8, 8, num_layers=2, dropout=0.5)(X[0])[0],
+    ],
+)
+def test_dropout_taken_out_drops_nothing(draw: Callable[[], Tensor]) -> None:
+    def drawn() -> Tensor:
+        torch.manual_seed(0)  # the weights of a module made in `draw`, then its dropout
+        return draw()
+
+    dropped = drawn()
+    with without_dropout():
+        plain = drawn()
+        num_zeros = (plain == 0).sum()
+    assert not torch.allclose(plain, dropped)
+    assert num_zeros == 0
+
+
+def test_generators_go_back_to_where_they_stood() -> None:
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    found = generators(CPU)
+    first, second = draw(), draw()
+    set_generators(CPU, found)
+    assert draw() == first
+    assert first != second

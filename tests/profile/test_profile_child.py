@@ -18,12 +18,13 @@ from autotune_amp import Workload
 from autotune_amp.core.config import LossScale, Precision
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.packing import compiler_of
 from autotune_amp.precision import torch_state
 from autotune_amp.profile import child
-from autotune_amp.profile.flops import count_flops
+from autotune_amp.profile.child import count_flops
 from autotune_amp.profile.gap import Step, gap
+from autotune_amp.profile.job import Lane, Profile, Profiled
 from autotune_amp.profile.results import Gap
-from autotune_amp.profile.spec import Lane, Profiled, ProfileSpec
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.jobs import Trial
 
@@ -83,7 +84,7 @@ def profiled(
         )
         for precision in precisions
     ]
-    spec = ProfileSpec(
+    spec = Profile(
         device="cpu",
         trials=tuple(trials),
         num_batches=num_batches,
@@ -216,16 +217,6 @@ def test_the_trace_has_the_marks_and_the_operations_are_counted(tmp_path: Path) 
         assert f"autotune_amp {mark}" in names
 
 
-def test_few_steps_are_profiled_where_they_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    def num_profiled() -> list[int]:
-        return [len(lane.split.steps) for lane in lanes(workload(), "fp32", "bf16") if lane.split is not None]
-
-    monkeypatch.setattr(child, "PROFILED_SECONDS", math.inf)
-    assert num_profiled() == [7, 7]
-    monkeypatch.setattr(child, "PROFILED_SECONDS", 0.0)
-    assert num_profiled() == [3, 3]
-
-
 def test_a_trace_that_cannot_be_written_costs_the_splits_and_not_the_timings(tmp_path: Path) -> None:
     found = profiled(workload(), "fp32", "bf16", trace_file=tmp_path / "no" / "trace.json")
     assert isinstance(found, Profiled)
@@ -268,3 +259,18 @@ def test_a_loop_of_its_own_is_taken_apart_too() -> None:
     fp32, bf16 = lanes(Workload(build=build, train_step=train_step, data=data), "fp32", "bf16")
     assert len(bf16.block_seconds) == 3
     assert gap_of(fp32).share("optimizer") > 0
+
+
+def test_a_live_model_compiled_in_place_is_compiled_in_each_precision() -> None:
+    class Net(nn.Module):  # of our own: torch compiles its own modules as parts of others alone
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return inputs
+
+    live = Net()
+    live.linear = nn.Linear(4, 1)
+    live.compile(backend="eager")
+    context = Context(workload(model=live), is_kept=False)
+    trials = [Trial(candidate=Setting(precision=p, batch_size=2), device="cpu") for p in ("fp32", "bf16")]
+    models = [training.model for training in child.trainings(context, trials)]
+    assert models[0] is not models[1]
+    assert [compiler_of(model) is not None for model in models] == [True, True]

@@ -1,4 +1,4 @@
-"""Rows from what trials and the side-by-side run found: compared, cut, failed, refused."""
+"""What was measured, as rows and as the answer that they make: compared, cut, failed, refused; what is advised."""
 
 from __future__ import annotations
 
@@ -8,10 +8,28 @@ from typing import Any
 import pytest
 
 from autotune_amp.core.config import Precision
-from autotune_amp.core.outcome import Failure, Measurement
-from autotune_amp.profile.results import PrecisionRow
-from autotune_amp.profile.rows import Found, first_step_deadline_seconds, rows
-from autotune_amp.profile.spec import Lane, Profiled, ProfiledStep, Split
+from autotune_amp.core.hardware import (
+    BusyProcess,
+    Capability,
+    CardProcess,
+    DeviceIdentity,
+    DeviceMemory,
+    Hardware,
+    MachineLoad,
+)
+from autotune_amp.core.outcome import Failure, FailureKind, Measurement
+from autotune_amp.profile.job import Lane, Profiled, ProfiledStep, Split
+from autotune_amp.profile.results import AmpProfile, Gap, Part, PrecisionRow
+from autotune_amp.profile.rows import (
+    Found,
+    answer,
+    cut_step_seconds,
+    first_step_deadline_seconds,
+    load_notes,
+    rows,
+    step_deadline_seconds,
+    verdict,
+)
 
 
 def measured(step_seconds: float, **changes: Any) -> Measurement:
@@ -39,10 +57,8 @@ def profiled(*lanes: Lane) -> Profiled:
     return Profiled(lanes=lanes)
 
 
-def second_row(
-    alone: Measurement | Failure, beside: Profiled, overdue_seconds: dict[Precision, float] | None = None
-) -> PrecisionRow:
-    found = Found({}, {"fp32": measured(4.0), "bf16": alone}, beside, {}, "cpu", overdue_seconds or {})
+def second_row(alone: Measurement | Failure, beside: Profiled) -> PrecisionRow:
+    found = Found({}, {"fp32": measured(4.0), "bf16": alone}, beside, {}, "cpu")
     reference, row = rows(("fp32", "bf16"), found)
     assert reference.precision == "fp32"
     assert reference.speedup is None
@@ -87,15 +103,13 @@ def test_there_is_no_speedup_where_one_of_the_two_failed_in_mid_run(failing: str
         assert (cut.speedup, cut.verdict, cut.was_cut) == (None, None, True)
 
 
-def test_what_ended_before_its_first_block_has_no_step() -> None:
-    failure = Failure(kind="nonfinite", message="gradients still overflow")
-    row = second_row(measured(9.0), profiled(lane("fp32", 3.0), lane("bf16", failure=failure)))
-    assert (row.step_seconds, row.step_seconds_interval, row.reason) == (None, None, "gradients still overflow")
-
-
-def test_out_of_memory_is_a_row_and_not_a_speedup() -> None:
-    row = second_row(Failure(kind="oom", message="too much"), profiled(lane("fp32", 3.0)))
-    assert (row.failure, row.reason, row.speedup, row.verdict) == ("oom", "too much", None, None)
+@pytest.mark.parametrize("kind", ["oom", "timeout"])
+def test_what_fails_alone_is_a_row_with_its_reason_and_no_speedup(kind: FailureKind) -> None:
+    row = second_row(Failure(kind=kind, message="too much"), profiled(lane("fp32", 3.0)))
+    assert (row.failure, row.reason, row.speedup, row.verdict) == (kind, "too much", None, None)
+    beside = profiled(lane("fp32", 3.0), lane("bf16", failure=Failure(kind=kind, message="too much")))
+    row = second_row(measured(9.0), beside)
+    assert (row.step_seconds, row.step_seconds_interval, row.reason) == (None, None, "too much")
 
 
 def test_what_is_hopelessly_slow_is_cut_with_how_slow_at_least() -> None:
@@ -111,18 +125,9 @@ def test_what_is_hopelessly_slow_is_cut_with_how_slow_at_least() -> None:
     assert too_slow.was_cut, "a trial that was short enough not to be cut"
 
 
-def test_a_later_step_that_hangs_is_slow_and_a_first_one_says_nothing_of_speed() -> None:
-    hung = Failure(kind="timeout", message="a step took longer than 40.0 s")
-    later = second_row(hung, profiled(lane("fp32", 3.0)), {"bf16": 40.0})
-    assert later.speedup == pytest.approx(0.1)
-    assert later.reason == "cut: at least 10 times slower than fp32"
-    assert (later.verdict, later.step_seconds) == ("slower", None)
-    first = second_row(hung, profiled(lane("fp32", 3.0)))
-    assert (first.failure, first.reason) == ("timeout", "a step took longer than 40.0 s")
-    assert (first.speedup, first.verdict, first.was_cut) == (None, None, False)
-
-
-def test_a_first_step_may_take_three_of_fp32s_and_a_late_step_more_and_half_a_minute_at_least() -> None:
+def test_how_long_a_step_of_another_precision_may_take_goes_by_fp32s() -> None:
+    assert [cut_step_seconds(measured(seconds)) for seconds in (4.0, 0.02)] == [20.0, 1.0]
+    assert [step_deadline_seconds(measured(seconds)) for seconds in (4.0, 0.02)] == [40.0, 5.0]
     assert first_step_deadline_seconds(measured(4.0)) == 3 * 8.0 + 40.0
     assert first_step_deadline_seconds(measured(0.02, first_step_seconds=0.1)) == 30.0
 
@@ -143,3 +148,114 @@ def test_without_fp32_there_is_no_speedup() -> None:
     assert row.speedup is None
     assert row.step_seconds is not None
     assert math.isclose(row.step_seconds, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("speedup", "expected"),
+    [
+        (2.0, "excellent"),
+        (1.501, "excellent"),
+        (1.5, "significant"),
+        (1.2, "significant"),
+        (1.199, "modest"),
+        (1.05, "modest"),
+        (1.049, "negligible"),
+        (0.95, "negligible"),
+        (0.949, "slower"),
+        (0.02, "slower"),
+    ],
+)
+def test_what_a_speedup_is_called(speedup: float, expected: str) -> None:
+    assert verdict(speedup) == expected
+
+
+HARDWARE = Hardware(
+    device="cpu",
+    identity=DeviceIdentity(type="cpu", name="test", num_cpus=2, total_memory_bytes=1 << 30),
+    memory=DeviceMemory(total=1 << 30, free=1 << 30, available=1000),
+    precisions={
+        "fp32": Capability(level="native", reason="Every CPU."),
+        "bf16": Capability(level="native", reason="amx_bf16."),
+        "fp16": Capability(level="emulated", reason="No fp16 arithmetic."),
+    },
+)
+
+
+def made_gap(optimizer: float) -> Gap:
+    parts = (
+        Part(name="matrix_products", seconds=1 - optimizer, share=1 - optimizer, share_range=(0.1, 0.9)),
+        Part(name="optimizer", seconds=optimizer, share=optimizer, share_range=(optimizer, optimizer)),
+    )
+    return Gap(machine_flops_per_second=None, attained_flops_per_second=None, flops_per_step=None, parts=parts)
+
+
+FP32 = PrecisionRow(precision="fp32", step_seconds=1.0, gap=made_gap(0.2))
+
+
+def answered(*rows: PrecisionRow) -> AmpProfile:
+    return answer(
+        (FP32, *rows),
+        Profiled(),
+        workload="made",
+        hardware=HARDWARE,
+        batch_size=8,
+        accumulation_steps=1,
+        num_batches=10,
+        trace=None,
+        notes=("First.",),
+    )
+
+
+def test_the_faster_of_bf16_and_fp16_is_the_answer_and_its_step_is_what_to_mend() -> None:
+    bf16 = PrecisionRow(precision="bf16", speedup=1.3, verdict="significant", gap=made_gap(0.5))
+    fp16 = PrecisionRow(precision="fp16", speedup=1.2, verdict="significant", gap=made_gap(0.9))
+    tf32 = PrecisionRow(precision="tf32", speedup=2.0, verdict="excellent", gap=made_gap(0.9))
+    found = answered(tf32, bf16, fp16)
+    assert (found.best_precision, found.speedup, found.verdict) == ("bf16", 1.3, "significant")
+    assert found.gap == made_gap(0.5)
+    assert [(step.precision, step.part, step.max_speedup) for step in found.next_steps] == [("bf16", "optimizer", 2.0)]
+    assert found.notes == ("First.", "fp16 is emulated: No fp16 arithmetic.")
+
+
+def test_where_mixed_precision_does_not_pay_it_is_fp32s_step_that_is_to_be_mended() -> None:
+    found = answered(PrecisionRow(precision="bf16", speedup=0.9, verdict="slower", gap=made_gap(0.5)))
+    assert found.speedup == 0.9
+    assert (found.gap_precision, found.gap) == ("fp32", FP32.gap)
+    assert [(step.precision, step.max_speedup) for step in found.next_steps] == [("fp32", 1.25)]
+    gaps = [line for line in found.explain().splitlines() if line.startswith(("gap", "next step"))]
+    assert [line.partition(": ")[2] for line in gaps] == [
+        "fp32: 20 % optimizer",
+        "bf16: 50 % optimizer",  # why it does not
+        "optimizer, 20 % of a step in fp32: fewer updates: a larger batch; at most 1.25x if it vanished",
+    ]
+
+
+def test_of_the_faster_one_that_could_not_be_taken_apart_there_is_no_gap_and_no_advice() -> None:
+    found = answered(PrecisionRow(precision="bf16", speedup=1.3, verdict="significant"))
+    assert (found.gap_precision, found.gap, found.next_steps) == ("bf16", None, ())
+
+
+def test_what_failed_is_never_the_answer_whatever_it_reached_before() -> None:
+    failed = PrecisionRow(precision="fp16", speedup=3.0, verdict="excellent", failure="nonfinite", reason="NaN")
+    assert answered(failed).best_precision is None
+    found = answered(PrecisionRow(precision="bf16", speedup=0.9, verdict="slower"), failed)
+    assert (found.best_precision, found.speedup, found.verdict) == ("bf16", 0.9, "slower")
+
+
+def test_what_others_did_is_said_where_it_is_worth_a_word() -> None:
+    quiet = MachineLoad(seconds=5.0, num_cpus=2, others_num_cores=0.05, stolen_share=0.01)
+    assert load_notes(quiet) == []
+    loaded = MachineLoad(
+        seconds=5.0,
+        num_cpus=2,
+        others_num_cores=1.0,
+        busiest=(BusyProcess(pid=7, name="ffmpeg", num_cores=0.9),),
+        stolen_share=0.1,
+        card_processes=(CardProcess(pid=8, name="python", memory_bytes=2**30),),
+        card_slowdowns=("power cap",),
+    )
+    busy, stolen, card, clocks = load_notes(loaded)
+    assert busy.startswith("The machine was busy: other processes used 1.0 of 2 cores (ffmpeg, pid 7: 0.90).")
+    assert stolen.startswith("The hypervisor gave 10 % of the CPU time")
+    assert card.startswith("The card was not ours alone (python, pid 8: 1.0 GiB)")
+    assert clocks == "The card lowered its clocks meanwhile: power cap."

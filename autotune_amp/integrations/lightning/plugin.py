@@ -1,25 +1,40 @@
-"""AutotunePrecision: the controller as Lightning's Precision plugin."""
+"""AutotunePrecision, AutotuneCallback and a Trainer's arguments: the controller in Lightning."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import copy
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
 from autotune_amp.core.config import AmpConfig, DemotedError
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.integrations.lightning.again import LatestBatch, can_run_again, loss_again
+from autotune_amp.integrations.bridge import (
+    Window,
+    config_of,
+    has_window_of,
+    other_window_error,
+    readings,
+    refuse_other,
+)
 from autotune_amp.numerics.modules import unwrap
 from autotune_amp.runtime.controller import PrecisionController
+from autotune_amp.runtime.status import MoveRecord
 
 # Lightning's.
 _NAMES = {
@@ -59,15 +74,14 @@ class AutotunePrecision(Precision):
     """
 
     def __init__(self, config: AmpConfig | Recommendation, **options: Any) -> None:
-        self.config = config if isinstance(config, AmpConfig) else config.config
+        self.config = config_of(config)
         # The callback's, which ends the training.
         self.stop_handler: Callable[[TrainingStoppedError], object] | None = None
         self._options = options
         self._controller: PrecisionController | None = None
         self._module: LightningModule | None = None
         self._latest = LatestBatch()
-        self._unscaled: set[int] = set()  # ids of the optimizers whose gradients are unscaled in this window
-        self._has_stepped = False  # an optimizer, in this window
+        self._window: Any = None  # a `Window` of the controller's
 
     def __repr__(self) -> str:
         """Says whose plugin it is, since pytorch_lightning's Trainer refuses it with this alone."""
@@ -102,9 +116,8 @@ class AutotunePrecision(Precision):
         assert isinstance(module, LightningModule)
         before = self._controller.state_dict() if self._controller is not None and self._module is module else None
         self._module = module
-        self._unscaled.clear()
-        self._has_stepped = False
         self._controller = PrecisionController(self.config, module.trainer.strategy.root_device, **self._options)
+        self._window = Window(self._controller)
         callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined] # set without a type
         if self._latest not in callbacks:
             callbacks.append(self._latest)
@@ -119,18 +132,18 @@ class AutotunePrecision(Precision):
 
     def _refuse_other_batches(self) -> None:
         """Raise `DemotedError` in a rung that was measured with another batch size or accumulation."""
-        own, plan = self.config, self.controller.config
-        if (plan.batch_size, plan.accumulation_steps) == (own.batch_size, own.accumulation_steps):
+        plan = self.controller.config
+        if has_window_of(plan, self.config):
             return
         history = self.controller.status().history
         move = next(record for record in reversed(history) if record.before != record.after == plan.precision)
-        raise DemotedError(
-            f"The precision went from {move.before} to {move.after}: {move.reason}. It was measured with batch size "
-            f"{plan.batch_size} and {plan.accumulation_steps} accumulation steps, not {own.batch_size} and "
-            f"{own.accumulation_steps}, and a running Trainer cannot change its DataLoader.",
+        raise other_window_error(
+            plan,
+            self.config,
+            f"The precision went from {move.before} to {move.after}: {move.reason}",
+            "a running Trainer cannot change its DataLoader",
             "Resume the checkpoint with a Trainer and a DataLoader made from the error's config; AutotuneCallback "
             "saves one.",
-            plan,
         )
 
     def _autocast(self) -> AbstractContextManager[object]:
@@ -141,11 +154,6 @@ class AutotunePrecision(Precision):
             self._hand_over(error)
             context = self.controller.autocast()
         return context
-
-    def _end_window(self, end: Callable[[], object]) -> None:
-        self._unscaled.clear()
-        self._has_stepped = False
-        self.handing_over(end)
 
     def handing_over(self, action: Callable[[], object]) -> None:
         """Do what may move the controller; where that ends the run, the `stop_handler` gets the error, if there is one.
@@ -168,8 +176,7 @@ class AutotunePrecision(Precision):
         """The forward pass of training; with manual optimization all of the step."""
         with self._autocast():
             yield
-        if self._has_stepped:
-            self._end_window(self.controller.update)
+        self._end_window()
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
@@ -179,8 +186,7 @@ class AutotunePrecision(Precision):
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override] # as Lightning's
         """Scale the loss. After a step of manual optimization another backward pass begins another window."""
-        if self._has_stepped:
-            self._end_window(self.controller.update)
+        self._end_window()
         return super().pre_backward(self.controller.scale(tensor), module)
 
     def optimizer_step(  # type: ignore[override] # as Lightning's
@@ -190,15 +196,19 @@ class AutotunePrecision(Precision):
         loss = closure()
         if loss is None and model.automatic_optimization:  # training_step gave None: Lightning drops the window
             self._after_closure(model, optimizer)
-            self._end_window(self.controller.discard_window)
+            self._window.clear()
+            self.handing_over(self.controller.discard_window)
             return None
-        self._unscale(optimizer)
+        self._window.unscale_(optimizer)
         self._after_closure(model, optimizer)
-        stepped = self.controller.step(optimizer, **kwargs)
-        self._has_stepped = True
+        stepped = self._window.step(optimizer, **kwargs)
         if model.automatic_optimization:
-            self._end_window(self.controller.update)
+            self._end_window()
         return stepped
+
+    def _end_window(self) -> None:
+        if self._window.num_stepped:
+            self.handing_over(self._window.end)
 
     def clip_gradients(
         self,
@@ -208,14 +218,8 @@ class AutotunePrecision(Precision):
     ) -> None:
         """Clip what the gradients are without the loss scale; with manual optimization before the step, too."""
         if clip_val > 0:
-            self._unscale(optimizer)
+            self._window.unscale_(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
         super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
-
-    def _unscale(self, optimizer: Optimizer | LightningOptimizer) -> None:
-        own = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if id(own) not in self._unscaled:
-            self._unscaled.add(id(own))
-            self.controller.unscale_(own)
 
     def state_dict(self) -> dict[str, Any]:
         """The controller's state, for Lightning's checkpoint."""
@@ -231,3 +235,226 @@ class AutotunePrecision(Precision):
         assert self._module is not None  # it came with the controller
         if self._module.trainer.state.fn == TrainerFn.FITTING:
             self._refuse_other_batches()
+
+
+class LatestBatch(Callback):
+    """Holds the batch of the training step that runs, on its device, and nothing between the steps."""
+
+    def __init__(self) -> None:
+        self.batch: Any = None
+        self.batch_idx = 0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
+        """Keep it."""
+        self.batch, self.batch_idx = batch, batch_idx
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Let it go."""
+        self.batch = None
+
+
+def can_run_again(module: LightningModule) -> bool:
+    """Whether its training_step leaves the steps to the Trainer, and gets a batch rather than the loader's iterator."""
+    takes_iterator = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
+    return module.automatic_optimization and not takes_iterator
+
+
+def loss_again(module: LightningModule, latest: LatestBatch) -> Tensor:
+    """The loss of the latest batch as the backward pass got it; what the step logs and counts is left out."""
+    trainer = module.trainer
+    with ExitStack() as stack:
+        for part in module.modules():
+            if isinstance(part, LightningModule):
+                stack.enter_context(_muted(part))
+            elif isinstance(part, Metric):
+                stack.enter_context(_kept(part))
+        index = (latest.batch_idx,) if takes_batch_idx(module) else ()
+        output = trainer.strategy.training_step(latest.batch, *index)
+    loss: Tensor = loss_of(output)  # None, too, which the diagnosis names
+    return loss / trainer.accumulate_grad_batches if isinstance(loss, Tensor) else loss
+
+
+def takes_batch_idx(module: LightningModule) -> bool:
+    """Whether Lightning calls its training_step with the batch's index too."""
+    return is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+
+
+def loss_of(output: Any) -> Any:
+    """The loss in what a training_step returned: itself, or under the key "loss"."""
+    return output.get("loss") if isinstance(output, Mapping) else output
+
+
+def mute(module: LightningModule) -> None:
+    """Have its `log` and `log_dict` do nothing."""
+    vars(module).update(log=_nothing, log_dict=_nothing)
+
+
+@contextmanager
+def _muted(module: LightningModule) -> Iterator[None]:
+    own = vars(module)
+    kept: dict[str, Any] = {name: own[name] for name in ("log", "log_dict") if name in own}
+    mute(module)
+    try:
+        yield
+    finally:
+        del own["log"], own["log_dict"]
+        own.update(kept)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Neither logged nor kept."""
+
+
+@contextmanager
+def _kept(metric: Metric) -> Iterator[None]:
+    """Put back what it has counted."""
+    replaced = {name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")}
+    counted = copy.deepcopy(metric.metric_state)
+    try:
+        yield
+    finally:
+        for name, value in (counted | replaced).items():
+            setattr(metric, name, value)
+
+
+class AutotuneCallback(Callback):
+    """Goes with `AutotunePrecision`, which works without it: logs, settings that differ, and a clean end.
+
+    Writes ``autotune_amp/rung`` (0 is the config's own precision, then its fallbacks), ``scale``, ``skips``, ``steps``
+    and ``moves`` to the Trainer's loggers every ``log_every_n_steps`` optimizer steps and with every move. Warns where
+    the Trainer's accumulation, or the DataLoader's batch size or workers, are not what the config says.
+
+    Where the run has to start again (see `AutotunePrecision`) it saves a checkpoint at the end of that batch and stops
+    the Trainer: `fit` returns, `demotion` is the `DemotedError` with the config to go on with, and `checkpoint_path`
+    names the checkpoint for ``fit(ckpt_path=...)`` under a Trainer and a DataLoader made from it. Where the Trainer's
+    ``min_epochs`` or ``min_steps`` keep it from stopping, `fit` raises that error after saving, as it does with
+    `NotPrecisionError` and `NoRungFitsError`.
+
+    checkpoint_path: where to save it; ``autotune_amp.ckpt`` in the Trainer's ``default_root_dir`` if None.
+    """
+
+    def __init__(self, checkpoint_path: str | os.PathLike[str] | None = None) -> None:
+        self.checkpoint_path = None if checkpoint_path is None else Path(checkpoint_path)
+        self.demotion: DemotedError | None = None
+        self._stopped: TrainingStoppedError | None = None
+        self._logged_step = 0
+        self._has_saved = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 # a hook
+        """Listen to the controller. Raises `InvalidRequestError` for a Trainer without `AutotunePrecision`."""
+        plugin = _plugin(trainer)
+        self.demotion = self._stopped = None
+        self._has_saved, self._logged_step = False, 0
+        plugin.stop_handler = self._note_stop
+
+        def write(_: MoveRecord) -> None:
+            self._write(trainer)
+
+        plugin.controller.on_move(write)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 # a hook
+        """Warn where what runs is not what the config says."""
+        config = _plugin(trainer).controller.config
+        found: list[tuple[str, int | None, int]] = [
+            ("Trainer(accumulate_grad_batches)", trainer.accumulate_grad_batches, config.accumulation_steps),
+        ]
+        loader = trainer.train_dataloader
+        if isinstance(loader, DataLoader):
+            found.append(("DataLoader(batch_size)", loader.batch_size, config.batch_size))
+            if config.num_workers is not None:
+                found.append(("DataLoader(num_workers)", loader.num_workers, config.num_workers))
+        for name, value, wanted in found:
+            if value is not None and value != wanted:
+                rank_zero_warn(
+                    f"{name} is {value}; the config says {wanted}, and what it promises was measured with that."
+                )
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Write the log where it is due; end the training where it has to start again."""
+        step = trainer.global_step
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined] # set without a type; 0 for never
+        if every and step != self._logged_step and step % every == 0:
+            self._logged_step = step
+            # A verdict that was still on its way from the device may end the run here.
+            _plugin(trainer).handing_over(lambda: self._write(trainer))
+        if self._stopped is None:
+            return
+        if self._has_saved:  # a batch before; min_epochs or min_steps has kept the Trainer from stopping
+            raise self._stopped
+        self.checkpoint_path = self.checkpoint_path or Path(trainer.default_root_dir) / "autotune_amp.ckpt"
+        trainer.save_checkpoint(self.checkpoint_path)
+        self._has_saved = True
+        trainer.should_stop = True
+        rank_zero_info(f"{self._stopped}\nThe checkpoint is {self.checkpoint_path}.")
+        if self.demotion is None:
+            raise self._stopped
+
+    def on_fit_end(self, trainer: Trainer, *_: Any) -> None:
+        """Leave the plugin alone."""
+        if isinstance(trainer.precision_plugin, AutotunePrecision):
+            trainer.precision_plugin.stop_handler = None
+
+    def on_exception(self, trainer: Trainer, *_: Any) -> None:
+        """Leave it alone after what `fit` raises, too."""
+        self.on_fit_end(trainer)
+
+    def _note_stop(self, error: TrainingStoppedError) -> None:
+        self._stopped = error
+        self.demotion = error if isinstance(error, DemotedError) else None
+
+    def _write(self, trainer: Trainer) -> None:
+        plugin = _plugin(trainer)
+        found = readings(plugin.config, plugin.controller.status())
+        values = {f"autotune_amp/{name.removeprefix('num_')}": value for name, value in found.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=trainer.global_step)
+
+
+def _plugin(trainer: Trainer) -> AutotunePrecision:
+    plugin = trainer.precision_plugin
+    if not isinstance(plugin, AutotunePrecision):
+        raise InvalidRequestError(
+            f"AutotuneCallback found {type(plugin).__name__} as the Trainer's precision plugin.",
+            "Make the Trainer with plugins=[AutotunePrecision(config)], or with trainer_arguments(config).",
+        )
+    return plugin
+
+
+def trainer_arguments(config: AmpConfig | Recommendation, **others: Any) -> dict[str, Any]:
+    """Keyword arguments for ``lightning.Trainer``: the config's own beside `others`, which are the Trainer's too.
+
+    They are not for the Trainer of the standalone ``pytorch_lightning``; see `AutotunePrecision`.
+
+    ``Trainer(**trainer_arguments(config, max_epochs=3, callbacks=[mine]))``: `AutotunePrecision` joins the plugins and
+    `AutotuneCallback` the callbacks, each unless there is one. What a Trainer cannot hold is left to you: batch
+    size and workers go to the DataLoader, ``config.environment`` to the shell.
+
+    Raises `InvalidRequestError` where `others` contradict the config: a precision, a precision plugin of Lightning's or
+    with another config, another accumulation.
+    """
+    own = config_of(config)
+    plugins, callbacks = _listed(others.pop("plugins", None)), _listed(others.pop("callbacks", None))
+    precision: Any = others.pop("precision", None)
+    precision = precision or next((p for p in plugins if isinstance(p, Precision | str)), None)
+    if precision is not None and not isinstance(precision, AutotunePrecision):
+        raise InvalidRequestError(
+            f"The Trainer was given a precision of its own, {precision!r}, beside the config's {own.precision}.",
+            "Leave it out: AutotunePrecision is the Trainer's precision.",
+        )
+    if precision is not None and precision.config != own:
+        raise InvalidRequestError(
+            f"The plugins hold an AutotunePrecision for another config, {precision.config}.",
+            "Leave it out, or make it with the config that the Trainer's arguments are made from.",
+        )
+    refuse_other("accumulate_grad_batches", others.pop("accumulate_grad_batches", None), own.accumulation_steps)
+    if precision is None:
+        plugins.append(AutotunePrecision(own))
+    if not any(isinstance(callback, AutotuneCallback) for callback in callbacks):
+        callbacks.append(AutotuneCallback())
+    return {**others, "plugins": plugins, "callbacks": callbacks, "accumulate_grad_batches": own.accumulation_steps}
+
+
+def _listed(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, str | Callback) else [given]

@@ -1,0 +1,116 @@
+"""What every adapter to a framework needs: its config, contradictions to it, other windows, stops, and readings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan
+from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
+from autotune_amp.core.recommendation import Recommendation
+from autotune_amp.runtime.controller import PrecisionController
+from autotune_amp.runtime.status import Status
+
+
+def config_of(given: AmpConfig | Recommendation) -> AmpConfig:
+    """The config itself, or the one that a recommendation holds."""
+    return given if isinstance(given, AmpConfig) else given.config
+
+
+def refuse_other(name: str, given: object, wanted: object) -> None:
+    """Raise `InvalidRequestError` where a framework's argument is given and says something else than the config."""
+    if given is not None and given != wanted:
+        raise InvalidRequestError(
+            f"{name}={given!r} contradicts the config, which says {wanted!r}.",
+            f"Leave {name} out: the config decides it.",
+        )
+
+
+def has_window_of(plan: AmpConfig | FallbackPlan, own: AmpConfig) -> bool:
+    """Whether the plan was measured with the batch size and the accumulation of the run's own config."""
+    return (plan.batch_size, plan.accumulation_steps) == (own.batch_size, own.accumulation_steps)
+
+
+def other_window_error(plan: AmpConfig, own: AmpConfig, what: str, why: str, next_step: str) -> DemotedError:
+    """For a rung whose window the framework cannot take up: `what` happened, and `why` that ends the run."""
+    return DemotedError(
+        f"{what}. It was measured with batch size {plan.batch_size} and {plan.accumulation_steps} accumulation steps, "
+        f"not {own.batch_size} and {own.accumulation_steps}: {why}.",
+        next_step,
+        plan,
+    )
+
+
+def readings(own: AmpConfig, status: Status) -> dict[str, float]:
+    """Where a run stands, for loggers; rung 0 is the config's precision, one past the last fallback is disabled."""
+    rungs = [own.precision, *(plan.precision for plan in own.plans)]
+    return {
+        "rung": rungs.index(status.precision) if status.is_enabled else len(rungs),
+        "scale": status.scale,
+        "num_skips": status.num_skips,
+        "num_steps": status.num_steps,
+        "num_moves": len(status.history),
+    }
+
+
+class Window:
+    """One accumulation window of a controller: each optimizer is unscaled once, and the window ends once they stepped.
+
+    A framework asks to unscale before clipping and again before the step, and updates its scaler after each optimizer:
+    the scale, and here the precision, would change between two whose gradients come from one backward pass.
+    """
+
+    def __init__(self, controller: PrecisionController) -> None:
+        self._controller = controller
+        self._unscaled: set[int] = set()
+        self._stepped: set[int] = set()
+
+    @property
+    def num_stepped(self) -> int:
+        """Optimizers that have stepped in it, or left their step out."""
+        return len(self._stepped)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale its gradients and check them; a second time does nothing."""
+        if id(optimizer) not in self._unscaled:
+            self._unscaled.add(id(optimizer))
+            self._controller.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Take the step unless it is to be skipped; what the controller returns of it."""
+        taken = self._controller.step(optimizer, *args, **kwargs)
+        self._stepped.add(id(optimizer))
+        return taken
+
+    def clear(self) -> None:
+        """Begin another."""
+        self._unscaled.clear()
+        self._stepped.clear()
+
+    def end(self) -> None:
+        """End it, if an optimizer has stepped in it: the scale and the precision may change."""
+        if self._stepped:
+            self.clear()
+            self._controller.update()
+
+
+class KeepingController(PrecisionController):
+    """Keeps the error that it would raise, for a framework that has a checkpoint to save before it ends."""
+
+    stopped: TrainingStoppedError | None = None
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """As the original's."""
+        try:
+            super().update(new_scale)
+        except TrainingStoppedError as error:
+            self.stopped = error
+
+    def synchronize(self) -> None:
+        """As the original's; what was on its way from the device may end the run, too."""
+        try:
+            super().synchronize()
+        except TrainingStoppedError as error:
+            self.stopped = error

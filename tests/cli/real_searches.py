@@ -1,0 +1,82 @@
+"""A workload for real searches through the command line, and a search with what it left."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conftest import Finished, command_line
+
+# A step takes as long for any batch, so that the largest is the fastest on any machine; 8 samples fail.
+WORKLOADS = """
+import os, signal, subprocess, sys, time
+import torch
+from torch import nn
+from autotune_amp import Workload
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.01)
+
+def make_batch(size):
+    return torch.randn(size, 8), torch.randn(size, 1)
+
+def squares(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+
+def workload():
+    def loss(model, batch):
+        time.sleep(0.02)
+        assert len(batch[0]) != 8, "not eight"
+        return squares(model, batch)
+    return Workload(lambda: nn.Linear(8, 1), loss, make_batch, sgd)
+
+def plain():
+    def loss(model, batch):
+        time.sleep(0.02)
+        return squares(model, batch)
+    return Workload(lambda: nn.Linear(8, 1), loss, make_batch, sgd)
+
+def failing():
+    def loss(model, batch):
+        print("x" * 2_000_000)
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        if len(batch[0]) == 4:
+            raise ValueError("the moon is full")
+        if len(batch[0]) == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if len(batch[0]) == 16:
+            sys.exit(0)
+        return squares(model, batch) * float("nan")
+    return Workload(lambda: nn.Linear(8, 1), loss, make_batch, sgd)
+"""
+FP32 = ("--precision", "fp32", "--device", "cpu", "--effective-batch-size", "free")
+FOUND = ("train.py:workload", *FP32, "--budget", "30", "--baseline", "fp32:4", "--batch-size", "4:16")
+TRAINING_TO_COME = ("--steps", "1000", "--price-per-hour", "3")
+
+
+@dataclass
+class Searched:
+    """A search that ended, in a folder that the tests which read it leave as it is."""
+
+    folder: Path
+    study: Path
+    done: Finished
+
+    @property
+    def document(self) -> dict[str, Any]:
+        return self.done.document
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.study / "outcomes.jsonl").read_text().splitlines()]
+
+
+def searched(folder: Path, text: str, *arguments: str) -> Searched:
+    """A real search in `folder`; it must leave no process and no temporary file behind."""
+    (folder / "train.py").write_text(text)
+    with command_line(folder) as cli:
+        done = cli.search(*arguments)
+    (study,) = (folder / "studies").iterdir()
+    return Searched(folder, study, done)

@@ -1,0 +1,152 @@
+"""The grade: where its limits lie, monotone in every number, "unchecked" only where fp32 itself fails."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune_amp.core.config import PRECISIONS, Precision
+from autotune_amp.core.fidelity import GradientDamage, Verdict
+from autotune_amp.numerics.grading import Findings, grade, next_step
+
+ORDER: tuple[Verdict, ...] = ("faithful", "doubtful", "unfaithful")
+
+
+def damage(noise_ratio: float = 0.0, flushed_share: float = 0.0) -> GradientDamage:
+    return GradientDamage(
+        name="body.weight", noise_ratio=noise_ratio, cosine=1.0, norm_ratio=1.0, flushed_share=flushed_share
+    )
+
+
+FAITHFUL = Findings(
+    noise_ratio=0.05,
+    flushed_share=0.001,
+    noisiest=damage(noise_ratio=0.1),
+    most_flushed=damage(flushed_share=0.1),
+    forward_max=1000.0,
+    format_max=65504.0,
+    training_gap=2.0,
+    training_noise_gap=0.1,
+    lost_share=0.1,
+)
+GAP = {"training_gap": 50.0}
+CASES: list[tuple[dict[str, Any], Verdict, str]] = [
+    ({}, "faithful", "sampling"),
+    ({"is_finite": False}, "unfaithful", "not finite"),
+    ({"is_finite": False, "has_safe_scale": False}, "unfaithful", "every loss scale"),
+    ({"is_training_finite": False}, "unfaithful", "no longer finite"),
+    ({"noise_ratio": 0.19}, "faithful", ""),
+    ({"noise_ratio": 0.25}, "doubtful", "0.25 times the noise"),
+    ({"noise_ratio": 0.5}, "unfaithful", "0.5 times the noise"),
+    ({"noise_ratio": 3.0}, "unfaithful", "3 times the noise"),
+    ({"flushed_share": 0.005}, "faithful", ""),
+    ({"flushed_share": 0.05}, "unfaithful", "5 % of the gradient's entries"),
+    ({"most_flushed": damage(flushed_share=0.4)}, "faithful", ""),
+    ({"most_flushed": damage(flushed_share=0.6)}, "unfaithful", "60 % of the gradient of body.weight"),
+    ({"noisiest": damage(noise_ratio=0.9)}, "faithful", ""),
+    ({"noisiest": damage(noise_ratio=1.5)}, "doubtful", "body.weight"),
+    ({"forward_max": 0.2 * 65504}, "faithful", ""),
+    ({"forward_max": 0.3 * 65504}, "unfaithful", "activations reach"),
+    ({"forward_max": 5e4, "format_max": 3.4e38}, "faithful", ""),
+    ({"forward_max": math.inf}, "faithful", ""),  # a mask, since the gradients are finite
+    ({"lost_share": 0.4}, "faithful", ""),
+    ({"lost_share": 0.6}, "doubtful", "60 % of the updates"),
+    ({**GAP, "training_noise_gap": 0.4}, "faithful", ""),  # no batch would notice it
+    ({**GAP, "training_noise_gap": 0.7}, "doubtful", "0.7 times the scatter"),
+    ({**GAP, "training_noise_gap": 1.5}, "unfaithful", "1.5 times the scatter"),
+    ({"training_gap": 4.0, "training_noise_gap": 9.0}, "faithful", ""),  # as far as fp32 is from itself
+    ({"training_gap": 6.0, "training_noise_gap": 9.0}, "unfaithful", "9 times the scatter"),
+    # Two hints that say nothing alone: found on a workload that was held out of setting the limits.
+    ({"noise_ratio": 0.15, "training_gap": 16.0}, "doubtful", "0.15"),
+    ({"noise_ratio": 0.09, "training_gap": 16.0}, "faithful", ""),
+    ({"noise_ratio": 0.15, "training_gap": 9.0}, "faithful", ""),
+    # The worst wins, and keeps its own reasons alone.
+    ({"noise_ratio": 0.25, "flushed_share": 0.5, "forward_max": 6e4}, "unfaithful", "activations"),
+]
+
+
+@pytest.mark.parametrize(("worse", "verdict", "says"), CASES)
+def test_where_the_limits_lie(worse: dict[str, Any], verdict: Verdict, says: str) -> None:
+    found = grade(FAITHFUL._replace(**worse))
+    assert found.verdict == verdict, found.reason
+    assert says in found.reason
+    assert verdict != "unfaithful" or worse.get("noise_ratio") != 0.25 or "noise between" not in found.reason
+
+
+def test_it_is_of_the_weights_only_where_nothing_as_bad_is_not() -> None:
+    assert grade(FAITHFUL._replace(lost_share=0.9)).is_of_weights
+    assert not grade(FAITHFUL._replace(lost_share=0.9, noise_ratio=0.25)).is_of_weights
+    assert not grade(FAITHFUL._replace(lost_share=0.9, noise_ratio=0.5)).is_of_weights
+
+
+RATIOS = st.floats(0, 1e3) | st.just(math.inf)
+SHARES = st.floats(0, 1)
+FINDINGS = st.builds(
+    Findings,
+    is_finite=st.booleans(),
+    is_reference_finite=st.booleans(),
+    has_safe_scale=st.booleans(),
+    noise_ratio=st.none() | RATIOS,
+    flushed_share=st.none() | SHARES,
+    noisiest=st.none() | st.builds(damage, RATIOS, SHARES),
+    most_flushed=st.none() | st.builds(damage, RATIOS, SHARES),
+    forward_max=st.none() | st.floats(0, 1e38),
+    format_max=st.sampled_from([65504.0, 3.4e38]),
+    is_training_finite=st.booleans(),
+    training_gap=st.none() | RATIOS,
+    training_noise_gap=st.none() | RATIOS,
+    lost_share=st.none() | SHARES,
+)
+
+
+@given(FINDINGS)
+def test_unchecked_where_fp32_is_not_finite_and_only_there_and_every_reason_is_a_clause(found: Findings) -> None:
+    graded = grade(found)
+    assert (graded.verdict == "unchecked") == (not found.is_reference_finite)
+    assert graded.reason.strip() == graded.reason != ""
+    assert not graded.reason.endswith(".")
+    assert not {"nan", "None"} & set(graded.reason.split())
+
+
+@given(FINDINGS.filter(lambda found: found.is_reference_finite), st.data())
+def test_a_worse_number_never_gives_a_better_verdict(found: Findings, data: st.DataObject) -> None:
+    def badness(**changes: Any) -> int:
+        return ORDER.index(grade(found._replace(**changes)).verdict)
+
+    numbers: dict[str, st.SearchStrategy[float]] = {
+        **dict.fromkeys(("noise_ratio", "training_gap", "training_noise_gap"), RATIOS),
+        **dict.fromkeys(("flushed_share", "lost_share"), SHARES),
+        "forward_max": st.floats(0, 1e38),
+    }
+    name = data.draw(st.sampled_from([*numbers, "noisiest", "most_flushed", "is_finite", "is_training_finite"]))
+    if name in numbers:
+        better, worse = sorted(data.draw(st.tuples(numbers[name], numbers[name])))
+        assert badness(**{name: worse}) >= badness(**{name: better}) >= badness(**{name: None})
+    elif name.startswith("is_"):
+        assert badness(**{name: False}) >= badness(**{name: True})
+    else:
+        (low, high), (few, many) = (sorted(data.draw(st.tuples(of, of))) for of in (RATIOS, SHARES))
+        assert badness(**{name: damage(high, many)}) >= badness(**{name: damage(low, few)})
+
+
+@given(st.sampled_from(PRECISIONS), st.sampled_from(get_args(Verdict)), st.sampled_from([(), ("head",)]), st.booleans())
+def test_there_is_always_something_to_do_next(
+    precision: Precision, verdict: Verdict, pins: tuple[str, ...], is_of_weights: bool
+) -> None:
+    said = next_step(precision, verdict, pins, is_of_weights=is_of_weights)
+    assert said[0].isupper()
+    assert said.endswith(".")
+    if verdict == "faithful":
+        assert precision in said
+    elif verdict == "unchecked":
+        assert "fp32" in said
+    elif is_of_weights:
+        assert "model.float()" in said
+    else:
+        assert ("pinned_modules=['head']" in said) == bool(pins)
+    plain = next_step(precision, "doubtful", ()), next_step(precision, "unfaithful", ())
+    assert plain[0] != plain[1]
