@@ -31,7 +31,7 @@ TICK_SECONDS = 0.1
 _MARK = "AUTOTUNE_AMP_PROCESS"
 _OUTPUT_TAIL_CHARACTERS = 4000
 _EXIT_SECONDS, _KILL_SECONDS = 10.0, 5.0
-_EXEC_SECONDS = 0.02  # a process that is just executing another program shows no environment, and so no mark
+_EXEC_SECONDS = 2.0  # a process that is just executing another program shows no environment, and so no mark
 _SERVER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from autotune_amp.isolation.server import main; main(sys.argv[2], int(sys.argv[3]))"
@@ -74,6 +74,7 @@ class Process:
         self._tail: deque[str] = deque(maxlen=64)
         self._num_oom_kills = 0
         self._folders: list[str] = []  # that a child makes and removes, unless it is killed
+        self._begun = time.time() - 1.0  # by a clock that may be set back a little
         try:
             self._popen = subprocess.Popen(  # noqa: S603 - our own interpreter and module
                 [sys.executable, "-c", _SERVER, json.dumps(sys.path), mode, str(os.getpid())],
@@ -206,9 +207,12 @@ class Process:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
-        _kill(_marked(self._mark))
-        time.sleep(_EXEC_SECONDS)
-        _kill(_marked(self._mark))
+        deadline = time.monotonic() + _EXEC_SECONDS
+        is_over = False
+        while not is_over and time.monotonic() < deadline:
+            marked, are_executing = _marked(self._mark, self._begun)
+            _kill(marked)
+            is_over = not marked and not are_executing  # else what they started meanwhile may be there
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
         for thread in self._threads:
@@ -277,14 +281,17 @@ def _kill(processes: list[psutil.Process]) -> None:
     psutil.wait_procs(processes, timeout=_KILL_SECONDS)
 
 
-def _marked(mark: str) -> list[psutil.Process]:
-    """The processes that inherited this mark."""
-    found = []
+def _marked(mark: str, begun: float) -> tuple[list[psutil.Process], bool]:
+    """The processes that inherited this mark, and whether any that began since `begun` shows no environment yet."""
+    found, are_executing = [], False
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(_MARK) == mark:
+            environment = process.environ()
+            if environment.get(_MARK) == mark:
                 found.append(process)
-    return found
+            elif not environment and process.create_time() >= begun and process.status() != psutil.STATUS_ZOMBIE:
+                are_executing = True
+    return found, are_executing
 
 
 def _count_oom_kills() -> int:

@@ -157,7 +157,11 @@ def test_functions_that_cannot_be_called_so_are_refused_before_anything_is_run(
     parts: dict[str, Any], call: str
 ) -> None:
     with pytest.raises(WorkloadError, match=re.escape(f"is called as {call}")) as caught:
-        worker.describe(Context(Job(**parts).workload, is_kept=False), Describe(device="cpu"), lambda event: None)
+        worker.describe(
+            Context(Job(**parts).workload, is_kept=False),
+            Describe(device="cpu", torch_state=torch_state.capture()),
+            lambda event: None,
+        )
     assert f"def {call}" in caught.value.next_step
 
 

@@ -130,6 +130,41 @@ def test_a_deadline_that_comes_near_ends_measuring_with_what_there_is(clock: Sim
     assert len(run(clock, Scripted(constant(2.0), deadline_seconds=10.0)).raw_step_seconds) == 1
 
 
+def test_seconds_of_compiling_are_not_measured_seconds(clock: SimpleNamespace) -> None:
+    """Neither those in a measured step, which is taken again, nor those of the warm-up."""
+    for scripted, expected in (
+        ([0.5] * 5 + [60.0] + [0.5] * 40, 8),  # in the third measured step
+        ([0.5, 60.0, *[0.1, 0.9] * 40], 10),  # before them: 4.2 s are up in the tenth
+    ):
+        compiled: list[float] = []
+
+        def seconds(scripted: list[float] = scripted, compiled: list[float] = compiled) -> Iterator[float]:
+            for value in scripted:
+                compiled += [value] if value == 60.0 else []
+                yield value
+
+        training = clock.training = Scripted(seconds(), measure_seconds=4.2, num_steps=(8, 40))
+        found = timing.time_steps(
+            training,  # type: ignore[arg-type]  # a scripted training
+            lambda number, seconds: None,
+            training.entered.append,
+            lambda compiled=compiled: len(compiled),  # type: ignore[misc]
+        )
+        assert max(found.raw_step_seconds) < 1.0
+        assert len(found.raw_step_seconds) == expected
+        assert found.num_compiling_steps == 1
+
+
+def test_what_a_deadline_cuts_off_a_burst_is_dropped_with_its_skips(clock: SimpleNamespace) -> None:
+    training = Scripted(constant(1.0), deadline_seconds=15.0)
+    training.num_loader_workers = 4
+    training.scaler = SimpleNamespace(get_backoff_factor=lambda: 0.5)
+    training.scales = [8.0] * 9 + [4.0, 2.0]  # the sixth and the seventh measured step are skipped
+    found = run(clock, training)
+    assert training.num_updates == 3 + 7
+    assert (len(found.raw_step_seconds), found.num_skips) == (4, 0)
+
+
 def test_a_slower_candidate_is_cut_after_five_steps(clock: SimpleNamespace) -> None:
     found = run(clock, Scripted(constant(1.3), cut_step_seconds=1.25))
     assert found.was_cut

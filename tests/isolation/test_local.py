@@ -1,0 +1,419 @@
+"""Real processes: forked, kept and fresh ones, and what is left of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from backend_contract import BackendContract, Made
+
+from autotune_amp.core.errors import BudgetTooSmallError, WorkloadError
+from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.local import Isolation, LocalBackend, Payload, can_fork
+from autotune_amp.isolation.process import ProcessEndedError, Watcher, _marked
+from autotune_amp.trial.jobs import Check, Describe, Trial
+
+needs_fork = pytest.mark.skipif(not can_fork(), reason="trials are not forked here")
+
+# What a batch does is said by its size.
+WORKLOAD = """
+import os, subprocess, sys, time
+import torch
+from torch import nn
+from autotune_amp import Workload
+
+print("imported in", os.getpid())
+print({name: os.environ.get(name) for name in ("OWN_TOKEN", "AUTOTUNE_AMP_TRIAL", "WANDB_MODE")})
+helper = subprocess.Popen(["sleep", "1000"])
+torch.set_num_threads(3)
+torch.ones(1 << 22).add_(1)
+
+def model():
+    print("built in", os.getpid())
+    return nn.Linear(4, 1)
+
+def loss(model, batch):
+    os.write(1, b'{"event": "exit", "status": 3}\\n')  # as a message would look, were it not the user's own print
+    os.kill(helper.pid, 0)
+    print("weight", model.weight.detach().flatten().tolist(), "in", os.getpid())
+    print("threads", torch.get_num_threads())
+    if len(batch) == 2:
+        torch.ones(1 << 28)
+    if len(batch) == 3:
+        raise ValueError("three")
+    if len(batch) == 5:
+        print("sleeper", subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
+        sys.stdout.flush()
+        os._exit(7)
+    if len(batch) == 6:
+        time.sleep(1000)
+    return model(batch).square().mean()
+
+def workload():
+    torch.backends.cudnn.benchmark = True
+    return Workload(model, loss, lambda size: torch.ones(size, 4), lambda p: torch.optim.SGD(p, lr=0.03))
+"""
+
+
+class Listener(Watcher):
+    def __init__(self) -> None:
+        self.text = ""
+        self.steps: list[int] = []
+
+    def output(self, text: str) -> None:
+        self.text += text
+
+    def step(self, num_steps: int, step_seconds: float) -> None:
+        self.steps.append(num_steps)
+
+    def words(self, first: str) -> list[str]:
+        """The last word of each line that begins so."""
+        return [line.split()[-1] for line in self.text.splitlines() if line.startswith(first)]
+
+
+class Opened:
+    """A backend whose workload is open, and who listens to it."""
+
+    def __init__(self, folder: Path, isolation: Isolation, *, text: str = WORKLOAD) -> None:
+        (folder / "train.py").write_text(text)
+        self.listener = Listener()
+        payload = Payload(target="train:workload", path=(str(folder), *sys.path))
+        self.backend = LocalBackend(payload, isolation, self.listener)
+        self.loaded_state = self.backend.load(60)
+        self.state, self.why_not_forked = self.backend.open("cpu", None, 60)
+
+    def trial(self, batch_size: int = 4, **fields: Any) -> Trial:
+        candidate = Setting(precision="fp32", batch_size=batch_size)
+        return Trial(candidate=candidate, device="cpu", torch_state=self.state, num_steps=(1, 1), **fields)
+
+    def run(self, batch_size: int = 4, **fields: Any) -> Measurement | Failure:
+        return self.backend.submit(self.trial(batch_size, **fields)).result()
+
+    def failure(self, batch_size: int, **fields: Any) -> Failure:
+        found = self.run(batch_size, **fields)
+        assert isinstance(found, Failure), found
+        return found
+
+    @property
+    def made(self) -> Made:
+        check = Check(what="fidelity", precision="bf16", batch_size=8, device="cpu", torch_state=self.state)
+        return Made(self.backend, self.trial(), self.trial(3), "workload_error", check)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left() -> Iterator[None]:
+    before = threading.active_count()
+    yield
+    assert psutil.Process().children(recursive=True) == []
+    assert threading.active_count() == before
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    if not can_fork():
+        pytest.skip("trials are not forked here")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OWN_TOKEN", "secret")
+        made = Opened(tmp_path_factory.mktemp("forked"), "forked")
+    with made.backend:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    made = Opened(tmp_path_factory.mktemp("kept"), "kept")
+    with made.backend:
+        yield made
+
+
+class TestForked(BackendContract):
+    @pytest.fixture
+    def made(self, forked: Opened) -> Made:
+        return forked.made
+
+    @pytest.fixture
+    def new(self, tmp_path: Path, forked: Opened) -> Iterator[Made]:
+        made = Opened(tmp_path, "forked")
+        with made.backend:
+            yield made.made
+
+
+class TestKept(BackendContract):
+    @pytest.fixture
+    def made(self, kept: Opened) -> Made:
+        return kept.made
+
+
+@pytest.mark.slow
+class TestFresh(BackendContract):
+    @pytest.fixture(scope="class")
+    def fresh(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+        made = Opened(tmp_path_factory.mktemp("fresh"), "fresh")
+        with made.backend:
+            yield made
+
+    @pytest.fixture
+    def made(self, fresh: Opened) -> Made:
+        return fresh.made
+
+    def test_each_trial_has_a_process_of_its_own(self, fresh: Opened) -> None:
+        fresh.backend.close()
+        before = len(set(fresh.listener.words("imported in")))
+        for _ in range(2):
+            handle = fresh.backend.submit(fresh.trial())
+            assert isinstance(handle.result(), Measurement)
+            assert handle.start_seconds
+        assert len(set(fresh.listener.words("imported in"))) == before + 2
+
+
+def test_a_template_loads_once_and_forks_for_each_trial(forked: Opened) -> None:
+    listener = forked.listener
+    num_imported, num_built = len(listener.words("imported")), len(listener.words("built"))
+    listener.steps.clear()
+    for _ in range(2):
+        handle = forked.backend.submit(forked.trial())
+        assert isinstance(handle.result(), Measurement)
+        assert handle.start_seconds is None
+    assert len(listener.words("imported")) == num_imported
+    assert len(set(listener.words("built")[num_built:])) == 2
+    assert listener.steps == [0, 0, 0, 1] * 2
+
+
+def test_a_kept_worker_builds_once_and_starts_each_trial_from_the_first_weights(kept: Opened) -> None:
+    assert isinstance(kept.run(), Measurement)
+    kept.listener.text = ""
+    for _ in range(2):
+        handle = kept.backend.submit(kept.trial())
+        assert isinstance(handle.result(), Measurement)
+        assert handle.start_seconds == 0.0
+    assert kept.listener.words("built in") == []
+    weights = [line.split(" in ")[0] for line in kept.listener.text.splitlines() if line.startswith("weight")]
+    assert weights[0] == weights[4]
+    assert len(set(weights)) == 4
+
+
+def test_failures_are_told_apart(forked: Opened) -> None:
+    raised = forked.failure(3)
+    assert (raised.kind, raised.message) == ("workload_error", "ValueError: three")
+    assert 'raise ValueError("three")' in (raised.details or "")
+    ended = forked.failure(5)
+    assert ended.kind == "crash"
+    assert "status 7" in ended.message
+    hung = forked.failure(6, first_step_deadline_seconds=0.5)
+    assert hung.kind == "timeout"
+    assert "0.5 s (in the first step)" in hung.message
+    late = forked.failure(6, deadline_seconds=1.5)
+    assert late.kind == "timeout"
+    assert "its time was up" in late.message
+
+
+def test_what_a_dying_trial_leaves_in_another_session_is_ended(forked: Opened) -> None:
+    assert forked.failure(5).kind == "crash"
+    sleeper = int(forked.listener.words("sleeper")[-1])
+    assert not psutil.pid_exists(sleeper) or psutil.Process(sleeper).status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_a_dying_kept_worker_leaves_is_ended_too(kept: Opened) -> None:
+    ended = kept.failure(5)
+    assert ended.kind == "crash"
+    assert "status 7" in ended.message
+    sleeper = int(kept.listener.words("sleeper")[-1])
+    assert not psutil.pid_exists(sleeper) or psutil.Process(sleeper).status() == psutil.STATUS_ZOMBIE
+
+
+def test_prints_that_look_like_messages_are_the_users_output(forked: Opened) -> None:
+    assert isinstance(forked.run(), Measurement)
+    assert '{"event": "exit", "status": 3}' in forked.listener.text
+
+
+def test_what_the_users_function_set_is_taken_over(forked: Opened) -> None:
+    assert forked.loaded_state["cudnn.benchmark"] is False
+    assert forked.state["cudnn.benchmark"] is True
+
+
+def test_the_threads_a_workload_asks_for_are_those_of_its_trials(forked: Opened) -> None:
+    assert forked.why_not_forked is None, "the template stays at one thread whatever the workload's code asks for"
+    assert forked.state["num_threads"] == 3
+    assert isinstance(forked.run(), Measurement)
+    assert set(forked.listener.words("threads")) == {"3"}
+
+
+def test_trackers_are_off_and_the_environment_is_inherited(forked: Opened) -> None:
+    assert "{'OWN_TOKEN': 'secret', 'AUTOTUNE_AMP_TRIAL': '1', 'WANDB_MODE': 'disabled'}" in forked.listener.text
+    assert "AUTOTUNE_AMP_TRIAL" not in os.environ
+
+
+def test_a_trial_over_its_memory_limit_fails_cleanly(forked: Opened) -> None:
+    assert forked.failure(2, memory_limit_bytes=1 << 29).kind == "oom"
+    assert isinstance(forked.run(4, memory_limit_bytes=1 << 29), Measurement)
+
+
+def test_a_result_that_cannot_be_read_is_a_crash(forked: Opened) -> None:
+    """As a number that is none, where there must be one."""
+
+    class Misread(Describe, frozen=True, kw_only=True):
+        answer = int
+
+        @classmethod
+        def kind(cls) -> str:
+            return Describe.kind()
+
+    found = forked.backend.submit(Misread(device="cpu", torch_state=forked.state)).result()
+    assert isinstance(found, Failure)
+    assert found.kind == "crash"
+    assert "cannot be read" in found.message
+
+
+def test_a_killed_template_is_started_again(forked: Opened) -> None:
+    (template,) = psutil.Process().children()
+    template.kill()
+    template.wait()
+    assert isinstance(forked.run(), Measurement)
+
+
+def test_a_module_that_crashes_while_loading_is_named_with_its_signal(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match="SIGKILL"):
+        Opened(tmp_path, "kept", text="import os; os.kill(os.getpid(), 9)")
+
+
+@pytest.mark.slow
+def test_a_fresh_and_a_forked_trial_agree_on_memory_that_is_the_models(tmp_path: Path) -> None:
+    text = WORKLOAD.replace(
+        "return nn.Linear(4, 1)", "return nn.Sequential(nn.Linear(4, 1), nn.Embedding(1 << 16, 512))"
+    )
+    text = text.replace("model.weight", "model[0].weight").replace("model(batch)", "model[0](batch)")
+    counted, peaks = {}, {}  # the table is 128 MiB
+    isolations: tuple[Isolation, ...] = ("forked", "kept", "fresh")
+    for isolation in isolations:
+        made = Opened(tmp_path, isolation, text=text)
+        with made.backend:
+            found = [made.run() for _ in range(2)]
+        measured = [outcome for outcome in found if isinstance(outcome, Measurement)]
+        counted[isolation] = [outcome.reserved_memory_bytes / 2**20 for outcome in measured]
+        peaks[isolation] = measured[0].peak_memory_bytes
+    assert counted["forked"] == pytest.approx(counted["fresh"], abs=40)
+    assert counted["forked"][1] > 120
+    assert counted["kept"][1] > 120
+    assert peaks["forked"] == pytest.approx(peaks["fresh"], rel=0.1)
+
+
+class Scripted:
+    """A process that gives one answer after the other, and notes what it was sent."""
+
+    answers: Iterator[Any]
+    sent: list[dict[str, Any]]
+
+    def __init__(self, mode: str, environment: dict[str, str], watcher: Watcher) -> None:
+        """Nothing is started."""
+
+    def is_alive(self) -> bool:
+        return True
+
+    def send(self, message: dict[str, Any], data: bytes = b"") -> None:
+        self.sent.append(message)
+
+    def wait(self, *_: Any, **__: Any) -> Any:
+        answer = next(self.answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def end(self) -> None:
+        """Nothing to end."""
+
+
+READY: tuple[Any, ...] = (None, {}, {"torch_state": {}, "why_not_forked": None})
+OVERDUE = ProcessEndedError(Failure(kind="timeout", message="it took too long"))
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, isolation: Isolation, *answers: Any) -> tuple[LocalBackend, Any]:
+    monkeypatch.setattr("autotune_amp.isolation.local.Process", Scripted)
+    Scripted.answers, Scripted.sent = iter(answers), []
+    return LocalBackend(Payload(target=None, path=()), isolation, Watcher()), Scripted.sent
+
+
+CUDA_TRIAL = Trial(candidate=Setting(precision="fp32", batch_size=4), device="cuda:1", deadline_seconds=60.0)
+CHECK = Check(what="fidelity", precision="bf16", batch_size=8, device="cpu")
+
+
+def test_a_process_opens_the_workload_for_the_trials_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that "cuda" in the user's function means that one; nobody else has told a backend of fresh processes."""
+    backend, sent = scripted(monkeypatch, "fresh", *READY, {"outcome": "failure", "kind": "crash", "message": "made"})
+    assert isinstance(backend.submit(CUDA_TRIAL).result(), Failure)
+    assert [(message["cmd"], message.get("device")) for message in sent][1] == ("open", "cuda:1")
+
+
+def test_time_that_ends_while_loading_is_a_small_budget_or_the_trials_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, _ = scripted(monkeypatch, "kept", None, OVERDUE)
+    with pytest.raises(BudgetTooSmallError):
+        backend.load(6.0)
+    backend, _ = scripted(monkeypatch, "fresh", None, OVERDUE)
+    found = backend.submit(CUDA_TRIAL).result()
+    assert isinstance(found, Failure)
+    assert found.kind == "timeout"
+    backend, _ = scripted(monkeypatch, "fresh", None, OVERDUE)
+    with pytest.raises(BudgetTooSmallError):
+        backend.submit(Describe(device="cpu")).result()
+
+
+def test_a_check_halves_its_batch_in_the_time_that_is_left_and_keeps_what_it_had_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full = {"outcome": "failure", "kind": "oom", "message": "full"}
+    backend, sent = scripted(monkeypatch, "forked", *READY, full, full, full, full)
+    unchecked = backend.submit(CHECK).result()
+    assert [message["job"]["batch_size"] for message in sent if message["cmd"] == "run"] == [8, 4, 2, 1]
+    assert (getattr(unchecked, "verdict", None), getattr(unchecked, "batch_size", None)) == ("unchecked", 1)
+    so_far = msgspec.to_builtins(CHECK.unchecked(Failure(kind="timeout", message="made")))
+    ended = ProcessEndedError(Failure(kind="crash", message="it died"), so_far)
+    backend, _ = scripted(monkeypatch, "forked", *READY, ended)
+    assert getattr(backend.submit(CHECK).result(), "verdict", None) == "unchecked"
+    calibration = msgspec.structs.replace(CHECK, what="calibration", batch_size=1)
+    backend, _ = scripted(monkeypatch, "forked", *READY, full)
+    assert getattr(backend.submit(calibration).result(), "kind", None) == "oom"
+
+
+def test_a_measurement_outlives_an_evaluation_that_was_too_long_and_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = {
+        "step_seconds": 1.0,
+        "step_seconds_interval": (1.0, 1.0),
+        "samples_per_second": 4.0,
+        "data_seconds": 0.0,
+        "peak_memory_bytes": 1,
+        "reserved_memory_bytes": 1,
+        "raw_step_seconds": (1.0,),
+        "build_seconds": 0.0,
+        "context_seconds": 0.0,
+        "first_step_seconds": 1.0,
+        "outcome": "measurement",
+    }
+    for kind, expected in (("timeout", Measurement), ("crash", Failure)):
+        ended = ProcessEndedError(Failure(kind=kind, message="made"), measured)  # type: ignore[arg-type]
+        backend, _ = scripted(monkeypatch, "forked", *READY, ended)
+        assert type(backend.submit(CUDA_TRIAL).result()) is expected
+
+
+def test_a_process_that_shows_no_environment_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As between the start of a program and its first instruction: what a trial left would outlive the search."""
+
+    def process(environment: dict[str, str], begun: float = 5.0, status: str = psutil.STATUS_SLEEPING) -> Any:
+        return SimpleNamespace(environ=lambda: environment, create_time=lambda: begun, status=lambda: status)
+
+    ours, other = process({"AUTOTUNE_AMP_PROCESS": "mark"}), process({"AUTOTUNE_AMP_PROCESS": "another"})
+    for processes, expected in (
+        ([ours, other], ([ours], False)),
+        ([process({})], ([], True)),
+        ([process({}, begun=1.0)], ([], False)),
+        ([process({}, status=psutil.STATUS_ZOMBIE)], ([], False)),
+    ):
+        monkeypatch.setattr(psutil, "process_iter", lambda processes=processes: processes)
+        assert _marked("mark", 2.0) == expected

@@ -1,0 +1,129 @@
+"""How long a process may take for what, and what its end means: on scripted messages and a clock of their own."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autotune_amp.core.job import Deadlines
+from autotune_amp.core.outcome import Failure
+from autotune_amp.isolation import process
+from autotune_amp.isolation.process import Process, ProcessEndedError, Watcher
+
+FIRST, DONE = {"event": "first step"}, {"event": "result", "value": 5}
+STEP, COMPILING = {"event": "step", "number": 1, "seconds": 0.1}, {"event": "compiling"}
+SO_FAR = {"event": "so far", "value": 3}
+DEADLINES = Deadlines(first_step_seconds=10.0, step_seconds=2.0)
+
+
+class Script(Process):
+    """Says each message so many seconds after the one before; then it goes on without a word, or has ended."""
+
+    def __init__(self, *messages: tuple[float, dict[str, Any] | None]) -> None:
+        self.now = 0.0
+        self.left = deque(messages)
+        self.sent: list[str] = []
+        self.status = 0
+        self._watcher = Watcher()
+        self._tail = deque(["last words"])
+        self._folders = []
+
+    def _next_message(self) -> dict[str, Any] | None:
+        seconds, message = self.left[0] if self.left else (math.inf, {})
+        if seconds > 0.5:  # a tick
+            self.now += 0.5
+            if self.left:
+                self.left[0] = seconds - 0.5, message
+            return {}
+        self.now += seconds
+        self.left.popleft()
+        return message
+
+    def _drain_output(self) -> None:
+        """Nothing is printed."""
+
+    def _kill_child(self) -> None:
+        self.sent.append("kill")
+
+    def _end_status(self) -> int:
+        return self.status
+
+    def waited(self, until: float | None, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+        monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: self.now))
+        return self.wait(until, DEADLINES, **options)
+
+    def failure(self, until: float | None, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Failure:
+        with pytest.raises(ProcessEndedError) as caught:
+            self.waited(until, monkeypatch, **options)
+        return caught.value.failure
+
+
+@pytest.mark.parametrize(
+    ("messages", "until", "ends_at"),
+    [
+        ([(30.0, FIRST), (9.0, STEP), (1.5, STEP), (1.5, DONE)], 100.0, None),  # building has no deadline of its own
+        ([(1.0, FIRST), (12.0, STEP)], 100.0, 11.0),
+        ([(1.0, FIRST), (1.0, STEP), (5.0, STEP)], 100.0, 4.0),
+        ([(1.0, FIRST), (1.0, STEP), (1.5, SO_FAR), (1.5, STEP)], 100.0, 4.0),  # which is no sign of a step
+        ([(30.0, FIRST)], 20.0, 20.0),
+        ([(1.0, FIRST), (1.0, COMPILING), (48.0, STEP), (1.0, DONE)], 100.0, None),  # half of what is left
+        ([(1.0, FIRST), (1.0, COMPILING), (60.0, STEP)], 100.0, 51.0),
+        ([(1.0, FIRST), (1.0, COMPILING), (60.0, STEP)], 8.0, 8.0),
+        ([(1.0, FIRST), (1.0, STEP), (1.0, {"event": "phase", "name": "evaluating", "seconds": 7.0})], 100.0, 10.0),
+        ([(1.0, FIRST), (1.0, STEP), (1.0, {"event": "phase", "name": "a step on the worst batch"})], 40.0, 40.0),
+    ],
+)
+def test_what_each_part_of_a_job_may_take(
+    messages: Any, until: float, ends_at: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = Script(*messages)
+    if ends_at is None:
+        assert script.waited(until, monkeypatch) == 5
+        return
+    assert script.failure(until, monkeypatch).kind == "timeout"
+    assert ends_at < script.now <= ends_at + 0.5
+
+
+def test_a_template_kills_a_child_that_is_late_and_one_that_answered_and_does_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late = Script((1.0, FIRST))
+    assert late.failure(5.0, monkeypatch, ends_with_exit=True).kind == "timeout"
+    answered = Script((1.0, DONE))
+    assert answered.waited(100.0, monkeypatch, ends_with_exit=True) == 5
+    ended = Script((1.0, DONE), (1.0, {"event": "exit", "status": 0}))
+    assert ended.waited(100.0, monkeypatch, ends_with_exit=True) == 5
+    assert (late.sent, answered.sent, ended.sent) == (["kill"], ["kill"], [])
+
+
+@pytest.mark.parametrize(
+    ("status", "num_oom_kills", "kind", "word"),
+    [
+        (-signal.SIGKILL, (3, 4), "oom", "memory"),
+        (-signal.SIGKILL, (3, 3), "crash", "SIGKILL"),
+        (-signal.SIGSEGV, (3, 4), "crash", "segmentation fault"),  # another process was out of memory meanwhile
+        (7, (3, 3), "crash", "status 7"),
+        (0, (3, 3), "crash", "before it reported"),
+    ],
+)
+@pytest.mark.parametrize("is_forked", [True, False])
+def test_how_a_process_ended_says_why(
+    status: int,
+    num_oom_kills: tuple[int, int],
+    kind: str,
+    word: str,
+    is_forked: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted = iter(num_oom_kills)
+    monkeypatch.setattr(process, "_count_oom_kills", lambda: next(counted))
+    script = Script((1.0, {"event": "exit", "status": status} if is_forked else None))
+    script.status = status
+    found = script.failure(100.0, monkeypatch, ends_with_exit=is_forked)
+    assert found.kind == kind
+    assert word in found.message
