@@ -36,19 +36,14 @@ LAYERS = (
 # What still breaks a rule below: entries are only ever taken out.
 UPWARD = {
     ("commands.profile", "api"),
-    ("isolation.server", "profile.child"),
-    ("isolation.server", "profile.spec"),
-    ("profile.results", "report.profile"),
 }
 IN_CIRCLES = {
-    *("fingerprint.definitions", "fingerprint.instances", "fingerprint.live", "fingerprint.sources"),
-    *("fingerprint.values", "fingerprint.walk"),
-    *("report.live", "report.progress", "profile.results", "report.profile", "search.flow", "search.steps"),
+    *("search.flow", "search.steps"),
     *("search.accumulate", "search.conditions", "search.evidence", "search.loss_scales", "search.objective"),
     *("search.seeding", "search.session", "search.space", "search.told", "search.verdicts"),
 }
-CROWDED = {"numerics", "runtime", "search", "trial"}
-NAMED_LIKE_THE_STANDARD_LIBRARY = {"code", "profile", "trace"}
+CROWDED = {"search"}
+NAMED_LIKE_THE_STANDARD_LIBRARY = {"profile", "trace"}
 
 # Files that run in a parent, or that a parent reads, know no torch; only the study knows Optuna.
 WITHOUT_TORCH = (

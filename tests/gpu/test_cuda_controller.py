@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autotune_amp import AmpConfig, LossScale, PrecisionController
 from autotune_amp.core.config import Precision
 from autotune_amp.runtime import run_log
-from autotune_amp.runtime.lag import LAG_UPDATES
+from autotune_amp.runtime.scaler import LAG_UPDATES
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"

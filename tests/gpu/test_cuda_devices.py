@@ -24,7 +24,7 @@ from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.local import LocalBackend, Payload
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.precision import torch_state
-from autotune_amp.runtime.lag import LaggedReader
+from autotune_amp.runtime.scaler import LaggedReader
 from autotune_amp.trial import worker
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.jobs import Trial
@@ -139,7 +139,7 @@ def test_bf16_is_withdrawn_where_the_controllers_own_card_only_emulates_it(virtu
 from autotune_amp import AmpConfig, LossScale, PrecisionController
 
 config = AmpConfig(precision="fp16", batch_size=8, loss_scale=LossScale(), fallback=("bf16", "fp32"))
-print([list(PrecisionController(config, f"cuda:{card}")._steering.policy.withdrawn) for card in range(2)])
+print([list(PrecisionController(config, f"cuda:{card}")._policy.withdrawn) for card in range(2)])
 """
     assert run(code, virtual_machine(num=2, cc="7.5,8.0")) == "[['bf16'], []]"
 

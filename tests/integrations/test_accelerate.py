@@ -23,7 +23,6 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.integrations.accelerate import AutotuneAccelerator, grad_scaler_kwargs
 from autotune_amp.precision.forward_wrapper import player_of
 from autotune_amp.precision.mode import is_pinned
-from autotune_amp.runtime import run_log
 from autotune_amp.runtime.controller import PrecisionController
 
 
@@ -188,20 +187,6 @@ def test_two_optimizers_of_one_backward_pass_step_at_the_same_scale() -> None:
     assert same(nets[0], nets[1])
 
 
-def test_optimizers_that_take_turns_have_windows_of_their_own() -> None:
-    accelerator = AutotuneAccelerator(fp16(fallback=[]), cpu=True)
-    one, other = Net(), Net()
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (one, other)]
-    first, second, *prepared = accelerator.prepare(one, other, *optimizers)
-    for batch in batches_of(inputs(3)):
-        for model, optimizer in zip((first, second), prepared, strict=True):
-            optimizer.zero_grad()
-            accelerator.backward(loss_of(model, batch))
-            optimizer.step()
-    assert {*one.dtypes, *other.dtypes} == {torch.float16}
-    assert accelerator.controller.status().num_updates == 5  # the last turn ends when the next one begins
-
-
 @pytest.mark.parametrize("free", ["free_memory", "clear"])
 def test_what_is_prepared_after_free_memory_begins_anew(free: str) -> None:
     config = fp16(pinned_modules=["second"], fallback=["bf16"])
@@ -224,17 +209,6 @@ def test_what_is_prepared_after_free_memory_begins_anew(free: str) -> None:
         del net, model, optimizer
         gc.collect()
         assert reference() is None
-
-
-def test_a_model_that_is_prepared_again_after_free_memory_is_pinned_again() -> None:
-    run = Run(fp16(pinned_modules=["second"])).over(inputs(2))
-    first = run.accelerator.controller
-    run.accelerator.free_memory()
-    run.accelerator.prepare(run.model, run.optimizer)
-    run.train(batches_of(inputs(3)))
-    assert is_pinned(run.net.second)
-    assert set(run.net.dtypes) == {torch.float16}
-    assert (first.status().num_updates, run.accelerator.controller.status().num_updates) == (2, 3)
 
 
 def test_windows_take_up_the_batch_size_of_a_fallback() -> None:
@@ -317,12 +291,3 @@ def test_a_plain_accelerator_takes_the_scaler_arguments() -> None:
     found = (made.get_scale(), made.get_growth_factor(), made.get_backoff_factor(), made.get_growth_interval())
     assert found == (512.0, 4.0, 0.25, 7)
     assert grad_scaler_kwargs(AmpConfig(precision="bf16", batch_size=4)).enabled is False
-
-
-def test_the_controllers_options_reach_it(tmp_path: Path) -> None:
-    samples = inputs(20)
-    samples[4 * 4 :] = torch.nan
-    log = tmp_path / "run.jsonl"
-    run = Run(fp16(), controller_options={"run_log": log, "halt": False}).over(samples)
-    assert run.accelerator.controller.status().num_skips == 16  # it goes on, where it would stop after ten
-    assert run_log.read(log).begin.config == fp16()

@@ -1,30 +1,32 @@
-"""AutotuneTrainer in real trainings: the precision inside the model's forward, demotion, checkpoints, refusals."""
+"""AutotuneTrainer in real trainings: precision in the model's forward, demotion, stops, checkpoints, arguments."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from trainer_samples import (
-    BATCH,
-    Notes,
-    StepNumbers,
-    all_finite,
-    arguments,
-    fp16,
-    halved,
-    rows,
-    trainer,
+from trainer_samples import BATCH, Notes, StepNumbers, all_finite, arguments, fp16, halved, rows, trainer
+from transformers import (
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
 )
-from transformers import Trainer, TrainingArguments
 
 from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan, LossScale
-from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
 from autotune_amp.integrations.transformers import AutotuneTrainer
+from autotune_amp.runtime import run_log
 
 HALF = {"fp16": (torch.float16, torch.float16), "bf16": (torch.bfloat16, torch.bfloat16), "fp32": (None, torch.float32)}
 
@@ -110,9 +112,8 @@ def test_gradients_are_clipped_unscaled(tmp_path: Path) -> None:
     assert norms[0] == pytest.approx(norms[1], rel=0.02)
 
 
-@pytest.mark.parametrize("num_rows", [4 * BATCH, 4 * BATCH - 1])  # the last batch then splits into 2 and 1
-def test_a_fallback_in_a_smaller_batch_splits_the_batches_and_learns_the_same(tmp_path: Path, num_rows: int) -> None:
-    data = rows(num_rows)
+def test_a_fallback_in_a_smaller_batch_splits_the_batches_and_learns_the_same(tmp_path: Path) -> None:
+    data = rows(4 * BATCH - 1)  # the last batch splits into 2 and 1
     plain = AmpConfig(precision="fp32", batch_size=BATCH, accumulation_steps=2)
     config = AmpConfig(precision="bf16", batch_size=BATCH, accumulation_steps=2, fallback=[halved(plain)])
     ours = trainer(config, tmp_path, data, num_train_epochs=1)
@@ -207,11 +208,201 @@ def test_a_fallback_that_the_loop_cannot_follow_is_refused_unless_it_stops(tmp_p
     trainer(config, tmp_path, rows(BATCH), controller_options={"on_demotion": "checkpoint_and_stop"})
 
 
-def test_the_config_decides_its_own_arguments_and_leaves_the_rest(tmp_path: Path) -> None:
-    made = AmpConfig(precision="fp32", batch_size=3).to_training_arguments(output_dir=str(tmp_path), use_cpu=True)
-    assert isinstance(made, TrainingArguments)
-    assert (made.per_device_train_batch_size, made.dataloader_num_workers, made.mixed_precision) == (3, 0, "no")
-    with pytest.raises(InvalidRequestError, match="bf16=True: the config decides that"):
-        fp16().to_training_arguments(output_dir=str(tmp_path), bf16=True)
-    with pytest.raises(InvalidRequestError, match="no fp8"):
-        AmpConfig(precision="fp8", batch_size=1).to_training_arguments(output_dir=str(tmp_path))
+STOP = {"on_demotion": "checkpoint_and_stop"}
+LARGE = range(3 * BATCH, 5 * BATCH)
+
+
+def test_a_rung_that_the_loop_cannot_follow_is_not_gone_on_with(tmp_path: Path) -> None:
+    config = fp16(FallbackPlan(precision="fp32", batch_size=BATCH, accumulation_steps=2))
+    data = rows(8 * BATCH, large=LARGE)
+    run, resumed = (trainer(config, tmp_path, data, max_steps=8, controller_options=STOP) for _ in range(2))
+    with pytest.raises(DemotedError, match=r"checkpoint-5 is its checkpoint.*resume_from_checkpoint='.*checkpoint-5'"):
+        run.train()
+    for again, checkpoint in ((resumed, True), (run, True), (run, None)):
+        again.model.runs.clear()
+        with pytest.raises(DemotedError, match=f"batch size {BATCH} and 2 accumulation steps") as raised:
+            again.train(resume_from_checkpoint=checkpoint)
+        assert (raised.value.config.accumulation_steps, again.model.runs) == (2, {})
+
+
+def test_a_run_without_a_rung_left_saves_a_checkpoint_before_it_stops(tmp_path: Path) -> None:
+    run = trainer(fp16(fallback=()), tmp_path, rows(8 * BATCH, large=LARGE), max_steps=8)
+    with pytest.raises(NoRungFitsError, match="checkpoint-5 is its checkpoint"):
+        run.train()
+    assert (tmp_path / "checkpoint-5" / "scaler.pt").exists()
+    assert all_finite(run.model)
+
+
+@pytest.mark.parametrize("is_resumed", [True, False])
+def test_a_stopped_trainer_stops_again_until_the_data_are_mended(tmp_path: Path, is_resumed: bool) -> None:
+    checkpoint = str(tmp_path / "checkpoint-12") if is_resumed else None
+    data = rows(4 * BATCH)
+    sound = [row["inputs"] for row in data]
+    for row in data:
+        row["inputs"] = row["inputs"] * torch.nan
+    run = trainer(AmpConfig(precision="bf16", batch_size=BATCH), tmp_path, data, max_steps=24)
+    with pytest.raises(NotPrecisionError, match="checkpoint-12 is its checkpoint"):
+        run.train()
+    with pytest.raises(NotPrecisionError, match=f"checkpoint-{22 if is_resumed else 10} is its checkpoint"):
+        run.train(resume_from_checkpoint=checkpoint)
+    for row, inputs in zip(data, sound, strict=True):
+        row["inputs"] = inputs
+    run.train(resume_from_checkpoint=checkpoint)
+    status = run.controller.status()
+    assert run.state.global_step == 24
+    assert (status.num_steps, status.num_skips) == ((12, 12) if is_resumed else (24, 22))
+    assert all_finite(run.model)
+
+
+def test_a_second_training_goes_on_with_the_pins_and_the_scale_of_the_first(tmp_path: Path) -> None:
+    scale = LossScale(init_scale=1024.0, growth_interval=3)
+    run = trainer(fp16(loss_scale=scale, pinned_modules=("one",)), tmp_path, rows(4 * BATCH), max_steps=4)
+    for num_updates, expected in ((4, 2048.0), (8, 4096.0)):
+        run.model.runs.clear()
+        run.train()
+        assert run.model.runs == {step: {(torch.float16, torch.float32, BATCH)} for step in range(4)}
+        status = run.controller.status()
+        assert (status.num_updates, status.num_steps, status.scale) == (num_updates, num_updates, expected)
+        assert (status.pinned_modules, status.history) == (("one",), ())
+
+
+def test_an_interrupted_training_can_be_begun_again(tmp_path: Path) -> None:
+    class Interrupt(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    run = trainer(fp16(accumulation_steps=2), tmp_path, rows(4 * BATCH), max_steps=2)
+    run.add_callback(Interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    run.remove_callback(Interrupt)
+    run.train()
+    assert (run.controller.status().num_steps, run.controller.status().num_skips) == (2, 0)
+
+
+def test_an_overflow_in_the_first_pass_of_a_window_demotes_at_once(tmp_path: Path) -> None:
+    data = rows(16 * BATCH)
+    for row in (*data[8 * BATCH : 9 * BATCH], *data[10 * BATCH : 11 * BATCH]):
+        row["inputs"] *= 1e6
+    run = trainer(fp16(accumulation_steps=2), tmp_path, data, max_steps=8)
+    run.train()
+    (move,) = run.controller.status().history
+    assert (move.kind, move.update, move.after) == ("demotion", 6, "bf16")
+    assert all_finite(run.model)
+
+
+def with_model_init(folder: Path, **options: Any) -> Any:
+    recommendation: Any = SimpleNamespace(config=fp16())
+    return AutotuneTrainer(
+        model_init=Notes,
+        args=arguments(fp16(), folder, max_steps=6, **options),
+        train_dataset=rows(6 * BATCH, large=LARGE),
+        eval_dataset=rows(BATCH),
+        callbacks=[StepNumbers()],
+        amp_config=recommendation,
+    )
+
+
+def test_a_second_training_of_a_new_model_begins_with_the_config(tmp_path: Path) -> None:
+    run = with_model_init(tmp_path)
+    run.train()
+    first, model = run.controller, run.model
+    run.train()
+    assert run.controller is run.accelerator.scaler is not first
+    assert run.model is not model
+    assert run.model.runs == model.runs
+    assert [entry["amp/rung"] for entry in run.state.log_history[:6]] == [0] * 4 + [1] * 2
+    assert run.controller.status().num_updates == 6
+
+
+def test_the_controllers_options_reach_it(tmp_path: Path) -> None:
+    data = rows(20 * BATCH)
+    for row in data[4 * BATCH :]:
+        row["inputs"] = torch.full_like(row["inputs"], torch.nan)
+    log = tmp_path / "run.jsonl"
+    run = trainer(fp16(), tmp_path, data, max_steps=20, controller_options={"run_log": log, "halt": False})
+    run.train()
+    assert run.controller.status().num_skips == 16  # it goes on, where it would stop after ten
+    assert run_log.read(log).begin.config == fp16()
+
+
+CONFIG = AmpConfig(precision="bf16", batch_size=BATCH, accumulation_steps=2, num_workers=0)
+
+
+def seq2seq(folder: Path, **options: Any) -> Seq2SeqTrainingArguments:
+    """Today's arguments: in fp16, with settings that are to survive."""
+    plain: dict[str, Any] = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+    today: dict[str, Any] = {"fp16": True, "per_device_train_batch_size": 32, "gradient_accumulation_steps": 5}
+    kept: dict[str, Any] = {"learning_rate": 0.003, "optim": "adafactor", "lr_scheduler_type": "cosine"}
+    kept |= {"warmup_steps": 2, "weight_decay": 0.1, "predict_with_generate": True, "generation_max_length": 6}
+    return Seq2SeqTrainingArguments(str(folder), **plain, **today, **kept, **options)
+
+
+def values(args: TrainingArguments) -> dict[str, Any]:
+    return {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
+
+
+def test_only_what_the_config_decides_and_what_is_named_changes(tmp_path: Path) -> None:
+    workers = {"dataloader_num_workers": 2, "dataloader_prefetch_factor": 4, "dataloader_persistent_workers": True}
+    today = seq2seq(tmp_path, **workers)
+    before = copy.copy(vars(today))
+    made = CONFIG.to_training_arguments(like=today, max_steps=3)
+    assert type(made) is Seq2SeqTrainingArguments
+    assert vars(today) == before
+    old, new = values(today), values(made)
+    assert {name: value for name, value in new.items() if value != old[name]} == {
+        "per_device_train_batch_size": BATCH,
+        "gradient_accumulation_steps": 2,
+        "fp16": False,
+        "bf16": True,
+        "tf32": False,
+        "dataloader_num_workers": 0,
+        "dataloader_prefetch_factor": None,  # neither goes with 0 workers
+        "dataloader_persistent_workers": False,
+        "max_steps": 3,
+    }
+    assert (today.mixed_precision, made.mixed_precision) == ("fp16", "bf16")
+
+
+def test_what_the_config_leaves_open_is_todays(tmp_path: Path) -> None:
+    today = seq2seq(tmp_path, dataloader_num_workers=2, tf32=False)
+    found = AmpConfig(precision="fp32", batch_size=BATCH, as_found=True).to_training_arguments(like=today)
+    assert (found.dataloader_num_workers, found.tf32, found.mixed_precision) == (2, False, "no")
+
+
+def test_what_the_config_decides_and_other_things_are_refused(tmp_path: Path) -> None:
+    today = seq2seq(tmp_path)
+    with pytest.raises(InvalidRequestError, match="bf16=False: the config decides that"):
+        CONFIG.to_training_arguments(like=today, bf16=False)
+    trainer: Any = Trainer(Notes(), today)
+    with pytest.raises(InvalidRequestError, match=r"like=\.\.\.\) got a Trainer; it must be") as raised:
+        CONFIG.to_training_arguments(like=trainer)
+    assert "like=trainer.args" in raised.value.next_step
+    with pytest.raises(InvalidRequestError, match="per_device_train_batch_size=32") as raised:
+        AutotuneTrainer(Notes(), today, train_dataset=rows(BATCH), amp_config=CONFIG)
+    assert "to_training_arguments(like=args)" in raised.value.next_step
+
+
+class Translator(AutotuneTrainer, Seq2SeqTrainer):
+    pass
+
+
+@pytest.mark.parametrize("config", [CONFIG, fp16(num_workers=0)], ids=["bf16", "fp16"])
+def test_a_seq2seq_trainer_trains_and_generates_with_todays_arguments(tmp_path: Path, config: AmpConfig) -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 1, "num_heads": 2}
+    sizes |= {"vocab_size": 32, "decoder_start_token_id": 0}
+    model = T5ForConditionalGeneration(T5Config(**sizes))
+    data = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(2, 32, (4 * BATCH, 5))]
+    args = config.to_training_arguments(like=seq2seq(tmp_path), max_steps=3)
+    trainer: Any = Translator(model, args, train_dataset=data, eval_dataset=data[:BATCH], amp_config=config)
+    dtypes, before = set(), [weight.detach().clone() for weight in model.parameters()]
+    model.lm_head.register_forward_hook(lambda module, _, output: dtypes.add(output.dtype) if module.training else None)
+    trainer.train()
+    assert (trainer.state.global_step, trainer.controller.status().num_steps) == (3, 3)
+    assert dtypes == {torch.bfloat16 if config.precision == "bf16" else torch.float16}
+    assert type(trainer.optimizer.optimizer).__name__ == "Adafactor"
+    assert trainer.lr_scheduler.base_lrs[0] == 0.003
+    assert all_finite(model)
+    assert not all(map(torch.equal, before, model.parameters()))
+    assert trainer.predict(data[:BATCH]).predictions.dtype == "int64"  # tokens: it has generated

@@ -1,17 +1,35 @@
+"""Two ranks in each framework: an overflow on one of them moves both, and metrics hold each sample once."""
+
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import NUM_RANKS, run
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run(tmp_path_factory.mktemp("ranks"))
+
+
 @pytest.mark.parametrize("framework", ["accelerate", "trainer", "lightning"])
-def test_an_overflow_on_one_rank_demotes_both(framework: str, tmp_path: Path) -> None:
-    first, second = run(Path(__file__).with_name(f"{framework}_rank.py"), tmp_path)
+def test_an_overflow_on_one_rank_demotes_both(found: list[dict[str, Any]], framework: str) -> None:
+    first, second = (rank[framework] for rank in found)
     assert first == second
     assert first["num_processes"] == NUM_RANKS
     assert first["moves"] == [[4, "demotion", "fp16", "bf16"]]
     assert "float16" in first["dtypes"][0]
     assert "bfloat16" in first["dtypes"][1]
+
+
+def test_what_only_fills_up_the_ranks_last_batch_is_gathered_neither_whole_nor_in_pieces(
+    found: list[dict[str, Any]],
+) -> None:
+    numbers = found[0]["gathered"]
+    assert numbers["plain"] == list(range(20))
+    assert numbers["windows"] == numbers["plain"]
+    assert len(numbers["passes"]) == 4
+    assert sorted(numbers["pieces"]) == numbers["plain"]

@@ -1,4 +1,4 @@
-"""A script that searches and then trains on two devices: Lightning runs it again in the second process."""
+"""A script that searches, which leaves its module alone, and trains on two devices: Lightning runs it a second time."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ class Data(lightning.LightningDataModule):
 options = dict(budget=40, precision="fp32", batch_size=(4, 4), trials=1, device="cpu", fresh=True)
 
 model = Net()
+before = [value.numpy().tobytes() for value in (*model.state_dict().values(), torch.get_rng_state())]
 workload = Workload.from_lightning(model, Data())
 found = recommend_config(workload, **options)
+assert before == [value.numpy().tobytes() for value in (*model.state_dict().values(), torch.get_rng_state())]
 said = [int(os.environ.get("LOCAL_RANK", "0")), found.to_json()]
 if "LOCAL_RANK" in os.environ:
     try:

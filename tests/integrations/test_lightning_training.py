@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
@@ -15,9 +16,10 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_samples import NUM_BATCHES, Net, Validated, ambient, are_finite, fp16, loader, same, trainer, weights
 from torch import Tensor, nn
 
-from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan, LossScale
-from autotune_amp.core.errors import InvalidRequestError, NotPrecisionError
+from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan
+from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
 from autotune_amp.integrations.lightning import AutotuneCallback, AutotunePrecision, trainer_arguments
+from autotune_amp.runtime import run_log
 from autotune_amp.runtime.controller import PrecisionController
 
 pytestmark = [
@@ -169,18 +171,6 @@ def test_manual_optimization_with_two_optimizers_is_guarded_and_demoted(tmp_path
     assert are_finite(pair)
 
 
-def test_every_value_of_the_config_is_in_the_live_trainer(tmp_path: Path) -> None:
-    scale = LossScale(init_scale=512.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=3)
-    config = fp16(loss_scale=scale, accumulation_steps=2)
-    run = trainer(tmp_path, **trainer_arguments(config, max_steps=2))
-    run.fit(Net(), loader())
-    controller = controller_of(run)
-    assert (run.accumulate_grad_batches, run.precision, run.global_step) == (2, "16-mixed", 2)
-    assert (controller.config, controller.get_scale()) == (config, 512.0)
-    assert (controller.get_growth_factor(), controller.get_backoff_factor()) == (4.0, 0.25)
-    assert (controller.get_growth_interval(), controller.status().num_updates) == (3, 2)
-
-
 def test_the_callback_warns_of_settings_that_are_not_the_configs(tmp_path: Path) -> None:
     config = fp16(batch_size=8, accumulation_steps=2, num_workers=1)
     run = trainer(tmp_path, plugins=[AutotunePrecision(config)], callbacks=[AutotuneCallback()], max_steps=1)
@@ -210,3 +200,79 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         trainer_arguments(fp16(), accumulate_grad_batches=4)
     with pytest.raises(InvalidRequestError, match="no controller yet"):
         _ = AutotunePrecision(fp16()).controller
+
+
+def test_a_checkpoint_of_a_rung_with_another_batch_is_not_resumed_with_the_config_from_before(tmp_path: Path) -> None:
+    config = fp16(fallback=[FallbackPlan(precision="fp32", batch_size=2, accumulation_steps=2)])
+    callback, logs = AutotuneCallback(), CSVLogger(tmp_path)
+    run = trainer(tmp_path, **trainer_arguments(config, callbacks=[callback], logger=logs))
+    run.fit(Net(first_large=5), loader())
+    rows = [row.split(",") for row in (Path(logs.log_dir) / "metrics.csv").read_text().splitlines()]
+    rungs = [row[rows[0].index("autotune_amp/rung")] for row in rows[1:]]
+    assert list(filter(None, rungs)) == ["1"], "the move that ends the run is logged"
+
+    path, net, validated = callback.checkpoint_path, Net(), Validated()
+    again = trainer(tmp_path, **trainer_arguments(config))
+    with pytest.raises(DemotedError, match="batch size 2 and 2 accumulation steps, not 4 and 1") as raised:
+        again.fit(net, loader(), ckpt_path=path)
+    assert (raised.value.config.precision, raised.value.config.batch_size, net.dtypes) == ("fp32", 2, [])
+    with pytest.raises(DemotedError, match="batch size 2"):
+        run.fit(net, loader(), ckpt_path=path)
+    trainer(tmp_path, **trainer_arguments(config)).validate(validated, loader(1), ckpt_path=path, verbose=False)
+    assert validated.validated == [None], "in fp32"
+
+
+class Dropping(Net):
+    """Returns None in batch 3, after a loss in batch 2 that is not finite."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx) * (torch.inf if batch_idx == 2 else 1.0)
+        return loss if batch_idx != 3 else None  # type: ignore[return-value] # which Lightning allows
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")  # on purpose
+def test_a_window_that_training_step_drops_does_not_spoil_the_next(tmp_path: Path) -> None:
+    net = Dropping()
+    run = trainer(tmp_path, **trainer_arguments(fp16(accumulation_steps=2)))
+    run.fit(net, loader(8))
+    status = controller_of(run).status()
+    assert (status.num_updates, status.num_steps, status.num_skips) == (3, 3, 0)
+    assert are_finite(net.net)
+
+
+def test_a_run_without_a_rung_left_saves_a_checkpoint_before_it_stops(tmp_path: Path) -> None:
+    callback, net = AutotuneCallback(tmp_path / "last.ckpt"), Net(first_large=5)
+    run = trainer(tmp_path, **trainer_arguments(fp16(fallback=[]), callbacks=[callback]))
+    with pytest.raises(NoRungFitsError, match="no rung is left"):
+        run.fit(net, loader())
+    assert callback.demotion is None
+    assert (tmp_path / "last.ckpt").exists()
+    assert run.precision_plugin.stop_handler is None  # type: ignore[attr-defined]
+    with pytest.raises(NoRungFitsError):
+        trainer(tmp_path, plugins=[AutotunePrecision(fp16(fallback=[]))]).fit(Net(first_large=5), loader())
+
+
+def test_arguments_with_a_plugin_for_another_config_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="an AutotunePrecision for another config"):
+        trainer_arguments(fp16(), plugins=[AutotunePrecision(fp16(batch_size=8))])
+    recommendation: Any = SimpleNamespace(config=fp16())
+    assert trainer_arguments(fp16(), plugins=AutotunePrecision(recommendation))["accumulate_grad_batches"] == 1
+
+
+def test_the_controllers_options_reach_it(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    plugin = AutotunePrecision(fp16(), run_log=log, halt=False)
+    run = trainer(tmp_path, **trainer_arguments(fp16(), plugins=[plugin]))
+    run.fit(Net(first_large=4, factor=float("nan")), loader())
+    assert run.precision_plugin is plugin
+    assert plugin.controller.status().num_skips == NUM_BATCHES - 4  # it goes on, where it would stop after ten
+    assert run_log.read(log).begin.config == fp16()
+
+
+@pytest.mark.filterwarnings("ignore")  # of importing it
+def test_the_trainer_of_pytorch_lightning_says_whose_plugin_it_was_given(tmp_path: Path) -> None:
+    standalone = pytest.importorskip("pytorch_lightning")
+    with pytest.raises(
+        Exception, match=r"plugin AutotunePrecision\(fp16\), which is for `import lightning`, not pytorch"
+    ):
+        standalone.Trainer(**trainer_arguments(fp16()), accelerator="cpu", logger=False, default_root_dir=tmp_path)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import lightning
 import pytest
 import torch
-from conftest import CommandLine
 from lightning_samples import Net, loader, same, trainer, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -21,10 +18,9 @@ from autotune_amp.integrations.lightning import trainer_arguments
 from autotune_amp.isolation.packing import pack, unpack
 from autotune_amp.precision import mode as precision
 from autotune_amp.trial import data
-from autotune_amp.trial.amp import TrialAmp
+from autotune_amp.trial.context import LoopState, make_model
 from autotune_amp.trial.optimizers import each, make_optimizer
-from autotune_amp.trial.state import LoopState
-from autotune_amp.trial.step import make_model
+from autotune_amp.trial.training import TrialAmp
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers which may be a bottleneck"),  # tiny data on purpose
@@ -209,54 +205,3 @@ def test_what_is_no_training_of_lightnings_is_refused() -> None:
         make_model(Workload.from_lightning(lambda: nn.Linear(1, 1), Data()))
     with pytest.raises(WorkloadError, match="returned a Pair with manual optimization"):
         make_model(Workload.from_lightning(Pair, Data()))
-
-
-@pytest.mark.slow
-def test_a_search_on_a_live_module_recommends_and_leaves_it_bit_for_bit_alone(cli: CommandLine) -> None:
-    script = """
-import lightning, torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from autotune_amp import Workload, recommend_config
-
-class Net(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-
-    def training_step(self, batch, batch_idx):
-        loss = nn.functional.mse_loss(self.layers(batch[0]), batch[1])
-        self.log("loss", loss)
-        return {"loss": loss}
-
-    def configure_optimizers(self):
-        return [torch.optim.AdamW(self.parameters(), lr=0.001)]
-
-class Data(lightning.LightningDataModule):
-    def setup(self, stage):
-        self.samples = TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
-
-    def train_dataloader(self):
-        return DataLoader(self.samples, batch_size=8, shuffle=True)
-
-module, datamodule = Net(), Data()
-trainer = lightning.Trainer(accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False,
-                            enable_progress_bar=False, enable_model_summary=False)
-trainer.fit(module, datamodule)
-
-def snapshot():
-    return [value.numpy().tobytes() for value in (*module.state_dict().values(), torch.get_rng_state())]
-
-before, attached = snapshot(), module.trainer
-found = recommend_config(Workload.from_lightning(module, datamodule), budget=40, precision="fp32", batch_size=(4, 8),
-                         device="cpu")
-assert snapshot() == before and module.trainer is attached and datamodule.trainer is trainer
-print(found.config.precision, found.config.batch_size * found.config.accumulation_steps)
-"""
-    (cli.folder / "script.py").write_text(script)
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=cli.folder, env=cli.environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "fp32 8\n"
-    assert cli.failures() == []

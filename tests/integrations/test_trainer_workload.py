@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor, nn
-from trainer_samples import Notes, arguments, halved, rows
+from trainer_samples import Notes, arguments, rows
 from transformers import (
     BertConfig,
     BertForQuestionAnswering,
@@ -27,11 +27,12 @@ from transformers import (
 from autotune_amp import AmpConfig, Workload, recommend_config
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.setting import Setting
-from autotune_amp.fingerprint.walk import workload_parts
+from autotune_amp.fingerprint import workload_parts
 from autotune_amp.integrations.transformers import AutotuneTrainer
 from autotune_amp.isolation.packing import pack, unpack
+from autotune_amp.trial.context import make_model
 from autotune_amp.trial.jobs import Trial
-from autotune_amp.trial.step import Training, make_model, make_training
+from autotune_amp.trial.training import Training, make_training
 
 BATCH, VOCABULARY = 4, 64
 
@@ -253,28 +254,6 @@ def test_what_runs_today_must_be_possible() -> None:
         Workload(build=dict, train_step=lambda state, batch, amp: None, data=sentences(), accumulation_steps=2)
     with pytest.raises(WorkloadError, match=r"precision='int8'"):
         Workload(gpt2, lambda model, batch: model(**batch).loss, sentences(), precision="int8")  # type: ignore[arg-type]
-
-
-def test_a_fallback_in_a_smaller_batch_keeps_a_loss_that_is_normalised_by_tokens(tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    plain = AmpConfig(precision="fp32", batch_size=BATCH, accumulation_steps=2)
-    options: dict[str, Any] = {"use_cpu": True, "max_steps": 2, "report_to": "none", "disable_tqdm": True}
-    options |= {"train_sampling_strategy": "sequential", "optim": "sgd", "learning_rate": 0.1, "save_strategy": "no"}
-    data: dict[str, Any] = {"train_dataset": sentences(), "data_collator": padded}
-    theirs: Any = Trainer(gpt2(), plain.to_training_arguments(output_dir=folder, **options), **data)
-    config = AmpConfig(precision="bf16", batch_size=BATCH, accumulation_steps=2, fallback=[halved(plain)])
-    args = config.to_training_arguments(output_dir=folder, **options)
-    ours: Any = AutotuneTrainer(gpt2(), args, amp_config=config, **data)
-    ours.controller.set_precision("fp32")
-    sizes: list[int] = []
-    ours.model.register_forward_pre_hook(
-        lambda model, args, kwargs: sizes.append(len(kwargs["labels"])), with_kwargs=True
-    )
-    ours.train()
-    theirs.train()
-    assert sizes == [BATCH // 2] * 8
-    for mine, reference in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
-        torch.testing.assert_close(mine, reference)
 
 
 def snapshot(live: Any) -> list[Any]:
