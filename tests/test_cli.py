@@ -50,7 +50,7 @@ def test_help_answers_and_imports_nothing_heavy(arguments: list[str], tmp_path: 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
     modules = done.stderr.split()
     assert "autotune_amp.cli" in modules
-    assert {"torch", "optuna", "rich", "msgspec", "pydantic"}.isdisjoint(modules)
+    assert {"torch", "optuna", "rich", "msgspec", "pydantic", "plotly"}.isdisjoint(modules)
     assert done.stdout.startswith("Usage: autotune-amp ")
     assert max(map(len, done.stdout.splitlines())) <= 80
 

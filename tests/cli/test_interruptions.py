@@ -122,7 +122,7 @@ def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
         (["--no-such-option"], "invalid_request", "--no-such-option"),
         (["--budget", "0.5"], "budget_too_small", "budget"),
         (["--device", "cuda:63"], "device", "cuda"),
-        (["--precision", "tf32"], "device", "tf32"),
+        (["--precision", "tf32"], "invalid_request", "tf32"),
         (["--out", "train.py"], "study", "train.py"),
         (["--storage", "not a url"], "study", "not a url"),
     ],

@@ -1,3 +1,5 @@
+"""Commands without their work: which options they pass on, what they print, with which exit code they end."""
+
 from __future__ import annotations
 
 import inspect
@@ -5,102 +7,48 @@ import json
 import sys
 import types
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from report_samples import loop, recommendation
 
 from autotune_amp import cli
 from autotune_amp.api import recommend_config
-from autotune_amp.cli import run
+from autotune_amp.cli import error_document, error_text, run
 from autotune_amp.core import errors
-from autotune_amp.core.recommendation import NothingWorksError, SearchInterruptedError
+from autotune_amp.core.config import DemotedError
+from autotune_amp.core.recommendation import Exclusion, NothingWorksError, Recommendation, SearchInterruptedError
 from autotune_amp.search.options import SearchOptions
 
-if TYPE_CHECKING:
-    from autotune_amp.core.hardware import Hardware
-    from autotune_amp.core.recommendation import Recommendation
-
 BEST = recommendation()
-NOTHING_WORKS = NothingWorksError("Nothing works.", "Try less.", ())
-INTERRUPTED = SearchInterruptedError("Interrupted.", "Go on.", (), BEST)
-
-
-class Api:
-    """Stands in for autotune_amp.api: remembers what it was asked, then raises or returns `answer`."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: BaseException | Recommendation) -> None:
-        self.answer = answer
-        self.target: object = None
-        self.options: dict[str, Any] = {}
-        module = types.ModuleType("autotune_amp.api")
-        vars(module)["recommend_config"] = self.recommend_config
-        monkeypatch.setitem(sys.modules, "autotune_amp.api", module)
-
-    def recommend_config(self, workload: object = None, **options: Any) -> Recommendation:
-        self.target, self.options = workload, options
-        if isinstance(self.answer, BaseException):
-            raise self.answer
-        return self.answer
-
-
-@pytest.mark.parametrize(
-    ("answer", "code"),
-    [
-        (errors.BudgetTooSmallError("Too small.", "Give 20 s."), 2),
-        (NOTHING_WORKS, 3),
-        (INTERRUPTED, 130),
-        (KeyboardInterrupt(), 130),
-    ],
+EXCLUDED = (
+    Exclusion(precision="fp16", batch_size=8, reason="out of memory"),
+    Exclusion(precision="fp8", batch_size=None, reason="no kernels"),
 )
-def test_search_that_fails_prints_one_document(
-    answer: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Api(monkeypatch, answer)
-    assert run(["search", "--json"]) == code
-    captured = capsys.readouterr()
-    assert json.loads(captured.out)["format"] == 1
-    assert captured.err.startswith("Error: ")
+NOTHING_WORKS = NothingWorksError("Nothing works.", "Try less.", EXCLUDED)
+INTERRUPTED = SearchInterruptedError("Interrupted.", "Go on.", EXCLUDED, BEST)
+Answer = BaseException | Recommendation
 
 
-def test_interrupted_search_prints_the_best(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Api(monkeypatch, INTERRUPTED)
-    assert run(["search"]) == 130
-    captured = capsys.readouterr()
-    assert "bf16, batch size 64" in captured.out
-    assert captured.err == "Error: Interrupted.\nNext step: Go on.\n"
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What recommend_config was asked; it raises or returns what the test puts under "answer"."""
+    options: dict[str, Any] = {"answer": BEST}
+
+    def stand_in(**given: Any) -> Recommendation:
+        answer: Answer = options.pop("answer")
+        options.update(given)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    module = types.ModuleType("autotune_amp.api")
+    vars(module)["recommend_config"] = stand_in
+    monkeypatch.setitem(sys.modules, "autotune_amp.api", module)
+    return options
 
 
-@pytest.mark.parametrize("fault", [BrokenPipeError("ours"), EOFError("ours"), ValueError("ours")])
-def test_our_own_faults_are_not_hidden(fault: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    Api(monkeypatch, fault)
-    with pytest.raises(type(fault), match="ours"):
-        run(["search"])
-
-
-def test_search_prints_the_recommendation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    Api(monkeypatch, BEST)
-    assert run(["search", "--json"]) == 0
-    captured = capsys.readouterr()
-    assert json.loads(captured.out) == json.loads(BEST.to_json())
-    assert captured.err == ""
-
-
-def test_a_loop_is_told_the_path_of_its_own_file(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    best, saved = recommendation(workload=loop()), tmp_path / "sent.json"
-    Api(monkeypatch, best)
-    best.save(saved)
-    for command, path in (
-        ("search", "studies/quiet-otter/recommendation.json"),
-        ("search --out there", "there/quiet-otter/recommendation.json"),
-        (f"show {saved}", str(saved)),
-    ):
-        assert run(command.split()) == 0
-        assert f'PrecisionController.load("{path}", "cpu")' in capsys.readouterr().out
+# --- options -------------------------------------------------------------------------------------------------------
 
 
 def test_an_option_is_the_same_on_the_command_line_in_the_api_and_in_what_checks_it() -> None:
@@ -119,17 +67,8 @@ def test_an_option_is_the_same_on_the_command_line_in_the_api_and_in_what_checks
     assert SearchOptions.from_user() == SearchOptions()
 
 
-def test_search_passes_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    api = Api(monkeypatch, BEST)
-    line = (
-        "search train.py:workload --budget 120 --trials 3 --device cuda:1 --precision fp32 --precision bf16 "
-        "--batch-size 8:64 --effective-batch-size 128 --baseline fp32:32 --memory-fraction 0.5 "
-        "--objective memory --steps 500 --samples 9 --price-per-hour 2.5 "
-        "--study s --out o --storage sqlite:///x.db --seed 7 --fresh --quiet"
-    )
-    assert run(line.split()) == 0
-    assert api.target == "train.py:workload"
-    assert api.options == {
+def test_search_passes_every_option_on(asked: dict[str, Any]) -> None:
+    given: dict[str, Any] = {
         "budget": 120.0,
         "trials": 3,
         "device": "cuda:1",
@@ -146,10 +85,52 @@ def test_search_passes_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "out": "o",
         "storage": "sqlite:///x.db",
         "seed": 7,
-        "fresh": True,
-        "quiet": True,
-        "progress": None,
     }
+    words = [
+        word
+        for name, value in given.items()
+        for one in (value if isinstance(value, list) else [value])
+        for word in (f"--{name.replace('_', '-')}", str(one))
+    ]
+    assert run(["search", "train.py:workload", *words, "--fresh", "--quiet", "--json"]) == 0
+    others = {"workload": "train.py:workload", "fresh": True, "quiet": True, "progress": None}
+    assert asked == {**given, **others}
+
+
+def test_the_api_passes_every_option_on_to_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {name: f"some {name}" for name in inspect.signature(SearchOptions.from_user).parameters}
+    given.pop("num_ranks")
+    seen: dict[str, Any] = {}
+
+    def check(**options: Any) -> SearchOptions:
+        seen.update(options)
+        raise errors.InvalidRequestError("Checked.", "Go on.")
+
+    monkeypatch.setattr(SearchOptions, "from_user", check)
+    with pytest.raises(errors.InvalidRequestError):
+        recommend_config(**given, quiet=True)  # type: ignore[arg-type]
+    assert seen == {**given, "num_ranks": 1}
+
+
+# --- results -------------------------------------------------------------------------------------------------------
+
+
+def test_search_prints_the_recommendation_and_where_to_load_it(
+    asked: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(["search", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert (json.loads(captured.out), captured.err) == (json.loads(BEST.to_json()), "")
+    best, saved = recommendation(workload=loop()), tmp_path / "sent.json"
+    best.save(saved)
+    for command, path in (
+        ("search", "studies/quiet-otter/recommendation.json"),
+        ("search --out there", "there/quiet-otter/recommendation.json"),
+        (f"show {saved}", str(saved)),
+    ):
+        asked["answer"] = best
+        assert run(command.split()) == 0
+        assert f'PrecisionController.load("{path}", "cpu")' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("is_json", [False, True])
@@ -157,19 +138,86 @@ def test_probe_prints_the_hardware(
     is_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = types.ModuleType("autotune_amp.hardware")
-    asked = []
-
-    def probe(device: str) -> Hardware:
-        asked.append(device)
-        return BEST.hardware
-
-    vars(module)["probe"] = probe
+    vars(module)["probe"] = {"cpu": BEST.hardware}.__getitem__
     monkeypatch.setitem(sys.modules, "autotune_amp.hardware", module)
     assert run(["probe", "--device", "cpu", *(["--json"] if is_json else [])]) == 0
-    assert asked == ["cpu"]
     out = capsys.readouterr().out
     if is_json:
         document = json.loads(out)
         assert (document["format"], document["hardware"]["device"]) == (1, "cpu")
     else:
         assert "7.00 GiB free of 8.00 GiB" in out
+
+
+# --- errors --------------------------------------------------------------------------------------------------------
+
+CODES = {
+    errors.AutotuneAmpError: 1,
+    errors.InvalidRequestError: 2,
+    errors.WorkloadError: 2,
+    errors.DeviceError: 2,
+    errors.StudyError: 2,
+    errors.StudyBusyError: 2,
+    errors.FormatError: 2,
+    errors.BudgetTooSmallError: 2,
+    errors.RunnerError: 1,
+    errors.TrainingStoppedError: 1,
+    errors.NotPrecisionError: 1,
+    errors.NoRungFitsError: 1,
+}
+RAISED: list[tuple[BaseException, int, str]] = [
+    *((kind("What was.", "What to do."), code, kind("", "").kind) for kind, code in CODES.items()),
+    (NOTHING_WORKS, 3, "nothing_works"),
+    (INTERRUPTED, 130, "search_interrupted"),
+    (KeyboardInterrupt(), 130, "search_interrupted"),
+    (DemotedError("Stepped down.", "Start again.", BEST.config), 1, "demoted"),
+]
+
+
+@pytest.mark.parametrize(("error", "code", "kind"), RAISED, ids=lambda value: getattr(value, "kind", None))
+def test_an_error_is_one_document_with_its_exit_code(
+    error: BaseException, code: int, kind: str, asked: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked["answer"] = error
+    assert run(["search", "--json"]) == code
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert document["format"] == 1
+    assert sorted(document["error"]) == ["kind", "message", "next_step"]
+    assert document["error"]["kind"] == kind
+    has_excluded = isinstance(error, (NothingWorksError, SearchInterruptedError))
+    told = [{"precision": e.precision, "batch_size": e.batch_size, "reason": e.reason} for e in EXCLUDED]
+    assert document["excluded"] == (told if has_excluded else [])
+    assert document["best"] == (json.loads(BEST.to_json()) if error is INTERRUPTED else None)
+    assert captured.err.startswith("Error: ")
+    assert "\nNext step: " in captured.err
+
+
+def test_every_error_class_has_its_exit_code_tested() -> None:
+    classes = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)}
+    assert classes == set(CODES)
+
+
+def test_an_error_is_read_with_the_reason_of_each_candidate() -> None:
+    assert error_text(NOTHING_WORKS).splitlines() == [
+        "Error: Nothing works.",
+        "  fp16 batch 8: out of memory",
+        "  fp8: no kernels",
+        "Next step: Try less.",
+    ]
+    assert json.loads(error_document(errors.StudyError("\udcff", "Go on.")))["error"]["message"] == "\udcff"
+
+
+def test_an_interrupted_search_prints_the_best(asked: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    asked["answer"] = INTERRUPTED
+    assert run(["search"]) == 130
+    captured = capsys.readouterr()
+    assert "bf16, batch size 64" in captured.out
+    assert captured.err == "Error: Interrupted.\nNext step: Go on.\n"
+
+
+@pytest.mark.parametrize("fault", [BrokenPipeError("ours"), EOFError("ours"), ValueError("ours")])
+def test_our_own_faults_are_not_hidden(fault: Exception, asked: dict[str, Any]) -> None:
+    asked["answer"] = fault
+    with pytest.raises(type(fault), match="ours"):
+        run(["search"])

@@ -102,6 +102,10 @@ def test_live_display_follows_every_event(monkeypatch: pytest.MonkeyPatch) -> No
     assert "1:05 left of 1:30" in drawn()
     progress.tick(91.0)
     assert "time is up, finishing" in drawn()
+    progress.found_hardware(hardware())
+    low = record(measurement(peak_memory_bytes=2**20))
+    progress.trial_ended(low, best)
+    assert drawn().endswith("mem 612 MiB at the highest peak, 6.00 GiB available")
     progress.ended()
 
 

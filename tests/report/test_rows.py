@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from report_samples import recommendation, record, row
+from report_samples import measurement, recommendation, record, row
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity
@@ -128,6 +128,8 @@ ACCUMULATION = Accumulation(
         (FAITHFUL, "fidelity", ["faithful", "0.0042", "1.2", "check"]),
         (CALIBRATION, "calibration", ["8,192", "12 steps", "calibration"]),
         (ACCUMULATION, "accumulation", ["weighted by labels", "3.2e-07", "check"]),
+        (measurement(was_cut=True), "search", ["412 samples/s", "77.6 ms", "612 MiB", "3.1 s", "cut"]),
+        (measurement(), "confirm", ["412 samples/s", "confirm"]),
         (Failure(kind="oom", message="too\nlarge"), "search", ["out of memory", "3.1 s", "too large"]),
     ],
 )

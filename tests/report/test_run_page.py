@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from made_run_log import begin, made_run, move, sample
 from plotly.graph_objects import Figure
 
@@ -66,10 +67,9 @@ def test_moves_too_near_for_a_number_each_share_a_label(updates: list[int], leng
     assert numbers(updates, length) == labels
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_no_label_of_a_move_reaches_the_next_on_a_phone(seed: int) -> None:
-    random = Random(seed)
-    updates = sorted(random.choices(range(1000), k=random.randint(1, 24)))
+@given(updates=st.lists(st.integers(0, 999), min_size=1, max_size=24).map(sorted))
+def test_no_label_of_a_move_reaches_the_next_on_a_phone(updates: list[int]) -> None:
+    assume(updates[-1] > 0)
     labels = numbers(updates, updates[-1])
     shown = [(220 * update / updates[-1], 7 * len(text)) for update, text in zip(updates, labels, strict=True) if text]
     assert all(right - left > (before + after) / 2 for (left, before), (right, after) in pairwise(shown))
