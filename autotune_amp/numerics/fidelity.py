@@ -10,7 +10,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import msgspec
 import torch
@@ -48,6 +48,7 @@ MAX_ROUNDS = 3
 MIN_LOCAL_ERROR = 0.05
 _NUM_WORST = 5
 _MAX_MODULES = 40  # rows of a chart
+_UNGRADED = Grade("unchecked", "nothing was measured")
 
 
 def check(
@@ -105,7 +106,7 @@ class Attempt:
     loss_error: float | None = None
     training: Run | None = None
     gap: Gap | None = None
-    grade: Grade = field(default=Grade("unchecked", "nothing was measured"))
+    grade: Grade = _UNGRADED
 
 
 class Experiment:
@@ -359,11 +360,11 @@ def _suspects(experiment: Experiment, attempt: Attempt) -> tuple[str, ...]:
     if worst is not None and errors[worst] >= MIN_LOCAL_ERROR:
         return (worst,)
     flushed = None if attempt.comparison is None else attempt.comparison.most_flushed()
-    is_flushed = flushed is not None and flushed.flushed_share > 0
-    return (_parent(flushed.name) or OUTSIDE,) if flushed is not None and is_flushed else (OUTSIDE,)
+    return (OUTSIDE if flushed is None or flushed.flushed_share == 0 else _parent(flushed.name),)
 
 
 def _parent(name: str) -> str:
+    """The module around the module or parameter of this name, which is `OUTSIDE` for those of the model itself."""
     return name.rpartition(".")[0]
 
 
