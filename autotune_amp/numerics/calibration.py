@@ -23,7 +23,7 @@ from autotune_amp.numerics.scaler_replay import starting_scale
 
 _STEPS_PER_HISTOGRAM = 4
 _LOWEST_OCTAVE, _HIGHEST_OCTAVE = -149, 127  # of float32, subnormal numbers included
-_FIRST_GUESS = 12.0  # log2 S*
+FIRST_GUESS = 12.0  # log2 S*
 # A scale under 2^-24 is 0 in fp16, where the backward pass begins with it. Above 2^40 nobody needs to look: no fp16
 # number times that stays finite, so that all gradients would have to be in fp32.
 MIN_LOG2_SCALE, MAX_LOG2_SCALE = round(math.log2(MIN_LOSS_SCALE)), 40
@@ -40,7 +40,7 @@ def calibrate(subject: Subject, *, batch_size: int, pinned_modules: Sequence[str
     started = time.perf_counter()
     first, passes = Passes(subject), Passes(subject)
     log2_scales: list[float | None] = []
-    octaves, forward_max, guess = count_octaves([]), 0.0, _FIRST_GUESS
+    octaves, forward_max, guess = count_octaves([]), 0.0, FIRST_GUESS
     try:
         with passes.pinned(pinned_modules), watch_forward(passes.model, subject.device) as watch:
             optimizer = subject.make_optimizer(passes.model)
@@ -111,7 +111,7 @@ class SafeScale(NamedTuple):
     last_scale: float
 
 
-def largest_safe_scale(passes: Passes, index: int, start: float = _FIRST_GUESS) -> SafeScale:
+def largest_safe_scale(passes: Passes, index: int, start: float = FIRST_GUESS) -> SafeScale:
     """The largest power of two at which loss and gradients are finite.
 
     `start` is log2 S* as expected; two passes will do where that is right.

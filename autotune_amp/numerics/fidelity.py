@@ -18,7 +18,7 @@ from torch import nn
 
 from autotune_amp.core.config import FP16_MAX, MIN_LOSS_SCALE, Precision
 from autotune_amp.core.fidelity import Fidelity, LowWeights
-from autotune_amp.numerics.calibration import count_octaves, histogram, largest_safe_scale
+from autotune_amp.numerics.calibration import FIRST_GUESS, count_octaves, histogram, largest_safe_scale
 from autotune_amp.numerics.comparison import (
     Comparison,
     Gap,
@@ -129,6 +129,7 @@ class Experiment:
         self._fp32_step_seconds: float | None = None
         self._has_moved = True  # False once fp32's own training run has moved no weight
         self._signals: set[str] | None = None
+        self._log2_guess = FIRST_GUESS  # of the largest safe loss scale: what the attempt before found
         self._low_weights = self._lost_updates()
 
     def attempt(self, pins: tuple[str, ...]) -> Attempt:
@@ -262,9 +263,10 @@ class Experiment:
     def _low_passes(self, num_batches: int) -> tuple[list[Pass], float, bool]:
         scale = 1.0
         if self._mode.takes_scaler:
-            safe = largest_safe_scale(self.low, 0)
+            safe = largest_safe_scale(self.low, 0, self._log2_guess)
             if safe.log2_scale is None:
                 return [safe.last], safe.last_scale, False
+            self._log2_guess = safe.log2_scale
             scale = starting_scale([safe.log2_scale])
         low: list[Pass] = []
         while len(low) < num_batches:
