@@ -309,14 +309,18 @@ def _of_not_finite(num_samples: int, num: int) -> Accumulation:
 
 def _report(sums: Sums, found: Finding, passes: Passes, num_samples: int) -> Accumulation:
     num = len(found.weights)
-    mean_error = sums.error(torch.full((num,), 1 / num, dtype=torch.float64))
-    error = sums.error(found.weights)
+    error, mean_error = sums.error(found.weights), sums.error(torch.full((num,), 1 / num, dtype=torch.float64))
     the_whole = f"the gradient of the whole batch of {num_samples}"
     parts = f"gradients of {num} micro-batches of {num_samples // num} samples"
     apart = f"they part by {error:.1g} of it, and fp32 rounded otherwise by {sums.rounding:.1g}"
     if found.verdict == "unchecked":
         reason = f"the {parts} are too much alike to tell with which weights they add up to {the_whole}"
         return msgspec.structs.replace(unchecked(reason, num_samples), error=error, mean_error=mean_error)
+    if found.verdict == "mean":
+        next_step = "Divide each micro-batch's loss by the accumulation steps."
+    elif found.verdict == "sum":
+        next_step = "Add the micro-batches' losses as they are: do not divide them by the accumulation steps."
+    reason = f"The {found.verdict} of the {parts} is {the_whole} ({apart})"
     if found.verdict == "weighted":
         weights = ", ".join(f"{weight:.3f}" for weight in found.weights.tolist())
         by = f"its share of {found.share}" if found.share else "its own weight"
@@ -324,36 +328,27 @@ def _report(sums: Sums, found: Finding, passes: Passes, num_samples: int) -> Acc
             f"The {parts} add up to {the_whole} when each counts by {by}, here {weights} ({apart}); their plain mean "
             f"misses it by {100 * mean_error:.2g} %"
         )
+        kind = "tokens" if found.share and str(IGNORED_LABEL) in found.share else "entries that count"
+        next_step = (
+            f"Multiply each micro-batch's loss by its share of the window's {kind} "
+            f"({found.share or 'whatever the loss divides by'}) in place of 1/accumulation_steps: "
+            "PrecisionController.windows(loader, weigh=...) has it, and the exports."
+        )
     elif found.verdict == "inexact":
         cause, next_step = _cause(passes)
         reason = (
             f"No weighting of the {parts} gives {the_whole}: the best misses it by {100 * error:.2g} %, where rounding "
             f"explains {sums.tolerance(found.weights):.1g}; {cause}"
         )
-    else:
-        reason = f"The {found.verdict} of the {parts} is {the_whole} ({apart})"
     return Accumulation(
         verdict=found.verdict,
         reason=f"{reason}.",
-        next_step=next_step if found.verdict == "inexact" else _next_step(found),
+        next_step=next_step,
         batch_size=num_samples,
         num_micro_batches=num,
         error=error,
         mean_error=mean_error,
         weighted_by=found.share,
-    )
-
-
-def _next_step(found: Finding) -> str:
-    if found.verdict == "mean":
-        return "Divide each micro-batch's loss by the accumulation steps."
-    if found.verdict == "sum":
-        return "Add the micro-batches' losses as they are: do not divide them by the accumulation steps."
-    what = f"({found.share})" if found.share else "(whatever the loss divides by)"
-    kind = "tokens" if found.share and str(IGNORED_LABEL) in found.share else "entries that count"
-    return (
-        f"Multiply each micro-batch's loss by its share of the window's {kind} {what} in place of "
-        "1/accumulation_steps: PrecisionController.windows(loader, weigh=...) has it, and the exports."
     )
 
 

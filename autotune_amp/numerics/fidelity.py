@@ -10,7 +10,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import msgspec
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 
 from autotune_amp.core.config import FP16_MAX, MIN_LOSS_SCALE, Precision
 from autotune_amp.core.fidelity import Fidelity, LowWeights
-from autotune_amp.numerics.calibration import count_octaves, histogram, largest_safe_scale
+from autotune_amp.numerics.calibration import FIRST_GUESS, count_octaves, histogram, largest_safe_scale
 from autotune_amp.numerics.comparison import (
     Comparison,
     Gap,
@@ -48,6 +48,7 @@ MAX_ROUNDS = 3
 MIN_LOCAL_ERROR = 0.05
 _NUM_WORST = 5
 _MAX_MODULES = 40  # rows of a chart
+_UNGRADED = Grade("unchecked", "nothing was measured")
 
 
 def check(
@@ -105,7 +106,7 @@ class Attempt:
     loss_error: float | None = None
     training: Run | None = None
     gap: Gap | None = None
-    grade: Grade = field(default=Grade("unchecked", "nothing was measured"))
+    grade: Grade = _UNGRADED
 
 
 class Experiment:
@@ -128,6 +129,7 @@ class Experiment:
         self._fp32_step_seconds: float | None = None
         self._has_moved = True  # False once fp32's own training run has moved no weight
         self._signals: set[str] | None = None
+        self._log2_guess = FIRST_GUESS  # of the largest safe loss scale: what the attempt before found
         self._low_weights = self._lost_updates()
 
     def attempt(self, pins: tuple[str, ...]) -> Attempt:
@@ -261,9 +263,10 @@ class Experiment:
     def _low_passes(self, num_batches: int) -> tuple[list[Pass], float, bool]:
         scale = 1.0
         if self._mode.takes_scaler:
-            safe = largest_safe_scale(self.low, 0)
+            safe = largest_safe_scale(self.low, 0, self._log2_guess)
             if safe.log2_scale is None:
                 return [safe.last], safe.last_scale, False
+            self._log2_guess = safe.log2_scale
             scale = starting_scale([safe.log2_scale])
         low: list[Pass] = []
         while len(low) < num_batches:
@@ -359,11 +362,11 @@ def _suspects(experiment: Experiment, attempt: Attempt) -> tuple[str, ...]:
     if worst is not None and errors[worst] >= MIN_LOCAL_ERROR:
         return (worst,)
     flushed = None if attempt.comparison is None else attempt.comparison.most_flushed()
-    is_flushed = flushed is not None and flushed.flushed_share > 0
-    return (_parent(flushed.name) or OUTSIDE,) if flushed is not None and is_flushed else (OUTSIDE,)
+    return (OUTSIDE if flushed is None or flushed.flushed_share == 0 else _parent(flushed.name),)
 
 
 def _parent(name: str) -> str:
+    """The module around the module or parameter of this name, which is `OUTSIDE` for those of the model itself."""
     return name.rpartition(".")[0]
 
 

@@ -44,7 +44,6 @@ class LocalErrors:
 
     def __init__(self, modules: dict[str, nn.Module], device: torch.device) -> None:
         self.by_module: dict[str, float] = {}
-        self.order: list[str] = []  # in which the modules first ended
         self._modules = modules
         self._device = device
         self._begun: list[_Begun] = []
@@ -92,8 +91,6 @@ class LocalErrors:
                 return
             pairs = zip(_floating(output), expected, strict=False)
             error = max((_error(given, wanted) for given, wanted in pairs if given.shape == wanted.shape), default=0.0)
-            if name not in self.by_module:
-                self.order.append(name)
             self.by_module[name] = max(error, self.by_module.get(name, 0.0))
 
         return after

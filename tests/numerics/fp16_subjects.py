@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -205,7 +204,3 @@ def brute_force(passes: Passes, index: int) -> int | None:
 def dense(gradients: Gradients) -> Tensor:
     """All entries in one vector."""
     return torch.cat([(g.to_dense() if g.is_sparse else g).flatten() for g in gradients.values()])
-
-
-def octave(log2_scale: float | None) -> int | None:
-    return None if log2_scale is None else math.floor(log2_scale)

@@ -72,13 +72,19 @@ def test_a_pass_that_is_not_finite_is_found_at_its_batch(precision: Precision) -
     assert (attempt.bad_index, attempt.comparison, attempt.grade.verdict) == (1, None, "unfaithful")
 
 
-def test_all_batches_have_one_loss_scale_that_suits_each() -> None:
+def test_all_batches_have_one_loss_scale_that_suits_each_and_training_begins_with_it() -> None:
+    seen: list[float] = []
+
     def loss(model: nn.Module, batch: Batch) -> Tensor:
-        return mean_square(model, batch) * (2.0**4 if batch.number == 2 else 1.0)
+        value = mean_square(model, batch) * (2.0**4 if batch.number == 2 else 1.0)
+        value.register_hook(lambda gradient: seen.append(float(gradient)))  # type: ignore[no-untyped-call] # torch's
+        return value
 
     made = subject(mlp(), loss)
     with experiment_on(made, "fp16") as experiment:
         attempt = experiment.one_step(())
+        assert experiment.train(attempt).training is not None
+    assert seen[-NUM_PAIRED_STEPS:] == [attempt.scale] * NUM_PAIRED_STEPS
     assert attempt.has_safe_scale
     assert attempt.bad_index is None
     assert all(Passes(made).run(index, "fp16", scale=attempt.scale).is_finite for index in range(NUM_BATCHES))

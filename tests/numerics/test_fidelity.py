@@ -357,6 +357,7 @@ def test_bf16_weights_lose_small_updates(precision: Precision, lr: float, verdic
     assert found.low_weights is not None
     assert found.low_weights.weights == "bf16"
     assert (found.low_weights.lost_share > 0.5) == (verdict == "doubtful")
+    assert found.num_paired_steps == NUM_PAIRED_STEPS, "a doubt after one step is trained on too"
     if verdict == "doubtful":
         assert "model.float()" in found.next_step
         assert found.culprits == ()
