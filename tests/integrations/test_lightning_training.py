@@ -267,12 +267,3 @@ def test_the_controllers_options_reach_it(tmp_path: Path) -> None:
     assert run.precision_plugin is plugin
     assert plugin.controller.status().num_skips == NUM_BATCHES - 4  # it goes on, where it would stop after ten
     assert run_log.read(log).begin.config == fp16()
-
-
-@pytest.mark.filterwarnings("ignore")  # of importing it
-def test_the_trainer_of_pytorch_lightning_says_whose_plugin_it_was_given(tmp_path: Path) -> None:
-    standalone = pytest.importorskip("pytorch_lightning")
-    with pytest.raises(
-        Exception, match=r"plugin AutotunePrecision\(fp16\), which is for `import lightning`, not pytorch"
-    ):
-        standalone.Trainer(**trainer_arguments(fp16()), accelerator="cpu", logger=False, default_root_dir=tmp_path)
