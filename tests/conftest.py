@@ -46,6 +46,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Of pytest-randomly the order alone: what a test draws is `_same_start`'s."""
+    config.option.randomly_reset_seed = False
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """In CI, what runs in real time is tried once more: a busy machine may cut it off. pytest lists what needed it."""
     for item in items:

@@ -102,57 +102,53 @@ def crashing(model, batch):
         os._exit(7)
     return loss(model, batch)
 
-def told(loss, model=model, **options):
+def told(loss):
     try:
-        found = check_fidelity(Workload(model, loss, data), device="cpu", quiet=True, **options)
+        found = check_fidelity(Workload(model, loss, data), device="cpu", quiet=True)
     except Exception as error:
         print(type(error).__name__, error)
     else:
         print(found.verdict, found.batch_size, found.reason)
 
-def lstm(model, batch):
-    return model(batch[0][:, None])[0].square().mean()
-
 told(detached)
 told(crashing)
-told(lstm, model=lambda: nn.LSTM(8, 8), precision="fp16", batch_size=4)
-told(loss, pinned_modules=["head"])
 """
     done = python(cli, script)
     assert done.returncode == 0, done.stderr
-    detached, advice, crashed, lstm, unpinned, *_ = done.stdout.splitlines()
-    assert detached == "WorkloadError loss(model, batch) returned a tensor without gradient."
-    assert advice.startswith("Next step: Compute it from the model's output without torch.no_grad()")
-    assert "unchecked 16 bf16 is unchecked (crash): its process exited with status 7" in crashed
-    assert "unchecked 4 fp16 is unchecked (unsupported): RuntimeError: could not create a primitive" in lstm
-    assert unpinned == "WorkloadError The model has no module named 'head'."
+    detached, advice, crashed, *_ = done.stdout.splitlines()
+    assert detached.startswith("WorkloadError loss(model, batch)")
+    assert "no_grad" in advice
+    assert crashed.startswith("unchecked 16 bf16")
+    assert "status 7" in crashed
     assert done.stderr == "", "quiet"
 
 
 @pytest.mark.slow
-def test_a_file_is_checked_and_not_from_inside_of_itself(cli: CommandLine) -> None:
+@pytest.mark.parametrize("has_guard", [True, False])
+def test_a_file_is_checked_and_not_from_inside_of_itself(cli: CommandLine, has_guard: bool) -> None:
     text = """
 def workload():
     return Workload(model, loss, torch.utils.data.TensorDataset(*data(12)))
-if __name__ == "__main__":
+if GUARD:
     print(check_fidelity("script.py:workload", "fp16", device="cpu", quiet=True).batch_size)
 """
-    done = python(cli, text)
-    assert done.stdout == "6\n", done.stderr  # two batches of different samples
-    done = python(cli, text.replace('if __name__ == "__main__":', "if True:"))
-    assert "check_fidelity() was called inside a trial" in done.stderr
+    done = python(cli, text.replace("GUARD", '__name__ == "__main__"' if has_guard else "True"))
+    if has_guard:
+        assert done.stdout == "6\n", done.stderr  # two batches of different samples
+    else:
+        assert "inside a trial" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"precision": "half"}, "'half'; it must be one of"),
-        ({"precision": ["bf16"]}, "must be one name"),
+        ({"precision": "half"}, "'half'"),
+        ({"precision": ["bf16"]}, "one name"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"batch_size": True}, "batch_size is True"),
-        ({"pinned_modules": "head"}, "must be a list of module names"),
-        ({"budget": -1}, "--budget is -1"),
-        ({"device": "gpu"}, "--device is 'gpu'"),
+        ({"pinned_modules": "head"}, "list of module names"),
+        ({"budget": -1}, "budget is -1"),
+        ({"device": "gpu"}, "'gpu'"),
         ({"workload": "nothing"}, "names no workload"),
     ],
 )
@@ -209,22 +205,16 @@ def test_the_batch_size(asked: int | None, about: dict[str, Any], expected: int)
 
 
 def test_what_was_asked_for_reaches_the_check() -> None:
-    assert specified("fp16", 4) == Check(
-        what="fidelity",
-        precision="fp16",
-        batch_size=4,
-        device="cpu",
-        pinned_modules=("head",),
-        seed=5,
-        deadline_seconds=7.0,
-        memory_limit_bytes=900,
-    )
+    spec = specified("fp16", 4)
+    assert (spec.what, spec.precision, spec.batch_size, spec.device) == ("fidelity", "fp16", 4, "cpu")
+    assert (spec.pinned_modules, spec.seed, spec.deadline_seconds, spec.memory_limit_bytes) == (("head",), 5, 7.0, 900)
+    assert specified("fp32", weights="bf16").precision == "fp32", "checked where the weights are not in it"
 
 
 @pytest.mark.parametrize(
     ("precision", "about", "message"),
     [
-        ("fp32", {}, "which the others are held against"),
+        ("fp32", {}, "fp32"),
         ("tf32", {}, "tf32 is unsupported"),
         ("fp8", {}, "no fp8"),
         ("fp16", {"weights": "bf16"}, "the weights are kept in bf16"),
@@ -235,15 +225,8 @@ def test_a_precision_that_cannot_be_checked_here(precision: str, about: dict[str
         specified(precision, **about)
 
 
-def test_fp32_is_checked_where_the_weights_are_not_in_it() -> None:
-    assert specified("fp32", weights="bf16").precision == "fp32"
-
-
-def test_a_budget_that_ends_before_the_check() -> None:
+def test_a_budget_that_ends_before_the_check_and_a_workload_that_is_not_there() -> None:
     with pytest.raises(BudgetTooSmallError, match="budget"):
         check_fidelity(budget=0.5, device="cpu", quiet=True)
-
-
-def test_a_workload_that_is_not_there() -> None:
     with pytest.raises(WorkloadError, match="nowhere"):
         check_fidelity("nowhere.py:workload", device="cpu", quiet=True)

@@ -1,121 +1,46 @@
+"""`autotune-amp` as a user starts it: help, wrong requests, a finished recommendation, a reader that went away."""
+
 from __future__ import annotations
 
 import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from autotune_amp import __version__
-from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.evidence import BaselineEvidence, Evidence
-from autotune_amp.core.hardware import DeviceIdentity, DeviceMemory, Hardware
-from autotune_amp.core.recommendation import Fingerprint, Recommendation, SearchSummary
+from autotune_amp.cli import run
 
-if TYPE_CHECKING:
-    from pathlib import Path
+SHOWN = Path(__file__).parent / "golden/study/recommendation.json"
 
 
-def command_line(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """`autotune-amp` as a user starts it, in `folder`."""
-    return subprocess.run(
-        [sys.executable, "-m", "autotune_amp", *arguments], capture_output=True, text=True, cwd=folder, timeout=60
-    )
-
-
-def recommendation(study: str = "quiet-otter") -> Recommendation:
-    config = AmpConfig(precision="bf16", batch_size=64)
-    return Recommendation(
-        config=config,
-        evidence=Evidence(
-            samples_per_second=412.3,
-            samples_per_second_interval=(398.0, 426.0),
-            step_seconds=0.155,
-            peak_memory_bytes=1 << 30,
-            baseline=BaselineEvidence(
-                config=config,
-                samples_per_second=None,
-                samples_per_second_interval=None,
-                step_seconds=None,
-                peak_memory_bytes=None,
-                reason="out of memory",
-            ),
-            speedup=None,
-            speedup_interval=None,
-            num_processes=3,
-            is_confirmed=True,
-            data_share=0.0,
-        ),
-        reason="It is the fastest.",
-        warnings=(),
-        excluded=(),
-        candidates=(),
-        search=SearchSummary(study=study, num_trials=1, num_failures=0, seconds=1.0),
-        hardware=Hardware(
-            device="cpu",
-            identity=DeviceIdentity(type="cpu", name="caf\u00e9 processor", num_cpus=2, total_memory_bytes=1 << 30),
-            memory=DeviceMemory(total=1 << 30, free=1 << 29, available=1 << 29),
-            precisions={},
-        ),
-        versions={},
-        fingerprint=Fingerprint(digest="", parts={}),
-    )
+def process(*arguments: str, folder: Path, **options: str) -> subprocess.CompletedProcess[str]:
+    """`autotune-amp` in a process of its own, in `folder`."""
+    command = [sys.executable, "-m", "autotune_amp", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=60, env=os.environ | options)
 
 
 def saved(folder: Path, study: str = "quiet-otter") -> Path:
+    """A recommendation in ./studies of `folder`."""
     path = folder / "studies" / study / "recommendation.json"
     path.parent.mkdir(parents=True)
-    recommendation(study).save(path)
+    path.write_bytes(SHOWN.read_bytes())
     return path
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 # --- help and version ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])
-def test_help_lists_the_commands(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    done = command_line(*arguments, folder=tmp_path)
-    assert done.returncode == 0
-    assert done.stdout.startswith("Usage: autotune-amp ")
-    assert [command for command in ("search", "probe", "show") if f"  {command} " in done.stdout] == [
-        "search",
-        "probe",
-        "show",
-    ]
-    assert done.stderr == ""
-
-
-def test_help_of_search_names_every_option(tmp_path: Path) -> None:
-    done = command_line("search", "--help", folder=tmp_path)
-    options = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  --")]
-    assert options == [
-        "--budget",
-        "--trials",
-        "--device",
-        "--precision",
-        "--batch-size",
-        "--effective-batch-size",
-        "--baseline",
-        "--memory-fraction",
-        "--objective",
-        "--steps",
-        "--samples",
-        "--price-per-hour",
-        "--study",
-        "--out",
-        "--storage",
-        "--seed",
-        "--fresh",
-        "--json",
-        "--quiet",
-    ]
-    assert max(map(len, done.stdout.splitlines())) <= 80
-
-
 @pytest.mark.parametrize("arguments", [["--help"], ["search", "--help"]])
-def test_help_imports_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
+def test_help_answers_and_imports_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
     code = (
         f"import sys; sys.argv = ['autotune-amp', *{arguments}]\n"
         "from autotune_amp.cli import main\n"
@@ -126,133 +51,104 @@ def test_help_imports_nothing_heavy(arguments: list[str], tmp_path: Path) -> Non
     modules = done.stderr.split()
     assert "autotune_amp.cli" in modules
     assert {"torch", "optuna", "rich", "msgspec", "pydantic"}.isdisjoint(modules)
+    assert done.stdout.startswith("Usage: autotune-amp ")
+    assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_version(tmp_path: Path) -> None:
-    done = command_line("--version", folder=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"autotune-amp {__version__}\n", "")
+@pytest.mark.parametrize("arguments", [[], ["-h"]])
+def test_help_lists_the_commands(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 0
+    lines = [line.split() for line in capfd.readouterr().out.splitlines()]
+    commands = ["search", "probe", "show", "report", "profile", "export", "dashboard"]
+    assert [words[0] for words in lines if words and words[0] in commands] == commands
+
+
+def test_version(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capfd.readouterr().out == f"autotune-amp {__version__}\n"
 
 
 # --- wrong requests ------------------------------------------------------------------------------------------------
 
-WRONG = [
-    (("search", "--bogus"), "--bogus"),
-    (("search", "--budget", "abc"), "--budget"),
-    (("search", "--trials"), "--trials"),
-    (("search", "a", "b"), "b"),
-    (("bogus",), "bogus"),
-    (("--bogus",), "--bogus"),
-]
 
-
-@pytest.mark.parametrize(("arguments", "named"), WRONG)
-def test_usage_error_is_said_with_the_next_step(arguments: tuple[str, ...], named: str, tmp_path: Path) -> None:
-    done = command_line(*arguments, folder=tmp_path)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    first, second = done.stderr.splitlines()
-    assert first.startswith("Error: ")
-    assert named in first
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["search", "--bogus"], "--bogus"),
+        (["search", "--budget", "abc"], "--budget"),
+        (["search", "--trials"], "--trials"),
+        (["search", "a", "b"], "b"),
+        (["bogus"], "bogus"),
+    ],
+)
+def test_a_usage_error_is_said_and_is_a_document_too(
+    arguments: list[str], named: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    said = capfd.readouterr()
+    first, second = said.err.splitlines()
+    assert (said.out, first.startswith("Error: "), named in first) == ("", True, True)
     assert second.startswith("Next step: See `autotune-amp ")
-    assert second.endswith("--help`.")
-
-
-@pytest.mark.parametrize(("arguments", "named"), WRONG[:2])
-def test_usage_error_is_a_document_too(arguments: tuple[str, ...], named: str, tmp_path: Path) -> None:
-    done = command_line(*arguments, "--json", folder=tmp_path)
-    document = json.loads(done.stdout)
-    assert done.returncode == 2
+    assert run([*arguments, "--json"]) == 2
+    document = json.loads(capfd.readouterr().out)
     assert sorted(document) == ["best", "error", "excluded", "format"]
     assert (document["format"], document["excluded"], document["best"]) == (1, [], None)
-    assert sorted(document["error"]) == ["kind", "message", "next_step"]
-    assert document["error"]["kind"] == "invalid_request"
-    assert named in document["error"]["message"]
-    assert named in done.stderr
+    assert (document["error"]["kind"], named in document["error"]["message"]) == ("invalid_request", True)
 
 
 # --- show ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("given", ["studies/quiet-otter", "studies/quiet-otter/recommendation.json", "studies", None])
-def test_show_finds_the_recommendation(given: str | None, tmp_path: Path) -> None:
-    saved(tmp_path)
-    done = command_line("show", *([given] if given else []), folder=tmp_path)
-    assert done.returncode == 0
-    assert "bf16, batch size 64" in done.stdout
-    assert done.stderr == ""
+def test_show_finds_the_recommendation(given: str | None, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = saved(here)
+    assert run(["show", *([given] if given else []), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out) == json.loads(path.read_bytes())
 
 
-def test_show_without_folder_takes_the_latest(tmp_path: Path) -> None:
-    for study, age in (("older", 2000), ("latest", 1000), ("oldest", 3000)):
-        path = saved(tmp_path, study)
-        os.utime(path, (10_000 - age, 10_000 - age))
-    assert "Study latest:" in command_line("show", folder=tmp_path).stdout
+def test_show_without_a_folder_takes_the_latest(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for study, seconds in (("older", 8_000), ("latest", 9_000), ("oldest", 7_000)):
+        os.utime(saved(here, study), (seconds, seconds))
+    assert run(["show"]) == 0
+    assert "export studies/latest " in capfd.readouterr().out
 
 
-def test_show_json_is_the_document(tmp_path: Path) -> None:
-    path = saved(tmp_path)
-    done = command_line("show", "--json", folder=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout) == json.loads(path.read_text("utf-8"))
+@pytest.mark.parametrize(("content", "word"), [("{", "damaged"), ('{"format": 2}', "format 2"), ("[]", "damaged")])
+def test_show_of_a_file_that_cannot_be_read(
+    content: str, word: str, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    saved(here).write_text(content)
+    assert run(["show", "--json"]) == 2
+    error = json.loads(capfd.readouterr().out)["error"]
+    assert (error["kind"], word in error["message"]) == ("format", True)
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("{", "is damaged"),
-        ('{"format": 1}', "is damaged"),
-        ('{"format": 2}', "has format 2"),
-        ("[]", "is damaged"),
-    ],
-)
-def test_show_of_a_file_that_cannot_be_read(content: str, said: str, tmp_path: Path) -> None:
-    saved(tmp_path).write_text(content)
-    done = command_line("show", "--json", folder=tmp_path)
-    document = json.loads(done.stdout)
-    assert done.returncode == 2
-    assert document["error"]["kind"] == "format"
-    assert said in document["error"]["message"]
-    assert "Traceback" not in done.stderr
-
-
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("given", ["missing", "missing/recommendation.json", ".", "x" * 5000, None])
-def test_show_of_nothing(given: str | None, tmp_path: Path) -> None:
-    done = command_line("show", *([given] if given else []), folder=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"Error: {given or 'studies'} ")
-    assert "Next step: " in done.stderr
-    assert "Traceback" not in done.stderr
+def test_show_of_nothing(given: str | None, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["show", *([given] if given else [])]) == 2
+    said = capfd.readouterr()
+    assert (said.out, said.err.startswith(f"Error: {given or 'studies'} ")) == ("", True)
+    assert "Next step: " in said.err
 
 
-def test_stdout_in_ascii_gets_every_row(tmp_path: Path) -> None:
-    saved(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-m", "autotune_amp", "show"],
-        capture_output=True,
-        cwd=tmp_path,
-        timeout=60,
-        env=os.environ | {"PYTHONIOENCODING": "ascii"},
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert b"caf? processor" in done.stdout
+# --- standard output that is poor, or that nobody reads ------------------------------------------------------------
 
 
-# --- standard output that nobody reads -----------------------------------------------------------------------------
+def test_standard_output_in_ascii_gets_every_row(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    path.write_text(path.read_text().replace('"name": "', '"name": "caf\u00e9 ', 1), "utf-8")
+    done = process("show", folder=tmp_path, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize(("arguments", "code"), [(("show",), 0), (("show", "--json"), 0), (("show", "x", "--json"), 2)])
-def test_reader_that_went_away_is_no_error(arguments: tuple[str, ...], code: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("arguments", "code"), [(["show"], 0), (["show", "x", "--json"], 2)])
+def test_a_reader_that_went_away_is_no_error(arguments: list[str], code: int, tmp_path: Path) -> None:
     saved(tmp_path)
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-m", "autotune_amp", *arguments],
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        timeout=60,
-    )
+    command = [sys.executable, "-m", "autotune_amp", *arguments]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=60)
     os.close(writer)
     assert done.returncode == code
     assert "Traceback" not in done.stderr

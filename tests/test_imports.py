@@ -38,14 +38,12 @@ UPWARD = {
     ("commands.profile", "api"),
 }
 IN_CIRCLES = {
-    *("fingerprint.definitions", "fingerprint.instances", "fingerprint.live", "fingerprint.sources"),
-    *("fingerprint.values", "fingerprint.walk"),
-    *("report.live", "report.progress", "search.flow", "search.steps"),
+    *("search.flow", "search.steps"),
     *("search.accumulate", "search.conditions", "search.evidence", "search.loss_scales", "search.objective"),
     *("search.seeding", "search.session", "search.space", "search.told", "search.verdicts"),
 }
-CROWDED = {"numerics", "runtime", "search", "trial"}
-NAMED_LIKE_THE_STANDARD_LIBRARY = {"code", "profile", "trace"}
+CROWDED = {"search"}
+NAMED_LIKE_THE_STANDARD_LIBRARY = {"profile", "trace"}
 
 # Files that run in a parent, or that a parent reads, know no torch; only the study knows Optuna.
 WITHOUT_TORCH = (

@@ -142,7 +142,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     data: str
     num_parameters: int
     num_trainable_parameters: int
-    weights: Literal["fp32", "bf16", "frozen_low"]
+    weights: Literal["fp32", "bf16", "fp16", "frozen_low"]
     as_found_precision: Precision
     is_as_found_strict: bool
     build_seconds: float

@@ -190,8 +190,6 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
             ("energy", None if joules is None else f"{joules:.3g} J a sample"),
             ("job", None if self.job is None else explain.job_line(self.job)),
             ("reason", one_line(self.reason)),
-            ("loader", None if evidence.loader is None else explain.loader_line(evidence.loader)),
-            ("machine", explain.load_line(evidence.load)),
             ("pauses", explain.pauses_line(evidence)),
             ("loss scale", None if scale is None else explain.loss_scale_line(scale, evidence.loss_scale)),
             ("accumulation", None if accumulation is None else explain.accumulation_line(accumulation)),

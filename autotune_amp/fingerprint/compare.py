@@ -13,9 +13,9 @@ import msgspec
 from autotune_amp import __version__
 from autotune_amp.core.recommendation import Fingerprint
 from autotune_amp.distributed.launcher import is_from_launcher
-from autotune_amp.fingerprint.code import short_hex
+from autotune_amp.fingerprint.objects import walk_objects, workload_parts
 from autotune_amp.fingerprint.origin import version
-from autotune_amp.fingerprint.walk import Walk, workload_parts
+from autotune_amp.fingerprint.walk import short_hex
 
 if TYPE_CHECKING:
     from autotune_amp.core.hardware import DeviceIdentity
@@ -58,7 +58,9 @@ def compute(
     for group, named in groups.items():
         parts |= {f"{group} {name}": _setting(value) for name, value in named.items()}
     parts |= {"platform" if name == "platform" else f"version of {name}": f"={v}" for name, v in versions().items()}
-    parts |= {f"environment variable {name}": short_hex(Walk().value(value)) for name, value in _environment().items()}
+    parts |= {
+        f"environment variable {name}": short_hex(walk_objects().value(value)) for name, value in _environment().items()
+    }
     content = msgspec.json.encode(sorted(parts.items()))
     return Fingerprint(digest=hashlib.sha256(content).hexdigest(), parts=parts, unknown=unknown)
 
@@ -77,4 +79,8 @@ def _setting(value: object) -> str:
         shown = str(value)
         if len(shown) <= 60:
             return f"={shown}"
-    return short_hex(Walk().value(value))
+    return _digest(value)
+
+
+def _digest(value: object) -> str:
+    return short_hex(walk_objects().value(value))

@@ -1,22 +1,41 @@
-"""The user's functions and classes: each a part of its own, with the globals and closures that it reaches."""
+"""The user's functions, classes and source files: what code they hold, and the globals and closures they reach."""
 
 from __future__ import annotations
 
+import dis
 import os
 import sys
-from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+import warnings
+from functools import partial
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from autotune_amp.distributed.launcher import is_from_launcher
-from autotune_amp.fingerprint.code import code_digest, digest, references, text
-from autotune_amp.fingerprint.origin import module_origin, origin_of
-from autotune_amp.fingerprint.peek import class_dict, class_name, instance_dict, is_a, mro
-from autotune_amp.fingerprint.sources import import_link, imported_names, note
+from autotune_amp.fingerprint.origin import (
+    Origin,
+    class_dict,
+    class_name,
+    find_module,
+    instance_dict,
+    is_a,
+    module_origin,
+    mro,
+    origin_of,
+    version,
+)
+from autotune_amp.fingerprint.walk import code_digest, digest, short_hex, text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+
+    from _typeshed import ReadableBuffer
 
     from autotune_amp.fingerprint.walk import Walk
+
+Import: TypeAlias = tuple[str, int, tuple[str, ...]]
+_IMPORT_NAME = dis.opmap["IMPORT_NAME"]
 
 # What `torch.compile` sets on what it returns.
 COMPILED_FROM = "_torchdynamo_orig_callable"
@@ -113,10 +132,46 @@ def _closure(walk: Walk, name: str, cell: CellType, function: FunctionType) -> b
     return walk.part(id(cell), label, lambda: walk.value(content))
 
 
+class Mentioned(NamedTuple):
+    """What code, with the code nested in it, may refer to outside itself.
+
+    `names` holds attributes as well as globals, so that more counts than is used. `imports` are (module, level, names)
+    of the import statements inside it; `environment` names the environment variables that it may read.
+    """
+
+    names: dict[str, None]
+    imports: dict[Import, None]
+    environment: dict[str, None]
+
+
+def mentioned(code: CodeType) -> Mentioned:
+    """What `code` mentions, each once, in order of appearance."""
+    found = Mentioned({}, {}, {})
+    waiting = [code]
+    for current in waiting:
+        found.names.update(dict.fromkeys(current.co_names))
+        if _IMPORT_NAME in current.co_code[::2]:
+            found.imports.update(dict.fromkeys(_imports(current)))
+        if "environ" in current.co_names or "getenv" in current.co_names:
+            strings = (c for c in current.co_consts if isinstance(c, str))
+            found.environment.update(dict.fromkeys(c for c in strings if c.isidentifier() and c == c.upper()))
+        waiting += [constant for constant in current.co_consts if isinstance(constant, CodeType)]
+    return found
+
+
+def _imports(code: CodeType) -> Iterator[Import]:
+    """The import statements of this code; the two instructions before each load its level and its names."""
+    loaded: list[Any] = []
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            yield instruction.argval, loaded[-2], loaded[-1] or ()
+        elif instruction.opname != "EXTENDED_ARG":
+            loaded.append(instruction.argval)
+
+
 def _references(walk: Walk, function: FunctionType) -> Iterator[bytes]:
-    found = references(function.__code__)
-    for chain in found.names:
-        yield _reference(walk, chain, function.__globals__)
+    found = mentioned(function.__code__)
+    yield from _globals(walk, function.__globals__, found.names, set())
     for name in imported_names(found.imports, str(function.__globals__.get("__package__") or "")):
         yield import_link(walk, name)
     for name in found.environment:
@@ -128,39 +183,29 @@ def _environment(walk: Walk, name: str) -> bytes:
     return walk.part(("environment", name), f"environment variable {name}", lambda: walk.value(value))
 
 
-def _reference(walk: Walk, chain: tuple[str, ...], namespace: dict[str, Any]) -> bytes:
-    """What a dotted name stands for: followed through modules, and from there on a value as a whole."""
-    name, rest = chain[0], chain[1:]
-    if name in _MODULE_NAMES:
-        return text("module name", name)
-    if name not in namespace:
-        return text("not global", name)
-    value = namespace[name]
-    while is_a(value, ModuleType) and rest:
-        origin = origin_of(instance_dict(value))
-        note(walk, origin)
-        if not origin.is_user:
-            return _library_reference(walk, value, rest)
-        namespace, name, rest = instance_dict(value), rest[0], rest[1:]
-        if name not in namespace:
-            return text("no attribute", origin.label, name)
-        value = namespace[name]
-    if is_definition(value):
-        return walk.value(value)
-    label = f"global {name} of {origin_of(namespace).label}"
-    return walk.part(("global", id(namespace), name), label, lambda: walk.value(value))
+def _globals(walk: Walk, namespace: dict[str, Any], names: dict[str, None], seen: set[int]) -> Iterator[bytes]:
+    """What a module's globals of these names hold, and those of the modules among them.
 
-
-def _library_reference(walk: Walk, module: ModuleType, names: tuple[str, ...]) -> bytes:
-    """By name, for a library may load it later; unless the user put a function of their own in its place."""
-    found: Any = module
+    A library's count by its version; but for functions of the user's that were put in their place.
+    """
+    seen.add(id(namespace))
+    origin = origin_of(namespace)
     for name in names:
-        if not is_a(found, ModuleType):
-            break
-        found = instance_dict(found).get(name)
-    if is_a(found, FunctionType) and origin_of(found.__globals__).is_user:
-        return walk.value(found)
-    return text("library value", str(instance_dict(module).get("__name__")), *names)
+        if name not in namespace or name in _MODULE_NAMES:
+            continue
+        value = namespace[name]
+        if is_a(value, ModuleType):
+            inner = instance_dict(value)
+            note(walk, origin_of(inner))
+            if id(inner) not in seen:
+                yield from _globals(walk, inner, names, seen)
+        elif not origin.is_user and not (is_a(value, FunctionType) and origin_of(value.__globals__).is_user):
+            continue
+        elif is_definition(value):
+            yield digest("global", text("name", name), walk.value(value))
+        else:
+            label = f"global {name} of {origin.label}"
+            yield walk.part(("global", id(namespace), name), label, partial(walk.value, value))
 
 
 # --- classes
@@ -232,3 +277,94 @@ def _is_member(name: str, value: object) -> bool:
         return False
     is_special = name.startswith("__") and name.endswith("__")
     return not is_special or is_a(value, FunctionType, classmethod, staticmethod, property)
+
+
+# --- modules and files
+
+
+def note(walk: Walk, origin: Origin) -> None:
+    """Make a part of a user's source file, or of a library's version; Python's own is in `versions()`."""
+    if origin.is_standard:
+        return
+    if origin.is_user:
+        if origin.file is not None:
+            walk.part(("source", origin.file), f"source file {origin.label}", lambda: _file_digest(walk, origin))
+        return
+    name = f"version of {origin.root}"
+    if name not in walk.parts:
+        known = version(origin.root)
+        walk.parts[name] = f"={known}" if known is not None else short_hex(_file_digest(walk, origin))
+
+
+def note_module(walk: Walk, name: object) -> None:
+    """Note where a module of this name comes from."""
+    if isinstance(name, str):
+        note(walk, module_origin(name))
+
+
+def module_link(walk: Walk, module: ModuleType) -> bytes:
+    """The digest of a module as a value: the user's by its file, a library's by its version."""
+    origin = origin_of(instance_dict(module))
+    note(walk, origin)
+    return text("module", origin.label)
+
+
+def import_link(walk: Walk, name: str) -> bytes:
+    """A module that is imported inside a function: its file and, since it may not be loaded, those that it imports."""
+    origin = find_module(name)
+    if origin is None:
+        return text("no module", name)
+    if name not in walk.imported:
+        walk.imported.add(name)
+        note(walk, origin)
+        code = _code(origin) if origin.is_user else None
+        package = name if Path(origin.label).stem == "__init__" else name.rpartition(".")[0]
+        for imported in imported_names(mentioned(code).imports, package) if code is not None else ():
+            import_link(walk, imported)
+    return text("module", origin.label)
+
+
+def imported_names(imports: Iterable[Import], package: str) -> Iterator[str]:
+    """The full names of the modules in import statements; ``from package import name`` may name two."""
+    for module, level, names in imports:
+        start = package.rsplit(".", level - 1)[0] if level else ""
+        base = f"{start}.{module}".strip(".")
+        yield base
+        if _is_user_package(base):
+            yield from (f"{base}.{name}" for name in names if find_module(f"{base}.{name}") is not None)
+
+
+def _is_user_package(name: str) -> bool:
+    origin = find_module(name)
+    return origin is not None and origin.is_user and (origin.file is None or Path(origin.file).stem == "__init__")
+
+
+def _file_digest(walk: Walk, origin: Origin) -> bytes:
+    """A file without its comments, blank lines and formatting; one that is no Python source counts by its bytes."""
+    code = _code(origin) if origin.is_user else None
+    if code is not None:
+        return code_digest(code)
+    try:
+        return digest("file", Path(origin.file or "").read_bytes())
+    except OSError as error:
+        walk.unknown[f"source file {origin.label} cannot be known: {error.strerror}"] = None
+        return text("unknown")
+
+
+class _Reader(SourceFileLoader):
+    """Takes the code that Python keeps of an imported file where it is up to date; keeps none itself."""
+
+    def set_data(self, path: str, data: ReadableBuffer, *, _mode: int = 0) -> None:
+        """Write nothing."""
+
+
+def _code(origin: Origin) -> CodeType | None:
+    """The file's code, None where it has none."""
+    if origin.file is None:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _Reader("", origin.file).get_code("")
+    except (SyntaxError, ValueError, OSError):
+        return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import json
 import multiprocessing
 import os
 import queue
@@ -21,9 +22,51 @@ import threading
 import traceback
 from typing import Any
 
+import msgspec
 import psutil
 
-from autotune_amp.isolation.channel import Channel
+
+class Channel:
+    """Lines of JSON in, lines of JSON out; every line out is one write with a newline before and after it, so that
+    the remains of a killed writer's line cannot spoil the next."""
+
+    def __init__(self) -> None:
+        self.input = os.dup(0)
+        self._output = os.dup(1)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+        os.dup2(2, 1)
+        self._buffer = b""
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Write one message."""
+        data = b"\n" + msgspec.json.encode(message) + b"\n"
+        while data:
+            data = data[os.write(self._output, data) :]
+
+    def read_line(self) -> dict[str, Any] | None:
+        """The next message, None at the end of the input."""
+        while b"\n" not in self._buffer:
+            chunk = os.read(self.input, 1 << 16)
+            if not chunk:
+                return None
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def read_exactly(self, num_bytes: int) -> bytes:
+        """The raw bytes that follow a message; fewer at the end of the input."""
+        parts = bytearray(self._buffer[:num_bytes])
+        self._buffer = self._buffer[num_bytes:]
+        while len(parts) < num_bytes:
+            chunk = os.read(self.input, min(1 << 20, num_bytes - len(parts)))
+            if not chunk:
+                break
+            parts += chunk
+        return bytes(parts)
+
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -109,7 +152,7 @@ class Server:
         """Do it, or say what went wrong; the user's code may raise anything, SystemExit among it."""
         from autotune_amp.core.errors import AutotuneAmpError
         from autotune_amp.core.outcome import Failure
-        from autotune_amp.trial.failures import classify
+        from autotune_amp.trial.worker import classify
 
         try:
             action(*args)

@@ -197,7 +197,7 @@ def _writes(operation: Any) -> bool:
 def by_backward(passes: Passes, index: int, start: float = 12.0) -> SafeScale:
     """S* = 65504 S / A: A is the largest magnitude in any fp16 tensor written during a backward pass at scale S.
 
-    Leaf gradients alone miss it by up to 17 octaves (studies/README.md). `start` is log2 S* as expected; one
+    Leaf gradients alone miss it by up to 17 octaves (measured). `start` is log2 S* as expected; one
     pass will do where that is about right. What cannot be answered so is bisected: a model where an overflow reaches
     no gradient, or where A is not in proportion to S. Inside a compiled graph tensors are not seen: bisect there.
     """

@@ -1,8 +1,7 @@
 """GradScaler's rule as arithmetic: what any (init_scale, growth_interval) costs over a horizon, without training.
 
 A step overflows exactly when its loss scale is above the largest safe one, S*(t). Between two overflows the scale
-only grows, at known steps, so the replay goes from event to event instead of from step to step. Formulas:
-shared/reference/loss-scaling.md, section 3. Steps count from 0.
+only grows, at known steps, so the replay goes from event to event instead of from step to step. Steps count from 0.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
+from autotune_amp.precision.modes import MODES
 
-_FLUSHED_LOG2 = -25  # fp16 rounds to 0 what is at or under half of its least number, 2^-24
+_FLUSHED_LOG2 = math.log2(MODES["fp16"].min_subnormal / 2)  # fp16 rounds to 0 what is at it or under
 _LARGEST_SCALE = 2.0**127  # power of two in float32
 _MAX_CACHED_STEPS = 4_000_000  # of overflow indices, 4 bytes each
 
@@ -192,9 +192,9 @@ def extend(
     step drawn is the minimum of as many draws.
 
     The recorded steps come first, as recorded. The rest is drawn from their second half, because the start of a
-    training is not like what follows, and holds one `burst`, without which a slow recovery would cost nothing
-    (loss-scaling.md, "Applied share"). The burst is never earlier than the end of the recorded stretch; a horizon
-    that is shorter than the stretch cuts it. Raises `ValueError` where nothing was recorded.
+    training is not like what follows, and holds one `burst`, without which a slow recovery would cost nothing. The
+    burst is never earlier than the end of the recorded stretch; a horizon that is shorter than the stretch cuts it.
+    Raises `ValueError` where nothing was recorded.
     """
     if not len(log2_scales):
         raise ValueError("Nothing was recorded: log2_scales is empty.")
@@ -211,7 +211,7 @@ def extend(
 
 
 def starting_scale(log2_scales: Sequence[float], max_log2: float = 24.0) -> float:
-    """The calibrated init_scale, 2^⌊min log2 S* - 1⌋ (loss-scaling.md, "Choice"), within [2^-24, 2^max_log2].
+    """The calibrated init_scale, 2^⌊min log2 S* - 1⌋, within [2^-24, 2^max_log2].
 
     Steps that are not finite at any scale are single bad batches, and left out, where they are fewer than half; else
     they count, and the answer is 2^-24. Raises `ValueError` where no step is finite at any scale.

@@ -33,15 +33,12 @@ from autotune_amp.precision import mode as precision
 from autotune_amp.precision import torch_state
 from autotune_amp.profile.gap import MARK, Trace, split, step_mark
 from autotune_amp.profile.job import CUT_RATIO, Lane, Profile, Profiled, Split
-from autotune_amp.trial.compiling import CompileWatch
-from autotune_amp.trial.context import Context
-from autotune_amp.trial.failures import classify
+from autotune_amp.trial.context import Context, LoopState, make_model
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Trial
 from autotune_amp.trial.optimizers import each
-from autotune_amp.trial.state import LoopState
-from autotune_amp.trial.step import BaseTraining, Training, make_model, make_training
-from autotune_amp.trial.timing import MAX_COMPILING_STEPS, MAX_SCALE_SEARCH_STEPS, NonFiniteError
-from autotune_amp.trial.worker import guarded, prepare
+from autotune_amp.trial.timing import MAX_COMPILING_STEPS, MAX_SCALE_SEARCH_STEPS, CompileWatch, NonFiniteError
+from autotune_amp.trial.training import BaseTraining, Training, make_training
+from autotune_amp.trial.worker import classify, guarded, prepare
 
 NUM_BLOCKS_BEFORE_CUT = 3
 RATE_SECONDS, _RATE_BYTES = 0.2, 2**30

@@ -291,8 +291,8 @@ def _notes(request: Request, description: Description) -> list[str]:
         notes.append(
             f"The data has no batch size of its own: {ASSUMED_BATCH_SIZE} is assumed. --batch-size says yours."
         )
-    if description.weights == "bf16":
-        notes.append("The weights are kept in bf16: fp32 runs the model as it is, in bf16, without autocast.")
+    if (kept := description.weights) in ("bf16", "fp16"):
+        notes.append(f"The weights are kept in {kept}: fp32 runs the model as it is, without autocast.")
     elif not description.is_as_found_strict:
         notes.append("fp32 is strict here: the TF32 and reduced-precision flags that were found on are off in it.")
     return notes

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rich import box
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
 from autotune_amp.core.text import duration
 from autotune_amp.profile.results import PART_NAMES, facts, heading, row_cells
+from autotune_amp.report.terminal import grid
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from autotune_amp.profile.results import AmpProfile, Part
 
@@ -20,11 +25,6 @@ _STYLES = {"excellent": "bold green", "significant": "green", "slower": "yellow"
 
 def print_profile(profile: AmpProfile, console: Console) -> None:
     """The precisions, where a step's time goes in fp32 and in the best of the others, and what to try."""
-    from rich.panel import Panel
-    from rich.text import Text
-
-    from autotune_amp.report.terminal import grid
-
     console.print(Text(heading(profile)))
     console.print(_rows(profile))
     if any(row.gap is not None for row in profile.rows):
@@ -34,10 +34,6 @@ def print_profile(profile: AmpProfile, console: Console) -> None:
 
 
 def _rows(profile: AmpProfile) -> Table:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("precision", no_wrap=True)
     for name in ("step", "speed-up", "memory"):  # where it is narrow the speed-up and the verdict share what there is
@@ -51,9 +47,6 @@ def _rows(profile: AmpProfile) -> Table:
 
 
 def _parts(profile: AmpProfile) -> Table:
-    from rich import box
-    from rich.table import Table
-
     shown = {
         row.precision: row.gap
         for row in profile.rows

@@ -76,7 +76,8 @@ def _candidates(recommendation: Recommendation) -> Table:
             **({"accum": rows.span(*(o.accumulation_steps for o, _ in members))} if "accum" in cells else {}),
         }
         columns = list(cells)
-        outcome = row.status if (row.precision, row.reason) in everywhere else _outcome(row)
+        told = "" if (row.precision, row.reason) in everywhere else rows.reason_words(row)
+        outcome = ": ".join(filter(None, [rows.outcome_words(row), told]))
         text = Text(", ".join([*rows.roles(row, recommended, baseline), outcome]))
         style = "bold green" if row is recommended else "dim" if row.samples_per_second is None else ""
         shown.append((list(cells.values()), text, style))
@@ -98,11 +99,6 @@ def _fate(row: CandidateRow) -> object:
     if row.reason is None or row.samples_per_second is not None:
         return id(row)
     return row.precision, row.as_found, row.num_workers, row.status, row.reason
-
-
-def _outcome(row: CandidateRow) -> str:
-    name, reason = rows.outcome_words(row), one_line(row.reason or "")
-    return reason if reason.startswith(name) else f"{name}: {reason}" if reason else name
 
 
 def grid(lines: list[tuple[str, str]]) -> Table:

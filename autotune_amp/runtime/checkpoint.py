@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from autotune_amp.core.config import MIN_LOSS_SCALE, Precision
 from autotune_amp.core.errors import FormatError, InvalidRequestError
-from autotune_amp.runtime.batchnorm import SavedStatistics
+from autotune_amp.runtime.executor import Executor, Wish
+from autotune_amp.runtime.gradient_check import Window
+from autotune_amp.runtime.metrics import Metrics
+from autotune_amp.runtime.model import SavedStatistics
+from autotune_amp.runtime.policy import PolicyState
 from autotune_amp.runtime.scale_rule import ScaleRule, check_scale
-from autotune_amp.runtime.state import PolicyState
+from autotune_amp.runtime.scaler import Waiting
 from autotune_amp.runtime.status import from_plain, to_plain
-from autotune_amp.runtime.steering import Steering
 
 KEY = "autotune_amp"
 FORMAT = 1
@@ -54,14 +57,16 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True):
     config: str
 
 
-class _Counters(msgspec.Struct):
+class Counters(msgspec.Struct):
+    """What a run had counted and was waiting for."""
+
     num_steps: int
     num_amp_steps: int
     num_passes: int
     loss_was_finite: bool
     loss: float
     is_off: bool
-    wishes: list[tuple[str, str]]
+    wishes: list[tuple[Wish, str]]
     waiting: list[tuple[list[float], list[int]]]
     run_id: str | None = None  # of its log, where it has one
 
@@ -71,27 +76,54 @@ class _Own(_Versioned):
     pinned: list[str]
     statistics: SavedStatistics | None
     history: list[_Record]
-    counters: _Counters
+    counters: Counters
 
 
-def save(steering: Steering, scaler: Mapping[str, Any], counters: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain types only: it loads under ``torch.load(weights_only=True)``. `counters` are what the scaler adds."""
-    is_in_window = counters["num_passes"] > 0
+def save(
+    executor: Executor,
+    metrics: Metrics,
+    window: Window,
+    *,
+    scale: float,
+    growth_tracker: int,
+    wishes: Sequence[tuple[Wish, str]],
+    waiting: Waiting,
+) -> dict[str, Any]:
+    """Plain types only: it loads under ``torch.load(weights_only=True)``.
+
+    `scale` and `growth_tracker` are the device's, `wishes` what is to be done once the window ends, and `waiting` what
+    is on its way from the device.
+    """
+    rule, model = executor.policy.scale, executor.model
     return {
-        **scaler,
+        "scale": scale,
+        "growth_factor": rule.growth_factor,
+        "backoff_factor": rule.backoff_factor,
+        "growth_interval": rule.growth_interval,
+        "_growth_tracker": growth_tracker,
         KEY: {
             "format": FORMAT,
-            "steering": steering.policy.state_dict(),
-            "statistics": steering.attachment.saved_statistics() if steering.attachment and is_in_window else None,
-            "pinned": list(steering.attachment.pinned) if steering.attachment else list(steering.pins_to_come),
-            "history": [to_plain(record) for record in steering.history],
-            "counters": dict(counters),
+            "steering": executor.policy.state_dict(),
+            "statistics": model.saved_statistics() if model and window.num_passes > 0 else None,
+            "pinned": list(model.pinned) if model else list(executor.pins_to_come),
+            "history": [to_plain(record) for record in executor.history],
+            "counters": {
+                "run_id": metrics.run_id,
+                "num_steps": metrics.num_steps,
+                "num_amp_steps": metrics.num_amp_steps,
+                "num_passes": window.num_passes,
+                "loss_was_finite": math.isfinite(float(window.loss_probe)),
+                "loss": float(window.loss),
+                "is_off": executor.is_off,
+                "wishes": [list(wish) for wish in wishes],
+                "waiting": [[list(values), list(label)] for values, label in waiting],
+            },
         },
     }
 
 
-def load(steering: Steering, state: object) -> dict[str, Any]:
-    """Take over a saved state; gives the scaler's own counters, none from a plain GradScaler's state.
+def load(executor: Executor, metrics: Metrics, window: Window, state: object) -> Counters | None:
+    """Take over a saved state, but for what it returns: what the controller has still to do, None for a GradScaler's.
 
     Raises `FormatError` for what is no such state, was written by a newer version or belongs to other rungs, and
     `InvalidRequestError` for a loss scale that cannot work. Nothing is changed then.
@@ -101,8 +133,9 @@ def load(steering: Steering, state: object) -> dict[str, Any]:
             f"The scaler's state is a {type(state).__name__}; it must be what state_dict() gave.",
             "If the checkpoint has none, do not load one: the controller then starts as its config says.",
         )
-    if not state:
-        return {}  # a disabled GradScaler's
+    if not state:  # a disabled GradScaler's
+        metrics.resume(None)
+        return None
     missing = [key for key in _SCALER_KEYS if key not in state]
     if missing:
         raise FormatError(f"The scaler's state lacks {', '.join(missing)}.", "Load what state_dict() gave.")
@@ -111,24 +144,31 @@ def load(steering: Steering, state: object) -> dict[str, Any]:
     _converted(state, _Scaler)
     own = state.get(KEY)
     if own is None:
-        rule = steering.policy.scale
+        rule = executor.policy.scale
         _take(rule, state)
         rule.growth_tracker = state["_growth_tracker"]
         rule.set(state["scale"])
-        return {}
+        metrics.resume(None)
+        return None
     if (version := _converted(own, _Versioned).format) > FORMAT:
         raise FormatError(
             f"The controller's state has format {version}; this version reads up to {FORMAT}.", "Upgrade autotune_amp."
         )
-    _converted(own, _Own)
+    counters = _converted(own, _Own).counters
     history = [from_plain(record) for record in own["history"]]
-    if steering.attachment is not None:
-        steering.attachment.check_state(own["pinned"], own["statistics"])
-    steering.policy.load_state_dict(own["steering"])  # the last that can fail
-    _take(steering.policy.scale, state)
-    steering.history[:] = history
-    steering.load_model_state(own["pinned"], own["statistics"])
-    return dict(own["counters"])
+    if executor.model is not None:
+        executor.model.check_state(own["pinned"], own["statistics"])
+    executor.policy.load_state_dict(own["steering"])  # the last that can fail
+    _take(executor.policy.scale, state)
+    executor.history[:] = history
+    executor.load_model_state(own["pinned"], own["statistics"])
+    executor.is_off = counters.is_off
+    metrics.resume(counters.run_id)
+    metrics.num_steps, metrics.num_amp_steps = counters.num_steps, counters.num_amp_steps
+    window.num_passes = counters.num_passes
+    window.loss_probe = 0.0 if counters.loss_was_finite else math.nan
+    window.loss = own["counters"]["loss"]
+    return counters
 
 
 def _converted(state: object, what: type[_Saved]) -> _Saved:

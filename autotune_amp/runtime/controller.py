@@ -2,43 +2,58 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import math
+import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
-from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 
 from autotune_amp.core.config import AmpConfig, Precision
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.core.recommendation import Recommendation, write_atomically
-from autotune_amp.precision import mode as precision
-from autotune_amp.precision import torch_state
+from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.runtime import checkpoint, windows
-from autotune_amp.runtime.attachment import Attachment
-from autotune_amp.runtime.checks import checked_device
-from autotune_amp.runtime.ranks import Ranks
+from autotune_amp.runtime.actions import Signal
+from autotune_amp.runtime.device import Ranks, checked_device, warn_of_missing
+from autotune_amp.runtime.executor import Executor, OnDemotion, Wish, plans_of
+from autotune_amp.runtime.gradient_check import (
+    BAD_LOSS,
+    CLEAN,
+    OVERFLOW,
+    Found,
+    GradientCheck,
+    Stepped,
+    listed,
+    makes_buffers_unread,
+    tensors,
+)
+from autotune_amp.runtime.metrics import Metrics
+from autotune_amp.runtime.model import Attachment
+from autotune_amp.runtime.policy import Policy
 from autotune_amp.runtime.run_log import RunLog
-from autotune_amp.runtime.status import MoveRecord, Status, peak_memory_bytes, to_plain
-from autotune_amp.runtime.steered import SteeredScaler
-from autotune_amp.runtime.steering import OnDemotion, Steering
+from autotune_amp.runtime.scale_rule import check_scale
+from autotune_amp.runtime.scaler import LAG_UPDATES, LossScaler, takes_a_scaler
+from autotune_amp.runtime.status import MoveRecord, Status, write_status
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # torch can be built without
 
-log = logging.getLogger("autotune_amp.runtime")
-
 Batch = TypeVar("Batch")
 
 
-class PrecisionController(SteeredScaler):
+def _held(part: str, name: str) -> Any:
+    """An attribute of GradScaler's that a part of the controller holds."""
+
+    def set_it(controller: Any, value: Any) -> None:
+        setattr(getattr(controller, part), name, value)
+
+    return property(operator.attrgetter(f"{part}.{name}"), set_it)
+
+
+class PrecisionController(torch.amp.GradScaler):
     """A drop-in for ``torch.amp.GradScaler`` that steps the precision down when precision is what fails.
 
     Use `autocast()` around the forward pass, then `backward` (or ``scale(loss).backward()``), `unscale_` to clip,
@@ -59,6 +74,13 @@ class PrecisionController(SteeredScaler):
     `DeviceError` for a device that is not there and `InvalidRequestError` for options that cannot be kept.
     """
 
+    _growth_factor = _held("_rule", "growth_factor")
+    _backoff_factor = _held("_rule", "backoff_factor")
+    _growth_interval = _held("_rule", "growth_interval")
+    _scale = _held("_scaler", "scale")
+    _growth_tracker = _held("_scaler", "growth_tracker")
+    _enabled = _held("_executor", "is_checking")
+
     def __init__(
         self,
         config: AmpConfig,
@@ -73,24 +95,35 @@ class PrecisionController(SteeredScaler):
         writer: Any = None,
         run_log: str | os.PathLike[str] | None = None,
     ) -> None:
-        checked = checked_device(device)
-        ranks = Ranks(checked, process_group)
-        steering = Steering(
+        self._ranks = ranks = Ranks(checked_device(device), process_group)
+        log_file = None if run_log is None else RunLog(run_log, checks=ranks.rank == 0)
+        warn_of_missing(config.environment)
+        self._check = GradientCheck(ranks)
+        self._policy = policy = Policy(
+            [plan.precision for plan in plans_of(config)], config.loss_scale, promotes=promote
+        )
+        self._rule = policy.scale
+        self._scaler = scaler = LossScaler(self._rule)
+        self._metrics = Metrics(config, policy, scaler, ranks, writer=writer, run_log=log_file)
+        self._executor = Executor(
             config,
-            checked,
+            policy,
+            scaler,
+            self._metrics,
             ranks,
+            guards=guard,
             halts=halt,
-            promotes=promote,
             on_demotion=on_demotion,
             max_slowdown=max_slowdown,
         )
-        _warn_of_missing(config.environment)
-        written = None if run_log is None else RunLog(run_log)
-        if written is not None and ranks.rank == 0:
-            written.check()
-        super().__init__(steering, guard=guard, writer=writer, run_log=written)
-        self._shares: list[float] = []  # of the passes in the current window of `windows`
-        self._pass = 0
+        backoff_factor = self._rule.backoff_factor
+        super().__init__(ranks.device.type, self._rule.scale, self._rule.growth_factor, 0.5, self._rule.growth_interval)
+        self._rule.backoff_factor = backoff_factor  # the constructor refuses 1.0, which never backs off
+        self._is_in_window = False  # from the first autocast() or scale() until update()
+        self._is_moving = False  # a diagnosis may call the user's closure, in precisions of its own
+        self._on_step: list[tuple[Callable[[], object], int | None]] = []
+        self._passes = windows.Passes()
+        self._executor.apply()
 
     @classmethod
     def load(
@@ -99,23 +132,231 @@ class PrecisionController(SteeredScaler):
         """A controller for the config in a ``recommendation.json``; `options` are the constructor's."""
         return cls(Recommendation.load(path).config, device, **options)
 
+    # The loop: autocast, backward, unscale_, step, update.
+
     def autocast(self) -> AbstractContextManager[object]:
         """The context for the forward pass in the current precision, fresh each time."""
-        if self._is_rerunning:
+        if self._is_moving:
             return nullcontext()
-        if not self._autocast_is_ours:
-            self._autocast_is_ours = True
-            self._steering.is_advisory = False
-            self._force_model()
+        self._executor.use_own_autocast()
         self._settle()
         self._begin_window()
-        return nullcontext() if self._is_off else precision.autocast(self._precision, self._main_device.type)
+        return self._executor.autocast()
+
+    def scale(self, outputs: Any) -> Any:
+        """The outputs times the loss scale, and a look at whether they are finite."""
+        self._begin_window()
+        window = self._check.window
+        window.num_passes += 1
+        if not self._enabled:
+            return outputs
+        outputs = listed(outputs)
+        for loss in (outputs,) if isinstance(outputs, Tensor) else tensors(outputs):
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(loss.device)
+            if not window.scale_was_read:  # as a gradient penalty does: its loss holds gradients, which overflow too
+                self._check.see_loss(loss.detach())
+        return super().scale(outputs) if self._scaler.is_scaling else outputs
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """``scale(loss).backward(**kwargs)``."""
+        self.scale(loss).backward(**kwargs)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale and check them; at most once per optimizer and update."""
+        if not self._enabled:
+            return
+        self._check_scale_growth_tracker("unscale_")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.UNSCALED:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        self._examine(optimizer, self._scaler.inverse() if self._scaler.is_scaling else None)
+        state["stage"] = OptState.UNSCALED
+
+    def _examine(self, optimizer: torch.optim.Optimizer, inv_scale: Tensor | None) -> None:
+        scale, _ = self._check_scale_growth_tracker("step")
+        self._executor.meet(optimizer)
+        samples = self._scaler.is_scaling and self._metrics.wants_sample
+        skipped = self._check.examine(optimizer, scale.device, inv_scale, samples=samples)
+        state = self._per_optimizer_states[id(optimizer)]
+        state["found_inf_per_device"] = {} if skipped is None else {skipped.device: skipped}
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """``optimizer.step(*args, **kwargs)`` unless a gradient or the loss was not finite; none without gradients."""
+        check = self._check
+        if not self._enabled:
+            self._executor.meet(optimizer)
+            value = optimizer.step(*args, **kwargs)
+            check.window.verdicts[check.number_of(optimizer)] = CLEAN
+            return Stepped(CLEAN, value)
+        if "closure" in kwargs:
+            return super().step(optimizer, *args, **kwargs)  # which refuses it
+        self._check_scale_growth_tracker("step")
+        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.READY:
+            if is_fused:
+                self._check_inf_per_device(optimizer)
+            else:
+                self.unscale_(optimizer)
+        verdict = check.wait_for(optimizer) if makes_buffers_unread(optimizer) else check.verdict_of(optimizer)
+        # A fused optimizer reads the verdict by itself, but it need not be called where the host knows.
+        if state["stage"] is not OptState.STEPPED and isinstance(verdict, int) and verdict != CLEAN:
+            state["stage"] = OptState.STEPPED
+            return Stepped(verdict)
+        if is_fused and not takes_a_scaler(type(optimizer)):  # type: ignore[arg-type] # mypy and hashes of classes
+            value = self._scaler.step_fused(optimizer, state, *args, **kwargs)
+        else:
+            value = super().step(optimizer, *args, **kwargs)
+        return Stepped(check.verdict_of(optimizer), value)
+
+    def step_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
+        """Step all of them or none: a non-finite gradient of one skips every one. Waits for the device."""
+        given = list(optimizers)
+        for optimizer in given:
+            if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+        worst = max((int(self._check.verdict_of(optimizer)) for optimizer in given), default=CLEAN)
+        for optimizer in given:
+            found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] if self._enabled else {}
+            if found and worst > CLEAN:
+                self._check.window.verdicts[self._check.number_of(optimizer)] = worst
+                for skipped in found.values():
+                    skipped.fill_(1.0)
+            self.step(optimizer)
+        return worst == CLEAN or not self._enabled
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """End the accumulation window; the scale follows from what was found or is `new_scale`. The precision may move.
+
+        Raises the errors of `TrainingStoppedError` when the run must not go on.
+        """
+        if new_scale is not None:
+            scale = check_scale(float(new_scale))
+            growth_tracker = self._get_growth_tracker()
+            self._end_window()
+            self.synchronize()
+            self._rule.set(scale)
+            self._rule.growth_tracker = growth_tracker  # GradScaler, too, goes on counting from before this update
+            self._scaler.write(is_forced=True)
+            return
+        if self._enabled:
+            self._check_scale_growth_tracker("update")
+            self._check.require_verdicts()
+        self._end_window()
+
+    def synchronize(self) -> None:
+        """Wait for what is still on its way from the device: every verdict is acted on, every callback called.
+
+        With several ranks, on all of them alike.
+        """
+        if len(self._scaler.reader):
+            self._read_verdicts(0)
+
+    def _begin_window(self) -> None:
+        self._is_in_window = True
+        model = self._executor.model
+        if model is not None and self._check.window.num_passes == 0:
+            model.begin_window()
+
+    def _end_window(self) -> None:
+        window = self._check.end_window()
+        self._per_optimizer_states.clear()
+        if self._executor.model is not None:
+            self._executor.model.num_window_passes = window.num_passes
+        if window.is_late:
+            self._executor.end_window(self._scaler.send(window, self._ranks))
+            # Hysteresis is counted on the host alone, which therefore has to keep up.
+            self._read_verdicts(0 if self._rule.hysteresis > 1 else LAG_UPDATES)
+        else:
+            self.synchronize()
+            found = window.found(self._ranks)
+            if found.verdicts:
+                self._executor.end_window(found.worst > CLEAN)
+                self._judge(found)
+                self._scaler.write()
+        self._is_in_window = False
+        self._settle()
+
+    def _read_verdicts(self, max_waiting: int) -> None:
+        reader = self._scaler.reader
+        while len(reader) > (0 if self._policy.is_watching else max_waiting):
+            self._judge(Found.of(*reader.pop()))
+        if not len(reader):
+            self._scaler.write(is_forced=True)
+        self._settle()
+
+    def _judge(self, found: Found) -> None:
+        """Tell the policy of an update, in order and once each, and everybody who wants to know."""
+        if not found.verdicts:
+            return
+        worst = found.worst
+        self._metrics.begin_update(was_taken=worst == CLEAN)
+        if self._executor.is_off:
+            self._policy.num_updates += 1  # nothing is checked, but the run goes on
+        else:
+            seen_loss = None if worst == BAD_LOSS else found.loss
+            action = self._policy.observe(Signal(worst == OVERFLOW, worst == BAD_LOSS, found.lost_share, seen_loss))
+            self._executor.ask(action)
+        for callback, number in self._on_step:  # last: they may save a checkpoint
+            if CLEAN in found.verdicts.values() if number is None else found.verdicts.get(number) == CLEAN:
+                callback()
+        self._metrics.end_update(found.loss if self._enabled else None)
+
+    # A move waits until the accumulation window is empty, which would else hold gradients of two scales, and until an
+    # autocast of ours has ended, whose cached casts would break. One of the user's own may be on for ever; there the
+    # precision is changed by contexts inside it, which use no cache.
+
+    def _when_idle(self, what: Wish, name: str = "") -> None:
+        self._executor.wishes.append((what, name))
+        self._settle()
+
+    def _settle(self) -> None:
+        executor = self._executor
+        while executor.wishes and not (self._is_in_window or self._is_moving or executor.is_in_own_autocast):
+            self._is_moving = True
+            try:
+                self.synchronize()  # what is still on its way belongs to the rung that is about to be left
+                executor.carry_out_next()
+            finally:
+                self._is_moving = False
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        self._scaler.place(dev, self._scaler.target, self._rule.growth_tracker)
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        if self._check.number_of(optimizer) not in self._check.window.verdicts:
+            self._examine(optimizer, None)
+        return self._found_inf_per_device(optimizer)
+
+    def _maybe_opt_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        optimizer_state: dict[str, Any],  # noqa: ARG002 # GradScaler's signature
+        *args: Any,
+        **kwargs: Any,
+    ) -> float | None:
+        # The one wait that GradScaler has here too.
+        return optimizer.step(*args, **kwargs) if self._check.wait_for(optimizer) == CLEAN else None
+
+    def get_scale(self) -> float:
+        """The current loss scale, 1.0 where the loss is not scaled; waits for the device."""
+        self._check.window.scale_was_read = self._check.window.num_passes > 0
+        return self._scaler.current_scale()
+
+    def _get_growth_tracker(self) -> int:
+        return self._scaler.current_growth_tracker()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.synchronize()
+        return super().__getstate__()
 
     @contextmanager
     def validation(self) -> Iterator[None]:
         """The forward pass of validation: the current precision without gradients; the scaler is left alone."""
-        context = nullcontext() if self._is_off else precision.autocast(self._precision, self._main_device.type)
-        with torch.no_grad(), context:
+        with torch.no_grad(), self._executor.autocast():
             yield
 
     def windows(
@@ -129,53 +370,44 @@ class PrecisionController(SteeredScaler):
         counts it must be 0, not the NaN of a mean over nothing. After a demotion to a smaller batch size the loader's
         batches are split. Raises `InvalidRequestError` where they cannot be.
         """
-        batches = iter(loader)
-        try:
-            while True:
-                self._settle()
-                plan = self.config
-                num_batches, num_pieces = windows.shape(
-                    self._steering.own_config.batch_size, plan.batch_size, plan.accumulation_steps
-                )
-                window = windows.take(batches, num_batches, num_pieces)
-                if not window:
-                    break
-                weights = [1.0 if weigh is None else float(weigh(batch)) for batch in window]
-                self._shares = [weight / (sum(weights) or 1.0) for weight in weights]  # all 0: no loss, and no NaN
-                for self._pass, batch in enumerate(window):
-                    yield batch, self._pass == len(window) - 1
-        finally:
-            self._shares = []
+        self._passes = windows.Passes()
+        yield from self._passes.over(iter(loader), self._shape_of_next_window, weigh)
         self.synchronize()
+
+    def _shape_of_next_window(self) -> tuple[int, int]:
+        self._settle()
+        plan = self.config
+        return windows.shape(self._executor.own_config.batch_size, plan.batch_size, plan.accumulation_steps)
 
     @property
     def window_size(self) -> int:
         """Backward passes in the current window of `windows`; outside of it, the config's accumulation steps."""
-        return len(self._shares) or self.config.accumulation_steps
+        return len(self._passes.shares) or self.config.accumulation_steps
 
     @property
     def window_share(self) -> float:
         """The current pass's part of what `weigh` counts in its window of `windows`; without it, of the passes."""
-        return self._shares[self._pass] if self._shares else 1 / self.window_size
+        share = self._passes.share
+        return 1 / self.window_size if share is None else share
 
     def discard_window(self) -> None:
         """End the accumulation window without a step and without a trace, for a loop that drops its gradients."""
         if self._is_in_window:
-            self._verdicts.clear()
-            self._skipped(True)
+            self._check.window.verdicts.clear()
+            self._executor.end_window(True)
             self._end_window()
 
     def on_step(self, callback: Callable[[], object], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Call `callback` once for every step really taken: of `optimizer`, or (None) of any in the update.
 
-        Behind a fused optimizer on an accelerator that is `lag.LAG_UPDATES` updates later, so that nobody waits;
+        Behind a fused optimizer on an accelerator that is `scaler.LAG_UPDATES` updates later, so that nobody waits;
         `synchronize` and the end of `windows` call those still due, and a run resumed from `state_dict` does.
         """
-        self._on_step.append((callback, None if optimizer is None else self._position(optimizer)))
+        self._on_step.append((callback, None if optimizer is None else self._check.number_of(optimizer)))
 
     def on_move(self, listener: Callable[[MoveRecord], object]) -> None:
         """Call `listener` with the record of every move; its config has the new batch size and accumulation."""
-        self._steering.listeners.append(listener)
+        self._executor.listeners.append(listener)
 
     def attach(self, model: nn.Module, rerun: Callable[[], Tensor] | None = None) -> None:
         """Use the model: watch its activations, undo batch norm statistics of skipped steps, pin modules in fp32.
@@ -185,33 +417,26 @@ class PrecisionController(SteeredScaler):
         only through this. Call it before or after compiling.
         Raises `InvalidRequestError` for a second model, and for a module to pin that the model does not have.
         """
-        if self._steering.attachment is not None:
+        if self._executor.model is not None:
             raise InvalidRequestError("A model is attached already.", "Make another controller for another model.")
-        self._steering.attach(Attachment(model, rerun, self._main_device))
-        self._apply_rung()
+        self._executor.attach(Attachment(model, rerun, self._ranks.device))
 
     def detach(self) -> None:
         """Let go of the attached model, if there is one, and leave it as it was: this controller is done with.
 
         TF32 flags that it keeps as found (`AmpConfig.as_found`) are as they were, too.
         """
-        if self._steering.attachment is not None:
-            self._steering.attachment.detach()
-            self._steering.attachment = None
-            self._policy.can_rerun = False
-            self._steering.is_advisory = not self._autocast_is_ours
-        if self._found is not None:
-            torch_state.apply_fp32_flags(self._found)
+        self._executor.detach()
 
     @property
     def config(self) -> AmpConfig:
         """What the run uses now: precision, batch size and accumulation steps of the current rung."""
-        return self._steering.config
+        return self._executor.config
 
     def set_precision(self, name: Precision) -> None:
         """Move to the rung of this precision at the end of the window. Raises `InvalidRequestError` without one."""
         self._policy.rung_of(name)
-        self._refuse_by_hand(name)
+        self._executor.refuse_by_hand(name)
         self._when_idle("set_precision", name)
 
     def disable(self) -> None:
@@ -219,12 +444,8 @@ class PrecisionController(SteeredScaler):
 
         Raises `InvalidRequestError` where the loop or the model cannot be brought into fp32.
         """
-        self._refuse_by_hand("fp32")
+        self._executor.refuse_by_hand("fp32")
         self._when_idle("disable")
-
-    def _refuse_by_hand(self, name: Precision) -> None:
-        if self._inspected or self._steering.attachment is not None:  # before that nobody knows how the loop is written
-            self._steering.refuse_by_hand(name)
 
     def enable(self) -> None:
         """Undo `disable`, at the end of the window."""
@@ -237,32 +458,11 @@ class PrecisionController(SteeredScaler):
         """
         if not self._ranks.are_many:
             self.synchronize()
-        policy, attachment = self._policy, self._steering.attachment
-        return Status(
-            precision=self._precision,
-            is_enabled=not self._is_off,
-            is_advisory=self._steering.is_advisory,
-            pinned_modules=attachment.pinned if attachment else (),
-            scale=self._target_scale,
-            num_updates=policy.num_updates,
-            num_steps=self._num_steps,
-            num_skips=policy.num_skips,
-            skip_share=policy.num_skips / max(1, policy.num_updates),
-            amp_share=self._num_amp_steps / max(1, self._num_steps),
-            step_seconds=median(self._seconds) if self._seconds else None,
-            peak_memory_bytes=peak_memory_bytes(self._main_device),
-            forward_max=attachment.forward_max() if attachment else None,
-            history=tuple(self._steering.history),
-        )
+        return self._executor.status()
 
     def save_stats(self, path: str | os.PathLike[str]) -> None:
         """Write `status()` as a JSON document, atomically."""
-        status = self.status()
-        document = asdict(status) | {"history": [to_plain(record) for record in status.history]}
-        forward_max = status.forward_max
-        if forward_max is not None and not math.isfinite(forward_max):
-            document["forward_max"] = None  # JSON has neither NaN nor infinity
-        write_atomically(Path(path), json.dumps(document, indent=2, allow_nan=False) + "\n")
+        write_status(self.status(), path)
 
     def state_dict(self) -> dict[str, Any]:
         """All of the controller's state in plain types, GradScaler's keys on top; waits for the device.
@@ -270,26 +470,15 @@ class PrecisionController(SteeredScaler):
         What is still on its way from the device is saved with it, and acted on after loading: one rank may save alone.
         Inside an accumulation window save the gradients too: they are the model's, not the controller's.
         """
-        counters = {
-            "run_id": self._run_id,
-            "num_steps": self._num_steps,
-            "num_amp_steps": self._num_amp_steps,
-            "num_passes": self._num_passes,
-            "loss_was_finite": math.isfinite(float(self._probe)),
-            "loss": float(self._loss),
-            "is_off": self._is_off,
-            "wishes": [list(wish) for wish in self._pending if wish[0] != "act"],
-            "waiting": [[values, list(label)] for values, label in self._reader.waiting()],
-        }
-        rule = self._policy.scale
-        scaler = {
-            "scale": self._current_scale(),
-            "growth_factor": rule.growth_factor,
-            "backoff_factor": rule.backoff_factor,
-            "growth_interval": rule.growth_interval,
-            "_growth_tracker": self._get_growth_tracker(),
-        }
-        return checkpoint.save(self._steering, scaler, counters)
+        return checkpoint.save(
+            self._executor,
+            self._metrics,
+            self._check.window,
+            scale=self._scaler.current_scale(),
+            growth_tracker=self._get_growth_tracker(),
+            wishes=[wish for wish in self._executor.wishes if wish[0] != "act"],
+            waiting=self._scaler.reader.waiting(),
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state: a controller's, a plain GradScaler's, or ``{}``, which a disabled one saves.
@@ -298,29 +487,12 @@ class PrecisionController(SteeredScaler):
         scale that cannot work (0, infinite); then nothing is changed.
         """
         self.synchronize()
-        counters = checkpoint.load(self._steering, state_dict)
-        if counters:
-            self._num_steps = counters["num_steps"]
-            self._num_amp_steps = counters["num_amp_steps"]
-            self._num_passes = counters["num_passes"]
-            self._is_in_window = self._num_passes > 0
-            self._probe = 0.0 if counters["loss_was_finite"] else math.nan
-            self._loss = counters["loss"]
-            self._is_off = counters["is_off"]
-            self._pending = [(what, name) for what, name in counters["wishes"]]
-        self._apply_rung()
-        self._run_id = counters.get("run_id")
-        if self._run_log is not None:
-            self._run_log.has_begun = False
-        if counters:
-            self._resume(counters["waiting"], state_dict["scale"], state_dict["_growth_tracker"])
-
-
-def _warn_of_missing(environment: Mapping[str, str]) -> None:
-    missing = " ".join(f"{name}={value}" for name, value in environment.items() if os.environ.get(name) != value)
-    if missing:
-        log.warning(
-            "The config was measured with variables that this process was started without, so it may be slower. "
-            "Before Python starts: export %s",
-            missing,
-        )
+        counters = checkpoint.load(self._executor, self._metrics, self._check.window, state_dict)
+        if counters is not None:
+            self._is_in_window = counters.num_passes > 0
+            self._executor.wishes[:] = counters.wishes
+        self._executor.apply()
+        if counters is not None:
+            self._scaler.reader.restore(counters.waiting)
+            if counters.waiting:  # the device, at this scale, was that much ahead of the host
+                self._scaler.place(self._ranks.device, state_dict["scale"], state_dict["_growth_tracker"])

@@ -78,17 +78,19 @@ Line: TypeAlias = BeginLine | SampleLine | MoveLine
 class RunLog:
     """Appends to the file at `path`, which is open only while a line is written.
 
-    A line that cannot be written is logged as an error, and the training goes on without the log.
+    A line that cannot be written is logged as an error, and the training goes on without the log. `checks`: raise
+    `InvalidRequestError` where no run can be added to the file.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, checks: bool = False) -> None:
         self.path = Path(path).absolute()  # the training may change its folder
         self.has_begun = False
         self.scale: float | None = None  # as last written
         self._is_writing = True
+        if checks:
+            self._check()
 
-    def check(self) -> None:
-        """Raise `InvalidRequestError` where no run can be added to the file."""
+    def _check(self) -> None:
         try:
             with self.path.open("a+b") as file:
                 file.seek(0)

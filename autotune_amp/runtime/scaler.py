@@ -1,144 +1,171 @@
-"""GradScaler's second half: the scale that follows from the verdicts, on the host or on the device."""
+"""The loss scale on the device, and numbers on their way from there: the host never waits for either."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
-from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.runtime.examining import ExaminingScaler
-from autotune_amp.runtime.lag import LAG_UPDATES, LaggedReader, Waiting
-from autotune_amp.runtime.ranks import Ranks
-from autotune_amp.runtime.scale_rule import ScaleRule, check_scale
-from autotune_amp.runtime.verdicts import CLEAN, NO_GRADIENTS, OVERFLOW
+from autotune_amp.runtime.device import Ranks
+from autotune_amp.runtime.gradient_check import OVERFLOW, Window
+from autotune_amp.runtime.scale_rule import ScaleRule
+
+LAG_UPDATES = 4
+Waiting: TypeAlias = Sequence[tuple[Sequence[float], Sequence[int]]]  # (values, label)
 
 
-class JudgingScaler(ExaminingScaler):
-    """Where the host knows each verdict at once it alone decides the scale. Behind a fused optimizer on an accelerator
-    the device applies the same rule itself and the host follows, `LAG_UPDATES` updates later. Verdicts reach `_judged`
-    in order, once each.
+class LaggedReader:
+    """A queue of small groups of device scalars, each copied to pinned host memory as it is pushed, with its label."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Tensor, torch.Event | None, tuple[int, ...]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def push(self, values: Sequence[Tensor], label: tuple[int, ...]) -> None:
+        """Send `values`, scalars of one device, on their way."""
+        packed = values[0].reshape(1) if len(values) == 1 else torch.stack(list(values))
+        if packed.device.type == "cpu":
+            self._waiting.append((packed, None, label))
+            return
+        host = torch.empty(len(values), pin_memory=True)
+        host.copy_(packed, non_blocking=True)
+        # On the stream of the copy, which need not be the current device's.
+        event = torch.accelerator.current_stream(packed.device).record_event()
+        self._waiting.append((host, event, label))
+
+    def waiting(self) -> list[tuple[list[float], tuple[int, ...]]]:
+        """All groups and their labels, oldest first, which go on waiting; waits for the device."""
+        for _, event, _ in self._waiting:
+            if event is not None:
+                event.synchronize()
+        return [(host.tolist(), label) for host, _, label in self._waiting]
+
+    def restore(self, waiting: Waiting) -> None:
+        """Have these wait, and nothing else."""
+        self._waiting.clear()
+        self._waiting.extend((torch.tensor(values), None, tuple(label)) for values, label in waiting)
+
+    def pop(self) -> tuple[list[float], tuple[int, ...]]:
+        """The oldest group and its label; waits for the device where it is not there yet."""
+        host, event, label = self._waiting.popleft()
+        if event is not None:
+            event.synchronize()
+        return host.tolist(), label
+
+
+class LossScaler:
+    """`scale` and `growth_tracker` are scalars on the device, none before the first loss.
+
+    Where the host knows each verdict at once they follow `rule`, which holds them on the host. Behind a fused optimizer
+    on an accelerator the device applies the same rule itself, and the host follows `LAG_UPDATES` later: what it will
+    know then is in `reader`.
     """
 
-    def __init__(self, rule: ScaleRule, device: torch.device, ranks: Ranks) -> None:
-        super().__init__(rule, device, ranks)
-        self._reader = LaggedReader()
+    def __init__(self, rule: ScaleRule) -> None:
+        self.rule = rule
+        self.is_scaling = True
+        self.scale: Tensor | None = None
+        self.growth_tracker: Tensor | None = None
+        self.reader = LaggedReader()
+        self._written = rule.scale
+        self._inverse: Tensor | None = None
 
-    # What the controller adds.
-    def _skipped(self, skipped: bool | Tensor) -> None: ...
-    def _judged(self, verdicts: Mapping[int, int], loss: float, lost_share: float | None) -> None: ...
-    def _settle(self) -> None: ...
-    def _is_urgent(self) -> bool:
-        return False
+    @property
+    def target(self) -> float:
+        """The scale that the host counts on, 1.0 where the loss is not scaled."""
+        return self.rule.scale if self.is_scaling else 1.0
 
-    def _resume(self, waiting: Waiting, scale: float, growth_tracker: int) -> None:
-        """Go on where verdicts were on their way: the device, at `scale`, was that much ahead of the host."""
-        self._reader.restore(waiting)
-        if waiting:
-            self._make_on_device(self._main_device, scale, growth_tracker)
+    def current_scale(self) -> float:
+        """The device's scale, which may be ahead of the host; waits for it then."""
+        return float(self.scale.item()) if len(self.reader) and self.scale is not None else self.target
 
-    def get_scale(self) -> float:
-        """The current loss scale, 1.0 where the loss is not scaled; waits for the device."""
-        self._scale_was_read = self._num_passes > 0
-        return self._current_scale()
+    def current_growth_tracker(self) -> int:
+        """The device's growth tracker, as `current_scale`."""
+        tracker = self.growth_tracker
+        return int(tracker.item()) if len(self.reader) and tracker is not None else self.rule.growth_tracker
 
-    def _current_scale(self) -> float:
-        return super().get_scale() if len(self._reader) and self._enabled else self._target_scale
+    def place(self, device: torch.device, scale: float, growth_tracker: int) -> None:
+        """Have `scale` and `growth_tracker` on this device."""
+        self._written = scale
+        self._inverse = None
+        self.scale = torch.full((), scale, dtype=torch.float32, device=device)
+        self.growth_tracker = torch.full((), growth_tracker, dtype=torch.int32, device=device)
 
-    def _get_growth_tracker(self) -> int:
-        return super()._get_growth_tracker() if len(self._reader) and self._enabled else self._rule.growth_tracker
+    def inverse(self) -> Tensor:
+        """1 / scale, kept until the scale changes."""
+        assert self.scale is not None  # a loss was scaled
+        if self._inverse is None:
+            # In double precision as GradScaler; MPS and some XPU have none (pytorch#147731).
+            has_double = self.scale.device.type not in ("mps", "xpu")
+            self._inverse = self.scale.double().reciprocal().float() if has_double else self.scale.reciprocal()
+        return self._inverse
 
-    def update(self, new_scale: float | Tensor | None = None) -> None:
-        """End the accumulation window; the scale follows from what was found or is `new_scale`. The precision may move.
+    def step_fused(self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As GradScaler's own, which looks at the signature of ``optimizer.step`` anew each time."""
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        given = getattr(optimizer, "grad_scale", None)
+        if state["stage"] is OptState.READY:
+            optimizer.grad_scale = self.scale if given is None else self.scale * given
+        else:
+            optimizer.grad_scale = given
+        (optimizer.found_inf,) = state["found_inf_per_device"].values()
+        value = optimizer.step(*args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        del optimizer.grad_scale, optimizer.found_inf
+        return value
 
-        Raises the errors of `TrainingStoppedError` when the run must not go on.
+    def send(self, window: Window, ranks: Ranks) -> Tensor:
+        """Follow verdicts that are on the device, and send all that the window found on its way to the host.
+
+        Gives 1.0 for a step that the device skips, else 0.0.
         """
-        if self._enabled and new_scale is None:
-            self._check_scale_growth_tracker("update")
-            if not self._verdicts:
-                raise InvalidRequestError(
-                    "update() was called before step(): no gradients were checked since the last update().",
-                    "Call step(optimizer), or unscale_(optimizer), for each optimizer first.",
-                )
-        if new_scale is None:
-            self._end_window()
-            return
-        scale = check_scale(float(new_scale))
-        growth_tracker = self._get_growth_tracker()
-        self._end_window()
-        self.synchronize()
-        self._rule.set(scale)
-        self._rule.growth_tracker = growth_tracker  # GradScaler, too, goes on counting from before this update
-        self._write_scale(is_forced=True)
-
-    def _end_window(self) -> None:
-        verdicts, loss, lost_share = self._verdicts, self._loss, self._lost_share
-        self._per_optimizer_states.clear()
-        self._num_passes = 0
-        self._loss = self._probe = 0.0
-        self._scale_was_read = False
-        self._verdicts, self._lost_share = {}, None
-        if any(isinstance(verdict, Tensor) for verdict in verdicts.values()):
-            self._advance_on_device(verdicts, loss, lost_share)
-            return
-        self.synchronize()
-        known = {self._positions[key]: int(verdict) for key, verdict in verdicts.items() if verdict != NO_GRADIENTS}
-        if not known:
-            return
-        self._skipped(max(known.values()) > CLEAN)
-        share = None if lost_share is None else float(self._ranks.maximum_(lost_share).item())
-        self._judged(known, float(loss), share)
-        self._write_scale()
-
-    def _advance_on_device(
-        self, verdicts: Mapping[int, int | Tensor], loss: float | Tensor, lost_share: Tensor | None
-    ) -> None:
-        scale, tracker = self._check_scale_growth_tracker("update")
-        rule = self._rule
-        if not len(self._reader):
-            self._write_scale(is_forced=True)  # the host may have counted on since
-        values = [v if isinstance(v, Tensor) else torch.full_like(scale, float(v)) for v in verdicts.values()]
+        assert self.scale is not None  # a loss was scaled
+        scale = self.scale
+        if not len(self.reader):
+            self.write(is_forced=True)  # the host may have counted on since
+        verdicts, loss = window.verdicts.values(), window.loss
+        values = [v if isinstance(v, Tensor) else torch.full_like(scale, float(v)) for v in verdicts]
         worst = values[0] if len(values) == 1 else torch.stack(values).amax()
-        self._skipped(worst.clamp(0, 1))
-        if self._scaling:
-            overflowed = worst.eq(OVERFLOW).float()
-            torch._amp_update_scale_(
-                scale, tracker, overflowed, rule.growth_factor, rule.backoff_factor, rule.growth_interval
-            )
-            scale.clamp_(rule.floor, rule.max_scale)
-            self._inv_scale = None
+        self._advance(worst)
         values.append(loss.to(scale.device) if isinstance(loss, Tensor) else torch.full_like(scale, loss))
-        if lost_share is not None:
-            values.append(self._ranks.maximum_(lost_share))
-        self._reader.push(values, tuple(self._positions[key] for key in verdicts))
-        # Hysteresis is counted on the host alone, which therefore has to keep up.
-        self._resolve(0 if rule.hysteresis > 1 else LAG_UPDATES)
+        if window.lost_share is not None:
+            values.append(ranks.maximum_(window.lost_share))
+        self.reader.push(values, tuple(window.verdicts))
+        return worst.clamp(0, 1)
 
-    def _resolve(self, lag_updates: int) -> None:
-        while len(self._reader) > (0 if self._is_urgent() else lag_updates):
-            values, keys = self._reader.pop()
-            verdicts, (loss, *share) = values[: len(keys)], values[len(keys) :]
-            known = {key: int(value) for key, value in zip(keys, verdicts, strict=True) if value != NO_GRADIENTS}
-            if known:
-                self._judged(known, loss, share[0] if share else None)
-        if not len(self._reader):
-            self._write_scale(is_forced=True)
-        self._settle()
-
-    def synchronize(self) -> None:
-        """Wait for what is still on its way from the device: every verdict is acted on, every callback called.
-
-        With several ranks, on all of them alike.
-        """
-        if len(self._reader):
-            self._resolve(0)
-
-    def _write_scale(self, *, is_forced: bool = False) -> None:
-        if self._scale is None or self._growth_tracker is None:
+    def _advance(self, verdict: Tensor) -> None:
+        if not self.is_scaling:
             return
-        if is_forced or self._scale_on_device != self._target_scale:
-            self._scale_on_device = self._target_scale
-            self._inv_scale = None
-            self._scale.fill_(self._scale_on_device)
-            self._growth_tracker.fill_(self._rule.growth_tracker)
+        assert self.scale is not None and self.growth_tracker is not None  # noqa: PT018 # a loss was scaled
+        rule = self.rule
+        overflowed = verdict.eq(OVERFLOW).float()
+        torch._amp_update_scale_(
+            self.scale, self.growth_tracker, overflowed, rule.growth_factor, rule.backoff_factor, rule.growth_interval
+        )
+        self.scale.clamp_(rule.floor, rule.max_scale)
+        self._inverse = None
+
+    def write(self, *, is_forced: bool = False) -> None:
+        """Bring the device in line with the host; `is_forced` where the device may have gone on by itself."""
+        if self.scale is None or self.growth_tracker is None:
+            return
+        if is_forced or self._written != self.target:
+            self._written = self.target
+            self._inverse = None
+            self.scale.fill_(self._written)
+            self.growth_tracker.fill_(self.rule.growth_tracker)
+
+
+@functools.cache
+def takes_a_scaler(optimizer: type[torch.optim.Optimizer]) -> bool:
+    """Whether its `step` wants the scaler itself, as custom optimizers once did."""
+    return "grad_scaler" in inspect.signature(optimizer.step).parameters

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from dataclasses import asdict, dataclass
-
-import psutil
-import torch
+from pathlib import Path
 
 from autotune_amp.core.config import AmpConfig, Precision
+from autotune_amp.core.recommendation import write_atomically
 
 
 @dataclass(frozen=True)
@@ -63,20 +64,10 @@ def from_plain(record: dict[str, object]) -> MoveRecord:
     return MoveRecord(**fields)  # type: ignore[arg-type] # a document that to_plain wrote
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process's tensors took on an accelerator; on a CPU, what the process holds now."""
-    if device.type in ("cuda", "xpu"):
-        return int(getattr(torch, device.type).max_memory_allocated(device))
-    if device.type == "mps":
-        return int(torch.mps.driver_allocated_memory())
-    return int(psutil.Process(os.getpid()).memory_info().rss)
-
-
-def available_memory_bytes(device: torch.device) -> int:
-    """What this process may hold on the device in all: what is free and what it already holds."""
-    if device.type in ("cuda", "xpu"):
-        module = getattr(torch, device.type)
-        return int(module.mem_get_info(device)[0] + module.memory_reserved(device))
-    if device.type == "mps":
-        return int(torch.mps.recommended_max_memory())
-    return int(psutil.virtual_memory().available + psutil.Process(os.getpid()).memory_info().rss)
+def write_status(status: Status, path: str | os.PathLike[str]) -> None:
+    """Write it as a JSON document, atomically."""
+    document = asdict(status) | {"history": [to_plain(record) for record in status.history]}
+    forward_max = status.forward_max
+    if forward_max is not None and not math.isfinite(forward_max):
+        document["forward_max"] = None  # JSON has neither NaN nor infinity
+    write_atomically(Path(path), json.dumps(document, indent=2, allow_nan=False) + "\n")

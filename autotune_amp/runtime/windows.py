@@ -2,14 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.numerics import batches
 
 Batch = TypeVar("Batch")
+
+
+class Passes:
+    """The passes of the window that a loop is in. `shares` are their parts of what is weighed in it."""
+
+    def __init__(self) -> None:
+        self.shares: list[float] = []
+        self._index = 0
+
+    @property
+    def share(self) -> float | None:
+        """Of the pass that the loop is in; None outside of a window."""
+        return self.shares[self._index] if self.shares else None
+
+    def over(
+        self,
+        batches: Iterator[Batch],
+        next_shape: Callable[[], tuple[int, int]],
+        weigh: Callable[[Batch], float | Tensor] | None,
+    ) -> Iterator[tuple[Batch, bool]]:
+        """(batch, is_last) for every pass. `next_shape` is asked for `shape` before each window."""
+        try:
+            while window := take(batches, *next_shape()):
+                weights = [1.0 if weigh is None else float(weigh(batch)) for batch in window]
+                self.shares = [weight / (sum(weights) or 1.0) for weight in weights]  # all 0: no loss, and no NaN
+                for self._index, batch in enumerate(window):
+                    yield batch, self._index == len(window) - 1
+        finally:
+            self.shares = []
 
 
 def take(loader: Iterator[Batch], num_batches: int, num_pieces: int) -> list[Batch]:

@@ -13,7 +13,7 @@ from autotune_amp.core.intervals import prediction_interval, ratio_interval
 from autotune_amp.core.outcome import Failure, Measurement, Record
 from autotune_amp.search import accumulate, busy, conditions
 from autotune_amp.search.objective import joules_per_sample
-from autotune_amp.trial.stopping import NUM_STEPS_BEFORE_CUT
+from autotune_amp.trial.jobs import NUM_STEPS_BEFORE_CUT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -79,7 +79,7 @@ def check_spec(
     request: Request, hardware: Hardware, description: Description, torch_state: dict[str, Any], seconds: float
 ) -> Check:
     """The check to make within `seconds`; raises `InvalidRequestError` for a precision that cannot be checked here."""
-    if request.precision == "fp32" and description.weights != "bf16":
+    if request.precision == "fp32" and description.weights not in ("bf16", "fp16"):
         raise InvalidRequestError("precision is 'fp32', which the others are held against.", "Give tf32, bf16 or fp16.")
     space = build_space(hardware, description, request.options)  # refuses a precision that the device does not have
     batch_size = min(MAX_BATCH_SIZE, space.baseline.batch_size)

@@ -45,7 +45,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     effective_batch_size: int | None = None
     num_ranks: int = 1
     accumulation_withheld: str | None = None
-    weights: Literal["fp32", "bf16", "frozen_low"] = "fp32"
+    weights: Literal["fp32", "bf16", "fp16", "frozen_low"] = "fp32"
     has_tf32: bool = False
     weighs_passes: bool = False
 
@@ -235,16 +235,19 @@ def _why_not(precision: Precision, hardware: Hardware, description: Description)
             "the weights are kept in bf16: values beyond fp16's range would overflow in the cast, "
             "and the gradient scaler is made for fp32 gradients"
         )
-    if description.weights == "bf16" and precision == "tf32":
-        return "the weights are kept in bf16: TF32 concerns fp32 products only, so it is the same as fp32"
+    if description.weights == "fp16" and precision in ("fp16", "bf16"):
+        return (
+            "the weights are kept in fp16, and so are their gradients, which no gradient scaler can unscale; "
+            "keep them in fp32 (model.float()), and autocast casts where it pays"
+        )
+    if description.weights in ("bf16", "fp16") and precision == "tf32":
+        return f"the weights are kept in {description.weights}: TF32 concerns fp32 products, so it is the same as fp32"
     return None
 
 
 def _weight_notes(description: Description) -> tuple[str, ...]:
-    if description.weights == "bf16":
-        return (
-            "The weights are kept in bf16: the rows called fp32 run the model as it is, in bf16, without autocast.",
-        )
+    if (kept := description.weights) in ("bf16", "fp16"):
+        return (f"The weights are kept in {kept}: the rows called fp32 run the model as it is, without autocast.",)
     if description.weights == "frozen_low":
         return ("Frozen weights are kept in low precision: the rows called fp32 compute with them as they are.",)
     return ()

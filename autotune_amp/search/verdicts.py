@@ -38,7 +38,7 @@ def check_of(candidate: Setting) -> Check:
 
 def needs_check(candidate: Setting, space: Space) -> bool:
     """Whether fp32 is to be held against it: not strict fp32 itself, unless its weights are in low precision."""
-    return check_of(candidate).precision != "fp32" or space.weights == "bf16"
+    return check_of(candidate).precision != "fp32" or space.weights in ("bf16", "fp16")
 
 
 def can_check(candidate: Setting, space: Space) -> bool:

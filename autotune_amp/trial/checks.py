@@ -26,15 +26,12 @@ from autotune_amp.numerics import accumulation, calibration, fidelity
 from autotune_amp.numerics.passes import Loop, NoStepError, Passes, Subject, no_loss
 from autotune_amp.precision.mode import has_half_weights
 from autotune_amp.trial import data
-from autotune_amp.trial.context import Context
-from autotune_amp.trial.failures import classify
+from autotune_amp.trial.context import Context, LoopState
 from autotune_amp.trial.jobs import Check
+from autotune_amp.trial.micro_batches import LOOK_SECONDS, CannotCutError, whole_and_parts
 from autotune_amp.trial.optimizers import make_optimizer
-from autotune_amp.trial.pieces import CannotCutError, whole_and_pieces
-from autotune_amp.trial.state import LoopState
-from autotune_amp.trial.step import checked_loss
-from autotune_amp.trial.unequal import LOOK_SECONDS
-from autotune_amp.trial.worker import guarded, prepare
+from autotune_amp.trial.training import checked_loss
+from autotune_amp.trial.worker import classify, guarded, prepare
 
 LOOK_SHARE = 0.2  # of a check's seconds, at most, for unequal samples
 _PHASES = {
@@ -156,7 +153,7 @@ def _loop_subject(workload: Workload, model: LoopState, batches: list[Any], spec
 def _batches(user_data: Any, spec: Check) -> list[Any]:
     if spec.what == "accumulation":
         seconds = min(LOOK_SECONDS, LOOK_SHARE * (spec.deadline_seconds or math.inf))
-        return whole_and_pieces(user_data, accumulation.num_checked(spec.batch_size), spec.seed, seconds)
+        return whole_and_parts(user_data, accumulation.num_checked(spec.batch_size), spec.seed, seconds)
     with closing(data.stream(user_data, spec.batch_size)) as stream:
         return list(islice(stream, spec.num_batches))
 

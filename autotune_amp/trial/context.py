@@ -1,19 +1,220 @@
-"""Context: the workload as a trial process holds it, and the model that several trials share."""
+"""Context: the workload as a process holds it for its jobs, and the model that several of them share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader, Dataset
 
-from autotune_amp.core.workload import Workload, WorkloadSource, make_workload
+from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.workload import Workload, WorkloadSource, make_workload, type_name
 from autotune_amp.precision import torch_state
 from autotune_amp.trial.memory import BuildMemory, file_bytes, watched_build
-from autotune_amp.trial.state import LoopState
-from autotune_amp.trial.step import make_model
+from autotune_amp.trial.optimizers import Optimizers
+
+_PLAIN = (str, bytes, int, float, complex, type(None))
+_NOT_LOOKED_INTO = (*_PLAIN, type, types.ModuleType, types.FunctionType, types.MethodType, Dataset, DataLoader)
+# Who waits for whom is no state of the training's: put back, a thread that waits would never be woken.
+_MACHINERY = ("asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading")
+
+
+class LoopState(nn.Module):
+    """A loop's state as one module, which shares everything with it.
+
+    Modules have the names of their paths ("generator", "nets.0"), of several paths the first; tensors outside of
+    modules are parameters where they are trained, else buffers. `held` is what `build` returned. Raises `WorkloadError`
+    for a state without modules and optimizers.
+    """
+
+    held: Any
+    optimizers: dict[str, torch.optim.Optimizer]
+    _noted: list[tuple[Any, Any]]  # what changes from step to step, and what was in it at first
+    _first_states: dict[str, dict[str, Any]]  # of the optimizers
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        # As an attribute, a state that is a module itself would be registered a second time.
+        self.__dict__.update(held=held, optimizers={}, _noted=[])
+        tensors: dict[str, Tensor] = {}
+        for path, value in _walk(held):
+            name = path or "model"
+            if isinstance(value, nn.Module):
+                # Past nn.Module's own setter: it refuses the dots of a path, and names that its methods have.
+                self._modules[name] = value
+            elif isinstance(value, torch.optim.Optimizer):
+                self.optimizers[name] = value
+                tensors |= {f"{name}.{index}": tensor for index, tensor in enumerate(_trained(value))}
+            elif isinstance(value, Tensor):
+                tensors[name] = value
+            if not isinstance(value, Tensor | torch.optim.Optimizer):
+                self._noted.append((value, _contents(value)))
+        if not self._modules and not self.optimizers:
+            raise WorkloadError(
+                f"build() returned a {type_name(held)} without any module or optimizer in it.",
+                "Return everything that train_step needs, for example a dict of the models and their optimizers.",
+            )
+        first = {name: copy.deepcopy(optimizer.state_dict()) for name, optimizer in self.optimizers.items()}
+        self.__dict__["_first_states"] = first
+        known = {id(tensor) for tensor in (*self.parameters(), *self.buffers())}
+        for name, tensor in tensors.items():
+            if id(tensor) not in known:
+                known.add(id(tensor))
+                registered: dict[str, Any] = self._parameters if tensor.requires_grad else self._buffers
+                registered[name] = tensor
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LoopState:
+        """Tensors stay the objects that the state and the optimizers hold."""
+        for tensor in self._buffers.values():
+            assert tensor is not None
+            tensor.data = fn(tensor.data)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch does not type it
+        for optimizer in self.optimizers.values():
+            if optimizer.state:  # Adagrad's is there from the beginning
+                optimizer.load_state_dict(optimizer.state_dict())
+        return self
+
+    def trained(self) -> list[Tensor]:
+        """The tensors that an optimizer trains; all that could be where none is known."""
+        if not self.optimizers:
+            return [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return list(dict.fromkeys(tensor for part in self.optimizers.values() for tensor in _trained(part)))
+
+    def start_again(self, first_state: dict[str, Tensor]) -> None:
+        """Put everything back to where it began: `first_state` is the `state_dict` of then."""
+        self.load_state_dict(first_state, strict=False)  # the strict one takes a name to end at its first dot
+        self._put_optimizers_back()
+        self.forget_steps()
+
+    def first_optimizer(self) -> torch.optim.Optimizer:
+        """All optimizers as one, put back to where they began. Raises `WorkloadError` where none is known."""
+        if not self.optimizers:
+            raise WorkloadError(
+                f"build() returned a {type_name(self.held)} without any optimizer in it, so that no step can be taken "
+                "back to take it again in another precision: return the optimizer from build() with the rest.",
+                "Return everything that train_step needs, for example a dict of the models and their optimizers.",
+            )
+        self._put_optimizers_back()
+        return Optimizers(list(self.optimizers.values()))
+
+    def _put_optimizers_back(self) -> None:
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(copy.deepcopy(self._first_states[name]))
+
+    def forget_steps(self) -> None:
+        """Put back what changes from step to step and is no number in a tensor or an optimizer.
+
+        Counters, lists, deques, sets, generators, keys and attributes that are new, and what train_step has put others
+        in the place of.
+        """
+        for value, contents in self._noted:
+            _put_back(value, contents)
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (tensor for group in optimizer.param_groups for tensor in group["params"])
+
+
+def _walk(held: Any) -> Iterator[tuple[str, Any]]:
+    """Modules, optimizers, leaf tensors, generators and containers in it, each once, with their paths."""
+    known: dict[int, Any] = {}
+    pending = [("", held)]
+    while pending:
+        path, value = pending.pop()
+        if isinstance(value, _NOT_LOOKED_INTO) or id(value) in known or _package(value) in _MACHINERY:
+            continue
+        known[id(value)] = value
+        if not isinstance(value, Tensor) or value.is_leaf:
+            yield path, value
+        if isinstance(value, nn.Module):
+            known.update((id(part), part) for part in value.modules())
+        if not isinstance(value, Tensor | torch.optim.Optimizer | torch.Generator):
+            parts = [(f"{path}.{name}" if path else name, part) for name, part in _parts(value)]
+            pending += reversed(parts)
+
+
+def _package(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, MutableMapping):
+        yield from ((str(key), part) for key, part in list(value.items()))
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        yield from zip(value._fields, value, strict=True)
+    elif isinstance(value, list | tuple):
+        yield from ((str(index), part) for index, part in enumerate(value))
+    else:
+        yield from _attributes(value).items()
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Its own, in a `__dict__` or in slots; of a module without nn.Module's."""
+    slots = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
+    names = [name for of_kind in slots for name in ([of_kind] if isinstance(of_kind, str) else of_kind)]
+    found = {name: getattr(value, name) for name in names if not name.startswith("__") and hasattr(value, name)}
+    found |= getattr(value, "__dict__", {})
+    if isinstance(value, nn.Module):
+        return {name: part for name, part in found.items() if not name.startswith("_") and name != "training"}
+    return found
+
+
+def _contents(value: Any) -> Any:
+    """What `_put_back` needs."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, list | deque | set):
+        return list(value)
+    return dict(value if isinstance(value, MutableMapping) else _attributes(value))
+
+
+def _put_back(value: Any, contents: Any) -> None:
+    if isinstance(value, torch.Generator):
+        value.set_state(contents)
+    elif isinstance(value, list):
+        value[:] = contents
+    elif isinstance(value, deque):
+        value.clear()
+        value.extend(contents)
+    elif isinstance(value, set):
+        value.clear()
+        value.update(contents)
+    elif isinstance(value, MutableMapping):
+        for key in [key for key in value if key not in contents]:
+            del value[key]
+        value.update(contents)
+    else:
+        present = _attributes(value)
+        for name, part in contents.items():
+            if name not in present or present[name] is not part:
+                object.__setattr__(value, name, part)
+        if not isinstance(value, nn.Module):  # what a module makes at its first pass, compiled code may rely on
+            for name in present.keys() - contents.keys():
+                object.__delattr__(value, name)
+
+
+def make_model(workload: Workload) -> nn.Module:
+    """The model on the CPU or wherever its factory puts it, in training mode unless made otherwise in parts.
+
+    Of a loop everything that it builds, as a `LoopState`.
+    """
+    if workload.build is not None:
+        return LoopState(workload.build())
+    model = workload.model if isinstance(workload.model, nn.Module) else workload.model()
+    if not isinstance(model, nn.Module):
+        raise WorkloadError(
+            f"The model function returned a {type_name(model)}; it must return an nn.Module.",
+            "Return the model alone.",
+        )
+    if not model.training:
+        model.train()
+    return model
 
 
 class _Shared(NamedTuple):

@@ -22,7 +22,7 @@ from autotune_amp.core.outcome import SampleSizes
 from autotune_amp.core.workload import Workload
 from autotune_amp.numerics.draws import generators, set_generators
 from autotune_amp.trial import data
-from autotune_amp.trial.places import Spread
+from autotune_amp.trial.data import Spread
 
 SCAN_SECONDS, DRAW_SECONDS, CHECK_SECONDS = 1.5, 1.0, 0.5
 SAMPLES_AT_ONCE = 4  # a worker's answer costs as much as a small sample, and the clock is looked at between answers

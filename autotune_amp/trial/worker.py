@@ -1,40 +1,176 @@
-"""Child side of a trial: build, warm up, run, report."""
+"""What a process does for its jobs: probe the device, describe the workload, run a trial; what errors amount to."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from autotune_amp.core.config import Precision
+from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.job import Tell
-from autotune_amp.core.outcome import Description, Failure, Measurement, Outcome
+from autotune_amp.core.outcome import Description, Failure, FailureKind, Measurement, Outcome
+from autotune_amp.core.setting import Setting
+from autotune_amp.core.workload import Workload
 from autotune_amp.hardware import cuda, measure
 from autotune_amp.precision import mode as precision
 from autotune_amp.precision import torch_state
+from autotune_amp.precision.mode import CUDA_FLAGS
 from autotune_amp.trial import data
-from autotune_amp.trial.as_run import as_run
-from autotune_amp.trial.compiling import CompileWatch, forget_compiled
-from autotune_amp.trial.context import Context
+from autotune_amp.trial.context import Context, LoopState
 from autotune_amp.trial.energy import Counter, EnergyMeter, counter_of
-from autotune_amp.trial.failures import classify
+from autotune_amp.trial.full_run import Ending, Finish, check_signatures
 from autotune_amp.trial.heap import hold_heap
 from autotune_amp.trial.jobs import Check, Describe, Probe, Trial
-from autotune_amp.trial.memory import PeakMemory
-from autotune_amp.trial.miniature import Ending, Finish, check_signatures
+from autotune_amp.trial.memory import PeakMemory, is_memory_short
 from autotune_amp.trial.optimizers import make_optimizer
 from autotune_amp.trial.sizes import Look, look
-from autotune_amp.trial.state import LoopState
-from autotune_amp.trial.step import BaseTraining, make_training
-from autotune_amp.trial.timing import Timing, time_steps
+from autotune_amp.trial.timing import CompileWatch, NonFiniteError, Timing, forget_compiled, time_steps
+from autotune_amp.trial.training import BaseTraining, make_training
+
+_OOM_TEXTS = (
+    "out of memory",  # CUDA, its driver, Triton, Metal, SYCL
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "alloc_failed",  # cuBLAS, cuDNN and AMD's
+)
+# What libraries say where memory is short, and where it is not: after an error of the card, in a broken installation.
+_OOM_TEXTS_WHERE_SHORT = (
+    "status_not_initialized",  # cuBLAS and cuDNN take memory for a handle
+    "cudnn_status_internal_error",  # cuDNN loads kernels late (pytorch#81620); ..._ALLOCATION_FAILED is one of these
+    "unable to find an engine",  # no algorithm of a convolution has a workspace that fits
+    "unable to find a valid cudnn algorithm",
+)
+_UNSUPPORTED_TEXTS = (
+    "not implemented for 'half'",
+    "not implemented for 'bfloat16'",
+    "not supported for dtype",
+    "could not create a primitive",  # oneDNN
+    "no kernel image is available",  # code for other cards than this one
+    "flashattention only support",  # "... supports Ampere GPUs or newer", "... support fp16 and bf16 data type"
+    "no available kernel",  # attention limited to kernels that this card, or the precision, does not have
+    "cublas_status_not_supported",
+    "cublas_status_arch_mismatch",
+    "out of resource: shared memory",  # a Triton kernel that wants more of it than the card has
+)
+_OWN_FILES = Path(__file__).parents[1]
+
+
+def classify(error: BaseException) -> Failure:
+    """The failure that an exception from the user's workload amounts to."""
+    message = _printable(f"{type(error).__name__}: {error}".splitlines()[0])
+    if isinstance(error, AutotuneAmpError):
+        return Failure(kind="workload_error", message=error.message, details=error.next_step)
+    if isinstance(error, NonFiniteError):
+        return Failure(kind="nonfinite", message=str(error))
+    return Failure(kind=_kind(error), message=message[:500], details=user_traceback(error))
+
+
+def _kind(error: BaseException) -> FailureKind:
+    text = str(error).lower()
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or getattr(error, "errno", None) == errno.ENOMEM:
+        return "oom"
+    if isinstance(error, RuntimeError) or type(error).__module__.startswith("triton."):
+        if any(part in text for part in _OOM_TEXTS):
+            return "oom"
+        if any(part in text for part in _OOM_TEXTS_WHERE_SHORT) and is_memory_short():
+            return "oom"
+        if isinstance(error, NotImplementedError) or any(part in text for part in _UNSUPPORTED_TEXTS):
+            return "unsupported"
+    return "workload_error"
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback without this package's own frames, which tell the user nothing; its last 8,000 characters."""
+    summary = traceback.TracebackException.from_exception(error, capture_locals=False)
+    kept = [f for f in summary.stack if not Path(f.filename).is_relative_to(_OWN_FILES) or "workloads" in f.filename]
+    summary.stack = traceback.StackSummary.from_list(kept)
+    return _printable("".join(summary.format())[-8000:])
+
+
+def _printable(text: str) -> str:
+    """`text` as JSON can hold it: a file name of undecodable bytes has surrogates in it."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+# Matrix products are taken to run always.
+_MODULES: dict[str, type[nn.Module]] = {"cudnn.conv": _ConvNd, "cudnn.rnn": nn.RNNBase}
+_OPERATORS = {"cudnn.conv": "convolution", "cudnn.rnn": "_rnn"}  # cuDNN's RNN and MIOpen's
+
+
+def as_run(
+    workload: Workload,
+    model: nn.Module,
+    device: torch.device,
+    state: Mapping[str, Any],
+    batch_size: int | None,
+    *,
+    has_tf32: bool,
+) -> tuple[Precision, bool]:
+    """`precision.as_found` of the flags that concern a step of `batch_size`; a precision of the workload's own is so.
+
+    One step is taken where that alone can tell; with None for `batch_size` none is, and all flags count.
+    """
+    if workload.precision is not None:
+        return workload.precision, True
+    if not has_tf32:
+        return precision.as_found(state, device.type, CUDA_FLAGS)
+    found = precision.as_found(state, device.type)
+    absent = [flag for flag, kind in _MODULES.items() if not any(isinstance(part, kind) for part in model.modules())]
+    _, could_be_strict = precision.as_found(state, device.type, absent)
+    if batch_size is None or found[1] or not could_be_strict:
+        return found
+    candidate = Setting(precision=found[0], batch_size=batch_size, as_found=True)
+    spec = Trial(candidate=candidate, device=str(device), torch_state=dict(state))
+    used = used_flags(workload, model, spec)
+    return precision.as_found(state, device.type, [flag for flag in absent if flag not in used])
+
+
+def used_flags(workload: Workload, model: nn.Module, spec: Trial) -> frozenset[str]:
+    """Which of cuDNN's flags concern an operator of a step, taken as `spec` says; all of them where it cannot be known.
+
+    It cannot where the step fails, and where an operator that is not PyTorch's own may call any other.
+    """
+    watch = _Watch()
+    try:
+        with closing(make_training(workload, model, spec)) as training:
+            training.start_loading()
+            batch = training.next_batch()
+            # Compiled code hides its operators, and compiling takes long.
+            with torch.compiler.set_stance("force_eager"), watch:
+                training.forward_backward(batch)
+    except Exception as error:  # the user's code may raise anything
+        traceback.clear_frames(error.__traceback__)
+        return frozenset(_OPERATORS)
+    return frozenset(watch.used)
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
+        self.used: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_own = func.namespace in ("aten", "profiler")  # an optimizer tells the profiler of its steps
+        self.used |= {flag for flag, name in _OPERATORS.items() if not is_own or name in func.name()}
+        return func(*args, **(kwargs or {}))
+
 
 Result = TypeVar("Result")
 
@@ -234,8 +370,9 @@ def _start_accelerator(device: torch.device) -> float:
 
 def _weights(parameters: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]) -> Any:
     low = precision.HALF_DTYPES
-    if any(p.dtype in low for p in trained):
-        return "bf16"
+    for dtype, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
+        if any(p.dtype == dtype for p in trained):
+            return name
     return "frozen_low" if any(p.dtype in low for p in parameters) else "fp32"
 
 

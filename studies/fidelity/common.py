@@ -20,8 +20,8 @@ from autotune_amp.core.config import Precision
 from autotune_amp.numerics.passes import Subject
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import data
+from autotune_amp.trial.context import make_model
 from autotune_amp.trial.optimizers import make_optimizer
-from autotune_amp.trial.step import make_model
 
 RAW = Path(__file__).parent / "raw"
 ZOOS = {  # the module, and the cases in it

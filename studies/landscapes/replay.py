@@ -19,8 +19,7 @@ from autotune_amp.core.outcome import CheckOutcome, Failure, Measurement, Outcom
 from autotune_amp.isolation.backend import Ability
 from autotune_amp.isolation.local import Isolation
 from autotune_amp.search.session import Clock
-from autotune_amp.trial.jobs import Check, Trial
-from autotune_amp.trial.stopping import is_hopeless, stop
+from autotune_amp.trial.jobs import Check, Trial, is_hopeless, stop
 
 # Of a check of bf16 and of a calibration in real searches (num_passes in their outcomes.jsonl): of a check half are in
 # fp32, of a calibration those of its histograms.

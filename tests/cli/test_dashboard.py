@@ -16,9 +16,8 @@ from conftest import CommandLine
 from autotune_amp.cli import run
 from autotune_amp.core.errors import FormatError
 from autotune_amp.core.setting import Setting
-from autotune_amp.report.dashboard import serving, study_database
+from autotune_amp.report.dashboard import study_database
 from autotune_amp.search.space import Space
-from autotune_amp.search.storage import sqlite_url
 from autotune_amp.search.study import Study
 
 AT_8 = Setting(precision="fp32", batch_size=8)
@@ -45,13 +44,6 @@ def test_it_serves_the_study_until_ctrl_c(cli: CommandLine) -> None:
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (0, "", "")
-
-
-def test_a_storage_is_served_by_its_url(tmp_path: Path) -> None:
-    file = make_study(tmp_path / "demo") / "study.db"
-    with serving(sqlite_url(file), 0) as server:
-        assert server.url == f"http://127.0.0.1:{server.server_port}/dashboard/"
-        assert server.server_port > 0
 
 
 def test_without_a_folder_it_is_the_latest_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

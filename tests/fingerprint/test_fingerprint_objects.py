@@ -4,8 +4,11 @@ import _thread
 import copy
 import dataclasses
 import functools
+import itertools
 import logging
 import socket
+import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.recommendation import Fingerprint
 from autotune_amp.fingerprint import compute, versions, workload_parts
-from autotune_amp.fingerprint.code import code_digest
+from autotune_amp.fingerprint.walk import code_digest
 
 
 def parts_of(value: object) -> dict[str, str]:
@@ -169,6 +172,10 @@ def test_values_and_state_do_not_count(one: object, other: object) -> None:
         (loader(), loader(drop_last=True)),
         (loader(), loader(shuffle=True)),
         (functools.partial(max, 1), functools.partial(max, 2)),
+        (defaultdict(int), defaultdict(float)),
+        (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)),
+        (0.1, 0.10001),
+        (0.0, -0.0),
         (Path("a"), Path("b")),
         (range(3), range(4)),
         (max, min),
@@ -208,6 +215,35 @@ def test_code_that_has_run_often_is_the_same_code() -> None:
 def test_a_closure_is_a_part_of_its_own() -> None:
     one, other = (workload_parts(SimpleNamespace(model=closing_over(value)))[0] for value in (1, 2))
     assert {name for name in one if one[name] != other[name]} == {"closure value of closing_over"}
+
+
+RATE = 1.0
+
+
+def outer(*, scale: float = 1.0) -> Any:
+    def inner(x: Any) -> Any:
+        return torch.nn.functional.relu(x) * RATE * scale
+
+    return inner
+
+
+def patched(x: Any) -> Any:
+    return x
+
+
+def test_what_a_function_reaches_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = parts_of(outer)
+    assert parts_of(outer) == before
+    changes: list[tuple[object, str, object]] = [
+        (sys.modules[__name__], "RATE", 2.0),  # from a function inside it
+        (outer, "__kwdefaults__", {"scale": 2.0}),
+        (torch.nn.functional, "relu", patched),  # a library's function, replaced by one of the user's
+    ]
+    for owner, name, value in changes:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            assert parts_of(outer) != before, name
+    assert parts_of(outer) == before
 
 
 def test_a_function_that_makes_the_workload_is_not_called() -> None:
@@ -271,6 +307,21 @@ class Settings:
 def test_slots_and_dataclasses_count_by_their_fields(kind: Any) -> None:
     assert parts_of(kind(1)) == parts_of(kind(1))
     assert parts_of(kind(1)) != parts_of(kind(2))
+
+
+class Shadowed(Slotted):
+    __slots__ = ("value",)
+
+    def __init__(self, hidden: int, value: int) -> None:
+        super().__init__(value)
+        Slotted.__dict__["value"].__set__(self, hidden)
+
+
+def test_a_slot_that_shadows_another_counts_and_so_does_the_other() -> None:
+    assert Shadowed(1, 2).value == 2
+    kinds = [parts_of(Shadowed(*values)) for values in ((1, 2), (1, 3), (4, 2), (2, 1))]
+    assert parts_of(Shadowed(1, 2)) == kinds[0]
+    assert all(one != other for one, other in itertools.combinations(kinds, 2))
 
 
 class Unstepped(torch.optim.SGD):
@@ -344,38 +395,29 @@ def test_a_storage_url_is_not_shown() -> None:
     assert not any("secret" in part for part in one.parts.values())
 
 
-@pytest.mark.parametrize(
-    ("name", "counts"),
-    [
-        ("LD_PRELOAD", True),
-        ("MALLOC_TRIM_THRESHOLD_", True),
-        ("OMP_NUM_THREADS", True),
-        ("MKL_NUM_THREADS", True),
-        ("TORCHINDUCTOR_MAX_AUTOTUNE", True),
-        ("PYTORCH_CUDA_ALLOC_CONF", True),
-        ("CUBLAS_WORKSPACE_CONFIG", True),
-        ("NVIDIA_TF32_OVERRIDE", True),
-        ("ONEDNN_DEFAULT_FPMATH_MODE", True),
-        ("PYTORCH_NVML_BASED_CUDA_CHECK", False),
-        ("CUDA_MODULE_LOADING", False),
-        ("TORCHINDUCTOR_CACHE_DIR", False),
-        ("TORCHELASTIC_RUN_ID", False),
-        ("HOME", False),
-        ("XDG_SESSION_ID", False),
-    ],
+COUNT = (
+    *("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "OMP_NUM_THREADS", "GOMP_CPU_AFFINITY"),
+    *("KMP_BLOCKTIME", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_VERBOSE"),
+    *("TORCHINDUCTOR_MAX_AUTOTUNE", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG"),
+    *("CUDNN_LOGINFO_DBG", "NVIDIA_TF32_OVERRIDE"),
 )
-def test_the_environment_counts_where_it_decides_the_numbers(
-    name: str, counts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(name, raising=False)
+DO_NOT_COUNT = (
+    *("PYTORCH_NVML_BASED_CUDA_CHECK", "CUDA_MODULE_LOADING", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK"),
+    *("TORCHELASTIC_RUN_ID", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "HOME", "XDG_SESSION_ID"),
+)
+
+
+def test_the_environment_counts_where_it_decides_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*COUNT, *DO_NOT_COUNT):
+        monkeypatch.delenv(name, raising=False)
     unset = whole()
-    monkeypatch.setenv(name, "secret")
+    for name in (*COUNT, *DO_NOT_COUNT):
+        monkeypatch.setenv(name, "secret")
     one = whole()
-    monkeypatch.setenv(name, "other")
-    other = whole()
-    assert unset.differences(one) == ((f"environment variable {name} is new",) if counts else ())
-    assert one.differences(other) == ((f"environment variable {name} changed",) if counts else ())
-    assert (one.digest != other.digest) == counts
+    for name in (*COUNT, *DO_NOT_COUNT):
+        monkeypatch.setenv(name, "other")
+    assert set(unset.differences(one)) == {f"environment variable {name} is new" for name in COUNT}
+    assert set(one.differences(whole())) == {f"environment variable {name} changed" for name in COUNT}
     assert not any("secret" in part for part in one.parts.values())
 
 

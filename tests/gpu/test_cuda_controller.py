@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from autotune_amp import AmpConfig, LossScale, PrecisionController
 from autotune_amp.core.config import Precision
 from autotune_amp.runtime import run_log
-from autotune_amp.runtime.lag import LAG_UPDATES
+from autotune_amp.runtime.scaler import LAG_UPDATES
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -31,14 +30,10 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 
 
 @pytest.fixture(autouse=True)
-def _strict_fp32() -> Iterator[None]:
+def _strict_fp32() -> None:
     """As the controller sets it, so that the reference runs with the same flags."""
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.set_float32_matmul_precision(before[0])
-    torch.backends.cudnn.allow_tf32 = before[1]
 
 
 @contextmanager
@@ -126,10 +121,18 @@ class Training:
         return stepped
 
 
-@pytest.mark.parametrize("guard", [True, False])
-@pytest.mark.parametrize("attaches", [False, True])
-@pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("precision", "clips", "attaches", "guard"),
+    [
+        ("fp16", True, True, True),
+        ("fp16", False, False, True),
+        ("fp16", True, False, False),
+        ("bf16", True, True, True),
+        ("bf16", False, True, False),
+        ("fp32", True, True, True),
+        ("fp32", False, False, False),
+    ],
+)
 def test_no_step_waits_for_the_device(
     precision: Precision, clips: bool, attaches: bool, guard: bool, tmp_path: Path
 ) -> None:
@@ -175,37 +178,25 @@ def test_overflows_and_growth_go_as_gradscalers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_step_says_whether_it_stepped(name: str) -> None:
-    training = Training(PrecisionController(config(), DEVICE), OPTIMIZERS[name])
-    (inputs, targets), *_ = batches(1)
-    for poisoned in (False, True, False):
-        before = copy.deepcopy(training.model[0].weight)  # type: ignore[index]
-        stepped = training.step(inputs * (math.nan if poisoned else 1.0), targets)
-        assert bool(stepped) is not poisoned
-        assert torch.equal(before, training.model[0].weight) is poisoned  # type: ignore[index]
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_bad_batch_is_skipped_whole(name: str) -> None:
     """As if it had not been there: weights, the optimizer's state, BatchNorm's statistics and the scale."""
     given = batches(12)
     training = Training(PrecisionController(config(), DEVICE), OPTIMIZERS[name])
     training.controller.attach(training.model)
     for index, (inputs, targets) in enumerate(given):
-        training.step(inputs, targets)
+        assert training.step(inputs, targets)
         if index == 5:
-            training.step(inputs * math.nan, targets)
+            assert not training.step(inputs * math.nan, targets)
     expected, _ = reference("fp16", given, OPTIMIZERS[name], torch.amp.GradScaler(DEVICE, init_scale=1024.0))
     assert_same(state(training.model), state(expected))
     status = training.controller.status()
     assert (status.num_skips, status.scale, status.history) == (1, 1024.0, ())
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("reruns", [False, True])
-def test_a_forward_overflow_is_cured_and_training_goes_on(reruns: bool, name: str) -> None:
+def test_a_forward_overflow_is_cured_and_training_goes_on(reruns: bool) -> None:
     """A hidden activation of about 10^5, which fp16 has not."""
-    training = Training(PrecisionController(config(), DEVICE), OPTIMIZERS[name])
+    training = Training(PrecisionController(config(), DEVICE), OPTIMIZERS["fused Adam"])
     with torch.no_grad():
         training.model[0].bias.add_(1e5)  # type: ignore[index]
     given = batches(20)

@@ -1,8 +1,9 @@
-"""Two cards, a caller that has used one, drivers that do not work: what is run is run where it was asked to be."""
+"""Which card is meant, what it can do and what is wrong with it: two cards, others' cards, drivers that do not work."""
 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -24,10 +25,10 @@ from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.local import LocalBackend, Payload
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.precision import torch_state
-from autotune_amp.runtime.lag import LaggedReader
+from autotune_amp.runtime.scaler import LaggedReader
 from autotune_amp.trial import worker
 from autotune_amp.trial.context import Context
-from autotune_amp.trial.jobs import Trial
+from autotune_amp.trial.jobs import Describe, Trial
 
 pytestmark = pytest.mark.gpu
 two_cards = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
@@ -63,6 +64,30 @@ def says_device(model: nn.Module, batch: Tensor) -> Tensor:
 def moves(model: nn.Module, batch: Tensor) -> Tensor:
     result: Tensor = model(batch.cuda()).square().mean()
     return result
+
+
+@pytest.mark.parametrize(
+    ("model", "has_tf32", "is_strict"),
+    [
+        (lambda: nn.Linear(8, 8), True, True),
+        (lambda: nn.Conv2d(3, 3, 3), True, False),
+        (lambda: nn.Conv2d(3, 3, 3), False, True),
+    ],
+)
+def test_default_flags_are_strict_fp32_where_nothing_runs_in_tf32(
+    model: Callable[[], nn.Module], has_tf32: bool, is_strict: bool
+) -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        found: Tensor = model(batch).square().mean()
+        return found
+
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = True
+    for is_kept in (True, False):
+        context = Context(Workload(model, loss, lambda size: torch.randn(size, 3, 8, 8)), is_kept=is_kept)
+        job = Describe(device="cuda:0", torch_state=torch_state.capture(), baseline_batch_size=4, has_tf32=has_tf32)
+        described = worker.describe(context, job, lambda _: None)
+        assert (described.as_found_precision, described.is_as_found_strict) == ("fp32", is_strict)
 
 
 @two_cards
@@ -139,7 +164,7 @@ def test_bf16_is_withdrawn_where_the_controllers_own_card_only_emulates_it(virtu
 from autotune_amp import AmpConfig, LossScale, PrecisionController
 
 config = AmpConfig(precision="fp16", batch_size=8, loss_scale=LossScale(), fallback=("bf16", "fp32"))
-print([list(PrecisionController(config, f"cuda:{card}")._steering.policy.withdrawn) for card in range(2)])
+print([list(PrecisionController(config, f"cuda:{card}")._policy.withdrawn) for card in range(2)])
 """
     assert run(code, virtual_machine(num=2, cc="7.5,8.0")) == "[['bf16'], []]"
 
@@ -156,17 +181,59 @@ def test_a_caller_that_has_used_the_card_is_no_stranger_there() -> None:
     assert os.getpid() not in [other.pid for other in others or ()]
 
 
+MEASURE_ALL = """
+import json, torch
+from autotune_amp.hardware import cuda, matmul, measure
+matmul.flops_per_second = lambda *arguments, **options: 1e12
+found = [measure(f"cuda:{index}") for index in range(torch.cuda.device_count())]
+print(json.dumps([[h.compute_capability, [p for p, c in h.precisions.items() if c.level == "native"]] for h in found]))
+"""
+
+
+def test_each_card_can_do_what_its_compute_capability_says(virtual_machine: VirtualMachine) -> None:
+    ampere = ["fp32", "tf32", "bf16", "fp16"]
+    assert json.loads(run(MEASURE_ALL, virtual_machine(num=7, cc="6.1,7.5,8.0,8.6,8.9,9.0,12.0"))) == [
+        ["6.1", []],  # no kernels for it in today's builds
+        ["7.5", ["fp32", "fp16"]],
+        ["8.0", ampere],
+        ["8.6", ampere],
+        *([capability, [*ampere, "fp8"]] for capability in ("8.9", "9.0", "12.0")),
+    ]
+
+
+def test_visible_devices_are_measured_in_their_order(virtual_machine: VirtualMachine) -> None:
+    environment = virtual_machine(num=3, cc="8.0,7.5,9.0")
+    found = json.loads(run(MEASURE_ALL, {**environment, "CUDA_VISIBLE_DEVICES": "GPU-000000a2,GPU-000000a0"}))
+    assert [capability for capability, _ in found] == ["9.0", "8.0"]
+
+
+def test_no_visible_device_is_said_with_the_variable(cli: CommandLine, virtual_machine: VirtualMachine) -> None:
+    cli.environment |= {**virtual_machine(num=2), "CUDA_VISIBLE_DEVICES": "7"}
+    done = cli("probe", "--device", "cuda")
+    assert done.code == 2
+    assert "CUDA_VISIBLE_DEVICES is '7'" in done.err
+
+
+def test_a_mig_instance_is_a_card_and_slow_clocks_are_said(cli: CommandLine, virtual_machine: VirtualMachine) -> None:
+    visible = "MIG-000000a0-1111-2222-3333-444444444444"
+    cli.environment |= {**virtual_machine(throttle="40"), "CUDA_VISIBLE_DEVICES": visible}
+    done = cli("probe", "--json")
+    assert done.code == 0, done.err
+    assert done.document["hardware"]["device"] == "cuda:0"
+    assert any("heat" in note for note in done.document["hardware"]["notes"]), done.document
+
+
 def test_a_driver_that_is_too_old_is_told_of_with_the_way_on(cli: CommandLine, virtual_machine: VirtualMachine) -> None:
     target = cli.write("train.py", TRAIN.format(before="offset = 0"))
     cli.environment.update(virtual_machine(broken=1))
-    for command in (("probe",), ("search", target)):
-        done = cli(*command)
-        assert done.code == 2
-        assert "driver on your system is too old" in done.err
-        assert "--device cpu" in done.err
+    done = cli("search", target)
+    assert done.code == 2
+    assert "too old" in done.err
+    assert "--device cpu" in done.err
 
 
 def run(code: str, machine: dict[str, str]) -> str:
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **machine}, capture_output=True, text=True)
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, env={**os.environ, **machine}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

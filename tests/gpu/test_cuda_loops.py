@@ -12,10 +12,9 @@ from autotune_amp.core.fidelity import Fidelity
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import checks
-from autotune_amp.trial.context import Context
+from autotune_amp.trial.context import Context, LoopState
 from autotune_amp.trial.jobs import Check, Trial
-from autotune_amp.trial.state import LoopState
-from autotune_amp.trial.step import make_training
+from autotune_amp.trial.training import make_training
 
 pytestmark = pytest.mark.gpu
 

@@ -17,8 +17,8 @@ from autotune_amp.precision import torch_state
 from autotune_amp.trial import checks
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.jobs import Check, Trial
-from autotune_amp.trial.step import make_training
 from autotune_amp.trial.timing import time_steps
+from autotune_amp.trial.training import make_training
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.gpu

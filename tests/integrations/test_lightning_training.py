@@ -94,6 +94,15 @@ def test_until_something_trips_a_run_equals_the_loop_written_by_hand(tmp_path: P
     assert not same(weights(net.net), weights(Net().net)), "nothing was trained"
 
 
+def test_a_second_fit_of_the_same_module_goes_on_with_its_controller(tmp_path: Path) -> None:
+    net = Net()
+    run: Any = trainer(tmp_path, **trainer_arguments(fp16()))
+    for num_updates in (3, 6):
+        run.fit(net, loader(3))
+        assert controller_of(run).status().num_updates == num_updates
+        run.fit_loop.max_epochs += 1
+
+
 def test_data_that_is_not_finite_stops_the_run_and_keeps_the_precision(tmp_path: Path) -> None:
     net = Net(first_large=3, factor=float("nan"))
     run = trainer(tmp_path, **trainer_arguments(fp16()))

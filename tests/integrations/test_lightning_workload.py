@@ -18,10 +18,9 @@ from autotune_amp.integrations.lightning import trainer_arguments
 from autotune_amp.isolation.packing import pack, unpack
 from autotune_amp.precision import mode as precision
 from autotune_amp.trial import data
-from autotune_amp.trial.amp import TrialAmp
+from autotune_amp.trial.context import LoopState, make_model
 from autotune_amp.trial.optimizers import each, make_optimizer
-from autotune_amp.trial.state import LoopState
-from autotune_amp.trial.step import make_model
+from autotune_amp.trial.training import TrialAmp
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers which may be a bottleneck"),  # tiny data on purpose

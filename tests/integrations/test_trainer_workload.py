@@ -24,11 +24,12 @@ from transformers import (
 from autotune_amp import AmpConfig, Workload, recommend_config
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.setting import Setting
-from autotune_amp.fingerprint.walk import workload_parts
+from autotune_amp.fingerprint import workload_parts
 from autotune_amp.integrations.transformers import AutotuneTrainer
 from autotune_amp.isolation.packing import pack, unpack
+from autotune_amp.trial.context import make_model
 from autotune_amp.trial.jobs import Trial
-from autotune_amp.trial.step import Training, make_model, make_training
+from autotune_amp.trial.training import Training, make_training
 
 BATCH, VOCABULARY = 4, 64
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import pytest
 import torch
@@ -186,20 +184,16 @@ def test_the_gap_by_hand() -> None:
     assert gap(low, reference, reference).over_perturbed == math.inf
 
 
-@given(st.lists(st.floats(-1e3, 1e3), min_size=3, max_size=8), st.floats(1e-3, 1e3))
-def test_the_loss_may_fall_and_be_in_any_unit(losses: list[float], unit: float) -> None:
-    def of(slope: float, factor: float) -> tuple[float, float]:
-        low, reference, perturbed = (
-            Run(tuple(factor * (loss + shift * step + slope * step) for step, loss in enumerate(losses)), 0)
-            for shift in (0.5, 0.0, 0.25)
-        )
-        return gap(low, reference, perturbed)
+def test_the_loss_may_fall_and_be_in_any_unit() -> None:
+    def runs(slope: float, unit: float) -> list[Run]:
+        losses = [(3.0, 1.0, 2.0), (3.0, 1.5, 2.5), (3.0, 1.1, 2.1)]
+        return [Run(tuple(unit * (loss + slope * step) for step, loss in enumerate(run)), 0) for run in losses]
 
-    plain, other = of(0.0, 1.0), of(0.0, unit)
-    assert other[0] == pytest.approx(plain[0], rel=1e-3)
-    steps = [b - a for a, b in itertools.pairwise(losses)]
-    if max(steps) - min(steps) > 1e-2:  # the scatter is no rounding noise
-        assert (other[1], of(3.0, 1.0)[1]) == pytest.approx((plain[1], plain[1]), rel=1e-3)
+    reference, low, perturbed = runs(0.0, 1.0)
+    expected = pytest.approx(gap(low, reference, perturbed), rel=1e-6)
+    for slope, unit in ((-5.0, 1.0), (0.0, 1e-3), (2.0, 1e4)):
+        reference, low, perturbed = runs(slope, unit)
+        assert gap(low, reference, perturbed) == expected
 
 
 def test_an_overflow_halves_the_scale_and_tries_the_same_batch_again() -> None:
@@ -293,27 +287,12 @@ def test_what_is_lost_by_hand() -> None:
     assert odd == LowWeights(weights="fp16", lost_share=0.0, applied_share=1.0, stochastic_noise=0.0)
 
 
-@pytest.mark.parametrize(("lr", "lost"), [(1e-5, 0.84), (1e-4, 0.12)])
-def test_the_figures_of_adam_sized_steps_on_bf16_weights_of_spread_0_02(lr: float, lost: float) -> None:
+def test_adam_sized_steps_on_bf16_weights_of_spread_0_02_lose_most_of_their_updates() -> None:
     torch.manual_seed(0)
     weights = (0.02 * torch.randn(200_000)).bfloat16()
-    found = after(weights, lr * torch.randint(0, 2, (200_000,)).mul(2).sub(1))
-    assert found.lost_share == pytest.approx(lost, abs=0.03)
-
-
-@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
-def test_stochastic_rounding_has_the_noise_that_is_said(dtype: torch.dtype, name: Literal["bf16", "fp16"]) -> None:
-    torch.manual_seed(1)
-    weights, updates = torch.randn(20_000).to(dtype), 1e-3 * torch.randn(20_000)
-    found = after(weights, updates)
-    exact = weights.float() + updates
-    nearest = exact.to(dtype)
-    other = torch.nextafter(nearest, torch.where(exact > nearest.float(), math.inf, -math.inf).to(dtype))
-    distance = (other.float() - nearest.float()).abs()
-    takes_other = torch.rand(20_000) < (exact - nearest.float()).abs() / distance
-    noise = torch.linalg.vector_norm(torch.where(takes_other, other, nearest).float() - exact)
-    assert found.weights == name
-    assert found.stochastic_noise == pytest.approx(float(noise / torch.linalg.vector_norm(updates)), rel=0.05)
+    signs = torch.randint(0, 2, (200_000,)).mul(2).sub(1)
+    assert after(weights, 1e-5 * signs).lost_share == pytest.approx(0.84, abs=0.03)
+    assert after(weights, 1e-4 * signs).lost_share == pytest.approx(0.12, abs=0.03)
 
 
 def test_nothing_where_no_trainable_weight_is_in_half_precision_or_none_moves() -> None:

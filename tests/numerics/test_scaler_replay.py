@@ -113,17 +113,14 @@ def test_skip_for_skip_and_to_the_bit_it_is_gradscaler(
     assert_like_gradscaler(safe_scales, LossScale(init_scale=2.0**init_log2, **WIDE, **parameters))
 
 
-@pytest.mark.parametrize("then", [[0.0], [1.0] * 6, [2.0**-140] * 6])
-def test_a_scale_that_backs_off_to_zero_stays_there(then: list[float]) -> None:
-    loss_scale = LossScale(init_scale=2.0**-20, backoff_factor=0.05, growth_interval=2, **WIDE)
-    assert_like_gradscaler([0.0] * 40 + then, loss_scale)
-    assert replay(trace_of([0.0] * 40 + then), loss_scale).final_scale == 0
-
-
-def test_a_scale_does_not_grow_to_infinity() -> None:
-    loss_scale = LossScale(init_scale=2.0**98, growth_factor=8.0, growth_interval=2, **WIDE)
-    assert_like_gradscaler([math.inf] * 60, loss_scale)
-    assert math.isfinite(replay(trace_of([math.inf] * 60), loss_scale).final_scale)
+def test_a_scale_that_backs_off_to_zero_stays_there_and_none_grows_to_infinity() -> None:
+    falling = LossScale(init_scale=2.0**-20, backoff_factor=0.05, growth_interval=2, **WIDE)
+    for then in ([0.0], [1.0] * 6, [2.0**-140] * 6):
+        assert_like_gradscaler([0.0] * 40 + then, falling)
+        assert replay(trace_of([0.0] * 40 + then), falling).final_scale == 0
+    rising = LossScale(init_scale=2.0**98, growth_factor=8.0, growth_interval=2, **WIDE)
+    assert_like_gradscaler([math.inf] * 60, rising)
+    assert math.isfinite(replay(trace_of([math.inf] * 60), rising).final_scale)
 
 
 @given(
@@ -150,15 +147,6 @@ def test_bounded_it_is_the_controllers_rule(
     trace = trace_of(safe_scales)
     assert skips(trace, loss_scale, is_bounded=True) == skipped
     assert replay(trace, loss_scale, is_bounded=True).final_scale == rule.scale
-
-
-def test_bounds_are_the_controllers_and_not_gradscalers() -> None:
-    loss_scale = LossScale(init_scale=4.0, min_scale=2.0, max_scale=8.0, growth_interval=1)
-    falling, rising = Trace([NEVER_FINITE] * 5), Trace([math.inf] * 5)
-    assert replay(falling, loss_scale).final_scale == 4.0 / 2**5
-    assert replay(falling, loss_scale, is_bounded=True).final_scale == 2.0
-    assert replay(rising, loss_scale).final_scale == 4.0 * 2**5
-    assert replay(rising, loss_scale, is_bounded=True).final_scale == 8.0
 
 
 # -- closed forms ------------------------------------------------------------------------------------------------------
@@ -216,15 +204,6 @@ def test_flushed_share_is_what_fp16_flushes(seed: int, log2_scale: float) -> Non
     assert flushed.at(log2_scale) == pytest.approx((in_fp16 == 0).mean(), abs=0.015)
 
 
-@given(
-    histogram=st.dictionaries(st.integers(-60, 0), st.floats(0, 1e9), max_size=30),
-    log2_scales=st.lists(st.floats(-60, 60), min_size=2, max_size=2).map(sorted),
-)
-def test_a_higher_scale_never_flushes_more(histogram: dict[int, float], log2_scales: list[float]) -> None:
-    low, high = map(FlushedShares(histogram).at, log2_scales)
-    assert 0 <= high <= low <= 1
-
-
 @given(data=st.data(), init_log2=st.floats(0, 24), growth_interval=st.integers(1, 9))
 def test_applied_share_is_the_mean_over_every_step(data: st.DataObject, init_log2: float, growth_interval: int) -> None:
     safe_scales = data.draw(traces(init_log2, max_size=200))
@@ -248,7 +227,7 @@ def log2_scales_of(trace: Trace) -> list[float]:
 
 
 def test_a_stretch_is_extended_by_its_second_half_with_one_burst() -> None:
-    stretch = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    stretch = [float(step) for step in range(8)]
     extended = log2_scales_of(extend(stretch, 300))
     assert extended[:8] == stretch
     assert [step for step, log2_scale in enumerate(extended) if log2_scale == NEVER_FINITE] == list(range(100, 105))
@@ -324,14 +303,6 @@ def test_what_holds_no_number_is_refused() -> None:
 )
 def test_starting_scale(log2_scales: list[float], expected: float) -> None:
     assert starting_scale(log2_scales) == expected
-
-
-@given(noise=st.lists(st.floats(-1.0, 1.0), min_size=8, max_size=40))
-def test_the_starting_scale_overflows_at_no_recorded_step(noise: list[float]) -> None:
-    log2_scales = [15.0 + octaves for octaves in noise]
-    init_scale = starting_scale(log2_scales)
-    assert replay(Trace(log2_scales), LossScale(init_scale=init_scale)).num_skips == 0
-    assert 1 <= min(log2_scales) - math.log2(init_scale) < 2
 
 
 def test_skips_alone_choose_the_smallest_scale_and_the_largest_interval_and_applied_share_does_not() -> None:

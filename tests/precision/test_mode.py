@@ -66,14 +66,6 @@ def test_inputs_are_cast_up_anywhere_in_containers(role: Callable[[nn.Module], N
     assert kept[0] is half
 
 
-def test_gradients_flow_through_the_cast(x: Tensor) -> None:
-    module, half = nn.Linear(8, 8), x.half().requires_grad_()
-    pin_fp32(module, "cpu")
-    module(half).sum().backward()
-    assert half.grad is not None
-    torch.testing.assert_close(half.grad, module.weight.detach().sum(0).expand(4, 8).half(), rtol=1e-2, atol=1e-3)
-
-
 @pytest.mark.parametrize("low", HALF.values())
 def test_half_precision_weights_cannot_be_pinned(low: torch.dtype, x: Tensor) -> None:
     module = nn.Linear(8, 8).to(low)
@@ -117,16 +109,13 @@ def test_an_override_does_not_use_casts_cached_outside(x: Tensor) -> None:
         assert module(x).dtype == torch.bfloat16
 
 
-def test_fp8_is_refused() -> None:
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # newer torch has deprecated it
+def test_what_cannot_be_is_refused() -> None:
     module = nn.Linear(8, 8)
     with pytest.raises(InvalidRequestError, match="fp8"):
         override(module, "fp8", "cpu")
     assert type(module) is nn.Linear
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # newer torch has deprecated it
-def test_a_torchscript_module_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="TorchScript"):
         pin_fp32(torch.jit.script(nn.Linear(8, 8)), "cpu")
 
@@ -148,7 +137,6 @@ def test_an_observer_keeps_the_largest_magnitude() -> None:
     assert observed(torch.tensor([-(2.0**-24), 0.0], dtype=torch.float16)) == 2.0**-24
     assert observed(torch.tensor([300.0], dtype=torch.bfloat16), times=2) == 300
     assert observed(torch.tensor([1.0, -torch.inf])) == torch.inf
-    assert observed(torch.tensor([torch.inf, torch.nan])) != observed(torch.ones(1))
     assert torch.tensor(observed(torch.tensor([torch.inf, torch.nan, 1.0]))).isnan()
 
 
@@ -160,18 +148,6 @@ def test_an_observer_looks_at_the_first_floating_tensor() -> None:
     assert observed("nothing") == 0
 
 
-def test_nan_stays_until_the_observer_is_reset() -> None:
-    module, observer = nn.Identity(), Observer(1, "cpu")
-    observer.is_sampling = True
-    observe(module, observer, 0)
-    for value in (1.0, torch.nan, 2.0):
-        module(torch.tensor(value))
-    assert observer.read().isnan().all()
-    observer.reset()
-    module(torch.tensor(2.0))
-    assert observer.read().tolist() == [2]
-
-
 def test_eager_modules_write_only_while_sampling_and_training() -> None:
     module, observer = nn.Identity(), Observer(1, "cpu")
     observe(module, observer, 0)
@@ -180,6 +156,11 @@ def test_eager_modules_write_only_while_sampling_and_training() -> None:
     module.eval()(torch.ones(1))
     assert observer.read().tolist() == [0]
     module.train()(torch.ones(1))
+    for value in (torch.nan, 2.0):
+        module(torch.tensor(value))
+        assert observer.read().isnan().all()
+    observer.reset()
+    module(torch.ones(1))
     assert observer.read().tolist() == [1]
     stop_observing(module)
     module(torch.full((1,), 5.0))
@@ -197,7 +178,6 @@ ROLES: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
-@hypothesis.settings(deadline=None)
 @hypothesis.given(strategies.lists(strategies.sampled_from(sorted(ROLES))), strategies.booleans())
 def test_any_order_of_changes_ends_as_it_should(changes: list[str], has_own_forward: bool) -> None:
     module = Recorder(torch.ones(1))

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from swap_samples import Block, Model, wrap_as_accelerate
+from swap_samples import Block, Model
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -101,52 +101,22 @@ def test_observed_modules_of_one_class_share_a_graph_where_the_model_breaks_into
     assert counts[0] == counts[1]
 
 
-def test_a_checkpointed_region_can_be_observed_and_pinned(x: Tensor) -> None:
-    class Checkpointed(Model):
-        def forward(self, x: Tensor) -> tuple[Tensor]:
-            for block in self.blocks:
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-            return (x,)
-
-    model, observer = Checkpointed(), Observer(2, "cpu")
-    for slot, block in enumerate(model.blocks):
-        observe(block, observer, slot)
-    pin_fp32(model.linear(1), "cpu")
-    observer.is_sampling = True
-    found = []
-    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
-        observer.reset()
-        run(x)[0].sum().backward()
-        found.append(observer.read())
-    assert (found[0] > 0).all()
-    torch.testing.assert_close(found[0], found[1])
-
-
-def test_a_pin_set_before_compiling_is_in_the_graph(x: Tensor) -> None:
+@pytest.mark.parametrize("is_pinned_before", [False, True])
+def test_a_pin_is_in_the_graph_recompiles_once_and_its_end_is_free(is_pinned_before: bool, x: Tensor) -> None:
     model = Model()
-    pin_fp32(model.linear(0), "cpu")
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    with autocast("bf16", "cpu"):
-        (out,), (expected,) = compiled(x), model(x)
-        unpin(model.linear(0))
-        assert not torch.equal(model(x)[0], expected)
-    assert torch.equal(out, expected)
-    assert counter.frame_count == 1
-
-
-def test_a_pin_set_after_compiling_recompiles_once_and_its_end_is_free(x: Tensor) -> None:
-    model = Model()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    with autocast("bf16", "cpu"):
-        before = compiled(x)[0]
+    if is_pinned_before:
         pin_fp32(model.linear(0), "cpu")
-        pinned = compiled(x)[0]
-        assert torch.equal(pinned, model(x)[0])
-        assert not torch.equal(pinned, before)
-        unpin(model.linear(0))
-        assert torch.equal(compiled(x)[0], before)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    with autocast("bf16", "cpu"):
+        first = compiled(x)[0]
+        for pins in (not is_pinned_before, is_pinned_before):
+            if pins:
+                pin_fp32(model.linear(0), "cpu")
+            else:
+                unpin(model.linear(0))
+            assert torch.equal(compiled(x)[0], model(x)[0])
+            assert torch.equal(compiled(x)[0], first) == (pins == is_pinned_before)
     assert counter.frame_count == 2
 
 
@@ -172,16 +142,3 @@ def test_each_new_precision_compiles_once_and_comes_back_for_free(in_place: bool
     assert counts == [1, 2, 3, 3, 3, 3]
     assert override_of(compiled) == override_of(model) == "fp32"
     assert not torch.equal(outputs[0], outputs[1])
-
-
-def test_a_forward_set_on_the_instance_is_compiled(x: Tensor) -> None:
-    model = Model()
-    block = model.blocks[0]
-    wrap_as_accelerate(block)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with autocast("bf16", "cpu"):
-        before = compiled(x)[0]
-        pin_fp32(block, "cpu")
-        after = compiled(x)[0]
-        assert torch.equal(after, model(x)[0])
-    assert not torch.equal(before, after)

@@ -79,7 +79,7 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_live_display_follows_every_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune_amp.report.live._DRAW_SECONDS", 0.0)
+    monkeypatch.setattr("autotune_amp.report.progress._DRAW_SECONDS", 0.0)
     stream = FakeTerminal()
     progress = TerminalProgress(stream)
     best = record(measurement(), precision="bf16")
@@ -105,37 +105,8 @@ def test_live_display_follows_every_event(monkeypatch: pytest.MonkeyPatch) -> No
     progress.ended()
 
 
-def test_the_highest_peak_stands_beside_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune_amp.report.live._DRAW_SECONDS", 0.0)
-    stream = FakeTerminal()
-    progress = TerminalProgress(stream)
-    progress.started("s", "studies/s", 90.0)
-    progress.found_hardware(hardware())
-    assert "mem " not in stream.getvalue(), "nothing was measured yet"
-    high, low = record(measurement()), record(measurement(peak_memory_bytes=2**20))
-    progress.trial_ended(high, high)
-    progress.trial_ended(low, high)
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
-    assert text.rstrip().endswith("mem  612 MiB at the highest peak, 6.00 GiB available")
-    progress.ended()
-
-
-def test_work_that_is_no_search_is_live_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune_amp.report.live._DRAW_SECONDS", 0.0)
-    stream = FakeTerminal()
-    progress = TerminalProgress(stream)
-    progress.work_started(90.0)
-    progress.phase("checking bf16 against fp32")
-    progress.tick(25.0)
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
-    assert text.startswith("Checking bf16 against fp32")
-    assert "1:05 left of 1:30" in text
-    assert "best" not in text
-    progress.ended()
-
-
 def test_work_without_a_budget_shows_the_time_and_the_precision_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune_amp.report.live._DRAW_SECONDS", 0.0)
+    monkeypatch.setattr("autotune_amp.report.progress._DRAW_SECONDS", 0.0)
     stream = FakeTerminal()
     progress = TerminalProgress(stream)
     progress.work_started(None)
@@ -148,17 +119,6 @@ def test_work_without_a_budget_shows_the_time_and_the_precision_that_runs(monkey
     assert "left of" not in text
     assert "bf16 batch 8        trial 1: step 3, 250 ms each" in text
     progress.ended()
-
-
-def test_confirmations_and_cut_trials_are_marked() -> None:
-    stream = io.StringIO()
-    progress = TerminalProgress(stream)
-    progress.trial_ended(record(measurement(was_cut=True)), None)
-    progress.trial_ended(record(measurement(), purpose="confirm"), None)
-    cut, confirmed = stream.getvalue().splitlines()
-    assert cut.endswith("3.1 s  cut")
-    assert confirmed.endswith("3.1 s  confirm")
-    assert len(confirmed) <= 80
 
 
 def test_at_80_columns_a_long_line_is_wrapped_and_loses_nothing() -> None:
@@ -236,16 +196,6 @@ def test_a_line_without_end_is_passed_on_before_the_end() -> None:
     progress.ended()
 
 
-def test_a_long_print_leaves_the_last_line_open() -> None:
-    stream = FakeTerminal()
-    progress = TerminalProgress(stream)
-    progress.started("s", "studies/s", 90.0)
-    progress.output("x\n" * 50_000 + "loss")
-    progress.output(" 0.1\n")
-    progress.ended()
-    assert "loss 0.1\n" in stream.getvalue()
-
-
 class Broken(io.StringIO):
     encoding = "utf-8"
 
@@ -278,16 +228,6 @@ def test_ending_twice_is_safe_and_what_follows_is_plain() -> None:
     progress.tick(2.0)
     progress.note("late")
     assert stream.getvalue()[end:] == "  late\n"
-
-
-def test_live_display_has_no_color_where_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    colored = re.compile(r"\x1b\[[0-9;]*3[0-8]")
-    with_color, without = FakeTerminal(), FakeTerminal()
-    run_a_search(TerminalProgress(with_color))
-    monkeypatch.setenv("NO_COLOR", "1")
-    run_a_search(TerminalProgress(without))
-    assert colored.search(with_color.getvalue())
-    assert not colored.search(without.getvalue())
 
 
 CHILD = """
@@ -334,17 +274,6 @@ def in_a_terminal(end: str) -> str:
     assert termios.tcgetattr(leader) == before
     os.close(leader)
     return written.decode()
-
-
-def test_live_display_on_a_real_terminal() -> None:
-    written = in_a_terminal("pass")
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written)
-    assert "\u2501" * 10 in text
-    assert "0:45 left of 1:30" in text
-    assert "fp32 batch 64       trial 1: step 7, 12.3 ms each" in text
-    assert "best bf16 batch 32           412 samples/s" in text
-    assert "the user's print\r\n" in text
-    assert "\x1b[2Ka stray warning\r\n" in written, "it must replace the display, not follow it"
 
 
 @pytest.mark.parametrize(("end", "last"), [("pass", "result"), ("raise ValueError('ours')", "ValueError: ours")])

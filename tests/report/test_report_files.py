@@ -18,7 +18,6 @@ from report_samples import record
 from autotune_amp.api import recommend_config
 from autotune_amp.cli import run
 from autotune_amp.core.outcome import Failure, Record
-from autotune_amp.core.recommendation import NothingWorksError, SearchInterruptedError
 from autotune_amp.report.files import keep_report, write_report
 
 MADE, RECORDS = made_study.made(), made_study.records()
@@ -55,14 +54,6 @@ def test_what_hinders_a_report_costs_a_warning(
     assert sorted(path.name for path in study.iterdir()) == ["outcomes.jsonl", "recommendation.json"]
 
 
-def test_an_interrupted_search_has_a_report_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    study, told = made_study.write(tmp_path), SearchInterruptedError("Interrupted.", "Go on.", (), MADE)
-    monkeypatch.setattr("autotune_amp.api.search", Mock(side_effect=told))
-    with pytest.raises(SearchInterruptedError):
-        recommend_config(out=str(tmp_path), quiet=True)
-    assert (study / "report.html").exists()
-
-
 def test_a_quiet_search_warns_where_there_is_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_study.write(tmp_path)
     monkeypatch.setattr("autotune_amp.api.search", Mock(return_value=MADE))
@@ -89,20 +80,6 @@ def test_a_recommendation_that_was_sent_alone_is_drawn_as_far_as_it_goes(
     page = Path(capsys.readouterr().out.strip()).read_text()
     assert "fp16, batch size 64" in page
     assert "No chart of throughput: outcomes.jsonl holds no measurement of this search." in page
-
-
-def test_without_a_folder_the_latest_is_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made_study.write(tmp_path / "studies")
-    monkeypatch.chdir(tmp_path)
-    assert run(["report"]) == 0
-    assert capsys.readouterr().out == "studies/made/report.html\n"
-
-
-def test_a_folder_without_a_study_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["report", str(tmp_path), "--json"]) == 2
-    assert "no search has run there" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
 # --- a search that recommended nothing -----------------------------------------------------------------------------
@@ -149,17 +126,6 @@ def test_outcomes_beside_a_recommendation_are_not_drawn_alone(tmp_path: Path) ->
 def test_outcomes_that_hold_nothing_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["report", str(unfinished(tmp_path / "empty", []))]) == 2
     assert "holds no outcome yet" in capsys.readouterr().err
-
-
-def test_a_search_in_which_nothing_works_leaves_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = NothingWorksError("None of 1 trials worked.", "Mend it.", ())
-    study = unfinished(tmp_path / "here", RECORDS[:1])
-    monkeypatch.setattr("autotune_amp.api.search", Mock(side_effect=nothing))
-    for name in ("here", "not_begun"):
-        with pytest.raises(NothingWorksError):
-            recommend_config(out=str(tmp_path), study=name, quiet=True)
-    assert (study / "report.html").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["here"]
 
 
 # --- where it is written -------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from playwright.sync_api import Browser, FloatRect, Page
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.report.files import write_report
-from autotune_amp.report.page.numerics import Calibrated, calibrated
 from autotune_amp.report.rows import baseline_row, recommended_row
 
 STUDIES = Path(__file__).parents[2] / "studies"
@@ -104,47 +103,6 @@ def covering(page: Page) -> list[tuple[str, str]]:
                 found += [(text, other) for other, beside in shown if _overlap(box, beside)]
                 shown.append((text, box))
     return found
-
-
-def test_every_failure_is_labelled_on_a_phone_and_of_labels_at_one_place_one_is_shown(
-    browser: Browser, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    with opened(browser, folders["made"] / "report.html", width=375) as page:
-        for title, labels in (
-            ("Throughput against batch size", ["fp32", "fp16bf16fp32"]),
-            ("Memory against batch size", ["fp32", "fp16fp32"]),
-        ):
-            shown = section(page, title).locator(".textpoint text").filter(visible=True, has_text="fp")
-            assert shown.all_text_contents() == labels
-    crowded = made_study.write(tmp_path)
-    oom = {"outcome": "failure", "kind": "oom", "message": "tried", "details": ""}
-    with (crowded / "outcomes.jsonl").open("a") as file:
-        record = raw(crowded)[1][-1]
-        for batch_size in (130, 160):
-            candidate = {"precision": "tf32", "batch_size": batch_size}
-            record |= {"number": record["number"] + 1, "purpose": "search", "candidate": candidate, "outcome": oom}
-            file.write(json.dumps(record) + "\n")
-    with opened(browser, write_report(crowded)) as page:
-        near = section(page, "Throughput against batch size").locator(".textpoint text").filter(has_text="tf32")
-        assert covering(page) == []
-        assert [label.is_visible() for label in near.all()] == [False, True]
-        page.set_viewport_size({"width": 375, "height": 800})
-        page.wait_for_function("[...document.querySelectorAll('.main-svg')].every((svg) => svg.clientWidth < 375)")
-        assert covering(page) == []
-        assert [label.is_visible() for label in near.all()] == [False, False]
-
-
-def test_the_gradient_and_the_scale_are_drawn(made: Page) -> None:
-    num_octaves = len(made_study.CALIBRATION.gradient_histogram)
-    part = section(made, "The loss scale of fp16")
-    assert num_bars(part) == 2 * num_octaves + 3, "as computed and scaled; normal and subnormal fp16, bf16"
-    legend = part.locator(".legendtext").all_text_contents()
-    said = {name.partition(":")[0]: int(name.split()[-2]) for name in legend if "skip" in name}
-    found = calibrated(made_study.made(), made_study.records())
-    assert isinstance(found, Calibrated)
-    replays = {"chosen": found.scales.replay(found.pair), "GradScaler's defaults": found.scales.of_gradscaler}
-    assert said == {name: replay.num_skips for name, replay in replays.items()}
-    assert num_marks(part) == sum(said.values()) > 0
 
 
 def test_resting_on_a_mark_says_what_it_is(made: Page) -> None:

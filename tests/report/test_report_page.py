@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from html import unescape
 from itertools import pairwise
@@ -18,13 +17,11 @@ from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.evidence import BaselineEvidence
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.recommendation import Exclusion, SearchSummary
-from autotune_amp.core.setting import Setting
-from autotune_amp.numerics.grading import MAX_PARAMETER_NOISE
 from autotune_amp.report.files import write_report
 from autotune_amp.report.page.document import code, table
 from autotune_amp.report.page.marks import LOOKS, label, said
 from autotune_amp.report.page.numerics import Calibrated, calibrated, fidelity, foretold, gradients
-from autotune_amp.report.page.search import candidate_table, search_page
+from autotune_amp.report.page.search import search_page
 from autotune_amp.report.page.search_course import course
 from autotune_amp.report.page.speed_memory import caption, fitted, memory, pareto, throughput, walls
 
@@ -58,17 +55,6 @@ def test_a_step_time_that_may_be_zero_bounds_no_rate() -> None:
     unsure = measurement(step_seconds=0.1, samples_per_second=320.0, step_seconds_interval=(0.0, 0.2))
     looks = trace(throughput(recommendation(), [record(unsure)]), "fp32")
     assert (looks.error_y.array, looks.error_y.arrayminus) == ((0.0,), (160.0,))
-
-
-def test_an_interval_far_above_every_rate_does_not_press_the_chart_flat() -> None:
-    unsure = measurement(step_seconds=0.1, samples_per_second=320.0, step_seconds_interval=(0.001, 0.2))
-    shown = recommendation()
-    figure: Any = throughput(shown, [record(unsure)])
-    promised = shown.evidence.samples_per_second_interval[1]
-    assert trace(figure, "fp32").error_y.array[0] > 30_000
-    assert promised < figure.layout.yaxis.range[1] < 1.2 * promised
-    alone: Any = throughput(None, [record(unsure)])
-    assert 320 < alone.layout.yaxis.range[1] < 400
 
 
 def test_the_memory_wall_stands_at_the_least_batch_that_did_not_fit() -> None:
@@ -114,16 +100,6 @@ def test_without_a_limit_it_stands_on_the_axis() -> None:
     assert not any(t.name == "limit" for t in figure.data)
 
 
-def test_a_limit_that_only_the_fit_comes_near_is_drawn() -> None:
-    slow = Failure(kind="timeout", message="too slow")
-    failed = record(slow, 3, candidate=Setting(precision="fp32", batch_size=512))
-    measured = [r for r in RECORDS if r.candidate.precision == "fp32" and isinstance(r.outcome, Measurement)]
-    assert trace(memory(MADE, [*measured, failed]), "limit").y[0] == pytest.approx(5529.6)
-    alone: Any = memory(MADE, measured)
-    assert not any(t.name == "limit" for t in alone.data), "three times what was measured"
-    assert "Crosses" not in caption(MADE, measured)
-
-
 def test_nothing_that_may_be_recommended_lies_above_and_left_of_the_front() -> None:
     out = row("fp16", 96, 1200.0, status="excluded", reason="unfaithful", peak_memory_bytes=500 * MIB)
     changed = msgspec.structs.replace(MADE, candidates=(*MADE.candidates, out))
@@ -139,29 +115,6 @@ def test_nothing_that_may_be_recommended_lies_above_and_left_of_the_front() -> N
     assert (fp16.y[-1], fp16.marker.symbol[-1]) == (1200.0, "triangle-up-open")
     page = search_page(changed, RECORDS, "recommendation.json")
     assert "Nothing that may be recommended is above and left of the line; open marks were cut short or" in page
-
-
-def test_a_front_of_one_candidate_is_a_line_and_the_baseline_has_its_square() -> None:
-    best = row("bf16", 64, 412.3, peak_memory_bytes=400 * MIB, num_workers=1)
-    shown = recommendation(
-        config=AmpConfig(precision="bf16", batch_size=64, num_workers=1),
-        candidates=(row("fp32", 16, 200.0), row("fp32", 32, 307.1), best),
-    )
-    figure: Any = pareto(shown)
-    front = trace(figure, "front")
-    assert (front.x[:2], front.y) == ((400, 400), (0, 412.3, 412.3))
-    assert 612 < front.x[2] == figure.layout.xaxis.range[1]
-    today, chosen = trace(figure, "baseline"), trace(figure, "recommended")
-    assert (today.x, today.y, today.text, today.marker.symbol) == ((612,), (307.1,), ("32",), "square-open")
-    assert (chosen.x, chosen.y, chosen.text, chosen.marker.symbol) == (
-        (400,),
-        (412.3,),
-        ("64, 1 worker",),
-        "circle-open",
-    )
-    assert not any(trace(figure, "fp32").text), "what is not on the line has no label"
-    page = search_page(shown, [], "recommendation.json")
-    assert "those on the line, the baseline and the recommended one are labelled with their" in page
 
 
 def test_every_candidate_on_the_front_is_labelled_once() -> None:
@@ -195,10 +148,6 @@ def test_the_page_has_the_command_for_frameworks(workload: Any, precision: Any, 
         page = unescape(search_page(shown, [], path))
         assert f"In the words of a framework, --to {targets}<" in page
         assert f"<pre>autotune-amp export {study} --to {to}</pre>" in page
-
-
-def test_a_candidate_that_was_cut_says_why() -> None:
-    assert "far slower than the best" in candidate_table(MADE)
 
 
 def test_the_course_holds_every_record_end_to_end() -> None:
@@ -261,13 +210,6 @@ def test_a_calibration_that_failed_says_why() -> None:
     )
 
 
-def test_the_thresholds_of_fidelity_are_inside_of_the_chart() -> None:
-    figure: Any = fidelity(made_study.FIDELITY)
-    low, high = figure.layout.xaxis.range
-    drawn = [math.log10(x) for t in figure.data for x in t.x]
-    assert low < min(drawn) < max(drawn) == math.log10(MAX_PARAMETER_NOISE) < high
-
-
 def test_charts_without_data_say_so() -> None:
     bare = recommendation(candidates=())
     for drawn in (throughput(bare, []), memory(bare, []), pareto(bare), course(bare, []), fidelity(())):
@@ -290,26 +232,6 @@ def test_the_file_stands_alone_and_is_small(tmp_path: Path) -> None:
     page = write_report(made_study.write(tmp_path)).read_text()
     assert not re.findall(r"<(?:link|img|iframe|object|embed|script [^>]*src)|@import|url\(", page)
     assert len(page) < 2_300_000
-
-
-def test_a_config_as_it_runs_today_has_no_second_ring() -> None:
-    config = AmpConfig(precision="fp32", batch_size=32)
-    figure: Any = throughput(recommendation(config=config, evidence=evidence()), RECORDS)
-    assert [t.name for t in figure.data if t.name in ("baseline", "recommended")] == ["recommended"]
-
-
-def test_columns_that_say_nothing_are_left_out() -> None:
-    assert "J/sample" in candidate_table(MADE)
-    shown = candidate_table(recommendation())
-    assert not {"J/sample", "workers", "accum."} & set(re.findall(r"<th[^>]*>([^<]*)<", shown))
-
-
-def test_a_ring_without_an_interval_has_no_whisker() -> None:
-    unsure = msgspec.structs.replace(evidence().baseline, samples_per_second_interval=None)
-    figure = throughput(recommendation(evidence=evidence(baseline=unsure)), RECORDS)
-    ring = trace(figure, "baseline")
-    assert (ring.error_y.array, ring.hovertext) == (None, ("baseline: fp32 batch 32<br>307 samples/s",))
-    assert trace(figure, "recommended").error_y.array is not None
 
 
 FAILED_BASELINE = BaselineEvidence(

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 from browser import chromium, hover, num_marks, opened, overflow, section
-from made_run_log import REASON, begin, made_run, move, sample
+from made_run_log import REASON, made_run
 from playwright.sync_api import Browser
 
 from autotune_amp.cli import run
-from autotune_amp.report.files import write_run_report
-from autotune_amp.runtime.run_log import BeginLine, Line, MoveLine, RunLog, SampleLine, read
+from autotune_amp.runtime.run_log import BeginLine, MoveLine, SampleLine, read
 
 
 @pytest.fixture(scope="module")
@@ -48,31 +47,3 @@ def test_every_line_is_a_mark_and_a_move_says_its_reason(
         page.set_viewport_size({"width": 380, "height": 800})
         page.wait_for_function("[...document.querySelectorAll('.main-svg')].every((svg) => svg.clientWidth < 380)")
         assert overflow(page) <= 0
-
-
-@pytest.mark.parametrize("width", [1280, 375])
-def test_the_moves_of_a_stop_share_a_label_inside_of_the_chart(browser: Browser, tmp_path: Path, width: int) -> None:
-    path = tmp_path / "run.jsonl"
-    log = RunLog(path)
-    lines: list[Line] = [
-        begin(),
-        *(sample(update, 65536.0, 0) for update in range(64, 4800, 64)),
-        move(4810, "pin", "fp16", "fp16", 10, pinned_modules=("encoder.wo",)),
-        move(4820, "demotion", "fp16", "bf16", 20),
-        move(4830, "demotion", "bf16", "fp32", 30),
-        move(4840, "stop", "fp32", "fp32", 40),
-    ]
-    for line in lines:
-        log.write(line)
-    with opened(browser, write_run_report(path), width=width) as page:
-        chart = section(page, "The run as it went")
-        (label,) = chart.locator(".textpoint text").filter(visible=True).all()
-        assert label.text_content() == "1-4"
-        box, frame = label.bounding_box(), chart.locator(".shapelayer path").first.bounding_box()
-        plot = chart.locator(".draglayer .nsewdrag").first.bounding_box()
-        assert box is not None
-        assert frame is not None
-        assert plot is not None
-        assert box["x"] + box["width"] < plot["x"] + plot["width"] + 12, "within the margin"
-        assert frame["x"] + frame["width"] < plot["x"] + plot["width"] - 5, "room after the last update"
-        assert plot["y"] <= box["y"]

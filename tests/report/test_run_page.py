@@ -15,7 +15,7 @@ from plotly.graph_objects import Figure
 from autotune_amp.core.errors import FormatError
 from autotune_amp.report.files import write_run_report
 from autotune_amp.report.page.run import course, numbers, run_page, rungs
-from autotune_amp.runtime.run_log import Line, Run, SampleLine, read
+from autotune_amp.runtime.run_log import Run, SampleLine, read
 
 
 @pytest.fixture
@@ -75,30 +75,6 @@ def test_no_label_of_a_move_reaches_the_next_on_a_phone(seed: int) -> None:
     assert all(right - left > (before + after) / 2 for (left, before), (right, after) in pairwise(shown))
     ends = [[int(place) for place in text.split("-")] for text in filter(None, labels)]
     assert [n for first, *last in ends for n in range(first, max([first, *last]) + 1)] == [*range(1, len(updates) + 1)]
-
-
-def test_the_ends_of_a_run_have_room_for_their_marks(made: Run) -> None:
-    for run in (made, Run(made.lines[:1], 0, 0)):
-        low, high = course(run).layout.xaxis.range
-        first, last = run.lines[0].update, run.lines[-1].update
-        assert low < first <= last < high
-        assert high - low < 1.1 * max(1, last - first)
-
-
-def test_a_band_too_short_for_its_name_has_its_symbol() -> None:
-    lines: tuple[Line, ...] = (
-        begin(),
-        *(sample(update, 1024.0, 0) for update in (64, 448)),
-        move(500, "demotion", "fp16", "bf16", 9),
-        move(502, "demotion", "bf16", "fp32", 9),
-        sample(1000, None, 9, "fp32"),
-    )
-    figure = course(Run(lines, 0, 0))
-    assert [name.text for name in figure.layout.annotations] == ["fp16", "fp32"]
-    rows = [trace(figure, name) for name in ("fp16", "bf16", "fp32")]
-    assert [list(row.x) for row in rows] == [[0], [500], [502]]
-    assert len({row.marker.symbol for row in rows}) == 3, "told apart without colour"
-    assert rows[1].hovertext == ("bf16 from update 500 to 502",)
 
 
 def test_a_run_that_never_scaled_and_has_no_loss_is_drawn_without(made: Run) -> None:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autotune_amp.core.config import AmpConfig, LossScale, Precision
 from autotune_amp.core.errors import TrainingStoppedError
-from autotune_amp.runtime import checkpoint, steering
+from autotune_amp.runtime import checkpoint, executor
 from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.status import to_plain
 
@@ -122,9 +122,9 @@ class Outcome:
 class LaggedController(PrecisionController):
     """Verdicts stay on the device, here too, so that they are acted on late, as behind a fused optimizer on a GPU."""
 
-    @staticmethod
-    def _is_at_hand(tensor: Tensor) -> bool:
-        return False
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._check.is_at_hand = lambda tensor: False  # type: ignore[method-assign] # of this object alone
 
 
 def batch_of(step: int, micro_batch: int, rank: int) -> Tensor:
@@ -188,7 +188,7 @@ def whole_weights(model: nn.Module) -> dict[str, Any]:
 
 def train(scenario: Scenario, rank: int) -> Outcome:
     """One run on this rank."""
-    with patch.object(steering, "available_memory_bytes", lambda device: 0 if rank == scenario.cramped_rank else 2**40):
+    with patch.object(executor, "available_memory_bytes", lambda device: 0 if rank == scenario.cramped_rank else 2**40):
         return _train(scenario, rank)
 
 

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from autotune_amp import AmpConfig, LossScale
-from autotune_amp.runtime.lag import LaggedReader
-from autotune_amp.runtime.ranks import Ranks
-from autotune_amp.runtime.steering import Steering
+from autotune_amp.runtime import controller
+from autotune_amp.runtime.controller import PrecisionController
+from autotune_amp.runtime.device import Ranks
+from autotune_amp.runtime.scaler import LaggedReader
 
 SECOND = torch.device("cuda", 1)
 
@@ -45,16 +46,12 @@ def test_bf16_is_withdrawn_where_the_controllers_own_card_only_emulates_it(
     native: int, withdrawn: list[str], cards: Cards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: cards.current == native)
-    steering = Steering(
-        AmpConfig(precision="fp16", batch_size=8, loss_scale=LossScale(), fallback=("bf16", "fp32")),
-        SECOND,
-        Ranks(SECOND),
-        halts=True,
-        promotes=False,
-        on_demotion="continue",
-        max_slowdown=None,
+    monkeypatch.setattr(controller, "checked_device", lambda device: device)
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    made = PrecisionController(
+        AmpConfig(precision="fp16", batch_size=8, loss_scale=LossScale(), fallback=("bf16", "fp32")), SECOND
     )
-    assert list(steering.policy.withdrawn) == withdrawn
+    assert list(made._policy.withdrawn) == withdrawn
     assert cards.current == 0
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from autotune_amp import AmpConfig, LossScale
 from autotune_amp.core.config import Precision
 from autotune_amp.runtime.controller import PrecisionController
-from autotune_amp.runtime.lag import LAG_UPDATES
-from autotune_amp.runtime.scaler import JudgingScaler
+from autotune_amp.runtime.gradient_check import GradientCheck
+from autotune_amp.runtime.scaler import LAG_UPDATES
 
 Kind: TypeAlias = Literal["clean", "overflow", "bad loss"]
 CLEAN: list[Kind] = ["clean"]
@@ -27,7 +27,7 @@ BAD_LOSS: list[Kind] = ["bad loss"]
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors are treated as if they were on an accelerator."""
-    monkeypatch.setattr(JudgingScaler, "_is_at_hand", staticmethod(lambda tensor: False))
+    monkeypatch.setattr(GradientCheck, "is_at_hand", staticmethod(lambda tensor: False))
 
 
 def fp16(*, growth_interval: int = 2000, hysteresis: int = 1, fallback: Iterable[Precision] = ()) -> AmpConfig:
@@ -106,7 +106,7 @@ def test_weights_and_scale_go_the_same_way_as_where_verdicts_are_at_hand(
     here, training = steered(config)
     expected = training.run(kinds)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(JudgingScaler, "_is_at_hand", staticmethod(lambda tensor: False))
+        patch.setattr(GradientCheck, "is_at_hand", staticmethod(lambda tensor: False))
         there, training = steered(config)
         assert_same(training.run(kinds), expected)
         there.synchronize()
@@ -123,7 +123,7 @@ def test_late_verdicts_and_those_at_hand_may_take_turns(steps: list[tuple[Kind, 
     expected = [Training(torch.amp.GradScaler("cpu", growth_interval=3))]
     plain = [expected[0].step(kind, which) for kind, which in steps]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(JudgingScaler, "_is_at_hand", staticmethod(lambda tensor: False))
+        patch.setattr(GradientCheck, "is_at_hand", staticmethod(lambda tensor: False))
         controller, training = steered(fp16(growth_interval=3))
         assert_same([training.step(kind, which) for kind, which in steps], plain)
     assert controller.status().num_skips == sum(kind == "overflow" for kind, _ in steps)
@@ -177,7 +177,7 @@ def test_a_checkpoint_holds_what_is_on_its_way_and_asking_changes_nothing(
 ) -> None:
     """One rank of several may save alone: the others do not know of it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(JudgingScaler, "_is_at_hand", staticmethod(lambda tensor: False))
+        patch.setattr(GradientCheck, "is_at_hand", staticmethod(lambda tensor: False))
         config = fp16(growth_interval=growth_interval)
         uninterrupted, training = steered(config)
         calls: list[int] = []
@@ -233,7 +233,7 @@ def test_loading_a_state_leaves_no_verdict_of_another_run_behind(late: None) -> 
 @pytest.fixture(params=["at hand", "late"])
 def speed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "late":
-        monkeypatch.setattr(JudgingScaler, "_is_at_hand", staticmethod(lambda tensor: False))
+        monkeypatch.setattr(GradientCheck, "is_at_hand", staticmethod(lambda tensor: False))
     return str(request.param)
 
 

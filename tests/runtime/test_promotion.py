@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autotune_amp import AmpConfig, LossScale
 from autotune_amp.core.config import FallbackPlan, Precision
 from autotune_amp.core.errors import NotPrecisionError
-from autotune_amp.runtime import policy, steered
+from autotune_amp.runtime import metrics, policy
 from autotune_amp.runtime.controller import PrecisionController
 
 WAIT = 6  # clean steps before a probe, in place of 2000
@@ -63,7 +63,7 @@ class Run:
         self.used: list[tuple[Precision, float, float, bool]] = []
         self.now = 0.0
         self.batch = torch.zeros(())
-        monkeypatch.setattr(steered, "time", SimpleNamespace(perf_counter=self._clock))
+        monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=self._clock))
         self.controller.attach(self.model, self._rerun if reruns else None)
 
     def _clock(self) -> float:

@@ -20,8 +20,8 @@ from training import fp16
 from autotune_amp import LossScale, PrecisionController
 from autotune_amp.core.errors import FormatError, InvalidRequestError
 from autotune_amp.runtime import run_log
+from autotune_amp.runtime.metrics import SAMPLE_EVERY
 from autotune_amp.runtime.run_log import BeginLine, SampleLine
-from autotune_amp.runtime.steered import SAMPLE_EVERY
 
 
 @pytest.fixture
@@ -87,10 +87,11 @@ def test_a_loss_that_is_not_finite_is_null_and_what_is_off_is_said_once(path: Pa
     trained.controller.disable()
     trained.run(*STEP * 3)
     lines = documents(path)[1:]
-    assert [(line["update"], line["precision"], line["scale"], line["loss"]) for line in lines] == [
-        (SAMPLE_EVERY, "fp16", 1024.0, None),
-        (SAMPLE_EVERY, "fp32", None, None),
+    assert [(line["event"], line["update"], line["precision"], line["scale"]) for line in lines] == [
+        ("sample", SAMPLE_EVERY, "fp16", 1024.0),
+        ("move", SAMPLE_EVERY, "fp32", None),
     ]
+    assert lines[0]["loss"] is None
 
 
 def test_moves_by_hand_and_stops_are_lines_too(path: Path) -> None:

@@ -10,16 +10,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias
 
-import msgspec
 import pytest
 import torch
-from test_recommendation import MADE as RECOMMENDATION
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController
 from autotune_amp.core.config import DemotedError, Precision
 from autotune_amp.core.errors import NotPrecisionError
-from autotune_amp.runtime import steered
+from autotune_amp.core.recommendation import Recommendation
+from autotune_amp.runtime import metrics, run_log
 from autotune_amp.runtime.status import MoveRecord
 
 Kind: TypeAlias = Literal["clean", "overflow", "bad loss"]
@@ -103,7 +104,7 @@ def test_the_share_of_steps_under_amp_counts_the_steps_taken() -> None:
 
 def test_the_median_time_of_the_current_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 1.0, 2.0, 9.0, 10.0, 20.0, 22.0])
-    monkeypatch.setattr(steered, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: next(times)))
     training = scripted(fp16(fallback=["fp32"])).run(*CLEAN * 5)
     assert training.controller.status().step_seconds == 1.0
     training.controller.set_precision("fp32")
@@ -214,7 +215,7 @@ class Writer:
 def test_a_tensorboard_writer_gets_scalars_now_and_then() -> None:
     writer = Writer()
     training = scripted(writer=writer).run(*SCRIPT, *CLEAN * 60)
-    every = steered.SAMPLE_EVERY
+    every = metrics.SAMPLE_EVERY
     assert writer.scalars == [
         ("autotune_amp/scale", 256.0, every),
         ("autotune_amp/skips", 3, every),
@@ -229,7 +230,7 @@ def test_torchs_own_writer_takes_them(tmp_path: Path) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(tmp_path) as writer:
-        scripted(writer=writer).run(*CLEAN * steered.SAMPLE_EVERY)
+        scripted(writer=writer).run(*CLEAN * metrics.SAMPLE_EVERY)
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) > 100
 
 
@@ -242,11 +243,65 @@ def test_without_a_writer_or_a_listener_training_is_the_same() -> None:
     assert loud.controller.state_dict() == quiet.controller.state_dict()
 
 
-def test_a_controller_from_a_recommendation_trains_as_one_from_its_config(tmp_path: Path) -> None:
-    path = tmp_path / "recommendation.json"
-    path.write_text(msgspec.structs.replace(RECOMMENDATION, config=fp16(fallback=["fp32"])).to_json())
-    loaded = Scripted(PrecisionController.load(path, "cpu", halt=False)).run(*SCRIPT)
-    given = scripted(fp16(fallback=["fp32"]), halt=False).run(*SCRIPT)
+def test_a_controller_from_a_recommendation_trains_as_one_from_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = fp16(fallback=["fp32"])
+    files = {"recommendation.json": SimpleNamespace(config=config)}
+    monkeypatch.setattr(Recommendation, "load", files.__getitem__)
+    loaded = Scripted(PrecisionController.load("recommendation.json", "cpu", halt=False)).run(*SCRIPT)
+    given = scripted(config, halt=False).run(*SCRIPT)
     assert loaded.controller.config == given.controller.config
     assert loaded.controller.state_dict() == given.controller.state_dict()
-    assert torch.equal(loaded.weight, given.weight)
+
+
+BY_HAND: dict[str, Any] = {
+    "disable": PrecisionController.disable,
+    "enable": PrecisionController.enable,
+    "to fp32": lambda controller: controller.set_precision("fp32"),
+    "to fp16": lambda controller: controller.set_precision("fp16"),
+    "save and load": lambda controller: controller.load_state_dict(controller.state_dict()),
+}
+
+
+@settings(max_examples=40)
+@given(
+    guard=st.booleans(),
+    has_two=st.booleans(),
+    events=st.lists(st.sampled_from(["clean", "overflow", "bad loss", *BY_HAND]), max_size=30),
+)
+def test_every_update_is_a_step_or_a_skip_whatever_is_called(guard: bool, has_two: bool, events: list[Any]) -> None:
+    controller = PrecisionController(fp16(fallback=["fp32"]), device="cpu", guard=guard, halt=False)
+    training = Scripted(controller)
+    second = torch.optim.SGD([nn.Parameter(torch.ones(()))], lr=0.125)
+    moves: list[MoveRecord] = []
+    controller.on_move(moves.append)
+    for event in events:
+        before = controller.status()
+        if event in BY_HAND:
+            BY_HAND[event](controller)
+            continue
+        if has_two:  # whose gradients are fine where the other's are not
+            second.param_groups[0]["params"][0].grad = torch.ones(())
+            controller.scale(torch.ones(()))
+            controller.step(second)
+        training.run(event)
+        status = controller.status()
+        assert status.num_updates == before.num_updates + 1
+        assert status.num_steps + status.num_skips == status.num_updates
+    assert tuple(moves) == controller.status().history or "save and load" in events
+
+
+def test_disabling_and_enabling_are_moves_and_scalars_go_on(tmp_path: Path) -> None:
+    writer = Writer()
+    heard: list[MoveRecord] = []
+    training = scripted(writer=writer, run_log=tmp_path / "run.jsonl").run(*CLEAN * 3)
+    controller = training.controller
+    controller.on_move(heard.append)
+    controller.disable()
+    controller.disable()
+    training.run(*CLEAN * metrics.SAMPLE_EVERY)
+    controller.enable()
+    moves = [(move.update, move.before, move.after) for move in controller.status().history]
+    assert moves == [(3, "fp16", "fp32"), (3 + metrics.SAMPLE_EVERY, "fp32", "fp16")]
+    assert tuple(heard) == controller.status().history
+    assert [move.update for move in run_log.read(tmp_path / "run.jsonl").moves] == [update for update, *_ in moves]
+    assert {step for _, _, step in writer.scalars} == {metrics.SAMPLE_EVERY}

@@ -17,8 +17,7 @@ from autotune_amp.search.explore import NUM_REPEATED, NUM_SEARCH_PROCESSES, expl
 from autotune_amp.search.session import Session
 from autotune_amp.search.space import Space
 from autotune_amp.search.study import Study
-from autotune_amp.trial.jobs import Trial
-from autotune_amp.trial.stopping import NUM_STEPS_BEFORE_CUT
+from autotune_amp.trial.jobs import NUM_STEPS_BEFORE_CUT, Trial
 
 
 def record(number: int, tried: Setting, outcome: Outcome) -> Record:

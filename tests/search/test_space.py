@@ -159,6 +159,7 @@ def test_nothing_is_assumed_of_a_plain_workload() -> None:
         ({"tf32": "unsupported"}, {}, {}, ["fp32", "bf16", "fp16"], ["tf32", "fp8"]),
         ({"fp16": "unsupported"}, {}, {"precision": ["fp16", "fp32"]}, ["fp32"], ["fp16"]),
         ({}, {"weights": "bf16"}, {}, ["fp32", "bf16"], ["tf32", "fp16", "fp8"]),
+        ({}, {"weights": "fp16"}, {}, ["fp32"], ["tf32", "bf16", "fp16", "fp8"]),
         ({}, {}, {"precision": ["bf16", "fp8"]}, ["bf16"], ["fp8"]),
     ],
 )

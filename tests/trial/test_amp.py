@@ -14,7 +14,7 @@ from autotune_amp import AmpConfig, LossScale, PrecisionController
 from autotune_amp.core.config import Precision
 from autotune_amp.numerics.passes import CatchingAmp
 from autotune_amp.precision.mode import autocast
-from autotune_amp.trial.amp import TrialAmp
+from autotune_amp.trial.training import TrialAmp
 
 # Left out, with the reason; GradScaler's own state_dict and load_state_dict are there.
 NOT_IN_A_STEP = {

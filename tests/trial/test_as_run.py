@@ -13,10 +13,10 @@ from torch.nn.functional import conv2d
 from autotune_amp import Workload
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
-from autotune_amp.trial import as_run as as_run_module
-from autotune_amp.trial.as_run import as_run, used_flags
+from autotune_amp.trial import worker
+from autotune_amp.trial.context import make_model
 from autotune_amp.trial.jobs import Trial
-from autotune_amp.trial.step import make_model
+from autotune_amp.trial.worker import as_run, used_flags
 
 SPEC = Trial(
     candidate=Setting(precision="fp32", batch_size=4, as_found=True), device="cpu", torch_state=torch_state.capture()
@@ -128,7 +128,7 @@ def test_a_step_is_taken_where_that_alone_can_tell(
         num_steps.append(1)
         return used or set()
 
-    monkeypatch.setattr(as_run_module, "used_flags", seen)
+    monkeypatch.setattr(worker, "used_flags", seen)
     found = as_run(job(lambda: model), model, torch.device("cuda"), state, 4, has_tf32=True)
     assert found == expected
     assert len(num_steps) == (used is not None)

@@ -18,10 +18,9 @@ from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
 from autotune_amp.isolation.process import Watcher
-from autotune_amp.trial.compiling import CompileWatch, forget_compiled
 from autotune_amp.trial.jobs import Trial
-from autotune_amp.trial.step import make_training
-from autotune_amp.trial.timing import MAX_COMPILING_STEPS, Timing, time_steps
+from autotune_amp.trial.timing import MAX_COMPILING_STEPS, CompileWatch, Timing, forget_compiled, time_steps
+from autotune_amp.trial.training import make_training
 
 NEEDS_CXX = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler, g++, on a CPU")
 

@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from autotune_amp.core.errors import WorkloadError
-from autotune_amp.trial import data, places
+from autotune_amp.trial import data
 
 NUM_SAMPLES = 8000
 
@@ -174,7 +174,7 @@ class Counted(Sampler[int]):
 
 
 def test_an_epoch_without_end_is_listed_as_far_as_it_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "_MAX_LISTED_INDICES", 1000)
+    monkeypatch.setattr(data, "_MAX_LISTED_INDICES", 1000)
     sampler = Counted(10**9)
     loader = DataLoader(Sorted(), batch_size=16, sampler=sampler)
     assert mean_place(drawn(loader, 4, 24)) == pytest.approx(500 / NUM_SAMPLES, rel=0.2)
@@ -184,7 +184,7 @@ def test_an_epoch_without_end_is_listed_as_far_as_it_is_cheap(monkeypatch: pytes
 
 
 def test_a_sampler_that_takes_long_keeps_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "_LISTING_SECONDS", -1.0)
+    monkeypatch.setattr(data, "_LISTING_SECONDS", -1.0)
     sampler = Counted(NUM_SAMPLES)
     loader = DataLoader(Sorted(), batch_size=16, sampler=sampler)
     assert drawn(loader, 4, 100) == [list(range(start, start + 4)) for start in range(0, 400, 4)]

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from autotune_amp.core.outcome import FailureKind
-from autotune_amp.trial import failures
-from autotune_amp.trial.failures import classify
+from autotune_amp.trial import worker
 from autotune_amp.trial.memory import is_memory_short
+from autotune_amp.trial.worker import classify
 
 GIB = 2**30
 # Triton's own errors are no RuntimeErrors, unless the compiler of PyTorch wraps them.
@@ -41,7 +41,7 @@ OutOfResources = type("OutOfResources", (Exception,), {"__module__": "triton.run
 def test_what_an_exception_amounts_to(
     error: Exception, kind: FailureKind, is_short: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failures, "is_memory_short", lambda: is_short)
+    monkeypatch.setattr(worker, "is_memory_short", lambda: is_short)
     assert classify(error).kind == kind
 
 
@@ -59,7 +59,7 @@ def test_what_libraries_also_say_for_other_reasons_is_out_of_memory_only_where_m
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for is_short, kind in ((True, "oom"), (False, "workload_error")):
-        monkeypatch.setattr(failures, "is_memory_short", lambda is_short=is_short: is_short)
+        monkeypatch.setattr(worker, "is_memory_short", lambda is_short=is_short: is_short)
         assert classify(RuntimeError(text)).kind == kind
 
 

@@ -32,11 +32,10 @@ from autotune_amp.isolation.process import Watcher
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.step_amp import MAX_CALLS_WITHOUT_STEP
 from autotune_amp.trial import checks, worker
-from autotune_amp.trial.context import Context
+from autotune_amp.trial.context import Context, LoopState, make_model
 from autotune_amp.trial.jobs import Check, Describe, Trial
-from autotune_amp.trial.state import LoopState
-from autotune_amp.trial.step import BaseTraining, make_model, make_training
 from autotune_amp.trial.timing import time_steps
+from autotune_amp.trial.training import BaseTraining, make_training
 
 NUM_STEPS = 3
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")

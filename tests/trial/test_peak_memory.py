@@ -18,7 +18,7 @@ from autotune_amp.isolation.local import Isolation, LocalBackend, Payload, can_f
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.precision import torch_state
 from autotune_amp.trial.jobs import Trial
-from autotune_amp.trial.step import make_training
+from autotune_amp.trial.training import make_training
 
 WORKLOAD = """
 import torch

@@ -14,9 +14,11 @@ from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.mode import is_pinned, pin_fp32
+from autotune_amp.trial import worker
+from autotune_amp.trial.context import make_model
 from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.optimizers import make_optimizer
-from autotune_amp.trial.step import Training, make_model
+from autotune_amp.trial.training import Training
 
 
 def make_batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -252,3 +254,13 @@ def test_an_optimizer_without_gradients_is_not_stepped_by_the_scaler() -> None:
         True,
         True,
     ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(torch.float16, "fp16"), (torch.bfloat16, "bf16"), (torch.float32, "fp32")]
+)
+def test_the_format_that_weights_are_kept_in_is_told(dtype: torch.dtype, name: str) -> None:
+    weights = list(nn.Linear(2, 2).to(dtype).parameters())
+    assert worker._weights(weights, weights) == name
+    if name != "fp32":
+        assert worker._weights(weights, []) == "frozen_low"

@@ -7,8 +7,7 @@ from typing import Any, Literal
 import pytest
 
 from autotune_amp.core.setting import Setting
-from autotune_amp.trial.jobs import Trial
-from autotune_amp.trial.stopping import is_hopeless, stop
+from autotune_amp.trial.jobs import Trial, is_hopeless, stop
 
 FP32 = Setting(precision="fp32", batch_size=8)
 STEADY, RESTLESS = [0.1] * 8, [0.1, 0.3] * 4

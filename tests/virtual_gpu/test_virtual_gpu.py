@@ -174,10 +174,8 @@ os.waitpid(pid, 0)
 @pytest.mark.parametrize(
     ("before", "is_refused"),
     [
-        ("", False),
         ("os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1'; torch.cuda.is_available()", False),
         ("torch.cuda.is_available()", True),
-        ("torch.ones(1, device='cuda')", True),
     ],
 )
 def test_a_fork_is_poisoned_by_what_initialises_cuda(before: str, is_refused: bool) -> None:
@@ -276,7 +274,7 @@ print(torch.cuda.device_count(), torch.cuda.get_device_properties(0).uuid, torch
 
 @pytest.mark.parametrize(
     ("visible", "num_seen", "first"),
-    [("0,1,2", 3, 0), ("2,0", 2, 2), ("GPU-000000a1,GPU-000000a0", 2, 1), ("1,9,0", 1, 1), ("MIG-1", 1, 0)],
+    [("2,0", 2, 2), ("1,9,0", 1, 1), ("MIG-1", 1, 0)],
 )
 def test_visible_devices_are_chosen_and_ordered(
     visible: str, num_seen: int, first: int, virtual_machine: VirtualMachine
@@ -284,34 +282,6 @@ def test_visible_devices_are_chosen_and_ordered(
     environment = virtual_machine(num=3, cc="9.0,8.0,7.5")
     seen = run(SEEN, {**environment, "CUDA_VISIBLE_DEVICES": visible})
     assert seen == f"{num_seen} 000000a{first}-1111-2222-3333-444444444444 {(9, 8, 7)[first]}"
-
-
-def test_a_driver_too_old_is_seen_by_nvml_and_not_by_cuda(virtual_machine: VirtualMachine) -> None:
-    script = """
-import warnings, torch
-print(torch.cuda.device_count())
-with warnings.catch_warnings(record=True):
-    print(torch.cuda.is_available())
-try:
-    torch.cuda.current_device()
-except RuntimeError as error:
-    print(error)
-"""
-    count, available, error = run(
-        script, {**virtual_machine(num=1, broken=1), "PYTORCH_NVML_BASED_CUDA_CHECK": "0"}
-    ).splitlines()
-    assert (count, available) == ("1", "False")
-    assert "driver on your system is too old" in error
-
-
-def test_an_exclusive_card_takes_one_process(virtual_machine: VirtualMachine) -> None:
-    script = """
-import subprocess, sys, torch
-torch.ones(1, device="cuda:0")
-other = "import torch; torch.ones(1, device='cuda:1'); torch.ones(1, device='cuda:0')"
-print(subprocess.run([sys.executable, "-c", other], capture_output=True, text=True).stderr)
-"""
-    assert "busy or unavailable" in run(script, virtual_machine(num=2, exclusive=1))
 
 
 def test_a_sitecustomize_of_the_users_own_still_runs(tmp_path: Path, virtual_machine: VirtualMachine) -> None:

@@ -28,7 +28,7 @@ from autotune_amp.search.evidence import is_trial
 from autotune_amp.search.seeding import MemoryModel, fit_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from autotune_amp.core.config import AmpConfig, Precision
     from autotune_amp.core.outcome import Failure, Record
@@ -53,29 +53,11 @@ def throughput(recommendation: Recommendation | None, records: Sequence[Record])
     for precision, looks, again in measured:
         look = LOOKS[precision]
         figure.add_trace(legend_entry(precision, "lines+markers"))
-        figure.add_trace(
-            Scatter(
-                **_rates(looks),
-                error_y=_whiskers([(p.measurement.samples_per_second, p.rate_interval) for p in looks], look.color),
-                name=precision,
-                legendgroup=precision,
-                showlegend=False,
-                mode="lines+markers",
-                line={"color": look.color, "dash": look.dash, "width": 2},
-                marker={"color": look.color, "size": 9, "symbol": symbols(look.symbol, looks)},
-            )
-        )
-        figure.add_trace(
-            Scatter(
-                **_rates(again),
-                name=f"{precision} again",
-                legendgroup=precision,
-                showlegend=False,
-                mode="markers",
-                opacity=0.6,
-                marker={"color": look.color, "size": 6, "symbol": symbols(look.symbol, again)},
-            )
-        )
+        whiskers = _whiskers([(p.measurement.samples_per_second, p.rate_interval) for p in looks], look.color)
+        line = {"color": look.color, "dash": look.dash, "width": 2}
+        for trace in _measured(precision, looks, again, lambda found: found.samples_per_second):
+            figure.add_trace(trace)
+        figure.data[-2].update(error_y=whiskers, mode="lines+markers", line=line)
     rings = [] if recommendation is None else list(_rings(recommendation))
     top = max(p.measurement.samples_per_second for ours in measured for p in (*ours.looks, *ours.again))
     highest = max([top, *(ring.y[0] + max(ring.error_y.array or [0]) for ring in rings)])
@@ -161,13 +143,24 @@ def pareto(recommendation: Recommendation) -> Drawn:
     return framed(figure, 400, xaxis=xaxis, yaxis=RATES | {"range": [0, top]})
 
 
-def _rates(some: Sequence[Point]) -> dict[str, Any]:
-    return {
-        "x": [p.batch_size for p in some],
-        "y": [p.measurement.samples_per_second for p in some],
-        "hovertext": [hover_of(p) for p in some],
-        "hoverinfo": "text",
-    }
+def _measured(
+    precision: Precision, looks: Sequence[Point], again: Sequence[Point], height: Callable[[Measurement], float]
+) -> Iterable[Scatter]:
+    """The marks of a precision: large ones for the first look at each batch size, small ones for what came again."""
+    look = LOOKS[precision]
+    for some, name, width, opacity in ((looks, precision, 9, 1.0), (again, f"{precision} again", 6, 0.6)):
+        yield Scatter(
+            x=[p.batch_size for p in some],
+            y=[height(p.measurement) for p in some],
+            hovertext=[hover_of(p) for p in some],
+            hoverinfo="text",
+            name=name,
+            legendgroup=precision,
+            showlegend=False,
+            mode="markers",
+            opacity=opacity,
+            marker={"color": look.color, "size": width, "symbol": symbols(look.symbol, some)},
+        )
 
 
 def _whiskers(centred: Iterable[tuple[float, tuple[float, float]]], color: str, **more: Any) -> dict[str, Any]:
@@ -270,20 +263,9 @@ def memory(recommendation: Recommendation | None, records: Sequence[Record]) -> 
         return "No chart of memory: outcomes.jsonl holds no measurement of this search."
     figure, fits = Figure(), fitted(records)
     for precision, looks, again in measured:
-        look = LOOKS[precision]
         figure.add_trace(legend_entry(precision))
-        for some, marker_size, opacity in ((looks, 9, 1.0), (again, 6, 0.6)):
-            figure.add_trace(
-                Scatter(
-                    **_peaks(some),
-                    name=precision if some is looks else f"{precision} again",
-                    legendgroup=precision,
-                    showlegend=False,
-                    mode="markers",
-                    opacity=opacity,
-                    marker={"color": look.color, "size": marker_size, "symbol": symbols(look.symbol, some)},
-                )
-            )
+        for trace in _measured(precision, looks, again, lambda found: found.reserved_memory_bytes / MIB):
+            figure.add_trace(trace)
         if precision in fits:
             figure.add_trace(_fit(precision, fits[precision], _tried(precision, records)))
     axis: dict[str, Any] = {"title_text": "memory in MiB", "rangemode": "tozero", "tickformat": ",d"}
@@ -355,15 +337,6 @@ def walls(recommendation: Recommendation | None, records: Sequence[Record]) -> s
     ]
     by_fit = f", which by these fits is reached by {', '.join(reached)}" if reached else ""
     return f"A trial may take {size(limit)}{by_fit}."
-
-
-def _peaks(some: Sequence[Point]) -> dict[str, Any]:
-    return {
-        "x": [p.batch_size for p in some],
-        "y": [p.measurement.reserved_memory_bytes / MIB for p in some],
-        "hovertext": [hover_of(p) for p in some],
-        "hoverinfo": "text",
-    }
 
 
 def _fit(precision: Precision, model: MemoryModel, batch_sizes: Sequence[int]) -> Scatter:

@@ -166,15 +166,12 @@ def test_a_mean_over_tokens_weighs_micro_batches_by_their_labels(language_model:
     assert found.error is not None
     assert found.mean_error > 100 * found.error
     assert "(labels != -100)" in found.next_step
+    ids = torch.randint(3, 64, (16, 16))
+    equal = found_of(language_model, lambda m, b: m(**b).loss, {"input_ids": ids, "labels": ids.clone()})
+    assert equal.verdict == "mean", "equal numbers of tokens"
     # Labels that the model shifts: the first of each sequence counts for nothing.
     found = found_of(language_model, lambda m, b: m(**b).loss, texts())
     assert (found.verdict, found.weighted_by) == ("weighted", "labels[:, 1:] != -100"), found.reason
-
-
-def test_equal_numbers_of_tokens_are_a_plain_mean(language_model: Any) -> None:
-    ids = torch.randint(3, 64, (8, 16))
-    batch = {"input_ids": ids, "labels": ids.clone()}
-    assert found_of(language_model, lambda m, b: m(**b).loss, batch, 8).verdict == "mean"
 
 
 @pytest.mark.parametrize(
@@ -237,29 +234,23 @@ def test_dropout_is_taken_out_also_where_the_forward_pass_is_computed_again() ->
         assert found.verdict == "mean", found.reason
 
 
-@pytest.mark.parametrize("draw", ["randn_like", "rsample", "timestep", "drop path", "gumbel", "flat"])
+@pytest.mark.parametrize("draw", ["diffusion", "reparametrised", "drop path"])
 def test_draws_for_each_sample_are_handed_to_its_micro_batch(draw: str) -> None:
     def noisy(model: Any, batch: Any) -> Tensor:
         x, num = batch["x"], len(batch["x"])
-        if draw == "randn_like":
-            x = x + torch.randn_like(x)
-        elif draw == "rsample":
-            x = torch.distributions.Normal(x, 1 + x.abs()).rsample()
-        elif draw == "timestep":
-            x = x * torch.randint(1, 10, (num, 1)) + torch.rand(())
-        elif draw == "drop path":
-            x = x * x.new_empty(num, 1).bernoulli_(0.5)
-        elif draw == "gumbel":
-            x = x * functional.gumbel_softmax(x)
+        if draw == "diffusion":
+            x = x * torch.randint(1, 10, (num, 1)) + torch.randn_like(x)
+        elif draw == "reparametrised":
+            x = torch.distributions.Normal(x, 1 + x.abs()).rsample() + torch.rand(())
         else:
-            x = x + torch.randn(num * 8).reshape(num, 8)
+            x = x * x.new_empty(num, 1).bernoulli_(0.5)
         return functional.mse_loss(model(x), batch["y"])
 
     found = found_of(mlp(), noisy, regression())
     assert found.verdict == "mean", found.reason
 
 
-@pytest.mark.parametrize("draw", ["python", "mixup", "one by one", "ragged", "index"])
+@pytest.mark.parametrize("draw", ["python", "mixup", "one by one"])
 def test_draws_that_cannot_be_handed_on_leave_it_unchecked(draw: str) -> None:
     def noisy(model: Any, batch: Any) -> Tensor:
         x, num = batch["x"], len(batch["x"])
@@ -267,38 +258,13 @@ def test_draws_that_cannot_be_handed_on_leave_it_unchecked(draw: str) -> None:
             x = x * torch.tensor([[random.random()] for _ in range(num)])
         elif draw == "mixup":
             x = x + x[torch.randperm(num)]
-        elif draw == "one by one":
-            x = x + torch.stack([torch.randn(8) for _ in range(num)])
-        elif draw == "ragged":
-            x = x + torch.randn(num * num + 8)[:8]
         else:
-            x = x + x[torch.randint(num, (num,))]
+            x = x + torch.stack([torch.randn(8) for _ in range(num)])
         return functional.mse_loss(model(x), batch["y"])
 
     found = found_of(mlp(), noisy, regression())
     assert found.verdict == "unchecked", found.reason
     assert "draw" in found.reason
-    assert "compare its gradient" in found.next_step
-
-
-def test_frozen_parts_and_parameters_without_signal_do_not_matter() -> None:
-    class Attention(nn.Module):
-        """Its key bias has no gradient but rounding; one layer is frozen, one unused."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-            self.frozen = nn.Linear(8, 8).requires_grad_(False)
-            self.unused = nn.Linear(8, 8)
-            self.last = nn.Linear(8, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.frozen(x)
-            output: Tensor = self.last(self.attention(x, x, x)[0].mean(1))
-            return output
-
-    batch = {"x": torch.randn(16, 5, 8), "y": torch.randn(16, 1)}
-    assert found_of(Attention(), mean_square, batch).verdict == "mean"
 
 
 def test_half_precision_of_the_users_own_is_run_in_fp32_or_allowed_its_rounding() -> None:
@@ -328,11 +294,7 @@ def test_half_precision_of_the_users_own_is_run_in_fp32_or_allowed_its_rounding(
     assert found_of(normed, mean_square, regression()).verdict == "inexact"
 
 
-def test_a_compiled_model_is_run_as_it_was_written() -> None:
-    assert found_of(compiled(mlp()), mean_square, regression()).verdict == "mean"
-
-
-def test_sparse_gradients_and_complex_weights() -> None:
+def test_sparse_gradients_complex_weights_and_a_compiled_model() -> None:
     class Words(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -345,29 +307,7 @@ def test_sparse_gradients_and_complex_weights() -> None:
 
     batch = {"x": torch.randint(50, (16, 3)), "y": torch.randn(16, 3)}
     assert found_of(Words(), mean_square, batch).verdict == "mean"
-
-
-class Quantized(nn.Module):
-    """A codebook that moves with the codes it is given, as VQ-VAE's."""
-
-    book: Tensor
-    uses: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode, self.decode = nn.Linear(8, 4), nn.Linear(4, 8)
-        self.register_buffer("book", torch.randn(16, 4))
-        self.register_buffer("uses", torch.ones(16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        codes = self.encode(x)
-        taken = functional.one_hot(torch.cdist(codes, self.book).argmin(1), 16).float()
-        quantized = taken @ self.book
-        with torch.no_grad():
-            self.uses.mul_(0.9).add_(0.1 * taken.sum(0))
-            self.book.add_(0.1 * taken.T @ (codes - quantized) / self.uses[:, None])
-        output: Tensor = self.decode(codes + (quantized - codes).detach())
-        return functional.mse_loss(output, x) + functional.mse_loss(codes, quantized)
+    assert found_of(compiled(mlp()), mean_square, regression()).verdict == "mean"
 
 
 class Queued(nn.Module):
@@ -388,11 +328,10 @@ class Queued(nn.Module):
         return functional.cross_entropy(logits / 0.2, torch.zeros(len(x), dtype=torch.long))
 
 
-@pytest.mark.parametrize(("make", "name"), [(Quantized, "book"), (Queued, "queue")])
-def test_state_that_one_micro_batch_leaves_to_the_next_is_named(make: Callable[[], nn.Module], name: str) -> None:
-    found = found_of(make(), lambda m, b: m(b["x"]), regression())
+def test_state_that_one_micro_batch_leaves_to_the_next_is_named() -> None:
+    found = found_of(Queued(), lambda m, b: m(b["x"]), regression())
     assert found.verdict == "inexact", found.reason
-    assert name in found.reason
+    assert "queue" in found.reason
     assert "buffers" in found.next_step
 
 
@@ -423,6 +362,7 @@ def test_state_that_no_gradient_depends_on_does_no_harm() -> None:
 def test_numbers_that_are_not_finite_raise_nothing() -> None:
     found = found_of(mlp(), lambda m, b: m(b["x"]).mean() * torch.inf, regression())
     assert found.verdict == "unchecked", found.reason
+    assert found_of(mlp(), lambda m, b: 0.0 * m(b["x"]).sum(), regression()).verdict == "unchecked"
 
     def over_the_kept(model: Any, batch: Any) -> Tensor:
         return functional.cross_entropy(model(batch[0]), batch[1])
@@ -432,10 +372,6 @@ def test_numbers_that_are_not_finite_raise_nothing() -> None:
     found = found_of(convnet(nn.Identity()), over_the_kept, (inputs, labels))
     assert found.verdict == "inexact", found.reason
     assert "not finite" in found.reason
-
-
-def test_a_gradient_that_is_zero_says_nothing() -> None:
-    assert found_of(mlp(), lambda m, b: 0.0 * m(b["x"]).sum(), regression()).verdict == "unchecked"
 
 
 def sums(gradients: Sequence[Sequence[float]], losses: Sequence[float]) -> Sums:

@@ -1,10 +1,11 @@
-"""Carries out what the policy asks for: diagnoses, moves between rungs, stops; and keeps the record of it."""
+"""Carries out what the policy asks for: diagnoses, moves between rungs, stops; keeps the record of it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, cast
 
 import msgspec
 import torch
@@ -13,17 +14,21 @@ from torch import Tensor
 from autotune_amp.core.config import FP16_MAX, AmpConfig, DemotedError, FallbackPlan, Precision
 from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
 from autotune_amp.hardware import cuda
+from autotune_amp.precision import mode, torch_state
 from autotune_amp.runtime import actions, diagnosis
 from autotune_amp.runtime.actions import Action, Move
-from autotune_amp.runtime.attachment import Attachment
-from autotune_amp.runtime.batchnorm import SavedStatistics
+from autotune_amp.runtime.device import Ranks, available_memory_bytes, peak_memory_bytes
+from autotune_amp.runtime.gradient_check import refuse_half_parameters
+from autotune_amp.runtime.metrics import Metrics
+from autotune_amp.runtime.model import Attachment, SavedStatistics
 from autotune_amp.runtime.policy import Policy
-from autotune_amp.runtime.ranks import Ranks
-from autotune_amp.runtime.status import MoveRecord, available_memory_bytes
+from autotune_amp.runtime.scaler import LossScaler
+from autotune_amp.runtime.status import MoveRecord, Status
 
 log = logging.getLogger("autotune_amp.runtime")
 
 OnDemotion = Literal["continue", "checkpoint_and_stop"]
+Wish = Literal["act", "give_up", "set_precision", "disable", "enable"]
 MIN_SPEEDUP = 1.05  # less than that is not worth the risk of going back up
 MAX_FORWARD = FP16_MAX / 8  # the largest activation with which fp16 is tried again
 _KINDS: dict[type, str] = {
@@ -36,8 +41,16 @@ _KINDS: dict[type, str] = {
 }
 
 
-class Steering:
-    """The policy's hands. `applied` is called after every move: the rung or the loss scale may be another.
+def plans_of(config: AmpConfig) -> tuple[FallbackPlan, ...]:
+    """The rungs of a run: what the config asks for, then its fallbacks."""
+    own = FallbackPlan(
+        precision=config.precision, batch_size=config.batch_size, accumulation_steps=config.accumulation_steps
+    )
+    return (own, *config.plans)
+
+
+class Executor:
+    """The policy's hands: after each move the loss scale, the TF32 flags and the model follow the rung.
 
     `halts` off: what would stop the run is recorded, and its steps go on being skipped.
     """
@@ -45,53 +58,62 @@ class Steering:
     def __init__(
         self,
         config: AmpConfig,
-        device: torch.device,
+        policy: Policy,
+        scaler: LossScaler,
+        metrics: Metrics,
         ranks: Ranks,
         *,
+        guards: bool,
         halts: bool,
-        promotes: bool,
         on_demotion: OnDemotion,
         max_slowdown: float | None,
     ) -> None:
-        own = FallbackPlan(
-            precision=config.precision, batch_size=config.batch_size, accumulation_steps=config.accumulation_steps
-        )
         self.own_config = config
-        self.plans = (own, *config.plans)
-        self.policy = Policy([plan.precision for plan in self.plans], config.loss_scale, promotes=promotes)
-        self.attachment: Attachment | None = None
+        self.plans = plans_of(config)
+        self.policy = policy
+        self.precision: Precision = config.precision  # what the loop runs in now
+        self.is_checking = True  # whether gradients are checked
+        self.is_off = False
         self.is_advisory = True  # until the loop shows a way to change its precision
-        self.applied: Callable[[], None] = lambda: None
+        self.uses_own_autocast = False  # the loop uses the controller's
+        self.model: Attachment | None = None
         self.history: list[MoveRecord] = []
         self.listeners: list[Callable[[MoveRecord], object]] = []
-        self.rung_seconds: dict[Precision, float] = {}
-        self.device = device
-        self.ranks = ranks
-        self._halts = halts
-        self._on_demotion = on_demotion
         self.pins_to_come = config.pinned_modules  # until a model is attached
         self._statistics_to_come: SavedStatistics | None = None
+        self._scaler = scaler
+        self._metrics = metrics
+        self._ranks = ranks
+        self._guards = guards
+        self._halts = halts
+        self._on_demotion = on_demotion
+        self._found = torch_state.capture() if config.as_found else None
+        self.wishes: list[tuple[Wish, str]] = []  # what to do once the window ends, and with which precision
+        self._action: Action | None = None  # that the policy wishes for
+        self._known_optimizers: set[int] = set()
         self._culprit: str | None = None
         self._finite_in: tuple[Precision, ...] = ()  # by the latest diagnosis
         self._withdraw(max_slowdown)
 
     def _withdraw(self, max_slowdown: float | None) -> None:
+        device = self._ranks.device
         for plan in self.plans[1:]:
-            if max_slowdown is not None and plan.slowdown is None:
-                raise InvalidRequestError(
-                    f"max_slowdown={max_slowdown} cannot be kept: the speed of {plan.precision} was not measured.",
-                    "Use a config that a search recommended, or leave max_slowdown out.",
-                )
-            if max_slowdown is not None and plan.slowdown is not None and plan.slowdown > max_slowdown:
-                self.policy.withdraw(plan.precision, f"{plan.slowdown:.2g} times slower, above {max_slowdown:g}")
-            if plan.precision == "bf16" and self.device.type == "cuda" and not cuda.is_bf16_native(self.device):
+            if max_slowdown is not None:
+                if plan.slowdown is None:
+                    raise InvalidRequestError(
+                        f"max_slowdown={max_slowdown} cannot be kept: the speed of {plan.precision} was not measured.",
+                        "Use a config that a search recommended, or leave max_slowdown out.",
+                    )
+                if plan.slowdown > max_slowdown:
+                    self.policy.withdraw(plan.precision, f"{plan.slowdown:.2g} times slower, above {max_slowdown:g}")
+            if plan.precision == "bf16" and device.type == "cuda" and not cuda.is_bf16_native(device):
                 self.policy.withdraw("bf16", "this card only emulates it")
 
     @property
     def config(self) -> AmpConfig:
         """What the run uses now: the current rung's precision, batch size and accumulation, and the rungs below."""
         rung = self.policy.rung
-        if rung == 0 and not (self.attachment and self.attachment.pinned):
+        if rung == 0 and not (self.model and self.model.pinned):
             return self.own_config
         plan = self.plans[rung]
         return msgspec.structs.replace(
@@ -101,25 +123,142 @@ class Steering:
             accumulation_steps=plan.accumulation_steps,
             loss_scale=self.policy.loss_scale if plan.precision == "fp16" else None,
             fallback=tuple(self.plans[rung + 1 :]),
-            pinned_modules=self.attachment.pinned if self.attachment else self.own_config.pinned_modules,
+            pinned_modules=self.model.pinned if self.model else self.own_config.pinned_modules,
         )
 
-    def attach(self, attachment: Attachment) -> None:
+    def apply(self) -> None:
+        """Bring everything in line with the policy's rung."""
+        self.precision = "fp32" if self.is_off else self.policy.precision
+        self._metrics.begin_rung(self.precision)
+        if self._found is not None and self.precision == self.own_config.precision and not self.is_off:
+            torch_state.apply_fp32_flags(self._found)
+        else:
+            mode.set_flags(self.precision)
+        torch.clear_autocast_cache()
+        self._scaler.is_scaling = self.policy.is_scaling and not self.is_off
+        self.is_checking = not self.is_off and (self._guards or self._scaler.is_scaling)
+        self._force_model()
+        if self.model is not None:
+            self._begin_verifying(self.model)
+        self._scaler.write(is_forced=True)
+
+    def use_own_autocast(self) -> None:
+        """The loop uses the controller's autocast: there the precision can be changed."""
+        if not self.uses_own_autocast:
+            self.uses_own_autocast = True
+            self.is_advisory = False
+            self._force_model()
+
+    def _force_model(self) -> None:
+        """Against an autocast of the user's own; where the loop uses ours, that is all it takes."""
+        if self.model is not None:
+            is_as_written = self.uses_own_autocast or self.precision == self.own_config.precision
+            self.model.run_in(None if is_as_written else self.precision)
+
+    def _begin_verifying(self, model: Attachment) -> None:
+        model.is_verifying = False
+        if not (self.uses_own_autocast or self.is_advisory):
+            model.begin_verifying()
+
+    def _cannot_move(self, model: Attachment) -> bool:
+        """Whether the model's layers were seen to run in another precision although they are forced into this one."""
+        model.is_verifying = False
+        wanted = {self.precision, "fp32"}  # a layer that the user or a pin keeps in fp32 does no harm
+        if not self._ranks.any(not model.observer.precisions <= wanted):
+            return False
+        if not model.is_forced:  # the loop is written in another precision than the config's
+            model.run_in(self.precision)
+            self._begin_verifying(model)
+            return False
+        return True
+
+    def status(self) -> Status:
+        """Where the run stands, as far as the host knows."""
+        policy, metrics, model = self.policy, self._metrics, self.model
+        return Status(
+            precision=self.precision,
+            is_enabled=not self.is_off,
+            is_advisory=self.is_advisory,
+            pinned_modules=model.pinned if model else (),
+            scale=self._scaler.target,
+            num_updates=policy.num_updates,
+            num_steps=metrics.num_steps,
+            num_skips=policy.num_skips,
+            skip_share=policy.num_skips / max(1, policy.num_updates),
+            amp_share=metrics.num_amp_steps / max(1, metrics.num_steps),
+            step_seconds=metrics.step_seconds,
+            peak_memory_bytes=peak_memory_bytes(self._ranks.device),
+            forward_max=model.forward_max() if model else None,
+            history=tuple(self.history),
+        )
+
+    def attach(self, model: Attachment) -> None:
         """Use the model: what it cannot run is withdrawn, what the config pins is pinned."""
-        self.attachment = attachment
+        self.model = model
         self.is_advisory = False
-        self.policy.can_rerun = attachment.rerun is not None
-        if attachment.has_frozen_half_weights:
+        self.policy.can_rerun = model.rerun is not None
+        if model.has_frozen_half_weights:
             for name in ("fp32", "tf32"):
                 self.policy.withdraw(name, "the model's frozen weights are in half precision and would not multiply")
-        attachment.check_state(self.pins_to_come, self._statistics_to_come)
-        attachment.load_state(self.pins_to_come, self._statistics_to_come)
+        model.check_state(self.pins_to_come, self._statistics_to_come)
+        model.load_state(self.pins_to_come, self._statistics_to_come)
+        self.apply()
+
+    def detach(self) -> None:
+        """Leave the model, and TF32 flags that are kept as found, as they were."""
+        if self.model is not None:
+            self.model.detach()
+            self.model = None
+            self.policy.can_rerun = False
+            self.is_advisory = not self.uses_own_autocast
+        if self._found is not None:
+            torch_state.apply_fp32_flags(self._found)
 
     def load_model_state(self, pinned: Sequence[str], statistics: SavedStatistics | None) -> None:
         """Pin these modules and remember these statistics, once a model is attached where none is yet."""
         self.pins_to_come, self._statistics_to_come = tuple(pinned), statistics
-        if self.attachment is not None:
-            self.attachment.load_state(pinned, statistics)
+        if self.model is not None:
+            self.model.load_state(pinned, statistics)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context for a forward pass in the current precision, fresh each time."""
+        return nullcontext() if self.is_off else mode.autocast(self.precision, self._ranks.device.type)
+
+    @property
+    def is_in_own_autocast(self) -> bool:
+        """Whether an autocast of the controller's is on."""
+        return self.uses_own_autocast and torch.is_autocast_enabled(self._ranks.device.type)
+
+    def end_window(self, skipped: bool | Tensor) -> None:
+        """The window ends without a step, or with one: the model's running statistics follow."""
+        model = self.model
+        if model is None:
+            return
+        if model.is_verifying and self._cannot_move(model):
+            self.wishes.append(("give_up", ""))
+        model.end_window(skipped)
+        if not self.uses_own_autocast:
+            model.begin_window()
+        model.observer.is_sampling = self._metrics.wants_sample or model.is_verifying
+
+    def ask(self, action: Action | None) -> None:
+        """The policy asks for this: one at a time, and before what the user has asked for since."""
+        if action is not None and self._action is None:
+            self._action = action
+            self.wishes.insert(0, ("act", ""))
+
+    def carry_out_next(self) -> None:
+        """Carry out the first of `wishes`. Raises the errors of `TrainingStoppedError`."""
+        what, name = self.wishes.pop(0)
+        if what == "act":
+            action, self._action = self._action, None
+            self.act(action)
+        elif what == "give_up":
+            self._give_up_moving()
+        elif what == "set_precision":
+            self._move_by_hand(cast("Precision", name))
+        else:
+            self._turn(off=what == "disable")
 
     def act(self, action: Action | None) -> None:
         """Carry out `action` and what follows from it. Raises the errors of `TrainingStoppedError`."""
@@ -146,15 +285,15 @@ class Steering:
                 self._note("advice", self.plans[move.rung].precision, self._advice(move))
                 return None
             reason = self._why_not(self.plans[move.rung])
-            if reasons := self.ranks.union([reason] if reason else []):
+            if reasons := self._ranks.union([reason] if reason else []):
                 finite_in = None if move.is_tentative else self._finite_in
                 return self.policy.refuse(move, reasons[0], finite_in)
         if isinstance(move, actions.Pin):
-            assert self.attachment is not None  # a pin comes from a diagnosis
-            self.attachment.pin(move.modules)
+            assert self.model is not None  # a pin comes from a diagnosis
+            self.model.pin(move.modules)
         before = self.policy.precision
         follows = self.policy.confirm(move)
-        self.applied()
+        self.apply()
         self._note(_KINDS[type(move)], self.policy.precision, move.reason + self._batch_change(move), before)
         if isinstance(move, actions.Demote) and self._on_demotion == "checkpoint_and_stop":
             raise DemotedError(
@@ -178,15 +317,15 @@ class Steering:
     def _why_not(self, plan: FallbackPlan) -> str | None:
         if plan.peak_memory_bytes is None:
             return None  # named by hand: taken at its word
-        available = available_memory_bytes(self.device)
+        available = available_memory_bytes(self._ranks.device)
         if plan.peak_memory_bytes <= available:
             return None
         return f"it takes {plan.peak_memory_bytes / 2**30:.2f} GiB and {available / 2**30:.2f} GiB can be had"
 
     def _what_to_rerun(self) -> tuple[Attachment, Callable[[], Tensor]]:
-        assert self.attachment is not None and self.attachment.rerun is not None  # noqa: PT018 # else never asked for
-        self.attachment.observer.is_sampling = False  # a rerun in another precision says nothing of the run
-        return self.attachment, self.attachment.rerun
+        assert self.model is not None and self.model.rerun is not None  # noqa: PT018 # else never asked for
+        self.model.observer.is_sampling = False  # a rerun in another precision says nothing of the run
+        return self.model, self.model.rerun
 
     def _diagnose(self, asked: actions.Diagnose) -> Action | None:
         attachment, rerun = self._what_to_rerun()
@@ -203,12 +342,12 @@ class Steering:
                 current=policy.precision,
                 lower=lower,
                 loss_scale=policy.scale_before_burst if policy.is_scaling else 1.0,
-                device_type=self.device.type,
+                device_type=self._ranks.device.type,
                 already_pinned=policy.has_pinned,
-                is_whole=not self.ranks.any(attachment.num_window_passes > 1),
+                is_whole=not self._ranks.any(attachment.num_window_passes > 1),
                 can_run_fp32=not attachment.has_frozen_half_weights,
-                agree=self.ranks.any,
-                gather=self.ranks.union,
+                agree=self._ranks.any,
+                gather=self._ranks.union,
             )
         except InvalidRequestError as error:  # of the closure; it must not end a run that goes on without it
             log.error("%s The run goes on without it: %s", error.message, error.next_step, exc_info=error)
@@ -230,31 +369,32 @@ class Steering:
             attachment.given,
             rerun,
             loss_scale=self.policy.scale.scale,
-            device_type=self.device.type,
-            agree=self.ranks.any,
+            device_type=self._ranks.device.type,
+            agree=self._ranks.any,
         )
-        return self.policy.judge_underflow(asked.reason, -self.ranks.least(-lost_share))
+        return self.policy.judge_underflow(asked.reason, -self._ranks.least(-lost_share))
 
     def _probe(self, probe: actions.Probe) -> Action | None:
         attachment, rerun = self._what_to_rerun()
-        faster, here, timed = self.plans[probe.rung].precision, self.policy.precision, self.rung_seconds
-        speedup = self.ranks.least(timed[here] / timed[faster] if {here, faster} <= set(timed) else 0.0)
+        faster = self.plans[probe.rung].precision
+        here_seconds, there_seconds = (self._metrics.seconds_in(name) for name in (self.policy.precision, faster))
+        speedup = self._ranks.least(here_seconds / there_seconds if here_seconds and there_seconds else 0.0)
         if not speedup:
             slower, quicker = (self.plans[rung].slowdown if rung else 1.0 for rung in (self.policy.rung, probe.rung))
-            speedup = self.ranks.least(slower / quicker if slower and quicker else 0.0)
+            speedup = self._ranks.least(slower / quicker if slower and quicker else 0.0)
         result = diagnosis.probe(
             attachment.given,
             rerun,
             precision=faster,
             loss_scale=probe.scale if faster == "fp16" else 1.0,
-            device_type=self.device.type,
-            agree=self.ranks.any,
+            device_type=self._ranks.device.type,
+            agree=self._ranks.any,
         )
-        is_small = not self.ranks.any(faster == "fp16" and not result.forward_max < MAX_FORWARD)
+        is_small = not self._ranks.any(faster == "fp16" and not result.forward_max < MAX_FORWARD)
         reason = (
             f"{self.policy.clean_run} clean steps; {faster} is {speedup:.2f} times as fast, "
             f"{'finite' if result.is_finite else 'not finite'} at scale {probe.scale:g}, "
-            f"largest activation {-self.ranks.least(-result.forward_max):.3g}"
+            f"largest activation {-self._ranks.least(-result.forward_max):.3g}"
         )
         fits = result.is_finite and is_small and speedup > MIN_SPEEDUP
         if not fits:
@@ -280,40 +420,66 @@ class Steering:
         )
 
     def _bad_parameters(self) -> str:
-        if self.attachment is None:
+        if self.model is None:
             return ""
-        names = self.ranks.union(self.attachment.bad_parameters())
+        names = self._ranks.union(self.model.bad_parameters())
         return f"the gradients of {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else ""
 
-    def give_up_moving(self) -> None:
+    def _give_up_moving(self) -> None:
         """The loop was seen to run in another precision than it was told to: scale and guard as it is written."""
         before = self.policy.precision
         self.is_advisory = True
         self.policy.move_by_hand(self.own_config.precision)
-        self.applied()
+        self.apply()
         why = "an autocast inside the attached model, or around another method than its forward, keeps its precision. "
         way_out = "Use controller.autocast(), or attach the module that the autocast wraps and the loop calls"
         self._note("advice", self.policy.precision, why + way_out, before)
 
+    def meet(self, optimizer: torch.optim.Optimizer) -> None:
+        """Say before an optimizer's first step what would go wrong later."""
+        if id(optimizer) in self._known_optimizers:
+            return
+        refuse_half_parameters(optimizer, self.precision)
+        if not self._known_optimizers:
+            if self.pins_to_come and self.model is None:
+                log.warning("Modules are to be pinned in fp32; without controller.attach(model) nothing is pinned.")
+            if self.is_advisory and self.precision in ("fp16", "bf16"):
+                log.warning(
+                    "The controller is advisory: the loop uses neither controller.autocast() nor "
+                    "controller.attach(model), so it scales and guards, but cannot step the precision down."
+                )
+        self._known_optimizers.add(id(optimizer))
+
     def refuse_by_hand(self, name: Precision) -> None:
         """Raise `InvalidRequestError` for a precision that the loop or the model cannot be brought into."""
+        if not self._known_optimizers and self.model is None:
+            return  # nobody knows yet how the loop is written
         if self.is_advisory:
             raise InvalidRequestError(
                 f"The precision cannot be changed to {name}: the controller is advisory.",
                 "Use controller.autocast() around the forward pass, or controller.attach(model).",
             )
-        if name in ("fp32", "tf32") and self.attachment is not None and self.attachment.has_frozen_half_weights:
+        if name in ("fp32", "tf32") and self.model is not None and self.model.has_frozen_half_weights:
             raise InvalidRequestError(
                 f"The model cannot run in {name}: its frozen weights are in half precision.",
                 "Stay in bf16 or fp16, or convert the frozen weights with model.float().",
             )
 
-    def move_by_hand(self, name: Precision) -> None:
+    def _move_by_hand(self, name: Precision) -> None:
         """Go to a rung because the user says so."""
         before = self.policy.precision
         self.policy.move_by_hand(name)
-        self.applied()
+        self.apply()
         self._note("by_hand", name, "asked for", before)
+
+    def _turn(self, *, off: bool) -> None:
+        """Train in fp32, unscaled and unguarded, or in the policy's rung again."""
+        if off == self.is_off:
+            return
+        before = self.precision
+        self.is_off = off
+        self.apply()
+        self._note("by_hand", self.precision, "disabled" if off else "enabled", before)
 
     def _note(self, kind: str, after: Precision, reason: str, before: Precision | None = None) -> None:
         record = MoveRecord(
@@ -326,5 +492,6 @@ class Steering:
         )
         self.history.append(record)
         log.warning("%s at update %d, %s -> %s: %s", kind, record.update, record.before, after, reason)
+        self._metrics.log_move(record)
         for listener in self.listeners:
             listener(record)

@@ -15,7 +15,7 @@ from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.workload import Workload
 from autotune_amp.hardware.matmul import synchronize
-from autotune_amp.trial.step import BaseTraining
+from autotune_amp.trial.training import BaseTraining
 
 
 class Ending(NamedTuple):

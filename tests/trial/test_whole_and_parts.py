@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -13,7 +14,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from autotune_amp.numerics import batches
-from autotune_amp.trial.pieces import CannotCutError, whole_and_pieces
+from autotune_amp.trial.micro_batches import (
+    CannotCutError,
+    copied,
+    counts,
+    counts_of_samples,
+    picked,
+    whole_and_parts,
+)
 
 
 def numbered(num_samples: int) -> Tensor:
@@ -85,7 +93,7 @@ def loader(dataset: Any = None, **settings: Any) -> DataLoader[Any]:
 )
 @pytest.mark.parametrize(("num_samples", "sizes"), [(16, [4] * 4), (8, [2] * 4), (6, [3, 3]), (4, [2, 2])])
 def test_the_pieces_are_the_whole_in_its_order(data: Any, num_samples: int, sizes: list[int]) -> None:
-    whole, *pieces = whole_and_pieces(data, num_samples, seed=0)
+    whole, *pieces = whole_and_parts(data, num_samples, seed=0)
     assert [len(numbers(piece)) for piece in pieces] == sizes
     assert len(numbers(whole)) == num_samples
     assert numbers(whole) == [number for piece in pieces for number in numbers(piece)]
@@ -96,7 +104,7 @@ def test_each_piece_is_padded_as_the_loader_pads_it() -> None:
         loader(Words(), batch_size=4, collate_fn=padded),
         lambda n: loader(Words(), batch_size=n, collate_fn=padded),
     ):
-        whole, *pieces = whole_and_pieces(data, 8, seed=0, seconds=60)
+        whole, *pieces = whole_and_parts(data, 8, seed=0, seconds=60)
         lengths = [number + 1 for number in numbers(whole)]
         assert max(lengths[:4]) < min(lengths[4:]), "the micro-batches are unequal"
         assert whole["ids"].shape == (8, max(lengths))
@@ -132,18 +140,9 @@ def test_micro_batches_are_unequal_also_where_nearly_all_samples_are_alike(share
     texts = Texts(share, longest_first=longest_first)
     for seed in range(4):
         data = loader(texts, batch_size=32, shuffle=not longest_first, collate_fn=to_full_length)
-        _, *pieces = whole_and_pieces(data, 16, seed, seconds=60)
+        _, *pieces = whole_and_parts(data, 16, seed, seconds=60)
         tokens = [int((piece["labels"] != -100).sum()) for piece in pieces]
         assert min(tokens[:2]) < min(tokens[2:])
-
-
-def test_of_ready_batches_the_most_unequal_is_taken() -> None:
-    for position in (0, 5):
-        made = [{"x": numbered(16) + 1000 * index, "mask": torch.ones(16)} for index in range(40)]
-        made[position]["mask"][:3] = 0
-        whole, *_ = whole_and_pieces(lambda size, made=made: iter(made), 16, seed=0, seconds=60)
-        assert int(whole["mask"].sum()) == 13
-        assert numbers(whole)[0] == 1000 * position
 
 
 def test_what_nobody_asked_for_may_raise_and_the_dataset_keeps_what_it_has() -> None:
@@ -157,18 +156,18 @@ def test_what_nobody_asked_for_may_raise_and_the_dataset_keeps_what_it_has() -> 
 
     samples = [{"x": row} for row in numbered(20)]
     for data in (loader(samples, batch_size=4, collate_fn=in_pairs), one_batch):
-        whole, *pieces = whole_and_pieces(data, 8, seed=0)
+        whole, *pieces = whole_and_parts(data, 8, seed=0)
         assert numbers(whole) == [number for piece in pieces for number in numbers(piece)]
     assert all("x" in sample for sample in samples)
 
 
 def test_samples_come_from_a_worker_where_the_loader_has_them() -> None:
-    whole, *pieces = whole_and_pieces(loader(batch_size=4, num_workers=2, persistent_workers=True), 4, seed=0)
+    whole, *pieces = whole_and_parts(loader(batch_size=4, num_workers=2, persistent_workers=True), 4, seed=0)
     assert numbers(whole) == numbers(pieces[0]) + numbers(pieces[1])
 
 
 def test_what_a_collate_function_draws_is_the_same_in_its_pieces() -> None:
-    whole, *pieces = whole_and_pieces(loader(Words(), batch_size=8, collate_fn=masked), 8, seed=0)
+    whole, *pieces = whole_and_parts(loader(Words(), batch_size=8, collate_fn=masked), 8, seed=0)
     assert (whole["ids"] == -1).any()
     assert torch.equal(torch.cat([piece["ids"] for piece in pieces]), whole["ids"])
 
@@ -190,7 +189,7 @@ class Graph(NamedTuple):
 )
 def test_why_there_are_no_pieces(data: Any, num_samples: int, message: str) -> None:
     with pytest.raises(CannotCutError, match=message):
-        whole_and_pieces(data, num_samples, seed=0)
+        whole_and_parts(data, num_samples, seed=0)
 
 
 @dataclass(frozen=True)
@@ -245,3 +244,87 @@ def test_tensors_are_named_as_the_batch_names_them() -> None:
         "example.x",
     ]
     assert [name for name, _ in batches.tensors((x, [x]))] == ["batch[0]", "batch[1][0]"]
+
+
+def test_all_that_a_loss_may_average_over_is_counted() -> None:
+    batch = {"labels": torch.tensor([[-100, 0, 3, 4]]), "mask": torch.tensor([[True, False]]), "text": ["a b"]}
+    assert counts(batch) == {
+        "labels != -100": 3,
+        "mask != -100": 2,
+        "labels != 0": 3,
+        "mask != 0": 1,
+        "labels": 4,
+        "mask": 2,
+    }
+
+
+@pytest.mark.parametrize("other", [3, 40])
+@pytest.mark.parametrize("num_unlike", [1, 5, 50])
+def test_half_are_unlike_the_most_and_come_first(num_unlike: int, other: int) -> None:
+    """Few short ones among full ones, or few long ones among short ones; as many as there are."""
+    lengths = [other] * num_unlike + [32] * (1000 - num_unlike)
+    random.Random(0).shuffle(lengths)
+    positions = picked([{"ids": length} for length in lengths], 16)
+    assert len(set(positions)) == 16
+    num_first = min(8, num_unlike)
+    assert [lengths[position] for position in positions] == [other] * num_first + [32] * (16 - num_first)
+
+
+def test_the_shorter_half_comes_before_the_longer_one() -> None:
+    lengths = random.Random(0).sample(range(1000), 100)
+    taken = [lengths[position] for position in picked([{"ids": length} for length in lengths], 16)]
+    assert max(taken[:8]) < min(taken[8:])
+
+
+def test_samples_without_a_label_come_last() -> None:
+    """A micro-batch of nothing else would have no mean, and accumulation be withheld for it."""
+    seen = [{"labels != -100": 0 if i % 100 == 3 else 5 if i % 10 == 0 else 20, "labels": 20} for i in range(400)]
+    labelled = [seen[position]["labels != -100"] for position in picked(seen, 16)]
+    assert labelled == [5] * 8 + [20] * 8
+    few = [*seen[:4], *[seen[3]] * 4]
+    assert [few[position]["labels != -100"] for position in picked(few, 6)] == [5, 20, 20, 0, 0, 0]
+
+
+def test_every_count_has_its_turn() -> None:
+    """By chance the numbers of pixels and of their zeros differ, far more than that of the boxes."""
+    rng = random.Random(0)
+    seen = [
+        {"pixels": rng.randrange(10**5), "zeros": rng.randrange(50), "boxes": 3 - (i % 100 == 7)} for i in range(500)
+    ]
+    boxes = [seen[position]["boxes"] for position in picked(seen, 16)]
+    assert boxes[:8].count(2) >= 2
+    assert boxes[8:].count(2) == 0
+
+
+def test_where_all_are_alike_or_few_were_seen_any_will_do() -> None:
+    assert picked([{"x": 5}] * 20, 16) == list(range(16))
+    assert picked([{"x": 5}, {"x": 4}], 16) == [0, 1]
+    assert picked([], 16) == []
+    assert picked([{"x": 5}, {}, {"x": 5}], 2) == [1, 0], "a sample may lack what others have"
+
+
+def test_a_copy_of_a_row_is_not_one_of_the_whole_storage() -> None:
+    row = torch.arange(1000)[5:8]
+    sample: Any = {"x": row, "more": [row, "text"]}
+    copy = copied(sample)
+    copy["x"] += 1
+    copy["more"].pop()
+    assert copy["x"].untyped_storage().nbytes() == 3 * 8
+    assert sample["x"].tolist() == [5, 6, 7]
+    assert len(sample["more"]) == 2
+
+
+def test_the_look_ends_by_the_clock_and_where_the_users_code_raises() -> None:
+    class Samples:
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if index == 50:
+                raise ValueError("a broken sample")
+            return torch.zeros(index)
+
+    loader: DataLoader[Any] = DataLoader(Samples(), batch_size=2)  # type: ignore[arg-type]  # it has what it takes
+    assert [seen["batch"] for seen in counts_of_samples(loader, range(40), 60)] == list(range(40))
+    assert len(counts_of_samples(loader, range(40), 0)) == 4
+    assert len(counts_of_samples(loader, range(100), 60)) == 48

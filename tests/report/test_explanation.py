@@ -1,0 +1,165 @@
+"""What a recommendation says of itself, fact by fact, in plain text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from report_samples import MIB, evidence, hardware, recommendation
+
+from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.core.evidence import Job, LossScaleEvidence, MemoryEvidence, PlainEnvironment, ProcessPeak
+from autotune_amp.core.explain import check_line, loss_scale_line
+from autotune_amp.core.fidelity import Fidelity, LowWeights
+from autotune_amp.core.recommendation import Recommendation
+
+SCALES = LossScaleEvidence(
+    num_steps=10_000,
+    num_skips=9,
+    applied_share=0.99871,
+    default_num_skips=12,
+    default_applied_share=1.0,
+    num_confirming_steps=1200,
+    num_skips_seen=1,
+    num_skips_foretold=0,
+    num_calibrated_steps=12,
+    log2_safe_scale_min=14.52,
+    log2_safe_scale_median=15.04,
+    flushed_share=0.00004,
+)
+BARE: dict[str, Any] = {"noise_ratio": None, "flushed_share": None, "forward_max": None, "training_gap": None}
+
+
+def fidelity(**changes: Any) -> Fidelity:
+    values: dict[str, Any] = {
+        "precision": "bf16",
+        "batch_size": 16,
+        "verdict": "faithful",
+        "reason": "bf16 is faithful: its rounding is small.",
+        "next_step": "Train in bf16.",
+        "noise_ratio": 0.0042,
+        "flushed_share": 0.0,
+        "forward_max": 12.34,
+        "format_max": 65504.0,
+        "training_gap": 1.234,
+        "num_paired_steps": 8,
+    }
+    return Fidelity(**(values | changes))
+
+
+def fact(label: str, **changes: Any) -> str | None:
+    """The text beside `label`, None where it is not said."""
+    return dict(recommendation(**changes).facts()).get(label)
+
+
+FALLBACK = FallbackPlan(precision="fp32", batch_size=16, peak_memory_bytes=MIB, samples_per_second=99.5)
+FP16 = AmpConfig(precision="fp16", batch_size=64, loss_scale=LossScale(init_scale=1024.0), fallback=["bf16", FALLBACK])
+FAILED_BASELINE = msgspec.structs.replace(evidence().baseline, samples_per_second=None, reason="out of memory")
+JOB = Job(
+    num_steps=10_000,
+    num_samples=640_000,
+    hours=0.8372,
+    hours_interval=(0.7, 1.1),
+    baseline_hours=12.345,
+    price_per_hour=3.0,
+    price=2.4,
+    price_interval=(2.1, 3.3),
+)
+MEASURED_ON = MemoryEvidence(
+    worst_case="the 64 largest of 10,000 samples",
+    has_evaluation=True,
+    has_checkpoint=True,
+    processes=(ProcessPeak(num_steps=14, peak_memory_bytes=2**29),) * 3,
+)
+
+
+@pytest.mark.parametrize(
+    ("label", "changes", "words"),
+    [
+        ("config", {}, ["bf16, batch size 64"]),
+        ("config", {"config": AmpConfig(precision="bf16", batch_size=64, accumulation_steps=2)}, ["2 accum", "128"]),
+        ("config", {"config": AmpConfig(precision="bf16", batch_size=64, num_workers=2)}, ["2 loader workers"]),
+        ("speed", {}, ["412 samples/s", "398 to 426", "155 ms"]),
+        ("speed", {"evidence": evidence(data_share=0.3, update_share=0.05)}, ["30 % of it", "5 % in the optimizer"]),
+        ("speed", {"evidence": evidence(data_share=0.0, update_share=0.05)}, ["5 % of it in the optimizer"]),
+        ("speed", {"evidence": evidence(is_confirmed=False, num_processes=1)}, ["unconfirmed", "1 process only"]),
+        ("speed", {"evidence": evidence(is_build_shared=True)}, ["shared one built model"]),
+        ("speed", {"evidence": evidence(are_processes_shared=True)}, ["4 fresh processes"]),
+        ("speed-up", {}, ["1.34x (1.28x to 1.41x)", "fp32 batch 32 at 307 samples/s"]),
+        ("speed-up", {"evidence": evidence(speedup=None, baseline=FAILED_BASELINE)}, ["unknown", "out of memory"]),
+        ("speed-up", {"evidence": evidence(is_confirmed=False, num_processes=3)}, ["unconfirmed", "the baseline"]),
+        (
+            "plain",
+            {"evidence": evidence(plain_environment=PlainEnvironment(samples_per_second=371.0, speedup=1.21))},
+            ["371 samples/s (1.21x) without"],
+        ),
+        ("memory", {}, ["702 MiB"]),
+        (
+            "memory",
+            {"evidence": evidence(memory=MEASURED_ON)},
+            ["evaluation and a checkpoint", "64 largest", "of 3"],
+        ),
+        ("objective", {"objective": "energy"}, ["energy"]),
+        ("energy", {"evidence": evidence(joules_per_sample=0.3512)}, ["0.351 J"]),
+        (
+            "job",
+            {"job": JOB},
+            ["0.84 h (0.7 to 1.1)", "10,000 steps", "2.40 (2.10 to 3.30)", "12.3 h as it runs"],
+        ),
+        ("pauses", {"evidence": evidence(evaluation_seconds=3.1)}, ["an evaluation takes 3.1 s"]),
+        ("loss scale", {"config": FP16}, ["starts at 1024", "growth interval 2000"]),
+        ("pinned", {"config": AmpConfig(precision="bf16", batch_size=64, pinned_modules=("head",))}, ["head in fp32"]),
+        ("fallback", {"config": FP16}, ["fp32 batch 16, 99.5 samples/s, 1.00 MiB"]),
+        ("warning", {"warnings": ("mind the gap",)}, ["mind the gap"]),
+    ],
+)
+def test_each_fact_is_said(label: str, changes: dict[str, Any], words: list[str]) -> None:
+    text = fact(label, **changes)
+    assert text is not None
+    assert [word for word in words if word not in text] == []
+
+
+def test_what_is_not_known_or_makes_no_difference_is_not_said() -> None:
+    said = dict(recommendation().facts())
+    assert list(said) == ["config", "speed", "speed-up", "memory", "reason"]
+    assert "of it" not in said["speed"]
+    assert "unconfirmed" not in said["speed"] + said["speed-up"]
+    card = msgspec.structs.replace(hardware(), identity=msgspec.structs.replace(hardware().identity, type="cuda"))
+    assert "processes" not in str(fact("memory", hardware=card, evidence=evidence(memory=MEASURED_ON)))
+
+
+def test_the_explanation_is_the_facts_and_the_variables_to_set() -> None:
+    config = AmpConfig(precision="bf16", batch_size=64, environment={"A": "x y"})
+    shown = recommendation(config=config)
+    lines = [f"{label}: {text}" for label, text in shown.facts()]
+    assert shown.explain().splitlines() == [*lines, "before Python starts: export A='x y'"]
+
+
+def test_a_check_is_told_with_its_numbers_and_what_heals_it() -> None:
+    said = check_line(fidelity())
+    for words in ("bf16 is faithful: its rounding is small; ", "0.0042", "0 % flushed", "12.3 of 65504", "1.2 over 8"):
+        assert words in said
+    healed = fidelity(reason="bf16 is bad.", verdict="unfaithful", healing_pins=("a.b", ""), **BARE)
+    assert check_line(healed) == "bf16 is bad; with a.b, code outside of every module in fp32 it is faithful"
+    assert check_line(fidelity(pinned_modules=("a.b",), **BARE)).startswith("with a.b in fp32 bf16 is faithful")
+    low = LowWeights(weights="bf16", lost_share=0.84, applied_share=0.2, stochastic_noise=1.0)
+    assert "84 %" in check_line(fidelity(low_weights=low, **BARE))
+
+
+def test_a_loss_scale_is_told_with_what_it_is_based_on() -> None:
+    scale = LossScale(init_scale=8192.0)
+    said = loss_scale_line(scale, SCALES)
+    for words in ("starts at 8192", "9 skips", "99.9 %", "12, 100 %", "1 skip seen", "2^14.5", "2^15.0", "0.004 %"):
+        assert words in said
+    assert "seen" not in loss_scale_line(scale, msgspec.structs.replace(SCALES, num_confirming_steps=0))
+
+
+def test_every_check_is_told_once_and_the_document_holds_them() -> None:
+    own = fidelity(precision="fp16", pinned_modules=("head",))
+    other = fidelity(reason="bf16 is unfaithful: so.", verdict="unfaithful")
+    shown = recommendation(config=FP16, evidence=evidence(fidelity=own, loss_scale=SCALES), fidelity=(other, own))
+    assert [label for label, _ in shown.facts()].count("fidelity") == 2
+    assert msgspec.json.decode(shown.to_json(), type=Recommendation) == shown
+    unchecked = fidelity(reason="bf16 is unchecked: the budget ended.", verdict="unchecked")
+    assert "unchecked" in str(fact("fidelity", evidence=evidence(fidelity=unchecked)))

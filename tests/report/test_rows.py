@@ -1,0 +1,144 @@
+"""The view of candidates, exclusions and trials that the terminal and the page share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from report_samples import recommendation, record, row
+
+from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity
+from autotune_amp.core.outcome import Failure
+from autotune_amp.core.recommendation import CandidateRow, Exclusion
+from autotune_amp.report import rows
+from autotune_amp.report.progress import trial_line
+
+
+def config(**changes: Any) -> AmpConfig:
+    values: dict[str, Any] = {"precision": "bf16", "batch_size": 64}
+    return AmpConfig(**(values | changes))
+
+
+def candidate(**changes: Any) -> CandidateRow:
+    values: dict[str, Any] = {"precision": "bf16", "batch_size": 64, "samples_per_second": 400.0}
+    return row(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "others"),
+    [
+        ({}, [{"pinned_modules": ("head",)}, {"num_workers": 2}, {"accumulation_steps": 2}, {"batch_size": 32}]),
+        ({"pinned_modules": ("head",)}, [{}, {"pinned_modules": ("body",)}]),
+        ({"num_workers": 2}, [{}, {"num_workers": 1}]),
+        ({"accumulation_steps": 2}, [{}]),
+        ({"as_found": True}, [{}]),
+        ({}, [{"as_found": True}, {"has_environment": True}, {"samples_per_second": None, "step_seconds": None}]),
+    ],
+)
+def test_the_recommended_row_is_the_one_with_the_configs_own_setting(
+    chosen: dict[str, Any], others: list[dict[str, Any]]
+) -> None:
+    ours, *rest = (candidate(**of) for of in (chosen, *others))
+    for candidates in ((ours, *rest), (*rest, ours)):
+        assert rows.recommended_row(recommendation(config=config(**chosen), candidates=candidates)) is ours
+
+
+def test_where_only_the_other_state_has_a_row_it_is_the_recommended_one() -> None:
+    found, strict = row("bf16", 64, 400.0, as_found=True), row("bf16", 64, None)
+    assert rows.recommended_row(recommendation(candidates=(found, strict))) is found
+    assert rows.recommended_row(recommendation(candidates=(strict,))) is None
+
+
+def test_with_the_variables_the_row_measured_in_them_is_recommended_and_the_other_is_the_baseline() -> None:
+    today, ours = row("fp32", 32, 307.1), row("fp32", 32, 398.2, has_environment=True)
+    shown = recommendation(
+        config=config(precision="fp32", batch_size=32, environment={"A": "1"}), candidates=(ours, today)
+    )
+    assert rows.recommended_row(shown) is ours
+    assert rows.baseline_row(shown) is today
+    assert "with the variables" in rows.outcome_words(ours)
+
+
+def test_the_baseline_is_the_row_as_found_where_there_is_one_without_pins_and_workers() -> None:
+    strict, found = row("fp32", 32, 300.0), row("fp32", 32, 307.1, as_found=True)
+    changed = (row("fp32", 32, 1.0, pinned_modules=("a",)), row("fp32", 32, 2.0, num_workers=2))
+    assert rows.baseline_row(recommendation(candidates=(*changed, found, strict))) is found
+    assert rows.baseline_row(recommendation(candidates=(*changed, strict))) is strict
+    assert rows.baseline_row(recommendation(candidates=changed)) is None
+
+
+def test_columns_that_say_nothing_are_left_out_and_missing_numbers_are_dashes() -> None:
+    plain = recommendation(candidates=(row("fp32", 32, 307.1), row("bf16", 64, None)))
+    (_, measured), (_, failed) = rows.table(plain)
+    assert list(measured) == ["precision", "batch", "samples/s", "step", "memory"]
+    assert list(measured.values()) == ["fp32", "32", "307", "104 ms", "612 MiB"]
+    assert list(failed.values()) == ["bf16", "64", "-", "-", "-"]
+    other = row("fp32", 8, 9.0, accumulation_steps=4, num_workers=2, joules_per_sample=0.3512, as_found=True)
+    (_, cells), (_, rest) = rows.table(recommendation(candidates=(other, row("bf16", 32, 9.0, pinned_modules=("a",)))))
+    assert (cells["accum"], cells["workers"], cells["J/sample"]) == ("4", "2", "0.351")
+    assert (rest["accum"], rest["workers"], rest["J/sample"]) == ("1", "-", "-")
+    assert (cells["precision"], rest["precision"]) == ("fp32 as found", "bf16 pinned")
+
+
+def test_exclusions_of_one_reason_are_told_together() -> None:
+    excluded = [
+        *(Exclusion(precision="bf16", batch_size=size, reason="needs\nmore") for size in (512, 128, 256)),
+        *(Exclusion(precision=name, batch_size=16, reason="withheld") for name in ("tf32", "fp16")),
+        Exclusion(precision="fp8", batch_size=None, reason="no autocast"),
+    ]
+    assert rows.exclusions(excluded) == [
+        (["bf16"], "128-512", "needs more"),
+        (["tf32", "fp16"], "16", "withheld"),
+        (["fp8"], "any", "no autocast"),
+    ]
+
+
+FAITHFUL = Fidelity(
+    precision="bf16",
+    batch_size=16,
+    verdict="faithful",
+    reason="r",
+    next_step="n",
+    noise_ratio=0.0042,
+    training_gap=1.234,
+)
+CALIBRATION = Calibration(
+    batch_size=32,
+    log2_scales=(14.5,) * 12,
+    bisected_log2_scales={},
+    gradient_histogram=(),
+    init_scale=8192.0,
+    forward_max=1.0,
+)
+ACCUMULATION = Accumulation(
+    verdict="weighted",
+    reason="r",
+    next_step="n",
+    batch_size=16,
+    num_micro_batches=4,
+    error=3.2e-7,
+    weighted_by="labels",
+)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "purpose", "words"),
+    [
+        (FAITHFUL, "fidelity", ["faithful", "0.0042", "1.2", "check"]),
+        (CALIBRATION, "calibration", ["8,192", "12 steps", "calibration"]),
+        (ACCUMULATION, "accumulation", ["weighted by labels", "3.2e-07", "check"]),
+        (Failure(kind="oom", message="too\nlarge"), "search", ["out of memory", "3.1 s", "too large"]),
+    ],
+)
+def test_what_came_out_of_a_trial_or_a_check_is_one_line(outcome: Any, purpose: Any, words: list[str]) -> None:
+    line = trial_line(record(outcome, 7, purpose=purpose))
+    assert line.startswith("  7  fp32 batch 32")
+    assert [word for word in words if word not in line] == []
+    assert "\n" not in line
+    assert rows.outcome_line(outcome)
+
+
+def test_a_reason_does_not_repeat_the_outcome() -> None:
+    assert rows.reason_words(row("fp32", 8, None, status="oom", reason="out of memory: 8 GiB")) == "8 GiB"
+    assert "slower" in rows.reason_words(row("fp32", 8, 1.0, status="cut"))
