@@ -187,8 +187,7 @@ def test_two_optimizers_of_one_backward_pass_step_at_the_same_scale() -> None:
     assert same(nets[0], nets[1])
 
 
-@pytest.mark.parametrize("free", ["free_memory", "clear"])
-def test_what_is_prepared_after_free_memory_begins_anew(free: str) -> None:
+def test_what_is_prepared_after_free_memory_begins_anew() -> None:
     config = fp16(pinned_modules=["second"], fallback=["bf16"])
     accelerator = AutotuneAccelerator(config, cpu=True)
     for overflowing in (range(2, 5), range(0)):
@@ -203,7 +202,7 @@ def test_what_is_prepared_after_free_memory_begins_anew(free: str) -> None:
         status = accelerator.controller.status()
         assert status.num_updates == 8
         assert (status.precision, len(status.history)) == (("bf16", 1) if overflowing else ("fp16", 0))
-        getattr(accelerator, free)()
+        accelerator.free_memory()
         assert [type(module) for module in net.modules()] == [Net, nn.Linear, nn.Linear]
         assert not any(map(player_of, net.modules()))
         del net, model, optimizer

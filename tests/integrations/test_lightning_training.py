@@ -94,6 +94,30 @@ def test_until_something_trips_a_run_equals_the_loop_written_by_hand(tmp_path: P
     assert not same(weights(net.net), weights(Net().net)), "nothing was trained"
 
 
+class Again(lightning.Callback):
+    """Computes the latest batch's loss once more before the step; `share` is that over the loss of the batch."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        inputs, targets = list(loader(2))[1]
+        whole = nn.functional.mse_loss(pl_module(inputs), targets)
+        self.share = (trainer.precision_plugin._loss_again() / whole).item()
+
+
+def test_a_rerun_computes_the_loss_that_the_backward_pass_got(tmp_path: Path) -> None:
+    again, config = Again(), AmpConfig(precision="fp32", batch_size=4, accumulation_steps=2)
+    trainer(tmp_path, **trainer_arguments(config, callbacks=[again])).fit(Net(), loader(2))
+    assert again.share == pytest.approx(0.5)
+
+
+def test_a_second_fit_of_the_same_module_goes_on_with_its_controller(tmp_path: Path) -> None:
+    net = Net()
+    run: Any = trainer(tmp_path, **trainer_arguments(fp16()))
+    for num_updates in (3, 6):
+        run.fit(net, loader(3))
+        assert controller_of(run).status().num_updates == num_updates
+        run.fit_loop.max_epochs += 1
+
+
 def test_data_that_is_not_finite_stops_the_run_and_keeps_the_precision(tmp_path: Path) -> None:
     net = Net(first_large=3, factor=float("nan"))
     run = trainer(tmp_path, **trainer_arguments(fp16()))
@@ -267,12 +291,3 @@ def test_the_controllers_options_reach_it(tmp_path: Path) -> None:
     assert run.precision_plugin is plugin
     assert plugin.controller.status().num_skips == NUM_BATCHES - 4  # it goes on, where it would stop after ten
     assert run_log.read(log).begin.config == fp16()
-
-
-@pytest.mark.filterwarnings("ignore")  # of importing it
-def test_the_trainer_of_pytorch_lightning_says_whose_plugin_it_was_given(tmp_path: Path) -> None:
-    standalone = pytest.importorskip("pytorch_lightning")
-    with pytest.raises(
-        Exception, match=r"plugin AutotunePrecision\(fp16\), which is for `import lightning`, not pytorch"
-    ):
-        standalone.Trainer(**trainer_arguments(fp16()), accelerator="cpu", logger=False, default_root_dir=tmp_path)

@@ -101,13 +101,6 @@ def warm_up(trainer: lightning.Trainer, optimizer: torch.optim.Optimizer) -> Any
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 100)
 
 
-def by_epochs(trainer: Any, optimizer: torch.optim.Optimizer) -> Any:
-    num_batches = len(trainer.datamodule.train_dataloader())
-    return torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=0.5, epochs=trainer.max_epochs, steps_per_epoch=num_batches, cycle_momentum=False
-    )
-
-
 def by_steps(trainer: Any, optimizer: torch.optim.Optimizer) -> Any:
     trainer.fit_loop.setup_data()
     assert (trainer.num_training_batches, len(trainer.train_dataloader)) == (8, 8)
@@ -135,7 +128,7 @@ class Asking(Net):
 
 
 @pytest.mark.parametrize("is_manual", [False, True])
-@pytest.mark.parametrize(("schedule", "rate"), [(warm_up, 0.02), (by_epochs, 0.05), (by_steps, 0.05)])
+@pytest.mark.parametrize(("schedule", "rate"), [(warm_up, 0.02), (by_steps, 0.05)])
 def test_a_module_may_ask_its_trainer_and_a_warm_up_begins_at_a_tenth_of_its_peak(
     schedule: Any, rate: float, is_manual: bool
 ) -> None:

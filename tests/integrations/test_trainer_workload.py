@@ -15,13 +15,10 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor, nn
 from trainer_samples import Notes, arguments, rows
 from transformers import (
-    BertConfig,
-    BertForQuestionAnswering,
     GPT2Config,
     GPT2LMHeadModel,
     Trainer,
     TrainingArguments,
-    default_data_collator,
 )
 
 from autotune_amp import AmpConfig, Workload, recommend_config
@@ -190,20 +187,9 @@ class MeanLoss(Trainer):
     loss_is_scaled_for_ga = False
 
 
-def finding_spans(folder: Path) -> Any:
-    """Labels that do not go by that name, in which a Trainer counts nothing."""
-    shape: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    plain: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    model = BertForQuestionAnswering(BertConfig(vocab_size=VOCABULARY, **shape, **plain))
-    data = [{"input_ids": [1, 2, 3, 4], "start_positions": 1, "end_positions": 2}] * BATCH
-    made: Any = Trainer(model, trainer(folder).args, train_dataset=data, data_collator=default_data_collator)
-    assert made.model_accepts_loss_kwargs
-    return made
-
-
 @pytest.mark.parametrize(
     ("made", "weighs"),
-    [(trainer, True), (lambda folder: trainer(folder, MeanLoss), False), (finding_spans, False)],
+    [(trainer, True), (lambda folder: trainer(folder, MeanLoss), False)],
 )
 def test_it_weighs_passes_where_the_trainer_does_not_divide_by_their_number(
     tmp_path: Path, made: Callable[[Path], Any], weighs: bool

@@ -151,9 +151,11 @@ def test_operations_that_autocast_keeps_in_fp32_are_the_largest_part_and_only_th
 
 def test_every_precision_has_the_same_batches_and_first_weights_of_its_own() -> None:
     seen: dict[str, list[Any]] = {}
+    order: list[str] = []
 
     def watched(model: nn.Module, batch: Any) -> torch.Tensor:
         name = str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "fp32"
+        order.append(name.removeprefix("torch."))
         weights = next(model.parameters())
         seen.setdefault(name, []).append((batch[0].sum().item(), weights.detach().sum().item(), weights.data_ptr()))
         return loss(model, batch)
@@ -161,6 +163,8 @@ def test_every_precision_has_the_same_batches_and_first_weights_of_its_own() -> 
     live = model()  # handed out again and again
     found = lanes(workload(model=live, loss=watched), "fp32", "bf16", "fp16")
     assert [lane.failure for lane in found] == [None, None, None]
+    turns = "fp32 bfloat16 float16 bfloat16 float16 fp32 float16 fp32 bfloat16"
+    assert turns in " ".join(order), "another one is first each time"
     fp32, bf16, fp16 = seen["fp32"], seen["torch.bfloat16"], seen["torch.float16"]
     num_steps = min(map(len, (fp32, bf16, fp16)))
     assert num_steps >= 9
