@@ -83,10 +83,9 @@ class Window:
 
     def found(self, ranks: Ranks) -> Found:
         """All of it on the host, where no verdict is late."""
-        values = [float(verdict) for verdict in self.verdicts.values()] + [float(self.loss)]
-        if self.lost_share is not None:
-            values.append(float(ranks.maximum_(self.lost_share).item()))
-        return Found.of(values, tuple(self.verdicts))
+        had_gradients = {number: int(v) for number, v in self.verdicts.items() if v != NO_GRADIENTS}
+        share = None if self.lost_share is None else float(ranks.maximum_(self.lost_share).item())
+        return Found(had_gradients, float(self.loss), share)
 
 
 class GradientCheck:

@@ -149,3 +149,19 @@ def test_where_no_plan_fits_the_run_stops_and_no_plan_is_tried(reruns: bool) -> 
     assert precisions == {"fp16"}
     assert "GiB can be had" in "".join(record.reason for record in steered.status().history)
     assert same(model, before)
+
+
+def test_after_a_diagnosis_the_next_plan_that_fits_is_taken_on_its_evidence() -> None:
+    """Nothing is left to probation: the rerun was finite in fp32."""
+    model = small()
+    too_big = FallbackPlan(precision="bf16", batch_size=8, peak_memory_bytes=NEVER_FITS)
+    steered = controller(fp16(batch_size=8, fallback=[too_big, "fp32"]))
+    (given,) = eights(1)
+
+    def rerun() -> Tensor:
+        with steered.autocast():
+            return beyond_fp16(model(given[0]), given[1])
+
+    steered.attach(model, rerun)
+    WindowLoop(model, steered, beyond_fp16).run([given] * 2)
+    assert (steered.status().precision, steered._policy.phase) == ("fp32", "STEADY")
