@@ -198,15 +198,16 @@ def test_an_effective_batch_size_is_kept_exactly_in_a_storage_of_the_users_own(c
 
 @pytest.mark.slow
 def test_the_budget_is_kept_with_long_steps_and_a_long_set_up(cli: CommandLine) -> None:
-    """The model takes eight seconds to build and a step one."""
+    """The model takes ten seconds to build and a step one."""
     text = WORKLOADS.replace("time.sleep(0.02)", "time.sleep(1.0)")
-    cli.write("train.py", text.replace("lambda: nn.Linear(8, 1)", "lambda: time.sleep(8) or nn.Linear(8, 1)"))
+    cli.write("train.py", text.replace("lambda: nn.Linear(8, 1)", "lambda: time.sleep(10) or nn.Linear(8, 1)"))
     options = ("--precision", "fp32", "--baseline", "fp32:4", "--device", "cpu", "--effective-batch-size", "free")
-    done = cli.search("train.py:plain", "--budget", "60", *options)
+    done = cli.search("train.py:plain", "--budget", "80", *options)
     assert done.code == 0, done.err
-    assert done.document["search"]["seconds"] < 60 + 8, "beyond the budget processes end, no trial begins"
+    assert done.document["search"]["seconds"] < 80 + 8, "beyond the budget processes end, no trial begins"
     assert "built once and shared" in done.err
-    assert done.document["search"]["num_trials"] >= 3
+    unconfirmed = any("nconfirmed" in warning for warning in done.document["warnings"])
+    assert unconfirmed != done.document["evidence"]["is_confirmed"]
 
 
 @pytest.mark.slow
@@ -263,7 +264,7 @@ def fp16_trials(study: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_fp16_is_measured_once_calibrated_and_says_what_its_loss_scale_is_based_on(tmp_path: Path) -> None:
-    arguments = ("train.py:fp16", *CHECKED, "--budget", "45", "--precision", "fp16", "--steps", "3000")
+    arguments = ("train.py:fp16", *CHECKED, "--budget", "90", "--precision", "fp16", "--steps", "3000")
     search = searched(tmp_path, WORKLOADS + FP16, *arguments)
     assert search.done.code == 0, search.done.err
     config, evidence = search.document["config"], search.document["evidence"]
