@@ -35,11 +35,11 @@ from autotune_amp.profile.rows import (
 )
 from autotune_amp.profile.spec import LOW, Profiled, ProfileSpec
 from autotune_amp.profile.trace_file import write_trace
-from autotune_amp.search.opening import Opened, open_workload, told
+from autotune_amp.search.budget import Budget
 from autotune_amp.search.options import SearchOptions
-from autotune_amp.search.origin import Origin
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.session import Clock, ProgressWatcher
+from autotune_amp.search.run import ProgressWatcher
+from autotune_amp.search.source import Opened, Source, message_of, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.trial.jobs import STEPS_PER_SYNC, Trial
 
@@ -56,7 +56,7 @@ class _Watcher(ProgressWatcher):
     """Says now and then how many steps the precisions have taken in turns, where it is to `expect` some; and knows how
     long a step has been waited for since `begin`."""
 
-    def __init__(self, progress: Progress, clock: Clock, meter: LoadMeter) -> None:
+    def __init__(self, progress: Progress, clock: Budget, meter: LoadMeter) -> None:
         super().__init__(progress, clock, meter)
         self._say, self._elapsed = progress.note, clock.elapsed
         self._num_batches: int | None = None
@@ -86,14 +86,16 @@ class _Watcher(ProgressWatcher):
             self._say(f"{num_steps} of {self._num_batches} batches")
 
 
-def run_profile(origin: Origin, request: Request, progress: Progress) -> AmpProfile:
+def run_profile(origin: Source, request: Request, progress: Progress) -> AmpProfile:
     """Profile in children; see `autotune_amp.profile_amp`."""
-    clock = Clock(math.inf)
+    clock = Budget(math.inf)
     meter = LoadMeter(identify(request.device).uuid)  # before a context of ours is on the card
     watcher = _Watcher(progress, clock, meter)
     progress.work_started(None)
     with LocalBackend(origin.payload(), None, watcher, _ENVIRONMENT) as runner:
-        opened = open_workload(runner, origin, request.device, clock, progress)
+        watcher.phase("loading the workload")
+        runner.load(clock.left())
+        opened = open_workload(runner, origin, request.device, watcher)
         progress.found_hardware(opened.hardware)
         asked = _asked(request, opened.hardware)
         space = _space(request, opened, asked)
@@ -158,7 +160,7 @@ def _trial(precision: Precision, space: Space, opened: Opened) -> Trial:
 
 
 def _alone(
-    runner: Backend, trials: Mapping[Precision, Trial], watcher: _Watcher, clock: Clock, progress: Progress
+    runner: Backend, trials: Mapping[Precision, Trial], watcher: _Watcher, clock: Budget, progress: Progress
 ) -> tuple[dict[Precision, Measurement | Failure], dict[Precision, float]]:
     """Each in a process of its own: its memory, whether it runs at all, and whether it is worth running longer; and of
     those that hung in a step after the first how long that was waited for."""
@@ -182,7 +184,7 @@ def _alone(
             None,
         )
         if isinstance(outcome, Failure) and outcome.kind == "workload_error" and precision == "fp32":
-            raise WorkloadError(*told(outcome))
+            raise WorkloadError(*message_of(outcome))
         if outcome_is_overdue(outcome, limited, watcher.waited_seconds):
             overdue_seconds[precision] = limited.step_deadline_seconds or 0.0
         found[precision] = outcome
