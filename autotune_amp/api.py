@@ -14,10 +14,10 @@ from autotune_amp.core.recommendation import NothingWorksError, Recommendation, 
 from autotune_amp.core.workload import Workload
 from autotune_amp.distributed.ranks import answer_on_first, place
 from autotune_amp.report.files import keep_report
-from autotune_amp.search.flow import search
+from autotune_amp.search.cache import search
 from autotune_amp.search.options import SearchOptions
-from autotune_amp.search.origin import Origin, live, target
 from autotune_amp.search.progress import Progress
+from autotune_amp.search.source import Source, live, target
 
 if TYPE_CHECKING:
     from autotune_amp.core.fidelity import Fidelity
@@ -121,7 +121,7 @@ def check_fidelity(
     the device does not have), `WorkloadError` (the workload does not run in fp32 either), `NothingWorksError` (it
     cannot be built) and `BudgetTooSmallError` (the budget ended before it was loaded).
     """
-    from autotune_amp.search.lone_check import checked_request, run_check
+    from autotune_amp.search.check_fidelity import checked_request, run_check
 
     request = checked_request(precision, batch_size, device, pinned_modules, seed, budget)
     origin = _origin(workload, "check_fidelity", "check")
@@ -166,7 +166,7 @@ def profile_amp(
         progress.ended()
 
 
-def _origin(workload: WorkloadArgument, caller: str, what: str) -> Origin:
+def _origin(workload: WorkloadArgument, caller: str, what: str) -> Source:
     if "AUTOTUNE_AMP_TRIAL" in os.environ:
         raise InvalidRequestError(
             f"{caller}() was called inside a trial: the workload's own file runs a {what} when it is imported.",

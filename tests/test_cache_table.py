@@ -51,19 +51,19 @@ import json, os, platform, sys
 import torch
 from autotune_amp import recommend_config
 from autotune_amp.fingerprint import compare
-from autotune_amp.search import flow, steps
+from autotune_amp.search import cache, search
 import msgspec
 
 OUT = sys.argv[1]
-identify = flow.identify
+identify = cache.identify
 
 def device(**changes):
-    flow.identify = lambda name: msgspec.structs.replace(identify(name), **changes)
+    cache.identify = lambda name: msgspec.structs.replace(identify(name), **changes)
 
-def searched(origin, options, progress, folder, settings, cached, fingerprint, **_):
+def searched(origin, options, progress, folder, settings, cached, fingerprint, *_, **__):
     raise LookupError(cached.fingerprint.differences(fingerprint))
 
-steps.run_steps = searched
+search.search_anew = searched
 for number, (folder, statement, call) in enumerate(json.loads(sys.stdin.read())):
     child = os.fork()
     if child:

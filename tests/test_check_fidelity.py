@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import pytest
+from autotune_amp.search.lone_check import check_spec, checked_request
 from conftest import CommandLine
 
 from autotune_amp import check_fidelity
@@ -14,7 +15,6 @@ from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import BudgetTooSmallError, InvalidRequestError, WorkloadError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware, Level
 from autotune_amp.core.outcome import Description
-from autotune_amp.search.lone_check import check_spec, checked_request
 from autotune_amp.trial.jobs import Check
 
 PREAMBLE = """

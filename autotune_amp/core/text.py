@@ -93,3 +93,8 @@ def one_line(text: str) -> str:
 def printable(text: str) -> str:
     """Foreign text with its line breaks and tabs, and every other control character escaped."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+def sentence(text: str) -> str:
+    """A reason or a message with one full stop."""
+    return f"{text.rstrip('.')}."

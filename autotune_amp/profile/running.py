@@ -36,11 +36,11 @@ from autotune_amp.profile.rows import (
     rows,
     step_deadline_seconds,
 )
-from autotune_amp.search.opening import Opened, open_workload, told
+from autotune_amp.search.budget import Budget
 from autotune_amp.search.options import SearchOptions
-from autotune_amp.search.origin import Origin
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.session import Clock, ProgressWatcher
+from autotune_amp.search.run import ProgressWatcher
+from autotune_amp.search.source import Opened, Source, message_of, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.trial.jobs import STEPS_PER_SYNC, Trial
 
@@ -107,7 +107,7 @@ _ENVIRONMENT = {"KINETO_LOG_LEVEL": "99"}
 class _Watcher(ProgressWatcher):
     """Says now and then how many steps the precisions have taken in turns, where it is to `expect` some."""
 
-    def __init__(self, progress: Progress, clock: Clock, meter: LoadMeter) -> None:
+    def __init__(self, progress: Progress, clock: Budget, meter: LoadMeter) -> None:
         super().__init__(progress, clock, meter)
         self._say, self._elapsed = progress.note, clock.elapsed
         self._num_batches: int | None = None
@@ -123,14 +123,16 @@ class _Watcher(ProgressWatcher):
             self._say(f"{num_steps} of {self._num_batches} batches")
 
 
-def run_profile(origin: Origin, request: Request, progress: Progress) -> AmpProfile:
+def run_profile(origin: Source, request: Request, progress: Progress) -> AmpProfile:
     """Profile in children; see `autotune_amp.profile_amp`."""
-    clock = Clock(math.inf)
+    clock = Budget(math.inf)
     meter = LoadMeter(identify(request.device).uuid)  # before a context of ours is on the card
     watcher = _Watcher(progress, clock, meter)
     progress.work_started(None)
     with LocalBackend(origin.payload(), None, watcher, _ENVIRONMENT) as backend:
-        opened = open_workload(backend, origin, request.device, clock, progress)
+        watcher.phase("loading the workload")
+        backend.load(clock.left())
+        opened = open_workload(backend, origin, request.device, watcher)
         progress.found_hardware(opened.hardware)
         asked = _asked(request, opened.hardware)
         space = _space(request, opened, asked)
@@ -193,7 +195,7 @@ def _trial(precision: Precision, space: Space, opened: Opened) -> Trial:
 
 
 def _alone(
-    backend: Backend, trials: Mapping[Precision, Trial], clock: Clock, progress: Progress
+    backend: Backend, trials: Mapping[Precision, Trial], clock: Budget, progress: Progress
 ) -> dict[Precision, Measurement | Failure]:
     """Each in a process of its own: its memory, whether it runs at all, and whether it is worth running longer."""
     progress.phase("measuring each precision alone")
@@ -214,7 +216,7 @@ def _alone(
             None,
         )
         if isinstance(outcome, Failure) and outcome.kind == "workload_error" and precision == "fp32":
-            raise WorkloadError(*told(outcome))
+            raise WorkloadError(*message_of(outcome))
         found[precision] = outcome
     return found
 

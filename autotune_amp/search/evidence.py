@@ -8,10 +8,21 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
-from autotune_amp.core.evidence import MIN_PROCESSES, BaselineEvidence, Evidence, PlainEnvironment
+from autotune_amp.core.evidence import (
+    MIN_PROCESSES,
+    BaselineEvidence,
+    Evidence,
+    LoaderEvidence,
+    MemoryEvidence,
+    PlainEnvironment,
+    ProcessPeak,
+    WorkersTried,
+)
 from autotune_amp.core.intervals import prediction_interval, ratio_interval
 from autotune_amp.core.outcome import Failure, Measurement, Record
-from autotune_amp.search import accumulate, busy, conditions
+from autotune_amp.search import machine_load
+from autotune_amp.search.check_results import failures
+from autotune_amp.search.ledger import LOSS_SCALE
 from autotune_amp.search.objective import joules_per_sample
 from autotune_amp.trial.jobs import NUM_STEPS_BEFORE_CUT
 
@@ -19,12 +30,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from autotune_amp.core.hardware import MachineLoad
-    from autotune_amp.core.outcome import Description, Purpose
+    from autotune_amp.core.outcome import Description, Purpose, SampleSizes
     from autotune_amp.core.setting import Setting
+    from autotune_amp.search.ledger import Ledger
 
 # A confirmation that differs from the search's trials by more was not measured on the same machine, so to speak: left
 # alone, the two differed by factors of 0.72 to 1.31 (forty searches of studies/truth, real_training and peers).
 DRIFT = 1.5
+
+
+MAX_DATA_SHARE = 0.10  # a wait of 5 to 10 % of a step: the loader sets the speed (studies/README.md)
 
 
 class Runs(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,39 +70,6 @@ class Runs(msgspec.Struct, frozen=True, kw_only=True):
     def by_round(self) -> dict[int, float]:
         """Samples per second of each confirmation round."""
         return {r: m.samples_per_second for r, m in zip(self.rounds, self.measurements, strict=False)}
-
-
-def is_trial(record: Record) -> bool:
-    """Whether a record is of a trial, and not of a check."""
-    return record.purpose not in ("fidelity", "calibration", "accumulation")
-
-
-def disqualifying(record: Record, records: Sequence[Record]) -> Failure | None:
-    """The failure that speaks against a record's candidate, if it is one; `records` are what else is known of it.
-
-    A confirmation cut off by the budget does not, nor does the one run without the recommended environment, nor a
-    search trial that overran its time where another of its candidate did not: the machine stalled. What a check's
-    failure says is for `verdicts` and `loss_scales` to tell.
-    """
-    failure = record.outcome
-    if not isinstance(failure, Failure) or record.purpose == "plain" or not is_trial(record):
-        return None
-    if failure.kind != "timeout":
-        return failure
-    is_stalled = record.purpose == "search" and any(
-        r.candidate == record.candidate and r.purpose == "search" and isinstance(r.outcome, Measurement)
-        for r in records
-    )
-    return None if is_stalled or record.purpose == "confirm" else failure
-
-
-def failures(records: Sequence[Record]) -> dict[Setting, Failure]:
-    """The candidates with a failure that speaks against them, and the first such of each."""
-    found: dict[Setting, Failure] = {}
-    for record in records:
-        if failure := disqualifying(record, records):
-            found.setdefault(record.candidate, failure)
-    return found
 
 
 def confirm_runs(records: Sequence[Record], candidate: Setting, environment: Mapping[str, str]) -> Runs:
@@ -124,14 +106,14 @@ def were_processes_shared(records: Sequence[Record]) -> bool:
 
 
 def gather(
-    records: Sequence[Record],
+    ledger: Ledger,
     chosen: Runs,
     baseline: Runs,
     environment: Mapping[str, str],
-    loss_scale: LossScale,
     description: Description | None = None,
 ) -> Evidence:
     """The evidence for `chosen`, measured in `environment`, against `baseline`, measured in the user's own."""
+    records = ledger.records
     speedup, speedup_interval = _speedup(chosen, baseline, records)
     processes = [runs.num_confirming for runs in (chosen, baseline) if runs.measurements]
     low, high = _promise(chosen, records)
@@ -143,23 +125,23 @@ def gather(
         search_samples_per_second=drifted,
         step_seconds=median(m.step_seconds for m in chosen.measurements),
         peak_memory_bytes=max(m.peak_memory_bytes for m in chosen.measurements),
-        baseline=_baseline_evidence(baseline, records, loss_scale),
+        baseline=_baseline_evidence(baseline, records),
         speedup=speedup,
         speedup_interval=speedup_interval,
         num_processes=len(chosen.measurements),
         is_confirmed=min(processes) >= MIN_PROCESSES,
-        data_share=median(map(conditions.data_share, chosen.measurements)),
+        data_share=median(map(data_share, chosen.measurements)),
         update_share=_median(m.update_seconds and m.update_seconds / m.step_seconds for m in chosen.measurements),
         plain_environment=_plain_environment(records, chosen.candidate, baseline) if environment else None,
         is_build_shared=not are_shared and any(m.is_build_shared for m in chosen.measurements),
         are_processes_shared=are_shared,
         joules_per_sample=joules_per_sample(chosen.measurements),
-        loader=conditions.loader_evidence(records, chosen, description),
-        memory=conditions.memory_evidence(chosen, description),
+        loader=loader_evidence(records, chosen, description),
+        memory=memory_evidence(chosen, description),
         evaluation_seconds=_median(m.evaluation_seconds for m in chosen.measurements),
         checkpoint_seconds=_median(m.checkpoint_seconds for m in chosen.measurements),
-        accumulation=accumulate.finding(records),
-        load=busy.evidence(records, chosen.loads),
+        accumulation=ledger.accumulation,
+        load=machine_load.evidence(records, chosen.loads),
     )
 
 
@@ -207,7 +189,7 @@ def _promise(runs: Runs, records: Sequence[Record]) -> tuple[float, float]:
     if ours in others:
         others.remove(ours)
     low, high = prediction_interval(ours, others)
-    low_factor, high_factor = busy.interval_factors(runs.loads)
+    low_factor, high_factor = machine_load.interval_factors(runs.loads)
     return low_factor * min(low, runs.speed), high_factor * max(high, runs.speed)
 
 
@@ -246,8 +228,8 @@ def _speedup(
     return ratio, (min(low, ratio), max(high, ratio))
 
 
-def _baseline_evidence(runs: Runs, records: Sequence[Record], loss_scale: LossScale) -> BaselineEvidence:
-    config = plain_config(runs.candidate, loss_scale)
+def _baseline_evidence(runs: Runs, records: Sequence[Record]) -> BaselineEvidence:
+    config = plain_config(runs.candidate, LOSS_SCALE)
     if not runs.measurements:
         reason = f"{runs.failure.kind}: {runs.failure.message}" if runs.failure else "not measured: the budget ended"
         return BaselineEvidence(
@@ -283,3 +265,87 @@ def _plain_environment(records: Sequence[Record], candidate: Setting, baseline: 
         samples_per_second=speed,
         speedup=speed / baseline.speed if speed is not None and baseline.measurements else None,
     )
+
+
+def data_share(measured: Measurement) -> float:
+    """The share of a step that waits for data."""
+    return measured.data_seconds / measured.step_seconds
+
+
+def is_waiting(records: Sequence[Record]) -> bool:
+    """Whether the loader sets the speed of any candidate that was measured with the user's own number of workers."""
+    return any(
+        isinstance(r.outcome, Measurement) and not r.outcome.was_cut and data_share(r.outcome) > MAX_DATA_SHARE
+        for r in records
+        if r.purpose == "search" and r.candidate.num_workers is None
+    )
+
+
+def loader_evidence(
+    records: Sequence[Record], chosen: Runs, description: Description | None = None
+) -> LoaderEvidence | None:
+    """What is known of the loader where it sets the speed of the choice with the user's own number of workers."""
+    own = msgspec.structs.replace(chosen.candidate, num_workers=None)
+    searched = [r for r in records if r.purpose == "search"]
+    measured = chosen.measurements
+    if own != chosen.candidate:
+        measured = tuple(r.outcome for r in searched if r.candidate == own and isinstance(r.outcome, Measurement))
+    measured = tuple(m for m in measured if not m.was_cut)
+    share = median(map(data_share, measured)) if measured else 0.0
+    if share <= MAX_DATA_SHARE:
+        return None
+    return LoaderEvidence(
+        num_workers=None if description is None else description.num_workers,
+        data_share=share,
+        step_samples_per_second=median(m.samples_per_second for m in measured) / (1 - share),
+        tried=tuple(_tried(r) for r in searched if r.candidate.num_workers is not None),
+    )
+
+
+def _tried(record: Record) -> WorkersTried:
+    assert record.candidate.num_workers is not None
+    measured = record.outcome if isinstance(record.outcome, Measurement) else None
+    return WorkersTried(
+        candidate=str(msgspec.structs.replace(record.candidate, num_workers=None)),
+        num_workers=record.candidate.num_workers,
+        samples_per_second=None if measured is None else measured.samples_per_second,
+        data_share=None if measured is None else data_share(measured),
+    )
+
+
+def memory_evidence(chosen: Runs, description: Description | None = None) -> MemoryEvidence:
+    """What the peak memory of the choice was measured on."""
+    sizes = None if description is None else description.sample_sizes
+    worst_case = None
+    if description is not None and description.has_worst_batch:
+        worst_case = "the worst batch that the workload names"
+    elif description is not None and sizes is not None and description.batch_sizes_seen is not None:
+        worst_case = f"the samples of the largest batch drawn, {description.batch_sizes_seen[1]:,} numbers"
+    elif sizes is not None:
+        worst_case = _largest(sizes, chosen.candidate.batch_size)
+    return MemoryEvidence(
+        worst_case=worst_case,
+        num_seen=None if sizes is None else sizes.num_seen,
+        num_samples=None if sizes is None else sizes.num_samples,
+        has_evaluation=any(m.evaluation_seconds is not None for m in chosen.measurements),
+        has_checkpoint=any(m.checkpoint_seconds is not None for m in chosen.measurements),
+        processes=tuple(
+            ProcessPeak(num_steps=m.num_steps_taken, peak_memory_bytes=m.peak_memory_bytes) for m in chosen.measurements
+        ),
+    )
+
+
+def _largest(sizes: SampleSizes, batch_size: int) -> str:
+    num = min(batch_size, len(sizes.largest))
+    seen = ""
+    if sizes.num_seen < sizes.num_samples:
+        seen = f", {sizes.num_seen:,} of which were looked at ({share_seen(sizes)})"
+    return (
+        f"the {f'{num:,} largest' if num > 1 else 'largest'} of {sizes.num_samples:,} samples{seen}, "
+        f"{sizes.smallest_size:,} to {sizes.largest_size:,} numbers each, median {sizes.median_size:,}"
+    )
+
+
+def share_seen(sizes: SampleSizes) -> str:
+    """``12 %``: how many of the samples were looked at."""
+    return f"{100 * sizes.num_seen / sizes.num_samples:.2g} %"

@@ -9,26 +9,30 @@ import msgspec
 
 from autotune_amp.core.config import PRECISIONS, AmpConfig
 from autotune_amp.core.evidence import MIN_PROCESSES, Evidence
-from autotune_amp.core.outcome import Failure, Measurement, Record
+from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.recommendation import CandidateRow, Exclusion
-from autotune_amp.core.text import number, rate
-from autotune_amp.search import accumulate, busy
-from autotune_amp.search.conditions import ending_doubts, loader_doubts, loader_reason, memory_doubts
-from autotune_amp.search.evidence import Runs, best_runs, confirm_runs, failures, is_trial
-from autotune_amp.search.fallbacks import LADDER
-from autotune_amp.search.objective import joules_per_sample
-from autotune_amp.search.space import Space, without
-from autotune_amp.search.verdicts import sentence
+from autotune_amp.core.text import number, rate, sentence
+from autotune_amp.search import machine_load
+from autotune_amp.search.check_results import failures
+from autotune_amp.search.evidence import MAX_DATA_SHARE, Runs, best_runs, confirm_runs, share_seen
+from autotune_amp.search.objective import joules_per_sample, least_speed
+from autotune_amp.search.space import SAME_MEMORY, Space, has_few_batch_sizes, neighbours, of_all_ranks, without
+from autotune_amp.search.stages.fallbacks import LADDER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from autotune_amp.core.fidelity import Fidelity
+    from autotune_amp.core.evidence import LoaderEvidence, Objective
+    from autotune_amp.core.fidelity import Accumulation, Fidelity
     from autotune_amp.core.outcome import Description
     from autotune_amp.core.setting import Setting
+    from autotune_amp.search.ledger import Ledger
+    from autotune_amp.search.objective import Merit
 
 WIDE_INTERVAL = 0.2  # plus and minus; processes 5 % apart, as the prior has it, give 15 % with three, 13 % with five
 
+_CHEAPER_SAMPLES = "What is left is a sample that costs less to load: decode less of it, or keep it decoded."
+_WHOLE_DEVICE = "The joules are those of the whole device: what else ran on it while a trial was measured counts too."
 _UNTRIED = "not tried: less promising than what was measured"
 _BUDGET_SPENT = "not tried: the budget ended"
 
@@ -52,7 +56,7 @@ def reason(
         *_why_not_the_fastest(chosen, evidence, contenders),
         *_why_left_out(baseline, evidence, left_out or {}),
         *_why_passed_over(chosen, evidence, passed_over or {}),
-        *loader_reason(chosen, evidence),
+        *_loader_reason(chosen, evidence),
     ]
     if is_kept:
         return " ".join([f"Keep what you have: {baseline}; nothing measured is worth a change.", *why_not_faster])
@@ -83,14 +87,12 @@ def warnings(
     `why_uncalibrated` is what became of fp16's calibration, where one was tried and did not come to an end.
     """
     found = [*space.notes, *_doubts(chosen, evidence, why_uncalibrated), *_missing_plans(space, config, evidence)]
-    found += busy.doubts(evidence.load) + memory_doubts(description) + ending_doubts(chosen)
-    found += accumulate.warnings(space, chosen.candidate, config, evidence.accumulation)
+    found += machine_load.doubts(evidence.load) + memory_doubts(description) + ending_doubts(chosen)
+    found += accumulation_warnings(space, chosen.candidate, config, evidence.accumulation)
     return tuple(dict.fromkeys(found))
 
 
-def excluded(
-    records: Sequence[Record], space: Space, exclusions: Sequence[Exclusion], *, is_budget_spent: bool
-) -> tuple[Exclusion, ...]:
+def excluded(ledger: Ledger, *, is_budget_spent: bool) -> tuple[Exclusion, ...]:
     """Every candidate that failed, could not run or was left untried for want of time, each with its reason, once."""
     failed = [
         Exclusion(
@@ -98,13 +100,13 @@ def excluded(
             batch_size=candidate.batch_size,
             reason=f"{failure.kind}: {failure.message}",
         )
-        for candidate, failure in failures(records).items()
+        for candidate, failure in ledger.failures.items()
         if not candidate.pinned_modules and candidate.num_workers is None
     ]
-    known = [*space.excluded, *failed, *exclusions]
+    known = [*ledger.space.excluded, *failed, *ledger.exclusions]
     if is_budget_spent:
-        tried = {r.candidate for r in records if is_trial(r)}
-        untried = [c for c in without(space.candidates, known) if c not in tried]
+        tried = {r.candidate for r in ledger.trials}
+        untried = [c for c in without(ledger.space.candidates, known) if c not in tried]
         known += [Exclusion(precision=c.precision, batch_size=c.batch_size, reason=_BUDGET_SPENT) for c in untried]
     unique: dict[tuple[str, int | None], Exclusion] = {}
     for exclusion in known:
@@ -112,32 +114,26 @@ def excluded(
     return tuple(unique.values())
 
 
-def rows(
-    records: Sequence[Record],
-    space: Space,
-    exclusions: Sequence[Exclusion],
-    environment: Mapping[str, str],
-    out: Mapping[Setting, str] | None = None,
-) -> tuple[CandidateRow, ...]:
+def rows(ledger: Ledger, exclusions: Sequence[Exclusion], environment: Mapping[str, str]) -> tuple[CandidateRow, ...]:
     """The table of all candidates, the untried ones too; `exclusions` say why those were left out.
 
-    Those that are `out`, with the reason, were measured and are excluded all the same. Numbers are those measured in
+    What a check or a calibration rules out was measured and is excluded all the same. Numbers are those measured in
     `environment`, the baseline's those in the user's own; a second line has those in `environment`.
     """
-    tried = [r for r in records if is_trial(r)]
-    candidates = dict.fromkeys([space.baseline, *space.candidates, *(r.candidate for r in tried)])
+    space, out = ledger.space, ledger.ruled_out
+    candidates = dict.fromkeys([space.baseline, *space.candidates, *(r.candidate for r in ledger.trials)])
     ordered = sorted(
         candidates,
         key=lambda c: (PRECISIONS.index(c.precision), c.batch_size, c.accumulation_steps, c.num_workers or 0),
     )
     table = []
     for candidate in ordered:
-        ours = [r for r in records if r.candidate == candidate]
+        ours = [r for r in ledger.records if r.candidate == candidate]
         runs = best_runs(ours, candidate, {} if candidate == space.baseline else environment)
         failure = runs.failure if candidate == space.baseline else failures(ours).get(candidate)
         fallbacks = tuple(r.outcome for r in ours if r.purpose == "fallback" and isinstance(r.outcome, Measurement))
         row = _row(runs, runs.measurements or fallbacks, failure, exclusions)
-        if out and candidate in out and failure is None:
+        if candidate in out and failure is None:
             row = msgspec.structs.replace(row, status="excluded", reason=out[candidate])
         table.append(row)
         again = confirm_runs(ours, candidate, environment)
@@ -205,7 +201,7 @@ def _doubts(chosen: Runs, evidence: Evidence, why_uncalibrated: str | None) -> l
             f"The processes disagree: a run is expected anywhere from {number(low)} to {rate(high)}. "
             "Stop what else runs on this machine and search again with --fresh."
         )
-    found += loader_doubts(evidence)
+    found += _loader_doubts(evidence)
     found += _numerical_doubts(chosen.candidate, evidence, why_uncalibrated)
     num_skips = sum(m.num_skips for m in chosen.measurements)
     if num_skips and evidence.loss_scale is None:
@@ -258,6 +254,209 @@ def _missing_plans(space: Space, config: AmpConfig, evidence: Evidence) -> list[
         for precision in LADDER[config.precision]
         if precision in missing
     ]
+
+
+def _loader_reason(chosen: Setting, evidence: Evidence) -> list[str]:
+    """What a choice with another number of workers owes to them."""
+    loader = evidence.loader
+    if chosen.num_workers is None or loader is None:
+        return []
+    own = "" if loader.num_workers is None else f" with {_workers(loader.num_workers)}"
+    return [
+        f"The data loader set the speed: {100 * loader.data_share:.0f} % of a step waited for it{own}, "
+        f"{100 * evidence.data_share:.0f} % with {_workers(chosen.num_workers)}."
+    ]
+
+
+def _loader_doubts(evidence: Evidence) -> list[str]:
+    """That the loader sets the speed, and what was tried against it."""
+    loader = evidence.loader
+    if loader is None or evidence.data_share <= MAX_DATA_SHARE:
+        return []
+    known = (
+        f"The data loader sets the speed: {100 * evidence.data_share:.0f} % of a step waits for it; "
+        f"without waiting it would reach {rate(loader.step_samples_per_second)}."
+    )
+    if loader.tried:
+        return [" ".join([known, *_attempts(loader), _CHEAPER_SAMPLES])]
+    if loader.num_workers is None:
+        return [f"{known} No workers could be tried: the data makes its batches itself. {_CHEAPER_SAMPLES}"]
+    return [
+        f"{known} More than its {_workers(loader.num_workers)} were not tried: more --budget or --trials does, "
+        "as far as there are CPUs for them."
+    ]
+
+
+def _attempts(loader: LoaderEvidence) -> list[str]:
+    """One sentence for each candidate that was tried with other numbers of workers."""
+    by_candidate: dict[str, list[str]] = {}
+    for tried in loader.tried:
+        speed = tried.samples_per_second
+        reached = "failed" if speed is None else rate(speed)
+        by_candidate.setdefault(tried.candidate, []).append(f"{_workers(tried.num_workers)} ({reached})")
+    return [f"{candidate} was tried with {', '.join(tried)}." for candidate, tried in by_candidate.items()]
+
+
+def _workers(num: int) -> str:
+    return f"{num} worker{'' if num == 1 else 's'}"
+
+
+def memory_doubts(description: Description | None) -> list[str]:
+    """What keeps the measured memory from being that of the worst batch."""
+    if description is None or description.has_worst_batch:
+        return []
+    sizes, seen = description.sample_sizes, description.batch_sizes_seen
+    if description.scan_problem is not None:
+        after = "" if sizes is None else f" after {sizes.num_seen:,} of {sizes.num_samples:,} samples"
+        return [
+            f"The look through the data for its largest batch ended{after} ({description.scan_problem}): "
+            "a batch may take more memory than was measured. Mend the sample, or name the batch that takes the most: "
+            "Workload(worst_batch=...)."
+        ]
+    if seen is not None and sizes is not None:
+        return [
+            f"Batches differ, from {seen[0]:,} to {seen[1]:,} numbers in those drawn, but not as their samples do: "
+            "memory was measured on the samples of the largest, and another may be larger. "
+            "Workload(worst_batch=...) names the one that takes the most."
+        ]
+    if sizes is not None and sizes.num_seen < sizes.num_samples:
+        return [
+            f"Memory was measured on the largest of {sizes.num_seen:,} samples, {share_seen(sizes)} of the dataset: "
+            "one that was not looked at may be larger. Workload(worst_batch=...) names the batch that takes the most."
+        ]
+    if seen is not None:
+        return [
+            f"Batches differ, from {seen[0]:,} to {seen[1]:,} numbers in those drawn, and the data cannot be looked "
+            "through: memory and speed are what the batches of the trials took. Workload(worst_batch=...) names the "
+            "one that takes the most memory."
+        ]
+    return []
+
+
+def ending_doubts(chosen: Runs) -> list[str]:
+    """What keeps the measured memory from being that of the workload's evaluation and checkpoint too."""
+    problems = [m.ending_problem for m in chosen.measurements if m.ending_problem is not None]
+    return [
+        f"The peak memory does not hold for the workload's own evaluation and checkpoint: {sentence(problem)} "
+        "Mend it where it raised, give a larger --budget where it wants time; then search again with --fresh."
+        for problem in problems
+    ]
+
+
+def accumulation_warnings(space: Space, chosen: Setting, config: AmpConfig, found: Accumulation | None) -> list[str]:
+    """What a changed effective batch, a loss to be weighted and an effective batch without divisors ask of the user."""
+    said = []
+    before, after = space.baseline.effective_batch_size, chosen.effective_batch_size
+    if before != after:
+        said.append(
+            f"The batch size was free to change: the optimizer sees {after} samples a step instead of {before}, and "
+            f"the learning rate may need another look. --effective-batch-size {before * space.num_ranks} keeps them."
+        )
+    num_steps = [config.accumulation_steps, *(plan.accumulation_steps for plan in config.plans)]
+    asking = ("sum",) if space.weighs_passes else ("sum", "weighted")
+    if max(num_steps) > 1 and found is not None and found.verdict in asking:
+        said.append(f"{sentence(found.reason)} {sentence(found.next_step)}")
+    kept = space.effective_batch_size
+    if kept is not None and space.accumulation_withheld is None and has_few_batch_sizes(kept):
+        options = [f"--effective-batch-size {n * space.num_ranks}" for n in neighbours(kept)]
+        if options:
+            said.append(
+                f"The effective batch size {of_all_ranks(kept, space.num_ranks)} has few divisors, so there are few "
+                f"batch sizes that keep it. Its neighbours have more: {' or '.join(options)}."
+            )
+    return said
+
+
+def reason_for(
+    objective: Objective,
+    chosen: Setting,
+    baseline: Setting,
+    found: Merit,
+    today: Merit | None,
+    *,
+    is_kept: bool,
+    searched: Mapping[Setting, Merit],
+    behind: Mapping[Setting, str],
+) -> str:
+    """For memory or energy: what the choice takes beside the baseline, and why nothing that takes less was chosen.
+
+    `found` and `today` are the merits that the choice and the baseline were compared by, `searched` those of the
+    search's own trials, by which the others are compared; `behind` says why some of them are no choice.
+    """
+    said = [_kept(objective, baseline, found) if is_kept else _taken(objective, chosen, baseline, found, today)]
+    ours, todays = searched.get(chosen), searched.get(baseline)
+    if ours is not None:
+        less = {c: m for c, m in searched.items() if _share(objective, m, ours) < 1 and c != chosen}
+        is_fast_enough = {c: m.samples_per_second >= least_speed(objective, todays) for c, m in less.items()}
+        left_out = {c: m for c, m in less.items() if is_fast_enough[c] and c in behind}
+        slower = {c: m for c, m in less.items() if not is_fast_enough[c] and c not in behind}
+        riskier = {c: m for c, m in less.items() if objective == "energy" and c not in behind}
+        what = "draws" if objective == "energy" else "takes"
+        for c, m in _fastest_of(slower):
+            said.append(f"{c} {what} {_share(objective, m, ours):.2f} of that but is slower than the baseline.")
+        for c, m in _fastest_of(riskier):
+            drawback = "has more to go wrong" if c.precision != chosen.precision else "takes a larger batch"
+            said.append(f"{c} {what} {_share(objective, m, ours):.2f} of that and {drawback}.")
+        for c, m in _fastest_of(left_out):
+            why = behind[c].rstrip(".")
+            said.append(f"{c} {what} {_share(objective, m, ours):.2f} of that and is left out: {why}.")
+    return " ".join(said)
+
+
+def warnings_for(objective: Objective) -> tuple[str, ...]:
+    """What the reader has to know of the objective's numbers."""
+    return (_WHOLE_DEVICE,) if objective == "energy" else ()
+
+
+def _kept(objective: Objective, baseline: Setting, found: Merit) -> str:
+    what = "draws less" if objective == "energy" else "that is as fast takes less"
+    return f"Keep what you have: {baseline}, {_amount(objective, found)}; nothing measured {what} by 3 % or more."
+
+
+def _taken(objective: Objective, chosen: Setting, baseline: Setting, found: Merit, today: Merit | None) -> str:
+    name = f"{chosen} in the recommended environment" if chosen == baseline else str(chosen)
+    what = "draws the least" if objective == "energy" else "has the least memory"
+    if today is None:
+        return (
+            f"{name} {what}: {_amount(objective, found)}, at {rate(found.samples_per_second)}; "
+            f"the baseline, {baseline}, has no measurement to compare with."
+        )
+    ratio = found.samples_per_second / today.samples_per_second
+    beside = f"{_amount(objective, found)}, {_beside(objective, found, today)}at {ratio:.2f} of the speed"
+    beside += f" of the baseline, {baseline}."
+    if found.samples_per_second < least_speed(objective, today):
+        return f"Nothing that may be recommended is as fast as the baseline; {name} comes nearest: {beside}"
+    return f"{name} {what}{' of what is no slower than the baseline' * (objective == 'memory')}: {beside}"
+
+
+def _beside(objective: Objective, found: Merit, today: Merit) -> str:
+    if objective == "energy" and (found.joules_per_sample is None or today.joules_per_sample is None):
+        return ""
+    return f"{_share(objective, found, today):.2f} of the {_amount(objective, today)} that it is today, "
+
+
+def _amount(objective: Objective, found: Merit) -> str:
+    """``612 MiB``, ``1.20 GiB`` or ``0.35 J a sample``."""
+    if objective == "energy":
+        joules = found.joules_per_sample
+        return "an unknown energy" if joules is None else f"{joules:.3g} J a sample"
+    num_bytes = found.peak_memory_bytes
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
+
+
+def _share(objective: Objective, other: Merit, ours: Merit) -> float:
+    """What one takes as a share of what the other takes; 1 where they are alike or that is not known."""
+    if objective == "memory":
+        share = other.peak_memory_bytes / ours.peak_memory_bytes
+        return share if share < SAME_MEMORY else max(share, 1.0)
+    if other.joules_per_sample is None or ours.joules_per_sample is None:
+        return 1.0
+    return other.joules_per_sample / ours.joules_per_sample
+
+
+def _fastest_of(merits: Mapping[Setting, Merit]) -> list[tuple[Setting, Merit]]:
+    """The one that is worth a sentence, if there is one."""
+    return sorted(merits.items(), key=lambda item: -item[1].samples_per_second)[:1]
 
 
 def _row(

@@ -24,9 +24,8 @@ from autotune_amp.numerics.scaler_replay import (
     starting_scale,
     stretches,
 )
-from autotune_amp.search import accumulate
+from autotune_amp.search.check_results import OF_THE_PRECISION, found_accumulation
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
-from autotune_amp.search.verdicts import OF_THE_PRECISION
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
 
 if TYPE_CHECKING:
@@ -182,14 +181,15 @@ def snapped(init_scale: float) -> float:
 
 def calibrated(records: Sequence[Record], num_steps: int = DEFAULT_NUM_STEPS) -> dict[Key, Answer]:
     """What the calibrations among the records say, over a horizon of `num_steps` optimizer steps."""
-    is_sum = accumulate.is_loss_sum(records)
+    found = found_accumulation(records)
+    is_sum = found is not None and found.verdict == "sum"
     return {
         key_of(r.candidate): answer(r, num_steps, is_loss_sum=is_sum) for r in records if r.purpose == "calibration"
     }
 
 
 def answer(record: Record, num_steps: int, *, is_loss_sum: bool = False) -> Answer:
-    """What one calibration says; `is_loss_sum` as `accumulate` found it."""
+    """What one calibration says; `is_loss_sum`: its loss is a sum."""
     outcome = record.outcome
     if isinstance(outcome, Failure):
         if outcome.kind in OF_THE_PRECISION:

@@ -1,10 +1,10 @@
-"""The ask/tell loop around Optuna: the only file that imports it.
+"""The study: what the sampler is told and asked, and the only file that imports Optuna.
 
 One study, four parameters: `precision`, `batch_size` (an int on a log scale, snapped to the nearest legal size: an
 int range may change later and a category may not) and, under fp16, `init_scale` (snapped to a power of two) and
-`growth_interval`. An fp16 batch size is measured once; what is told of its pairs of the two comes from a replay, which
-a `told.Judge` knows. User attributes say the rest, since they are what optuna-dashboard shows: the candidate that was
-run, why it failed, its memory and step time. They are few, since each is a commit.
+`growth_interval`. An fp16 batch size is measured once; what is told of its pairs of the two comes from a replay. User
+attributes say the rest, since they are what optuna-dashboard shows: the setting that was run, why it failed, its
+memory and step time. They are few, since each is a commit.
 """
 
 from __future__ import annotations
@@ -12,9 +12,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import re
+import sqlite3
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote
 
+import msgspec
 import optuna
 import sqlalchemy
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
@@ -22,38 +26,35 @@ from optuna.exceptions import DuplicatedStudyError, StorageInternalError, Update
 from optuna.samplers import TPESampler
 from optuna.storages import RDBStorage
 from optuna.trial import TrialState
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from autotune_amp.core.config import PRECISIONS
 from autotune_amp.core.errors import StudyError
 from autotune_amp.core.outcome import Failure, Measurement
-from autotune_amp.search import told
-from autotune_amp.search.loss_scales import DEFAULT_PAIR, LOG2_INIT_SCALES, Pair, snapped
-from autotune_amp.search.storage import open_file, sqlite_url, study_error
+from autotune_amp.search.loss_scales import DEFAULT_PAIR, LOG2_INIT_SCALES, Pair, scales_of, snapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from autotune_amp.core.outcome import Outcome, Record
+    from autotune_amp.core.outcome import Outcome
     from autotune_amp.core.setting import Setting
-    from autotune_amp.search.space import Space
-    from autotune_amp.search.told import Judge
-
-__all__ = ["Asked", "Study", "connected", "sqlite_url"]
+    from autotune_amp.numerics.scaler_replay import Replay
+    from autotune_amp.search.budget import Budget
+    from autotune_amp.search.ledger import Ledger
 
 GROWTH_INTERVALS = (10, 20_000)
 
-# TPE learns from a violated constraint and ignores a trial told as FAIL (shared/reference/measurement.md, Optuna 5).
+# TPE learns from a violated constraint and ignores a trial told as FAIL (studies/README.md).
 _RUNS = "runs"
 
 
 class Asked(NamedTuple):
-    """A trial that the study waits for: run `candidate`, then `Study.tell` its outcome.
+    """A trial that the study waits for: run `setting`, then tell its outcome.
 
     `pair` is init_scale, a power of two, and growth_interval under fp16, None otherwise.
     """
 
-    candidate: Setting
+    setting: Setting
     trial: optuna.Trial
     pair: Pair | None
 
@@ -64,10 +65,14 @@ class Study:
     Every method raises `StudyError` where the storage fails. To be used from one thread.
     """
 
-    def __init__(self, storage: str | Path, study: optuna.Study, space: Space, judge: Judge) -> None:
+    def __init__(self, storage: str | Path, study: optuna.Study, ledger: Ledger) -> None:
+        space = ledger.space
         self._storage = storage
         self._study = study
-        self._judge = judge
+        self._ledger = ledger
+        self._asked: Asked | None = None  # the last that was asked for, and not told yet
+        self._told = {r.number for r in ledger.records}
+        self._calibrated: set[Setting] = set()
         self._cleanup = contextlib.ExitStack()
         self._legal = (*space.candidates, space.baseline)
         self._precisions = [p for p in PRECISIONS if any(c.precision == p for c in self._legal)]
@@ -78,21 +83,18 @@ class Study:
         cls,
         storage: str | Path,
         name: str,
-        space: Space,
+        ledger: Ledger,
         *,
-        search_id: str,
         owner: str = "",
-        judge: Judge = told.as_measured,
         seed: int = 0,
-        records: Iterable[Record] = (),
     ) -> Study:
         """Create the study of a search, or go on with it. `storage` is an Optuna storage URL, or the search's own file.
 
-        It belongs to `search_id` and `owner`, the search's folder: another folder's search may be running beside it.
+        It belongs to the ledger's `search_id` and `owner`, the search's folder: another may be running beside it.
         It is called `name`, or `name-search_id`, or `name-search_id-2` and so on where another search has that name:
         Optuna cannot change the choices of a study, and what another search measured must not steer this one.
-        Trials that a killed search left running are told as failed, and the search records of `search_id` that the
-        study lacks are added.
+        Trials that a killed search left running are told as failed, and the ledger's trials that the study lacks are
+        added.
         Raises `StudyError`, naming the storage without its password, where it cannot be used.
         """
         with contextlib.ExitStack() as cleanup:
@@ -100,11 +102,11 @@ class Study:
             optuna.logging.set_verbosity(optuna.logging.ERROR)
             database = cleanup.enter_context(connected(storage))
             with _storage_errors(storage):
-                study = _create_or_load(database, name, search_id, owner)
+                study = _create_or_load(database, name, ledger.search_id, owner)
                 study.sampler = TPESampler(seed=seed + len(study.trials))  # resumed, it must not draw the same again
-                opened = cls(storage, study, space, judge)
+                opened = cls(storage, study, ledger)
                 opened._fail_left_behind()
-                opened._add_missing(record for record in records if record.search_id == search_id)
+                opened._add_missing()
             opened._cleanup = cleanup.pop_all()
         return opened
 
@@ -123,55 +125,103 @@ class Study:
         """The study's name in the storage."""
         return self._study.study_name
 
-    def ask(self, candidate: Setting | None = None, pair: Pair | None = DEFAULT_PAIR) -> Asked:
-        """The next trial: of `candidate`, or of what TPE suggests, snapped to the nearest legal batch size.
+    def ask(self, setting: Setting | None = None, pair: Pair | None = DEFAULT_PAIR) -> Asked:
+        """The next trial: of `setting`, or of what TPE suggests, snapped to the nearest legal batch size.
 
-        Under fp16 with `pair`; with None TPE suggests one for the candidate. A candidate with pinned modules is told
+        Under fp16 with `pair`; with None TPE suggests one for the setting. One with pinned modules is told
         under the precision that it pins them in. A trial that somebody enqueued through the dashboard comes first, so
         run what is returned. What TPE suggests may have been measured or ruled out: tell what is known, TPE learns
         from that too.
-        Raises `ValueError` for a candidate outside the space: enqueued, it would leave a running trial behind.
+        Raises `ValueError` for a setting outside the space: enqueued, it would leave a running trial behind.
         What others enqueued that cannot be read is a `StudyError`.
         """
-        if candidate is not None and told.unpinned(candidate) not in self._legal:
-            raise ValueError(f"{candidate} is not in the space.")
+        if setting is not None and not self._is_legal(setting):
+            raise ValueError(f"{setting} is not in the space.")
         with _storage_errors(self._storage):
-            if candidate is not None:
-                self._study.enqueue_trial(told.parameters(candidate, pair), user_attrs=told.described(candidate))
+            if setting is not None:
+                self._study.enqueue_trial(_parameters(setting, pair), user_attrs=_described(setting))
             trial = self._study.ask()
             try:
                 precision = trial.suggest_categorical("precision", self._precisions)
                 size = trial.suggest_int("batch_size", *self._sizes, log=True)
                 suggested = self._suggested_pair(trial) if precision == "fp16" else None
-                if candidate is None or (precision, size) != (candidate.precision, candidate.batch_size):
-                    candidate = self._nearest(precision, size)
-                    _set_attributes(trial, told.described(candidate))
+                if setting is None or (precision, size) != (setting.precision, setting.batch_size):
+                    setting = self._nearest(precision, size)
+                    _set_attributes(trial, _described(setting))
             except ValueError as error:
                 raise StudyError(
                     f"Trial {trial.number}, which somebody enqueued in study {self.name}, cannot be run: {error}.",
                     f"Enqueue {', '.join(self._precisions)} only; the same command again goes on without that trial.",
                 ) from error
-            return Asked(candidate, trial, suggested)
+            self._asked = Asked(setting, trial, suggested)
+            return self._asked
 
     def tell(self, asked: Asked, outcome: Outcome, *, number: int | None = None) -> None:
-        """Finish a trial: its applied samples per second as the judge has them, or why there are none.
+        """Finish a trial: its applied samples per second, or why there are none.
 
         `number` is that of the record, written before this is called; None where the outcome was known already.
         A failure becomes a pruned trial with a violated constraint, never a failed one, so that TPE learns from it.
         """
-        outcome, replay = self._judge(asked.candidate, outcome, asked.pair)
+        self._asked = None
+        outcome, replay = self._ledger.judged(asked.setting, outcome, asked.pair)
         with _storage_errors(self._storage):
-            _set_attributes(asked.trial, told.explained(outcome, number, asked.pair, replay))
+            _set_attributes(asked.trial, _explained(outcome, number, asked.pair, replay))
             if isinstance(outcome, Measurement):
-                self._study.tell(asked.trial, told.value(outcome, replay))
+                self._study.tell(asked.trial, _value(outcome, replay))
             else:
                 asked.trial.set_constraint(_RUNS, 1.0)
                 self._study.tell(asked.trial, state=TrialState.PRUNED)
 
-    def pairs(self, candidate: Setting) -> list[Pair]:
-        """The pairs that were answered for an fp16 candidate, in order."""
+    def catch_up(self, ledger: Ledger) -> None:
+        """Tell every trial that the ledger has and the study lacks, and how the first pairs of what was calibrated do.
+
+        fp16 that is about to be calibrated is told when it was.
+        """
+        self._ledger = ledger
+        for record in ledger.records:
+            setting, outcome = record.candidate, record.outcome
+            is_due = record.purpose == "search" and record.number not in self._told and self._is_legal(setting)
+            if is_due and not ledger.awaits_calibration(setting):
+                assert isinstance(outcome, (Measurement, Failure)), "a check is no trial"
+                is_asked = self._asked is not None and self._asked.setting == setting
+                asked = self._asked if is_asked else self.ask(setting)
+                assert asked is not None
+                self.tell(asked, outcome, number=record.number)
+                self._told.add(record.number)
+            if record.purpose == "calibration" and setting not in self._calibrated:
+                self._calibrated.add(setting)
+                self.answer_seeds(setting)
+
+    def answer_seeds(self, setting: Setting) -> list[Pair] | None:
+        """Tell the pairs to begin with, as far as the study lacks them; returns all that it knows then, None where fp16
+        has none to offer.
+        """
+        scales = scales_of(self._ledger.scales, setting)
+        outcome = self._ledger.outcomes.get(setting)
+        if scales is None or scales.refusal is not None or outcome is None:
+            return None
+        known = self.pairs(setting)
+        missing = [pair for pair in scales.seeds if pair not in known]
+        for pair in missing:
+            self.tell(self.ask(setting, pair), outcome)
+        return known + missing
+
+    def suggest_pairs(self, setting: Setting, num_pairs: int, budget: Budget) -> None:
+        """Let the sampler suggest pairs for a calibrated setting until it has `num_pairs` or the time is over."""
+        known = self.answer_seeds(setting)
+        if known is None:
+            return
+        for pair in known:  # a resumed search counts those of before
+            self._ledger.replay(setting, pair)
+        for _ in range(num_pairs - len(known)):
+            if budget.left_for_search() <= 0:
+                return
+            self.tell(self.ask(setting, None), self._ledger.outcomes[setting])
+
+    def pairs(self, setting: Setting) -> list[Pair]:
+        """The pairs that were answered for an fp16 setting, in order."""
         finished = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        wanted = told.described(candidate)
+        wanted = _described(setting)
         answered = (t for t in finished if "applied_share" in t.user_attrs)
         ours = [t for t in answered if all(t.user_attrs.get(key) == wanted[key] for key in wanted)]
         return [(snapped(t.params["init_scale"]), t.params["growth_interval"]) for t in ours]
@@ -208,25 +258,29 @@ class Study:
             trial.set_user_attr("reason", "the search was killed while this trial was running")
             self._study.tell(left.number, state=TrialState.FAIL)
 
-    def _add_missing(self, records: Iterable[Record]) -> None:
+    def _is_legal(self, setting: Setting) -> bool:
+        """Whether it is one of the space's, with or without pins; other numbers of loader workers are none."""
+        return msgspec.structs.replace(setting, pinned_modules=()) in self._legal
+
+    def _add_missing(self) -> None:
         finished = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
         known = {trial.user_attrs.get("record") for trial in finished}
-        for record in records:
-            candidate, outcome = record.candidate, record.outcome
-            if record.purpose != "search" or record.number in known or told.unpinned(candidate) not in self._legal:
+        for record in self._ledger.records:
+            setting, outcome = record.candidate, record.outcome
+            if record.purpose != "search" or record.number in known or not self._is_legal(setting):
                 continue
             assert isinstance(outcome, (Measurement, Failure))
-            pair = DEFAULT_PAIR if candidate.precision == "fp16" else None
-            parameters = told.parameters(candidate, pair)
-            outcome, replay = self._judge(candidate, outcome, pair)
+            pair = DEFAULT_PAIR if setting.precision == "fp16" else None
+            parameters = _parameters(setting, pair)
+            outcome, replay = self._ledger.judged(setting, outcome, pair)
             is_measured = isinstance(outcome, Measurement)
             self._study.add_trial(
                 optuna.create_trial(
                     state=TrialState.COMPLETE if is_measured else TrialState.PRUNED,
-                    value=told.value(outcome, replay) if isinstance(outcome, Measurement) else None,
+                    value=_value(outcome, replay) if isinstance(outcome, Measurement) else None,
                     params=parameters,
                     distributions=self._distributions(parameters),
-                    user_attrs=told.described(candidate) | told.explained(outcome, record.number, pair, replay),
+                    user_attrs=_described(setting) | _explained(outcome, record.number, pair, replay),
                     constraints=None if is_measured else {_RUNS: 1.0},
                 )
             )
@@ -268,14 +322,14 @@ def _connect(storage: str | Path) -> RDBStorage:
     # Without a pool no SQLite connection outlives its session, not even one that Optuna's constructor failed on.
     options: dict[str, Any] = {}
     if isinstance(storage, Path):
-        options["pool"] = sqlalchemy.NullPool(lambda: open_file(storage))  # type: ignore[arg-type]
+        options["pool"] = sqlalchemy.NullPool(lambda: _open_file(storage))  # type: ignore[arg-type]
     elif storage.startswith("sqlite") and ":memory:" not in storage and storage != "sqlite://":
         options["poolclass"] = sqlalchemy.NullPool
     try:
         return RDBStorage("sqlite://" if isinstance(storage, Path) else storage, engine_kwargs=options)
     except Exception as error:  # a wrong URL, driver, host, password, file or schema: each has a type of its own
         cause = error.__cause__ if isinstance(error, StorageInternalError) else None
-        raise study_error(storage, cause or error) from error
+        raise _study_error(storage, cause or error) from error
 
 
 @contextlib.contextmanager
@@ -283,11 +337,90 @@ def _storage_errors(storage: str | Path) -> Iterator[None]:
     try:
         yield
     except StorageInternalError as error:
-        raise study_error(storage, error.__cause__ or error) from error
+        raise _study_error(storage, error.__cause__ or error) from error
     except SQLAlchemyError as error:
-        raise study_error(storage, error) from error
+        raise _study_error(storage, error) from error
     except UpdateFinishedTrialError as error:
         raise StudyError(
             "A trial of this search was finished in the study by somebody else while it was running.",
             "Run the same command again to go on; leave a running search's trials alone.",
         ) from error
+
+
+def _parameters(setting: Setting, pair: Pair | None) -> dict[str, Any]:
+    """The parameters of a setting's trial; without `pair` those of the loss scale are left out."""
+    found: dict[str, Any] = {"precision": setting.precision, "batch_size": setting.batch_size}
+    if setting.precision == "fp16" and pair is not None:
+        found["init_scale"], found["growth_interval"] = pair
+    return found
+
+
+def _value(outcome: Measurement, replay: Replay | None) -> float:
+    """The objective: applied samples per second."""
+    return outcome.samples_per_second * (1.0 if replay is None else replay.applied_share)
+
+
+def _described(setting: Setting) -> dict[str, Any]:
+    """What is known when a trial begins."""
+    found: dict[str, Any] = {"candidate": str(setting)}
+    # The name says how many, which two sets of pins can have in common.
+    return found | {"pinned_modules": list(setting.pinned_modules)} if setting.pinned_modules else found
+
+
+def _explained(outcome: Outcome, number: int | None, pair: Pair | None, replay: Replay | None) -> dict[str, Any]:
+    """What is known when it has ended; `number` is its record's."""
+    if isinstance(outcome, Measurement):
+        explained: dict[str, Any] = {}
+        if number is not None or pair is None:  # what was measured stands with the trial that measured it
+            explained = {"step_seconds": outcome.step_seconds, "peak_memory_bytes": outcome.peak_memory_bytes}
+        if outcome.was_cut:
+            explained["was_cut"] = True
+        if replay is not None and pair is not None:
+            explained["snapped_init_scale"] = pair[0]
+            explained |= {"applied_share": replay.applied_share, "num_skips": replay.num_skips}
+        elif pair is not None:
+            explained["is_calibrated"] = False  # the value is an upper bound
+    else:
+        explained = {"failure": outcome.kind, "reason": outcome.message}
+    return explained if number is None else explained | {"record": number}
+
+
+def sqlite_url(path: Path) -> str:
+    """The storage URL by which others open a study's file; quoted, since '?' ends the path of a URL."""
+    return f"sqlite:///{quote(str(path.resolve()))}"
+
+
+def _open_file(path: Path) -> sqlite3.Connection:
+    """A connection that does not wait for the disk: a trial's dozen commits took 330 ms, and take 75 (measured).
+
+    A killed process harms nothing so. Only a power failure may, and then the records make the file again.
+    """
+    connection = sqlite3.connect(path, check_same_thread=False)
+    try:
+        connection.execute("PRAGMA synchronous = OFF")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _study_error(storage: str | Path, error: BaseException) -> StudyError:
+    """What went wrong with the storage in our words, its password left out."""
+    what = str(getattr(error, "orig", None) or error).strip().split("\n")[0].rstrip(".") or type(error).__name__
+    if isinstance(storage, Path):
+        return StudyError(
+            f"The study's file {storage} cannot be used: {what}.",
+            "Check that its folder can be written and has space; a damaged file can be moved away, "
+            "the search makes it again.",
+        )
+    try:
+        url = sqlalchemy.make_url(storage)
+    except ArgumentError:
+        shown = re.sub(r"(?<=:)[^/:@][^:@]*(?=@)", "***", storage)
+    else:
+        shown = url.render_as_string(hide_password=True)
+        what = what.replace(str(url.password), "***") if url.password else what
+    return StudyError(
+        f"The storage {shown} cannot be used: {what}.",
+        "Check that it is there and can be written, or leave --storage out to use a file in the study's folder.",
+    )

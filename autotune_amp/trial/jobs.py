@@ -50,7 +50,8 @@ class Trial(Job[Measurement], frozen=True, kw_only=True):
     largest samples that were found, the largest first; empty where the samples are alike or the workload names its
     worst batch itself. `is_loss_sum`: the loss is a sum over its samples, so that it is not divided by the
     accumulation steps. `ending_seconds` is what the workload's evaluation and checkpoint may take after the measuring,
-    with the parent's deadline; None: they are not run.
+    with the parent's deadline; None: they are not run. `environment` is what its process starts with beyond the
+    caller's, `round` the confirmation's.
     """
 
     answer: ClassVar[Any] = Measurement
@@ -72,6 +73,8 @@ class Trial(Job[Measurement], frozen=True, kw_only=True):
     worst_samples: tuple[int, ...] = ()
     is_loss_sum: bool = False
     ending_seconds: float | None = None
+    environment: dict[str, str] = msgspec.field(default_factory=dict)
+    round: int | None = None
 
     @property
     def deadlines(self) -> Deadlines:
@@ -127,12 +130,23 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
     what: CheckKind
     precision: Precision
     batch_size: int
+    accumulation_steps: int = 1
     pinned_modules: tuple[str, ...] = ()
     find_pins: bool = True
     seed: int = 0
     num_batches: int = 12
     memory_limit_bytes: int | None = None
     hold_heap: bool = False
+
+    @property
+    def candidate(self) -> Setting:
+        """What it is of."""
+        return Setting(
+            precision=self.precision,
+            batch_size=self.batch_size,
+            accumulation_steps=self.accumulation_steps,
+            pinned_modules=self.pinned_modules,
+        )
 
     def after(
         self, problem: Failure | AutotuneAmpError, so_far: Fidelity | Calibration | Accumulation | None

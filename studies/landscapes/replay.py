@@ -16,9 +16,8 @@ from autotune_amp.core.config import Precision
 from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity
 from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.outcome import CheckOutcome, Failure, Measurement, Outcome
-from autotune_amp.isolation.backend import Ability
-from autotune_amp.isolation.local import Isolation
-from autotune_amp.search.session import Clock
+from autotune_amp.isolation.backend import Ability, Slot
+from autotune_amp.search.budget import Budget
 from autotune_amp.trial.jobs import Check, Trial, is_hopeless, stop
 
 # Of a check of bf16 and of a calibration in real searches (num_passes in their outcomes.jsonl): of a check half are in
@@ -27,11 +26,11 @@ NUM_CHECK_PASSES = 31
 NUM_CALIBRATION_PASSES, NUM_HISTOGRAM_PASSES = 20, 3
 
 
-class ReplayClock(Clock):
+class ReplayBudget(Budget):
     """Moves only when told to."""
 
-    def __init__(self, budget_seconds: float = math.inf) -> None:
-        super().__init__(budget_seconds)
+    def __init__(self, seconds: float = math.inf) -> None:
+        super().__init__(seconds)
         self.now = 0.0
 
     def elapsed(self) -> float:
@@ -174,23 +173,18 @@ class Done(NamedTuple):
         return self.found
 
 
-class ReplayRunner:
-    """A `LocalBackend` that plays back whole recorded processes of a cell, drawn with replacement."""
+class ReplayBackend:
+    """A `Backend` that plays back whole recorded processes of a cell, drawn with replacement."""
 
-    def __init__(self, landscape: Landscape, clock: ReplayClock, seed: int) -> None:
+    def __init__(self, landscape: Landscape, budget: ReplayBudget, seed: int) -> None:
         self.landscape = landscape
-        self.isolation: Isolation = "forked"
+        self.abilities: frozenset[Ability] = frozenset({"check"})  # it builds nothing, so that it has nothing to share
+        self.slots = (Slot(landscape.header.hardware.device),)
         self.is_build_shared = False
         self.start_seconds: float | None = None
         self.is_started = False  # by a run of this round, which the next ones share a process with
-        self._clock = clock
+        self._budget = budget
         self._chance = random.Random(seed)
-
-    @property
-    def abilities(self) -> frozenset[Ability]:
-        """Trials and checks, as a template would run them."""
-        both: frozenset[Ability] = frozenset({"check"})
-        return both | {"share_build"} if self.isolation == "forked" else both
 
     def submit(self, job: Trial | Check) -> Done:
         """Play it back at once."""
@@ -204,7 +198,7 @@ class ReplayRunner:
             raise KeyError(f"{spec.candidate} was not recorded; the landscape has {there}.")
         process = self._chance.choice(self.landscape.cells[spec.candidate])
         played = play(process, spec, self.landscape.header, self._chance, is_started=self.is_started)
-        self._clock.now += played.seconds
+        self._budget.now += played.seconds
         if spec.is_miniature and isinstance(played.outcome, Measurement):  # a fresh process: the rest is in its outcome
             own_seconds = played.outcome.build_seconds + played.outcome.context_seconds
             self.start_seconds = 0.0 if self.is_started else self.landscape.header.start_seconds - own_seconds
@@ -217,22 +211,23 @@ class ReplayRunner:
         """
         seconds = check_seconds(self.landscape, spec)
         if spec.deadline_seconds is not None and seconds > spec.deadline_seconds:
-            self._clock.now += spec.deadline_seconds
+            self._budget.now += spec.deadline_seconds
             return Failure(kind="timeout", message="its time was up")
-        self._clock.now += seconds
+        self._budget.now += seconds
         return _all_well(spec)
 
     def keep(self) -> None:
-        self.isolation = "kept"
+        """Nothing is kept from job to job."""
 
-    def share_build(self, spec: Trial, deadline_seconds: float) -> str | None:  # noqa: ARG002 - the runner's
+    def share_build(self, job: Any, deadline_seconds: float) -> str | None:  # noqa: ARG002 - the backend's
         """A replay builds nothing, so that it has nothing to share."""
         return "it is a replay"
 
     def close(self) -> None:
-        """Nothing to end."""
+        """The next confirming process is a fresh one."""
+        self.is_started = False
 
-    def __enter__(self) -> ReplayRunner:
+    def __enter__(self) -> ReplayBackend:
         return self
 
     def __exit__(

@@ -19,8 +19,8 @@ from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.report.files import write_report
 from autotune_amp.report.progress import TerminalProgress
 from autotune_amp.report.terminal import print_recommendation
+from autotune_amp.search.decide import ranked_again
 from autotune_amp.search.folder import StudyFolder
-from autotune_amp.search.rerank import ranked_again
 
 HERE = Path(__file__).parent
 SHOWN = HERE.parent / "truth/results/bf16_cpu/mlp"

@@ -10,7 +10,8 @@ import msgspec
 from autotune_amp.core.config import Precision
 from autotune_amp.core.outcome import Measurement, Outcome
 from autotune_amp.core.setting import Setting
-from autotune_amp.search import explore, seeding
+from autotune_amp.search.stages import seeding
+from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.trial.jobs import Trial
 
 
@@ -24,12 +25,12 @@ class Patch(NamedTuple):
 
 def steps(low: int, high: int) -> Patch:
     """Search trials of these many steps."""
-    original = explore.search_spec
+    original = Conditions.search_trial
 
-    def search_spec(*args: Any) -> Trial:
+    def search_trial(*args: Any) -> Trial:
         return msgspec.structs.replace(original(*args), num_steps=(low, high))
 
-    return Patch(explore, "search_spec", search_spec)
+    return Patch(Conditions, "search_trial", search_trial)
 
 
 def climbing_within(share: float) -> Patch:

@@ -19,7 +19,8 @@ from truth import Rates, regret
 
 from autotune_amp.core.outcome import Measurement, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.search import confirm, explore, objective, seeding, study
+from autotune_amp.search import objective, study
+from autotune_amp.search.stages import confirm, explore, seeding, trials
 
 BUDGET_SECONDS = 110.0  # the default
 EVERY = 99  # sizes: more than there are
@@ -55,9 +56,9 @@ VARIANTS: dict[str, tuple[Patch, ...]] = {
     "8 idle suggestions": (Patch(explore, "MAX_IDLE_SUGGESTIONS", 8),),
     "4 steps": (steps(4, 4),),
     "8 steps": (steps(8, 8),),
-    "cut at 1.1": (Patch(explore, "CUT_RATIO", 1.1),),
-    "cut at 1.5": (Patch(explore, "CUT_RATIO", 1.5),),
-    "no cut": (Patch(explore, "CUT_RATIO", math.inf),),
+    "cut at 1.1": (Patch(trials, "CUT_RATIO", 1.1),),
+    "cut at 1.5": (Patch(trials, "CUT_RATIO", 1.5),),
+    "no cut": (Patch(trials, "CUT_RATIO", math.inf),),
     "2 rounds": (Patch(confirm, "NUM_ROUNDS", 2),),
     "3 rounds": (Patch(confirm, "NUM_ROUNDS", 3),),
     "does not borrow for the confirmation": (Patch(confirm, "_is_short", _never),),

@@ -9,7 +9,7 @@ from pathlib import Path
 import autotune_amp
 
 PACKAGE = Path(autotune_amp.__file__).parent
-CODE = ("search/*.py", "statistics.py", "trial/stopping.py")  # what decides a replayed search
+CODE = ("search/**/*.py", "core/intervals.py", "trial/jobs.py")  # what decides a replayed search
 
 
 def digest(package: Path = PACKAGE) -> str:

@@ -11,7 +11,7 @@ from landscape import PROCESSES_A_CELL, Landscape, Process
 from replay import play
 
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.confirm import MAX_STEPS, MEASURE_SECONDS
+from autotune_amp.search.stages.confirm import MAX_STEPS, MEASURE_SECONDS
 from autotune_amp.trial.jobs import Trial
 
 Rates = Mapping[Setting, float]

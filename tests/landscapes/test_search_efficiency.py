@@ -10,13 +10,13 @@ import ours
 import provenance
 import pytest
 import truth
+from autotune_amp.search.confirm import MEASURE_SECONDS
 from landscape import Landscape, forked_grid_seconds
 from made_landscape import HEADER, SETUP_SECONDS, START_SECONDS, failed, landscape, process
 from replay import ReplayClock, ReplayRunner
 from tables import NEVER, Play, Results, clustered, is_beyond_noise, mean_regret, of_one_code, paired
 
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.confirm import MEASURE_SECONDS
 
 FP32 = Setting(precision="fp32", batch_size=16)
 BF16 = Setting(precision="bf16", batch_size=16)

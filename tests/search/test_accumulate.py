@@ -9,19 +9,21 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_runner import accumulation, candidate
+from scripted_backend import accumulation, calibration, candidate, ledger_of
 from test_space import space as built
 from test_whole_search import HELD, Machine
 
-from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.core.config import AmpConfig, FallbackPlan
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.fidelity import Accumulation
 from autotune_amp.core.outcome import CheckOutcome, Failure, Record
 from autotune_amp.search import loss_scales
-from autotune_amp.search.accumulate import CHECK_SHARE, finding, is_offered, judge, judged, warnings
-from autotune_amp.search.choose import Decision, decide, finalists
-from autotune_amp.search.confirm import measure_fallbacks
+from autotune_amp.search.check_results import found_accumulation
+from autotune_amp.search.decide import Decision, decide
+from autotune_amp.search.explain import accumulation_warnings
 from autotune_amp.search.space import Space
+from autotune_amp.search.stages.checks import AccumulationCheck
+from autotune_amp.search.stages.trials import ACCUMULATION_SHARE
 
 KEPT: dict[str, Any] = {"precision": ["fp32", "bf16"], "about": {"batch_size": 64}}
 
@@ -34,14 +36,19 @@ def machine(folder: Path, found: CheckOutcome | None = None) -> Machine:
     return made
 
 
-def searched(on: Machine, folder: Path, where: Space) -> Decision:
+def judged(on: Machine, where: Space) -> Space:
+    """The space after the check."""
+    on.on(where).run(AccumulationCheck(on.searched.conditions))
+    return on.ledger.space
+
+
+def searched(on: Machine, where: Space) -> Decision:
     """The whole search after the check, with its confirmation."""
-    on.explore(where, folder, is_gated=True)
-    chosen = finalists(on.session.records, where, on.session.scales)
-    assert chosen is not None
-    measure_fallbacks(on.session, on.runner.as_runner, where, chosen.winner)
-    on.confirm(chosen)
-    return on.decide(where)
+    on.explore(where, is_checked=True)
+    assert on.ledger.finalists is not None
+    on.searched.measure_fallbacks()
+    on.confirm(on.ledger.finalists)
+    return on.decide()
 
 
 def record(outcome: CheckOutcome) -> Record:
@@ -57,14 +64,14 @@ def accumulating(where: Space) -> set[int]:
 
 def test_an_exact_accumulation_is_offered_and_checked_once(tmp_path: Path) -> None:
     on, where = machine(tmp_path), built(**KEPT)
-    assert judge(on.session, on.runner.as_runner, where) == where
-    assert judge(on.session, on.runner.as_runner, where) == where, "a resumed search reads its records"
-    (spec,) = on.runner.checks
+    assert judged(on, where) == where
+    assert judged(on, where) == where, "a resumed search reads its records"
+    (spec,) = on.searched.backend.checks
     assert (spec.what, spec.precision, spec.batch_size) == ("accumulation", "fp32", 16)
-    assert spec.deadline_seconds == pytest.approx(CHECK_SHARE * on.clock.budget_seconds)
-    assert on.session.trials == [], "a check is no trial"
+    assert spec.deadline_seconds == pytest.approx(ACCUMULATION_SHARE * on.searched.budget.seconds)
+    assert on.ledger.trials == [], "a check is no trial"
     on.oom_from = {"fp32": 64, "bf16": 64}
-    decision = searched(on, tmp_path, where)
+    decision = searched(on, where)
     assert (decision.config.precision, decision.config.batch_size, decision.config.accumulation_steps) == (
         "bf16",
         32,
@@ -87,12 +94,12 @@ def test_what_is_not_shown_to_be_exact_is_withheld_with_the_reason(
     tmp_path: Path, found: Accumulation | Failure
 ) -> None:
     on = machine(tmp_path, found)
-    where = judge(on.session, on.runner.as_runner, built(**KEPT))
+    where = judged(on, built(**KEPT))
     why = found.message if isinstance(found, Failure) else found.reason.rstrip(".")
     assert [str(c) for c in where.candidates] == ["fp32 batch 64", "bf16 batch 64"]
     assert [(e.precision, e.batch_size) for e in where.excluded] == [("fp32", 32), ("bf16", 32)], "no flood"
     assert all(why in e.reason and "all smaller" in e.reason for e in where.excluded)
-    decision = searched(on, tmp_path, where)
+    decision = searched(on, where)
     assert (decision.config.precision, decision.config.batch_size, decision.config.accumulation_steps) == (
         "bf16",
         64,
@@ -108,10 +115,10 @@ def test_what_is_not_shown_to_be_exact_is_withheld_with_the_reason(
 
 
 def test_where_nothing_would_accumulate_nothing_is_checked(tmp_path: Path) -> None:
-    on = machine(tmp_path, accumulation("inexact"))
     for where in (built(effective_batch_size="free"), built(batch_size="32:32"), built(about={"is_loop": True})):
-        assert judge(on.session, on.runner.as_runner, where) == where
-    assert on.runner.checks == []
+        on = machine(tmp_path, accumulation("inexact"))
+        assert judged(on, where) == where
+        assert on.searched.backend.checks == []
 
 
 def test_a_baseline_that_accumulates_stays_and_is_warned_of(tmp_path: Path) -> None:
@@ -119,11 +126,11 @@ def test_a_baseline_that_accumulates_stays_and_is_warned_of(tmp_path: Path) -> N
     on.base["bf16"] = 90.0
     on.oom_from = {"fp32": 64, "bf16": 64}
     space = built(precision=["fp32", "bf16"], effective_batch_size=64)
-    where = judge(on.session, on.runner.as_runner, space)
+    where = judged(on, space)
     assert where.baseline == candidate("fp32", 32, 2)
     assert accumulating(where) == set()
     assert [(e.precision, e.batch_size) for e in where.excluded] == [("fp32", 16), ("bf16", 32)]
-    decision = searched(on, tmp_path, where)
+    decision = searched(on, where)
     assert decision.config.accumulation_steps == 2
     assert decision.reason.startswith("Keep what you have")
     assert any("fp32 batch 32 x 2, accumulates: what runs today does not learn" in w for w in decision.warnings)
@@ -131,7 +138,7 @@ def test_a_baseline_that_accumulates_stays_and_is_warned_of(tmp_path: Path) -> N
 
 def test_a_baseline_that_may_or_may_not_learn_the_same(tmp_path: Path) -> None:
     on = machine(tmp_path, accumulation("unchecked"))
-    where = judge(on.session, on.runner.as_runner, built(effective_batch_size=64, batch_size="64:64"))
+    where = judged(on, built(effective_batch_size=64, batch_size="64:64"))
     assert any("may not learn what a batch of 64 learns" in note for note in where.notes)
     assert not any("left out" in note for note in where.notes), "it cost nothing"
 
@@ -153,11 +160,11 @@ def test_the_weighting_is_said_where_the_config_or_a_plan_accumulates(
     chosen = candidate("bf16", 64 // num_steps, num_steps)
     plan = FallbackPlan(precision="fp32", batch_size=64 // plan_steps, accumulation_steps=plan_steps)
     config = AmpConfig(precision="bf16", batch_size=chosen.batch_size, accumulation_steps=num_steps, fallback=(plan,))
-    said = warnings(built(**KEPT), chosen, config, accumulation(verdict))
+    said = accumulation_warnings(built(**KEPT), chosen, config, accumulation(verdict))
     assert said == ([f"The micro-batches are {verdict}. Do as {verdict} asks."] if is_said else [])
     is_done = verdict == "weighted"
     weighing = msgspec.structs.replace(built(**KEPT), weighs_passes=True)
-    assert warnings(weighing, chosen, config, accumulation(verdict)) == ([] if is_done else said)
+    assert accumulation_warnings(weighing, chosen, config, accumulation(verdict)) == ([] if is_done else said)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +176,7 @@ def test_a_request_that_needs_accumulation_is_an_error_where_it_is_withheld(
     on = machine(tmp_path, accumulation("inexact"))
     where = built(about=about, effective_batch_size=64, **options)
     with pytest.raises(InvalidRequestError) as raised:
-        judge(on.session, on.runner.as_runner, where)
+        judged(on, where)
     assert "keep the effective batch size 64" in raised.value.message
     assert "The micro-batches are inexact." in raised.value.message
     assert "--effective-batch-size free" in raised.value.next_step
@@ -180,11 +187,11 @@ def test_a_plan_to_step_down_to_is_split_only_where_that_is_exact(tmp_path: Path
     """A free search accumulates nothing, so that nobody has asked before the plan does."""
     on = machine(tmp_path, accumulation(verdict))
     on.oom_from = {"fp32": 64}
-    where = judge(on.session, on.runner.as_runner, built(precision=["fp32", "bf16"], effective_batch_size="free"))
-    assert on.runner.checks == []
-    decision = searched(on, tmp_path, where)
+    where = judged(on, built(precision=["fp32", "bf16"], effective_batch_size="free"))
+    assert on.searched.backend.checks == []
+    decision = searched(on, where)
     assert (decision.config.precision, decision.config.batch_size) == ("bf16", 64)
-    assert sum(spec.what == "accumulation" for spec in on.runner.checks) == 1
+    assert sum(spec.what == "accumulation" for spec in on.searched.backend.checks) == 1
     plans = [(plan.precision, plan.batch_size, plan.accumulation_steps) for plan in decision.config.plans]
     assert plans == ([("fp32", 32, 2)] if verdict == "mean" else [])
 
@@ -192,11 +199,14 @@ def test_a_plan_to_step_down_to_is_split_only_where_that_is_exact(tmp_path: Path
 @pytest.mark.parametrize(("verdict", "log2_scale"), [("mean", 14.0), ("sum", 13.0)])
 def test_trials_and_loss_scales_know_a_sum(tmp_path: Path, verdict: Any, log2_scale: float) -> None:
     on, tried = machine(tmp_path, accumulation(verdict)), candidate("fp16", 32, 2)
-    assert not on.session.spec(tried).is_loss_sum, "nobody has asked"
-    judge(on.session, on.runner.as_runner, built(**KEPT))
-    on.session.check(on.runner.as_runner, "calibration", tried)
-    assert on.session.spec(tried).is_loss_sum == (verdict == "sum")
-    scales = loss_scales.scales_of(on.session.scales, tried)
+    conditions = on.on(built(**KEPT)).conditions
+    assert not conditions.trial(on.ledger, tried).is_loss_sum, "nobody has asked"
+    judged(on, built(**KEPT))
+    on.ledger.append(
+        Record(search_id="s", number=9, candidate=tried, purpose="calibration", outcome=calibration(14.5), seconds=1.0)
+    )
+    assert conditions.trial(on.ledger, tried).is_loss_sum == (verdict == "sum")
+    scales = loss_scales.scales_of(on.ledger.scales, tried)
     assert scales is not None
     assert scales.preferred[0] == 2.0**log2_scale
 
@@ -205,13 +215,13 @@ def test_a_loop_has_no_plan_that_accumulates(tmp_path: Path) -> None:
     on = machine(tmp_path)
     on.oom_from = {"fp32": 64}
     where = built(precision=["fp32", "bf16"], effective_batch_size="free", about={"is_loop": True})
-    assert searched(on, tmp_path, where).config.plans == ()
-    assert not any(spec.what == "accumulation" for spec in on.runner.checks)
+    assert searched(on, where).config.plans == ()
+    assert not any(spec.what == "accumulation" for spec in on.searched.backend.checks)
 
 
 def test_a_changed_effective_batch_speaks_of_the_learning_rate_and_of_the_way_back() -> None:
     where = built(effective_batch_size="free", num_ranks=2)
-    (warning,) = warnings(where, candidate("fp32", 64), AmpConfig(precision="fp32", batch_size=64), None)
+    (warning,) = accumulation_warnings(where, candidate("fp32", 64), AmpConfig(precision="fp32", batch_size=64), None)
     assert "free to change: the optimizer sees 64 samples a step instead of 32" in warning
     assert "learning rate may need another look" in warning
     assert "--effective-batch-size 64 keeps them" in warning, "of two ranks with 32 each"
@@ -220,18 +230,19 @@ def test_a_changed_effective_batch_speaks_of_the_learning_rate_and_of_the_way_ba
 def test_few_divisors_are_said_with_the_neighbours_that_have_more() -> None:
     where = built(precision="fp32", about={"batch_size": 97}, num_ranks=2)
     config = AmpConfig(precision="fp32", batch_size=97)
-    (warning,) = warnings(where, where.baseline, config, None)
+    (warning,) = accumulation_warnings(where, where.baseline, config, None)
     assert "194 (97 on each of 2 ranks)" in warning
     assert "--effective-batch-size 192 or --effective-batch-size 200" in warning
-    withheld = judged(built(about={"batch_size": 94}), [record(accumulation("inexact"))])
-    assert warnings(withheld, withheld.baseline, config, None) == [], "other divisors would not help"
+    withheld = ledger_of([record(accumulation("inexact"))], built(about={"batch_size": 94})).space
+    assert accumulation_warnings(withheld, withheld.baseline, config, None) == [], "other divisors would not help"
 
 
 def test_no_time_is_no_finding(tmp_path: Path) -> None:
     on, where = machine(tmp_path), built(effective_batch_size="free")
-    on.clock.now = on.clock.budget_seconds
-    assert not is_offered(on.session, on.runner.as_runner, where)
-    assert on.session.records == []
+    on.on(where).budget.now = on.searched.budget.seconds
+    on.searched.measure_fallbacks()
+    assert not on.ledger.may_add_accumulation
+    assert on.ledger.records == ()
 
 
 def test_exploring_begins_at_the_baselines_batch_and_goes_down_by_divisors(tmp_path: Path) -> None:
@@ -239,11 +250,11 @@ def test_exploring_begins_at_the_baselines_batch_and_goes_down_by_divisors(tmp_p
     on = machine(tmp_path)
     on.base["fp16"] = 150.0  # each precision at 64 only once, and rates fall below it
     where = built(precision=["fp32", "bf16", "fp16"], about={"batch_size": 64})
-    on.explore(where, tmp_path)
-    tried = [str(r.candidate) for r in on.session.records if r.purpose == "search"]
+    on.explore(where)
+    tried = [str(r.candidate) for r in on.ledger.records if r.purpose == "search"]
     assert tried[:3] == ["fp32 batch 64", "bf16 batch 64", "fp16 batch 64"]
     assert "bf16 batch 32 x 2" in tried[3:], "the half of the best"
-    assert all(spec.candidate.effective_batch_size == 64 for spec in on.runner.specs)
+    assert all(spec.candidate.effective_batch_size == 64 for spec in on.searched.backend.specs)
 
 
 @given(
@@ -256,7 +267,7 @@ def test_a_loaders_batch_is_the_effective_batch_of_every_candidate(
     batch_size: int, verdict: Any, is_loop: bool, num_ranks: int
 ) -> None:
     where = built(about={"batch_size": batch_size, "is_loop": is_loop}, num_ranks=num_ranks)
-    left = judged(where, [record(accumulation(verdict))])
+    left = ledger_of([record(accumulation(verdict))], where).space
     assert {c.effective_batch_size for c in (*left.candidates, left.baseline)} == {batch_size}
     is_withheld = is_loop or verdict in ("inexact", "unchecked")
     assert left.candidates
@@ -266,24 +277,16 @@ def test_a_loaders_batch_is_the_effective_batch_of_every_candidate(
 
 
 def test_a_search_that_was_not_asked_has_no_finding() -> None:
-    assert finding([]) is None
-    found = finding([record(Failure(kind="timeout", message="too long")), record(accumulation("sum"))])
+    assert found_accumulation([]) is None
+    found = found_accumulation([record(Failure(kind="timeout", message="too long")), record(accumulation("sum"))])
     assert isinstance(found, Accumulation)
     assert found.verdict == "sum", "the latest counts"
 
 
 def test_a_finished_search_is_judged_from_its_records_alone(tmp_path: Path) -> None:
     on = machine(tmp_path, accumulation("inexact"))
-    where = judge(on.session, on.runner.as_runner, built(**KEPT))
-    before = searched(on, tmp_path, where)
-    again = judged(built(**KEPT), on.session.records)
-    assert again == where
-    after = decide(
-        on.session.records,
-        again,
-        environment=HELD,
-        loss_scale=LossScale(),
-        exclusions=on.session.exclusions(again),
-        scales=on.session.scales,
-    )
-    assert after == before
+    where = judged(on, built(**KEPT))
+    before = searched(on, where)
+    again = ledger_of(on.ledger.records, built(**KEPT), on.ledger.scales)
+    assert again.space == where
+    assert decide(again, environment=HELD) == before

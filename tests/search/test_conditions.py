@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from scripted_runner import ScriptedClock, candidate, described, hardware, measured, session
+from scripted_backend import candidate, described, hardware, ledger_of, measured
 
-from autotune_amp.core.config import LossScale
 from autotune_amp.core.outcome import SampleSizes
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.conditions import ending_doubts, memory_doubts, memory_evidence
-from autotune_amp.search.evidence import Runs, gather
+from autotune_amp.search.evidence import Runs, gather, memory_evidence
+from autotune_amp.search.explain import ending_doubts, memory_doubts
+from autotune_amp.search.space import Space
+from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.trial.jobs import Trial
 
 LARGEST = tuple(range(512))
@@ -72,7 +72,7 @@ def test_what_the_confirmation_ran_beside_the_steps_is_told() -> None:
         ),
         rounds=(0, 1, 2),
     )
-    found = gather([], runs, runs, {}, LossScale(), described(has_worst_batch=True))
+    found = gather(ledger_of([], Space(candidates=(), baseline=tried)), runs, runs, {}, described(has_worst_batch=True))
     assert found.memory is not None
     assert (found.memory.has_evaluation, found.memory.has_checkpoint) == (True, False)
     assert (found.evaluation_seconds, found.checkpoint_seconds) == (2.0, None)
@@ -92,7 +92,8 @@ def spec(tried: Setting) -> Trial:
     return Trial(candidate=tried, device="cpu")
 
 
-def test_trials_are_given_as_many_of_the_largest_samples_as_their_batch_holds(tmp_path: Path) -> None:
-    ours = session(tmp_path, ScriptedClock(10.0), hardware({"fp32": 1.0}), description=described(sample_sizes=SIZES))
-    assert ours.spec(candidate("fp32", 8)).worst_samples == LARGEST[:8]
-    assert ours.spec(candidate("fp32", 64, 2), purpose="confirm").worst_samples == LARGEST[:64]
+def test_trials_are_given_as_many_of_the_largest_samples_as_their_batch_holds() -> None:
+    ledger = ledger_of([], Space(candidates=(), baseline=candidate("fp32", 8)))
+    ours = Conditions(hardware=hardware({"fp32": 1.0}), memory_limit_bytes=1, description=described(sample_sizes=SIZES))
+    assert ours.trial(ledger, candidate("fp32", 8)).worst_samples == LARGEST[:8]
+    assert ours.trial(ledger, candidate("fp32", 64, 2), purpose="confirm").worst_samples == LARGEST[:64]

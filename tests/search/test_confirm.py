@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from pathlib import Path
-
 import msgspec
 import pytest
-from scripted_runner import (
+from scripted_backend import (
     SETUP_SECONDS,
-    ScriptedClock,
-    ScriptedRunner,
+    ScriptedSearch,
     candidate,
     described,
-    hardware,
     measured,
-    session,
 )
 
 from autotune_amp.core.outcome import Outcome
-from autotune_amp.search.choose import Shortlist
-from autotune_amp.search.confirm import ENDING_SHARE, MIN_ROUNDS, Processes, confirm
+from autotune_amp.search.budget import CONFIRM_SHARE
 from autotune_amp.search.evidence import confirm_runs
-from autotune_amp.search.session import CONFIRM_SHARE
+from autotune_amp.search.ledger import Shortlist
+from autotune_amp.search.space import Space
+from autotune_amp.search.stages.confirm import ENDING_SHARE, MIN_ROUNDS
 from autotune_amp.trial.jobs import Trial
 
 BF16, FP32 = candidate("bf16", 32), candidate("fp32", 32)
@@ -31,68 +26,67 @@ BUDGET_SECONDS = 40.0
 ENDING_SECONDS = ENDING_SHARE * CONFIRM_SHARE * BUDGET_SECONDS
 
 
-class Machine(ScriptedRunner):
+class Machine:
     """Whose workload evaluates for `evaluation_seconds` wherever it is asked to."""
 
-    def __init__(self, folder: Path, evaluation_seconds: float | None) -> None:
-        self.clock = ScriptedClock(BUDGET_SECONDS)
+    def __init__(self, evaluation_seconds: float | None) -> None:
         self.evaluation_seconds = evaluation_seconds
         self.process_seconds = 0.0
-        super().__init__(self.answered, self.clock)
+        space = Space(candidates=(BF16, FP32), baseline=FP32)
         description = described(has_ending=evaluation_seconds is not None)
-        self.session = session(folder, self.clock, hardware({"fp32": 1.0, "bf16": 2.0}), description=description)
-        for tried in (BF16, FP32):
-            self.session.run(self.as_runner, self.session.spec(tried))
+        self.searched = ScriptedSearch(space, self.answered, BUDGET_SECONDS, description=description)
+        self.searched.measure(BF16, FP32)
+        self.ledger, self.budget = self.searched.ledger, self.searched.budget
 
     def answered(self, spec: Trial) -> Outcome:
         found = measured(spec, 2000.0 if spec.candidate == BF16 else 1000.0)
-        self.clock.now += self.process_seconds
+        self.searched.budget.now += self.process_seconds
         if spec.ending_seconds is None:
             return found
         assert self.evaluation_seconds is not None
         seconds = min(self.evaluation_seconds, spec.ending_seconds)
-        self.clock.now += seconds
+        self.searched.budget.now += seconds
         problem = None if seconds == self.evaluation_seconds else "evaluate did not end"
         return msgspec.structs.replace(found, ending_seconds=seconds, ending_problem=problem)
 
     def confirm(self) -> list[Trial]:
-        """The specs that are run for it."""
-        num_before = len(self.specs)
-        self.start_seconds = SETUP_SECONDS + self.process_seconds
-        processes = Processes(lambda _: nullcontext(self.as_runner), self.start_seconds)
-        confirm(self.session, processes, Shortlist(BF16, None, FP32), HEAP)
-        return self.specs[num_before:]
+        """The trials that are run for it."""
+        num_before = len(self.searched.backend.specs)
+        start_seconds = SETUP_SECONDS + self.process_seconds
+        self.searched.confirm(Shortlist(BF16, None, FP32), HEAP, start_seconds)
+        return self.searched.backend.specs[num_before:]
 
 
 @pytest.mark.parametrize("evaluation_seconds", [0.5, 8.0, 1000.0])
-def test_an_evaluation_leaves_time_for_the_rounds(tmp_path: Path, evaluation_seconds: float) -> None:
-    machine = Machine(tmp_path, evaluation_seconds)
+def test_an_evaluation_leaves_time_for_the_rounds(evaluation_seconds: float) -> None:
+    machine = Machine(evaluation_seconds)
     given = [spec for spec in machine.confirm() if spec.ending_seconds is not None]
     assert [(spec.candidate, spec.purpose) for spec in given] == [(BF16, "confirm"), (FP32, "confirm")]
     assert given[0].ending_seconds == ENDING_SECONDS
     assert given[1].ending_seconds == max(0.0, ENDING_SECONDS - evaluation_seconds)
     for tried, environment in ((BF16, HEAP), (FP32, {})):
-        assert confirm_runs(machine.session.records, tried, environment).num_confirming >= MIN_ROUNDS
-    assert machine.clock.now <= BUDGET_SECONDS
+        assert confirm_runs(machine.ledger.records, tried, environment).num_confirming >= MIN_ROUNDS
+    assert machine.budget.now <= BUDGET_SECONDS
 
 
-def test_what_went_wrong_once_is_not_tried_again_by_a_search_that_goes_on(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, 8.0)
+def test_what_went_wrong_once_is_not_tried_again_by_a_search_that_goes_on() -> None:
+    machine = Machine(8.0)
     machine.confirm()
-    kept = [r for r in machine.session.records if r.round in (None, 0)]
-    machine.session.records[:] = kept
+    kept = [r for r in machine.ledger.records if r.round in (None, 0)]
+    machine.ledger.records = tuple(kept)
+    machine.ledger._forget()
     assert all(spec.ending_seconds is None for spec in machine.confirm())
 
 
-def test_a_workload_without_either_is_asked_for_neither(tmp_path: Path) -> None:
-    specs = Machine(tmp_path, None).confirm()
+def test_a_workload_without_either_is_asked_for_neither() -> None:
+    specs = Machine(None).confirm()
     assert {spec.ending_seconds for spec in specs} == {None}
 
 
-def test_what_the_search_left_over_confirms_both_and_no_more(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, None)
+def test_what_the_search_left_over_confirms_both_and_no_more() -> None:
+    machine = Machine(None)
     machine.process_seconds = 0.1 * BUDGET_SECONDS  # their share holds four processes, of the seven that it takes
     machine.confirm()
     for tried, environment in ((BF16, HEAP), (FP32, {})):
-        assert confirm_runs(machine.session.records, tried, environment).num_confirming == MIN_ROUNDS
-    assert CONFIRM_SHARE * BUDGET_SECONDS < machine.clock.now <= BUDGET_SECONDS
+        assert confirm_runs(machine.ledger.records, tried, environment).num_confirming == MIN_ROUNDS
+    assert CONFIRM_SHARE * BUDGET_SECONDS < machine.budget.now <= BUDGET_SECONDS

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 import pytest
-from scripted_runner import ScriptedClock, ScriptedRunner, candidate, hardware, measured, session
+from scripted_backend import ScriptedSearch, candidate, ledger_of, measured
 
-from autotune_amp.core.config import LossScale
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.choose import measured_speeds
-from autotune_amp.search.evidence import best_runs, confirm_runs, failures, gather
-from autotune_amp.search.explore import NUM_REPEATED, NUM_SEARCH_PROCESSES, explore, next_repeat
-from autotune_amp.search.session import Session
+from autotune_amp.search.check_results import failures
+from autotune_amp.search.evidence import best_runs, confirm_runs, gather
+from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.space import Space
-from autotune_amp.search.study import Study
+from autotune_amp.search.stages.explore import NUM_REPEATED, NUM_SEARCH_PROCESSES, next_repeat
 from autotune_amp.trial.jobs import NUM_STEPS_BEFORE_CUT, Trial
 
 
@@ -30,11 +26,15 @@ def tried(rates: list[tuple[Setting, float]]) -> list[Record]:
     ]
 
 
+def known(records: list[Record]) -> Ledger:
+    return ledger_of(records, Space(candidates=(), baseline=candidate("fp32", 32)))
+
+
 def test_the_fastest_are_measured_again_one_after_the_other() -> None:
     rates = {16: 50.0, 32: 90.0, 64: 100.0, 128: 95.0}
     records = tried([(candidate("fp32", size), rate) for size, rate in rates.items()])
     again = []
-    while (found := next_repeat(records, {})) is not None:
+    while (found := next_repeat(known(records))) is not None:
         again.append(found.batch_size)
         records += tried([(found, rates[found.batch_size])])
     assert sorted(again) == [32, 64, 128]
@@ -44,59 +44,56 @@ def test_one_that_was_only_lucky_gives_way_to_another() -> None:
     sizes = {8: 100.0, 16: 90.0, 32: 80.0, 64: 70.0}
     records = tried([(candidate("fp32", size), rate) for size, rate in sizes.items()])
     records += tried([(candidate("fp32", 8), 10.0)])  # a median of 55
-    assert next_repeat(records, {}) in {candidate("fp32", size) for size in (16, 32, 64)}
-    assert next_repeat([*records, *tried([(candidate("fp32", size), sizes[size]) for size in (16, 32)])], {}) == (
+    assert next_repeat(known(records)) in {candidate("fp32", size) for size in (16, 32, 64)}
+    assert next_repeat(known([*records, *tried([(candidate("fp32", size), sizes[size]) for size in (16, 32)])])) == (
         candidate("fp32", 64)
     )
 
 
 def test_what_is_far_slower_is_left_alone() -> None:
     records = tried([(candidate("fp32", 32), 100.0), (candidate("bf16", 32), 40.0)])
-    assert next_repeat(records, {}) == candidate("fp32", 32)
-    assert next_repeat([*records, *tried([(candidate("fp32", 32), 100.0)])], {}) is None
+    assert next_repeat(known(records)) == candidate("fp32", 32)
+    assert next_repeat(known([*records, *tried([(candidate("fp32", 32), 100.0)])])) is None
 
 
 def test_what_failed_or_ran_as_found_is_not_measured_again() -> None:
     as_found = Setting(precision="fp32", batch_size=64, as_found=True)
     records = tried([(as_found, 100.0), (candidate("fp32", 32), 90.0)])
     records.append(record(9, candidate("fp32", 32), Failure(kind="crash", message="it died")))
-    assert next_repeat(records, {}) is None
+    assert next_repeat(known(records)) is None
 
 
 def test_other_numbers_of_loader_workers_are_not_measured_again() -> None:
     with_workers = Setting(precision="fp32", batch_size=32, num_workers=2)
     records = tried([(candidate("fp32", 32), 100.0), (candidate("fp32", 32), 90.0), (with_workers, 300.0)])
-    assert next_repeat(records, {}) is None
+    assert next_repeat(known(records)) is None
 
 
 def test_a_stall_while_measuring_again_does_not_rule_out_what_was_measured() -> None:
     records = tried([(candidate("fp32", 64), 100.0), (candidate("fp32", 32), 90.0)])
     records.append(record(9, candidate("fp32", 64), Failure(kind="timeout", message="still after step 3")))
     assert failures(records) == {}
-    assert candidate("fp32", 64) in measured_speeds(records)
+    assert candidate("fp32", 64) in known(records).measured
     alone = record(10, candidate("fp32", 128), Failure(kind="timeout", message="still after step 3"))
     assert set(failures([*records, alone])) == {candidate("fp32", 128)}
 
 
-def searched(folder: Path, budget_seconds: float, rate: float) -> Session:
-    clock = ScriptedClock(budget_seconds)
-    runner = ScriptedRunner(lambda spec: measured(spec, rate * spec.candidate.batch_size**0.1), clock)
-    made = session(folder, clock, hardware({"fp32": 1.0}))
+def searched(budget_seconds: float, rate: float) -> ScriptedSearch:
     space = Space(candidates=tuple(candidate("fp32", size) for size in (8, 16, 32, 64)), baseline=candidate("fp32", 32))
-    with Study.open("sqlite://", "explored", space, search_id="scripted-1") as study:
-        explore(made, runner.as_runner, space, study, None)
+    made = ScriptedSearch(space, lambda spec: measured(spec, rate * spec.candidate.batch_size**0.1), budget_seconds)
+    made.explore()
     return made
 
 
-def test_with_time_everything_is_looked_at_and_the_fastest_repeated(tmp_path: Path) -> None:
-    found = searched(tmp_path, 110.0, rate=10_000.0)
+def test_with_time_everything_is_looked_at_and_the_fastest_repeated() -> None:
+    found = searched(110.0, rate=10_000.0)
     sizes = [r.candidate.batch_size for r in found.records]
     assert set(sizes) == {8, 16, 32, 64}
     assert sorted(sizes.count(size) for size in set(sizes))[-NUM_REPEATED:] == [NUM_SEARCH_PROCESSES] * NUM_REPEATED
 
 
-def test_without_time_nothing_is_run_for_certainty_alone(tmp_path: Path) -> None:
-    found = searched(tmp_path, 30.0, rate=16.0)  # a trial takes most of what there is
+def test_without_time_nothing_is_run_for_certainty_alone() -> None:
+    found = searched(30.0, rate=16.0)  # a trial takes most of what there is
     sizes = [r.candidate.batch_size for r in found.records]
     assert len(sizes) == len(set(sizes)) < 4
 
@@ -112,7 +109,7 @@ def test_what_the_search_saw_of_the_machines_drift_widens_the_promise(
 
     def promised(records: list[Record]) -> tuple[float, float]:
         runs = confirm_runs(records, candidate("fp32", 32), {})
-        return gather(records, runs, runs, {}, LossScale()).samples_per_second_interval
+        return gather(known(records), runs, runs, {}).samples_per_second_interval
 
     confirming = [
         msgspec.structs.replace(r, purpose="confirm", round=r.number)
@@ -139,7 +136,7 @@ def test_without_a_round_in_common_the_speed_up_holds_what_both_promises_allow()
     ours, theirs = candidate("fp32", 64), candidate("fp32", 32)
     records = tried([(ours, 150.0), (theirs, 100.0)])
     chosen, baseline = (best_runs(records, c, {}) for c in (ours, theirs))
-    evidence = gather(records, chosen, baseline, {}, LossScale())
+    evidence = gather(known(records), chosen, baseline, {})
     (low, high), promised = evidence.samples_per_second_interval, evidence.baseline.samples_per_second_interval
     assert promised is not None
     assert evidence.speedup == pytest.approx(1.5)

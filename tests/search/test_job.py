@@ -3,10 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_choose import FP32, Log, at, decided
+from test_decide import FP32, Log, at, decided
 
 from autotune_amp.core.explain import job_line
-from autotune_amp.search.job import job
+from autotune_amp.search.decide import cost_of_training
 from autotune_amp.search.options import SearchOptions
 
 DECISION = decided(
@@ -15,7 +15,7 @@ DECISION = decided(
 
 
 def made(**options: Any) -> Any:
-    return job(DECISION.config, DECISION.evidence, SearchOptions.from_user(**options))
+    return cost_of_training(DECISION.config, DECISION.evidence, SearchOptions.from_user(**options))
 
 
 def test_without_a_length_there_is_no_job() -> None:
@@ -48,7 +48,7 @@ def test_samples_over_several_ranks_end_in_a_whole_step() -> None:
 
 def test_a_baseline_without_a_number_has_no_hours() -> None:
     alone = decided(Log().add(at("bf16", 64), 200.0))
-    found = job(alone.config, alone.evidence, SearchOptions.from_user(steps=10))
+    found = cost_of_training(alone.config, alone.evidence, SearchOptions.from_user(steps=10))
     assert found is not None
     assert found.baseline_hours is None
     assert "as it runs today" not in job_line(found)

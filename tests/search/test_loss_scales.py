@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from scripted_runner import accumulation, calibration, candidate
+from scripted_backend import accumulation, calibration, candidate
 
 from autotune_amp.core.config import LossScale
 from autotune_amp.core.fidelity import Calibration

@@ -1,21 +1,19 @@
 from __future__ import annotations
 
 import pytest
-from scripted_runner import calibration, fidelity
-from test_choose import FP16, FP32, HEAP, OOM, Log, at, decided, measured
+from scripted_backend import calibration, fidelity, ledger_of, shortlist
+from test_decide import FP16, FP32, HEAP, OOM, Log, at, decided, measured
 
 from autotune_amp.core.config import LossScale
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import Objective
 from autotune_amp.core.outcome import Measurement
-from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.choose import finalists, shortlist
-from autotune_amp.search.explore import smaller_seed
-from autotune_amp.search.gate import Calibrate, Hold, next_todo
 from autotune_amp.search.loss_scales import calibrated, loss_scale
 from autotune_amp.search.objective import Merit, keeps_baseline, least_speed, rank, rank_for
 from autotune_amp.search.space import Space
+from autotune_amp.search.stages.checks import Calibrate, Compare, next_todo
+from autotune_amp.search.stages.explore import smaller_seed
 
 SMALL, SLOW = at("bf16", 8), at("bf16", 4)
 BIG = at("bf16", 64)
@@ -188,11 +186,11 @@ def test_what_may_win_is_what_is_checked_and_confirmed(objective: Objective, win
     chosen = shortlist(log.records, FP32, None, objective)
     assert chosen is not None
     assert chosen.winner == winner
-    todo = next_todo(log.records, where, {}, objective)
-    assert isinstance(todo, Hold)
-    assert todo.candidate.precision == "bf16"
+    todo = next_todo(ledger_of(log.records, where, None, objective))
+    assert isinstance(todo, Compare)
+    assert todo.setting.precision == "bf16"
     log.add(at("bf16", 8), fidelity("bf16"), "fidelity")
-    confirming = finalists(log.records, where, None, objective)
+    confirming = ledger_of(log.records, where, None, objective).finalists
     assert confirming is not None
     assert confirming.winner == winner
 
@@ -201,22 +199,20 @@ def test_fp16_that_may_win_by_memory_is_calibrated_however_slow() -> None:
     low = at("fp16", 8)
     log = searched().add(low, took(100, 50)).add(at("bf16", 8), fidelity("bf16"), "fidelity")
     where = Space(candidates=(FP32, SMALL, BIG, low), baseline=FP32)
-    assert next_todo(log.records, where, {}) is None
-    assert next_todo(log.records, where, {}, "memory") == Calibrate(low)
+    assert next_todo(ledger_of(log.records, where)) is None
+    assert next_todo(ledger_of(log.records, where, None, "memory")) == Calibrate(low)
 
 
 def test_a_search_for_memory_tries_smaller_batches_until_they_are_too_slow() -> None:
     sizes = {b: at("bf16", b) for b in (4, 8, 16, 32, 64)}
     where = Space(candidates=(FP32, *sizes.values()), baseline=FP32)
     log = Log().add(FP32, took(100, 400)).add(sizes[64], took(300, 500)).add(sizes[32], took(200, 300))
-    assert smaller_seed(log.records, where, {}, ()) == sizes[16]
+    assert smaller_seed(ledger_of(log.records, where, None, "memory")) == sizes[16]
     log.add(sizes[16], took(150, 200))
-    assert smaller_seed(log.records, where, {}, ()) == sizes[8]
-    ruled_out = Exclusion(precision="bf16", batch_size=8, reason="so it is")
-    assert smaller_seed(log.records, where, {}, [ruled_out]) == sizes[4]
+    assert smaller_seed(ledger_of(log.records, where, None, "memory")) == sizes[8]
     log.add(sizes[8], took(90, 100))
-    assert smaller_seed(log.records, where, {}, ()) is None
-    assert smaller_seed([], where, {}, ()) is None
+    assert smaller_seed(ledger_of(log.records, where, None, "memory")) is None
+    assert smaller_seed(ledger_of([], where, None, "memory")) is None
 
 
 def test_foretold_skips_are_held_only_against_runs_with_the_same_scale() -> None:

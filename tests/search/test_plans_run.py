@@ -7,8 +7,8 @@ from random import Random
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_runner import accumulation
-from test_choose import Log, at, decided
+from scripted_backend import accumulation
+from test_decide import Log, at, decided
 
 from autotune_amp.core.config import Precision
 from autotune_amp.runtime.controller import PrecisionController

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from scripted_runner import ScriptedClock, ScriptedRunner, all_well, hardware, measured, session
+from scripted_backend import ScriptedSearch, all_well, hardware, measured
 
 from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import InvalidRequestError, StudyError
@@ -16,18 +16,13 @@ from autotune_amp.core.fidelity import Calibration
 from autotune_amp.core.outcome import CheckOutcome, Description, Outcome
 from autotune_amp.core.recommendation import Fingerprint, Recommendation, SearchSummary
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.choose import finalists
-from autotune_amp.search.confirm import Processes, confirm
-from autotune_amp.search.explore import explore, search_spec
-from autotune_amp.search.flow import cached_answer
+from autotune_amp.search.cache import cached_answer
+from autotune_amp.search.decide import ranked_again, recommend, rerank
 from autotune_amp.search.folder import StudyFolder
-from autotune_amp.search.gate import pass_gate
 from autotune_amp.search.loss_scales import scales_of
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.rerank import ranked_again, recommend, rerank
 from autotune_amp.search.space import build_space
-from autotune_amp.search.study import Study
 from autotune_amp.trial.jobs import Check, Trial
 
 HELD = {"MALLOC_TRIM_THRESHOLD_": "2147483647"}
@@ -70,30 +65,25 @@ def check(spec: Check) -> CheckOutcome:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recommendation, StudyFolder]:
     """A search for speed, confirmed and saved."""
-    folder, clock = tmp_path_factory.mktemp("studies"), ScriptedClock(300.0)
+    folder = tmp_path_factory.mktemp("studies")
     device = hardware({"fp32": 1.0, "tf32": None, "bf16": 2.0, "fp16": 2.0, "fp8": None})
-    ours = session(folder, clock, device)
-    runner = ScriptedRunner(answer, clock, check_answer=check).as_runner
     space = build_space(device, WORKLOAD, OPTIONS)
+    ours = ScriptedSearch(space, answer, 300.0, check_answer=check, device=device, folder=folder)
+    ours.storage = "sqlite://"  # a commit to a file takes its time
+    ours.explore(is_checked=True)
+    assert ours.ledger.finalists is not None
+    ours.confirm(ours.ledger.finalists, HELD)
     study_folder = StudyFolder(str(folder), "scripted")
-    with Study.open("sqlite:///:memory:", "scripted", space, search_id="scripted-1", judge=ours.judge) as study:
-        explore(ours, runner, space, study, None)
-        pass_gate(ours, runner, space, study, search_spec)
-    chosen = finalists(ours.records, space, ours.scales)
-    assert chosen is not None
-    processes = Processes(lambda held: ScriptedRunner(answer, clock, held).as_runner, start_seconds=1.0)
-    confirm(ours, processes, chosen, HELD)
     found = recommend(
-        ours.records,
-        space,
+        ours.ledger,
         options=OPTIONS,
-        scales=ours.scales,
         environment=HELD,
         hardware=device,
         workload=WORKLOAD,
+        is_budget_spent=False,
         search=SearchSummary(
             study="scripted",
-            num_trials=len(ours.trials),
+            num_trials=len(ours.ledger.trials),
             num_failures=0,
             seconds=1.0,
             search_id="scripted-1",
@@ -104,7 +94,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recommendation, 
     )
     study_folder.save(found)
     config = found.config
-    scales = scales_of(ours.scales, Setting(precision="fp16", batch_size=config.batch_size))
+    scales = scales_of(ours.ledger.scales, Setting(precision="fp16", batch_size=config.batch_size))
     assert scales is not None
     assert config.loss_scale is not None
     assert (config.loss_scale.init_scale, config.loss_scale.growth_interval) not in scales.seeds, "what only TPE found"
@@ -228,8 +218,8 @@ def test_a_line_that_is_being_written_is_left_alone(finished: tuple[Recommendati
 
 def test_a_plain_cached_answer_imports_nothing_for_it() -> None:
     program = (
-        "import sys, autotune_amp.search.flow\n"
-        "heavy = {'rich', 'optuna', 'filelock', 'numpy', 'torch', 'autotune_amp.search.rerank', "
+        "import sys, autotune_amp.search.cache\n"
+        "heavy = {'rich', 'optuna', 'filelock', 'numpy', 'torch', 'autotune_amp.search.decide', "
         "'autotune_amp.search.choose'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )

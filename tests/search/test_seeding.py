@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware, Level
 from autotune_amp.core.outcome import Failure, FailureKind, Measurement, Outcome
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.seeding import (
-    exclusions,
+from autotune_amp.search.space import Space, excluded_by_outcomes, without
+from autotune_amp.search.stages.seeding import (
     fit_memory,
     fit_step_time,
     next_look,
     next_seed,
     smallest_on_plateau,
 )
-from autotune_amp.search.space import Space, without
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,7 +82,7 @@ def run(
     outcomes: dict[Setting, Outcome] = {}
     while (seed := next_seed(device, found, outcomes, limit)) is not None:
         assert seed not in outcomes
-        assert seed in (found.baseline, *without(found.candidates, exclusions(found, outcomes)))
+        assert seed in (found.baseline, *without(found.candidates, excluded_by_outcomes(found, outcomes)))
         outcomes[seed] = measure(seed)
     return outcomes
 
@@ -95,7 +94,7 @@ def look(
     looked = []
     while (candidate := next_look(found, outcomes, limit)) is not None:
         assert candidate not in outcomes
-        assert candidate in without(found.candidates, exclusions(found, outcomes))
+        assert candidate in without(found.candidates, excluded_by_outcomes(found, outcomes))
         outcomes[candidate] = measure(candidate)
         looked.append(candidate)
     return looked
@@ -187,14 +186,14 @@ def test_the_climb_ends_where_doubling_gains_next_to_nothing(gain: float) -> Non
 def test_a_hopeless_precision_is_excluded_with_its_number_and_left_alone() -> None:
     outcomes = run(saturating({"fp32": 0.001, "tf32": 0.002, "bf16": 0.002, "fp16": 0.05}, overhead=0.0))
     assert [c for c in outcomes if c.precision == "fp16"] == [at("fp16", 32)]
-    (exclusion,) = exclusions(space(), outcomes)
+    (exclusion,) = excluded_by_outcomes(space(), outcomes)
     assert (exclusion.precision, exclusion.batch_size) == ("fp16", None)
     assert exclusion.reason == "fp16 is 50 times slower than fp32 at batch 32"
 
 
 def test_four_times_slower_is_not_hopeless() -> None:
     outcomes: dict[Setting, Outcome] = {at("fp32", 32): measured(100.0), at("bf16", 32): measured(25.0)}
-    assert exclusions(space(), outcomes) == ()
+    assert excluded_by_outcomes(space(), outcomes) == ()
 
 
 @pytest.mark.parametrize("kind", ["unsupported", "crash", "workload_error", "nonfinite", "timeout"])
@@ -215,12 +214,12 @@ def test_a_precision_that_does_not_run_gets_one_try(kind: FailureKind) -> None:
     ],
 )
 def test_what_a_failure_rules_out(kind: FailureKind, expected: set[tuple[str, int | None]]) -> None:
-    found = exclusions(space(), {at("fp16", 32): failed(kind)})
+    found = excluded_by_outcomes(space(), {at("fp16", 32): failed(kind)})
     assert {(e.precision, e.batch_size) for e in found} == expected
 
 
 def test_a_size_that_is_not_supported_leaves_the_others_of_a_precision_that_ran() -> None:
-    assert exclusions(space(), {at("fp16", 32): measured(10.0), at("fp16", 64): failed("unsupported")}) == ()
+    assert excluded_by_outcomes(space(), {at("fp16", 32): measured(10.0), at("fp16", 64): failed("unsupported")}) == ()
 
 
 def test_out_of_memory_at_the_middle_steps_down() -> None:
@@ -241,7 +240,7 @@ def test_what_the_memory_model_puts_over_the_limit_is_skipped_but_not_excluded()
     fine = saturating(dict.fromkeys(PRECISIONS, 0.001), overhead=1.0)
     outcomes = run(fine, found=space(("fp32",)), limit=100 + 128)
     assert max(c.batch_size for c in outcomes) == 128
-    assert exclusions(space(("fp32",)), outcomes) == ()
+    assert excluded_by_outcomes(space(("fp32",)), outcomes) == ()
     assert max(c.batch_size for c in run(fine, found=space(("fp32",)))) == 512
 
 

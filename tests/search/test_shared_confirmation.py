@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import msgspec
 import pytest
-from scripted_runner import ScriptedClock, ScriptedRunner, candidate, described, hardware, measured, session
+from scripted_backend import (
+    ScriptedBackend,
+    ScriptedBudget,
+    ScriptedSearch,
+    candidate,
+    described,
+    hardware,
+    ledger_of,
+    measured,
+)
 
-from autotune_amp.core.config import LossScale
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.backend import Backend
 from autotune_amp.isolation.local import Isolation
-from autotune_amp.search.building import confirming_runners
-from autotune_amp.search.choose import Shortlist
-from autotune_amp.search.confirm import MIN_ROUNDS, NUM_ROUNDS, confirm, reserved_seconds
+from autotune_amp.search.budget import CONFIRM_SHARE
 from autotune_amp.search.evidence import confirm_runs, gather, were_processes_shared
+from autotune_amp.search.ledger import Shortlist
 from autotune_amp.search.options import SearchOptions
-from autotune_amp.search.session import CONFIRM_SHARE
+from autotune_amp.search.progress import Progress
+from autotune_amp.search.sharing import confirming_processes
+from autotune_amp.search.space import Space
+from autotune_amp.search.stages.confirm import MIN_ROUNDS, NUM_ROUNDS, Confirm, reserved_seconds
 from autotune_amp.trial.jobs import Trial
 
 BF16, LARGER, FP32 = candidate("bf16", 32), candidate("bf16", 64), candidate("fp32", 32)
@@ -29,17 +38,17 @@ SPEEDS = {BF16: 2000.0, LARGER: 1950.0, FP32: 1000.0}
 RUN_SECONDS = 2.5
 
 
-class Card(ScriptedRunner):
+class Card(ScriptedBackend):
     """Its processes take a while to start; one that is kept takes none until something fails in it."""
 
     def __init__(
         self,
-        clock: ScriptedClock,
+        budget: ScriptedBudget,
         isolation: Isolation,
         process_seconds: float,
         answer: Callable[[Trial, bool], Outcome],
     ) -> None:
-        super().__init__(lambda spec: answer(spec, self.is_fresh), clock)
+        super().__init__(lambda spec: answer(spec, self.is_fresh), budget)
         self.isolation = isolation
         self.process_seconds = process_seconds
         self.is_fresh, self.is_broken = True, False
@@ -47,7 +56,7 @@ class Card(ScriptedRunner):
     def run(self, spec: Trial) -> Outcome:
         self.is_fresh = self.isolation == "fresh" or not self.specs or self.is_broken
         self.start_seconds = self.process_seconds if self.is_fresh else 0.0
-        self._clock.now += self.start_seconds + RUN_SECONDS
+        self._budget.now += self.start_seconds + RUN_SECONDS
         self.specs.append(spec)
         outcome = self._answer(spec)
         self.is_broken = isinstance(outcome, Failure)
@@ -59,38 +68,53 @@ class Machine:
 
     def __init__(
         self,
-        folder: Path,
         device: str,
         budget_seconds: float = SearchOptions().budget_seconds,
         start_seconds: float = 5.0,
     ) -> None:
-        self.clock = ScriptedClock(budget_seconds)
         self.start_seconds = start_seconds
         self.made: list[Isolation] = []
         self.failing: dict[tuple[Setting, int], str] = {}
         self.process_factors = [1.0] * 20
-        described_hardware = msgspec.structs.replace(hardware({"fp32": 1.0, "bf16": 2.0}), device=device)
-        self.session = session(folder, self.clock, described_hardware, description=described())
-        search = ScriptedRunner(lambda spec: measured(spec, SPEEDS[spec.candidate]), self.clock)
-        for tried in SPEEDS:
-            self.session.run(search.as_runner, self.session.spec(tried))
+        space = Space(candidates=tuple(SPEEDS), baseline=FP32)
+        where = msgspec.structs.replace(hardware({"fp32": 1.0, "bf16": 2.0}), device=device)
+        self.searched = ScriptedSearch(
+            space,
+            lambda spec: measured(spec, SPEEDS[spec.candidate]),
+            budget_seconds,
+            device=where,
+            description=described(),
+        )
+        self.searched.measure(*SPEEDS)
+        self.ledger, self.clock = self.searched.ledger, self.searched.budget
 
-    def confirm(self, environment: dict[str, str]) -> list[Record]:
+    def confirm(self, environment: dict[str, str]) -> Sequence[Record]:
         """The records of the confirmation, which has its own share of the budget and no more."""
-        self.clock.now = max(self.clock.now, self.clock.budget_seconds - self.clock.confirm_seconds)
-        num_before = len(self.session.records)
-        with confirming_runners(
-            self.session, self.make, SHORTLIST.winner, environment, self.start_seconds, can_share=True
-        ) as processes:
-            confirm(self.session, processes, SHORTLIST, environment)
-        return self.session.records[num_before:]
+        self.clock.now = max(self.clock.now, self.clock.seconds - self.clock.confirm_seconds)
+        num_before = len(self.ledger.records)
+        with confirming_processes(
+            self.make,
+            self.searched.conditions,
+            self.ledger,
+            self.clock,
+            SHORTLIST.winner,
+            environment,
+            self.start_seconds,
+            Progress(),
+            can_share=True,
+        ) as fresh:
+            shared = fresh.are_shared
+            self.searched.run(
+                Confirm(self.searched.conditions, SHORTLIST, environment, fresh.start_seconds, are_shared=shared), fresh
+            )
+        return self.ledger.records[num_before:]
 
     def make(self, isolation: Isolation, environment: dict[str, str]) -> Backend:
         self.made.append(isolation)
         return cast("Backend", Card(self.clock, isolation, self.start_seconds, self.answer))
 
     def answer(self, spec: Trial, is_fresh: bool) -> Outcome:
-        number = sum(r.round is not None and r.candidate == spec.candidate for r in self.session.records)
+        number = sum(r.round is not None and r.candidate == spec.candidate for r in self.ledger.records)
         kind = self.failing.get((spec.candidate, number))
         if kind is not None:
             return Failure(kind="oom", message=kind)
@@ -98,7 +122,7 @@ class Machine:
         return measured(spec, factor * SPEEDS[spec.candidate], build_seconds=0.1 if is_fresh else 0.0)
 
 
-def names(records: list[Record]) -> list[list[str]]:
+def names(records: Sequence[Record]) -> list[list[str]]:
     """What was measured in each process."""
     found: list[list[str]] = []
     for record in records:
@@ -108,8 +132,8 @@ def names(records: list[Record]) -> list[list[str]]:
     return found
 
 
-def test_a_round_is_one_process_on_an_accelerator_and_its_order_alternates(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, "cuda:0", budget_seconds=1000.0)
+def test_a_round_is_one_process_on_an_accelerator_and_its_order_alternates() -> None:
+    machine = Machine("cuda:0", budget_seconds=1000.0)
     records = machine.confirm({})
     order = [str(c) for c in (BF16, LARGER, FP32)]
     assert names(records) == [order if number % 2 == 0 else order[::-1] for number in range(NUM_ROUNDS)]
@@ -117,30 +141,30 @@ def test_a_round_is_one_process_on_an_accelerator_and_its_order_alternates(tmp_p
 
 
 @pytest.mark.parametrize(("device", "environment"), [("cpu", {}), ("cpu", {"MALLOC_TRIM_THRESHOLD_": "1"})])
-def test_a_run_keeps_a_process_of_its_own_on_a_cpu(tmp_path: Path, device: str, environment: dict[str, str]) -> None:
-    machine = Machine(tmp_path, device, budget_seconds=1000.0)
+def test_a_run_keeps_a_process_of_its_own_on_a_cpu(device: str, environment: dict[str, str]) -> None:
+    machine = Machine(device, budget_seconds=1000.0)
     records = machine.confirm(environment)
     assert set(map(len, names(records))) == {1}
     assert set(machine.made) == {"fresh"}
     assert not were_processes_shared(records)
 
 
-def test_the_default_budget_confirms_where_a_process_takes_five_seconds_to_start(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, "cuda:0")
+def test_the_default_budget_confirms_where_a_process_takes_five_seconds_to_start() -> None:
+    machine = Machine("cuda:0")
     records = machine.confirm({})
     for tried in (BF16, LARGER, FP32):
         assert confirm_runs(records, tried, {}).num_confirming >= MIN_ROUNDS
-    assert machine.clock.now <= machine.clock.budget_seconds
+    assert machine.clock.now <= machine.clock.seconds
 
 
 @pytest.mark.parametrize("start_seconds", [8.0, 10.0])
-def test_more_of_the_budget_is_kept_where_processes_take_longer_to_start(tmp_path: Path, start_seconds: float) -> None:
-    machine = Machine(tmp_path, "cuda:0", start_seconds=start_seconds)
-    machine.clock.confirm_seconds = reserved_seconds(machine.clock.budget_seconds, start_seconds)
+def test_more_of_the_budget_is_kept_where_processes_take_longer_to_start(start_seconds: float) -> None:
+    machine = Machine("cuda:0", start_seconds=start_seconds)
+    machine.clock.confirm_seconds = reserved_seconds(machine.clock.seconds, start_seconds)
     records = machine.confirm({})
     for tried in (BF16, FP32):
         assert confirm_runs(records, tried, {}).num_confirming >= MIN_ROUNDS
-    assert machine.clock.now <= machine.clock.budget_seconds
+    assert machine.clock.now <= machine.clock.seconds
 
 
 @pytest.mark.parametrize("start_seconds", [0.0, 5.0, 100.0])
@@ -148,8 +172,8 @@ def test_the_search_keeps_half_of_the_budget_at_least(start_seconds: float) -> N
     assert CONFIRM_SHARE * 100.0 <= reserved_seconds(100.0, start_seconds) <= 50.0
 
 
-def test_a_failure_costs_its_own_row_and_a_process(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, "cuda:0", budget_seconds=1000.0)
+def test_a_failure_costs_its_own_row_and_a_process() -> None:
+    machine = Machine("cuda:0", budget_seconds=1000.0)
     machine.failing[LARGER, 0] = "another process took the memory"
     records = machine.confirm({})
     assert names(records)[:3] == [[str(BF16), str(LARGER)], [str(FP32)], [str(FP32), str(BF16)]]
@@ -158,25 +182,26 @@ def test_a_failure_costs_its_own_row_and_a_process(tmp_path: Path) -> None:
     assert confirm_runs(records, FP32, {}).num_confirming == NUM_ROUNDS
 
 
-def test_only_the_rounds_that_are_missing_are_run_by_a_search_that_goes_on(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, "cuda:0", budget_seconds=1000.0)
+def test_only_the_rounds_that_are_missing_are_run_by_a_search_that_goes_on() -> None:
+    machine = Machine("cuda:0", budget_seconds=1000.0)
     machine.confirm({})
-    kept = [r for r in machine.session.records if r.round in (None, 0) or (r.round == 1 and r.candidate == FP32)]
-    machine.session.records[:] = kept
+    kept = [r for r in machine.ledger.records if r.round in (None, 0) or (r.round == 1 and r.candidate == FP32)]
+    machine.ledger.records = tuple(kept)
+    machine.ledger._forget()
     again = machine.confirm({})
     assert names(again)[0] == [str(LARGER), str(BF16)]
     assert [r.round for r in again if r.candidate == FP32] == [2, 3, 4]
 
 
-def test_what_ran_in_the_same_processes_says_nothing_more_of_how_far_processes_differ(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, "cuda:0")
+def test_what_ran_in_the_same_processes_says_nothing_more_of_how_far_processes_differ() -> None:
+    machine = Machine("cuda:0")
     machine.process_factors = [0.95, 1.0, 1.05] * 7
     records = machine.confirm({})
     assert all(isinstance(r.outcome, Measurement) for r in records)
 
-    def evidence(known: list[Record]) -> tuple[float, float]:
+    def evidence(known: Sequence[Record]) -> tuple[float, float]:
         winner, baseline = confirm_runs(known, BF16, {}), confirm_runs(known, FP32, {})
-        found = gather(known, winner, baseline, {}, LossScale())
+        found = gather(ledger_of(known, machine.ledger.space), winner, baseline, {})
         assert found.is_confirmed
         assert found.are_processes_shared == were_processes_shared(known)
         assert not found.is_build_shared

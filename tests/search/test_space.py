@@ -13,9 +13,17 @@ from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory,
 from autotune_amp.core.outcome import Description
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.batch_sizes import MAX_BATCH_SIZES, divisors, has_few, neighbours
 from autotune_amp.search.options import SearchOptions
-from autotune_amp.search.space import Space, build_space, excluded_by_oom, without
+from autotune_amp.search.space import (
+    MAX_BATCH_SIZES,
+    Space,
+    build_space,
+    divisors,
+    excluded_by_oom,
+    has_few_batch_sizes,
+    neighbours,
+    without,
+)
 
 FREE = {"effective_batch_size": "free"}
 IDENTITY = DeviceIdentity(type="cpu", name="test", num_cpus=2, total_memory_bytes=1 << 30)
@@ -279,13 +287,13 @@ def test_a_range_is_covered_without_wide_gaps(low: int, ratio: int, base: int) -
     [(97, [96, 100]), (94, [90, 96]), (49, [48]), (53, [48, 54]), (13, [12, 14]), (7, []), (2, []), (1, [])],
 )
 def test_an_effective_batch_with_few_divisors_has_neighbours_with_more(effective: int, expected: list[int]) -> None:
-    assert has_few(effective)
+    assert has_few_batch_sizes(effective)
     assert neighbours(effective) == expected
 
 
 @pytest.mark.parametrize("effective", [4, 8, 10, 12, 32, 50, 64, 96, 100, 1000, 4096])
 def test_the_usual_effective_batches_have_divisors_enough(effective: int) -> None:
-    assert not has_few(effective)
+    assert not has_few_batch_sizes(effective)
 
 
 @given(st.integers(1, 5000))
@@ -293,7 +301,7 @@ def test_a_neighbour_is_near_and_leaves_a_choice(effective: int) -> None:
     for neighbour in neighbours(effective):
         assert 0 < abs(neighbour - effective) <= 0.1 * effective
         assert len(sizes(space(about={"batch_size": neighbour}))) >= 4
-        assert not has_few(neighbour)
+        assert not has_few_batch_sizes(neighbour)
 
 
 def test_a_loop_says_why_nothing_accumulates() -> None:

@@ -21,12 +21,13 @@ from autotune_amp.core.errors import StudyError
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Purpose, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.numerics.scaler_replay import Replay
+from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.loss_scales import Pair
 from autotune_amp.search.space import Space
 from autotune_amp.search.study import Study, sqlite_url
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
@@ -65,6 +66,31 @@ def record(
     return Record(search_id=search, number=number, candidate=candidate, purpose=purpose, outcome=outcome, seconds=1.0)
 
 
+class Judged(Ledger):
+    """A quarter of the gradient is lost at every loss scale but 2^10; batch 100 was not calibrated."""
+
+    def judged(self, setting: Setting, outcome: Outcome, pair: Pair | None) -> tuple[Outcome, Replay | None]:
+        if pair is None or isinstance(outcome, Failure) or setting.batch_size == 100:
+            return outcome, None
+        return outcome, Replay(3, 0, 1.0 if pair[0] == 1024 else 0.75, pair[0])
+
+
+def opened(
+    storage: str | Path,
+    name: str,
+    space: Space,
+    *,
+    search_id: str,
+    records: Sequence[Record] = (),
+    kind: type[Ledger] = Ledger,
+    owner: str = "",
+    seed: int = 0,
+) -> Study:
+    """The study of a search with these records."""
+    ours = [record for record in records if record.search_id == search_id]
+    return Study.open(storage, name, kind(space, ours, search_id=search_id), owner=owner, seed=seed)
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "study.db"
@@ -87,9 +113,9 @@ def connected(file: Path) -> Iterator[optuna.storages.RDBStorage]:
 
 
 def test_a_seed_is_run_as_given_and_told(file: Path) -> None:
-    with Study.open(file, "demo", SPACE, search_id="s1") as study:
+    with opened(file, "demo", SPACE, search_id="s1") as study:
         asked = study.ask(at("bf16", 64))
-        assert asked.candidate == at("bf16", 64)
+        assert asked.setting == at("bf16", 64)
         study.tell(asked, measured(200.0), number=7)
     (trial,) = trials(file)
     assert (trial.state, trial.value) == (TrialState.COMPLETE, 200.0)
@@ -104,7 +130,7 @@ def test_a_seed_is_run_as_given_and_told(file: Path) -> None:
 
 
 def test_a_failure_is_pruned_and_infeasible_never_failed(file: Path) -> None:
-    with Study.open(file, "demo", SPACE, search_id="s1") as study:
+    with opened(file, "demo", SPACE, search_id="s1") as study:
         study.tell(study.ask(at("fp32", 100)), OOM)
     (trial,) = trials(file)
     assert (trial.state, trial.value) == (TrialState.PRUNED, None)
@@ -113,15 +139,8 @@ def test_a_failure_is_pruned_and_infeasible_never_failed(file: Path) -> None:
     assert trial.user_attrs["reason"] == "it asked for 3 GiB of 2 GiB"
 
 
-def judge(candidate: Setting, outcome: Outcome, pair: Pair | None) -> tuple[Outcome, Replay | None]:
-    """A quarter of the gradient is lost at every loss scale but 2^10; batch 100 was not calibrated."""
-    if pair is None or isinstance(outcome, Failure) or candidate.batch_size == 100:
-        return outcome, None
-    return outcome, Replay(3, 0, 1.0 if pair[0] == 1024 else 0.75, pair[0])
-
-
 def test_fp16_carries_the_loss_scale_and_the_others_do_not(file: Path) -> None:
-    with Study.open(file, "demo", SPACE, search_id="s1", judge=judge) as study:
+    with opened(file, "demo", SPACE, search_id="s1", kind=Judged) as study:
         study.tell(study.ask(at("fp16", 8)), measured(), number=1)
         study.tell(study.ask(at("fp16", 8), (1024.0, 50)), measured())
         study.tell(study.ask(at("fp16", 100)), measured())
@@ -140,17 +159,17 @@ def test_fp16_carries_the_loss_scale_and_the_others_do_not(file: Path) -> None:
 
 def test_pairs_of_one_set_of_pins_are_not_those_of_another(file: Path) -> None:
     plain, head, body = (at("fp16", 8, pinned_modules=pins) for pins in ((), ("head",), ("body",)))
-    with Study.open(file, "demo", SPACE, search_id="s1", judge=judge) as study:
+    with opened(file, "demo", SPACE, search_id="s1", kind=Judged) as study:
         for number, candidate in enumerate((plain, head, body)):
             study.tell(study.ask(candidate, (2.0**number, 50)), measured())
         assert [study.pairs(c) for c in (plain, head, body)] == [[(1.0, 50)], [(2.0, 50)], [(4.0, 50)]]
 
 
 def test_pairs_are_suggested_for_one_candidate_and_snapped(file: Path) -> None:
-    with Study.open(file, "demo", SPACE, search_id="s1", judge=judge) as study:
+    with opened(file, "demo", SPACE, search_id="s1", kind=Judged) as study:
         for _ in range(20):
             asked = study.ask(at("fp16", 16), None)
-            assert asked.candidate == at("fp16", 16)
+            assert asked.setting == at("fp16", 16)
             assert asked.pair is not None
             assert math.log2(asked.pair[0]).is_integer()
             assert -24 <= math.log2(asked.pair[0]) <= 24
@@ -165,9 +184,9 @@ def test_pairs_are_suggested_for_one_candidate_and_snapped(file: Path) -> None:
 def test_a_candidate_with_pins_is_told_under_its_precision(file: Path) -> None:
     pinned = at("bf16", 8, pinned_modules=("head",))
     records = [record(5, at("bf16", 16, pinned_modules=("head",)), measured(7.0))]
-    with Study.open(file, "demo", SPACE, search_id="s1", records=records) as study:
+    with opened(file, "demo", SPACE, search_id="s1", records=records) as study:
         asked = study.ask(pinned)
-        assert asked.candidate == pinned
+        assert asked.setting == pinned
         study.tell(asked, measured())
     assert [t.user_attrs["candidate"] for t in trials(file)] == [str(records[0].candidate), str(pinned)]
 
@@ -175,34 +194,34 @@ def test_a_candidate_with_pins_is_told_under_its_precision(file: Path) -> None:
 def test_a_baseline_outside_the_ranges_can_be_asked_for(file: Path) -> None:
     baseline = at("tf32", 300, as_found=True)
     space = Space(candidates=SPACE.candidates, baseline=baseline)
-    with Study.open(file, "demo", space, search_id="s1") as study:
+    with opened(file, "demo", space, search_id="s1") as study:
         asked = study.ask(baseline)
         study.tell(asked, measured())
-        assert asked.candidate == baseline
+        assert asked.setting == baseline
         for _ in range(30):
             asked = study.ask()
-            assert asked.candidate in (*space.candidates, baseline)
+            assert asked.setting in (*space.candidates, baseline)
             study.tell(asked, measured())
     assert trials(file)[0].user_attrs["candidate"] == "tf32 batch 300 as found"
 
 
 @pytest.mark.parametrize("candidate", [at("tf32", 32), at("fp32", 1000), at("fp32", 33), at("fp8", 32)])
 def test_a_candidate_outside_the_space_is_refused_and_leaves_nothing_behind(file: Path, candidate: Setting) -> None:
-    with Study.open(file, "demo", SPACE, search_id="s1") as study:
+    with opened(file, "demo", SPACE, search_id="s1") as study:
         with pytest.raises(ValueError, match="not in the space"):
             study.ask(candidate)
         assert trials(file) == []
 
 
 def test_suggestions_are_legal_and_snapped_to_the_nearest_size(file: Path) -> None:
-    with Study.open(file, "demo", SPACE, search_id="s1", seed=3) as study:
+    with opened(file, "demo", SPACE, search_id="s1", seed=3) as study:
         for k in range(25):
             asked = study.ask()
-            assert asked.candidate in SPACE.candidates
+            assert asked.setting in SPACE.candidates
             raw = asked.trial.params["batch_size"]
-            ours = asked.candidate.batch_size
+            ours = asked.setting.batch_size
             assert all(max(ours, raw) / min(ours, raw) <= max(b, raw) / min(b, raw) for b in SIZES)
-            study.tell(asked, OOM if asked.candidate.batch_size > 64 else measured(float(k + 1)))
+            study.tell(asked, OOM if asked.setting.batch_size > 64 else measured(float(k + 1)))
     for trial in (told := trials(file)):
         assert trial.user_attrs["candidate"].startswith(f"{trial.params['precision']} batch ")
     assert any(not t.user_attrs["candidate"].endswith(f" {t.params['batch_size']}") for t in told)
@@ -214,12 +233,12 @@ def test_tpe_learns_from_what_it_is_told(file: Path) -> None:
     def outcome(c: Setting) -> Outcome:
         return OOM if c.batch_size > 32 else measured(c.batch_size * (3.0 if c.precision == "bf16" else 1.0))
 
-    with Study.open(file, "demo", SPACE, search_id="s1", seed=1) as study:
+    with opened(file, "demo", SPACE, search_id="s1", seed=1) as study:
         asked_for = []
         for _ in range(60):
             asked = study.ask()
-            asked_for.append(asked.candidate)
-            study.tell(asked, outcome(asked.candidate))
+            asked_for.append(asked.setting)
+            study.tell(asked, outcome(asked.setting))
     late = asked_for[30:]
     assert sum(c.precision == "bf16" for c in late) > 15
     assert sum(c.batch_size > 32 for c in late) < 15
@@ -227,12 +246,12 @@ def test_tpe_learns_from_what_it_is_told(file: Path) -> None:
 
 def test_the_same_seed_asks_for_the_same_trials(tmp_path: Path) -> None:
     def asked(name: str, seed: int) -> list[Setting]:
-        with Study.open(tmp_path / name, "demo", SPACE, search_id="s1", seed=seed) as study:
+        with opened(tmp_path / name, "demo", SPACE, search_id="s1", seed=seed) as study:
             found = []
             for _ in range(8):
                 trial = study.ask()
                 study.tell(trial, measured())
-                found.append(trial.candidate)
+                found.append(trial.setting)
             return found
 
     assert asked("a.db", 1) == asked("b.db", 1) != asked("c.db", 2)
@@ -243,7 +262,7 @@ def test_a_killed_search_leaves_trials_that_the_next_one_marks_and_goes_on_from(
         import os, pathlib, signal, sys
         sys.path.insert(0, sys.argv[2])
         import test_study as t
-        study = t.Study.open(pathlib.Path(sys.argv[1]), "demo", t.SPACE, search_id="s1")
+        study = t.opened(pathlib.Path(sys.argv[1]), "demo", t.SPACE, search_id="s1")
         study.tell(study.ask(t.at("fp32", 32)), t.measured(10.0), number=0)
         study.ask(t.at("bf16", 32))
         study._study.enqueue_trial({"precision": "fp32", "batch_size": 8})
@@ -254,8 +273,8 @@ def test_a_killed_search_leaves_trials_that_the_next_one_marks_and_goes_on_from(
     assert [t.state for t in trials(file)] == [TrialState.COMPLETE, TrialState.RUNNING, TrialState.WAITING]
 
     records = [record(0, at("fp32", 32), measured(10.0)), record(1, at("bf16", 32), OOM)]
-    with Study.open(file, "demo", SPACE, search_id="s1", records=records) as study:
-        assert study.ask(at("fp32", 16)).candidate == at("fp32", 16)
+    with opened(file, "demo", SPACE, search_id="s1", records=records) as study:
+        assert study.ask(at("fp32", 16)).setting == at("fp32", 16)
     kept, left, waiting, added, _ = trials(file)
     assert kept.value == 10.0
     for trial in (left, waiting):
@@ -276,25 +295,25 @@ def test_records_are_added_once_and_only_those_of_this_search(file: Path) -> Non
         record(3, at("bf16", 32), measured(12.0), search="another"),
     ]
     for _ in range(3):
-        Study.open(file, "demo", SPACE, search_id="s1", records=records).close()
+        opened(file, "demo", SPACE, search_id="s1", records=records).close()
     assert [(t.user_attrs["record"], t.value) for t in trials(file)] == [(0, 10.0), (1, None)]
     assert trials(file)[1].params["growth_interval"] == LossScale().growth_interval
 
 
 def test_a_trial_cut_off_while_it_was_told_is_not_taken_for_told(file: Path) -> None:
-    with Study.open(file, "demo", SPACE, search_id="s1") as study:
+    with opened(file, "demo", SPACE, search_id="s1") as study:
         study.ask(at("fp32", 32)).trial.set_user_attr("record", 0)
-    Study.open(file, "demo", SPACE, search_id="s1", records=[record(0, at("fp32", 32), measured(10.0))]).close()
+    opened(file, "demo", SPACE, search_id="s1", records=[record(0, at("fp32", 32), measured(10.0))]).close()
     assert [(t.state, t.value) for t in trials(file)] == [(TrialState.FAIL, None), (TrialState.COMPLETE, 10.0)]
 
 
 def test_another_search_gets_a_study_of_its_own(file: Path) -> None:
     other = Space(candidates=(at("tf32", 7),), baseline=at("tf32", 7))
-    with Study.open(file, "demo", SPACE, search_id="s1") as study:
+    with opened(file, "demo", SPACE, search_id="s1") as study:
         study.tell(study.ask(), measured())
         assert study.name == "demo"
     for num in (1, 2):
-        with Study.open(file, "demo", other, search_id="s2") as study:
+        with opened(file, "demo", other, search_id="s2") as study:
             assert study.name == "demo-s2"
             study.tell(study.ask(), measured())
         assert len(trials(file, "demo-s2")) == num
@@ -305,7 +324,7 @@ def test_a_study_of_somebody_else_is_left_alone(file: Path) -> None:
     with connected(file) as storage:
         theirs = optuna.create_study(study_name="demo", storage=storage)
         theirs.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
-    with Study.open(file, "demo", SPACE, search_id="s1") as study:
+    with opened(file, "demo", SPACE, search_id="s1") as study:
         assert study.name == "demo-s1"
 
 
@@ -323,7 +342,7 @@ def test_a_study_of_somebody_else_is_left_alone(file: Path) -> None:
 def test_a_storage_that_cannot_be_used_is_named_without_its_password(bad_url: str, shown: str) -> None:
     before = optuna.logging.get_verbosity()
     with pytest.raises(StudyError) as raised:
-        Study.open(bad_url, "demo", SPACE, search_id="s1")
+        opened(bad_url, "demo", SPACE, search_id="s1")
     assert f"The storage {shown} cannot be used: " in raised.value.message
     assert "hunter2" not in str(raised.value)
     assert "--storage" in raised.value.next_step
@@ -333,12 +352,12 @@ def test_a_storage_that_cannot_be_used_is_named_without_its_password(bad_url: st
 def test_a_file_that_is_no_database_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "study.db").write_text("this is no database, and long enough to be looked at as one")
     with pytest.raises(StudyError, match=r"study\.db cannot be used: file is not a database"):
-        Study.open(tmp_path / "study.db", "demo", SPACE, search_id="s1")
+        opened(tmp_path / "study.db", "demo", SPACE, search_id="s1")
 
 
 def test_a_storage_that_breaks_during_the_search_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "study.db"
-    with Study.open(path, "demo", SPACE, search_id="s1") as study:
+    with opened(path, "demo", SPACE, search_id="s1") as study:
         asked = study.ask()
         with sqlite3.connect(path) as connection:
             connection.execute("DROP TABLE trial_user_attributes")
@@ -356,7 +375,7 @@ def test_closing_leaves_no_descriptor_and_no_verbosity_behind(file: Path, tmp_pa
     if not os.path.isdir("/proc/self/fd"):  # noqa: PTH112
         pytest.skip("needs /proc to see open files")
     optuna.logging.set_verbosity(optuna.logging.DEBUG)
-    with Study.open(file, "demo", SPACE, search_id="s1") as study:
+    with opened(file, "demo", SPACE, search_id="s1") as study:
         study.tell(study.ask(), measured())
         assert optuna.logging.get_verbosity() == optuna.logging.ERROR
     assert optuna.logging.get_verbosity() == optuna.logging.DEBUG
@@ -365,14 +384,14 @@ def test_closing_leaves_no_descriptor_and_no_verbosity_behind(file: Path, tmp_pa
 
 
 def test_a_url_is_used_as_given(file: Path) -> None:
-    with Study.open(sqlite_url(file), "demo", SPACE, search_id="s1") as study:
+    with opened(sqlite_url(file), "demo", SPACE, search_id="s1") as study:
         study.tell(study.ask(at("fp32", 32)), measured(10.0))
     assert [t.value for t in trials(file)] == [10.0]
 
 
 def test_the_search_says_nothing_on_its_own(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for search in ("s1", "s2"):
-        with Study.open(file, "demo", SPACE, search_id=search) as study:
+        with opened(file, "demo", SPACE, search_id=search) as study:
             for outcome in (measured(), OOM):
                 study.tell(study.ask(), outcome)
     assert capfd.readouterr() == ("", "")
@@ -380,7 +399,7 @@ def test_the_search_says_nothing_on_its_own(file: Path, capfd: pytest.CaptureFix
 
 @pytest.mark.parametrize("name", ["plain.db", "a b.db", "what?.db", "{braces}.db", "50%.db", "#1.db", "ümlaut.db"])
 def test_any_path_can_hold_the_study(tmp_path: Path, name: str) -> None:
-    with Study.open(tmp_path / name, "demo", SPACE, search_id="s1"):
+    with opened(tmp_path / name, "demo", SPACE, search_id="s1"):
         pass
     assert [path.name for path in tmp_path.iterdir()] == [name]
     connection = sqlite3.connect(tmp_path / name)
@@ -391,7 +410,7 @@ def test_any_path_can_hold_the_study(tmp_path: Path, name: str) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_dashboard_shows_why_a_trial_failed(file: Path) -> None:
     optuna_dashboard = pytest.importorskip("optuna_dashboard")
-    with Study.open(file, "demo", SPACE, search_id="s1") as study:
+    with opened(file, "demo", SPACE, search_id="s1") as study:
         study.tell(study.ask(at("fp32", 100)), OOM)
         study.tell(study.ask(at("bf16", 32)), measured(200.0))
     with connected(file) as storage:
@@ -421,22 +440,22 @@ def _get(app: Any, path: str) -> Any:
 def test_two_folders_that_share_a_storage_leave_each_others_trials_alone(file: Path) -> None:
     url = sqlite_url(file)
 
-    def opened(folder: str) -> Study:
-        return Study.open(url, "demo", SPACE, search_id="s1", owner=folder)
+    def of(folder: str) -> Study:
+        return opened(url, "demo", SPACE, search_id="s1", owner=folder)
 
-    with opened("/a") as first:
+    with of("/a") as first:
         running = first.ask(at("fp32", 32))
         for folder, name in (("/b", "demo-s1"), ("/c", "demo-s1-2"), ("/d", "demo-s1-3"), ("/b", "demo-s1")):
-            with opened(folder) as other:
+            with of(folder) as other:
                 assert other.name == name
         first.tell(running, measured(10.0))
     assert [(t.state, t.value) for t in trials(file)] == [(TrialState.COMPLETE, 10.0)]
-    with opened("/a") as again:
+    with of("/a") as again:
         assert again.name == "demo"
 
 
 def test_a_trial_that_somebody_else_finished_is_an_error(file: Path) -> None:
-    with Study.open(file, "demo", SPACE, search_id="s1") as study:
+    with opened(file, "demo", SPACE, search_id="s1") as study:
         asked = study.ask(at("fp32", 32))
         study._study.tell(asked.trial.number, state=TrialState.FAIL)
         with pytest.raises(StudyError, match="by somebody else") as raised:
@@ -446,10 +465,10 @@ def test_a_trial_that_somebody_else_finished_is_an_error(file: Path) -> None:
 
 @pytest.mark.parametrize("enqueued", [{"precision": "int8"}, {"precision": "fp32", "batch_size": "many"}])
 def test_an_enqueued_trial_that_makes_no_sense_is_an_error_once(file: Path, enqueued: dict[str, Any]) -> None:
-    with Study.open(file, "demo", SPACE, search_id="s1") as study:
+    with opened(file, "demo", SPACE, search_id="s1") as study:
         study._study.enqueue_trial(enqueued)
         with pytest.raises(StudyError, match=r"Trial 0, which somebody enqueued in study demo, .*(int8|many)"):
             study.ask()
-    with Study.open(file, "demo", SPACE, search_id="s1") as study:
-        assert study.ask(at("fp32", 32)).candidate == at("fp32", 32)
+    with opened(file, "demo", SPACE, search_id="s1") as study:
+        assert study.ask(at("fp32", 32)).setting == at("fp32", 32)
     assert trials(file)[0].state == TrialState.FAIL

@@ -8,33 +8,22 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scripted_runner import (
-    ScriptedClock,
-    ScriptedRunner,
-    all_well,
-    candidate,
-    hardware,
-    measured,
-    out_of_memory,
-    session,
-)
+from scripted_backend import ScriptedSearch, all_well, candidate, measured, out_of_memory
 
-from autotune_amp.core.config import PRECISIONS, LossScale, Precision
+from autotune_amp.core.config import PRECISIONS, Precision
 from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome
 from autotune_amp.core.setting import Setting
-from autotune_amp.search import gate
-from autotune_amp.search.choose import Decision, Shortlist, decide, shortlist
-from autotune_amp.search.confirm import NUM_ROUNDS, Processes, Run, confirm, measure_fallbacks, plan_round
-from autotune_amp.search.explore import NUM_SEARCH_PROCESSES, explore, search_spec
-from autotune_amp.search.gate import pass_gate
-from autotune_amp.search.session import CONFIRM_SHARE, Session
+from autotune_amp.search.budget import CONFIRM_SHARE
+from autotune_amp.search.decide import Decision, decide
+from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.space import Space
-from autotune_amp.search.study import Study
+from autotune_amp.search.stages import checks
+from autotune_amp.search.stages.confirm import NUM_ROUNDS, Run, plan_round
+from autotune_amp.search.stages.explore import NUM_SEARCH_PROCESSES
 from autotune_amp.trial.jobs import Check, Trial
 
 SIZES = (8, 16, 32, 64, 128)
 HELD = {"MALLOC_TRIM_THRESHOLD_": "2147483647"}
-RATES: dict[Precision, float | None] = {"fp32": 1.0, "tf32": None, "bf16": 3.0, "fp16": 0.01, "fp8": None}
 
 
 def space(precisions: tuple[Precision, ...] = ("fp32", "bf16", "fp16"), baseline: int = 32) -> Space:
@@ -47,14 +36,29 @@ class Machine:
     """bf16 twice as fast as fp32, fp16 hopeless, throughput rising to a plateau at batch 64."""
 
     def __init__(self, folder: Path, budget_seconds: float = 200.0) -> None:
-        self.clock = ScriptedClock(budget_seconds)
-        self.session: Session = session(folder, self.clock, hardware(RATES))
-        self.runner = ScriptedRunner(self.answer, self.clock, check_answer=self.check)
         self.check_answers: dict[tuple[str, str, int], CheckOutcome] = {}
         self.oom_from: dict[Precision, int] = {}
         self.base: dict[Precision, float] = {"fp32": 100.0, "bf16": 200.0, "fp16": 2.0}
         self.nonfinite: tuple[Precision, ...] = ()
-        self.confirming: list[tuple[Setting, dict[str, str]]] = []
+        self._folder, self._budget_seconds = folder, budget_seconds
+        self._searched: ScriptedSearch | None = None
+
+    def on(self, where: Space) -> ScriptedSearch:
+        """The search of `where`, begun or gone on with."""
+        if self._searched is None:
+            self._searched = ScriptedSearch(
+                where, self.answer, self._budget_seconds, check_answer=self.check, folder=self._folder
+            )
+        return self._searched
+
+    @property
+    def searched(self) -> ScriptedSearch:
+        assert self._searched is not None
+        return self._searched
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.searched.ledger
 
     def answer(self, spec: Trial) -> Outcome:
         tried = spec.candidate
@@ -71,56 +75,32 @@ class Machine:
         key = spec.what, spec.precision, len(spec.pinned_modules)
         return self.check_answers.get(key) or all_well(spec)
 
-    def explore(self, where: Space, folder: Path, max_trials: int | None = None, *, is_gated: bool = False) -> None:
-        with Study.open(
-            folder / "study.db",
-            "scripted",
-            where,
-            search_id="scripted-1",
-            judge=self.session.judge,
-            records=self.session.records,
-        ) as study:
-            explore(self.session, self.runner.as_runner, where, study, max_trials)
-            if is_gated:
-                pass_gate(self.session, self.runner.as_runner, where, study, search_spec)
+    def explore(self, where: Space, max_trials: int | None = None, *, is_checked: bool = False) -> None:
+        self.on(where).explore(max_trials, is_checked=is_checked)
 
     def confirm(self, chosen: Shortlist) -> None:
-        def runner_for(environment: dict[str, str]):  # type: ignore[no-untyped-def]  # a scripted runner
-            runner = ScriptedRunner(self.answer, self.clock, environment)
-            run = runner.run
+        self.searched.confirm(chosen, HELD)
 
-            def noted(spec: Trial) -> Outcome:
-                self.confirming.append((spec.candidate, environment))
-                return run(spec)
+    @property
+    def confirming(self) -> list[tuple[Setting, dict[str, str]]]:
+        return [(r.candidate, r.environment) for r in self.ledger.records if r.round is not None]
 
-            runner.run = noted  # type: ignore[method-assign]  # a scripted runner
-            return runner
-
-        confirm(self.session, Processes(runner_for, start_seconds=1.0), chosen, HELD)
-
-    def decide(self, where: Space) -> Decision:
-        return decide(
-            self.session.records,
-            where,
-            environment=HELD,
-            loss_scale=LossScale(),
-            exclusions=self.session.exclusions(where),
-            scales=self.session.scales,
-        )
+    def decide(self) -> Decision:
+        return self.searched.decide(HELD)
 
     def checks(self) -> list[str]:
-        return [f"{r.purpose} {r.candidate}" for r in self.session.records if r.purpose in ("fidelity", "calibration")]
+        return [f"{r.purpose} {r.candidate}" for r in self.ledger.records if r.purpose in ("fidelity", "calibration")]
 
 
 def test_a_whole_search(tmp_path: Path) -> None:
     machine, where = Machine(tmp_path), space()
-    machine.explore(where, tmp_path, is_gated=True)
-    chosen = shortlist(machine.session.records, where.baseline)
+    machine.explore(where, is_checked=True)
+    chosen = machine.ledger.shortlist
     assert chosen is not None
     assert chosen.winner == candidate("bf16", 64)
-    measure_fallbacks(machine.session, machine.runner.as_runner, where, chosen.winner)
+    machine.searched.measure_fallbacks()
     machine.confirm(chosen)
-    decision = machine.decide(where)
+    decision = machine.decide()
     assert (decision.config.precision, decision.config.batch_size) == ("bf16", 64)
     assert decision.config.environment == HELD
     assert decision.evidence.speedup == pytest.approx(4.0)
@@ -130,52 +110,50 @@ def test_a_whole_search(tmp_path: Path) -> None:
     assert fallback.samples_per_second == pytest.approx(100.0)
     assert fallback.slowdown == pytest.approx(2.0)
     assert fallback.peak_memory_bytes == 2**26 * 64
-    seconds = sum(record.seconds for record in machine.session.records)
-    assert seconds < machine.clock.budget_seconds
+    seconds = sum(record.seconds for record in machine.ledger.records)
+    assert seconds < machine.searched.budget.seconds
 
 
 def test_a_hopeless_precision_costs_at_most_a_tenth_of_the_budget(tmp_path: Path) -> None:
     machine, where = Machine(tmp_path), space()
-    machine.explore(where, tmp_path)
-    slow = [spec for spec in machine.runner.specs if spec.candidate.precision == "fp16"]
+    machine.explore(where)
+    slow = [spec for spec in machine.searched.backend.specs if spec.candidate.precision == "fp16"]
     assert 1 <= len(slow) <= 2, "its row must say what happened, and that must not be tried at every batch size"
     assert all(spec.deadline_seconds is not None and spec.deadline_seconds <= 20.0 for spec in slow)
-    assert any(e.precision == "fp16" for e in machine.decide(where).excluded)
+    assert any(e.precision == "fp16" for e in machine.decide().excluded)
 
 
 def test_a_fallback_that_does_not_fit_is_split(tmp_path: Path) -> None:
     machine, where = Machine(tmp_path), space()
     machine.oom_from = {"fp32": 64}
-    machine.explore(where, tmp_path, is_gated=True)
-    measure_fallbacks(machine.session, machine.runner.as_runner, where, candidate("bf16", 64))
-    (plan,) = machine.decide(where).config.plans
+    machine.explore(where, is_checked=True)
+    machine.searched.measure_fallbacks()
+    (plan,) = machine.decide().config.plans
     assert (plan.precision, plan.batch_size, plan.accumulation_steps) == ("fp32", 32, 2)
 
 
 def test_max_trials_is_kept(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
-    machine.explore(space(), tmp_path, max_trials=3)
-    assert len(machine.session.records) == 3
+    machine.explore(space(), max_trials=3)
+    assert len(machine.ledger.records) == 3
 
 
 def test_what_a_small_budget_left_untried_is_said(tmp_path: Path) -> None:
     machine, where = Machine(tmp_path, budget_seconds=8.0), space()
-    machine.explore(where, tmp_path)
-    excluded = decide(
-        machine.session.records, where, environment=HELD, loss_scale=LossScale(), is_budget_spent=True
-    ).excluded
+    machine.explore(where)
+    excluded = decide(machine.ledger, environment=HELD, is_budget_spent=True).excluded
     assert any("not tried" in entry.reason for entry in excluded)
-    assert machine.clock.now <= 8.0
+    assert machine.searched.budget.now <= 8.0
 
 
 def test_a_baseline_out_of_memory_leaves_no_speedup(tmp_path: Path) -> None:
     machine, where = Machine(tmp_path), space(baseline=128)
     machine.oom_from = {"fp32": 128}
-    machine.explore(where, tmp_path, is_gated=True)
-    chosen = shortlist(machine.session.records, where.baseline)
+    machine.explore(where, is_checked=True)
+    chosen = machine.ledger.shortlist
     assert chosen is not None
     machine.confirm(chosen)
-    decision = machine.decide(where)
+    decision = machine.decide()
     assert decision.config.precision == "bf16"
     assert decision.evidence.speedup is None
     assert decision.evidence.baseline.samples_per_second is None
@@ -187,11 +165,11 @@ def test_a_baseline_at_home_on_the_plateau_is_kept(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.base["bf16"] = 100.0
     where = space(baseline=64)
-    machine.explore(where, tmp_path)
-    chosen = shortlist(machine.session.records, where.baseline)
+    machine.explore(where)
+    chosen = machine.ledger.shortlist
     assert chosen is not None
     machine.confirm(chosen)
-    decision = machine.decide(where)
+    decision = machine.decide()
     assert (decision.config.precision, decision.config.batch_size) == ("fp32", 64)
     assert decision.reason.startswith("Keep what you have")
     assert decision.config.environment == {}
@@ -203,12 +181,12 @@ SHORTLIST = Shortlist(candidate("bf16", 64), candidate("bf16", 128), candidate("
 
 def test_rounds_are_interleaved_and_alternate() -> None:
     rounds = [plan_round(SHORTLIST, HELD, len, 100.0, number) for number in range(NUM_ROUNDS)]
-    kinds = [[run.candidate for run in runs if run.purpose == "confirm"] for runs in rounds]
+    kinds = [[run.setting for run in runs if run.purpose == "confirm"] for runs in rounds]
     assert kinds[1] == kinds[0][::-1]
     assert kinds[2] == kinds[0]
     assert all(len(runs) == 3 for runs in kinds)
     assert [run.purpose for runs in rounds for run in runs].count("plain") == 1
-    environments = {run.candidate: run.environment for run in rounds[0] if run.purpose == "confirm"}
+    environments = {run.setting: run.environment for run in rounds[0] if run.purpose == "confirm"}
     assert environments == {SHORTLIST.winner: HELD, SHORTLIST.runner_up: HELD, SHORTLIST.baseline: {}}
 
 
@@ -226,7 +204,7 @@ def test_rounds_are_interleaved_and_alternate() -> None:
 )
 def test_what_a_round_runs_with_the_time_left(left: float, number: int, expected: list[str]) -> None:
     runs = plan_round(SHORTLIST, HELD, len, left, number)
-    assert [str(run.candidate) for run in runs] == expected
+    assert [str(run.setting) for run in runs] == expected
 
 
 @given(
@@ -245,11 +223,11 @@ def test_a_round_never_costs_more_than_what_is_left(
     seconds = dict(zip((baseline, candidate("bf16", 64), candidate("bf16", 128)), costs, strict=True))
 
     def seconds_of(runs: Sequence[Run]) -> float:
-        return sum(seconds[run.candidate] for run in runs)
+        return sum(seconds[run.setting] for run in runs)
 
     runs = plan_round(Shortlist(winner, runner_up, baseline), HELD, seconds_of, left, number)
     assert seconds_of(runs) <= left + 1e-6
-    assert not runs or winner in {run.candidate for run in runs}
+    assert not runs or winner in {run.setting for run in runs}
     assert seconds[winner] > left or runs
 
 
@@ -266,31 +244,33 @@ def test_on_any_machine_the_answer_was_measured_and_the_budget_kept(
     oom: dict[Precision, int],
     budget: float,
 ) -> None:
-    monkeypatch.setattr(gate, "NUM_PAIRS", 4)  # a pair costs Optuna a dozen commits
+    monkeypatch.setattr(checks, "NUM_PAIRS", 4)  # a pair costs Optuna a dozen commits
     folder = tmp_path_factory.mktemp("machine")
     machine, where = Machine(folder, budget), space()
     machine.base, machine.oom_from = base, oom
-    machine.explore(where, folder, is_gated=True)
-    searched = [record for record in machine.session.records if record.purpose == "search"]
+    machine.on(where).storage = "sqlite://"
+    machine.explore(where, is_checked=True)
+    searched = [record for record in machine.ledger.records if record.purpose == "search"]
     tried = [record.candidate for record in searched]
     assert all(tried.count(candidate) <= NUM_SEARCH_PROCESSES for candidate in tried)
-    chosen = shortlist(machine.session.records, where.baseline)
+    chosen = machine.ledger.shortlist
     if chosen is None:
         assert all(isinstance(record.outcome, Failure) for record in searched)
         return
-    measure_fallbacks(machine.session, machine.runner.as_runner, where, chosen.winner)
-    began = machine.clock.now
+    machine.searched.measure_fallbacks()
+    began = machine.searched.budget.now
     machine.confirm(chosen)
     assert (
-        machine.clock.now - began <= CONFIRM_SHARE * budget + 2 * max(r.seconds for r in machine.session.records) + 60
+        machine.searched.budget.now - began
+        <= CONFIRM_SHARE * budget + 2 * max(r.seconds for r in machine.ledger.records) + 60
     )
-    decision = machine.decide(where)
-    confirmed = [r for r in machine.session.records if r.candidate == chosen.winner]
+    decision = machine.decide()
+    confirmed = [r for r in machine.ledger.records if r.candidate == chosen.winner]
     assert confirmed
     assert any(
         (r.candidate.precision, r.candidate.batch_size) == (decision.config.precision, decision.config.batch_size)
         and not isinstance(r.outcome, Failure)
-        for r in machine.session.records
+        for r in machine.ledger.records
     )
     for plan in decision.config.plans:
         assert PRECISIONS.index(plan.precision) < PRECISIONS.index(decision.config.precision)

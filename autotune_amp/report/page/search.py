@@ -18,8 +18,8 @@ from autotune_amp.report.page.numerics import Calibrated, calibrated, fidelity, 
 from autotune_amp.report.page.search_course import course
 from autotune_amp.report.page.speed_memory import caption, memory, pareto, throughput
 from autotune_amp.report.usage import export_command, python_lines
-from autotune_amp.search import loss_scales, verdicts
-from autotune_amp.search.evidence import is_trial
+from autotune_amp.search import check_results, loss_scales
+from autotune_amp.search.check_results import is_trial
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -211,7 +211,7 @@ _COURSE_ALONE = "Above: each trial where it ended. Below: what the time went int
 def unfinished_page(name: str, records: Sequence[Record]) -> str:
     """The HTML document of the study `name`; `records` are of one search, and at least one."""
     ruled_out = (
-        *verdicts.exclusions(verdicts.verdicts(records)),
+        *check_results.exclusions(check_results.found_fidelity(records)),
         *loss_scales.exclusions(loss_scales.calibrated(records)),
     )
     checks = [record.outcome for record in records if isinstance(record.outcome, Fidelity)]

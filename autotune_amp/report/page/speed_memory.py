@@ -24,8 +24,8 @@ from autotune_amp.report.page.marks import (
     ticks,
 )
 from autotune_amp.report.rows import baseline_row, recommended_row
-from autotune_amp.search.evidence import is_trial
-from autotune_amp.search.seeding import MemoryModel, fit_memory
+from autotune_amp.search.check_results import is_trial
+from autotune_amp.search.stages.seeding import MemoryModel, fit_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

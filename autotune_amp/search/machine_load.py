@@ -48,7 +48,7 @@ def others_slowdown(load: MachineLoad) -> float:
     is as slow as the slowest thread: the one on the core of which others had most. They had no more of it than they
     used in all, and, as a scheduler gives equal shares, no more than half of it, unless there are several of them to
     each core. A thread that is left 1 - x of its core is 1 / (1 - x) times as slow. One busy process beside two threads
-    on two cores: 2 by this rule, 68 ms in place of 32 as measured (shared/reference/measurement.md, Timing). Threads
+    on two cores: 2 by this rule, 68 ms in place of 32 as measured (studies/README.md). Threads
     that spin while they wait for one without a core lose more than this. On a card one thread feeds it: what others
     may have taken is the rest of that thread's core.
     """

@@ -8,30 +8,30 @@ from typing import Any
 import msgspec
 import optuna
 import pytest
-from scripted_runner import ScriptedClock, calibration, candidate, fidelity
-from test_choose import HEAP, Log, at, decided, measured
+from scripted_backend import calibration, candidate, fidelity, ledger_of, shortlist
+from test_decide import HEAP, Log, at, decided, measured
 from test_whole_search import Machine, space
 
 from autotune_amp.core.config import LossScale, Precision
 from autotune_amp.core.outcome import Failure, FailureKind
 from autotune_amp.core.setting import Setting
-from autotune_amp.search import gate
-from autotune_amp.search.choose import search_speeds, shortlist, why_out
-from autotune_amp.search.endings import nothing_to_choose
-from autotune_amp.search.explore import NUM_SEARCH_PROCESSES
-from autotune_amp.search.gate import Calibrate, Hold, Measure, next_todo
+from autotune_amp.search.check_results import CheckKey, found_fidelity, verdict_on
 from autotune_amp.search.loss_scales import DEFAULT_PAIR, calibrated
+from autotune_amp.search.search import nothing_works
 from autotune_amp.search.space import Space
+from autotune_amp.search.stages import checks
+from autotune_amp.search.stages.checks import Calibrate, Compare, Measure, next_todo
+from autotune_amp.search.stages.explore import NUM_SEARCH_PROCESSES
 from autotune_amp.search.study import sqlite_url
-from autotune_amp.search.verdicts import Check, verdict_on, verdicts
 
 FP32, BF16, FP16, TF32 = at("fp32", 32), at("bf16", 64), at("fp16", 64), at("tf32", 32)
 FOUND = at("fp32", 32, as_found=True)
+WHERE = Space(candidates=(FP32, BF16, FP16), baseline=FP32)
 
 
 def todo(log: Log, baseline: Setting = FP32, **more: Any) -> object:
     where = Space(candidates=(FP32, BF16, FP16), baseline=baseline, **more)
-    return next_todo(log.records, where, calibrated(log.records))
+    return next_todo(ledger_of(log.records, where))
 
 
 def log(**speeds: float) -> Log:
@@ -43,24 +43,24 @@ def log(**speeds: float) -> Log:
 
 def test_fp32_needs_no_check_unless_its_weights_are_low() -> None:
     assert todo(log(fp32=100.0)) is None
-    assert todo(log(fp32=100.0), weights="bf16") == Hold(candidate("fp32", 16), find_pins=True)
+    assert todo(log(fp32=100.0), weights="bf16") == Compare(candidate("fp32", 16), find_pins=True)
 
 
 def test_contenders_are_checked_once_each_at_a_small_batch() -> None:
     made = log(fp32=100.0, bf16=200.0)
-    assert todo(made) == Hold(candidate("bf16", 16), find_pins=True)
+    assert todo(made) == Compare(candidate("bf16", 16), find_pins=True)
     assert todo(made.add(candidate("bf16", 16), fidelity("bf16"), "fidelity")) is None
     small = Log().add(at("fp32", 4), 100.0).add(at("bf16", 4), 200.0)
-    assert todo(small, at("fp32", 4)) == Hold(candidate("bf16", 4), find_pins=True)
+    assert todo(small, at("fp32", 4)) == Compare(candidate("bf16", 4), find_pins=True)
 
 
 def test_a_baseline_in_low_precision_is_checked_and_one_with_tf32_in_parts() -> None:
     bf16_slow = at("bf16", 8)
     made = Log().add(FP32, 100.0).add(at("fp32", 64), 101.0).add(bf16_slow, 10.0)
     assert todo(made) is None
-    assert todo(made, bf16_slow) == Hold(candidate("bf16", 8), find_pins=True)
+    assert todo(made, bf16_slow) == Compare(candidate("bf16", 8), find_pins=True)
     found = log(fp32=100.0, found=120.0)
-    assert todo(found, FOUND, has_tf32=True) == Hold(candidate("tf32", 16), find_pins=True)
+    assert todo(found, FOUND, has_tf32=True) == Compare(candidate("tf32", 16), find_pins=True)
     assert todo(found, FOUND) is None  # off CUDA it is something else, which no check is for
     where = Space(candidates=(FP32,), baseline=FOUND)
     unknown = verdict_on(FOUND, where, {})
@@ -70,15 +70,15 @@ def test_a_baseline_in_low_precision_is_checked_and_one_with_tf32_in_parts() -> 
 
 def test_a_hopelessly_slow_runner_up_costs_no_check() -> None:
     assert todo(log(fp32=100.0, bf16=19.0)) is None
-    assert todo(log(fp32=100.0, bf16=21.0)) == Hold(candidate("bf16", 16), find_pins=True)
+    assert todo(log(fp32=100.0, bf16=21.0)) == Compare(candidate("bf16", 16), find_pins=True)
 
 
 def test_fp16_is_calibrated_where_it_may_win_and_only_there() -> None:
     assert todo(log(fp16=100.0, fp32=50.0)) == Calibrate(FP16)
     assert todo(log(fp32=100.0, fp16=95.0)) == Calibrate(FP16)
-    assert todo(log(fp32=100.0, fp16=80.0)) == Hold(candidate("fp16", 16), find_pins=True)
+    assert todo(log(fp32=100.0, fp16=80.0)) == Compare(candidate("fp16", 16), find_pins=True)
     made = log(fp16=100.0, fp32=50.0).add(FP16, calibration(), "calibration")
-    assert todo(made) == Hold(candidate("fp16", 16), find_pins=True)
+    assert todo(made) == Compare(candidate("fp16", 16), find_pins=True)
 
 
 def test_a_precision_that_harms_leaves_the_field_to_the_next() -> None:
@@ -88,7 +88,7 @@ def test_a_precision_that_harms_leaves_the_field_to_the_next() -> None:
     chosen = shortlist(made.records, FP32, scales)
     assert chosen is not None
     assert (chosen.winner, chosen.runner_up) == (FP16, FP32)
-    assert todo(made) == Hold(candidate("fp16", 16), find_pins=True)
+    assert todo(made) == Compare(candidate("fp16", 16), find_pins=True)
 
 
 def test_what_pins_heal_is_checked_with_them_then_measured_and_takes_part() -> None:
@@ -96,7 +96,7 @@ def test_what_pins_heal_is_checked_with_them_then_measured_and_takes_part() -> N
     made.add(candidate("bf16", 16), fidelity("bf16", "unfaithful", healing=("norm",)), "fidelity")
     pinned = at("bf16", 64, pinned_modules=("norm",))
     checked = at("bf16", 16, pinned_modules=("norm",))
-    assert todo(made) == Hold(checked, find_pins=False)
+    assert todo(made) == Compare(checked, find_pins=False)
     made.add(checked, fidelity("bf16", pins=("norm",)), "fidelity")
     assert todo(made) == Measure(pinned)
     made.add(pinned, 180.0)
@@ -121,9 +121,9 @@ def test_pins_that_do_not_heal_in_the_end_are_not_measured() -> None:
 
 def test_fp16_that_was_refused_or_never_finite_may_be_healed() -> None:
     refused = log(fp16=200.0, fp32=100.0).add(FP16, calibration(None), "calibration")
-    assert todo(refused) == Hold(candidate("fp16", 16), find_pins=True)
+    assert todo(refused) == Compare(candidate("fp16", 16), find_pins=True)
     never = log(fp32=100.0).add(FP16, Failure(kind="nonfinite", message="inf"))
-    assert todo(never) == Hold(candidate("fp16", 16), find_pins=True)
+    assert todo(never) == Compare(candidate("fp16", 16), find_pins=True)
     never.add(candidate("fp16", 16), fidelity("fp16", "unfaithful", healing=("norm",)), "fidelity")
     never.add(at("fp16", 16, pinned_modules=("norm",)), fidelity("fp16", pins=("norm",)), "fidelity")
     pinned = at("fp16", 64, pinned_modules=("norm",))
@@ -177,9 +177,9 @@ def test_what_is_faster_and_left_out_is_named_in_the_reason() -> None:
 def test_a_check_that_fails_takes_nothing_down(kind: FailureKind, verdict: str) -> None:
     made = log(fp32=100.0, bf16=200.0)
     made.add(candidate("bf16", 16), Failure(kind=kind, message="it went wrong"), "fidelity")
-    assert verdicts(made.records)[Check("bf16")].verdict == verdict
+    assert found_fidelity(made.records)[CheckKey("bf16")].verdict == verdict
     assert todo(made) is None
-    assert (BF16 in search_speeds(made.records)) == (verdict == "unchecked")
+    assert (BF16 in ledger_of(made.records, WHERE).speeds) == (verdict == "unchecked")
     decision = decided(made)
     assert all(row.status not in ("crash", "oom") for row in decision.candidates)
     assert decision.config.precision == "fp32"
@@ -194,7 +194,7 @@ def test_a_check_that_fails_takes_nothing_down(kind: FailureKind, verdict: str) 
 def test_what_could_not_be_checked_leaves_its_check_to_the_next() -> None:
     made = log(fp32=100.0, bf16=200.0, tf32=120.0)
     made.add(candidate("bf16", 16), Failure(kind="oom", message="it took too much"), "fidelity")
-    assert todo(made, has_tf32=True) == Hold(candidate("tf32", 16), find_pins=True)
+    assert todo(made, has_tf32=True) == Compare(candidate("tf32", 16), find_pins=True)
     made.add(candidate("tf32", 16), fidelity("tf32"), "fidelity")
     assert todo(made, has_tf32=True) is None
     decision = decided(made)
@@ -255,7 +255,7 @@ def test_fp16_counts_what_is_applied() -> None:
     )
     made.add(FP16, bad, "calibration")
     scales = calibrated(made.records)
-    assert search_speeds(made.records, scales)[FP16] < 185.0
+    assert ledger_of(made.records, WHERE).speeds[FP16] < 185.0
     assert decided(made, scales=scales).config.precision == "bf16"
 
 
@@ -276,7 +276,7 @@ def test_a_calibrated_choice_carries_its_pair_and_its_evidence() -> None:
 @pytest.mark.parametrize("kind", ["timeout", "oom", "crash"])
 def test_a_calibration_that_did_not_end_leaves_the_defaults_and_is_tried_once(kind: FailureKind) -> None:
     made = log(fp32=100.0, fp16=200.0).add(FP16, Failure(kind=kind, message="it went wrong"), "calibration")
-    assert todo(made) == Hold(candidate("fp16", 16), find_pins=True)
+    assert todo(made) == Compare(candidate("fp16", 16), find_pins=True)
     decision = decided(made, scales=calibrated(made.records))
     assert (decision.config.precision, decision.evidence.loss_scale) == ("fp16", None)
     said = f"it was not calibrated, since the calibration did not come to an end: {kind}: it went wrong."
@@ -287,7 +287,7 @@ def test_a_calibration_that_did_not_end_leaves_the_defaults_and_is_tried_once(ki
 def test_activations_near_the_end_of_fp16_refuse_it_and_pins_may_heal_it() -> None:
     large = msgspec.structs.replace(calibration(), forward_max=44480.0)
     made = log(fp32=100.0, fp16=200.0).add(FP16, large, "calibration")
-    assert todo(made) == Hold(candidate("fp16", 16), find_pins=True)
+    assert todo(made) == Compare(candidate("fp16", 16), find_pins=True)
     decision = decided(made, scales=calibrated(made.records))
     assert decision.config.precision == "fp32"
     assert "2.00 times as fast and is left out: activations reach 44480 at batch 16" in decision.reason
@@ -296,10 +296,8 @@ def test_activations_near_the_end_of_fp16_refuse_it_and_pins_may_heal_it() -> No
 def test_where_all_that_ran_is_ruled_out_the_reasons_are_said_and_no_harm_is_alleged() -> None:
     made = Log().add(FP16, 200.0).add(FP16, Failure(kind="unsupported", message="no LSTM"), "calibration")
     made.add(at("fp16", 128), Failure(kind="oom", message="it took too much"))
-    scales = calibrated(made.records)
-    assert shortlist(made.records, FP16, scales) is None
-    out = why_out(made.records, scales)
-    error = nothing_to_choose(made.records, (), ScriptedClock(10.0), None, out, was_interrupted=False)
+    assert shortlist(made.records, FP16) is None
+    error = nothing_works(ledger_of(made.records, WHERE), (), has_stepped=False)
     assert "Whatever ran is ruled out: fp16: its loss scale could not be calibrated: unsupported: no LSTM." in str(
         error
     )
@@ -319,7 +317,7 @@ def test_a_harmful_precision_is_no_fallback() -> None:
 @pytest.fixture(autouse=True)
 def few_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pair costs Optuna a dozen commits."""
-    monkeypatch.setattr(gate, "NUM_PAIRS", 6)
+    monkeypatch.setattr(checks, "NUM_PAIRS", 6)
 
 
 def fp16_machine(folder: Path) -> Machine:
@@ -339,13 +337,13 @@ def told(folder: Path) -> list[optuna.trial.FrozenTrial]:
 
 def test_every_pair_is_answered_without_a_training_step(tmp_path: Path) -> None:
     machine, where = fp16_machine(tmp_path), space(("fp32", "fp16"))
-    machine.explore(where, tmp_path, is_gated=True)
-    ran = [s.candidate for s in machine.runner.specs if s.candidate.precision == "fp16"]
+    machine.explore(where, is_checked=True)
+    ran = [s.candidate for s in machine.searched.backend.specs if s.candidate.precision == "fp16"]
     assert max(map(ran.count, ran)) <= NUM_SEARCH_PROCESSES, "no batch size is measured for a pair"
     fp16 = [t for t in told(tmp_path) if t.params["precision"] == "fp16"]
     assert all({"init_scale", "growth_interval"} <= set(t.params) for t in fp16)
     best = [t for t in fp16 if t.user_attrs["candidate"] == "fp16 batch 64"]
-    assert len(best) == gate.NUM_PAIRS
+    assert len(best) == checks.NUM_PAIRS
     assert all(0 <= t.user_attrs["applied_share"] <= 1 for t in best)
     rate = 210.0
     assert all(t.value == pytest.approx(rate * t.user_attrs["applied_share"]) for t in best)
@@ -353,23 +351,23 @@ def test_every_pair_is_answered_without_a_training_step(tmp_path: Path) -> None:
     assert by_pair >= {(2.0**13, 2000), (2.0**13, 200), DEFAULT_PAIR}
     with_record = [t for t in fp16 if "record" in t.user_attrs]
     assert len(with_record) == len(ran)
-    decision = machine.decide(where)
+    decision = machine.decide()
     assert (decision.config.precision, decision.config.loss_scale) == ("fp16", LossScale(init_scale=2.0**13))
 
 
 def test_the_confirmation_runs_with_the_chosen_pair(tmp_path: Path) -> None:
     machine, where = fp16_machine(tmp_path), space(("fp32", "fp16"))
-    machine.explore(where, tmp_path, is_gated=True)
-    assert {s.loss_scale for s in machine.runner.specs if s.candidate.precision == "fp16"} == {LossScale()}
-    chosen = shortlist(machine.session.records, where.baseline, machine.session.scales)
+    machine.explore(where, is_checked=True)
+    assert {s.loss_scale for s in machine.searched.backend.specs if s.candidate.precision == "fp16"} == {LossScale()}
+    chosen = machine.ledger.shortlist
     assert chosen is not None
-    assert machine.session.chosen_loss_scale(chosen.winner) == LossScale(init_scale=2.0**13)
+    assert machine.ledger.loss_scale(chosen.winner) == LossScale(init_scale=2.0**13)
 
 
 def test_slow_fp16_is_told_as_measured_and_not_calibrated(tmp_path: Path) -> None:
     machine, where = Machine(tmp_path), space(("fp32", "fp16"))
     machine.base["fp16"] = 60.0
-    machine.explore(where, tmp_path, is_gated=True)
+    machine.explore(where, is_checked=True)
     assert not any(name.startswith("calibration") for name in machine.checks())
     fp16 = [t for t in told(tmp_path) if t.params["precision"] == "fp16" and t.value is not None]
     assert fp16
@@ -378,43 +376,43 @@ def test_slow_fp16_is_told_as_measured_and_not_calibrated(tmp_path: Path) -> Non
 
 def test_a_resumed_search_checks_nothing_twice_and_asks_for_no_more_pairs(tmp_path: Path) -> None:
     machine, where = fp16_machine(tmp_path), space()
-    machine.explore(where, tmp_path, is_gated=True)
+    machine.explore(where, is_checked=True)
     checks, num_told = machine.checks(), len([t for t in told(tmp_path) if "applied_share" in t.user_attrs])
     assert len(checks) == len(set(checks)) > 1
     again = fp16_machine(tmp_path)
-    again.explore(where, tmp_path, is_gated=True)
+    again.explore(where, is_checked=True)
     assert again.checks() == checks
     assert again.runner.checks == []
     answered = [t for t in told(tmp_path) if "applied_share" in t.user_attrs]
     assert len(answered) <= num_told + 4  # what TPE repeats before exploring ends
-    assert again.decide(where).config == machine.decide(where).config
+    assert again.decide().config == machine.decide().config
 
 
 def test_a_lost_study_file_is_made_again_from_the_records(tmp_path: Path) -> None:
     machine, where = fp16_machine(tmp_path), space(("fp32", "fp16"))
-    machine.explore(where, tmp_path, is_gated=True)
+    machine.explore(where, is_checked=True)
     (tmp_path / "study.db").unlink()
     again = fp16_machine(tmp_path)
-    again.explore(where, tmp_path, is_gated=True)
+    again.explore(where, is_checked=True)
     default = [t for t in told(tmp_path) if t.user_attrs["candidate"] == "fp16 batch 64" and "record" in t.user_attrs]
     assert default
     assert all("applied_share" in t.user_attrs for t in default)
-    assert again.decide(where).config.loss_scale == machine.decide(where).config.loss_scale
+    assert again.decide().config.loss_scale == machine.decide().config.loss_scale
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_an_unfaithful_winner_is_excluded_or_healed(tmp_path: Path, precision: Precision) -> None:
     machine, where = fp16_machine(tmp_path), space(("fp32", precision))
     machine.check_answers["fidelity", precision, 0] = fidelity(precision, "unfaithful")
-    machine.explore(where, tmp_path, is_gated=True)
-    decision = machine.decide(where)
+    machine.explore(where, is_checked=True)
+    decision = machine.decide()
     assert decision.config.precision == "fp32"
     assert any(e.precision == precision and "unfaithful" in e.reason for e in decision.excluded)
 
     healed = fp16_machine(tmp_path / "healed")
     healed.check_answers["fidelity", precision, 0] = fidelity(precision, "unfaithful", healing=("a", "b"))
-    healed.explore(where, tmp_path, is_gated=True)
-    config = healed.decide(where).config
+    healed.explore(where, is_checked=True)
+    config = healed.decide().config
     assert (config.precision, config.pinned_modules) == (precision, ("a", "b"))
     num_calibrated = sum("calibration" in name and "pinned" in name for name in healed.checks())
     assert num_calibrated == (1 if precision == "fp16" else 0)
@@ -424,17 +422,17 @@ def test_a_precision_that_is_never_finite_is_healed(tmp_path: Path) -> None:
     machine, where = fp16_machine(tmp_path), space(("fp32", "fp16"))
     machine.nonfinite = ("fp16",)
     machine.check_answers["fidelity", "fp16", 0] = fidelity("fp16", "unfaithful", healing=("norm",))
-    machine.explore(where, tmp_path, is_gated=True)
-    assert machine.decide(where).config.pinned_modules == ("norm",)
+    machine.explore(where, is_checked=True)
+    assert machine.decide().config.pinned_modules == ("norm",)
 
 
 def test_the_checks_keep_to_the_budget_and_what_they_left_is_said(tmp_path: Path) -> None:
     machine, where = Machine(tmp_path), space()
-    machine.explore(where, tmp_path)
-    machine.clock.now = machine.clock.budget_seconds
-    machine.explore(where, tmp_path, is_gated=True)
+    machine.explore(where)
+    machine.searched.budget.now = machine.searched.budget.seconds
+    machine.explore(where, is_checked=True)
     assert machine.checks() == []
-    decision = machine.decide(where)
+    decision = machine.decide()
     assert decision.config.precision == "fp32"
     assert "times as fast but unchecked: the budget ended before it was checked" in decision.reason
 
@@ -442,8 +440,8 @@ def test_the_checks_keep_to_the_budget_and_what_they_left_is_said(tmp_path: Path
 def test_refused_fp16_leaves_the_choice(tmp_path: Path) -> None:
     machine, where = fp16_machine(tmp_path), space()
     machine.check_answers["calibration", "fp16", 0] = calibration(4.2, {-40: 400, -6: 600})
-    machine.explore(where, tmp_path, is_gated=True)
-    decision = machine.decide(where)
+    machine.explore(where, is_checked=True)
+    decision = machine.decide()
     assert decision.config.precision == "bf16"
     assert any(e.precision == "fp16" and "40.0 %" in e.reason for e in decision.excluded)
     refused = [t for t in told(tmp_path) if t.user_attrs.get("failure") == "nonfinite"]

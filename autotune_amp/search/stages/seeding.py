@@ -1,7 +1,7 @@
 """What to try first: the baseline, every precision at a middle batch, then where the models of time and memory point,
 then what lies round the best.
 
-Seeding a sampler so cuts the mean regret at 15 trials from 14 % to 2 % (shared/reference/measurement.md, Optuna 5).
+Seeding a sampler so cuts the mean regret at 15 trials from 14 % to 2 % (studies/README.md).
 Pure and without state: the next seed follows from the outcomes so far, so a resumed search goes on where it was.
 """
 
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from autotune_amp.core.outcome import Failure, Measurement, Outcome
+from autotune_amp.core.outcome import Measurement, Outcome
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.search.objective import PLATEAU
-from autotune_amp.search.space import Space, excluded_by_oom, without
+from autotune_amp.search.space import Space, excluded_by_outcomes, without
+from autotune_amp.search.stages.trials import is_hopeless
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -24,9 +25,8 @@ if TYPE_CHECKING:
     from autotune_amp.core.hardware import Hardware
     from autotune_amp.core.setting import Setting
 
-MIN_GAIN = 0.01  # a doubled batch that gains less ends the climb (measurement.md: "until OOM or < 1 % gain")
-HOPELESS = 5.0  # times slower at the same batch: no batch size makes up for it
-MEMORY_MARGIN = 1.1  # the memory model is within 2 to 19 % (measurement.md), so it may skip but never exclude
+MIN_GAIN = 0.01  # a doubled batch that gains less ends the climb (studies/README.md)
+MEMORY_MARGIN = 1.1  # the memory model is within 2 to 19 % (studies/README.md), so it may skip but never exclude
 NUM_PRECISIONS = 2  # precisions whose batch size is worth a search
 # Beyond the best batch of a precision that is not far behind, every batch is looked at until two in a row are so much
 # slower: processes differ by 8 to 23 %, and one slow one must not end a climb (studies/search_efficiency).
@@ -51,7 +51,7 @@ class StepTimeModel(msgspec.Struct, frozen=True):
 class MemoryModel(msgspec.Struct, frozen=True):
     """Bytes that count against the limit at batch size b: M(b) = max(m0, m1 + m2·b).
 
-    The smallest batches sit on the optimizer's plateau m0 (measurement.md, Memory against batch).
+    The smallest batches sit on the optimizer's plateau m0 (studies/README.md).
     """
 
     m0: float
@@ -99,16 +99,6 @@ def fit_memory(points: Iterable[tuple[int, int]]) -> MemoryModel | None:
     return MemoryModel(min(m for _, m in at), m2 - slope * b2, slope)
 
 
-def exclusions(space: Space, outcomes: Mapping[Setting, Outcome]) -> tuple[Exclusion, ...]:
-    """What the outcomes so far rule out, with the reason: for want of memory, too slow, unsupported."""
-    peaks = {c: m.reserved_memory_bytes for c, m in outcomes.items() if isinstance(m, Measurement)}
-    found = list(_hopeless(outcomes))
-    for candidate, outcome in outcomes.items():
-        if isinstance(outcome, Failure):
-            found += _ruled_out_by(candidate, outcome, space, peaks)
-    return tuple({(e.precision, e.batch_size): e for e in reversed(found)}.values())[::-1]
-
-
 def next_seed(
     hardware: Hardware,
     space: Space,
@@ -123,7 +113,7 @@ def next_seed(
     """
     if space.baseline not in outcomes:
         return space.baseline
-    ruled_out = (*excluded, *exclusions(space, outcomes))
+    ruled_out = (*excluded, *excluded_by_outcomes(space, outcomes))
     untried = [c for c in without(space.candidates, ruled_out) if c not in outcomes]
     fitting = [c for c in untried if _fits(c, outcomes, memory_limit_bytes)]
     for precision in _by_promise(hardware, space):
@@ -147,7 +137,9 @@ def next_look(
 
     None where all of them are known. The arguments are those of `next_seed`.
     """
-    untried = [c for c in without(space.candidates, (*excluded, *exclusions(space, outcomes))) if c not in outcomes]
+    untried = [
+        c for c in without(space.candidates, (*excluded, *excluded_by_outcomes(space, outcomes))) if c not in outcomes
+    ]
     fitting = [c for c in untried if _fits(c, outcomes, memory_limit_bytes)]
     looks = (_round_the_best(precision, fitting, outcomes) for precision in _best_precisions(outcomes))
     return next(filter(None, looks), None)
@@ -163,49 +155,10 @@ def _measured(precision: Precision, outcomes: Mapping[Setting, Outcome]) -> dict
     return dict(sorted(found.items()))
 
 
-def _hopeless(outcomes: Mapping[Setting, Outcome]) -> Iterable[Exclusion]:
-    measured = {c: m for c, m in outcomes.items() if isinstance(m, Measurement) and not c.as_found}
-    for precision in dict.fromkeys(c.precision for c in measured):
-        ratios = [
-            (other.samples_per_second / m.samples_per_second, c.batch_size, rival.precision)
-            for c, m in measured.items()
-            for rival, other in measured.items()
-            if c.precision == precision and rival.batch_size == c.batch_size
-        ]
-        ratio, batch_size, rival_precision = max(ratios)
-        if ratio > HOPELESS:
-            reason = f"{precision} is {ratio:.0f} times slower than {rival_precision} at batch {batch_size}"
-            yield Exclusion(precision=precision, batch_size=None, reason=reason)
-
-
-def _ruled_out_by(failed: Setting, failure: Failure, space: Space, peaks: Mapping[Setting, int]) -> Sequence[Exclusion]:
-    if failure.kind == "oom":
-        return excluded_by_oom(space, peaks, failed)
-    # Where another batch ran in it, the size is what is not supported.
-    if failure.kind == "unsupported" and not failed.as_found and failed.precision not in {c.precision for c in peaks}:
-        return [Exclusion(precision=failed.precision, batch_size=None, reason=failure.message)]
-    if failure.kind == "timeout":
-        reason = f"{failed} took too long, and this has more to do"
-        return [
-            Exclusion(precision=c.precision, batch_size=c.batch_size, reason=reason)
-            for c in space.candidates
-            if c.precision == failed.precision and c.batch_size > failed.batch_size and c not in peaks
-        ]
-    return []
-
-
 def _fits(candidate: Setting, outcomes: Mapping[Setting, Outcome], limit: int | None) -> bool:
     points = ((b, m.reserved_memory_bytes) for b, m in _measured(candidate.precision, outcomes).items())
     model = fit_memory(points)
     return limit is None or model is None or model.bytes_at(candidate.batch_size) <= MEMORY_MARGIN * limit
-
-
-def is_hopeless(hardware: Hardware, precision: Precision) -> bool:
-    """Whether the probe found an emulated precision's matrix products far below fp32's."""
-    capability, reference = hardware.precisions[precision], hardware.precisions.get("fp32")
-    if capability.level != "emulated" or reference is None or reference.matmul_flops_per_second is None:
-        return False
-    return HOPELESS * (capability.matmul_flops_per_second or 0.0) < reference.matmul_flops_per_second
 
 
 def _by_promise(hardware: Hardware, space: Space) -> list[Precision]:

@@ -11,13 +11,13 @@ from autotune_amp.core.fidelity import Fidelity
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Description, Failure
 from autotune_amp.isolation.local import LocalBackend
-from autotune_amp.search.opening import open_workload, told
+from autotune_amp.search.budget import Budget
+from autotune_amp.search.check_results import MAX_BATCH_SIZE
 from autotune_amp.search.options import SearchOptions
-from autotune_amp.search.origin import Origin
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.session import Clock, ProgressWatcher
+from autotune_amp.search.run import ProgressWatcher
+from autotune_amp.search.source import Source, message_of, open_workload
 from autotune_amp.search.space import build_space
-from autotune_amp.search.verdicts import MAX_BATCH_SIZE
 from autotune_amp.trial.jobs import Check
 
 
@@ -57,25 +57,27 @@ def checked_request(
     return Request(options.precisions[0], batch_size, tuple(pinned_modules), options)
 
 
-def run_check(origin: Origin, request: Request, progress: Progress) -> Fidelity:
+def run_check(source: Source, request: Request, progress: Progress) -> Fidelity:
     """Check in a child; see `autotune_amp.check_fidelity`."""
-    clock = Clock(request.options.budget_seconds)
-    watcher = ProgressWatcher(progress, clock)
-    progress.work_started(clock.budget_seconds)
-    with LocalBackend(origin.payload(), None, watcher) as runner:
-        hardware, description, state = open_workload(runner, origin, request.options.device, clock, progress)
-        spec = check_spec(request, hardware, description, state, max(0.0, clock.left()))
-        progress.phase(f"checking {spec.precision} against fp32")
-        outcome = runner.submit(spec).result()
+    budget = Budget(request.options.budget_seconds)
+    watcher = ProgressWatcher(progress, budget)
+    progress.work_started(budget.seconds)
+    with LocalBackend(source.payload(), None, watcher) as backend:
+        watcher.phase("loading the workload")
+        backend.load(budget.left())
+        opened = open_workload(backend, source, request.options.device, watcher)
+        check = check_job(request, opened.hardware, opened.description, opened.torch_state, max(0.0, budget.left()))
+        watcher.phase(f"checking {check.precision} against fp32")
+        outcome = backend.submit(check).result()
     if isinstance(outcome, Fidelity):
         return outcome
     assert isinstance(outcome, Failure)
     if outcome.kind == "workload_error":
-        raise WorkloadError(*told(outcome))
-    return spec.unchecked(outcome)
+        raise WorkloadError(*message_of(outcome))
+    return check.unchecked(outcome)
 
 
-def check_spec(
+def check_job(
     request: Request, hardware: Hardware, description: Description, torch_state: dict[str, Any], seconds: float
 ) -> Check:
     """The check to make within `seconds`; raises `InvalidRequestError` for a precision that cannot be checked here."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, cast
 from unittest.mock import Mock, call
 
@@ -10,19 +10,20 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_runner import ScriptedClock, ScriptedRunner, candidate, hardware, measured, session
+from scripted_backend import ScriptedSearch, candidate, measured
 
-from autotune_amp.core.config import LossScale
 from autotune_amp.core.hardware import BusyProcess, CardProcess, MachineLoad
 from autotune_amp.core.outcome import Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.search import busy
-from autotune_amp.search.choose import Decision, Shortlist, decide
-from autotune_amp.search.confirm import NUM_ROUNDS, Processes, confirm
+from autotune_amp.search import machine_load
+from autotune_amp.search.budget import Budget
+from autotune_amp.search.decide import Decision
+from autotune_amp.search.ledger import Shortlist
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.session import Clock, ProgressWatcher
+from autotune_amp.search.run import ProgressWatcher
 from autotune_amp.search.space import Space
+from autotune_amp.search.stages.confirm import NUM_ROUNDS
 from autotune_amp.trial.jobs import Trial
 
 TODAY, FASTER = candidate("fp32", 32), candidate("fp32", 64)
@@ -52,30 +53,25 @@ class ScriptedMeter:
         return self._loads.pop(0) if len(self._loads) > 1 else self._loads[0]
 
 
-def searched(folder: Path, loads: list[MachineLoad]) -> tuple[Decision, list[Record]]:
-    """A search of two candidates with its confirmation; these loads, one for each process."""
-    clock = ScriptedClock(1000.0)
+def searched(loads: list[MachineLoad]) -> tuple[Decision, Sequence[Record]]:
+    """A search of two settings with its confirmation; these loads, one for each process."""
     speeds: dict[Setting, float] = {TODAY: 100.0, FASTER: 200.0}
-    ours = session(folder, clock, hardware({"fp32": 1.0}), meter=cast("LoadMeter", ScriptedMeter(loads)))
-
-    def runner(environment: dict[str, str]) -> Any:
-        return ScriptedRunner(lambda spec: measured(spec, speeds[spec.candidate]), clock, environment)
-
-    for tried in (TODAY, FASTER):
-        ours.run(runner({}).as_runner, Trial(candidate=tried, device="cpu"))
-    confirm(ours, Processes(runner, start_seconds=1.0), Shortlist(FASTER, None, TODAY), HELD)
-    return decide(ours.records, SPACE, environment=HELD, loss_scale=LossScale()), ours.records
+    meter = cast("LoadMeter", ScriptedMeter(loads))
+    found = ScriptedSearch(SPACE, lambda spec: measured(spec, speeds[spec.candidate]), 1000.0, meter=meter)
+    found.explore(max_trials=2)
+    found.confirm(Shortlist(FASTER, None, TODAY), HELD)
+    return found.decide(HELD), found.records
 
 
 def about_load(decision: Decision) -> list[str]:
-    said = busy.doubts(decision.evidence.load)
+    said = machine_load.doubts(decision.evidence.load)
     assert set(said) <= set(decision.warnings)
     return said
 
 
-def test_an_idle_machine_gives_no_word_and_the_same_interval(tmp_path: Path) -> None:
-    idle, records = searched(tmp_path / "idle", [IDLE])
-    unread, _ = searched(tmp_path / "unread", [load(None, None)])
+def test_an_idle_machine_gives_no_word_and_the_same_interval() -> None:
+    idle, records = searched([IDLE])
+    unread, _ = searched([load(None, None)])
     assert about_load(idle) == about_load(unread) == []
     assert idle.evidence.samples_per_second_interval == unread.evidence.samples_per_second_interval
     assert idle.evidence.load is not None
@@ -84,9 +80,9 @@ def test_an_idle_machine_gives_no_word_and_the_same_interval(tmp_path: Path) -> 
     assert msgspec.json.decode(msgspec.json.encode(records[0]), type=Record) == records[0]
 
 
-def test_a_machine_busy_throughout_is_named_and_the_promise_reaches_up_to_an_idle_one(tmp_path: Path) -> None:
-    low, high = searched(tmp_path / "idle", [IDLE])[0].evidence.samples_per_second_interval
-    found, _ = searched(tmp_path / "busy", [HOGGED])
+def test_a_machine_busy_throughout_is_named_and_the_promise_reaches_up_to_an_idle_one() -> None:
+    low, high = searched([IDLE])[0].evidence.samples_per_second_interval
+    found, _ = searched([HOGGED])
     (said,) = about_load(found)
     assert "other processes used 1.0 of 2 cores (python3, pid 4711: 0.98)" in said
     assert "widened" in said
@@ -97,16 +93,16 @@ def test_a_machine_busy_throughout_is_named_and_the_promise_reaches_up_to_an_idl
     assert not any("disagree" in warning for warning in found.warnings), "said once, and rightly"
 
 
-def test_a_load_that_comes_with_the_confirmation_is_said_to_have_changed(tmp_path: Path) -> None:
-    found, _ = searched(tmp_path, [IDLE, IDLE, HOGGED])
+def test_a_load_that_comes_with_the_confirmation_is_said_to_have_changed() -> None:
+    found, _ = searched([IDLE, IDLE, HOGGED])
     _, changed = about_load(found)
     assert "0.05 cores in the search's trials and 1.0 in the confirmation" in changed
 
 
-def test_a_load_that_comes_and_goes_widens_the_lower_end(tmp_path: Path) -> None:
-    low, high = searched(tmp_path / "idle", [IDLE])[0].evidence.samples_per_second_interval
+def test_a_load_that_comes_and_goes_widens_the_lower_end() -> None:
+    low, high = searched([IDLE])[0].evidence.samples_per_second_interval
     once = [IDLE, IDLE, HOGGED, IDLE]  # the winner's first process
-    found, _ = searched(tmp_path / "busy", once)
+    found, _ = searched(once)
     assert found.evidence.samples_per_second_interval == pytest.approx((low / 2, high))
     (said,) = about_load(found)
     assert "0.05 to 1.0 at a time" in said
@@ -115,8 +111,12 @@ def test_a_load_that_comes_and_goes_widens_the_lower_end(tmp_path: Path) -> None
 
 def test_a_process_whose_load_is_not_known_is_no_idle_one() -> None:
     unknown = load(None, None)
-    assert busy.interval_factors([HOGGED, unknown, unknown]) == busy.interval_factors([HOGGED]) == (1.0, 2.0)
-    assert busy.interval_factors([unknown]) == (1.0, 1.0)
+    assert (
+        machine_load.interval_factors([HOGGED, unknown, unknown])
+        == machine_load.interval_factors([HOGGED])
+        == (1.0, 2.0)
+    )
+    assert machine_load.interval_factors([unknown]) == (1.0, 1.0)
 
 
 def test_what_widens_the_interval_is_said_where_only_the_winner_met_it() -> None:
@@ -134,20 +134,20 @@ def test_what_widens_the_interval_is_said_where_only_the_winner_met_it() -> None
         )
         for number, seen in enumerate([*own, *[load(0.05, 1.9)] * 6])
     ]
-    found = busy.evidence(records, own)
+    found = machine_load.evidence(records, own)
     assert found is not None
     assert found.interval_factors != (1.0, 1.0)
-    assert any("interval is widened" in line for line in busy.doubts(found))
+    assert any("interval is widened" in line for line in machine_load.doubts(found))
 
 
-def test_steal_clocks_and_the_card_are_named(tmp_path: Path) -> None:
+def test_steal_clocks_and_the_card_are_named() -> None:
     seen = load(
         stolen_share=0.2,
         clock_share=0.4,
         card_processes=(CardProcess(pid=9, name=None, memory_bytes=3 * 2**29),),
         card_slowdowns=("heat, limited by the card",),
     )
-    found, _ = searched(tmp_path, [seen])
+    found, _ = searched([seen])
     stolen, clocks, card, slowdown = about_load(found)
     assert "20 % of the CPU time" in stolen
     assert "40 % of its highest clock" in clocks
@@ -176,7 +176,7 @@ def test_steal_clocks_and_the_card_are_named(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_said_before_the_first_trial(seen: MachineLoad, words: tuple[str, ...]) -> None:
-    said = busy.before_first_trial(seen)
+    said = machine_load.before_first_trial(seen)
     assert len(said) == len(words)
     assert all(word in line for word, line in zip(words, said, strict=True))
 
@@ -196,7 +196,7 @@ def test_what_is_said_before_the_first_trial(seen: MachineLoad, words: tuple[str
     ],
 )
 def test_how_much_others_may_have_slowed_a_step(seen: MachineLoad, slowdown: float) -> None:
-    assert busy.others_slowdown(seen) == pytest.approx(slowdown)
+    assert machine_load.others_slowdown(seen) == pytest.approx(slowdown)
 
 
 loads = st.builds(
@@ -209,15 +209,15 @@ loads = st.builds(
 
 @given(st.lists(loads, max_size=6))
 def test_an_interval_is_only_ever_widened(seen: list[MachineLoad]) -> None:
-    low, high = busy.interval_factors(seen)
+    low, high = machine_load.interval_factors(seen)
     assert 0 < low <= 1 <= high
-    if not busy.is_busy(seen) and not busy.is_stolen(seen):
+    if not machine_load.is_busy(seen) and not machine_load.is_stolen(seen):
         assert (low, high) == (1.0, 1.0)
 
 
 def test_the_meter_hears_of_every_step_and_of_the_end() -> None:
     meter = Mock(spec=LoadMeter)
-    watcher = ProgressWatcher(Progress(), Clock(1.0), meter)
+    watcher = ProgressWatcher(Progress(), Budget(1.0), meter)
     for number in (0, 0, 1):
         watcher.step(number, 0.5)
     watcher.ending()

@@ -1,26 +1,30 @@
-"""Where a workload comes from: live objects of the calling process, or a name that a child imports."""
+"""Where a workload comes from, live objects of the calling process or a name that a child imports, and what it is."""
 
 from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from autotune_amp.core.errors import WorkloadError
-from autotune_amp.core.hardware import DeviceIdentity
-from autotune_amp.core.outcome import Failure
-from autotune_amp.core.recommendation import Fingerprint
+from autotune_amp.core.errors import AutotuneAmpError, WorkloadError
+from autotune_amp.core.hardware import DeviceIdentity, Hardware
+from autotune_amp.core.outcome import Description, Failure
+from autotune_amp.core.recommendation import Fingerprint, NothingWorksError
 from autotune_amp.search.folder import folder_name, study_name
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from autotune_amp.core.job import Found, Job
     from autotune_amp.isolation.local import LocalBackend, Payload  # at run time only where a search begins
+    from autotune_amp.search.run import ProgressWatcher
 
 
 _FINGERPRINT_SECONDS = 60.0
 
 
-class Origin(ABC):
+class Source(ABC):
     """A workload that has not been loaded yet. `name` is what its study is called unless told otherwise."""
 
     name: str
@@ -42,12 +46,12 @@ class Origin(ABC):
         return None
 
     def fingerprint_by_child(
-        self, options: dict[str, Any], identity: DeviceIdentity, runner: LocalBackend, state: dict[str, Any]
+        self, options: dict[str, Any], identity: DeviceIdentity, backend: LocalBackend, state: dict[str, Any]
     ) -> Fingerprint:
         """The same from the process that imported the workload; nothing of it is called there either."""
         from autotune_amp.trial.jobs import FingerprintJob
 
-        answer = runner.submit(
+        answer = backend.submit(
             FingerprintJob(
                 device=identity.type,
                 options=options,
@@ -69,7 +73,7 @@ class Origin(ABC):
         return int(psutil.Process().memory_info().rss) if device == "cpu" else 0
 
 
-class _Target(Origin):
+class _Target(Source):
     """Imported by the child, never by this process: user code may crash on import."""
 
     def __init__(self, target: str) -> None:
@@ -86,7 +90,7 @@ class _Target(Origin):
         return found_by_child
 
 
-class _Live(Origin):
+class _Live(Source):
     """Packed here and unpacked in the child; the fingerprint needs no child."""
 
     def __init__(self, workload: Any) -> None:
@@ -121,14 +125,81 @@ class _Live(Origin):
         return super().held_bytes(device)
 
 
-def target(name: str) -> Origin:
+class Opened(NamedTuple):
+    """What was found of the workload and the device, and the torch state that what is run there takes over.
+
+    `ready_seconds` is when the workload had been loaded and called, `why_not_forked` why trials share one process.
+    """
+
+    hardware: Hardware
+    description: Description
+    torch_state: dict[str, Any]
+    ready_seconds: float
+    why_not_forked: str | None
+
+
+def open_workload(
+    backend: LocalBackend,
+    source: Source,
+    device: str,
+    watcher: ProgressWatcher,
+    *,
+    baseline_batch_size: int | None = None,
+    cannot_be_built: Callable[[Failure], AutotuneAmpError] = lambda failure: WorkloadError(*message_of(failure)),
+) -> Opened:
+    """Call the workload that was loaded, probe the device and build it once.
+
+    Raises `WorkloadError` (it cannot be called), `NothingWorksError` (the probe failed), what `cannot_be_built`
+    makes of a failure to build it, and `BudgetTooSmallError`.
+    """
+    from autotune_amp.trial.jobs import Describe, Probe
+
+    budget = watcher.budget
+
+    def ask(job: Job[Found]) -> Found | Failure:
+        answer = backend.submit(job).result()
+        if isinstance(answer, Failure) and answer.kind == "timeout":
+            raise budget.too_small(watcher.last_step_seconds)
+        return answer
+
+    opened = backend.open(device, source.num_threads(), budget.left())
+    ready_seconds = budget.elapsed()
+    state = source.torch_state(opened.torch_state)
+    watcher.phase("probing the device")
+    hardware = ask(Probe(device=device, torch_state=state, deadline_seconds=max(0.0, budget.left())))
+    if isinstance(hardware, Failure):
+        raise NothingWorksError(f"The probe failed: {hardware.message.rstrip('.')}.", "Try --device cpu.", ())
+    watcher.phase("building the workload once")
+    description = ask(
+        Describe(
+            device=hardware.device,
+            torch_state=state,
+            has_tf32=hardware.has_tf32,
+            baseline_batch_size=baseline_batch_size,
+            deadline_seconds=max(0.0, budget.left()),
+        )
+    )
+    if isinstance(description, Failure):
+        raise cannot_be_built(description)
+    return Opened(hardware, description, state, ready_seconds, opened.why_not_forked)
+
+
+def message_of(failure: Failure) -> tuple[str, str]:
+    """Message and next step; the details are one line of advice where the error is ours, else a traceback."""
+    details = (failure.details or "").rstrip()
+    if details and "\n" not in details:
+        return failure.message, details
+    return f"{failure.message}\n{details}".rstrip(), "Mend it until one training step in fp32 works on its own."
+
+
+def target(name: str) -> Source:
     """A workload named as "path/file.py:function" or "package.module:function"."""
     if ":" not in name:
         raise WorkloadError(f"{name!r} names no workload.", "Give path/file.py:function or package.module:function.")
     return _Target(name)
 
 
-def live(workload: Any) -> Origin:
+def live(workload: Any) -> Source:
     """A Workload of the calling process, or a function that returns one."""
     from autotune_amp.core.workload import check_source
 

@@ -1,34 +1,46 @@
-"""A runner that answers from a script on a clock of its own: whole searches without a process or a wait."""
+"""A backend that answers from a script on a clock of its own: whole searches without a process or a wait."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-from autotune_amp.core.config import LossScale, Precision
+from autotune_amp.core.config import Precision
+from autotune_amp.core.evidence import Objective
 from autotune_amp.core.fidelity import Accumulation, AccumulationVerdict, Calibration, Fidelity, Verdict
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware
-from autotune_amp.core.outcome import CheckOutcome, Description, Failure, Measurement, Outcome
+from autotune_amp.core.outcome import CheckOutcome, Description, Failure, Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.isolation.backend import Ability, Backend
-from autotune_amp.isolation.local import Isolation
+from autotune_amp.isolation.backend import Ability, Slot
+from autotune_amp.search.budget import Budget
+from autotune_amp.search.decide import Decision, decide
 from autotune_amp.search.folder import StudyFolder
+from autotune_amp.search.ledger import Ledger, Shortlist
+from autotune_amp.search.loss_scales import AllScales
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.session import Clock, Session
+from autotune_amp.search.run import ProgressWatcher, Stage, run
+from autotune_amp.search.sharing import share_where_it_pays
+from autotune_amp.search.space import Space
+from autotune_amp.search.stages.checks import Checks
+from autotune_amp.search.stages.confirm import Confirm
+from autotune_amp.search.stages.explore import Explore, left_to_explore
+from autotune_amp.search.stages.fallbacks import Fallbacks
+from autotune_amp.search.stages.trials import Conditions
+from autotune_amp.search.study import Study
 from autotune_amp.trial.jobs import Check, Trial
 
 SETUP_SECONDS = 0.5
 CHECK_SECONDS = 1.0
 
 
-class ScriptedClock(Clock):
+class ScriptedBudget(Budget):
     """Moves only when told to."""
 
-    def __init__(self, budget_seconds: float) -> None:
-        super().__init__(budget_seconds)
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
         self.now = 0.0
 
     def elapsed(self) -> float:
@@ -45,7 +57,7 @@ class Done(NamedTuple):
         return self.found
 
 
-class ScriptedRunner:
+class ScriptedBackend:
     """`answer` says what becomes of a spec; measuring moves the clock by what it would have taken.
 
     `check_answer` does so for checks, each of which takes a second; by default all is well.
@@ -54,16 +66,16 @@ class ScriptedRunner:
     def __init__(
         self,
         answer: Callable[[Trial], Outcome],
-        clock: ScriptedClock,
+        budget: ScriptedBudget,
         environment: dict[str, str] | None = None,
         check_answer: Callable[[Check], CheckOutcome] | None = None,
     ) -> None:
         self._answer = answer
         self._check_answer = check_answer or all_well
         self.checks: list[Check] = []
-        self._clock = clock
+        self._budget = budget
         self.environment = environment or {}
-        self.isolation: Isolation = "forked"
+        self.is_forking = True
         self.is_build_shared = False
         self.start_seconds: float | None = SETUP_SECONDS
         self.why_not_shared: str | None = None
@@ -72,7 +84,11 @@ class ScriptedRunner:
     @property
     def abilities(self) -> frozenset[Ability]:
         both: frozenset[Ability] = frozenset({"check"})
-        return both | {"share_build"} if self.isolation == "forked" else both
+        return both | {"share_build"} if self.is_forking else both
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        return (Slot("cpu"),)
 
     def submit(self, job: Trial | Check) -> Done:
         found = self.run(job) if isinstance(job, Trial) else self.check(job)
@@ -82,18 +98,18 @@ class ScriptedRunner:
         self.specs.append(spec)
         outcome = self._answer(spec)
         if isinstance(outcome, Measurement):
-            self._clock.now += SETUP_SECONDS + 11 * outcome.step_seconds
+            self._budget.now += SETUP_SECONDS + 11 * outcome.step_seconds
         else:
-            self._clock.now += spec.deadline_seconds or 0.0 if outcome.kind == "timeout" else SETUP_SECONDS
+            self._budget.now += spec.deadline_seconds or 0.0 if outcome.kind == "timeout" else SETUP_SECONDS
         return outcome
 
     def check(self, spec: Check) -> CheckOutcome:
         self.checks.append(spec)
-        self._clock.now += CHECK_SECONDS
+        self._budget.now += CHECK_SECONDS
         return self._check_answer(spec)
 
     def keep(self) -> None:
-        self.isolation, self.is_build_shared = "kept", False
+        self.is_forking, self.is_build_shared = False, False
 
     def share_build(self, spec: Trial, deadline_seconds: float) -> str | None:
         self.is_build_shared = self.why_not_shared is None
@@ -102,17 +118,13 @@ class ScriptedRunner:
     def close(self) -> None:
         """Nothing to end."""
 
-    def __enter__(self) -> ScriptedRunner:
+    def __enter__(self) -> ScriptedBackend:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    @property
-    def as_runner(self) -> Backend:
-        return cast("Backend", self)
 
 
 def fidelity(
@@ -216,31 +228,101 @@ def hardware(rates: dict[Precision, float | None]) -> Hardware:
     )
 
 
-def session(
-    folder: Path,
-    clock: Clock,
-    device: Hardware,
-    progress: Progress | None = None,
-    description: Description | None = None,
-    meter: LoadMeter | None = None,
-) -> Session:
-    """A session in a folder of its own."""
-    study_folder = StudyFolder(str(folder), "scripted")
-    study_folder.path.mkdir(parents=True, exist_ok=True)
-    return Session(
-        folder=study_folder,
-        search_id="scripted-1",
-        clock=clock,
-        progress=progress or Progress(),
-        hardware=device,
-        torch_state={},
-        memory_limit_bytes=2**33,
-        loss_scale=LossScale(),
-        holds_heap=True,
-        seed=0,
-        description=description,
-        meter=meter,
-    )
+class _Given:
+    """A stage of jobs that are known beforehand."""
+
+    def __init__(self, jobs: Sequence[Trial | Check]) -> None:
+        self._jobs = list(jobs)
+
+    def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
+        return self._jobs.pop(0) if self._jobs else None
+
+
+class ScriptedSearch:
+    """A search on a scripted backend, stage by stage; in a `folder` it goes on with what is there."""
+
+    def __init__(
+        self,
+        space: Space,
+        answer: Callable[[Trial], Outcome],
+        budget_seconds: float = 200.0,
+        *,
+        check_answer: Callable[[Check], CheckOutcome] | None = None,
+        device: Hardware | None = None,
+        description: Description | None = None,
+        objective: Objective = "speed",
+        progress: Progress | None = None,
+        meter: LoadMeter | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        self.budget = ScriptedBudget(budget_seconds)
+        self.backend = ScriptedBackend(answer, self.budget, check_answer=check_answer)
+        study_folder = None if folder is None else StudyFolder(str(folder), "scripted")
+        if study_folder is not None:
+            study_folder.path.mkdir(parents=True, exist_ok=True)
+        self.ledger = Ledger(
+            space,
+            [] if study_folder is None else study_folder.records("scripted-1"),
+            objective=objective,
+            search_id="scripted-1",
+            write=(lambda _: None) if study_folder is None else study_folder.append,
+        )
+        self.conditions = Conditions(
+            hardware=device or hardware({"fp32": 1.0, "tf32": None, "bf16": 3.0, "fp16": 0.01, "fp8": None}),
+            memory_limit_bytes=2**33,
+            holds_heap=True,
+            description=description,
+        )
+        self.watcher = ProgressWatcher(progress or Progress(), self.budget, meter)
+        self.storage: str | Path = "sqlite://" if study_folder is None else study_folder.path / "study.db"
+
+    def run(self, stage: Stage, backend: Any = None) -> None:
+        for _ in run(stage, backend or self.backend, self.ledger, self.budget, self.watcher):
+            pass
+
+    def measure(self, *settings: Setting) -> None:
+        """A trial of each, without limits."""
+        self.run(_Given([self.conditions.trial(self.ledger, setting) for setting in settings]))
+
+    def explore(self, max_trials: int | None = None, *, is_checked: bool = False) -> None:
+        """With the sharing of what is built between trials, as a real search has it."""
+        with Study.open(self.storage, "scripted", self.ledger) as study:
+            self.share_building()
+            stage = Explore(self.conditions, study, max_trials)
+            for _ in run(stage, self.backend, self.ledger, self.budget, self.watcher):
+                self.share_building()
+            if is_checked:
+                self.run(Checks(self.conditions, study))
+
+    def share_building(self) -> None:
+        left = left_to_explore(self.conditions, self.ledger, self.budget)
+        trial = self.conditions.search_trial(self.ledger, self.budget, self.ledger.space.baseline, left)
+        share_where_it_pays(self.backend, self.conditions, self.ledger, trial, left, self.watcher.progress)
+
+    def measure_fallbacks(self) -> None:
+        self.run(Fallbacks(self.conditions))
+
+    def confirm(
+        self, chosen: Shortlist, environment: dict[str, str], start_seconds: float = 1.0, *, are_shared: bool = False
+    ) -> None:
+        self.run(Confirm(self.conditions, chosen, environment, start_seconds, are_shared=are_shared))
+
+    def decide(self, environment: Mapping[str, str]) -> Decision:
+        return decide(self.ledger, environment=environment, description=self.conditions.description)
+
+    @property
+    def records(self) -> Sequence[Record]:
+        return self.ledger.records
+
+
+def ledger_of(
+    records: Sequence[Record], space: Space, scales: AllScales | None = None, objective: Objective = "speed"
+) -> Ledger:
+    """The ledger of these records; `scales` with the loss scales that were asked for."""
+    made = Ledger(space, records, objective=objective)
+    if scales is not None:
+        made.scales = dict(scales)
+    return made
 
 
 def described(**fields: Any) -> Description:
@@ -264,3 +346,10 @@ def described(**fields: Any) -> Description:
 
 def candidate(precision: Precision, batch_size: int, accumulation_steps: int = 1) -> Setting:
     return Setting(precision=precision, batch_size=batch_size, accumulation_steps=accumulation_steps)
+
+
+def shortlist(
+    records: Sequence[Record], baseline: Setting, scales: AllScales | None = None, objective: Objective = "speed"
+) -> Shortlist | None:
+    """What would be checked next, and then confirmed."""
+    return ledger_of(records, Space(candidates=(), baseline=baseline), scales, objective).shortlist

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 
 from autotune_amp.core.recommendation import Fingerprint, Recommendation
@@ -9,39 +11,40 @@ from autotune_amp.distributed.ranks import left_no_answer
 from autotune_amp.hardware import identify
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.options import RANKING, SearchOptions
-from autotune_amp.search.origin import Origin
 from autotune_amp.search.progress import Progress
+from autotune_amp.search.source import Source
 
 # Neither where a search writes nor what is chosen for changes anything of what it measures.
 _OPTIONS_OUTSIDE_FINGERPRINT = ("study", "out", "storage", *RANKING)
 
 
 def search(
-    origin: Origin, options: SearchOptions, progress: Progress, *, is_fresh: bool, is_rerun: bool = False
+    source: Source, options: SearchOptions, progress: Progress, *, is_fresh: bool, is_rerun: bool = False
 ) -> Recommendation:
     """Answer from the cache, or search; see `autotune_amp.recommend_config`. A rerun (see `Place`) never searches."""
-    folder = StudyFolder(options.out, options.study or origin.name)
+    folder = StudyFolder(options.out, options.study or source.name)
     fields = msgspec.to_builtins(options)
     settings = {name: fields[name] for name in fields if name not in _OPTIONS_OUTSIDE_FINGERPRINT}
     cached = folder.cached()
-    fingerprint = origin.fingerprint(settings, identify(options.device))
+    fingerprint = source.fingerprint(settings, identify(options.device))
+    answer_for = partial(cached_answer, cached, options, folder, progress)
     if fingerprint is not None and (is_rerun or not is_fresh):
-        answer = cached_answer(cached, fingerprint, options, folder, progress)
+        answer = answer_for(fingerprint)
         if answer is not None:
             return answer
     if is_rerun:
         raise left_no_answer(folder.path, cached, fingerprint)
-    from autotune_amp.search.steps import run_steps
+    from autotune_amp.search.search import search_anew
 
-    return run_steps(origin, options, progress, folder, settings, cached, fingerprint, is_fresh=is_fresh)
+    return search_anew(source, options, progress, folder, settings, cached, fingerprint, answer_for, is_fresh=is_fresh)
 
 
 def cached_answer(
     cached: Recommendation | None,
-    fingerprint: Fingerprint,
     options: SearchOptions,
     folder: StudyFolder,
     progress: Progress,
+    fingerprint: Fingerprint,
 ) -> Recommendation | None:
     """`cached` where it holds for this fingerprint: finished, alike in every part, and nothing in it unknown.
 
@@ -54,7 +57,7 @@ def cached_answer(
     before = msgspec.convert(cached.options, SearchOptions)
     if all(getattr(before, name) == getattr(options, name) for name in RANKING):
         return cached
-    from autotune_amp.search.rerank import rerank  # not needed for a plain answer, which has 50 ms
+    from autotune_amp.search.decide import rerank  # not needed for a plain answer, which has 50 ms
 
     answer = rerank(cached, options, folder)
     folder.save(answer)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_runner import accumulation, fidelity
+from scripted_backend import accumulation, fidelity, ledger_of, shortlist
 
 from autotune_amp.core.config import PRECISIONS, AmpConfig, FallbackPlan, LossScale, Precision
 from autotune_amp.core.evidence import PlainEnvironment
@@ -14,14 +14,14 @@ from autotune_amp.core.outcome import CheckOutcome, Failure, FailureKind, Measur
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import rate
-from autotune_amp.search.choose import Decision, decide, finalists, search_speeds, shortlist
-from autotune_amp.search.fallbacks import LADDER
+from autotune_amp.search.check_results import check_key, found_fidelity
+from autotune_amp.search.decide import Decision, decide
 from autotune_amp.search.objective import rank
 from autotune_amp.search.space import Space
-from autotune_amp.search.verdicts import check_of, verdicts
+from autotune_amp.search.stages.fallbacks import LADDER
 
 HEAP = {"MALLOC_TRIM_THRESHOLD_": "2147483647"}
-SCALE = LossScale(init_scale=1024.0)
+SCALE = LossScale()
 OOM = Failure(kind="oom", message="it asked for 3 GiB of 2 GiB")
 
 
@@ -83,11 +83,12 @@ def decided(
     space = more.pop("space", Space(candidates=candidates, baseline=baseline))
     made = Log()
     made.records = list(log.records)
-    known = verdicts(log.records)
-    checks = {check_of(c) for c in (*candidates, baseline) if not c.as_found and c.precision != "fp32"} - known.keys()
+    known = found_fidelity(log.records)
+    checks = {check_key(c) for c in (*candidates, baseline) if not c.as_found and c.precision != "fp32"} - known.keys()
     for check in checks if is_checked else ():
         made.add(at(check.precision, 16, pinned_modules=check.pinned_modules), fidelity(*check[:1]), "fidelity")
-    return decide(made.records, space, environment=environment or {}, loss_scale=SCALE, **more)
+    ledger = ledger_of(made.records, space, more.pop("scales", None), more.pop("objective", "speed"))
+    return decide(ledger, environment=environment or {}, **more)
 
 
 def usual() -> Log:
@@ -171,12 +172,12 @@ def test_once_the_checks_are_over_what_has_none_comes_after_fp32() -> None:
     made = Log().add(FP32, 100.0).add(BF16, 200.0).add(FP16, 190.0)
     where = Space(candidates=(FP32, BF16, FP16), baseline=FP32)
     assert shortlist(made.records, FP32) == (BF16, FP16, FP32)
-    assert finalists(made.records, where) == (FP32, BF16, FP32)
+    assert ledger_of(made.records, where).finalists == (FP32, BF16, FP32)
     made.add(at("fp16", 16), fidelity("fp16"), "fidelity")
-    assert finalists(made.records, where) == (FP16, FP32, FP32)
+    assert ledger_of(made.records, where).finalists == (FP16, FP32, FP32)
     low = Space(candidates=(FP32, BF16), baseline=FP32, weights="bf16")  # then fp32 needs a check of its own
-    assert finalists(Log().add(FP32, 100.0).add(BF16, 200.0).records, low) == (BF16, FP32, FP32)
-    assert finalists([], where) is None
+    assert ledger_of(Log().add(FP32, 100.0).add(BF16, 200.0).records, low).finalists == (BF16, FP32, FP32)
+    assert ledger_of([], where).finalists is None
 
 
 @given(speeds, st.dictionaries(candidates, st.integers(0, 2)))
@@ -196,7 +197,7 @@ def test_without_a_measurement_there_is_nothing_to_choose_from() -> None:
 
 def test_what_failed_once_is_never_chosen() -> None:
     log = usual().confirm(BF16, OOM, environment=HEAP)
-    assert BF16 not in search_speeds(log.records)
+    assert BF16 not in ledger_of(log.records, Space(candidates=(), baseline=FP32)).speeds
     assert decided(log, environment=HEAP).config.precision == "fp16"
 
 
@@ -473,9 +474,8 @@ def test_every_candidate_has_a_row_and_every_loss_its_reason() -> None:
     space = Space(candidates=(FP32, left, tried, cut, failed, ruled_out), baseline=FP32, excluded=(fp8,))
     log = Log().add(FP32, 100.0).add(tried, 150.0).add(cut, measured(60.0, was_cut=True)).add(failed, OOM)
     log.confirm(tried, 140.0, 141.0, 142.0).confirm(FP32, 100.0, 100.0, 100.0)
-    beyond = Exclusion(precision="bf16", batch_size=128, reason="bf16 batch 64 ran out of memory")
-    again = Exclusion(precision="bf16", batch_size=64, reason="it was said already")
-    decision = decided(log, space=space, exclusions=[beyond, again], is_budget_spent=True)
+    beyond = "bf16 batch 64 ran out of memory, and this needs at least as much"
+    decision = decided(log, space=space, is_budget_spent=True)
     assert len(decision.excluded) == 4
     rows = {(r.precision, r.batch_size): (r.status, r.samples_per_second, r.reason) for r in decision.candidates}
     assert rows == {
@@ -484,16 +484,16 @@ def test_every_candidate_has_a_row_and_every_loss_its_reason() -> None:
         ("bf16", 8): ("confirmed", 141.0, None),
         ("bf16", 16): ("cut", 60.0, None),
         ("bf16", 64): ("oom", None, OOM.message),
-        ("bf16", 128): ("excluded", None, beyond.reason),
+        ("bf16", 128): ("excluded", None, beyond),
     }
     reasons = {(e.precision, e.batch_size): e.reason for e in decision.excluded}
     assert reasons == {
         ("fp8", None): "no fp8",
         ("bf16", 64): f"oom: {OOM.message}",
-        ("bf16", 128): beyond.reason,
+        ("bf16", 128): beyond,
         ("bf16", 4): "not tried: the budget ended",
     }
-    ended_by_itself = decided(log, space=space, exclusions=[beyond])
+    ended_by_itself = decided(log, space=space)
     assert [e.batch_size for e in ended_by_itself.excluded] == [None, 64, 128]
     assert ended_by_itself.candidates[1].reason == "not tried: less promising than what was measured"
     assert ended_by_itself.candidates[1].status == "untried"

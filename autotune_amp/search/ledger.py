@@ -1,0 +1,269 @@
+"""Ledger: every record of a search, and the questions that are asked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from autotune_amp.core.config import LossScale
+from autotune_amp.core.evidence import Objective
+from autotune_amp.core.fidelity import Accumulation, Fidelity
+from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
+from autotune_amp.core.recommendation import Exclusion
+from autotune_amp.core.setting import Setting
+from autotune_amp.numerics.scaler_replay import Replay
+from autotune_amp.search import check_results, loss_scales
+from autotune_amp.search.check_results import CheckKey
+from autotune_amp.search.loss_scales import Answer, Key, Pair
+from autotune_amp.search.objective import Merit, least_speed, merit, rank_for
+from autotune_amp.search.options import DEFAULT_NUM_STEPS
+from autotune_amp.search.space import Space, excluded_by_outcomes, with_accumulation_checked
+
+RIVAL = 0.10  # a rival within 10 % may overtake the winner in the confirmation: processes differ by a few percent
+LOSS_SCALE = LossScale()  # what fp16 is tried with before its own is known
+
+
+class Shortlist(NamedTuple):
+    """What to confirm; the winner may be the baseline."""
+
+    winner: Setting
+    runner_up: Setting | None
+    baseline: Setting
+
+
+class Ledger:
+    """All records of one search over `space`, append-only; `write` keeps each before anything is decided on it.
+
+    Answers are kept until the next record. A loss scale is judged over `num_steps` optimizer steps.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        records: Sequence[Record] = (),
+        *,
+        objective: Objective = "speed",
+        num_steps: int = DEFAULT_NUM_STEPS,
+        search_id: str = "",
+        write: Callable[[Record], None] = lambda _: None,
+    ) -> None:
+        self.objective = objective
+        self.search_id = search_id
+        self.records = tuple(records)
+        self.scales: dict[Key, Answer] = loss_scales.calibrated(records, num_steps)
+        self._whole_space = space
+        self._num_steps = num_steps
+        self._write = write
+
+    def append(self, record: Record) -> None:
+        """Write the record down."""
+        self._write(record)
+        self.records = (*self.records, record)
+        self._forget()
+        if record.purpose == "calibration":
+            self.scales[loss_scales.key_of(record.candidate)] = loss_scales.answer(
+                record, self._num_steps, is_loss_sum=self.is_loss_sum
+            )
+
+    def with_only(self, records: Sequence[Record]) -> Ledger:
+        """The ledger with these of its records alone, and with the loss scales that were asked for."""
+        before = Ledger(self._whole_space, objective=self.objective, num_steps=self._num_steps)
+        before.records = tuple(records)
+        calibrated = {loss_scales.key_of(r.candidate) for r in before.records if r.purpose == "calibration"}
+        before.scales = {key: found for key, found in self.scales.items() if key in calibrated}
+        return before
+
+    def _forget(self) -> None:
+        for name in [name for name, value in vars(Ledger).items() if isinstance(value, cached_property)]:
+            self.__dict__.pop(name, None)
+
+    @cached_property
+    def space(self) -> Space:
+        """What can be tried: without what accumulates, where that was not shown to learn what the whole batch learns.
+
+        Raises `InvalidRequestError` where nothing is left without it.
+        """
+        return with_accumulation_checked(self._whole_space, self.accumulation)
+
+    @cached_property
+    def accumulation(self) -> Accumulation | None:
+        """What the check of accumulation found, None where there was none."""
+        return check_results.found_accumulation(self.records)
+
+    @property
+    def is_loss_sum(self) -> bool:
+        """Whether the loss was found to be a sum, which is not divided by the accumulation steps."""
+        return self.accumulation is not None and self.accumulation.verdict == "sum"
+
+    @property
+    def may_add_accumulation(self) -> bool:
+        """Whether what does not accumulate today may: it is not withheld, and the check found it exact."""
+        found = self.accumulation
+        return self.space.accumulation_withheld is None and found is not None and found.is_exact
+
+    @cached_property
+    def fidelity(self) -> dict[CheckKey, Fidelity]:
+        """What the checks against fp32 found."""
+        return check_results.found_fidelity(self.records)
+
+    def fidelity_of(self, setting: Setting) -> Fidelity | None:
+        """The verdict on a setting, *unchecked* where no check was made; None for fp32 itself."""
+        return check_results.verdict_on(setting, self.space, self.fidelity)
+
+    @cached_property
+    def trials(self) -> list[Record]:
+        """The records without the checks."""
+        return [r for r in self.records if check_results.is_trial(r)]
+
+    @property
+    def num_tried(self) -> int:
+        """Trials that `max_trials` counts."""
+        return sum(r.purpose == "search" for r in self.records)
+
+    @cached_property
+    def failures(self) -> dict[Setting, Failure]:
+        """The settings with a failure that speaks against them, and the first such of each."""
+        return check_results.failures(self.records)
+
+    @cached_property
+    def outcomes(self) -> dict[Setting, Outcome]:
+        """The last measurement of each setting before the confirmation, or else the failure that speaks against it."""
+        known = [r for r in self.records if r.purpose in ("search", "fallback")]
+        measured: dict[Setting, Outcome] = {r.candidate: r.outcome for r in known if isinstance(r.outcome, Measurement)}
+        return measured | dict(check_results.failures(known))
+
+    @property
+    def ordinary_outcomes(self) -> dict[Setting, Outcome]:
+        """The same of the baseline and of ordinary settings: one with pins or workers says nothing of those without."""
+        return {c: o for c, o in self.outcomes.items() if c.is_ordinary or c == self.space.baseline}
+
+    @cached_property
+    def exclusions(self) -> tuple[Exclusion, ...]:
+        """What the outcomes and the checks rule out, with the reason."""
+        by_checks = *check_results.exclusions(self.fidelity), *loss_scales.exclusions(self.scales)
+        return *by_checks, *excluded_by_outcomes(self.space, self.ordinary_outcomes)
+
+    @cached_property
+    def best(self) -> Record | None:
+        """The fastest trial so far, without what the checks rule out."""
+        allowed = [
+            (r.outcome.samples_per_second, r)
+            for r in self.records
+            if r.purpose == "search" and isinstance(r.outcome, Measurement) and self._harm(r.candidate) is None
+        ]
+        return max(allowed, key=lambda pair: pair[0])[1] if allowed else None
+
+    @cached_property
+    def measurements(self) -> dict[Setting, list[Measurement]]:
+        """What was measured before the confirmation, without what failed in any process since."""
+        found: dict[Setting, list[Measurement]] = {}
+        for record in self.records:
+            is_ours = record.purpose == "search" and record.candidate not in self.failures
+            if is_ours and isinstance(record.outcome, Measurement):
+                found.setdefault(record.candidate, []).append(record.outcome)
+        return found
+
+    @cached_property
+    def measured(self) -> dict[Setting, Merit]:
+        """The merits of all that was measured, in samples computed."""
+        return {c: merit(ours) for c, ours in self.measurements.items()}
+
+    @cached_property
+    def ruled_out(self) -> dict[Setting, str]:
+        """What was measured and must not be recommended, with the reason that a check or a calibration gave."""
+        return {c: harm for c in self.measurements if (harm := self._harm(c)) is not None}
+
+    @cached_property
+    def merits(self) -> dict[Setting, Merit]:
+        """What may be recommended, in samples that reach the optimizer: what was measured and no check speaks against.
+
+        fp16 that was not calibrated counts in full, which is an upper bound.
+        """
+        allowed = {c: ours for c, ours in self.measurements.items() if c not in self.ruled_out}
+        return {c: merit(ours, self.applied_share(c)) for c, ours in allowed.items()}
+
+    @cached_property
+    def speeds(self) -> dict[Setting, float]:
+        """Applied samples per second of what may be recommended."""
+        return {c: found.samples_per_second for c, found in self.merits.items()}
+
+    @cached_property
+    def pending_tiers(self) -> dict[Setting, int]:
+        """The tiers of what may be recommended, while what awaits its check counts as faithful."""
+        return {c: check_results.tier(self.fidelity.get(check_results.check_key(c))) for c in self.merits}
+
+    @cached_property
+    def tiers(self) -> dict[Setting, int]:
+        """The same once the checks are over: what has none by now is *unchecked*."""
+        return {c: check_results.tier(self.fidelity_of(c)) for c in self.merits}
+
+    @cached_property
+    def shortlist(self) -> Shortlist | None:
+        """What to check, and then to confirm, while checks are still to come; None where nothing may be recommended."""
+        return self.shortlist_for(self.objective, self.pending_tiers)
+
+    @cached_property
+    def finalists(self) -> Shortlist | None:
+        """What to confirm once the checks are over; None where nothing may be recommended."""
+        return self.shortlist_for(self.objective, self.tiers)
+
+    def shortlist_for(self, objective: Objective, tiers: dict[Setting, int]) -> Shortlist | None:
+        """The winner and a runner-up: for speed the fastest of the others within 10 % of the fastest, else the next.
+
+        The runner-up is of a tier behind the others only where nothing else is left.
+        """
+        if not self.merits:
+            return None
+        today = self.measured.get(self.space.baseline)
+        winner, *others = rank_for(objective, self.merits, least_speed=least_speed(objective, today), tiers=tiers)
+        others = [c for c in others if not c.as_found]
+        sound = [c for c in others if tiers[c] == min(tiers[other] for other in others)]
+        fastest = max(speed for c, speed in self.speeds.items() if c == winner or c in sound)
+        rivals = [c for c in sound if objective == "speed" and self.speeds[c] >= (1 - RIVAL) * fastest]
+        runner_up = max(rivals, key=lambda c: self.speeds[c]) if rivals else next(iter(sound), None)
+        return Shortlist(winner, runner_up, self.space.baseline)
+
+    def applied_share(self, setting: Setting) -> float:
+        """The share of the gradient that reaches the optimizer with the best loss scale; 1 where that is unknown."""
+        return loss_scales.applied_share(self.scales, setting)
+
+    def loss_scale(self, setting: Setting) -> LossScale | None:
+        """What a setting is to be trained with: the calibrated loss scale, where there is one."""
+        return loss_scales.loss_scale(self.scales, setting, LOSS_SCALE)
+
+    def awaits_calibration(self, setting: Setting) -> bool:
+        """Whether fp16 was measured within 10 % of the best so far, and not calibrated: what is slower does not
+        matter.
+        """
+        best, outcome = self.best, self.outcomes.get(setting)
+        if setting.precision != "fp16" or best is None or not isinstance(outcome, Measurement):
+            return False
+        assert isinstance(best.outcome, Measurement)
+        is_rival = outcome.samples_per_second >= (1 - RIVAL) * best.outcome.samples_per_second
+        return is_rival and loss_scales.key_of(setting) not in self.scales
+
+    def judged(self, setting: Setting, outcome: Outcome, pair: Pair | None) -> tuple[Outcome, Replay | None]:
+        """What a setting with a pair of loss scale and growth interval comes to: the outcome, or the failure that it
+        amounts to, and the replay of the pair.
+        """
+        if isinstance(outcome, Failure) or pair is None:
+            return outcome, None
+        refusal = loss_scales.refusal(self.scales, setting)
+        if refusal is not None:
+            return Failure(kind="nonfinite", message=refusal), None
+        return outcome, self.replay(setting, pair)
+
+    def replay(self, setting: Setting, pair: Pair) -> Replay | None:
+        """What the pair does over the training, None where the setting was not calibrated.
+
+        A pair that was asked for may be recommended.
+        """
+        scales = loss_scales.scales_of(self.scales, setting)
+        if scales is not None and pair not in scales.scored:
+            self._forget()
+        return None if scales is None else scales.replay(pair)
+
+    def _harm(self, setting: Setting) -> str | None:
+        found = check_results.unfaithful(self.fidelity, setting)
+        return check_results.harm(found) if found else loss_scales.refusal(self.scales, setting)

@@ -1,0 +1,126 @@
+"""The loop that every stage of a search is run by: ask it for a job, run that, write the record down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from autotune_amp.core.outcome import Record
+from autotune_amp.hardware.machine_load import LoadMeter
+from autotune_amp.isolation.backend import Handle
+from autotune_amp.isolation.process import Watcher
+from autotune_amp.search.budget import Budget
+from autotune_amp.search.ledger import Ledger
+from autotune_amp.search.progress import Progress
+from autotune_amp.trial.jobs import Check, Trial
+
+
+class Stage(Protocol):
+    """One phase of a search."""
+
+    def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
+        """What the records and the budget ask for next, None where the stage is over."""
+
+
+class RunsJobs(Protocol):
+    """What a stage needs of a backend."""
+
+    def submit(self, job: Any, /) -> Handle[Any]:
+        """Start a job."""
+
+
+class ProgressWatcher(Watcher):
+    """Passes what a backend says while it waits on to the progress, and to the meter what bears on it."""
+
+    def __init__(self, progress: Progress, budget: Budget, meter: LoadMeter | None = None) -> None:
+        self.progress = progress
+        self.meter = meter
+        self.last_step_seconds: float | None = None
+        self.budget = budget
+        self._phase = ""
+
+    def phase(self, text: str) -> None:
+        """Say what is done now, where that is something else than before."""
+        if text != self._phase:
+            self._phase = text
+            self.progress.phase(text)
+
+    def tick(self) -> None:  # noqa: D102 - see Watcher
+        self.progress.tick(self.budget.elapsed())
+
+    def step(self, num_steps: int, step_seconds: float) -> None:  # noqa: D102 - see Watcher
+        self.last_step_seconds = step_seconds
+        if self.meter is not None:
+            if num_steps:
+                self.meter.step()
+            else:
+                self.meter.warm_up()
+        self.progress.step(num_steps, step_seconds)
+
+    def output(self, text: str) -> None:  # noqa: D102 - see Watcher
+        self.progress.output(text)
+
+    def ending(self) -> None:  # noqa: D102 - see Watcher
+        if self.meter is not None:
+            self.meter.hold()
+
+
+def run(stage: Stage, backend: RunsJobs, ledger: Ledger, budget: Budget, watcher: ProgressWatcher) -> Iterator[Record]:
+    """Run what the stage asks for, one job after the other, until it asks for none; every record is in the ledger."""
+    while (job := stage.next(ledger, budget)) is not None:
+        watcher.phase(_phase(job))
+        number = 1 + max((r.number for r in ledger.records), default=0)
+        purpose = job.purpose if isinstance(job, Trial) else job.what
+        watcher.progress.trial_started(number, job.candidate, purpose)
+        meter = watcher.meter if isinstance(job, Trial) else None
+        if meter is not None:
+            meter.start()
+        started = budget.elapsed()
+        handle = backend.submit(job)
+        outcome = handle.result()
+        of_trial: dict[str, Any] = {}
+        if isinstance(job, Trial):
+            of_trial = {
+                "round": job.round,
+                "environment": job.environment,
+                "loss_scale": job.loss_scale,
+                "start_seconds": handle.start_seconds,
+            }
+        record = Record(
+            search_id=ledger.search_id,
+            number=number,
+            candidate=job.candidate,
+            purpose=purpose,
+            outcome=outcome,
+            seconds=budget.elapsed() - started,
+            load=None if meter is None else meter.stop(),
+            **of_trial,
+        )
+        ledger.append(record)
+        watcher.progress.trial_ended(record, ledger.best)
+        yield record
+
+
+def _phase(job: Trial | Check) -> str:
+    if isinstance(job, Check):
+        if job.what == "accumulation":
+            return "checking whether gradients accumulate"
+        if job.what == "calibration":
+            return "calibrating the loss scale"
+        return f"checking {_precision(job)} against fp32"
+    if job.purpose == "fallback":
+        return "measuring fallbacks"
+    if job.purpose in ("confirm", "plain"):
+        return "confirming in fresh processes"
+    if job.candidate.num_workers is not None:
+        return f"trying {job.candidate}"
+    return f"measuring {job.candidate}" if job.candidate.pinned_modules else "searching"
+
+
+def _precision(job: Check) -> str:
+    num_pinned = len(job.pinned_modules)
+    return (
+        f"{job.precision} with {num_pinned} module{'s' if num_pinned > 1 else ''} pinned"
+        if num_pinned
+        else job.precision
+    )

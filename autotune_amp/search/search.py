@@ -1,0 +1,337 @@
+"""A search, from loading the workload to the recommendation: open it, say what can be tried, run the stages, decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from autotune_amp.core.config import PRECISIONS
+from autotune_amp.core.errors import BudgetTooSmallError
+from autotune_amp.core.hardware import MachineLoad
+from autotune_amp.core.outcome import Failure
+from autotune_amp.core.recommendation import (
+    Exclusion,
+    Fingerprint,
+    NothingWorksError,
+    Recommendation,
+    SearchInterruptedError,
+    SearchSummary,
+)
+from autotune_amp.core.text import size
+from autotune_amp.distributed.ranks import alone
+from autotune_amp.fingerprint import versions
+from autotune_amp.hardware import identify
+from autotune_amp.hardware.host import load_notes
+from autotune_amp.hardware.machine_load import LoadMeter
+from autotune_amp.isolation.backend import Backend
+from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
+from autotune_amp.search import explain, machine_load
+from autotune_amp.search.budget import Budget
+from autotune_amp.search.decide import recommend
+from autotune_amp.search.folder import StudyFolder
+from autotune_amp.search.ledger import Ledger
+from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.progress import Progress
+from autotune_amp.search.run import ProgressWatcher, run
+from autotune_amp.search.sharing import (
+    LONG_BUILD_SECONDS,
+    confirming_processes,
+    share_where_it_pays,
+    shares_processes,
+)
+from autotune_amp.search.source import Opened, Source, open_workload
+from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
+from autotune_amp.search.stages.checks import AccumulationCheck, Checks
+from autotune_amp.search.stages.confirm import Confirm, reserved_seconds
+from autotune_amp.search.stages.explore import Explore, left_to_explore
+from autotune_amp.search.stages.fallbacks import Fallbacks
+from autotune_amp.search.stages.loader_workers import LoaderWorkers
+from autotune_amp.search.stages.trials import MIN_TRIAL_SECONDS, Conditions
+from autotune_amp.search.study import Study
+from autotune_amp.trial.energy import require_counter
+from autotune_amp.trial.heap import recommended_environment
+
+_HELD_SHARE_WORTH_A_WORD = 0.05
+
+
+def search_anew(
+    source: Source,
+    options: SearchOptions,
+    progress: Progress,
+    folder: StudyFolder,
+    settings: dict[str, Any],
+    cached: Recommendation | None,
+    fingerprint: Fingerprint | None,
+    answer_for: Callable[[Fingerprint], Recommendation | None],
+    *,
+    is_fresh: bool,
+) -> Recommendation:
+    """Search in `folder`; `fingerprint` is None where a child has to import the workload before it can be known.
+
+    `cached` is what is in the folder, and `answer_for` what of it holds for a fingerprint.
+    """
+    search = _Search(source, options, progress, folder)
+    try:
+        payload = source.payload()
+        with folder, LocalBackend(payload, None, search.watcher) as backend:
+            progress.started(folder.path.name, str(folder.path), options.budget_seconds)
+            search.watcher.phase("loading the workload")
+            state = source.torch_state(backend.load(search.budget.left()))
+            if fingerprint is None:
+                fingerprint = source.fingerprint_by_child(settings, identify(options.device), backend, state)
+                answer = None if is_fresh else answer_for(fingerprint)
+                if answer is not None:
+                    return answer
+            if cached is not None and not is_fresh and not cached.search.was_interrupted:
+                for line in cached.fingerprint.differences(fingerprint):
+                    progress.note(f"Searching again: {line}.")
+            return search.run(backend, payload, fingerprint, folder.search_id(fingerprint.digest, is_fresh=is_fresh))
+    except KeyboardInterrupt:
+        best = cached if cached is not None and cached.search.was_interrupted else None
+        raise SearchInterruptedError(
+            "Interrupted before the first trial; what an earlier call measured is kept.",
+            "Run the same command again.",
+            best.excluded if best else (),
+            best,
+        ) from None
+
+
+class _Search:
+    """One search; `run` is its story."""
+
+    def __init__(self, source: Source, options: SearchOptions, progress: Progress, folder: StudyFolder) -> None:
+        self.budget = Budget(options.budget_seconds)
+        self.folder = folder
+        self._meter = LoadMeter(identify(options.device).uuid)
+        self._load_notes = load_notes()  # before our own work is part of it
+        self.watcher = ProgressWatcher(progress, self.budget, self._meter)
+        self._source = source
+        self._options = options
+        self._progress = progress
+        self._warnings: list[str] = []
+        self._is_spent = False
+        self._was_interrupted = False
+
+    def run(self, backend: LocalBackend, payload: Payload, fingerprint: Fingerprint, search_id: str) -> Recommendation:
+        """Open, say what can be tried, explore, check, confirm, decide and save."""
+        opened = self._open(backend)
+        load_before = self._look_around()
+        space = build_space(opened.hardware, opened.description, self._options)
+        ledger, conditions = self._ledger(space, search_id), self._conditions(opened)
+        environment = recommended_environment(opened.hardware.device)
+        # What a fresh process pays before its first step: importing torch, loading, calling, building, the accelerator.
+        start_seconds = opened.ready_seconds + conditions.setup_seconds
+        if shares_processes(opened.hardware.device):
+            self.budget.confirm_seconds = reserved_seconds(self.budget.seconds, start_seconds)
+        try:
+            self._search(backend, ledger, conditions)
+            self._confirm(backend, payload, ledger, conditions, environment, start_seconds)
+        except KeyboardInterrupt:
+            self._was_interrupted = True
+        finally:
+            backend.close()
+        if ledger.finalists is None:
+            raise self._nothing_to_choose(ledger)
+        unknown = [f"This answer cannot be cached: {part}." for part in fingerprint.unknown]
+        recommendation = recommend(
+            ledger,
+            options=self._options,
+            environment=environment,
+            workload=opened.description,
+            is_budget_spent=self._is_spent or self._was_interrupted,
+            hardware=opened.hardware,
+            search=SearchSummary(
+                study=self.folder.path.name,
+                num_trials=len(ledger.trials),
+                num_failures=sum(isinstance(r.outcome, Failure) for r in ledger.trials),
+                seconds=self.budget.elapsed(),
+                was_interrupted=self._was_interrupted,
+                search_id=search_id,
+                is_budget_spent=self._is_spent or self._was_interrupted,
+                warnings=(*self._warnings, *unknown),
+                load=load_before,
+            ),
+            fingerprint=fingerprint,
+            versions=versions(),
+        )
+        self.folder.save(recommendation)
+        if self._was_interrupted:
+            raise SearchInterruptedError(
+                f"Interrupted after {len(ledger.trials)} trials; the best so far is in "
+                f"{self.folder.recommendation_path}.",
+                "Run the same command again to go on.",
+                recommendation.excluded,
+                recommendation,
+            )
+        return recommendation
+
+    def _search(self, backend: Backend, ledger: Ledger, conditions: Conditions) -> None:
+        """The stages before the confirmation."""
+        self._share_building(backend, ledger, conditions)
+        for _ in run(AccumulationCheck(conditions), backend, ledger, self.budget, self.watcher):
+            pass
+        storage, max_trials = self._options.storage or self.folder.path / "study.db", self._options.max_trials
+        owner = str(self.folder.path.resolve())
+        with Study.open(storage, self.folder.path.name, ledger, owner=owner, seed=self._options.seed) as study:
+            self.watcher.phase("searching")
+            checks = Checks(conditions, study)
+            self._share_building(backend, ledger, conditions)
+            for _ in run(Explore(conditions, study, max_trials), backend, ledger, self.budget, self.watcher):
+                self._share_building(backend, ledger, conditions)
+            self._is_spent = left_to_explore(conditions, ledger, self.budget) <= MIN_TRIAL_SECONDS
+            for stage in (checks, LoaderWorkers(conditions, checks, max_trials), Fallbacks(conditions)):
+                for _ in run(stage, backend, ledger, self.budget, self.watcher):
+                    pass
+
+    def _confirm(
+        self,
+        backend: Backend,
+        payload: Payload,
+        ledger: Ledger,
+        conditions: Conditions,
+        environment: dict[str, str],
+        start_seconds: float,
+    ) -> None:
+        chosen = ledger.finalists
+        if chosen is None:
+            return
+        can_share = "share_build" in backend.abilities
+        backend.close()  # its memory and threads are not there in the user's own run either
+
+        def make(isolation: Isolation, variables: dict[str, str]) -> Backend:
+            return LocalBackend(payload, isolation, self.watcher, variables)
+
+        self.watcher.phase("confirming in fresh processes")
+        with confirming_processes(
+            make,
+            conditions,
+            ledger,
+            self.budget,
+            chosen.winner,
+            environment,
+            start_seconds,
+            self._progress,
+            can_share=can_share,
+        ) as fresh:
+            stage = Confirm(conditions, chosen, environment, fresh.start_seconds, are_shared=fresh.are_shared)
+            for _ in run(stage, fresh, ledger, self.budget, self.watcher):
+                pass
+
+    def _open(self, backend: LocalBackend) -> Opened:
+        baseline_batch_size = self._options.baseline[1] if self._options.baseline else ASSUMED_BATCH_SIZE
+        opened = open_workload(
+            backend,
+            self._source,
+            self._options.device,
+            self.watcher,
+            baseline_batch_size=baseline_batch_size,
+            cannot_be_built=self._cannot_be_built,
+        )
+        if opened.why_not_forked is not None:
+            self._warnings.append(f"Trials shared one process until it failed: {opened.why_not_forked}.")
+        hardware = opened.hardware
+        held = max(hardware.memory.held_by_caller, self._source.held_bytes(hardware.device))
+        memory = msgspec.structs.replace(hardware.memory, held_by_caller=held)
+        hardware = msgspec.structs.replace(hardware, memory=memory)
+        self._progress.found_hardware(hardware)
+        self._warnings += [*hardware.notes, *alone(self._options.num_ranks, hardware.device)]
+        if held > _HELD_SHARE_WORTH_A_WORD * hardware.memory.total:
+            way_out = (
+                "make the data and the model inside functions that the trial calls"
+                if hardware.device == "cpu"
+                else "move the model to the CPU with model.to('cpu') and call torch.cuda.empty_cache()"
+            )
+            self._warnings.append(
+                f"The calling process holds {size(held)} on {hardware.device}, which trials had to do without: "
+                f"{way_out} before searching."
+            )
+        if self._options.objective == "energy":
+            require_counter(hardware.identity.type, hardware.identity.uuid)
+        if opened.description.build_seconds > LONG_BUILD_SECONDS:
+            self._progress.note(f"Building the workload took {opened.description.build_seconds:.1f} s.")
+        return opened._replace(hardware=hardware)
+
+    def _cannot_be_built(self, failure: Failure) -> NothingWorksError:
+        reason = f"{failure.kind}: {failure.message}" + (f"\n{failure.details.rstrip()}" if failure.details else "")
+        return NothingWorksError(
+            f"The workload cannot be built, so no candidate can run: {reason}",
+            "Mend what the traceback shows; the model, data and optimizer must work on their own.",
+            tuple(
+                Exclusion(precision=precision, batch_size=None, reason=reason)
+                for precision in self._options.precisions or PRECISIONS
+            ),
+        )
+
+    def _look_around(self) -> MachineLoad:
+        """Say what others did on the machine while the workload was loaded and probed."""
+        found = self._meter.stop()
+        said = machine_load.before_first_trial(found)
+        if found.others_num_cores is None:
+            said += self._load_notes
+        for line in said:
+            self._progress.note(line)
+        self._warnings += said
+        return found
+
+    def _ledger(self, space: Space, search_id: str) -> Ledger:
+        ledger = Ledger(
+            space,
+            self.folder.records(search_id),
+            objective=self._options.objective,
+            num_steps=self._options.horizon_steps(space.baseline.effective_batch_size),
+            search_id=search_id,
+            write=self.folder.append,
+        )
+        if ledger.records:
+            self._progress.note(f"Going on with {len(ledger.trials)} trials that were measured before.")
+        return ledger
+
+    def _conditions(self, opened: Opened) -> Conditions:
+        return Conditions(
+            hardware=opened.hardware,
+            memory_limit_bytes=int(self._options.memory_fraction * opened.hardware.memory.available),
+            torch_state=opened.torch_state,
+            holds_heap=bool(recommended_environment(opened.hardware.device)),
+            seed=self._options.seed,
+            description=opened.description,
+        )
+
+    def _share_building(self, backend: Backend, ledger: Ledger, conditions: Conditions) -> None:
+        left = left_to_explore(conditions, ledger, self.budget)
+        trial = conditions.search_trial(ledger, self.budget, ledger.space.baseline, left)
+        share_where_it_pays(backend, conditions, ledger, trial, left, self._progress)
+
+    def _nothing_to_choose(self, ledger: Ledger) -> NothingWorksError | BudgetTooSmallError | SearchInterruptedError:
+        excluded = explain.excluded(ledger, is_budget_spent=True)
+        if self._was_interrupted:
+            return SearchInterruptedError(
+                "Interrupted before anything was measured.", "Run the same command again.", excluded, None
+            )
+        last_step_seconds = self.watcher.last_step_seconds
+        found = nothing_works(ledger, excluded, has_stepped=last_step_seconds is not None)
+        return found or self.budget.too_small(last_step_seconds)
+
+
+def nothing_works(ledger: Ledger, excluded: tuple[Exclusion, ...], has_stepped: bool) -> NothingWorksError | None:
+    """Why there is nothing to recommend; None where trials were only too slow, and some of them `has_stepped`."""
+    if ledger.ruled_out:
+        reasons = dict.fromkeys(f"{setting.precision}: {reason}" for setting, reason in ledger.ruled_out.items())
+        return NothingWorksError(
+            f"Whatever ran is ruled out: {'; '.join(reasons)}.",
+            "Allow --precision fp32 as well, or mend what the reasons name.",
+            excluded,
+        )
+    failed = [(r.candidate, r.outcome) for r in ledger.trials if isinstance(r.outcome, Failure)]
+    is_only_slow = all(failure.kind == "timeout" for _, failure in failed)
+    if is_only_slow and (not failed or has_stepped):
+        return None
+    setting, first = next((pair for pair in failed if pair[1].kind == "workload_error"), failed[0])
+    details = f"\n{first.details.rstrip()}" if first.details else ""
+    return NothingWorksError(
+        f"None of {len(ledger.trials)} trials worked; {setting}: {first.message}.{details}",
+        "Mend what the reasons name; a workload that trains one step on its own will be measured."
+        + (" If steps are only slow, give a larger --budget." if is_only_slow else ""),
+        excluded,
+    )

@@ -1,0 +1,183 @@
+"""What has to be known before the confirmation: whether gradients accumulate, whether contenders learn what fp32
+learns, and which loss scales are safe for fp16.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import msgspec
+
+from autotune_amp.core.fidelity import Fidelity
+from autotune_amp.core.outcome import Failure
+from autotune_amp.core.setting import Setting
+from autotune_amp.search import check_results, loss_scales
+from autotune_amp.search.budget import Budget
+from autotune_amp.search.check_results import CheckKey, check_key
+from autotune_amp.search.ledger import RIVAL, Ledger
+from autotune_amp.search.objective import rank
+from autotune_amp.search.space import HOPELESS
+from autotune_amp.search.stages.trials import Conditions
+from autotune_amp.trial.jobs import Check, Trial
+
+if TYPE_CHECKING:
+    from autotune_amp.search.study import Study
+
+NUM_PAIRS = 24  # of (init_scale, growth_interval) for one contender, the seeds among them
+MIN_CHECK_SECONDS = 0.5
+
+
+class Compare(NamedTuple):
+    """Hold the precision of `setting`, with its pins, against fp32."""
+
+    setting: Setting
+    find_pins: bool
+
+
+class Calibrate(NamedTuple):
+    """Calibrate the loss scale of `setting`."""
+
+    setting: Setting
+
+
+class Measure(NamedTuple):
+    """Measure `setting`, which pins heal."""
+
+    setting: Setting
+
+
+Todo: TypeAlias = Compare | Calibrate | Measure
+
+
+class AccumulationCheck:
+    """One check on the user's own workload before anything accumulates."""
+
+    def __init__(self, conditions: Conditions) -> None:
+        self._conditions = conditions
+
+    def next(self, ledger: Ledger, budget: Budget) -> Check | None:
+        """The check, where something accumulates and nobody has made it."""
+        if not ledger.space.accumulates or ledger.accumulation is not None:
+            return None
+        return self._conditions.accumulation_check(ledger, budget)
+
+
+class Checks:
+    """Holds contenders against fp32 and calibrates fp16, until they are judged or the search's share is used."""
+
+    def __init__(self, conditions: Conditions, study: Study) -> None:
+        self._conditions = conditions
+        self._study = study
+
+    def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
+        """The check, calibration or trial that the choice of contenders waits for."""
+        self._study.catch_up(ledger)
+        seconds = budget.left_for_search()
+        todo = next_todo(ledger) if seconds > MIN_CHECK_SECONDS else None
+        if isinstance(todo, Calibrate):
+            return self._conditions.check("calibration", todo.setting, seconds)
+        if isinstance(todo, Compare):
+            return self._conditions.check("fidelity", todo.setting, seconds, find_pins=todo.find_pins)
+        if todo is not None:
+            return self._conditions.search_trial(ledger, budget, todo.setting, seconds)
+        for contender in filter(None, (ledger.finalists or ())[:2]):
+            self._study.suggest_pairs(own_workers(contender), NUM_PAIRS, budget)
+        return None
+
+
+def next_todo(ledger: Ledger) -> Todo | None:
+    """What is still to be found out before the contenders can be confirmed; None where all are judged. Pure.
+
+    Every answer adds a record that changes the next one: what is unfaithful leaves the shortlist to others.
+    """
+    healing = _healing(ledger)
+    if healing is not None:
+        return healing
+    chosen, space = ledger.shortlist, ledger.space
+    speeds = {c: found.samples_per_second for c, found in ledger.measured.items()}
+    fastest = max((speeds[c] for c in (chosen or ())[:2] if c is not None), default=0.0)
+    for setting in _contenders(ledger):
+        is_rival = (
+            ledger.objective != "speed"  # then what is slower may win
+            or speeds[setting] >= (1 - RIVAL) * fastest
+            or (chosen is not None and setting == chosen.winner)
+        )
+        if setting.precision == "fp16" and is_rival and loss_scales.key_of(setting) not in ledger.scales:
+            return Calibrate(own_workers(setting))
+        if check_results.can_check(setting, space) and check_key(setting) not in ledger.fidelity:
+            return _compare(setting, check_key(setting))
+    healable = _healable(ledger, fastest)
+    return None if healable is None else _compare(healable, check_key(healable))
+
+
+def own_workers(setting: Setting) -> Setting:
+    """The setting with the user's own number of loader workers: no check depends on another."""
+    return msgspec.structs.replace(setting, num_workers=None)
+
+
+def _contenders(ledger: Ledger) -> list[Setting]:
+    """What may be recommended, the winner first: a runner-up that is hopelessly slow is not confirmed either.
+
+    The baseline is one: it may be kept.
+    """
+    chosen = ledger.shortlist
+    if chosen is None:
+        return []
+    measured, runner_up = ledger.measured, chosen.runner_up
+    if runner_up is not None and (
+        measured[runner_up].samples_per_second * HOPELESS < measured[chosen.winner].samples_per_second
+    ):
+        runner_up = None
+    found = [c for c in (chosen.winner, runner_up, chosen.baseline) if c is not None and c in measured]
+    return list(dict.fromkeys(found))
+
+
+def _healing(ledger: Ledger) -> Todo | None:
+    """The next step for a precision that some pinned modules make faithful: check it with the pins, then measure it."""
+    tried = {r.candidate: r for r in ledger.records if r.purpose == "search"}
+    for key, found in ledger.fidelity.items():
+        ours = [c for c in tried if check_key(c) == key and not c.as_found]
+        if found.verdict != "unfaithful" or not found.healing_pins or not ours:
+            continue
+        # Where nothing of the precision ran, the smallest: it may have been the numbers that failed it.
+        ran = {c: ledger.measured[c].samples_per_second for c in ours if c in ledger.measured}
+        like = rank(ran)[0] if ran else min(ours, key=lambda c: c.batch_size)
+        healed = msgspec.structs.replace(own_workers(like), pinned_modules=found.healing_pins)
+        verdict: Fidelity | None = ledger.fidelity.get(check_key(healed))
+        if verdict is None:
+            return _compare(healed, check_key(healed))
+        if verdict.verdict != "unfaithful" and healed not in tried:
+            return Measure(healed)
+    return None
+
+
+def _healable(ledger: Ledger, fastest: float) -> Setting | None:
+    """A setting whose numbers alone keep it from being a contender: pins may heal its precision.
+
+    That is fp16 that was refused though fast enough, or a precision whose every trial was not finite.
+    """
+    if fastest == 0.0:
+        return None  # nothing works: it is not precision's fault
+    for setting, found in ledger.measured.items():
+        is_refused = loss_scales.refusal(ledger.scales, setting) is not None and not setting.pinned_modules
+        is_fast = found.samples_per_second >= (1 - RIVAL) * fastest
+        if is_refused and is_fast and check_key(setting) not in ledger.fidelity:
+            return setting
+    tried = [r for r in ledger.records if r.purpose == "search" and not r.candidate.pinned_modules]
+    for precision in dict.fromkeys(r.candidate.precision for r in tried):
+        ours = [r for r in tried if r.candidate.precision == precision]
+        smallest = min((r.candidate for r in ours), key=lambda c: c.batch_size)
+        are_nonfinite = all(isinstance(r.outcome, Failure) and r.outcome.kind == "nonfinite" for r in ours)
+        can_check = check_results.can_check(smallest, ledger.space) and check_key(smallest) not in ledger.fidelity
+        if are_nonfinite and can_check:
+            return smallest
+    return None
+
+
+def _compare(like: Setting, key: CheckKey) -> Compare:
+    setting = Setting(
+        precision=key.precision,
+        batch_size=min(check_results.MAX_BATCH_SIZE, like.batch_size),
+        pinned_modules=key.pinned_modules,
+    )
+    return Compare(setting, find_pins=not key.pinned_modules)

@@ -1,0 +1,230 @@
+"""The confirmation: winner, runner-up and baseline again, interleaved, in fresh processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+from autotune_amp.core.outcome import Measurement, Purpose, Record
+from autotune_amp.core.setting import Setting
+from autotune_amp.search.budget import CONFIRM_SHARE, Budget
+from autotune_amp.search.ledger import Ledger, Shortlist
+from autotune_amp.search.space import HOPELESS
+from autotune_amp.search.stages.trials import Conditions
+from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Trial
+
+NUM_ROUNDS, MIN_ROUNDS = 5, 3
+# Long enough to meet what a long run meets: a collection of garbage, a stall of the machine. Short steps fill the
+# time, long ones are fewer: it is the spread between processes that counts.
+MEASURE_SECONDS = 2.0
+MAX_STEPS = 400
+RUN_SECONDS = MEASURE_SECONDS + 0.5  # with the warm-up of a small model
+ENDING_SHARE = 0.25  # of the confirmation's time, for evaluations and checkpoints
+MAX_SHARE = 0.5  # of the budget
+SAFETY = 1.1  # an estimate of a process's seconds that turns out short must not break the budget
+
+
+class Run(NamedTuple):
+    """One measurement of a round; an empty environment is the user's own."""
+
+    setting: Setting
+    purpose: Purpose
+    environment: dict[str, str]
+
+
+class Confirm:
+    """Runs the rounds, each run in a process that takes `start_seconds` to its first step.
+
+    They have their share of the budget; what the search left over of its own goes to the winner and the baseline, until
+    both are confirmed. A resumed search runs only the rounds that are missing; what failed is not run again, and costs
+    no other run more than the start of another process. The workload's evaluation and checkpoint are run once for each
+    setting in its environment. Where processes `are_shared`, the runs of a round share one.
+    """
+
+    def __init__(
+        self,
+        conditions: Conditions,
+        shortlist: Shortlist,
+        environment: dict[str, str],
+        start_seconds: float,
+        *,
+        are_shared: bool = False,
+    ) -> None:
+        self._conditions = conditions
+        self._contenders = shortlist
+        self._environment = environment
+        self._start_seconds = start_seconds
+        self._are_shared = are_shared
+        self._has_ending = conditions.description is not None and conditions.description.has_ending
+        self._until: float | None = None  # what is left of the budget when this is over
+        self._is_borrowing = False
+        self._round = -1
+        self._to_run: list[Run] = []  # of this round
+        self._is_started = False  # the process that the next run of the round shares
+
+    def next(self, ledger: Ledger, budget: Budget) -> Trial | None:
+        """The next run of the round, or the first of another, None where the time or the rounds are over."""
+        if self._until is None:
+            self._until = budget.left() - min(budget.confirm_seconds, budget.left())
+            self._contenders = _runnable(ledger, self._contenders)
+        elif self._are_shared:
+            self._is_started = isinstance(ledger.records[-1].outcome, Measurement)
+        while not self._to_run:
+            self._round, self._is_started = self._round + 1, False
+            if self._round >= (MIN_ROUNDS if self._is_borrowing else NUM_ROUNDS):
+                return None
+            self._to_run = [
+                run
+                for run in self._plan(ledger, budget)
+                if not _is_done(ledger.records, run, self._round) and run.setting not in ledger.failures
+            ]
+        run = self._to_run.pop(0)
+        left, needed = budget.left() - self._until, self._cost(ledger, [run], 0 if self._is_started else 1)
+        if left < needed:
+            self._to_run, self._round = [], NUM_ROUNDS
+            return None
+        needs_ending = self._has_ending and run.purpose == "confirm" and not _has_ended(ledger.records, run)
+        return self._conditions.trial(
+            ledger,
+            run.setting,
+            purpose=run.purpose,
+            round=self._round,
+            environment=run.environment,
+            loss_scale=ledger.loss_scale(run.setting),
+            hold_heap=False,  # the process starts with the variables, or is meant to run without them
+            num_steps=(MAX_STEPS, MAX_STEPS),
+            measure_seconds=MEASURE_SECONDS,
+            deadline_seconds=left,
+            ending_seconds=min(self._ending_left(ledger, budget), left - needed) if needs_ending else None,
+        )
+
+    def _plan(self, ledger: Ledger, budget: Budget) -> list[Run]:
+        assert self._until is not None
+        ending_seconds = self._ending_left(ledger, budget) if self._round == 0 else 0.0
+
+        def planned() -> list[Run]:
+            left = budget.left() - (self._until or 0.0) - ending_seconds
+            return plan_round(self._contenders, self._environment, seconds_of, left, self._round)
+
+        def seconds_of(runs: Sequence[Run]) -> float:
+            return self._cost(ledger, runs, min(1, len(runs)) if self._are_shared else len(runs))
+
+        runs = planned()
+        if _is_short(runs, self._contenders, self._round):
+            self._contenders, self._until, self._is_borrowing = self._contenders._replace(runner_up=None), 0.0, True
+            runs = planned()
+        return runs
+
+    def _cost(self, ledger: Ledger, runs: Sequence[Run], num_starts: int) -> float:
+        starting = num_starts * start_seconds(ledger.records, self._start_seconds)
+        return SAFETY * (starting + sum(run_seconds(ledger, run.setting) for run in runs))
+
+    def _ending_left(self, ledger: Ledger, budget: Budget) -> float:
+        share = ENDING_SHARE * budget.confirm_seconds if self._has_ending else 0.0
+        return max(0.0, share - sum(map(_ending_seconds, ledger.records)))
+
+
+def plan_round(
+    shortlist: Shortlist,
+    environment: dict[str, str],
+    seconds_of: Callable[[Sequence[Run]], float],
+    left_seconds: float,
+    number: int,
+) -> list[Run]:
+    """The runs of round `number` (from 0) that the time left allows, none where not even the winner fits.
+
+    `seconds_of` says what runs of one round cost together.
+
+    The runner-up gives way where three rounds could not be reached with it, and a baseline that does not fit at all.
+    The order alternates, so that a drift of the machine falls on all alike. In the first round the winner runs once in
+    the user's own environment too, unless it is the baseline, which always does.
+    """
+    winner, baseline = Run(shortlist.winner, "confirm", environment), Run(shortlist.baseline, "confirm", {})
+    essential = [winner] if winner == baseline else [winner, baseline]
+    full = essential
+    if shortlist.runner_up is not None:
+        rival = Run(shortlist.runner_up, "confirm", environment)
+        full = [winner, rival, *(run for run in essential if run not in (winner, rival))]
+    once = []
+    if number == 0 and environment and shortlist.winner != shortlist.baseline:
+        once = [Run(shortlist.winner, "plain", {})]
+    num_needed = max(1, MIN_ROUNDS - number)
+    for runs, repeats in ((full, num_needed), (essential, num_needed), (essential, 1)):
+        if repeats * seconds_of(runs) + seconds_of(once) <= left_seconds:
+            return (runs if number % 2 == 0 else runs[::-1]) + once
+    return next((runs for runs in (essential, [winner]) if seconds_of(runs) <= left_seconds), [])
+
+
+def reserved_seconds(budget_seconds: float, start_seconds: float) -> float:
+    """What is the confirmation's of a budget, where its processes are shared and take `start_seconds` to start.
+
+    That is its usual share, or more, up to half, where winner and baseline can be confirmed in that alone.
+    """
+    usual_seconds = CONFIRM_SHARE * budget_seconds
+    needed_seconds = SAFETY * MIN_ROUNDS * (start_seconds + 2 * RUN_SECONDS)
+    return needed_seconds if usual_seconds < needed_seconds <= MAX_SHARE * budget_seconds else usual_seconds
+
+
+def _is_short(planned: Sequence[Run], contenders: Shortlist, number: int) -> bool:
+    """Whether a round that the confirmation needs would have to do without the winner or the baseline."""
+    return number < MIN_ROUNDS and not {contenders.winner, contenders.baseline} <= {run.setting for run in planned}
+
+
+def _has_ended(records: Sequence[Record], run: Run) -> bool:
+    """Whether a process like this one has come as far as the evaluation and the checkpoint, however that went."""
+    ours = [r.outcome for r in records if (r.candidate, r.purpose, r.environment) == run]
+    return any(isinstance(outcome, Measurement) and outcome.ending_seconds is not None for outcome in ours)
+
+
+def _ending_seconds(record: Record) -> float:
+    return (record.outcome.ending_seconds or 0.0) if isinstance(record.outcome, Measurement) else 0.0
+
+
+def _runnable(ledger: Ledger, shortlist: Shortlist) -> Shortlist:
+    """The shortlist without a runner-up that a fresh process need not spend time on: one with no chance to win."""
+    winner, runner_up = ledger.outcomes[shortlist.winner], ledger.outcomes.get(shortlist.runner_up or shortlist.winner)
+    assert isinstance(winner, Measurement)
+    assert isinstance(runner_up, Measurement)
+    if runner_up.samples_per_second * HOPELESS < winner.samples_per_second:
+        return shortlist._replace(runner_up=None)
+    return shortlist
+
+
+def start_seconds(records: Sequence[Record], foreseen_seconds: float) -> float:
+    """What a process takes before its first step: as seen in the confirmation, else as foreseen."""
+    found = [r for r in records if r.round is not None and r.start_seconds and isinstance(r.outcome, Measurement)]
+    seen = [_start_seconds(r) for r in found]
+    return fmean(seen) if seen else foreseen_seconds
+
+
+def run_seconds(ledger: Ledger, setting: Setting) -> float:
+    """What a run takes from its first step to its ending: as seen, else as the search's trial foretells."""
+    ours = [r for r in ledger.records if r.candidate == setting and r.round is not None]
+    seen = [r.seconds - _start_seconds(r) - _ending_seconds(r) for r in ours]
+    if seen:
+        return fmean(seen)
+    outcome = ledger.outcomes.get(setting)
+    if not isinstance(outcome, Measurement):
+        return 0.0
+    warm_up = outcome.first_step_seconds + NUM_WARMUP_STEPS * outcome.step_seconds
+    measuring = min(MAX_STEPS * outcome.step_seconds, MEASURE_SECONDS + outcome.step_seconds)
+    return warm_up + measuring
+
+
+def _start_seconds(record: Record) -> float:
+    """What came before the first step: starting the process, building, the accelerator. None of it in a kept one."""
+    found = record.outcome
+    is_kept = record.start_seconds == 0.0
+    own = found.build_seconds + found.context_seconds if isinstance(found, Measurement) and not is_kept else 0.0
+    return (record.start_seconds or 0.0) + own
+
+
+def _is_done(records: Sequence[Record], run: Run, number: int) -> bool:
+    return any(
+        r.candidate == run.setting
+        and r.purpose == run.purpose
+        and r.environment == run.environment
+        and r.round == number
+        for r in records
+    )

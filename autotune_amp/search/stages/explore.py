@@ -1,0 +1,155 @@
+"""Exploring: seeds, what lies round the best, what the sampler suggests, then the fastest again."""
+
+from __future__ import annotations
+
+import math
+
+from autotune_amp.core.outcome import Failure, Measurement, Record
+from autotune_amp.core.setting import Setting
+from autotune_amp.search import check_results
+from autotune_amp.search.budget import CHECK_SHARE, Budget
+from autotune_amp.search.evidence import is_waiting
+from autotune_amp.search.ledger import Ledger
+from autotune_amp.search.space import without
+from autotune_amp.search.stages import seeding
+from autotune_amp.search.stages.trials import MIN_TRIAL_SECONDS, Conditions
+from autotune_amp.search.study import Study
+from autotune_amp.trial.jobs import Check, Trial
+
+LOADER_SHARE = 0.1  # of the budget, kept back for other numbers of loader workers, where the loader sets the speed
+# Measuring the fastest three once more takes back a quarter of what is lost to luck (studies/search_efficiency).
+NUM_REPEATED, NUM_SEARCH_PROCESSES = 3, 2
+REPEATED_SHARE = 0.5  # of the fastest one's speed: what is slower was not unlucky
+AFFORDABLE_MARGIN = 2.0
+MAX_IDLE_SUGGESTIONS = 4  # suggestions in a row that were known already or brought nothing
+
+
+class Explore:
+    """Tries settings until nothing promising is left, its share of the budget is used, or `max_trials` are done.
+
+    It leaves a share of the budget for the checks and for loader workers. fp16 that may win has its loss scale
+    calibrated at once, and the study is told with it.
+    """
+
+    def __init__(self, conditions: Conditions, study: Study, max_trials: int | None = None) -> None:
+        self._conditions = conditions
+        self._study = study
+        self._max_trials = max_trials
+        self._is_seeding = True
+        self._num_idle = 0
+        self._best_before: Record | None = None  # when the sampler's last suggestion was run
+        self._is_suggested = False
+
+    def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
+        """The trial to run next, or the calibration of the last one."""
+        last = ledger.records[-1] if ledger.records else None
+        if last is not None and last.purpose == "search" and ledger.awaits_calibration(last.candidate):
+            return self._conditions.check("calibration", last.candidate, budget.left_for_search())
+        self._study.catch_up(ledger)
+        if self._is_suggested:
+            is_new = self._best_before is None or ledger.best is not self._best_before
+            self._num_idle, self._is_suggested = 0 if is_new else self._num_idle + 1, False
+        if not self._may_go_on(ledger, budget):
+            return None
+        if self._is_seeding:
+            seed = self._next_seed(ledger, budget)
+            if seed is not None:
+                return self._trial(ledger, budget, self._study.ask(seed).setting)
+            self._is_seeding = False
+        suggested = self._next_suggestion(ledger, budget)
+        if suggested is not None:
+            self._best_before, self._is_suggested = ledger.best, True
+            return self._trial(ledger, budget, suggested)
+        if ledger.objective != "speed":  # another does not recommend the fastest
+            return None
+        repeated = self._affordable(ledger, budget, next_repeat(ledger))
+        return None if repeated is None else self._trial(ledger, budget, self._study.ask(repeated).setting)
+
+    def _trial(self, ledger: Ledger, budget: Budget, setting: Setting) -> Trial:
+        seconds = left_to_explore(self._conditions, ledger, budget)
+        return self._conditions.search_trial(ledger, budget, setting, seconds)
+
+    def _may_go_on(self, ledger: Ledger, budget: Budget) -> bool:
+        if self._max_trials is not None and ledger.num_tried >= self._max_trials:
+            return False
+        return left_to_explore(self._conditions, ledger, budget) > MIN_TRIAL_SECONDS
+
+    def _next_seed(self, ledger: Ledger, budget: Budget) -> Setting | None:
+        known, limit = ledger.ordinary_outcomes, self._conditions.memory_limit_bytes
+        seed = seeding.next_seed(self._conditions.hardware, ledger.space, known, limit, ledger.exclusions)
+        if seed is None and ledger.objective == "memory":
+            return smaller_seed(ledger)
+        if seed is None and ledger.objective == "speed":
+            return self._affordable(ledger, budget, seeding.next_look(ledger.space, known, limit, ledger.exclusions))
+        return seed
+
+    def _next_suggestion(self, ledger: Ledger, budget: Budget) -> Setting | None:
+        """What the sampler suggests and nobody knows yet; it is told at once what is known."""
+        while self._num_idle < MAX_IDLE_SUGGESTIONS:
+            untried = [c for c in without(ledger.space.candidates, ledger.exclusions) if c not in ledger.outcomes]
+            if not untried:
+                break
+            # While nothing has worked there is nothing to learn from: the smallest first, until one does.
+            asked = self._study.ask(None if ledger.best else min(untried, key=lambda c: c.batch_size))
+            known = ledger.outcomes.get(asked.setting)
+            if known is None and asked.setting not in untried:
+                reason = next(e.reason for e in ledger.exclusions if e.covers(asked.setting))
+                known = Failure(kind="timeout", message=reason)
+            elif known is None and ledger.best and self._affordable(ledger, budget, asked.setting) is None:
+                known = Failure(kind="timeout", message="the time left is too short for it")
+            if known is None:
+                return asked.setting
+            self._study.tell(asked, known)
+            self._num_idle += 1
+        self._num_idle = MAX_IDLE_SUGGESTIONS
+        return None
+
+    def _affordable(self, ledger: Ledger, budget: Budget, setting: Setting | None) -> Setting | None:
+        """`setting` where the time left is enough, going by the nearest batch of its precision.
+
+        What is looked at for certainty alone must not cost the checks their time, and a repeated trial that the budget
+        cut off would speak against its setting.
+        """
+        ours = [r for r in ledger.trials if setting and r.candidate.precision == setting.precision]
+        if setting is None or not ours:
+            return setting
+        nearest = min(ours, key=lambda r: abs(math.log(r.candidate.batch_size / setting.batch_size)))
+        left = left_to_explore(self._conditions, ledger, budget)
+        return setting if AFFORDABLE_MARGIN * nearest.seconds < left else None
+
+
+def left_to_explore(conditions: Conditions, ledger: Ledger, budget: Budget) -> float:
+    """Seconds left before the share of the checks begins, and of other numbers of loader workers."""
+    space, known = ledger.space, conditions.description
+    is_checked = any(check_results.needs_check(c, space) for c in (*space.candidates, space.baseline))
+    has_workers = known is not None and known.num_workers is not None
+    share = is_checked * CHECK_SHARE + (has_workers and is_waiting(ledger.records)) * LOADER_SHARE
+    left = budget.left_for_search() - share * budget.seconds
+    is_known = any(isinstance(outcome, Measurement) for outcome in ledger.outcomes.values())
+    # While nothing has run there is nothing to confirm either, and building must not be all that the search does.
+    return left if is_known or 2 * conditions.setup_seconds < left else max(left, budget.left())
+
+
+def smaller_seed(ledger: Ledger) -> Setting | None:
+    """For memory: the next smaller batch of what takes the least so far, None where it was tried. Pure.
+
+    Batches shrink so until they are slower than the baseline, which speed alone would not look into.
+    """
+    chosen = ledger.shortlist
+    if chosen is None:
+        return None
+    legal = [c for c in without(ledger.space.candidates, ledger.exclusions) if c.precision == chosen.winner.precision]
+    smaller = [c for c in legal if c.batch_size < chosen.winner.batch_size]
+    setting = max(smaller, key=lambda c: c.batch_size, default=None)
+    return None if setting in {r.candidate for r in ledger.records} else setting
+
+
+def next_repeat(ledger: Ledger) -> Setting | None:
+    """Which of the fastest to measure again, since one process may be lucky, or slow; None when all were. Pure."""
+    # Other numbers of loader workers are tried by rules of their own.
+    speeds = {c: speed for c, speed in ledger.speeds.items() if not c.as_found and c.num_workers is None}
+    rivals = [c for c in speeds if speeds[c] >= REPEATED_SHARE * max(speeds.values())]
+    fastest = sorted(rivals, key=lambda c: -speeds[c])[:NUM_REPEATED]
+    num_done = {c: sum(r.candidate == c and r.purpose == "search" for r in ledger.records) for c in fastest}
+    setting = min(fastest, key=lambda c: num_done[c], default=None)
+    return None if setting is None or num_done[setting] >= NUM_SEARCH_PROCESSES else setting

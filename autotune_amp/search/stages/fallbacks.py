@@ -1,0 +1,129 @@
+"""What a run may step down to when its precision fails, and the measured plan for each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from statistics import median
+
+from autotune_amp.core.config import FallbackPlan
+from autotune_amp.core.outcome import Failure, Measurement, Record
+from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.search import check_results
+from autotune_amp.search.budget import Budget
+from autotune_amp.search.ledger import Ledger
+from autotune_amp.search.stages.trials import Conditions
+from autotune_amp.trial.jobs import Check, Trial
+
+MAX_FALLBACK_TRIES = 3
+
+# What a run steps down to when its precision fails, first choice first.
+LADDER: dict[Precision, tuple[Precision, ...]] = {
+    "fp32": (),
+    "tf32": ("fp32",),
+    "bf16": ("fp32",),
+    "fp16": ("bf16", "fp32"),
+    "fp8": ("bf16", "fp32"),
+}
+
+
+class Fallbacks:
+    """Measures a plan for each precision with less to go wrong, at the effective batch size of each contender.
+
+    The confirmation may turn the contenders round. The batch is halved and the accumulation doubled where it runs out
+    of memory, if accumulation is offered; what was measured already is left. A precision that does harm is none to
+    step down to.
+    """
+
+    def __init__(self, conditions: Conditions) -> None:
+        self._conditions = conditions
+
+    def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
+        """The trial of a plan that nobody measured, or the check that it waits for."""
+        left = budget.left_for_search()
+        if left <= 0:
+            return None
+        for contender in filter(None, (ledger.finalists or ())[:2]):
+            for setting in missing_plans(ledger, contender):
+                is_split = setting.accumulation_steps > contender.accumulation_steps
+                if is_split and ledger.space.accumulation_withheld is None and ledger.accumulation is None:
+                    return self._conditions.accumulation_check(ledger, budget)
+                if not is_split or ledger.may_add_accumulation:
+                    return self._conditions.trial(
+                        ledger, setting, purpose="fallback", measure_seconds=left / 3, deadline_seconds=left
+                    )
+        return None
+
+
+def missing_plans(ledger: Ledger, contender: Setting) -> list[Setting]:
+    """For each precision to step down to, what would be measured next for it. Pure."""
+    harmful = {e.precision for e in check_results.exclusions(ledger.fidelity)}
+    missing = []
+    for precision in LADDER[contender.precision]:
+        if precision in harmful or not any(c.precision == precision for c in ledger.space.candidates):
+            continue
+        for setting in _halvings(contender, precision)[:MAX_FALLBACK_TRIES]:
+            outcome = ledger.outcomes.get(setting)
+            if outcome is None:
+                missing.append(setting)
+            if not (isinstance(outcome, Failure) and outcome.kind == "oom"):
+                break
+    return missing
+
+
+def _halvings(contender: Setting, precision: Precision) -> list[Setting]:
+    halvings, factor = [], 1
+    while contender.batch_size % factor == 0:
+        halvings.append(
+            Setting(
+                precision=precision,
+                batch_size=contender.batch_size // factor,
+                accumulation_steps=contender.accumulation_steps * factor,
+                num_workers=contender.num_workers,
+            )
+        )
+        factor *= 2
+    return halvings
+
+
+def fallback_plans(
+    records: Sequence[Record], chosen: Setting, harmful: Collection[Precision] = (), *, may_add_steps: bool
+) -> tuple[FallbackPlan, ...]:
+    """For each precision to step down to, the fastest candidate of the same effective batch that never failed.
+
+    Its batches are whole parts of those that the run's loader goes on giving. Unless `may_add_steps`, it has no more
+    accumulation steps than `chosen`. `harmful` precisions are none to step down to, nor is one with pins, which a plan
+    cannot say.
+    """
+    failed = check_results.failures(records)
+    measured: dict[Setting, list[Measurement]] = {}
+    for record in records:
+        if isinstance(record.outcome, Measurement) and record.purpose != "plain":  # no plan is run so
+            measured.setdefault(record.candidate, []).append(record.outcome)
+    speeds = {c: median(m.samples_per_second for m in ours) for c, ours in measured.items()}
+    fitting = [
+        c
+        for c in measured
+        if c.effective_batch_size == chosen.effective_batch_size
+        and chosen.batch_size % c.batch_size == 0
+        and (may_add_steps or c.accumulation_steps == chosen.accumulation_steps)
+        and not c.as_found
+        and not c.pinned_modules
+        and c.num_workers == chosen.num_workers  # the loader stays as it is when the precision goes down
+        and c not in failed
+    ]
+    plans: list[FallbackPlan] = []
+    for precision in LADDER[chosen.precision]:
+        if precision in harmful:
+            continue
+        rivals = [c for c in fitting if c.precision == precision]
+        if rivals:
+            best = max(rivals, key=lambda c: speeds[c])
+            plans.append(
+                FallbackPlan.of(
+                    best,
+                    peak_memory_bytes=max(m.peak_memory_bytes for m in measured[best]),
+                    samples_per_second=speeds[best],
+                    slowdown=speeds[chosen] / speeds[best],
+                )
+            )
+    return tuple(plans)

@@ -1,0 +1,147 @@
+"""The jobs of a search under its conditions: what every trial and check has in common, and what a trial may take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from autotune_amp.core.evidence import Objective
+from autotune_amp.core.hardware import Hardware
+from autotune_amp.core.outcome import Description, Measurement, Record
+from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.search import check_results
+from autotune_amp.search.budget import Budget
+from autotune_amp.search.ledger import LOSS_SCALE, Ledger
+from autotune_amp.search.space import HOPELESS
+from autotune_amp.trial.jobs import Check, CheckKind, Trial
+
+CUT_RATIO = 1.25  # median of five steps against the best: cuts equals 4 % of the time (studies/README.md)
+SLOW_PRECISION_SHARE = 0.1  # of the budget, for a precision that has not shown itself worth more
+MIN_TRIAL_SECONDS = 0.5
+DEADLINE_RATIO = 20.0  # a step so many times longer than the best throughput foretells is not waited for
+MIN_STEP_DEADLINE_SECONDS = 2.0  # a busy machine stalls a step for hundreds of milliseconds
+METERED_SECONDS, MAX_METERED_STEPS = 1.0, 1000  # an energy counter is updated every 100 ms at worst
+ACCUMULATION_SHARE = 0.15  # of the budget, at most: a search without accumulation is better than none
+NUM_TRIALS_FORESEEN = 16  # one trial's steps take at most this part of the search phase
+
+
+class Conditions(msgspec.Struct, frozen=True, kw_only=True):
+    """What all jobs of one search have in common; `description` is None where nobody knows the workload."""
+
+    hardware: Hardware
+    memory_limit_bytes: int
+    torch_state: dict[str, Any] = {}
+    holds_heap: bool = False
+    seed: int = 0
+    description: Description | None = None
+
+    @property
+    def setup_seconds(self) -> float:
+        """What a trial that builds its own model takes before its first step."""
+        known = self.description
+        return 0.0 if known is None else known.build_seconds + known.context_seconds
+
+    def trial(self, ledger: Ledger, setting: Setting, **fields: Any) -> Trial:
+        """A trial of `setting`."""
+        sizes = None if self.description is None else self.description.sample_sizes
+        return Trial(
+            candidate=setting,
+            device=self.hardware.device,
+            seed=self.seed,
+            memory_limit_bytes=self.memory_limit_bytes,
+            torch_state=self.torch_state,
+            worst_samples=() if sizes is None else sizes.largest[: setting.batch_size],
+            is_loss_sum=ledger.is_loss_sum,
+            **{
+                "hold_heap": self.holds_heap,
+                "loss_scale": LOSS_SCALE if setting.precision == "fp16" else None,
+                **fields,
+            },
+        )
+
+    def check(self, what: CheckKind, setting: Setting, seconds: float, *, find_pins: bool = True) -> Check:
+        """A check of `setting` within so many seconds."""
+        return Check(
+            what=what,
+            precision=setting.precision,
+            batch_size=setting.batch_size,
+            accumulation_steps=setting.accumulation_steps,
+            device=self.hardware.device,
+            pinned_modules=setting.pinned_modules,
+            find_pins=find_pins,
+            seed=self.seed,
+            deadline_seconds=max(0.0, seconds),
+            memory_limit_bytes=self.memory_limit_bytes,
+            torch_state=self.torch_state,
+            hold_heap=self.holds_heap,
+        )
+
+    def accumulation_check(self, ledger: Ledger, budget: Budget) -> Check:
+        """The check of whether accumulated gradients equal those of the whole batch."""
+        batch_size = min(check_results.MAX_BATCH_SIZE, ledger.space.baseline.effective_batch_size)
+        seconds = min(ACCUMULATION_SHARE * budget.seconds, budget.left_for_search())
+        return self.check("accumulation", Setting(precision="fp32", batch_size=batch_size), seconds)
+
+    def search_trial(self, ledger: Ledger, budget: Budget, setting: Setting, seconds: float) -> Trial:
+        """A trial with its limits: what the best so far says a step may take, and the `seconds` left."""
+        best = ledger.best
+        if best is None:
+            # Nothing is known of the step: two thirds of what is left, so that one that hangs leaves time for another.
+            setup_seconds = min(self.setup_seconds, seconds)
+            trial = self.trial(
+                ledger,
+                setting,
+                measure_seconds=budget.seconds / NUM_TRIALS_FORESEEN,
+                deadline_seconds=max(MIN_TRIAL_SECONDS, (2 * seconds + setup_seconds) / 3),
+            )
+            return _metered(trial, ledger.objective)
+        assert isinstance(best.outcome, Measurement)
+        rate = best.outcome.samples_per_second
+        trial = self.trial(
+            ledger,
+            setting,
+            measure_seconds=budget.seconds / NUM_TRIALS_FORESEEN,
+            cut_step_seconds=CUT_RATIO * setting.effective_batch_size / rate,
+            deadline_seconds=max(MIN_TRIAL_SECONDS, min(seconds, self._allowance(ledger, budget, setting.precision))),
+        )
+        reported = setting.batch_size * trial.num_timed_micro_batches * trial.num_steps_per_report
+        step_deadline = max(MIN_STEP_DEADLINE_SECONDS, DEADLINE_RATIO * reported / rate)
+        own_num_workers = 0 if self.description is None else self.description.num_workers
+        if setting.num_workers or own_num_workers:  # unless they persist, every epoch starts them anew
+            step_deadline += best.outcome.first_step_seconds
+        growth = max(1.0, setting.batch_size / best.candidate.batch_size)
+        return msgspec.structs.replace(
+            _metered(trial, ledger.objective),
+            step_deadline_seconds=step_deadline,
+            first_step_deadline_seconds=step_deadline + 3 * growth * best.outcome.first_step_seconds,
+        )
+
+    def _allowance(self, ledger: Ledger, budget: Budget, precision: Precision) -> float:
+        """Seconds that a precision may still cost: a tenth of the budget where its matrix products are hopeless."""
+        if not is_hopeless(self.hardware, precision):
+            return math.inf
+        return SLOW_PRECISION_SHARE * budget.seconds - _spent_on(ledger.records, precision)
+
+
+def is_hopeless(hardware: Hardware, precision: Precision) -> bool:
+    """Whether the probe found an emulated precision's matrix products far below fp32's."""
+    capability, reference = hardware.precisions[precision], hardware.precisions.get("fp32")
+    if capability.level != "emulated" or reference is None or reference.matmul_flops_per_second is None:
+        return False
+    return HOPELESS * (capability.matmul_flops_per_second or 0.0) < reference.matmul_flops_per_second
+
+
+def _metered(trial: Trial, objective: Objective) -> Trial:
+    """For energy a trial is as long as a counter needs, however steady or slow its steps are."""
+    if objective != "energy":
+        return trial
+    seconds = min(METERED_SECONDS, trial.measure_seconds or METERED_SECONDS)
+    num_steps = MAX_METERED_STEPS, MAX_METERED_STEPS
+    return msgspec.structs.replace(trial, num_steps=num_steps, measure_seconds=seconds, cut_step_seconds=None)
+
+
+def _spent_on(records: Sequence[Record], precision: Precision) -> float:
+    return sum(record.seconds for record in records if record.candidate.precision == precision)
