@@ -43,9 +43,7 @@ UPWARD = {
 IN_CIRCLES = {
     *("fingerprint.definitions", "fingerprint.instances", "fingerprint.live", "fingerprint.sources"),
     *("fingerprint.values", "fingerprint.walk"),
-    *("report.live", "report.progress", "profile.results", "report.profile", "search.flow", "search.steps"),
-    *("search.accumulate", "search.conditions", "search.evidence", "search.loss_scales", "search.objective"),
-    *("search.seeding", "search.session", "search.space", "search.told", "search.verdicts"),
+    *("report.live", "report.progress", "profile.results", "report.profile"),
 }
 CROWDED = {"numerics", "runtime", "search", "trial"}
 NAMED_LIKE_THE_STANDARD_LIBRARY = {"code", "profile", "trace"}

@@ -17,9 +17,9 @@ from autotune_amp.cli import run
 from autotune_amp.core.errors import FormatError
 from autotune_amp.core.setting import Setting
 from autotune_amp.report.dashboard import serving, study_database
+from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.space import Space
-from autotune_amp.search.storage import sqlite_url
-from autotune_amp.search.study import Study
+from autotune_amp.search.study import Study, sqlite_url
 
 AT_8 = Setting(precision="fp32", batch_size=8)
 SPACE = Space(candidates=(AT_8,), baseline=AT_8)
@@ -27,7 +27,7 @@ SPACE = Space(candidates=(AT_8,), baseline=AT_8)
 
 def make_study(folder: Path) -> Path:
     folder.mkdir(parents=True)
-    with Study.open(folder / "study.db", folder.name, SPACE, search_id="s1"):
+    with Study.open(folder / "study.db", folder.name, Ledger(SPACE, search_id="s1")):
         pass
     return folder
 

@@ -274,7 +274,7 @@ class ScriptedSearch:
             description=description,
         )
         self.watcher = ProgressWatcher(progress or Progress(), self.budget, meter)
-        self.storage: str | Path = "sqlite://" if study_folder is None else study_folder.path / "study.db"
+        self.storage: str | Path = "sqlite://" if folder is None else folder / "study.db"
 
     def run(self, stage: Stage, backend: Any = None) -> None:
         for _ in run(stage, backend or self.backend, self.ledger, self.budget, self.watcher):
