@@ -382,7 +382,7 @@ def test_a_resumed_search_checks_nothing_twice_and_asks_for_no_more_pairs(tmp_pa
     again = fp16_machine(tmp_path)
     again.explore(where, is_checked=True)
     assert again.checks() == checks
-    assert again.runner.checks == []
+    assert again.searched.backend.checks == []
     answered = [t for t in told(tmp_path) if "applied_share" in t.user_attrs]
     assert len(answered) <= num_told + 4  # what TPE repeats before exploring ends
     assert again.decide().config == machine.decide().config
