@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 import pytest
-from autotune_amp.search.lone_check import check_spec, checked_request
 from conftest import CommandLine
 
 from autotune_amp import check_fidelity
@@ -15,6 +14,7 @@ from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import BudgetTooSmallError, InvalidRequestError, WorkloadError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware, Level
 from autotune_amp.core.outcome import Description
+from autotune_amp.search.check_fidelity import check_job, checked_request
 from autotune_amp.trial.jobs import Check
 
 PREAMBLE = """
@@ -185,7 +185,7 @@ def specified(precision: str, asked_batch_size: int | None = None, **about: Any)
             **about,
         }
     )
-    return check_spec(request, hardware(), description, {}, 7.0)
+    return check_job(request, hardware(), description, {}, 7.0)
 
 
 @pytest.mark.parametrize(

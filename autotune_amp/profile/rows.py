@@ -236,8 +236,8 @@ def load_notes(load: MachineLoad) -> list[str]:
         )
     if load.card_processes:
         notes.append(
-            f"The card was not ours alone{machine_load.on_card(load.card_processes)}: without other work on it steps may be "
-            "faster, and not all by the same factor."
+            f"The card was not ours alone{machine_load.on_card(load.card_processes)}: "
+            "without other work on it steps may be faster, and not all by the same factor."
         )
     if load.card_slowdowns:
         notes.append(f"The card lowered its clocks meanwhile: {'; '.join(load.card_slowdowns)}.")

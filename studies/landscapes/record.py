@@ -17,8 +17,6 @@ from statistics import fmean
 from typing import Any
 
 import msgspec
-from autotune_amp.search.origin import target
-from autotune_amp.search.rerank import LOSS_SCALE
 from landscape import Cell, Header, Landscape, Process, hardware_slug
 from parts import PARTS
 
@@ -29,6 +27,8 @@ from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import identify
 from autotune_amp.isolation.local import LocalBackend
 from autotune_amp.isolation.process import Watcher
+from autotune_amp.search.ledger import LOSS_SCALE
+from autotune_amp.search.source import target
 from autotune_amp.trial.heap import recommended_environment
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Describe, Probe, Trial
 

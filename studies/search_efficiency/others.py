@@ -17,7 +17,7 @@ import paths  # noqa: F401 - finds landscape and replay
 from landscape import PROCESSES_A_CELL
 from optuna.samplers import BaseSampler, GPSampler, TPESampler
 from optuna.trial import TrialState
-from replay import ReplayRunner
+from replay import ReplayBackend
 from truth import confirming_spec
 
 from autotune_amp.core.outcome import Measurement, Outcome
@@ -33,7 +33,7 @@ NUM_FINDER_STEPS = 3  # of a batch-size finder's try, none to warm up (Lightning
 class Meter:
     """Measures cells on a replay; every process moves the replay's clock."""
 
-    def __init__(self, runner: ReplayRunner, cells: list[Setting]) -> None:
+    def __init__(self, runner: ReplayBackend, cells: list[Setting]) -> None:
         self.cells = cells
         self._runner = runner
 

@@ -25,7 +25,7 @@ import tables
 from landscape import Landscape, forked_grid_seconds
 from others import OTHERS, Meter
 from ours import VARIANTS, play_ours
-from replay import ReplayClock, ReplayRunner
+from replay import ReplayBackend, ReplayBudget
 from truth import grid_seconds, halves, rates, regret
 
 from autotune_amp.core.setting import Setting
@@ -107,8 +107,8 @@ def line_of(landscape: Landscape, strategy: str, seed: int, limit_seconds: float
 def trace_of(
     searching: Landscape, strategy: str, seed: int, limit_seconds: float
 ) -> list[tuple[float, Setting | None]]:
-    clock = ReplayClock(limit_seconds)
-    meter = Meter(ReplayRunner(searching, clock, REPLAYING + seed), list(searching.cells))
+    clock = ReplayBudget(limit_seconds)
+    meter = Meter(ReplayBackend(searching, clock, REPLAYING + seed), list(searching.cells))
     found = ((clock.elapsed(), cell) for cell in OTHERS[strategy](meter, seed))
     return list(takewhile(lambda moment: moment[0] <= limit_seconds, found))
 

@@ -17,6 +17,7 @@ from autotune_amp.cli import run
 from autotune_amp.core.errors import FormatError
 from autotune_amp.core.setting import Setting
 from autotune_amp.report.dashboard import study_database
+from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.space import Space
 from autotune_amp.search.study import Study
 
@@ -26,7 +27,7 @@ SPACE = Space(candidates=(AT_8,), baseline=AT_8)
 
 def make_study(folder: Path) -> Path:
     folder.mkdir(parents=True)
-    with Study.open(folder / "study.db", folder.name, SPACE, search_id="s1"):
+    with Study.open(folder / "study.db", folder.name, Ledger(SPACE, search_id="s1")):
         pass
     return folder
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from autotune_amp.search.explore import NUM_SEARCH_PROCESSES
 from conftest import CommandLine
 from real_searches import FP32, WORKLOADS
 
 from autotune_amp.cli import run
+from autotune_amp.search.stages.explore import NUM_SEARCH_PROCESSES
 
 SEARCH = ("train.py:plain", *FP32, "--budget", "110", "--baseline", "fp32:4", "--batch-size", "1:64")
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from landscape import Landscape, Process
 from made_landscape import HEADER, SETUP_SECONDS, START_SECONDS, failed, landscape, process
-from replay import NUM_CALIBRATION_PASSES, NUM_CHECK_PASSES, Played, ReplayClock, ReplayRunner, play
+from replay import NUM_CALIBRATION_PASSES, NUM_CHECK_PASSES, Played, ReplayBackend, ReplayBudget, play
 from search_replay import candidate_of, search_replay
 
 from autotune_amp.core.outcome import Failure, Measurement
@@ -158,14 +158,14 @@ def test_whatever_is_asked_for_is_kept_to(
 
 
 def test_an_unknown_candidate_names_what_is_there() -> None:
-    runner = ReplayRunner(Landscape(HEADER, [STEADY]), ReplayClock(), seed=0)
+    runner = ReplayBackend(Landscape(HEADER, [STEADY]), ReplayBudget(), seed=0)
     with pytest.raises(KeyError, match="fp32 batch 17 was not recorded; the landscape has fp32 batch 16"):
         runner.submit(Trial(candidate=Setting(precision="fp32", batch_size=17), device="cpu")).result()
 
 
 def test_a_check_costs_its_passes_and_keeps_its_deadline() -> None:
-    clock = ReplayClock()
-    runner = ReplayRunner(landscape(lambda _: 100.0, num_processes=1), clock, seed=0)
+    clock = ReplayBudget()
+    runner = ReplayBackend(landscape(lambda _: 100.0, num_processes=1), clock, seed=0)
     wanted = Check(what="fidelity", precision="bf16", batch_size=16, device="cpu")
     assert not isinstance(runner.submit(wanted).result(), Failure)
     assert clock.now == pytest.approx(SETUP_SECONDS + NUM_CHECK_PASSES * 0.16)
@@ -177,15 +177,15 @@ def test_a_calibration_is_mostly_passes_in_its_own_precision() -> None:
     def rate_of(cell: Setting) -> float:
         return 10.0 if cell.precision == "fp32" else 100.0
 
-    clock = ReplayClock()
-    runner = ReplayRunner(landscape(rate_of, num_processes=1), clock, seed=0)
+    clock = ReplayBudget()
+    runner = ReplayBackend(landscape(rate_of, num_processes=1), clock, seed=0)
     runner.submit(Check(what="calibration", precision="bf16", batch_size=16, device="cpu")).result()
     assert clock.now == pytest.approx(SETUP_SECONDS + 3 * 1.6 + (NUM_CALIBRATION_PASSES - 3) * 0.16)
 
 
 def test_runs_that_share_a_process_pay_its_start_once() -> None:
-    clock = ReplayClock()
-    runner = ReplayRunner(landscape(lambda _: 100.0, num_processes=1), clock, seed=0)
+    clock = ReplayBudget()
+    runner = ReplayBackend(landscape(lambda _: 100.0, num_processes=1), clock, seed=0)
     confirming = Trial(
         candidate=Setting(precision="fp32", batch_size=16), device="cuda:0", purpose="confirm", num_steps=(8, 8)
     )

@@ -10,13 +10,13 @@ import ours
 import provenance
 import pytest
 import truth
-from autotune_amp.search.confirm import MEASURE_SECONDS
 from landscape import Landscape, forked_grid_seconds
 from made_landscape import HEADER, SETUP_SECONDS, START_SECONDS, failed, landscape, process
-from replay import ReplayClock, ReplayRunner
+from replay import ReplayBackend, ReplayBudget
 from tables import NEVER, Play, Results, clustered, is_beyond_noise, mean_regret, of_one_code, paired
 
 from autotune_amp.core.setting import Setting
+from autotune_amp.search.stages.confirm import MEASURE_SECONDS
 
 FP32 = Setting(precision="fp32", batch_size=16)
 BF16 = Setting(precision="bf16", batch_size=16)
@@ -76,8 +76,8 @@ def test_the_grids_cost_five_processes_a_cell() -> None:
 
 def test_the_cheapest_grid_forks_one_trial_a_cell() -> None:
     whole = landscape(by_size, num_processes=1)
-    clock = ReplayClock()
-    meter = others.Meter(ReplayRunner(whole, clock, 0), list(whole.cells))
+    clock = ReplayBudget()
+    meter = others.Meter(ReplayBackend(whole, clock, 0), list(whole.cells))
     *_, last = others.OTHERS["grid, one forked trial a cell"](meter, 0)
     assert last == Setting(precision="bf16", batch_size=64)
     steps = [cell.batch_size / by_size(cell) for cell in whole.cells]
@@ -128,13 +128,13 @@ def test_variants_are_held_against_ours_of_the_same_code() -> None:
 
 
 def test_results_name_the_code_that_they_were_made_with(tmp_path: Path) -> None:
-    for name in ("search/study.py", "search/choose.py", "statistics.py", "trial/stopping.py", "trial/worker.py"):
+    for name in ("search/study.py", "search/choose.py", "core/intervals.py", "trial/stopping.py", "trial/worker.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     made_with = provenance.digest(tmp_path)
     (tmp_path / "trial/worker.py").write_text("what no replay runs")
     assert provenance.digest(tmp_path) == made_with
-    for name in ("search/choose.py", "statistics.py", "trial/stopping.py"):
+    for name in ("search/choose.py", "core/intervals.py", "trial/stopping.py"):
         before = provenance.digest(tmp_path)
         (tmp_path / name).write_text("changed")
         assert provenance.digest(tmp_path) != before

@@ -90,7 +90,7 @@ class ScriptedBackend:
     def slots(self) -> Sequence[Slot]:
         return (Slot("cpu"),)
 
-    def submit(self, job: Trial | Check) -> Done:
+    def submit(self, job: Any) -> Done:
         found = self.run(job) if isinstance(job, Trial) else self.check(job)
         return Done(found, self.start_seconds)
 
@@ -111,7 +111,7 @@ class ScriptedBackend:
     def keep(self) -> None:
         self.is_forking, self.is_build_shared = False, False
 
-    def share_build(self, spec: Trial, deadline_seconds: float) -> str | None:
+    def share_build(self, job: Any, deadline_seconds: float) -> str | None:
         self.is_build_shared = self.why_not_shared is None
         return self.why_not_shared
 
@@ -274,7 +274,7 @@ class ScriptedSearch:
             description=description,
         )
         self.watcher = ProgressWatcher(progress or Progress(), self.budget, meter)
-        self.storage: str | Path = "sqlite://" if study_folder is None else study_folder.path / "study.db"
+        self.storage: str | Path = "sqlite://" if folder is None else folder / "study.db"
 
     def run(self, stage: Stage, backend: Any = None) -> None:
         for _ in run(stage, backend or self.backend, self.ledger, self.budget, self.watcher):

@@ -238,11 +238,11 @@ def test_few_divisors_are_said_with_the_neighbours_that_have_more() -> None:
 
 
 def test_no_time_is_no_finding(tmp_path: Path) -> None:
-    on, where = machine(tmp_path), built(effective_batch_size="free")
-    on.on(where).budget.now = on.searched.budget.seconds
-    on.searched.measure_fallbacks()
+    on = machine(tmp_path).on(built(effective_batch_size="free"))
+    on.budget.now = on.budget.seconds
+    on.measure_fallbacks()
     assert not on.ledger.may_add_accumulation
-    assert on.ledger.records == ()
+    assert on.records == ()
 
 
 def test_exploring_begins_at_the_baselines_batch_and_goes_down_by_divisors(tmp_path: Path) -> None:

@@ -189,9 +189,9 @@ def test_a_cached_answer_is_ranked_again_only_where_another_is_asked_for(
     found, folder = finished
     notes = Notes()
     try:
-        assert cached_answer(found, found.fingerprint, OPTIONS, folder, notes) is found
+        assert cached_answer(found, OPTIONS, folder, notes, found.fingerprint) is found
         assert notes.notes == []
-        again = cached_answer(found, found.fingerprint, asked(objective="memory"), folder, notes)
+        again = cached_answer(found, asked(objective="memory"), folder, notes, found.fingerprint)
         assert again is not None
         assert again.objective == "memory"
         assert Recommendation.load(folder.recommendation_path).to_json() == again.to_json()
@@ -200,8 +200,8 @@ def test_a_cached_answer_is_ranked_again_only_where_another_is_asked_for(
     finally:
         folder.save(found)
     stopped = msgspec.structs.replace(found, search=msgspec.structs.replace(found.search, was_interrupted=True))
-    assert cached_answer(stopped, found.fingerprint, asked(objective="memory"), folder, notes) is None
-    assert cached_answer(found, Fingerprint(digest="other", parts={}), OPTIONS, folder, notes) is None
+    assert cached_answer(stopped, asked(objective="memory"), folder, notes, found.fingerprint) is None
+    assert cached_answer(found, OPTIONS, folder, notes, Fingerprint(digest="other", parts={})) is None
 
 
 def test_a_line_that_is_being_written_is_left_alone(finished: tuple[Recommendation, StudyFolder]) -> None:
@@ -220,7 +220,7 @@ def test_a_plain_cached_answer_imports_nothing_for_it() -> None:
     program = (
         "import sys, autotune_amp.search.cache\n"
         "heavy = {'rich', 'optuna', 'filelock', 'numpy', 'torch', 'autotune_amp.search.decide', "
-        "'autotune_amp.search.choose'}\n"
+        "'autotune_amp.search.ledger'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

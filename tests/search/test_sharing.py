@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -72,7 +73,7 @@ class Machine(ScriptedSearch):
         self.budget.now += self.build_seconds
         return self.build_seconds
 
-    def share_build(self, spec: Trial, deadline_seconds: float) -> str | None:
+    def share_build(self, job: Any, deadline_seconds: float) -> str | None:
         self.build()
         self.share_deadlines.append(deadline_seconds)
         self.backend.is_build_shared = self.backend.why_not_shared is None
