@@ -195,7 +195,7 @@ def show(
         path = recommendation_file(folder)
         recommendation = Recommendation.load(path)
         if any(given is not None for given in (objective, steps, samples, price_per_hour)):
-            from autotune_amp.search.decide import ranked_again
+            from autotune_amp.search.answer.decide import ranked_again
 
             recommendation = ranked_again(recommendation, path, objective, steps, samples, price_per_hour)
         return _result(recommendation, as_json, path)

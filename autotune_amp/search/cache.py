@@ -57,7 +57,7 @@ def cached_answer(
     before = msgspec.convert(cached.options, SearchOptions)
     if all(getattr(before, name) == getattr(options, name) for name in RANKING):
         return cached
-    from autotune_amp.search.decide import rerank  # not needed for a plain answer, which has 50 ms
+    from autotune_amp.search.answer.decide import rerank  # not needed for a plain answer, which has 50 ms
 
     answer = rerank(cached, options, folder)
     folder.save(answer)

@@ -117,7 +117,7 @@ class Scales:
 
     @property
     def refusal(self) -> str | None:
-        """Why fp16 is not to be used at all, None where it may (loss-scaling.md, section 3, "Refuse fp16")."""
+        """Why fp16 is not to be used at all, None where it may (studies/README.md, Loss scaling, "Choice")."""
         forward_max = self.calibration.forward_max
         if forward_max > MAX_FORWARD_SHARE * FP16_MAX:
             return (

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from autotune_amp.core.outcome import Measurement
     from autotune_amp.core.setting import Setting
 
-PLATEAU = 0.03  # closer than this, other things decide (DESIGN.md, Objective)
+PLATEAU = 0.03  # closer than this, other things decide: processes differ by as much (studies/README.md, Timing)
 
 
 class Merit(NamedTuple):

@@ -27,9 +27,9 @@ from autotune_amp.hardware.host import load_notes
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.backend import Backend
 from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
-from autotune_amp.search import explain, machine_load
+from autotune_amp.search.answer import explain, load_warnings
+from autotune_amp.search.answer.decide import recommend
 from autotune_amp.search.budget import Budget
-from autotune_amp.search.decide import recommend
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
@@ -267,7 +267,7 @@ class _Search:
     def _look_around(self) -> MachineLoad:
         """Say what others did on the machine while the workload was loaded and probed."""
         found = self._meter.stop()
-        said = machine_load.before_first_trial(found)
+        said = load_warnings.before_first_trial(found)
         if found.others_num_cores is None:
             said += self._load_notes
         for line in said:

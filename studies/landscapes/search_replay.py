@@ -18,7 +18,7 @@ from replay import ReplayBackend, ReplayBudget
 from autotune_amp.core.outcome import Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.search import study as studies
-from autotune_amp.search.decide import Decision, decide
+from autotune_amp.search.answer.decide import Decision, decide
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress

@@ -33,7 +33,7 @@ from landscape import Landscape  # noqa: E402 - beside this folder
 from parts import PARTS, Part, of_transformers  # noqa: E402
 
 TRACKED, RETURNED = HERE / "results" / "tracker.jsonl", HERE / "results" / "returned.jsonl"
-# measurement.md, Memory against batch: so every larger block goes back to the system when it is freed.
+# Every larger block goes back to the system when it is freed.
 RETURNING = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "1"}
 NUM_STEPS = 4
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}

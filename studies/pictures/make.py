@@ -19,7 +19,7 @@ from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.report.files import write_report
 from autotune_amp.report.progress import TerminalProgress
 from autotune_amp.report.terminal import print_recommendation
-from autotune_amp.search.decide import ranked_again
+from autotune_amp.search.answer.decide import ranked_again
 from autotune_amp.search.folder import StudyFolder
 
 HERE = Path(__file__).parent

@@ -18,7 +18,7 @@ from search_replay import search_replay
 
 from autotune_amp.core.outcome import Measurement, Record
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.search.decide import ranked_again
+from autotune_amp.search.answer.decide import ranked_again
 
 HERE = Path(__file__).parent
 STUDIES = HERE.parents[1] / "studies"

@@ -15,8 +15,8 @@ from autotune_amp.core.outcome import CheckOutcome, Description, Failure, Measur
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.backend import Ability, Slot
+from autotune_amp.search.answer.decide import Decision, decide
 from autotune_amp.search.budget import Budget
-from autotune_amp.search.decide import Decision, decide
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.loss_scales import AllScales

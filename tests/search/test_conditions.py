@@ -10,8 +10,8 @@ from scripted_backend import candidate, described, hardware, ledger_of, measured
 
 from autotune_amp.core.outcome import SampleSizes
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.evidence import Runs, gather, memory_evidence
-from autotune_amp.search.explain import ending_doubts, memory_doubts
+from autotune_amp.search.answer.evidence import Runs, gather, memory_evidence
+from autotune_amp.search.answer.explain import ending_doubts, memory_doubts
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.trial.jobs import Trial

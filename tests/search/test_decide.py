@@ -14,8 +14,8 @@ from autotune_amp.core.outcome import CheckOutcome, Failure, FailureKind, Measur
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import rate
+from autotune_amp.search.answer.decide import Decision, decide
 from autotune_amp.search.check_results import check_key, found_fidelity
-from autotune_amp.search.decide import Decision, decide
 from autotune_amp.search.objective import rank
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.fallbacks import LADDER

@@ -6,7 +6,7 @@ import pytest
 from test_decide import FP32, Log, at, decided
 
 from autotune_amp.core.explain import job_line
-from autotune_amp.search.decide import cost_of_training
+from autotune_amp.search.answer.decide import cost_of_training
 from autotune_amp.search.options import SearchOptions
 
 DECISION = decided(

@@ -9,8 +9,8 @@ from scripted_backend import ScriptedSearch, candidate, described, fidelity, har
 from autotune_amp.core.config import Precision
 from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.decide import Decision
-from autotune_amp.search.evidence import Runs, is_waiting, loader_evidence
+from autotune_amp.search.answer.decide import Decision
+from autotune_amp.search.answer.evidence import Runs, is_waiting, loader_evidence
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.explore import LOADER_SHARE, Explore, left_to_explore

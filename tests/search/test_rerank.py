@@ -16,8 +16,8 @@ from autotune_amp.core.fidelity import Calibration
 from autotune_amp.core.outcome import CheckOutcome, Description, Outcome
 from autotune_amp.core.recommendation import Fingerprint, Recommendation, SearchSummary
 from autotune_amp.core.setting import Setting
+from autotune_amp.search.answer.decide import ranked_again, recommend, rerank
 from autotune_amp.search.cache import cached_answer
-from autotune_amp.search.decide import ranked_again, recommend, rerank
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.loss_scales import scales_of
 from autotune_amp.search.options import SearchOptions
@@ -219,7 +219,7 @@ def test_a_line_that_is_being_written_is_left_alone(finished: tuple[Recommendati
 def test_a_plain_cached_answer_imports_nothing_for_it() -> None:
     program = (
         "import sys, autotune_amp.search.cache\n"
-        "heavy = {'rich', 'optuna', 'filelock', 'numpy', 'torch', 'autotune_amp.search.decide', "
+        "heavy = {'rich', 'optuna', 'filelock', 'numpy', 'torch', 'autotune_amp.search.answer.decide', "
         "'autotune_amp.search.ledger'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )

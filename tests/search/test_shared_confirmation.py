@@ -22,8 +22,8 @@ from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.backend import Backend
 from autotune_amp.isolation.local import Isolation
+from autotune_amp.search.answer.evidence import confirm_runs, gather, were_processes_shared
 from autotune_amp.search.budget import CONFIRM_SHARE
-from autotune_amp.search.evidence import confirm_runs, gather, were_processes_shared
 from autotune_amp.search.ledger import Shortlist
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress

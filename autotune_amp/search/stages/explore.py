@@ -7,8 +7,8 @@ import math
 from autotune_amp.core.outcome import Failure, Measurement, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.search import check_results
+from autotune_amp.search.answer.evidence import is_waiting
 from autotune_amp.search.budget import CHECK_SHARE, Budget
-from autotune_amp.search.evidence import is_waiting
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.space import without
 from autotune_amp.search.stages import seeding

@@ -8,8 +8,8 @@ import msgspec
 
 from autotune_amp.core.outcome import Failure, Measurement, Outcome
 from autotune_amp.core.setting import Setting
+from autotune_amp.search.answer.evidence import MAX_DATA_SHARE, data_share
 from autotune_amp.search.budget import Budget
-from autotune_amp.search.evidence import MAX_DATA_SHARE, data_share
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.objective import PLATEAU, rank
 from autotune_amp.search.stages.checks import Checks, own_workers

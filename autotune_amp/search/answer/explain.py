@@ -12,9 +12,9 @@ from autotune_amp.core.evidence import MIN_PROCESSES, Evidence
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.recommendation import CandidateRow, Exclusion
 from autotune_amp.core.text import number, rate, sentence
-from autotune_amp.search import machine_load
+from autotune_amp.search.answer import load_warnings
+from autotune_amp.search.answer.evidence import MAX_DATA_SHARE, Runs, best_runs, confirm_runs, share_seen
 from autotune_amp.search.check_results import failures
-from autotune_amp.search.evidence import MAX_DATA_SHARE, Runs, best_runs, confirm_runs, share_seen
 from autotune_amp.search.objective import joules_per_sample, least_speed
 from autotune_amp.search.space import SAME_MEMORY, Space, has_few_batch_sizes, neighbours, of_all_ranks, without
 from autotune_amp.search.stages.fallbacks import LADDER
@@ -87,7 +87,7 @@ def warnings(
     `why_uncalibrated` is what became of fp16's calibration, where one was tried and did not come to an end.
     """
     found = [*space.notes, *_doubts(chosen, evidence, why_uncalibrated), *_missing_plans(space, config, evidence)]
-    found += machine_load.doubts(evidence.load) + memory_doubts(description) + ending_doubts(chosen)
+    found += load_warnings.doubts(evidence.load) + memory_doubts(description) + ending_doubts(chosen)
     found += accumulation_warnings(space, chosen.candidate, config, evidence.accumulation)
     return tuple(dict.fromkeys(found))
 

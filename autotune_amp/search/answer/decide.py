@@ -20,8 +20,9 @@ from autotune_amp.core.fidelity import Fidelity
 from autotune_amp.core.outcome import Description, Measurement, Record
 from autotune_amp.core.recommendation import CandidateRow, Exclusion, Recommendation
 from autotune_amp.core.setting import Setting
-from autotune_amp.search import check_results, explain, loss_scales
-from autotune_amp.search.evidence import best_runs, confirm_runs, gather, plain_config
+from autotune_amp.search import check_results, loss_scales
+from autotune_amp.search.answer import explain
+from autotune_amp.search.answer.evidence import best_runs, confirm_runs, gather, plain_config
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.ledger import LOSS_SCALE, Ledger
 from autotune_amp.search.objective import check_measured, keeps_baseline, least_speed, merit, rank_for
