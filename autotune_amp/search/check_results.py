@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # A check or calibration that fails so tells of the precision; any other failure tells of the check itself.
 OF_THE_PRECISION = ("unsupported", "nonfinite")
+BEFORE_CONFIRMATION = ("search", "fallback")  # purposes of the trials whose measurements say what to confirm
 
 MAX_BATCH_SIZE = 16  # of a check: what rounding does hardly moves with the batch size (studies/README.md)
 

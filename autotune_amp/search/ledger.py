@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import msgspec
+
 from autotune_amp.core.config import LossScale
 from autotune_amp.core.evidence import Objective
 from autotune_amp.core.fidelity import Accumulation, Fidelity
@@ -129,7 +131,7 @@ class Ledger:
     @cached_property
     def outcomes(self) -> dict[Setting, Outcome]:
         """The last measurement of each setting before the confirmation, or else the failure that speaks against it."""
-        known = [r for r in self.records if r.purpose in ("search", "fallback")]
+        known = [r for r in self.records if r.purpose in check_results.BEFORE_CONFIRMATION]
         measured: dict[Setting, Outcome] = {r.candidate: r.outcome for r in known if isinstance(r.outcome, Measurement)}
         return measured | dict(check_results.failures(known))
 
@@ -150,16 +152,16 @@ class Ledger:
         allowed = [
             (r.outcome.samples_per_second, r)
             for r in self.records
-            if r.purpose == "search" and isinstance(r.outcome, Measurement) and self._harm(r.candidate) is None
+            if self._may_be_chosen(r) and isinstance(r.outcome, Measurement) and self._harm(r.candidate) is None
         ]
         return max(allowed, key=lambda pair: pair[0])[1] if allowed else None
 
     @cached_property
     def measurements(self) -> dict[Setting, list[Measurement]]:
-        """What was measured before the confirmation, without what failed in any process since."""
+        """What was measured before the confirmation, whatever for, without what failed in any process since."""
         found: dict[Setting, list[Measurement]] = {}
         for record in self.records:
-            is_ours = record.purpose == "search" and record.candidate not in self.failures
+            is_ours = self._may_be_chosen(record) and record.candidate not in self.failures
             if is_ours and isinstance(record.outcome, Measurement):
                 found.setdefault(record.candidate, []).append(record.outcome)
         return found
@@ -263,6 +265,11 @@ class Ledger:
         if scales is not None and pair not in scales.scored:
             self._forget()
         return None if scales is None else scales.replay(pair)
+
+    def _may_be_chosen(self, record: Record) -> bool:
+        """Whether it is a trial of what was asked for: a fallback may be of a batch size outside it."""
+        own = msgspec.structs.replace(record.candidate, num_workers=None)
+        return record.purpose == "search" or (record.purpose == "fallback" and own in self.space.candidates)
 
     def _harm(self, setting: Setting) -> str | None:
         found = check_results.unfaithful(self.fidelity, setting)

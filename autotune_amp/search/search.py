@@ -181,7 +181,8 @@ class _Search:
             for _ in run(Explore(conditions, study, max_trials), backend, ledger, self.budget, self.watcher):
                 self._share_building(backend, ledger, conditions)
             self._is_spent = left_to_explore(conditions, ledger, self.budget) <= MIN_TRIAL_SECONDS
-            for stage in (checks, LoaderWorkers(conditions, checks, max_trials), Fallbacks(conditions)):
+            # A fallback may turn out faster than what it is one of: then it is a contender, and checked like any other.
+            for stage in (checks, LoaderWorkers(conditions, checks, max_trials), Fallbacks(conditions), checks):
                 for _ in run(stage, backend, ledger, self.budget, self.watcher):
                     pass
 

@@ -116,6 +116,16 @@ def test_the_rule(measured_speeds: dict[Setting, float], winner: Setting) -> Non
     assert rank(measured_speeds)[0] == winner
 
 
+def test_what_was_measured_as_a_fallback_may_be_recommended_where_it_was_asked_for() -> None:
+    half, full = at("fp16", 256), at("fp32", 256)
+    log = Log().add(FP32, 3000.0).add(half, 3576.0).add(full, 7150.0, "fallback")
+    config = decided(log).config
+    assert (config.precision, config.batch_size) == ("fp32", 256)
+    config = decided(log, space=Space(candidates=(FP32, half), baseline=FP32)).config
+    assert (config.precision, config.batch_size) == ("fp16", 256)
+    assert [plan.batch_size for plan in config.plans] == [256]
+
+
 candidates = st.builds(
     Setting, precision=st.sampled_from(PRECISIONS), batch_size=st.integers(1, 512), as_found=st.booleans()
 )

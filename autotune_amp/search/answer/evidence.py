@@ -21,7 +21,7 @@ from autotune_amp.core.evidence import (
 from autotune_amp.core.intervals import prediction_interval, ratio_interval
 from autotune_amp.core.outcome import Failure, Measurement, Record
 from autotune_amp.search.answer import load_warnings
-from autotune_amp.search.check_results import failures
+from autotune_amp.search.check_results import BEFORE_CONFIRMATION, failures
 from autotune_amp.search.ledger import LOSS_SCALE
 from autotune_amp.search.objective import joules_per_sample
 from autotune_amp.trial.jobs import NUM_STEPS_BEFORE_CUT
@@ -90,7 +90,7 @@ def best_runs(records: Sequence[Record], candidate: Setting, environment: Mappin
     confirmed = confirm_runs(records, candidate, environment)
     if confirmed.measurements or confirmed.failure:
         return confirmed
-    ours = [r for r in records if r.candidate == candidate and r.purpose == "search"]
+    ours = [r for r in records if r.candidate == candidate and r.purpose in BEFORE_CONFIRMATION]
     measured = [r for r in ours if isinstance(r.outcome, Measurement)][-1:]
     return Runs(
         candidate=candidate,

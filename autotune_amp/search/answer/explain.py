@@ -9,7 +9,7 @@ import msgspec
 
 from autotune_amp.core.config import PRECISIONS, AmpConfig
 from autotune_amp.core.evidence import MIN_PROCESSES, Evidence
-from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import CandidateRow, Exclusion
 from autotune_amp.core.text import number, rate, sentence
 from autotune_amp.search.answer import load_warnings
@@ -131,14 +131,13 @@ def rows(ledger: Ledger, exclusions: Sequence[Exclusion], environment: Mapping[s
         ours = [r for r in ledger.records if r.candidate == candidate]
         runs = best_runs(ours, candidate, {} if candidate == space.baseline else environment)
         failure = runs.failure if candidate == space.baseline else failures(ours).get(candidate)
-        fallbacks = tuple(r.outcome for r in ours if r.purpose == "fallback" and isinstance(r.outcome, Measurement))
-        row = _row(runs, runs.measurements or fallbacks, failure, exclusions)
+        row = _row(runs, failure, exclusions)
         if candidate in out and failure is None:
             row = msgspec.structs.replace(row, status="excluded", reason=out[candidate])
         table.append(row)
         again = confirm_runs(ours, candidate, environment)
         if candidate == space.baseline and environment and again.measurements:
-            row = _row(again, again.measurements, None, exclusions)
+            row = _row(again, None, exclusions)
             table.append(msgspec.structs.replace(row, has_environment=True))
     return tuple(table)
 
@@ -459,10 +458,8 @@ def _fastest_of(merits: Mapping[Setting, Merit]) -> list[tuple[Setting, Merit]]:
     return sorted(merits.items(), key=lambda item: -item[1].samples_per_second)[:1]
 
 
-def _row(
-    runs: Runs, measured: Sequence[Measurement], failure: Failure | None, exclusions: Sequence[Exclusion]
-) -> CandidateRow:
-    candidate = runs.candidate
+def _row(runs: Runs, failure: Failure | None, exclusions: Sequence[Exclusion]) -> CandidateRow:
+    candidate, measured = runs.candidate, runs.measurements
     why: str | None = None
     status: str
     if failure is not None:
