@@ -120,7 +120,8 @@ def next_seed(
         seed = _first_of(precision, fitting, outcomes, space.baseline.batch_size)
         if seed is not None:
             return seed
-    for precision in _best_precisions(outcomes):
+    # An emulated precision may lead at small batches alone: what the device does itself climbs first.
+    for precision in sorted(_best_precisions(outcomes), key=lambda p: hardware.precisions[p].level == "emulated"):
         seed = _next_of(precision, fitting, outcomes)
         if seed is not None:
             return seed
