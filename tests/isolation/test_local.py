@@ -274,7 +274,7 @@ def test_a_result_that_cannot_be_read_is_a_crash(forked: Opened) -> None:
 
 
 def test_a_killed_template_is_started_again(forked: Opened) -> None:
-    templates = [process for process in psutil.Process().children() if "template" in process.cmdline()]
+    templates = [process for process in psutil.Process().children() if "forked" in process.cmdline()]
     assert templates
     for template in templates:
         template.kill()
