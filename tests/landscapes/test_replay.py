@@ -9,6 +9,7 @@ from typing import Any
 import landscape as landscapes
 import msgspec
 import pytest
+from backend_contract import BackendContract, Made
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from landscape import Landscape, Process
@@ -24,6 +25,21 @@ FP32 = Setting(precision="fp32", batch_size=16)
 BEST = Setting(precision="bf16", batch_size=64)
 STEADY = process(FP32, (0.1,) * 20, warmup=(0.5, 0.1, 0.1))
 RECORDED = sorted(Path(landscapes.__file__).parent.glob("results/*.jsonl"))
+
+
+class TestReplay(BackendContract):
+    @pytest.fixture
+    def made(self) -> Made:
+        ran_out = Setting(precision="fp32", batch_size=32)
+        kept = [p for p in landscape(rate).processes if p.cell.candidate != ran_out]
+        played_back = Landscape(HEADER, [*kept, failed(ran_out, "oom", 1.0)])
+        return Made(
+            ReplayBackend(played_back, ReplayBudget(), seed=0),
+            spec(),
+            Trial(candidate=ran_out, device="cpu"),
+            "oom",
+            Check(what="fidelity", precision="bf16", batch_size=16, device="cpu"),
+        )
 
 
 def spec(**fields: Any) -> Trial:
