@@ -186,7 +186,7 @@ class ReplayBackend:
         self._budget = budget
         self._chance = random.Random(seed)
 
-    def submit(self, job: Trial | Check) -> Done:
+    def submit(self, job: Any) -> Done:
         """Play it back at once."""
         found = self._run(job) if isinstance(job, Trial) else self._check(job)
         return Done(found, self.start_seconds)

@@ -108,6 +108,16 @@ def saturating(seconds_per_sample: dict[str, float], overhead: float = 0.01) -> 
     return measure
 
 
+def test_what_the_device_does_itself_climbs_before_what_it_emulates() -> None:
+    """Emulated fp16 leads at the small batch, and would use up a short budget on its way up."""
+    outcomes: dict[Setting, Outcome] = {at("fp32", 32): measured(3000.0), at("fp16", 32): measured(3500.0)}
+    found = space(("fp32", "fp16"))
+    for device, first in ((hardware(fp16="emulated"), "fp32"), (hardware(), "fp16")):
+        seed = next_seed(device, found, outcomes, None)
+        assert seed is not None
+        assert (seed.precision, seed.batch_size) == (first, 64)
+
+
 @given(a=st.floats(0.0, 1.0), c=st.floats(1e-5, 1.0), sizes=st.sets(st.sampled_from(SIZES), min_size=2))
 def test_the_step_time_model_finds_what_made_the_points(a: float, c: float, sizes: set[int]) -> None:
     model = fit_step_time([(b, b / (a + c * b)) for b in sizes])
