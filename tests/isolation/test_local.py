@@ -153,14 +153,15 @@ class TestKept(BackendContract):
         return kept.made
 
 
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    made = Opened(tmp_path_factory.mktemp("fresh"), "fresh")
+    with made.backend:
+        yield made
+
+
 @pytest.mark.slow
 class TestFresh(BackendContract):
-    @pytest.fixture(scope="class")
-    def fresh(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
-        made = Opened(tmp_path_factory.mktemp("fresh"), "fresh")
-        with made.backend:
-            yield made
-
     @pytest.fixture
     def made(self, fresh: Opened) -> Made:
         return fresh.made
