@@ -166,6 +166,12 @@ class TestFresh(BackendContract):
     def made(self, fresh: Opened) -> Made:
         return fresh.made
 
+    @pytest.fixture
+    def new(self, tmp_path: Path) -> Iterator[Made]:
+        made = Opened(tmp_path, "fresh")
+        with made.backend:
+            yield made.made
+
     def test_each_trial_has_a_process_of_its_own(self, fresh: Opened) -> None:
         fresh.backend.close()
         before = len(set(fresh.listener.words("imported in")))
