@@ -48,18 +48,9 @@ MAX_ELEMENTS = 1000
 NUM_SAMPLED = 100
 
 
-_PLAIN = frozenset(map(id, (list, tuple, dict, set, frozenset, OrderedDict, deque)))
-
-
 def sampled(elements: Iterable[Any], length: int) -> Iterable[Any]:
     """All elements of a small container, some of a large one."""
     return elements if length <= MAX_ELEMENTS else islice(elements, 0, None, -(-length // NUM_SAMPLED))
-
-
-def _kind(walk: Walk, obj: object, length: int) -> bytes:
-    """A container without its elements: the user's own class of it may have attributes."""
-    link = class_link(walk, type(obj))
-    return digest(str(length), link, *(() if id(type(obj)) in _PLAIN else (walk.attributes(attributes_of(obj)),)))
 
 
 def _sequence(read: type, walk: Walk, obj: Any) -> bytes:

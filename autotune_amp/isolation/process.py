@@ -39,7 +39,7 @@ _SERVER = (
 
 
 class Watcher:
-    """What a runner tells while it waits; the base class ignores it."""
+    """What a backend tells while it waits; the base class ignores it."""
 
     def tick(self) -> None:
         """Called at least every TICK_SECONDS."""

@@ -82,7 +82,7 @@ def apply(state: dict[str, Any]) -> None:
 
 
 def apply_fp32_flags(state: dict[str, Any]) -> None:
-    """Of `apply` the flags that say how fp32 is computed, which `precision.set_flags` changes."""
+    """Of `apply` the flags that say how fp32 is computed, which `mode.set_flags` changes."""
     if _backends().fp32_precision != state["fp32_precision"]:
         _backends().fp32_precision = state["fp32_precision"]  # the root: setting it sets every leaf, so it comes first
     if state["float32_matmul_precision"] is not None:

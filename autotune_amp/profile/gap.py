@@ -224,7 +224,7 @@ class Step(NamedTuple):
 
 
 class Conditions(NamedTuple):
-    """What the advice depends on; see `spec.Profiled`."""
+    """What the advice depends on; see `job.Profiled`."""
 
     unfused_optimizer: str | None
     is_compiled: bool

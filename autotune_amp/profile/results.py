@@ -85,7 +85,7 @@ class PrecisionRow(msgspec.Struct, frozen=True, kw_only=True):
 
     `num_steps` training steps were timed, in the processes of `process_step_seconds`, a step in each of them with the
     wait for its data. `step_seconds` is the geometric mean of those, `step_seconds_interval` its 95 % interval
-    (`statistics.ratio_interval`). `speedup` over fp32 is the geometric mean over processes of one round, in which both
+    (`intervals.ratio_interval`). `speedup` over fp32 is the geometric mean over processes of one round, in which both
     trained on the same batches, `speedup_interval` its 95 % interval with the process as its unit, `verdicts` what the
     two ends of that would be called. A precision that failed has none of these.
     `was_cut`: it was left after a few steps as hopelessly slow; without an interval `speedup` is at most that.

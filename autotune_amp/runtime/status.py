@@ -30,7 +30,8 @@ class MoveRecord:
 
 @dataclass(frozen=True)
 class Status:
-    """Where a run stands. Updates are optimizer steps tried; `num_steps` of them were taken, `num_skips` were not.
+    """Where a run stands. Updates are optimizer steps tried; `num_steps` of them were taken, `num_skips` were not: of
+    several optimizers in one update, by at least one.
 
     `step_seconds` is the median time between updates in the current precision, None before the second. `amp_share` is
     the share of steps taken in bf16 or fp16. `forward_max` is the largest magnitude that the observers of `attach`

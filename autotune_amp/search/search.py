@@ -182,7 +182,8 @@ class _Search:
                 self._share_building(backend, ledger, conditions)
             self._is_spent = left_to_explore(conditions, ledger, self.budget) <= MIN_TRIAL_SECONDS
             # A fallback may turn out faster than what it is one of: then it is a contender, and checked like any other.
-            for stage in (checks, LoaderWorkers(conditions, checks, max_trials), Fallbacks(conditions), checks):
+            workers, fallbacks = LoaderWorkers(conditions, checks, max_trials), Fallbacks(conditions)
+            for stage in (checks, workers, fallbacks, checks, fallbacks):
                 for _ in run(stage, backend, ledger, self.budget, self.watcher):
                     pass
 

@@ -43,12 +43,11 @@ class Trial(Job[Measurement], frozen=True, kw_only=True):
 
     `num_steps` [low, high] bounds the measured optimizer steps: measuring stops between them once the trimmed
     95 % interval of the step time is within `interval_share` of it, or after `measure_seconds`. An accelerator that
-    takes them all in less than `stopping.LEAST_ACCELERATOR_SECONDS` goes on until then. After five steps
-    a median above `cut_step_seconds` ends the trial early. `first_step_seconds` and `step_seconds` are deadlines
-    that the parent enforces by killing the process: for a first step with its compilation, and for any other.
-    `worst_samples` are the dataset's
-    largest samples that were found, the largest first; empty where the samples are alike or the workload names its
-    worst batch itself. `is_loss_sum`: the loss is a sum over its samples, so that it is not divided by the
+    takes them all in less than `LEAST_ACCELERATOR_SECONDS` goes on until then. After five steps a median above
+    `cut_step_seconds` ends the trial early. `first_step_deadline_seconds` and `step_deadline_seconds` are enforced by
+    the parent, which kills the process: for a first step with its compilation, and for any other. `worst_samples` are
+    the dataset's largest samples that were found, the largest first; empty where the samples are alike or the workload
+    names its worst batch itself. `is_loss_sum`: the loss is a sum over its samples, so that it is not divided by the
     accumulation steps. `ending_seconds` is what the workload's evaluation and checkpoint may take after the measuring,
     with the parent's deadline; None: they are not run. `environment` is what its process starts with beyond the
     caller's, `round` the confirmation's.

@@ -123,7 +123,7 @@ def as_run(
     *,
     has_tf32: bool,
 ) -> tuple[Precision, bool]:
-    """`precision.as_found` of the flags that concern a step of `batch_size`; a precision of the workload's own is so.
+    """`mode.as_found` of the flags that concern a step of `batch_size`; a precision of the workload's own is so.
 
     One step is taken where that alone can tell; with None for `batch_size` none is, and all flags count.
     """

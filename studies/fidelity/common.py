@@ -65,7 +65,7 @@ def subject(case: Case, seed: int, num_batches: int, device: torch.device) -> Su
 def code() -> str:
     """Which numerics gave the answers: a digest of their sources, the thresholds among them."""
     folder = Path(autotune_amp.__file__).parent
-    sources = sorted([*(folder / "numerics").glob("*.py"), folder / "precision.py"])
+    sources = sorted(path for name in ("numerics", "precision") for path in (folder / name).glob("*.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
 
 

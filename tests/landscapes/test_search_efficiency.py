@@ -128,13 +128,13 @@ def test_variants_are_held_against_ours_of_the_same_code() -> None:
 
 
 def test_results_name_the_code_that_they_were_made_with(tmp_path: Path) -> None:
-    for name in ("search/study.py", "search/choose.py", "core/intervals.py", "trial/jobs.py", "trial/worker.py"):
+    for name in ("search/study.py", "search/ledger.py", "core/intervals.py", "trial/jobs.py", "trial/worker.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     made_with = provenance.digest(tmp_path)
     (tmp_path / "trial/worker.py").write_text("what no replay runs")
     assert provenance.digest(tmp_path) == made_with
-    for name in ("search/choose.py", "core/intervals.py", "trial/jobs.py"):
+    for name in ("search/ledger.py", "core/intervals.py", "trial/jobs.py"):
         before = provenance.digest(tmp_path)
         (tmp_path / name).write_text("changed")
         assert provenance.digest(tmp_path) != before

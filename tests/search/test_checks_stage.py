@@ -343,7 +343,7 @@ def test_every_pair_is_answered_without_a_training_step(tmp_path: Path) -> None:
     fp16 = [t for t in told(tmp_path) if t.params["precision"] == "fp16"]
     assert all({"init_scale", "growth_interval"} <= set(t.params) for t in fp16)
     best = [t for t in fp16 if t.user_attrs["candidate"] == "fp16 batch 64"]
-    assert len(best) == checks.NUM_PAIRS
+    assert len(best) >= checks.NUM_PAIRS, "the sampler may have asked for the setting by itself too"
     assert all(0 <= t.user_attrs["applied_share"] <= 1 for t in best)
     rate = 210.0
     assert all(t.value == pytest.approx(rate * t.user_attrs["applied_share"]) for t in best)

@@ -134,7 +134,7 @@ def _contenders(ledger: Ledger) -> list[Setting]:
 
 def _healing(ledger: Ledger) -> Todo | None:
     """The next step for a precision that some pinned modules make faithful: check it with the pins, then measure it."""
-    tried = {r.candidate: r for r in ledger.records if r.purpose == "search"}
+    tried = {r.candidate for r in ledger.records if r.purpose in check_results.BEFORE_CONFIRMATION}
     for key, found in ledger.fidelity.items():
         ours = [c for c in tried if check_key(c) == key and not c.as_found]
         if found.verdict != "unfaithful" or not found.healing_pins or not ours:
