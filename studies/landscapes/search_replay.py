@@ -81,14 +81,15 @@ def search_replay(
     if are_shared:
         budget.confirm_seconds = reserved_seconds(budget_seconds, header.start_seconds)
     study = _study(ledger, seed)
-    for stage in (Explore(conditions, study), Checks(conditions, study), Fallbacks(conditions)):
+    checks, fallbacks = Checks(conditions, study), Fallbacks(conditions)
+    for stage in (Explore(conditions, study), checks, fallbacks, checks, fallbacks):
         for _ in run(stage, backend, ledger, budget, watcher):
             pass
     searched_seconds = budget.now
     if ledger.finalists is not None:
         fresh = ConfirmingProcesses(lambda *_: backend, header.start_seconds, {}, are_shared=are_shared)
-        stage = Confirm(conditions, ledger.finalists, header.environment, header.start_seconds, are_shared=are_shared)
-        for _ in run(stage, fresh, ledger, budget, watcher):
+        last = Confirm(conditions, ledger.finalists, header.environment, header.start_seconds, are_shared=are_shared)
+        for _ in run(last, fresh, ledger, budget, watcher):
             pass
     by_round = {record.round: seconds for seconds, record in ends.records if record.round is not None}
     decisions = [_decide(ledger, landscape, number) for number in range(1, len(ends.records) + 1)]

@@ -39,16 +39,20 @@ class Meter:
 
     def trial(self, cell: Setting) -> Outcome:
         """A forked process of a fixed number of steps."""
-        return self._runner.submit(Trial(candidate=cell, device="cpu", num_steps=(NUM_STEPS, NUM_STEPS))).result()
+        return self._run(Trial(candidate=cell, device="cpu", num_steps=(NUM_STEPS, NUM_STEPS)))
 
     def process(self, cell: Setting) -> Outcome:
         """A fresh process as the package's confirmation runs it."""
-        return self._runner.submit(confirming_spec(cell)).result()
+        return self._run(confirming_spec(cell))
 
     def short(self, cell: Setting) -> Outcome:
         """The few steps of a batch-size finder."""
         steps = NUM_FINDER_STEPS - 1, NUM_FINDER_STEPS - 1
-        return self._runner.submit(Trial(candidate=cell, device="cpu", num_warmup_steps=1, num_steps=steps)).result()
+        return self._run(Trial(candidate=cell, device="cpu", num_warmup_steps=1, num_steps=steps))
+
+    def _run(self, trial: Trial) -> Outcome:
+        found: Outcome = self._runner.submit(trial).result()
+        return found
 
 
 Strategy: TypeAlias = Callable[[Meter, int], Iterator[Setting | None]]
