@@ -183,7 +183,7 @@ def test_fp16_is_scaled_demoted_and_resumed_at_its_rung(train: Callable[..., Tra
     assert again.status().history == status.history
 
 
-def test_the_exported_plain_accelerator_scales_as_the_config_says() -> None:
+def test_the_exported_accelerator_scales_as_the_config_says() -> None:
     net = Net()
     names: dict[str, Any] = {
         "dataset": rows(4),
@@ -194,6 +194,6 @@ def test_the_exported_plain_accelerator_scales_as_the_config_says() -> None:
     exec(export(Exportable(CONFIG, DEVICE), "accelerate").text, names)
     scaler = names["accelerator"].scaler
     assert set(net.dtypes) == {torch.float16}
-    assert not isinstance(scaler, PrecisionController)
+    assert isinstance(scaler, PrecisionController)
     found = (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval())
     assert (scaler.get_scale(), *found) == (1024.0, 4.0, 0.25, 3)
