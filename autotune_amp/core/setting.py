@@ -51,6 +51,11 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         return Setting.of(self) == self.ordinary
 
     @property
+    def with_own_workers(self) -> Setting:
+        """The setting with the user's own number of loader workers."""
+        return msgspec.structs.replace(self, num_workers=None)
+
+    @property
     def effective_batch_size(self) -> int:
         """Samples behind one optimizer step on this device."""
         return self.batch_size * self.accumulation_steps

@@ -40,7 +40,7 @@ from autotune_amp.fingerprint.origin import (
 from autotune_amp.fingerprint.walk import LEAVES, Handler, Walk, code_digest, digest, text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 # A larger container counts by its type, its length and this many elements spread evenly over it, so that a list of a
 # million file names does not cost a search its cache. A larger set has no order to sample by: type and length alone.
@@ -53,26 +53,24 @@ def sampled(elements: Iterable[Any], length: int) -> Iterable[Any]:
     return elements if length <= MAX_ELEMENTS else islice(elements, 0, None, -(-length // NUM_SAMPLED))
 
 
+def _container(tag: str, walk: Walk, obj: Any, length: int, children: Sequence[bytes]) -> bytes:
+    """A container of these elements: the user's own class of it may have attributes."""
+    link = class_link(walk, type(obj))
+    return digest(tag, link, text("length", str(length)), *children, walk.attributes(attributes_of(obj)))
+
+
 def _sequence(read: type, walk: Walk, obj: Any) -> bytes:
     length = read.__len__(obj)  # type: ignore[attr-defined]
     elements = sampled(read.__iter__(obj), length)  # type: ignore[attr-defined]
     children = [walk.child(f"[{index}]", element) for index, element in enumerate(elements)]
-    return digest(
-        "sequence",
-        class_link(walk, type(obj)),
-        text("length", str(length)),
-        *children,
-        walk.attributes(attributes_of(obj)),
-    )
+    return _container("sequence", walk, obj, length, children)
 
 
 def _set(read: type, walk: Walk, obj: Any) -> bytes:
     length = read.__len__(obj)  # type: ignore[attr-defined]
     elements = read.__iter__(obj) if length <= MAX_ELEMENTS else ()  # type: ignore[attr-defined]
     children = sorted([walk.child("{}", element) for element in elements])
-    return digest(
-        "set", class_link(walk, type(obj)), text("length", str(length)), *children, walk.attributes(attributes_of(obj))
-    )
+    return _container("set", walk, obj, length, children)
 
 
 def _mapping(read: type, walk: Walk, obj: Any) -> bytes:
@@ -85,13 +83,7 @@ def _mapping(read: type, walk: Walk, obj: Any) -> bytes:
     ]
     if not issubclass(read, OrderedDict):
         children.sort()
-    return digest(
-        "mapping",
-        class_link(walk, type(obj)),
-        text("length", str(length)),
-        *children,
-        walk.attributes(attributes_of(obj)),
-    )
+    return _container("mapping", walk, obj, length, children)
 
 
 def _of_leaf(read: type, walk: Walk, obj: Any) -> bytes:

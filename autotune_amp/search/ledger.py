@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-import msgspec
-
 from autotune_amp.core.config import LossScale
 from autotune_amp.core.evidence import Objective
 from autotune_amp.core.fidelity import Accumulation, Fidelity
@@ -268,8 +266,9 @@ class Ledger:
 
     def _may_be_chosen(self, record: Record) -> bool:
         """Whether it is a trial of what was asked for: a fallback may be of a batch size outside it."""
-        own = msgspec.structs.replace(record.candidate, num_workers=None)
-        return record.purpose == "search" or (record.purpose == "fallback" and own in self.space.candidates)
+        if record.purpose == "fallback":
+            return record.candidate.with_own_workers in self.space.candidates
+        return record.purpose == "search"
 
     def _harm(self, setting: Setting) -> str | None:
         found = check_results.unfaithful(self.fidelity, setting)

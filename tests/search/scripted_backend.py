@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
+
+from replay import Done, ReplayBudget
 
 from autotune_amp.core.config import Precision
 from autotune_amp.core.evidence import Objective
@@ -36,27 +38,6 @@ SETUP_SECONDS = 0.5
 CHECK_SECONDS = 1.0
 
 
-class ScriptedBudget(Budget):
-    """Moves only when told to."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(seconds)
-        self.now = 0.0
-
-    def elapsed(self) -> float:
-        return self.now
-
-
-class Done(NamedTuple):
-    """A job that ended when it was submitted."""
-
-    found: Any
-    start_seconds: float | None
-
-    def result(self) -> Any:
-        return self.found
-
-
 class ScriptedBackend:
     """`answer` says what becomes of a spec; measuring moves the clock by what it would have taken.
 
@@ -66,7 +47,7 @@ class ScriptedBackend:
     def __init__(
         self,
         answer: Callable[[Trial], Outcome],
-        budget: ScriptedBudget,
+        budget: ReplayBudget,
         environment: dict[str, str] | None = None,
         check_answer: Callable[[Check], CheckOutcome] | None = None,
     ) -> None:
@@ -255,7 +236,7 @@ class ScriptedSearch:
         meter: LoadMeter | None = None,
         folder: Path | None = None,
     ) -> None:
-        self.budget = ScriptedBudget(budget_seconds)
+        self.budget = ReplayBudget(budget_seconds)
         self.backend = ScriptedBackend(answer, self.budget, check_answer=check_answer)
         study_folder = None if folder is None else StudyFolder(str(folder), "scripted")
         if study_folder is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from backend_contract import BackendContract, Made
-from scripted_backend import ScriptedBackend, ScriptedBudget, candidate, measured, out_of_memory
+from replay import ReplayBudget
+from scripted_backend import ScriptedBackend, candidate, measured, out_of_memory
 
 from autotune_amp.core.outcome import Outcome
 from autotune_amp.trial.jobs import Check, Trial
@@ -18,7 +19,7 @@ class TestScripted(BackendContract):
     @pytest.fixture
     def made(self) -> Made:
         return Made(
-            ScriptedBackend(answer, ScriptedBudget(100.0)),
+            ScriptedBackend(answer, ReplayBudget(100.0)),
             Trial(candidate=candidate("fp32", 8), device="cpu"),
             Trial(candidate=candidate("fp32", 16), device="cpu"),
             "oom",

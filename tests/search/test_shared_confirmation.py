@@ -7,9 +7,9 @@ from typing import cast
 
 import msgspec
 import pytest
+from replay import ReplayBudget
 from scripted_backend import (
     ScriptedBackend,
-    ScriptedBudget,
     ScriptedSearch,
     candidate,
     described,
@@ -43,7 +43,7 @@ class Card(ScriptedBackend):
 
     def __init__(
         self,
-        budget: ScriptedBudget,
+        budget: ReplayBudget,
         isolation: Isolation,
         process_seconds: float,
         answer: Callable[[Trial, bool], Outcome],

@@ -285,7 +285,7 @@ def loader_evidence(
     records: Sequence[Record], chosen: Runs, description: Description | None = None
 ) -> LoaderEvidence | None:
     """What is known of the loader where it sets the speed of the choice with the user's own number of workers."""
-    own = msgspec.structs.replace(chosen.candidate, num_workers=None)
+    own = chosen.candidate.with_own_workers
     searched = [r for r in records if r.purpose == "search"]
     measured = chosen.measurements
     if own != chosen.candidate:
@@ -306,7 +306,7 @@ def _tried(record: Record) -> WorkersTried:
     assert record.candidate.num_workers is not None
     measured = record.outcome if isinstance(record.outcome, Measurement) else None
     return WorkersTried(
-        candidate=str(msgspec.structs.replace(record.candidate, num_workers=None)),
+        candidate=str(record.candidate.with_own_workers),
         num_workers=record.candidate.num_workers,
         samples_per_second=None if measured is None else measured.samples_per_second,
         data_share=None if measured is None else data_share(measured),

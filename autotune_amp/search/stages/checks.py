@@ -81,7 +81,7 @@ class Checks:
         if todo is not None:
             return self._conditions.search_trial(ledger, budget, todo.setting, seconds)
         for contender in filter(None, (ledger.finalists or ())[:2]):
-            self._study.suggest_pairs(own_workers(contender), NUM_PAIRS, budget)
+            self._study.suggest_pairs(contender.with_own_workers, NUM_PAIRS, budget)
         return None
 
 
@@ -103,16 +103,11 @@ def next_todo(ledger: Ledger) -> Todo | None:
             or (chosen is not None and setting == chosen.winner)
         )
         if setting.precision == "fp16" and is_rival and loss_scales.key_of(setting) not in ledger.scales:
-            return Calibrate(own_workers(setting))
+            return Calibrate(setting.with_own_workers)  # no check depends on their number
         if check_results.can_check(setting, space) and check_key(setting) not in ledger.fidelity:
             return _compare(setting, check_key(setting))
     healable = _healable(ledger, fastest)
     return None if healable is None else _compare(healable, check_key(healable))
-
-
-def own_workers(setting: Setting) -> Setting:
-    """The setting with the user's own number of loader workers: no check depends on another."""
-    return msgspec.structs.replace(setting, num_workers=None)
 
 
 def _contenders(ledger: Ledger) -> list[Setting]:
@@ -142,7 +137,7 @@ def _healing(ledger: Ledger) -> Todo | None:
         # Where nothing of the precision ran, the smallest: it may have been the numbers that failed it.
         ran = {c: ledger.measured[c].samples_per_second for c in ours if c in ledger.measured}
         like = rank(ran)[0] if ran else min(ours, key=lambda c: c.batch_size)
-        healed = msgspec.structs.replace(own_workers(like), pinned_modules=found.healing_pins)
+        healed = msgspec.structs.replace(like.with_own_workers, pinned_modules=found.healing_pins)
         verdict: Fidelity | None = ledger.fidelity.get(check_key(healed))
         if verdict is None:
             return _compare(healed, check_key(healed))

@@ -12,7 +12,7 @@ from autotune_amp.search.answer.evidence import MAX_DATA_SHARE, data_share
 from autotune_amp.search.budget import Budget
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.objective import PLATEAU, rank
-from autotune_amp.search.stages.checks import Checks, own_workers
+from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.trials import MIN_TRIAL_SECONDS, Conditions
 from autotune_amp.trial.jobs import Check, Trial
 
@@ -89,7 +89,7 @@ def next_to_try(ledger: Ledger, own_num_workers: int, num_cpus: int) -> Setting 
             break
         num_before, before = num_workers, found
     # Where the wait still sets the speed, what has less to go wrong reaches it too.
-    leader = rank({c: speed for c, speed in speeds.items() if own_workers(c) == target})[0]
+    leader = rank({c: speed for c, speed in speeds.items() if c.with_own_workers == target})[0]
     held = {c: min(speed, speeds[leader]) for c, speed in unheld.items()}
     safer = msgspec.structs.replace(rank(held, tiers=tiers)[0], num_workers=leader.num_workers)
     return None if safer in tried else safer
