@@ -11,22 +11,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune_amp.core.fidelity import Accumulation, AccumulationVerdict
 from autotune_amp.numerics.batches import tensors
 from autotune_amp.numerics.comparison import perturb, signals
-from autotune_amp.numerics.draws import CannotReplayError, RecordedDraws, ReplayedDraws, Samples, without_dropout
 from autotune_amp.numerics.fidelity import REROUNDING, in_fp32
 from autotune_amp.numerics.modules import modules_by_name, unwrap
-from autotune_amp.numerics.passes import Gradients, Pass, Passes, Subject
+from autotune_amp.numerics.passes import Gradients, Pass, Passes, Subject, without_dropout
 from autotune_amp.precision import torch_state
-from autotune_amp.precision.mode import clear_override, has_half_weights, override
+from autotune_amp.precision.forward_wrapper import clear_override, has_half_weights, override
 from autotune_amp.precision.modes import MODES
+from autotune_amp.precision.torch_state import HALF_DTYPES
 
 IGNORED_LABEL = -100  # torch's own, in cross_entropy
 _MAX_SAMPLES = 16
@@ -175,6 +177,121 @@ def _distance(one: Gradients, other: Gradients, names: Sequence[str]) -> float:
     size = float(gram[0, 0])
     difference = float(gram[0, 0] + gram[1, 1] - 2 * gram[0, 1])
     return math.sqrt(max(0.0, difference) / size) if size else 0.0
+
+
+# -- random draws ------------------------------------------------------------------------------------------------------
+
+# Whose numbers do not depend on how many are drawn beside them, in place or not. Not `randperm`: a permutation of the
+# batch's samples has no part that permutes some of them.
+_DRAWING = {
+    f"aten::{name}"
+    for name in (
+        *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "poisson"),
+        *("binomial", "uniform", "exponential", "random", "log_normal", "geometric", "cauchy", "_standard_gamma"),
+    )
+}
+_MULTIPLYING = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "convolution")}
+
+
+class CannotReplayError(Exception):
+    """A pass draws otherwise than the one whose draws it is to be given."""
+
+
+class Samples(NamedTuple):
+    """`num` samples from the `first` on, of `num_all` that the recorded pass had."""
+
+    first: int
+    num: int
+    num_all: int
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a random operation gave; `numbers` are its arguments that are plain numbers, such as bounds."""
+
+    name: str
+    numbers: tuple[float, ...]
+    value: Tensor
+
+
+class RecordedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
+    """Keeps in `draws` what random operations give while it is entered, in their order.
+
+    `has_half` says whether any matrix product or convolution was computed in half precision.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.draws: list[Draw] = []
+        self.has_half = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            name = func._schema.name
+            self.has_half |= name in _MULTIPLYING and result.dtype in HALF_DTYPES
+            if _draws(func):
+                self.draws.append(Draw(name, _numbers(args), result.detach().clone()))
+        return result
+
+
+class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
+    """Gives random operations what the same ones gave when `draws` were recorded, or the part of it of `samples`.
+
+    While it is entered an operation that has nothing to match raises `CannotReplayError`, as does `finish` where draws
+    are left.
+    """
+
+    def __init__(self, draws: Sequence[Draw], samples: Samples) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws = draws
+        self._samples = samples
+        self._next = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and _draws(func):
+            result.copy_(self._match(func._schema.name, _numbers(args), result.shape))
+        return result
+
+    def finish(self) -> None:
+        """The pass is over."""
+        if self._next != len(self._draws):
+            raise CannotReplayError(f"it draws {self._next} times where the whole batch drew {len(self._draws)} times")
+
+    def _match(self, name: str, numbers: tuple[float, ...], shape: torch.Size) -> Tensor:
+        draw = self._draws[self._next] if self._next < len(self._draws) else None
+        self._next += 1
+        if draw is None or (draw.name, draw.numbers) != (name, numbers):
+            raise CannotReplayError(f"it draws by {name.removeprefix('aten::')} where the whole batch did not")
+        part = _part(draw.value, shape, self._samples)
+        if part is None:
+            raise CannotReplayError(
+                f"its draw of shape {tuple(shape)} is no part of the whole batch's {tuple(draw.value.shape)}"
+            )
+        return part
+
+
+def _part(value: Tensor, shape: torch.Size, samples: Samples) -> Tensor | None:
+    """The samples' part of `value` along the one dimension in which `shape` is shorter; all of it where none is."""
+    if value.shape == shape:
+        return value
+    if value.dim() != len(shape):
+        return None
+    shorter = [index for index, size in enumerate(shape) if size != value.shape[index]]
+    dim = shorter[0]
+    per_sample, rest = divmod(value.shape[dim], samples.num_all)
+    if len(shorter) > 1 or rest or shape[dim] != per_sample * samples.num:
+        return None
+    return value.narrow(dim, samples.first * per_sample, shape[dim])
+
+
+def _draws(func: Any) -> bool:
+    return func._schema.name.removesuffix("_") in _DRAWING
+
+
+def _numbers(args: tuple[Any, ...]) -> tuple[float, ...]:
+    return tuple(argument for argument in args if isinstance(argument, (int, float)))
 
 
 # -- the weights -------------------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from autotune_amp.core.config import MIN_LOSS_SCALE, Precision
 from autotune_amp.core.fidelity import GradientDamage, LowWeights
 from autotune_amp.numerics.passes import Gradients, Pass, Passes
-from autotune_amp.precision.mode import HALF_DTYPES
 from autotune_amp.precision.modes import MODES
+from autotune_amp.precision.torch_state import HALF_DTYPES
 
 # Entries so much smaller than the largest of their parameter move nothing: not worth a loss scale.
 COUNTS = 2.0**-12

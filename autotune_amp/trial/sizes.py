@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from autotune_amp.core.outcome import SampleSizes
 from autotune_amp.core.workload import Workload
-from autotune_amp.numerics.draws import generators, set_generators
+from autotune_amp.numerics.passes import generators, set_generators
 from autotune_amp.trial import data
 from autotune_amp.trial.data import Spread
 

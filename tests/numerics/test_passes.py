@@ -16,14 +16,14 @@ from torch.nn import functional
 
 from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.numerics.draws import (
+from autotune_amp.numerics.passes import (
+    Passes,
     comparable_draws,
     generators,
     set_generators,
     without_dropout,
 )
-from autotune_amp.numerics.passes import Passes
-from autotune_amp.precision.mode import is_pinned
+from autotune_amp.precision.forward_wrapper import is_pinned
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:

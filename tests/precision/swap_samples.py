@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autotune_amp.core.config import Precision
-from autotune_amp.precision.mode import (
+from autotune_amp.precision.forward_wrapper import (
     Observer,
     clear_override,
     observe,

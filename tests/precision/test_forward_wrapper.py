@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from autotune_amp.precision.mode import (
+from autotune_amp.precision.forward_wrapper import (
     Observer,
-    autocast,
     clear_override,
     is_pinned,
     observe,
@@ -27,6 +26,7 @@ from autotune_amp.precision.mode import (
     pin_fp32,
     unpin,
 )
+from autotune_amp.precision.torch_state import autocast
 
 
 @pytest.fixture

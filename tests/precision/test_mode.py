@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.precision.mode import (
+from autotune_amp.precision.forward_wrapper import (
     Observer,
-    autocast,
     clear_override,
     is_pinned,
     observe,
@@ -28,6 +27,7 @@ from autotune_amp.precision.mode import (
     stop_observing,
     unpin,
 )
+from autotune_amp.precision.torch_state import autocast
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from training import Batch, batches, fp16, same
 
 from autotune_amp.core.config import AmpConfig, LossScale, Precision
-from autotune_amp.precision import mode as precision
+from autotune_amp.precision import torch_state
 from autotune_amp.runtime.controller import PrecisionController
 
 MOVES: list[Precision] = ["fp16", "bf16", "fp32", "fp16", "bf16", "fp32"]
@@ -119,7 +119,7 @@ def test_code_with_an_autocast_of_its_own_recompiles_as_often_and_is_never_stale
         other.set_precision(name)
         with own:
             output = fresh.compiled(batch[0])
-        with precision.autocast(name, "cpu"):
+        with torch_state.autocast(name, "cpu"):
             assert torch.equal(output, copy.deepcopy(fresh.model)(batch[0]))
         fresh.step(other, own, batch)
         weights = fresh.model.state_dict()

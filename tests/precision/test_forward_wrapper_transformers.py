@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from autotune_amp.core.config import Precision
-from autotune_amp.precision.mode import Observer, autocast, observe, override, pin_fp32, unpin
+from autotune_amp.precision.forward_wrapper import Observer, observe, override, pin_fp32, unpin
+from autotune_amp.precision.torch_state import autocast
 
 transformers = pytest.importorskip("transformers")
 
