@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from autotune_amp.core.config import Precision
 from autotune_amp.numerics.modules import modules_by_name, parameters_by_name
-from autotune_amp.numerics.passes import Generators, Passes, generators, set_generators
+from autotune_amp.numerics.passes import Passes, keep_generators
 from autotune_amp.precision.forward_wrapper import has_half_weights
 from autotune_amp.precision.torch_state import HALF_DTYPES
 
@@ -33,7 +33,7 @@ class _Begun(NamedTuple):
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    generators: Generators
+    put_generators_back: Callable[[], None]
 
 
 class LocalErrors:
@@ -64,12 +64,12 @@ class LocalErrors:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._is_recomputing:
             args, kwargs = tree_map(_as_fp32, (args, kwargs))  # copies, so that an in-place module does no harm
-            self._begun.append(_Begun(module, args, kwargs, generators(self._device)))
+            self._begun.append(_Begun(module, args, kwargs, keep_generators(self._device)))
 
     def _recomputed(self, begun: _Begun) -> list[Tensor] | None:
         self._is_recomputing = True
-        here = generators(self._device)
-        set_generators(self._device, begun.generators)
+        put_back = keep_generators(self._device)
+        begun.put_generators_back()
         try:
             off = torch.autocast(self._device.type, enabled=False, cache_enabled=False)
             with torch.no_grad(), off:
@@ -78,7 +78,7 @@ class LocalErrors:
             return None
         finally:
             self._is_recomputing = False
-            set_generators(self._device, here)
+            put_back()
 
     def _after(self, name: str) -> Callable[..., None]:
         def after(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:

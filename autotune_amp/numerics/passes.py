@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +86,7 @@ class Passes:
         self.model = subject.model if model is None else model
         self.num_passes = 0
         self._draws = comparable_draws(subject.device)
-        self._first_state = {name: value.detach().clone() for name, value in _state(self.model)}
+        self._first_state = _copied_state(self.model)
 
     def run(
         self,
@@ -149,26 +149,21 @@ class Passes:
 
     def keep(self) -> None:
         """Have `run` begin from the parameters and buffers as they are now."""
-        for name, value in _state(self.model):
-            first = self._first_state.get(name)
-            if first is None or first.shape != value.shape:
-                self._first_state[name] = value.detach().clone()
-            else:
-                first.copy_(value.detach())
+        self._first_state.clear()  # before the copies, which need its memory
+        self._first_state = _copied_state(self.model)
 
     def changed_buffers(self) -> list[str]:
         """The buffers that are no longer what `run` begins from; waits for the device."""
-        return [name for name, buffer in self.model.named_buffers() if not self._is_first(name, buffer)]
+        return [name for name, buffer in self.model.named_buffers() if self._has_changed(name, buffer)]
 
     def has_moved(self) -> bool:
         """Whether a trained parameter is no longer what `run` begins from; waits for the device."""
-        return any(
-            value.requires_grad and not self._is_first(name, value) for name, value in self.model.named_parameters()
-        )
+        parameters = self.model.named_parameters()
+        return any(value.requires_grad and self._has_changed(name, value) for name, value in parameters)
 
-    def _is_first(self, name: str, value: Tensor) -> bool:
+    def _has_changed(self, name: str, value: Tensor) -> bool:
         first = self._first_state.get(name)
-        return first is not None and first.shape == value.shape and torch.equal(value, first)
+        return first is None or first.shape != value.shape or not torch.equal(value, first)
 
     def restore(self) -> None:
         """Put the first parameters and buffers back.
@@ -208,10 +203,13 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if not _is_expanded(buffer))
 
 
+def _copied_state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in _state(model)}
+
+
 def _is_expanded(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    )
+    sizes = zip(tensor.stride(), tensor.shape, strict=True) if tensor.layout == torch.strided else ()
+    return any(stride == 0 and size > 1 for stride, size in sizes)
 
 
 class NoStepError(Exception):
@@ -255,11 +253,10 @@ class CatchingAmp(StepAmp):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the factor. What is not finite is caught at once: clipping might hide it."""
-        for parameter in _parameters(optimizer):
-            if parameter.grad is not None:
-                parameter.grad = unscaled(parameter.grad, self._factor).to(parameter.dtype)
-        gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
-        is_finite = all(is_all_finite(gradient) for gradient in gradients)
+        is_finite = True
+        for parameter, gradient in _gradients(optimizer):
+            parameter.grad = unscaled(gradient, self._factor).to(parameter.dtype)
+            is_finite = is_finite and is_all_finite(parameter.grad)
         if not is_finite:
             self._catch(optimizer, 1.0)
         self._unscaled[id(optimizer)] = is_finite
@@ -278,9 +275,8 @@ class CatchingAmp(StepAmp):
         self._unscaled.clear()
 
     def _catch(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
-        for parameter in _parameters(optimizer):
-            if parameter.grad is not None:
-                self.gradients[self._names[id(parameter)]] = unscaled(parameter.grad, factor)
+        for parameter, gradient in _gradients(optimizer):
+            self.gradients[self._names[id(parameter)]] = unscaled(gradient, factor)
 
 
 def no_loss(model: nn.Module, batch: Any) -> Tensor:  # noqa: ARG001 # the signature of one
@@ -305,8 +301,9 @@ def is_all_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor._values() if tensor.is_sparse else tensor).all())
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _gradients(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor]]:
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
 # -- random draws ------------------------------------------------------------------------------------------------------
@@ -334,8 +331,11 @@ _PROBABILITIES: dict[Any, tuple[int, str]] = {
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)  # the probability is their only float
 
 
-class _WithoutDropout(TorchFunctionMode):
-    """Dropout that drops nothing; a module's own attributes would not reach functional calls."""
+class WithoutDropout(TorchFunctionMode):
+    """What to run forward passes in so that dropout drops nothing, for attributes do not reach functional calls.
+
+    It does not reach what a checkpoint computes again: torch runs backward passes outside of such modes.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -350,34 +350,25 @@ class _WithoutDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class Generators(NamedTuple):
-    """Where the generators stand that a model's code may draw from; None for one that is not there."""
+def keep_generators(device: torch.device) -> Callable[[], None]:
+    """Note where Python's, NumPy's and torch's generators stand, on the CPU and `device`; the answer puts them back."""
+    kept: list[tuple[Callable[[Any], object], Any]] = [
+        (random.setstate, random.getstate()),
+        (torch.set_rng_state, torch.get_rng_state()),
+    ]
+    if "numpy" in sys.modules:
+        numpy = sys.modules["numpy"].random
+        kept.append((numpy.set_state, numpy.get_state()))
+    if device.type != "cpu":
+        module: Any = torch.get_device_module(device)
+        index = () if device.index is None or device.type == "mps" else (device,)  # MPS has one device
+        kept.append((lambda state: module.set_rng_state(state, *index), module.get_rng_state(*index)))
 
-    python: Any
-    numpy: Any
-    cpu: torch.Tensor
-    device: torch.Tensor | None
+    def put_back() -> None:
+        for set_state, state in kept:
+            set_state(state)
 
-
-def generators(device: torch.device) -> Generators:
-    """As they stand now: Python's, NumPy's where it is loaded, torch's on the CPU and on the device."""
-    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-    on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(*_index(device))
-    return Generators(random.getstate(), numpy, torch.get_rng_state(), on_device)
-
-
-def set_generators(device: torch.device, state: Generators) -> None:
-    """Put them back to where `generators` found them."""
-    random.setstate(state.python)
-    if state.numpy is not None:
-        sys.modules["numpy"].random.set_state(state.numpy)
-    torch.set_rng_state(state.cpu)
-    if state.device is not None:
-        torch.get_device_module(device).set_rng_state(state.device, *_index(device))
-
-
-def _index(device: torch.device) -> tuple[torch.device, ...]:
-    return () if device.index is None or device.type == "mps" else (device,)  # MPS has one device
+    return put_back
 
 
 def comparable_draws(device: torch.device) -> AbstractContextManager[object]:
@@ -386,9 +377,4 @@ def comparable_draws(device: torch.device) -> AbstractContextManager[object]:
     Nothing on a CPU, where one seed gives the same draws in every dtype. Accelerators draw as many numbers at once as
     the dtype allows: there dropout is taken out, since other draws alone make a cosine of 0.88 (a T5, measured).
     """
-    return nullcontext() if device.type == "cpu" else _WithoutDropout()
-
-
-def without_dropout() -> AbstractContextManager[object]:
-    """What to run forward passes in, and backward passes that compute them again, so that dropout drops nothing."""
-    return _WithoutDropout()
+    return nullcontext() if device.type == "cpu" else WithoutDropout()
