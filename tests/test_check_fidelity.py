@@ -193,10 +193,8 @@ def specified(precision: str, asked_batch_size: int | None = None, **about: Any)
     [
         (None, {}, 16),
         (None, {"batch_size": 12}, 12),
-        (None, {"batch_size": None, "num_samples": None}, 16),
         (None, {"num_samples": 20}, 10),  # two batches of other samples
         (None, {"num_samples": 1}, 1),
-        (64, {}, 64),
         (64, {"batch_size": 12}, 64),
     ],
 )

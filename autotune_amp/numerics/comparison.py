@@ -214,7 +214,8 @@ def train(
     losses: list[float] = []
     num_skips = 0
     for step in range(num_steps):
-        done, scale, num_more = _finite_pass(passes, step, precision, scale)
+        index = step % len(passes.subject.batches)
+        done, scale, num_more = finite_pass(passes, index, precision, scale, restores=False)
         num_skips += num_more
         if not done.is_finite:
             losses.append(math.nan if math.isfinite(done.loss) else done.loss)
@@ -233,18 +234,20 @@ def gap(low: Run, reference: Run, perturbed: Run) -> Gap:
     return Gap(_ratio(distance, chance), _ratio(distance, scatter))
 
 
-def _finite_pass(passes: Passes, step: int, precision: Precision, scale: float) -> tuple[Pass, float, int]:
-    index = step % len(passes.subject.batches)
-    num_skips = 0
-    done = passes.run(index, precision, restores=False, scale=scale)
+def finite_pass(
+    passes: Passes, index: int, precision: Precision, scale: float, *, restores: bool
+) -> tuple[Pass, float, int]:
+    """A pass over batch `index`, its scale and how often that was halved for it; not finite where no scale helps."""
+    num_halvings = 0
+    done = passes.run(index, precision, restores=restores, scale=scale)
     while MODES[precision].takes_scaler and math.isfinite(done.loss) and not done.is_finite and scale > MIN_LOSS_SCALE:
-        if num_skips == _NUM_HALVINGS:
-            lowest = passes.run(index, precision, restores=False, scale=MIN_LOSS_SCALE)
+        if num_halvings == _NUM_HALVINGS:
+            lowest = passes.run(index, precision, restores=restores, scale=MIN_LOSS_SCALE)
             if not lowest.is_finite:
-                return lowest, MIN_LOSS_SCALE, num_skips
-        scale, num_skips = scale / 2, num_skips + 1
-        done = passes.run(index, precision, restores=False, scale=scale)
-    return done, scale, num_skips
+                return lowest, MIN_LOSS_SCALE, num_halvings
+        scale, num_halvings = scale / 2, num_halvings + 1
+        done = passes.run(index, precision, restores=restores, scale=scale)
+    return done, scale, num_halvings
 
 
 def perturb(model: nn.Module, relative: float, seed: int) -> None:

@@ -11,19 +11,20 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import msgspec
 import torch
 from torch import nn
 
-from autotune_amp.core.config import FP16_MAX, MIN_LOSS_SCALE, Precision
+from autotune_amp.core.config import FP16_MAX, Precision
 from autotune_amp.core.fidelity import Fidelity, LowWeights
 from autotune_amp.numerics.calibration import FIRST_GUESS, count_octaves, histogram, largest_safe_scale
 from autotune_amp.numerics.comparison import (
     Comparison,
-    Gap,
     Run,
     compare,
+    finite_pass,
     gap,
     lost_updates,
     perturb,
@@ -47,7 +48,6 @@ MAX_ROUNDS = 3
 MIN_LOCAL_ERROR = 0.05
 _NUM_WORST = 5
 _MAX_MODULES = 40  # rows of a chart
-_UNGRADED = Grade("unchecked", "nothing was measured")
 
 
 def check(
@@ -92,20 +92,22 @@ class Attempt:
     """What was measured of a precision with `pins` in fp32, and its grade.
 
     `forward_maxima` are the largest magnitudes that modules put out in the precision, by module. `bad_index` is the
-    batch of a pass that was not finite, None where all were; `scale` the loss scale of the last. `has_safe_scale` is
-    False where fp16 was not finite at any.
+    batch of a pass that was not finite, None where all were; `scale` the loss scale of the last.
     """
 
     pins: tuple[str, ...]
     scale: float
-    has_safe_scale: bool
     forward_maxima: dict[str, float]
+    found: Findings
     bad_index: int | None = None
     comparison: Comparison | None = None
     loss_error: float | None = None
     training: Run | None = None
-    gap: Gap | None = None
-    grade: Grade = _UNGRADED
+
+    @cached_property
+    def grade(self) -> Grade:
+        """What was measured is worth."""
+        return grade(self.found)
 
 
 class Experiment:
@@ -141,16 +143,29 @@ class Experiment:
         self._watch.reset()
         with self.low.pinned(pins):
             low, scale, has_safe_scale = self._low_passes(num_batches)
-        attempt = Attempt(tuple(pins), scale, has_safe_scale, self._low_maxima())
-        bad_index = next((index for index, done in enumerate(low) if not done.is_finite), None)
-        if bad_index is not None:
-            return self._graded(replace(attempt, bad_index=bad_index))
+        maxima = self._low_maxima()
+        found = Findings(
+            is_finite=low[-1].is_finite,
+            is_reference_finite=all(done.is_finite for done in self._reference),
+            has_safe_scale=has_safe_scale,
+            forward_max=max(maxima.values(), default=None),
+            format_max=self._format_max,
+            lost_share=None if self._low_weights is None else self._low_weights.lost_share,
+        )
+        attempt = Attempt(tuple(pins), scale, maxima, found)
+        if not found.is_finite:
+            return replace(attempt, bad_index=len(low) - 1)
         difference = math.hypot(*(a.loss - b.loss for a, b in zip(low, self._reference, strict=False)))
         size = math.hypot(*(done.loss for done in self._reference[:num_batches]))
         gradients = [done.gradients for done in low]
-        comparison = compare(gradients, [done.gradients for done in self._reference], self.signals())
-        loss_error = difference / size if size else difference
-        return self._graded(replace(attempt, comparison=comparison, loss_error=loss_error))
+        sums = compare(gradients, [done.gradients for done in self._reference], self.signals())
+        found = found._replace(
+            noise_ratio=sums.whole.noise_ratio,
+            flushed_share=sums.whole.flushed_share,
+            most_flushed=sums.most_flushed(),
+            noisiest=next(iter(sums.worst(1)), None),
+        )
+        return replace(attempt, found=found, comparison=sums, loss_error=difference / size if size else difference)
 
     def train(self, attempt: Attempt) -> Attempt:
         """The same with a paired training run; the model is left where that ended."""
@@ -159,10 +174,17 @@ class Experiment:
         with self.low.pinned(attempt.pins):
             run = train(self.low, self.precision, NUM_PAIRED_STEPS, scale=attempt.scale)
         distance = gap(run, reference, perturbed) if all(r.is_finite for r in (run, *runs)) else None
-        maxima = {
-            name: max(maximum, attempt.forward_maxima.get(name, 0.0)) for name, maximum in self._low_maxima().items()
-        }
-        return self._graded(replace(attempt, training=run, gap=distance, forward_maxima=maxima))
+        before = attempt.forward_maxima
+        maxima = {name: max(maximum, before.get(name, 0.0)) for name, maximum in self._low_maxima().items()}
+        found = attempt.found._replace(
+            is_reference_finite=attempt.found.is_reference_finite and reference.is_finite,
+            forward_max=max(maxima.values(), default=None),
+            is_training_finite=run.is_finite,
+            training_gap=None if distance is None else distance.over_perturbed,
+            training_noise_gap=None if distance is None else distance.over_scatter,
+            has_moved=self._has_moved,
+        )
+        return replace(attempt, found=found, training=run, forward_maxima=maxima)
 
     def signals(self) -> set[str]:
         """The parameters whose gradient is more than rounding noise in fp32 itself."""
@@ -180,7 +202,7 @@ class Experiment:
 
     def report(self, attempt: Attempt, culprits: tuple[str, ...] = (), healing: tuple[str, ...] = ()) -> Fidelity:
         """What was found, `batch_size` and `seconds` still to be filled in."""
-        sums, found, training = attempt.comparison, self._findings(attempt), attempt.training
+        sums, found, training = attempt.comparison, attempt.found, attempt.training
         verdict, low_weights = attempt.grade.verdict, self._low_weights
         is_of_weights = attempt.grade.is_of_weights or (low_weights is not None and culprits == (OUTSIDE,))
         return Fidelity(
@@ -223,29 +245,6 @@ class Experiment:
         is_fp16 = any(parameter.dtype == torch.float16 for parameter in self._subject.model.parameters())
         return FP16_MAX if is_fp16 else self._mode.format_max
 
-    def _graded(self, attempt: Attempt) -> Attempt:
-        return replace(attempt, grade=grade(self._findings(attempt)))
-
-    def _findings(self, attempt: Attempt) -> Findings:
-        sums, distance = attempt.comparison, attempt.gap
-        return Findings(
-            is_finite=attempt.bad_index is None,
-            is_reference_finite=all(done.is_finite for done in self._reference)
-            and all(run.is_finite for run in self._reference_runs[:1]),
-            has_safe_scale=attempt.has_safe_scale,
-            noise_ratio=None if sums is None else sums.whole.noise_ratio,
-            flushed_share=None if sums is None else sums.whole.flushed_share,
-            most_flushed=None if sums is None else sums.most_flushed(),
-            noisiest=None if sums is None else next(iter(sums.worst(1)), None),
-            forward_max=max(attempt.forward_maxima.values(), default=None),
-            format_max=self._format_max,
-            is_training_finite=attempt.training is None or attempt.training.is_finite,
-            training_gap=None if distance is None else distance.over_perturbed,
-            training_noise_gap=None if distance is None else distance.over_scatter,
-            has_moved=self._has_moved,
-            lost_share=None if self._low_weights is None else self._low_weights.lost_share,
-        )
-
     def _lost_updates(self) -> LowWeights | None:
         """What rounding leaves of the first step, where weights are kept in half precision."""
         if not self._has_half_weights:
@@ -268,15 +267,10 @@ class Experiment:
             self._log2_guess = safe.log2_scale
             scale = starting_scale([safe.log2_scale])
         low: list[Pass] = []
-        while len(low) < num_batches:
-            done = self.low.run(len(low), self.precision, scale=scale)
-            can_lower = self._mode.takes_scaler and math.isfinite(done.loss) and scale > MIN_LOSS_SCALE
-            if not done.is_finite and can_lower:
-                scale, low = scale / 2, []  # all at one scale, as a training step has them
-                continue
-            low.append(done)
-            if not done.is_finite:
-                break
+        while len(low) < num_batches and all(done.is_finite for done in low):
+            done, lower, _ = finite_pass(self.low, len(low), self.precision, scale, restores=True)
+            low = [*low, done] if lower == scale else []  # all at one scale, as a training step has them
+            scale = lower
         return low, scale, not self._mode.takes_scaler or low[-1].is_finite
 
     def _fp32_runs(self) -> list[Run]:

@@ -134,17 +134,6 @@ def test_a_batch_that_is_bad_at_every_scale_is_not_trained_on() -> None:
     assert (none.init_scale, none.gradient_histogram, none.forward_max) == (None, (), 0.0)
 
 
-def test_a_compiled_model_is_calibrated_to_the_same_octaves() -> None:
-    made = shortened("MLP", 4)
-    eager = calibrate(made, batch_size=8)
-    compiled = torch.compile(made.model, backend="aot_eager")
-    assert isinstance(compiled, nn.Module)
-    found = calibrate(dataclasses.replace(made, model=compiled), batch_size=8)
-    torch._dynamo.reset()
-    assert (found.log2_scales, found.init_scale) == (eager.log2_scales, eager.init_scale)
-    assert found.forward_max == pytest.approx(eager.forward_max, rel=1e-2)
-
-
 def test_pinned_modules_run_in_fp32_and_only_during_the_calibration() -> None:
     made = build("MLP")
     found = calibrate(made, batch_size=8, pinned_modules=[""])

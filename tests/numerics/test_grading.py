@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune_amp.core.config import PRECISIONS, Precision
 from autotune_amp.core.fidelity import GradientDamage, Verdict
 from autotune_amp.numerics.grading import Findings, grade, next_step
 
@@ -36,6 +35,7 @@ FAITHFUL = Findings(
 GAP = {"training_gap": 50.0}
 CASES: list[tuple[dict[str, Any], Verdict, str]] = [
     ({}, "faithful", "sampling"),
+    ({"is_reference_finite": False, "is_finite": False}, "unchecked", "fp32"),
     ({"is_finite": False}, "unfaithful", "not finite"),
     ({"is_finite": False, "has_safe_scale": False}, "unfaithful", "every loss scale"),
     ({"is_training_finite": False}, "unfaithful", "no longer finite"),
@@ -103,15 +103,6 @@ FINDINGS = st.builds(
 )
 
 
-@given(FINDINGS)
-def test_unchecked_where_fp32_is_not_finite_and_only_there_and_every_reason_is_a_clause(found: Findings) -> None:
-    graded = grade(found)
-    assert (graded.verdict == "unchecked") == (not found.is_reference_finite)
-    assert graded.reason.strip() == graded.reason != ""
-    assert not graded.reason.endswith(".")
-    assert not {"nan", "None"} & set(graded.reason.split())
-
-
 @given(FINDINGS.filter(lambda found: found.is_reference_finite), st.data())
 def test_a_worse_number_never_gives_a_better_verdict(found: Findings, data: st.DataObject) -> None:
     def badness(**changes: Any) -> int:
@@ -133,20 +124,18 @@ def test_a_worse_number_never_gives_a_better_verdict(found: Findings, data: st.D
         assert badness(**{name: damage(high, many)}) >= badness(**{name: damage(low, few)})
 
 
-@given(st.sampled_from(PRECISIONS), st.sampled_from(get_args(Verdict)), st.sampled_from([(), ("head",)]), st.booleans())
+@pytest.mark.parametrize(
+    ("verdict", "pins", "is_of_weights", "says"),
+    [
+        ("faithful", (), False, "Train in bf16"),
+        ("unchecked", (), False, "compare"),
+        ("doubtful", (), False, "Compare"),
+        ("unfaithful", (), False, "less to go wrong"),
+        ("unfaithful", ("head",), False, "pinned_modules=['head']"),
+        ("doubtful", (), True, "model.float()"),
+    ],
+)
 def test_there_is_always_something_to_do_next(
-    precision: Precision, verdict: Verdict, pins: tuple[str, ...], is_of_weights: bool
+    verdict: Verdict, pins: tuple[str, ...], is_of_weights: bool, says: str
 ) -> None:
-    said = next_step(precision, verdict, pins, is_of_weights=is_of_weights)
-    assert said[0].isupper()
-    assert said.endswith(".")
-    if verdict == "faithful":
-        assert precision in said
-    elif verdict == "unchecked":
-        assert "fp32" in said
-    elif is_of_weights:
-        assert "model.float()" in said
-    else:
-        assert ("pinned_modules=['head']" in said) == bool(pins)
-    plain = next_step(precision, "doubtful", ()), next_step(precision, "unfaithful", ())
-    assert plain[0] != plain[1]
+    assert says in next_step("bf16", verdict, pins, is_of_weights=is_of_weights)

@@ -79,20 +79,6 @@ def test_gradients_are_those_of_plain_autograd_whatever_the_scale(name: str) -> 
     assert sorted(unused) == ["used.bias", "used.weight"], "parameters without a gradient are missing"
 
 
-@pytest.mark.parametrize("name", ["MLP", "sparse embedding", "tied weights", "unused and frozen parameters"])
-def test_a_step_is_what_the_optimizer_does_in_a_plain_loop(name: str) -> None:
-    made, plain = build(name), build(name)
-    passes = Passes(made)
-    optimizer, plain_optimizer = (s.make_optimizer(s.model) for s in (made, plain))
-    for index in range(2):
-        passes.step(optimizer, passes.run(index, "fp32", restores=False).gradients)
-        plain_optimizer.zero_grad()
-        torch.autograd.backward(plain.loss(plain.model, plain.batches[index]))
-        plain_optimizer.step()
-    torch.testing.assert_close(state_of(made.model), state_of(plain.model))
-    assert passes.has_moved()
-
-
 @pytest.mark.parametrize("name", ["2", ""])
 def test_pins_hold_inside_and_only_there(name: str) -> None:
     passes = Passes(build("MLP"))

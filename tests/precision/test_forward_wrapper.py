@@ -327,21 +327,6 @@ def test_a_forward_set_on_the_instance_plays_the_roles(x: Tensor) -> None:
 
 
 @pytest.mark.usefixtures("_one_rank")
-def test_modules_inside_distributed_data_parallel(x: Tensor) -> None:
-    model = Model()
-    parallel = nn.parallel.DistributedDataParallel(model)
-    pin_fp32(model.linear(0), "cpu")
-    override(model, "bf16", "cpu")
-    with autocast("fp16", "cpu"):
-        (out,) = parallel(x)
-        out.sum().backward()
-    with autocast("bf16", "cpu"):
-        clear_override(model)
-        assert torch.equal(out, model(x)[0])
-    assert all(p.grad is not None for p in model.parameters())
-
-
-@pytest.mark.usefixtures("_one_rank")
 @pytest.mark.parametrize("pins_first", [False, True])
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning")
 def test_a_module_that_fsdp_swapped_too(pins_first: bool, x: Tensor) -> None:
