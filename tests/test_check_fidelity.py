@@ -116,27 +116,11 @@ told(crashing)
     done = python(cli, script)
     assert done.returncode == 0, done.stderr
     detached, advice, crashed, *_ = done.stdout.splitlines()
-    assert detached.startswith("WorkloadError loss(model, batch)")
+    assert detached.startswith("WorkloadError")
     assert "no_grad" in advice
     assert crashed.startswith("unchecked 16 bf16")
     assert "status 7" in crashed
     assert done.stderr == "", "quiet"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("has_guard", [True, False])
-def test_a_file_is_checked_and_not_from_inside_of_itself(cli: CommandLine, has_guard: bool) -> None:
-    text = """
-def workload():
-    return Workload(model, loss, torch.utils.data.TensorDataset(*data(12)))
-if GUARD:
-    print(check_fidelity("script.py:workload", "fp16", device="cpu", quiet=True).batch_size)
-"""
-    done = python(cli, text.replace("GUARD", '__name__ == "__main__"' if has_guard else "True"))
-    if has_guard:
-        assert done.stdout == "6\n", done.stderr  # two batches of different samples
-    else:
-        assert "inside a trial" in done.stderr
 
 
 @pytest.mark.parametrize(

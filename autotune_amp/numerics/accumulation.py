@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -346,9 +346,9 @@ def counted_shares(pieces: Sequence[object]) -> list[tuple[str, Tensor]]:
         f"{name}[:, 1:]": [tensor[:, 1:] for tensor in column if tensor.dim() > 1] for name, column in columns.items()
     }
     shares = []
-    for text, count in _COUNTS.items():
+    for text in (*_NOT_COUNTED, _ALL, _SUM):
         for name, column in columns.items():
-            counts = torch.tensor([count(tensor) for tensor in column], dtype=torch.float64)
+            counts = torch.tensor([_count(tensor, text) for tensor in column], dtype=torch.float64)
             is_known = len(counts) == len(pieces) and bool(counts.isfinite().all()) and float(counts.sum()) > 0
             counts_all = text != _ALL and counts.tolist() == [tensor.numel() for tensor in column]
             if is_known and not counts_all:
@@ -356,28 +356,19 @@ def counted_shares(pieces: Sequence[object]) -> list[tuple[str, Tensor]]:
     return shares
 
 
-def _entries_where(counts: Callable[[Tensor], Tensor]) -> Callable[[Tensor], float]:
-    """NaN, which no share is made of, where there are no whole numbers."""
-
-    def count(column: Tensor) -> float:
-        is_whole = not (column.is_floating_point() or column.is_complex())
-        return float(counts(column).sum()) if is_whole else math.nan
-
-    return count
-
-
-def _sum(column: Tensor) -> float:
-    return math.nan if column.is_complex() or bool((column < 0).any()) else float(column.cpu().double().sum())
-
-
-_ALL = ".numel()"
 # In the order of how telling they are.
-_COUNTS: dict[str, Callable[[Tensor], float]] = {
-    f" != {IGNORED_LABEL}": _entries_where(lambda column: column != IGNORED_LABEL),
-    " != 0": _entries_where(lambda column: column != 0),
-    _ALL: lambda column: float(column.numel()),
-    ".sum()": _sum,
-}
+_NOT_COUNTED, _ALL, _SUM = {f" != {IGNORED_LABEL}": IGNORED_LABEL, " != 0": 0}, ".numel()", ".sum()"
+
+
+def _count(column: Tensor, text: str) -> float:
+    """NaN, which no share is made of, where such numbers are not counted so."""
+    if text == _ALL:
+        return float(column.numel())
+    if column.is_complex() or (text == _SUM and bool((column < 0).any())):
+        return math.nan
+    if text == _SUM:
+        return float(column.cpu().double().sum())
+    return math.nan if column.is_floating_point() else float((column != _NOT_COUNTED[text]).sum())
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------

@@ -51,8 +51,7 @@ def calibrate(subject: Subject, *, batch_size: int, pinned_modules: Sequence[str
                 found = largest_safe_scale(passes, index, guess)
                 log2_scales.append(found.log2_scale)
                 if found.log2_scale is None:
-                    passes.restore()  # a batch that is not trained on leaves no mark on BatchNorm's statistics
-                    continue
+                    continue  # nothing is kept of it: the next pass begins from where this one began
                 guess = found.log2_scale
                 forward_max = max([forward_max, *filter(math.isfinite, watch.maxima().values())])
                 passes.step(optimizer, found.last.gradients)

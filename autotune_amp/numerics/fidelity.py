@@ -47,6 +47,11 @@ MAX_ROUNDS = 3
 # A module whose output is off by less of what its samples differ by is not what makes a gradient wrong.
 MIN_LOCAL_ERROR = 0.05
 _NUM_WORST = 5
+# Of the findings, what `Fidelity` says as it is.
+_SAID = (
+    *("noise_ratio", "flushed_share", "forward_max", "format_max"),
+    *("training_gap", "training_noise_gap", "has_moved"),
+)
 _MAX_MODULES = 40  # rows of a chart
 
 
@@ -212,19 +217,13 @@ class Experiment:
             reason=f"{self.precision} is {verdict}: {attempt.grade.reason}{_where(culprits)}.",
             next_step=next_step(self.precision, verdict, healing, is_of_weights=is_of_weights),
             pinned_modules=attempt.pins,
-            noise_ratio=found.noise_ratio,
+            **{name: getattr(found, name) for name in _SAID},
             loss_error=attempt.loss_error,
             gradient_cosine=None if sums is None else sums.whole.cosine,
             gradient_norm_ratio=None if sums is None else sums.whole.norm_ratio,
-            flushed_share=found.flushed_share,
-            forward_max=found.forward_max,
-            format_max=found.format_max,
             loss_scale=attempt.scale if self._mode.takes_scaler else None,
-            training_gap=found.training_gap,
-            training_noise_gap=found.training_noise_gap,
             num_paired_steps=0 if training is None else len(training.losses),
             num_skips=0 if training is None else training.num_skips,
-            has_moved=found.has_moved,
             worst_parameters=() if sums is None else sums.worst(_NUM_WORST),
             modules=() if sums is None else sums.modules(_MAX_MODULES),
             gradient_histogram=histogram(count_octaves(self._reference[0].gradients.values())),

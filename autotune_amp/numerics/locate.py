@@ -98,14 +98,13 @@ class LocalErrors:
 
     def own(self) -> dict[str, float]:
         """Without the modules whose error one inside them explains, the model itself, and those without error."""
+        errors = self.by_module.items()
         return {
             name: error
-            for name, error in self.by_module.items()
-            if name and error > 0 and not any(self.by_module[i] >= _EXPLAINS * error for i in self._inside(name))
+            for name, error in errors
+            if name and error > 0
+            if not any(inside.startswith(name + ".") and of_it >= _EXPLAINS * error for inside, of_it in errors)
         }
-
-    def _inside(self, name: str) -> Iterable[str]:
-        return (other for other in self.by_module if other.startswith(name + "."))
 
 
 def local_errors(passes: Passes, index: int, precision: Precision) -> LocalErrors:
@@ -143,8 +142,7 @@ def _recorded(passes: Passes, index: int, precision: Precision, scale: float) ->
 def _as_fp32(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    is_half = leaf.dtype in HALF_DTYPES
-    return leaf.detach().float() if is_half else leaf.detach().clone()
+    return leaf.detach().float() if leaf.dtype in HALF_DTYPES else leaf.detach().clone()
 
 
 def _floats(values: Any) -> Iterator[Tensor]:
@@ -370,8 +368,8 @@ class Recorder:
         has_found_inside: set[Call] = set()
         for call in self._ended_calls():
             reference = before.get(call.key)
-            is_worse_in = call.inputs > (Health.FINITE if reference is None else reference.inputs)
-            is_worse_out = call.outputs > (Health.FINITE if reference is None else reference.outputs)
+            is_worse_in = call.inputs > (reference.inputs if reference else Health.FINITE)
+            is_worse_out = call.outputs > (reference.outputs if reference else Health.FINITE)
             if is_worse_out and not is_worse_in and call not in has_found_inside:
                 found.append(call)
                 has_found_inside.update(call.ancestors())

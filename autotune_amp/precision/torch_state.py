@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -34,8 +34,7 @@ _BACKEND_FLAGS = (
 )
 # The kernels that scaled_dot_product_attention may take.
 _ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.bfloat16, torch.float16)}
-_DTYPES["float32"] = torch.float32
+_BACKENDS: Any = torch.backends  # whose root flag torch adds at import and does not type
 
 
 def autocast(precision: Precision, device_type: str) -> AbstractContextManager[object]:
@@ -57,12 +56,11 @@ def set_flags(precision: Precision) -> None:
     The legacy setters keep both TF32 interfaces of torch consistent, so that user code may read either.
     """
     is_tf32 = MODES[precision].uses_tf32
-    backends: Any = torch.backends
-    backends.fp32_precision = "none"  # the root of the newer interface: what it says would win over the legacy setters
+    _BACKENDS.fp32_precision = "none"  # the root of the newer interface: what it says would win over the legacy setters
     torch.set_float32_matmul_precision("high" if is_tf32 else "highest")
-    backends.cudnn.allow_tf32 = is_tf32
+    _BACKENDS.cudnn.allow_tf32 = is_tf32
     # oneDNN's own reduced modes on CPUs are no part of any setting: strict fp32 means fp32.
-    for operation in (backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn):
+    for operation in (_BACKENDS.mkldnn.matmul, _BACKENDS.mkldnn.conv, _BACKENDS.mkldnn.rnn):
         operation.fp32_precision = "ieee"
 
 
@@ -101,9 +99,7 @@ def as_found(torch_state: Mapping[str, Any], device_type: str, idle: Collection[
 
 def ambient(device_type: str) -> Precision:
     """The precision that the autocast around here means; fp32 where none is on."""
-    is_on = torch.is_autocast_enabled(device_type)
-    dtype = str(torch.get_autocast_dtype(device_type)).removeprefix("torch.") if is_on else None
-    return mode_of_dtype(dtype).precision
+    return mode_of_dtype(_autocast_dtype(device_type)).precision
 
 
 # -- the caller's state ------------------------------------------------------------------------------------------------
@@ -122,22 +118,20 @@ def capture() -> dict[str, Any]:
     state: dict[str, Any] = {
         "num_threads": torch.get_num_threads(),
         "num_interop_threads": torch.get_num_interop_threads(),
-        "fp32_precision": _backends().fp32_precision,
+        "fp32_precision": _BACKENDS.fp32_precision,
         "float32_matmul_precision": _legacy_matmul_precision(),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
     }
     for flag in FP32_PRECISION_FLAGS:
-        state[f"{flag}.fp32_precision"] = attrgetter(f"{flag}.fp32_precision")(torch.backends)
+        state[f"{flag}.fp32_precision"] = attrgetter(f"{flag}.fp32_precision")(_BACKENDS)
     for flag in _BACKEND_FLAGS:
-        state[flag] = attrgetter(flag)(torch.backends)
+        state[flag] = attrgetter(flag)(_BACKENDS)
     for kernel in _ATTENTION_KERNELS:
         state[f"cuda.{kernel}_sdp"] = getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")()
     for device_type in ("cpu", "cuda", "xpu", "mps"):
-        is_on = torch.is_autocast_enabled(device_type)
-        dtype = torch.get_autocast_dtype(device_type) if is_on else None
-        state[f"autocast.{device_type}"] = str(dtype).removeprefix("torch.") if dtype else None
+        state[f"autocast.{device_type}"] = _autocast_dtype(device_type)
     return state
 
 
@@ -148,29 +142,24 @@ def apply(state: dict[str, Any]) -> None:
         torch.set_num_interop_threads(state["num_interop_threads"])
     apply_fp32_flags(state)
     torch.use_deterministic_algorithms(state["deterministic_algorithms"], warn_only=state["deterministic_warn_only"])
-    torch.set_default_dtype(_DTYPES[state["default_dtype"]])
+    torch.set_default_dtype(getattr(torch, state["default_dtype"]))
     for flag in _BACKEND_FLAGS:
         owner, _, name = flag.rpartition(".")
-        setattr(attrgetter(owner)(torch.backends), name, state[flag])
+        setattr(attrgetter(owner)(_BACKENDS), name, state[flag])
     for kernel in _ATTENTION_KERNELS:
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(state[f"cuda.{kernel}_sdp"])
 
 
 def apply_fp32_flags(state: dict[str, Any]) -> None:
-    """Of `apply` the flags that say how fp32 is computed, which `torch_state.set_flags` changes."""
-    if _backends().fp32_precision != state["fp32_precision"]:
-        _backends().fp32_precision = state["fp32_precision"]  # the root: setting it sets every leaf, so it comes first
+    """Of `apply` the flags that say how fp32 is computed, which `set_flags` changes."""
+    if _BACKENDS.fp32_precision != state["fp32_precision"]:
+        _BACKENDS.fp32_precision = state["fp32_precision"]  # the root: setting it sets every leaf, so it comes first
     if state["float32_matmul_precision"] is not None:
         torch.set_float32_matmul_precision(state["float32_matmul_precision"])
     for flag in FP32_PRECISION_FLAGS:
-        backend = attrgetter(flag)(torch.backends)
+        backend = attrgetter(flag)(_BACKENDS)
         if backend.fp32_precision != state[f"{flag}.fp32_precision"]:
             backend.fp32_precision = state[f"{flag}.fp32_precision"]
-
-
-def _backends() -> Any:
-    """torch.backends, whose root flag torch adds at import and does not type."""
-    return torch.backends
 
 
 def _legacy_matmul_precision() -> str | None:
@@ -181,10 +170,13 @@ def _legacy_matmul_precision() -> str | None:
         return None
 
 
-def as_found_autocast(state: dict[str, Any], device_type: str) -> ExitStack:
+def as_found_autocast(state: dict[str, Any], device_type: str) -> AbstractContextManager[object]:
     """The caller's own autocast around its call to the search, as a context; empty where there was none."""
-    stack = ExitStack()
     dtype = state.get(f"autocast.{device_type}")
-    if dtype is not None:
-        stack.enter_context(torch.autocast(device_type, dtype=_DTYPES[dtype]))
-    return stack
+    return nullcontext() if dtype is None else torch.autocast(device_type, dtype=getattr(torch, dtype))
+
+
+def _autocast_dtype(device_type: str) -> str | None:
+    """Below torch, of the autocast that is on here."""
+    is_on = torch.is_autocast_enabled(device_type)
+    return str(torch.get_autocast_dtype(device_type)).removeprefix("torch.") if is_on else None

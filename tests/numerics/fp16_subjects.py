@@ -72,18 +72,6 @@ class Transformer(nn.Module):
         return head
 
 
-class Shrinking(nn.Module):
-    """A gradient of 2^13 times the leaves' inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        shrunk: Tensor = self.body(x) * 2.0**-13
-        return shrunk * 1.0
-
-
 class Tied(nn.Module):
     def __init__(self, *, sparse: bool = False) -> None:
         super().__init__()
@@ -130,19 +118,6 @@ class Checkpointed(nn.Module):
         return mixed
 
 
-class Clamped(nn.Module):
-    """Clamps a gradient, so that no overflow before that place reaches a leaf."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.body(x)
-        y.register_hook(lambda gradient: gradient.clamp(-1.0, 1.0))  # type: ignore[no-untyped-call] # torch's
-        return y
-
-
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
     return functional.cross_entropy(model(batch.x).flatten(0, -2), batch.y.flatten())
 
@@ -174,14 +149,12 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
         y=lambda: 100 + torch.randn(1000, 100),
         make_optimizer=slow_sgd,
     ),
-    "large gradients inside": lambda: subject(Shrinking(), times(2.0**13)),
     "tied weights": lambda: subject(Tied(), cross_entropy, x=tokens, y=tokens),
     "sparse embedding": lambda: subject(
         Tied(sparse=True), cross_entropy, x=tokens, y=tokens, make_optimizer=adam_and_sparse_adam
     ),
     "unused and frozen parameters": lambda: subject(Partly()),
     "checkpointed": lambda: subject(Checkpointed()),
-    "clamped": lambda: subject(Clamped()),
 }
 
 
