@@ -16,11 +16,10 @@ from typing import Any
 import msgspec
 import torch
 
-from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import AutotuneAmpError
-from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity
 from autotune_amp.core.job import Tell
-from autotune_amp.core.outcome import CheckOutcome, Failure
+from autotune_amp.core.outcome import Accumulation, Calibration, CheckOutcome, Failure, Fidelity
+from autotune_amp.core.setting import Precision
 from autotune_amp.core.workload import Workload
 from autotune_amp.numerics import accumulation, calibration, fidelity
 from autotune_amp.numerics.passes import Loop, NoStepError, Passes, Subject, no_loss
