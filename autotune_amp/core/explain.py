@@ -200,7 +200,7 @@ LOADER_COMMENT = "# Your loader's other arguments stay: shuffle, collate_fn, dro
 
 
 def strict_flag_lines(precision: Precision) -> list[str]:
-    """Of `mode.set_flags` what matters on CUDA."""
+    """Of `torch_state.set_flags` what matters on CUDA."""
     is_tf32 = precision == "tf32"
     return [
         f'torch.set_float32_matmul_precision("{"high" if is_tf32 else "highest"}")',

@@ -1,4 +1,4 @@
-"""What each precision is: one `Mode` for each, plain facts without torch. `precision.mode` has what torch does."""
+"""What each precision is: one `Mode` for each, plain facts without torch."""
 
 from __future__ import annotations
 

@@ -29,7 +29,6 @@ from autotune_amp.core.workload import Workload
 from autotune_amp.hardware.measuring import flops_per_second, synchronize
 from autotune_amp.isolation.packing import compile_with, compiler_of
 from autotune_amp.numerics.batches import tensors
-from autotune_amp.precision import mode as precision
 from autotune_amp.precision import torch_state
 from autotune_amp.profile.gap import MARK, Trace, split, step_mark
 from autotune_amp.profile.job import CUT_RATIO, Lane, Profile, Profiled, Split
@@ -146,7 +145,7 @@ class _Run:
     def steps(self, windows: Sequence[Window]) -> float:
         """Take a step on each window; returns the seconds of one. Raises `NonFiniteError` for such a loss."""
         training = self.training
-        precision.set_flags(self.name)
+        torch_state.set_flags(self.name)
         copies = [[_fresh(batch, training.device) for batch in window] for window in windows]
         synchronize(training.device)
         started = time.perf_counter()
@@ -240,7 +239,7 @@ def _traced(
 
 def _profiled_steps(run: _Run, window: Window) -> None:
     device = run.training.device
-    precision.set_flags(run.name)
+    torch_state.set_flags(run.name)
     least, most = NUM_PROFILED_STEPS
     for number in range(1 + most):
         if number <= 1:
@@ -258,7 +257,7 @@ def _flops(runs: Sequence[_Run], window: Window) -> tuple[int | None, str | None
     run = next((run for run in runs if run.is_running), None)
     if run is None:
         return None, "no precision ran to its end"
-    precision.set_flags(run.name)
+    torch_state.set_flags(run.name)
     return count_flops(partial(_step, run.training, [_fresh(batch, run.training.device) for batch in window]))
 
 

@@ -12,11 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.setting import Precision
+from autotune_amp.numerics.locate import Health, Recorder, bad_parameters, health
 from autotune_amp.numerics.modules import modules_by_name, unwrap
-from autotune_amp.numerics.nonfinite import Health, Recorder, bad_parameters, health
 from autotune_amp.precision import torch_state
-from autotune_amp.precision.forward_wrapper import player_of, set_player
-from autotune_amp.precision.mode import ambient, autocast, can_be_pinned, is_cast, override, pin_fp32, set_flags
+from autotune_amp.precision.forward_wrapper import can_be_pinned, is_cast, override, pin_fp32, roles_of, set_roles
+from autotune_amp.precision.torch_state import ambient, autocast, set_flags
 from autotune_amp.runtime.gradient_check import NEGLIGIBLE
 
 _MAX_PINNED_SHARE = 0.05  # of the modules; one module may always be pinned
@@ -300,7 +300,7 @@ class Rerunner:
         pinned = [self.modules[name] for name in pins if name in self.modules]  # with pipelines a rank has but some
         with ExitStack() as stack:
             for module in (root, *pinned):
-                stack.callback(set_player, module, player_of(module))
+                stack.callback(set_roles, module, roles_of(module))
             if precision != self._current:
                 stack.callback(torch_state.apply, torch_state.capture())
                 set_flags(precision)

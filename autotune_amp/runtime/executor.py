@@ -15,7 +15,7 @@ from autotune_amp.core.config import FP16_MAX, AmpConfig, DemotedError, Fallback
 from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
 from autotune_amp.core.setting import Precision
 from autotune_amp.hardware import cuda
-from autotune_amp.precision import mode, torch_state
+from autotune_amp.precision import torch_state
 from autotune_amp.runtime import actions, diagnosis
 from autotune_amp.runtime.actions import Action, Move
 from autotune_amp.runtime.device import Ranks, available_memory_bytes, peak_memory_bytes
@@ -134,7 +134,7 @@ class Executor:
         if self._found is not None and self.precision == self.own_config.precision and not self.is_off:
             torch_state.apply_fp32_flags(self._found)
         else:
-            mode.set_flags(self.precision)
+            torch_state.set_flags(self.precision)
         torch.clear_autocast_cache()
         self._scaler.is_scaling = self.policy.is_scaling and not self.is_off
         self.is_checking = not self.is_off and (self._guards or self._scaler.is_scaling)
@@ -223,7 +223,7 @@ class Executor:
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context for a forward pass in the current precision, fresh each time."""
-        return nullcontext() if self.is_off else mode.autocast(self.precision, self._ranks.device.type)
+        return nullcontext() if self.is_off else torch_state.autocast(self.precision, self._ranks.device.type)
 
     @property
     def is_in_own_autocast(self) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.setting import Precision
-from autotune_amp.precision.mode import HALF_DTYPES
+from autotune_amp.precision.torch_state import HALF_DTYPES
 from autotune_amp.runtime.device import Ranks
 
 # The verdict on one optimizer's gradients. The larger one wins: between optimizers, between ranks.

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.setting import Precision
 from autotune_amp.numerics.modules import modules_by_name, unwrap
-from autotune_amp.precision import mode as precision
+from autotune_amp.precision import forward_wrapper, torch_state
 
 SavedStatistics: TypeAlias = list[list[float]]
 
@@ -34,19 +34,19 @@ class Attachment:
         self._statistics_were_loaded = False  # in the window of a checkpoint, whatever is loaded first
         self.run_in(None)
         for module in self.model.modules():
-            precision.unpin(module)  # what an earlier controller left behind
-        observed = [m for m in self.model.modules() if precision.is_cast(m)]
-        self.observer = precision.Observer(len(observed), device)
+            forward_wrapper.unpin(module)  # what an earlier controller left behind
+        observed = [m for m in self.model.modules() if forward_wrapper.is_cast(m)]
+        self.observer = forward_wrapper.Observer(len(observed), device)
         for slot, module in enumerate(observed):
-            precision.observe(module, self.observer, slot)
+            forward_wrapper.observe(module, self.observer, slot)
         self._hook = self.model.register_load_state_dict_post_hook(_OnLoad(self))  # type: ignore[no-untyped-call]
 
     def detach(self) -> None:
         """Leave the model as it was: nothing in it is pinned, forced into a precision or watched any more."""
         self.run_in(None)
         for module in self.model.modules():
-            precision.unpin(module)
-            precision.stop_observing(module)
+            forward_wrapper.unpin(module)
+            forward_wrapper.stop_observing(module)
         self._hook.remove()
 
     def loaded(self) -> None:
@@ -57,7 +57,7 @@ class Attachment:
     @property
     def has_frozen_half_weights(self) -> bool:
         """Whether frozen weights are in half precision: without autocast no fp32 activation multiplies by them."""
-        return any(p.dtype in precision.HALF_DTYPES and not p.requires_grad for p in self.model.parameters())
+        return any(p.dtype in torch_state.HALF_DTYPES and not p.requires_grad for p in self.model.parameters())
 
     def begin_window(self) -> None:
         """Remember the running statistics, once until the window ends."""
@@ -77,9 +77,9 @@ class Attachment:
         """Force the model's forward into a precision, against an autocast of the user's own; None leaves it alone."""
         self.is_forced = name is not None
         if name is None:
-            precision.clear_override(self.model)
+            forward_wrapper.clear_override(self.model)
         else:
-            precision.override(self.model, name, self._device_type)
+            forward_wrapper.override(self.model, name, self._device_type)
 
     def begin_verifying(self) -> None:
         """In the next window, watch which precisions the layers run in."""
@@ -90,7 +90,7 @@ class Attachment:
     def pin(self, names: Sequence[str]) -> None:
         """Keep these modules in fp32. Raises `InvalidRequestError` for a name that the model does not have."""
         for module in self._modules_of(names):
-            precision.pin_fp32(module, self._device_type)
+            forward_wrapper.pin_fp32(module, self._device_type)
         self.pinned = tuple(dict.fromkeys((*self.pinned, *names)))
 
     def check_state(self, pinned: Sequence[str], statistics: SavedStatistics | None) -> None:
@@ -105,7 +105,7 @@ class Attachment:
     def load_state(self, pinned: Sequence[str], statistics: SavedStatistics | None) -> None:
         """Pin these modules and no others; `statistics` are those from before the window that was saved."""
         for module in self._modules_of(self.pinned):
-            precision.unpin(module)
+            forward_wrapper.unpin(module)
         self.pinned = ()
         self.pin(pinned)
         self._statistics.save()

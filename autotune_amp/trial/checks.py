@@ -23,7 +23,7 @@ from autotune_amp.core.setting import Precision
 from autotune_amp.core.workload import Workload
 from autotune_amp.numerics import accumulation, calibration, fidelity
 from autotune_amp.numerics.passes import Loop, NoStepError, Passes, Subject, no_loss
-from autotune_amp.precision.mode import has_half_weights
+from autotune_amp.precision.forward_wrapper import has_half_weights
 from autotune_amp.trial import data
 from autotune_amp.trial.context import Context, LoopState
 from autotune_amp.trial.jobs import Check

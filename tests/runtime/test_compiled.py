@@ -16,7 +16,7 @@ from training import Batch, batches, fp16, same
 
 from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.core.setting import Precision
-from autotune_amp.precision import mode as precision
+from autotune_amp.precision import torch_state
 from autotune_amp.runtime.controller import PrecisionController
 
 MOVES: list[Precision] = ["fp16", "bf16", "fp32", "fp16", "bf16", "fp32"]
@@ -120,7 +120,7 @@ def test_code_with_an_autocast_of_its_own_recompiles_as_often_and_is_never_stale
         other.set_precision(name)
         with own:
             output = fresh.compiled(batch[0])
-        with precision.autocast(name, "cpu"):
+        with torch_state.autocast(name, "cpu"):
             assert torch.equal(output, copy.deepcopy(fresh.model)(batch[0]))
         fresh.step(other, own, batch)
         weights = fresh.model.state_dict()

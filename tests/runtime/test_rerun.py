@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.precision import torch_state
-from autotune_amp.precision.mode import is_pinned, override, override_of, pin_fp32
+from autotune_amp.precision.forward_wrapper import is_pinned, override, override_of, pin_fp32
 
 
 class Busy(nn.Module):
