@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from autotune_amp import AmpConfig, LossScale
 from autotune_amp.core.config import FallbackPlan
 from autotune_amp.core.errors import DeviceError, InvalidRequestError
+from autotune_amp.hardware import cuda, mps, xpu
 from autotune_amp.runtime.controller import PrecisionController
 
 
@@ -70,11 +71,11 @@ def test_an_unknown_device_is_refused(device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda"), "xpu", "mps"])
 def test_a_device_that_is_not_there_is_refused(device: str | torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (torch.cuda, torch.xpu, torch.mps):
-        monkeypatch.setattr(module, "is_available", lambda: False)
-    with pytest.raises(DeviceError, match="cannot use any") as caught:
+    for module in (cuda, xpu, mps):
+        monkeypatch.setattr(module, "is_built", lambda: False)
+    with pytest.raises(DeviceError, match=f"(?i)no {str(device)[:3]}") as caught:
         PrecisionController(config(), device=device)
-    assert 'device="cpu"' in caught.value.next_step
+    assert "device='cpu'" in caught.value.next_step
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_a_second_model_is_refused() -> None:
 
 
 def test_a_module_to_pin_that_is_not_there_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="no module 'decoder'") as caught:
+    with pytest.raises(InvalidRequestError, match="decoder") as caught:
         make(pinned_modules=("decoder",)).attach(nn.Linear(2, 2))
     assert "named_modules" in caught.value.next_step
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from autotune_amp import AmpConfig, LossScale
 from autotune_amp.core.config import FallbackPlan, Precision
 from autotune_amp.core.errors import NotPrecisionError
-from autotune_amp.runtime import metrics, policy
+from autotune_amp.runtime import policy
+from autotune_amp.runtime import status as metrics
 from autotune_amp.runtime.controller import PrecisionController
 
 WAIT = 6  # clean steps before a probe, in place of 2000

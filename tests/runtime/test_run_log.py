@@ -20,8 +20,8 @@ from training import fp16
 from autotune_amp import LossScale, PrecisionController
 from autotune_amp.core.errors import FormatError, InvalidRequestError
 from autotune_amp.runtime import run_log
-from autotune_amp.runtime.metrics import SAMPLE_EVERY
 from autotune_amp.runtime.run_log import BeginLine, SampleLine
+from autotune_amp.runtime.status import SAMPLE_EVERY
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from autotune_amp import AmpConfig, LossScale, PrecisionController
 from autotune_amp.core.config import DemotedError, Precision
 from autotune_amp.core.errors import NotPrecisionError
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.runtime import metrics, run_log
+from autotune_amp.runtime import run_log
+from autotune_amp.runtime import status as metrics
 from autotune_amp.runtime.status import MoveRecord
 
 Kind: TypeAlias = Literal["clean", "overflow", "bad loss"]
