@@ -298,11 +298,11 @@ def test_withdrawn_and_refused_rungs_are_passed_over_and_the_reasons_told_in_the
     policy.withdraw("fp16", "the run is in it")
     demote = after(policy, 2 * [BAD_LOSS])
     assert demote == Demote(2, ANY, True)
-    demote = policy.refuse(demote, "out of memory")  # type: ignore[arg-type]
+    demote = policy.refuse(demote, "out of memory")
     assert demote == Demote(3, ANY, True)
-    stop = policy.refuse(demote, "too slow")  # type: ignore[arg-type]
+    stop = policy.refuse(demote, "too slow")
     assert stop == Stop(ANY, is_precision=True)
-    assert stop.reason.endswith("bf16: emulated; tf32: out of memory; fp32: too slow")  # type: ignore[union-attr]
+    assert stop.reason.endswith("bf16: emulated; tf32: out of memory; fp32: too slow")
 
 
 def test_a_rung_refused_after_a_rerun_leaves_the_reruns_evidence_standing() -> None:
