@@ -106,21 +106,6 @@ def test_frozen_parameters_may_be_in_half_precision() -> None:
     loop.steered(scaler).assert_is(Loop().plain())
 
 
-def test_bf16_weights_train_under_bf16() -> None:
-    scaler = PrecisionController(AmpConfig(precision="bf16", batch_size=4), device="cpu")
-    mine, plain = Loop(), Loop()
-    for loop in (mine, plain):
-        loop.model.to(torch.bfloat16)
-        loop.optimizer.zero_grad()
-        loss = loop.model(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean()
-        (scaler.scale(loss) if loop is mine else loss).backward()
-    scaler.step(mine.optimizer)
-    scaler.update()
-    plain.optimizer.step()
-    mine.assert_is(plain)
-    assert scaler.status().num_steps == 1
-
-
 def test_a_second_model_and_a_module_to_pin_that_is_not_there_are_refused() -> None:
     scaler = make(pinned_modules=("decoder",))
     with pytest.raises(InvalidRequestError, match="decoder") as caught:

@@ -72,26 +72,6 @@ def test_within_its_bounds_the_scale_is_gradscalers_to_the_bit(overflows: list[b
         assert rule.growth_tracker == scaler._get_growth_tracker()
 
 
-@given(
-    overflows=sequences,
-    bounds=st.lists(st.floats(MIN_LOSS_SCALE, WIDE), min_size=3, max_size=3).map(sorted),
-    growth_factor=factors,
-    backoff_factor=st.floats(0.05, 1.0),
-    growth_interval=st.integers(1, 3),
-    hysteresis=st.integers(1, 3),
-)
-def test_the_scale_is_a_float32_within_its_bounds(
-    overflows: list[bool], bounds: list[float], **parameters: Any
-) -> None:
-    least, init, most = bounds
-    rule = rule_of(init, min_scale=least, max_scale=most, **parameters)
-    for overflow in [None, *overflows]:
-        if overflow is not None:
-            tell(rule, overflow)
-        assert rule.scale == float32(rule.scale), "a device cannot hold it"
-        assert float32(least) <= rule.scale <= float32(most)
-
-
 @given(scale=st.floats(min_value=0.0, allow_infinity=True), overflows=sequences)
 def test_a_scale_set_from_outside_is_brought_within_the_bounds_and_keeps_the_tracker(
     scale: float, overflows: list[bool]
@@ -176,21 +156,6 @@ def test_a_run_that_is_stable_at_some_scale_costs_a_few_skips_and_no_trip(
     overflowed = overflows_above(largest_safe, policy, 20_000)
     assert sum(overflowed) == policy.num_skips == num_skips
     assert (policy.rung, policy.phase) == (0, "STEADY")
-
-
-# -- what is saved -----------------------------------------------------------------------------------------------------
-
-
-@given(overflows=sequences, at=st.integers(0, 200), hysteresis=st.integers(1, 3))
-def test_a_saved_rule_goes_on_as_if_nothing_had_happened(overflows: list[bool], at: int, hysteresis: int) -> None:
-    parameters: dict[str, Any] = {"hysteresis": hysteresis, "growth_interval": 3}
-    rule, resumed = rule_of(**parameters), rule_of(**parameters)
-    for overflow in overflows[:at]:
-        tell(rule, overflow)
-    resumed.load_state_dict(rule.state_dict())
-    for overflow in overflows[at:]:
-        assert tell(rule, overflow) == tell(resumed, overflow)
-        assert rule.state_dict() == resumed.state_dict()
 
 
 @pytest.mark.parametrize("scale", [0.0, 0, -1.0, math.inf, -math.inf, math.nan, "65536", None, True])
