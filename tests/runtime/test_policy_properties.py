@@ -116,10 +116,8 @@ class Driver:
         if isinstance(action, actions.Probe):
             assert all(self.options.values()), "promoted unasked"
             return self.both("probed", action, fits=draw() < 0.9, reason="tried")
-        if isinstance(action, actions.Diagnose | actions.Measure):
+        if isinstance(action, actions.Diagnose):
             assert self.options["can_rerun"]
-            if isinstance(action, actions.Measure):
-                return self.both("judge_underflow", action.reason, draw() ** 6)
             return self.both(
                 "judge",
                 action.reason,
