@@ -27,7 +27,7 @@ from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.integrations.bridge import Window, config_of, has_window_of, other_window_error, refuse_other
-from autotune_amp.integrations.export_settings import accelerate_config
+from autotune_amp.integrations.export import SCALER_ARGUMENTS, accelerate_config
 from autotune_amp.numerics.batches import first_dimensions
 from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.status import MoveRecord
@@ -173,10 +173,7 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
                 "Gradients are to be unscaled or clipped in the middle of an accumulation window.",
                 "Write `if accelerator.sync_gradients:` before it.",
             )
-        given = self._optimizers if optimizer is None else optimizer
-        for one in given if isinstance(given, tuple | list) else [given]:
-            while isinstance(one, AcceleratedOptimizer):
-                one = one.optimizer
+        for one in plain_optimizers(self._optimizers if optimizer is None else optimizer):
             self._window.unscale_(one)
 
     def windows(
@@ -277,12 +274,17 @@ def grad_scaler_kwargs(config: AmpConfig) -> GradScalerKwargs:
     scale = config.loss_scale
     if scale is None:
         return GradScalerKwargs(enabled=False)
-    return GradScalerKwargs(
-        init_scale=scale.init_scale,
-        growth_factor=scale.growth_factor,
-        backoff_factor=scale.backoff_factor,
-        growth_interval=scale.growth_interval,
-    )
+    return GradScalerKwargs(**{name: getattr(scale, name) for name in SCALER_ARGUMENTS})
+
+
+def plain_optimizers(given: Any) -> list[torch.optim.Optimizer]:
+    """One optimizer, or several, out of Accelerate's wrappers."""
+    found = []
+    for one in given if isinstance(given, tuple | list) else [given]:
+        while isinstance(one, AcceleratedOptimizer):
+            one = one.optimizer
+        found.append(one)
+    return found
 
 
 def _accumulation(config: AmpConfig, others: dict[str, Any]) -> GradientAccumulationPlugin:

@@ -1,14 +1,13 @@
-"""What every adapter to a framework needs: its config, contradictions to it, other windows, stops, and readings."""
+"""What every adapter to a framework needs: its config, contradictions to it, other windows, and readings."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan
-from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.status import Status
@@ -94,23 +93,3 @@ class Window:
         if self._stepped:
             self.clear()
             self._controller.update()
-
-
-class KeepingController(PrecisionController):
-    """Keeps the error that it would raise, for a framework that has a checkpoint to save before it ends."""
-
-    stopped: TrainingStoppedError | None = None
-
-    def update(self, new_scale: float | Tensor | None = None) -> None:
-        """As the original's."""
-        try:
-            super().update(new_scale)
-        except TrainingStoppedError as error:
-            self.stopped = error
-
-    def synchronize(self) -> None:
-        """As the original's; what was on its way from the device may end the run, too."""
-        try:
-            super().synchronize()
-        except TrainingStoppedError as error:
-            self.stopped = error
