@@ -32,11 +32,14 @@ def has_window_of(plan: AmpConfig | FallbackPlan, own: AmpConfig) -> bool:
     return (plan.batch_size, plan.accumulation_steps) == (own.batch_size, own.accumulation_steps)
 
 
-def other_window_error(plan: AmpConfig, own: AmpConfig, what: str, why: str, next_step: str) -> DemotedError:
-    """For a rung whose window the framework cannot take up: `what` happened, and `why` that ends the run."""
+def other_window_error(controller: PrecisionController, own: AmpConfig, why: str, next_step: str) -> DemotedError:
+    """For a run that is at a rung whose window the framework cannot take up: `why` that ends it."""
+    plan, history = controller.config, controller.status().history
+    move = next(move for move in reversed(history) if move.before != move.after == plan.precision)
     return DemotedError(
-        f"{what}. It was measured with batch size {plan.batch_size} and {plan.accumulation_steps} accumulation steps, "
-        f"not {own.batch_size} and {own.accumulation_steps}: {why}.",
+        f"The precision went from {move.before} to {move.after}: {move.reason}. It was measured with batch size "
+        f"{plan.batch_size} and {plan.accumulation_steps} accumulation steps, not {own.batch_size} and "
+        f"{own.accumulation_steps}: {why}.",
         next_step,
         plan,
     )

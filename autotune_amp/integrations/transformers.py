@@ -109,9 +109,8 @@ class AutotuneTrainer(Trainer):
         plan = self.controller.config
         if not can_follow(self._amp_config, plan.batch_size, plan.accumulation_steps):
             raise other_window_error(
-                plan,
+                self.controller,
                 self._amp_config,
-                f"The run is in {plan.precision} by now",
                 "the Trainer's loop keeps to one window",
                 f"Go on with {_NEXT_TRAINER}.",
             )
