@@ -15,7 +15,7 @@ PartName: TypeAlias = Literal[
     "matrix_products", "slow_matrix_products", "casts", "fp32_operations", "optimizer", "loader", "idle", "rest"
 ]
 
-PART_NAMES = {
+PART_NAMES: dict[PartName, str] = {
     "matrix_products": "matrix products",
     "slow_matrix_products": "matrix products below the machine's rate",
     "casts": "casts",
