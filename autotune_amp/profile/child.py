@@ -33,9 +33,8 @@ from autotune_amp.precision import mode as precision
 from autotune_amp.precision import torch_state
 from autotune_amp.profile.gap import MARK, Trace, split, step_mark
 from autotune_amp.profile.job import CUT_RATIO, Lane, Profile, Profiled, Split
-from autotune_amp.trial.context import Context, LoopState, make_model
+from autotune_amp.trial.context import Context, LoopState, each, make_model
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Trial
-from autotune_amp.trial.optimizers import each
 from autotune_amp.trial.timing import MAX_COMPILING_STEPS, MAX_SCALE_SEARCH_STEPS, CompileWatch, NonFiniteError
 from autotune_amp.trial.training import BaseTraining, Training, make_training
 from autotune_amp.trial.worker import classify, guarded, prepare

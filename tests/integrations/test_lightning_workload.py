@@ -18,8 +18,7 @@ from autotune_amp.integrations.lightning import trainer_arguments
 from autotune_amp.isolation.packing import pack, unpack
 from autotune_amp.precision import mode as precision
 from autotune_amp.trial import data
-from autotune_amp.trial.context import LoopState, make_model
-from autotune_amp.trial.optimizers import each, make_optimizer
+from autotune_amp.trial.context import LoopState, each, make_model, make_optimizer
 from autotune_amp.trial.training import TrialAmp
 
 pytestmark = [

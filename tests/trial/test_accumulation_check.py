@@ -1,127 +1,363 @@
-"""The check of accumulation on data as users have it."""
+"""One batch and its micro-batches out of every kind of data: the same samples, each as the loader makes it."""
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-from typing import Any
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from autotune_amp import Workload
 from autotune_amp.core.fidelity import Accumulation
 from autotune_amp.core.outcome import CheckOutcome, Failure
+from autotune_amp.numerics import batches
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import checks
+from autotune_amp.trial.checks import CannotCutError, counts, picked, whole_and_parts
 from autotune_amp.trial.context import Context
+from autotune_amp.trial.data import copied, looked_at
 from autotune_amp.trial.jobs import Check
 
-WORKLOAD = """
-import pathlib
-import torch
-from torch import nn
-from torch.utils.data import DataLoader
-from autotune_amp import Workload
 
-def mode():
-    return pathlib.Path(__file__).with_name("mode").read_text()
+def numbered(num_samples: int) -> Tensor:
+    return torch.arange(num_samples * 3).reshape(num_samples, 3)
+
+
+class Words(Dataset[Any]):
+    """Sample i holds i + 1 tokens, all of them i."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index >= 40:
+            raise IndexError
+        return {"ids": [index] * (index + 1), "index": index}
+
+    def __len__(self) -> int:
+        return 40
+
+
+def padded(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    longest = max(len(sample["ids"]) for sample in samples)
+    ids = [sample.pop("ids") for sample in samples]  # it takes its samples apart, as many do
+    rows = [row + [-100] * (longest - len(row)) for row in ids]
+    return {"ids": torch.tensor(rows), "index": torch.tensor([sample["index"] for sample in samples])}
+
+
+def masked(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    batch = padded(samples)
+    return {**batch, "ids": torch.where(torch.rand(batch["ids"].shape) < 0.5, -1, batch["ids"])}
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from numbered(100)
+
+
+class ReadyBatches(Dataset[Tensor]):
+    def __getitem__(self, index: int) -> Tensor:
+        return numbered(16)
+
+    def __len__(self) -> int:
+        return 5
+
+
+def numbers(batch: Any) -> list[int]:
+    """Which samples a batch holds, by the first number of its first tensor."""
+    first = next(tensor for _, tensor in batches.tensors(batch))
+    return [int(row.flatten()[0]) for row in first]
+
+
+def loader(dataset: Any = None, **settings: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(numbered(40), torch.arange(40)) if dataset is None else dataset, **settings)
+
+
+def in_pairs(samples: list[dict[str, Any]]) -> Tensor:
+    first, second, *others = [sample.pop("x") for sample in samples]
+    return torch.stack([first, second, *others])
+
+
+PAIRED = [{"x": row} for row in numbered(40)]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        loader(batch_size=2, shuffle=True, drop_last=True),
+        loader(batch_size=30, drop_last=True, sampler=range(20, 40)),
+        loader(batch_size=4, num_workers=2, persistent_workers=True),
+        loader(PAIRED, batch_size=4, collate_fn=in_pairs),
+        TensorDataset(numbered(40), torch.arange(40)),
+        loader(Stream(), batch_size=3),
+        lambda size: (numbered(size), torch.arange(size)),
+        lambda size: iter([{"x": numbered(size)}] * 2),
+        lambda size: loader(batch_sampler=[list(range(start, start + 5)) for start in range(0, 40, 5)]),
+        lambda size: loader(ReadyBatches(), batch_size=None),
+    ],
+)
+@pytest.mark.parametrize(("num_samples", "sizes"), [(16, [4] * 4), (6, [3, 3])])
+def test_the_micro_batches_are_the_whole_in_its_order(data: Any, num_samples: int, sizes: list[int]) -> None:
+    whole, *parts = whole_and_parts(data, num_samples, seed=0)
+    assert [len(numbers(part)) for part in parts] == sizes
+    assert len(numbers(whole)) == num_samples
+    assert numbers(whole) == [number for part in parts for number in numbers(part)]
+    assert all("x" in sample for sample in PAIRED), "the dataset keeps what it has"
+
+
+def test_each_part_is_padded_as_the_loader_pads_it_and_they_are_unequal() -> None:
+    for data in (
+        loader(Words(), batch_size=4, collate_fn=padded),
+        lambda n: loader(Words(), batch_size=n, collate_fn=padded),
+    ):
+        whole, *parts = whole_and_parts(data, 8, seed=0, seconds=60)
+        lengths = [number + 1 for number in numbers(whole)]
+        assert max(lengths[:4]) < min(lengths[4:])
+        assert whole["ids"].shape == (8, max(lengths))
+        assert [part["ids"].shape[1] for part in parts] == [max(lengths[i : i + 2]) for i in (0, 2, 4, 6)]
+
+
+def test_what_a_collate_function_draws_is_the_same_in_its_parts() -> None:
+    whole, *parts = whole_and_parts(loader(Words(), batch_size=8, collate_fn=masked), 8, seed=0)
+    assert (whole["ids"] == -1).any()
+    assert torch.equal(torch.cat([part["ids"] for part in parts]), whole["ids"])
+
+
+class Graph(NamedTuple):
+    nodes: Tensor
+    edges: Tensor
+
+
+@pytest.mark.parametrize(
+    ("data", "num_samples", "message"),
+    [
+        (loader(batch_size=2), 2, "fewer than 4 samples"),
+        (TensorDataset(numbered(5)), 8, "holds 5 samples"),
+        (lambda size: Graph(numbered(size * 3), numbered(2)), 8, r"first dimensions \[2, 24\]"),
+        (lambda size: numbered(size).T, 8, r"first dimensions \[3\]"),  # time or features first
+        (lambda size: ["text"] * size, 8, "no tensors"),
+    ],
+)
+def test_why_there_are_no_micro_batches(data: Any, num_samples: int, message: str) -> None:
+    with pytest.raises(CannotCutError, match=message):
+        whole_and_parts(data, num_samples, seed=0)
+
+
+@dataclass(frozen=True)
+class Example:
+    x: Tensor
+    names: list[str]
+    epoch: int = 3
+
+
+class Loose:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+        self.scale = 2.0
+
+
+def encoding(x: Tensor) -> Any:
+    return pytest.importorskip("transformers").BatchEncoding({"input_ids": x, "n": 5})
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda x: Graph(x, x + 1),
+        lambda x: MappingProxyType({"x": x}),
+        lambda x: Example(x, [str(int(row[0])) for row in x]),
+        Loose,
+        encoding,
+        lambda x: [{"x": x, "y": (x, None)}, "text", x],
+    ],
+)
+def test_batches_of_many_types_are_cut_and_keep_their_type(wrap: Any) -> None:
+    batch = wrap(numbered(8))
+    parts = batches.cut(batch, 3)
+    assert [numbers(part) for part in parts] == [[0, 3, 6], [9, 12, 15], [18, 21]]
+    assert all(isinstance(part, Mapping if isinstance(batch, Mapping) else type(batch)) for part in parts)
+    assert numbers(batch) == list(range(0, 24, 3))
+    if isinstance(batch, Example):
+        assert [part.names for part in parts] == [["0", "3", "6"], ["9", "12", "15"], ["18", "21"]]
+        assert {part.epoch for part in parts} == {3}
+
+
+def test_tensors_are_named_as_the_batch_names_them() -> None:
+    x = torch.zeros(2)
+    nested = {"inputs": {"ids": x, "rest": [x, (x,)]}, "graph": Graph(x, x), "example": Example(x, [])}
+    expected = ["inputs.ids", "inputs.rest[0]", "inputs.rest[1][0]", "graph.nodes", "graph.edges", "example.x"]
+    assert [name for name, _ in batches.tensors(nested)] == expected
+    assert [name for name, _ in batches.tensors((x, [x]))] == ["batch[0]", "batch[1][0]"]
+
+
+# -- which samples -----------------------------------------------------------------------------------------------------
+
+
+def test_all_that_a_loss_may_average_over_is_counted() -> None:
+    batch = {"labels": torch.tensor([[-100, 0, 3, 4]]), "mask": torch.tensor([[True, False]]), "text": ["a b"]}
+    labels = {"labels": 4, "labels != -100": 3, "labels != 0": 3}
+    assert counts(batch) == {**labels, "mask": 2, "mask != -100": 2, "mask != 0": 1}
+
+
+@pytest.mark.parametrize("other", [3, 40])
+@pytest.mark.parametrize("num_unlike", [1, 50])
+def test_half_are_unlike_the_most_and_come_first(num_unlike: int, other: int) -> None:
+    """Few short ones among full ones, or few long ones among short ones; as many as there are."""
+    lengths = [other] * num_unlike + [32] * (1000 - num_unlike)
+    random.Random(0).shuffle(lengths)
+    positions = picked([{"ids": length} for length in lengths], 16)
+    assert len(set(positions)) == 16
+    num_first = min(8, num_unlike)
+    assert [lengths[position] for position in positions] == [other] * num_first + [32] * (16 - num_first)
+
+
+def test_samples_without_a_label_come_last() -> None:
+    """A micro-batch of nothing else would have no mean, and accumulation be withheld for it."""
+    seen = [{"labels != -100": 0 if i % 100 == 3 else 5 if i % 10 == 0 else 20, "labels": 20} for i in range(400)]
+    labelled = [seen[position]["labels != -100"] for position in picked(seen, 16)]
+    assert labelled == [5] * 8 + [20] * 8
+    few = [*seen[:4], *[seen[3]] * 4]
+    assert [few[position]["labels != -100"] for position in picked(few, 6)] == [5, 20, 20, 0, 0, 0]
+
+
+def test_counts_take_turns() -> None:
+    """By chance the numbers of pixels and of their zeros differ, far more than that of the boxes."""
+    rng = random.Random(0)
+    seen = [
+        {"pixels": rng.randrange(10**5), "zeros": rng.randrange(50), "boxes": 3 - (i % 100 == 7)} for i in range(500)
+    ]
+    boxes = [seen[position]["boxes"] for position in picked(seen, 16)]
+    assert boxes[:8].count(2) >= 2
+    assert boxes[8:].count(2) == 0
+
+
+def test_where_all_are_alike_or_few_were_seen_any_will_do() -> None:
+    assert picked([{"x": 5}] * 20, 16) == list(range(16))
+    assert picked([{"x": 5}, {"x": 4}], 16) == [0, 1]
+    assert picked([], 16) == []
+    assert picked([{"x": 5}, {}, {"x": 5}], 2) == [1, 0], "a sample may lack what others have"
+
+
+def test_a_copy_of_a_row_is_not_one_of_the_whole_storage() -> None:
+    row = torch.arange(1000)[5:8]
+    copy = copied({"x": row, "more": [row, "text"]})
+    copy["x"] += 1
+    assert copy["x"].untyped_storage().nbytes() == 3 * 8
+    assert row.tolist() == [5, 6, 7]
+
+
+def test_the_look_ends_by_the_clock_and_where_the_users_code_raises() -> None:
+    def lengths(samples: list[Tensor]) -> list[int]:
+        return [40 // (50 - len(sample)) and len(sample) for sample in samples]
+
+    samples: Any = [torch.zeros(index) for index in range(100)]
+    given = loader(samples, batch_size=2)
+    assert looked_at(given, range(8), lengths, 60)[1] is None
+    assert len(looked_at(given, range(40), lengths, 0)[0]) == 4
+    seen, problem = looked_at(given, range(100), lengths, 60)
+    assert (len(seen), (problem or "").partition(":")[0]) == (48, "ZeroDivisionError")
+
+
+# -- the check ---------------------------------------------------------------------------------------------------------
+
 
 class Texts:
-    def __len__(self):
+    def __init__(self, *, are_mostly_full: bool) -> None:
+        self.are_mostly_full = are_mostly_full
+
+    def __len__(self) -> int:
         return 64
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < 64:
             raise IndexError(index)
         generator = torch.Generator().manual_seed(index)
         length = int(torch.randint(3, 20, (), generator=generator))
-        if mode() == "mostly full" and index not in (5, 50):
+        if self.are_mostly_full and index not in (5, 50):
             length = 20
         return {"ids": torch.randint(1, 20, (length,), generator=generator)}
 
-def padded(samples):
-    ids = [sample.pop("ids") for sample in samples]
-    if mode() == "graph":
-        return {"nodes": torch.cat(ids), "first": torch.tensor([len(part) for part in ids]).cumsum(0)}
-    tokens = nn.utils.rnn.pad_sequence(ids, batch_first=True)
+
+def with_labels(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    tokens = nn.utils.rnn.pad_sequence([sample.pop("ids") for sample in samples], batch_first=True)
     return {"ids": tokens, "labels": tokens.masked_fill(tokens == 0, -100)}
 
+
+def joined(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    ids = [sample.pop("ids") for sample in samples]
+    return {"nodes": torch.cat(ids), "first": torch.tensor([len(part) for part in ids]).cumsum(0)}
+
+
 class Model(nn.Module):
-    def __init__(self):
+    def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.words = nn.Embedding(20, 16)
-        self.norm = nn.BatchNorm1d(16) if mode() == "batch norm" else nn.LayerNorm(16)
+        self.norm = norm
         self.dropout = nn.Dropout(0.5)
         self.head = nn.Linear(16, 20, bias=False)
         self.head.weight = self.words.weight
 
-    def forward(self, ids):
+    def forward(self, ids: Tensor) -> Any:
         hidden = self.words(ids)
         return self.head(self.dropout(self.norm(hidden.flatten(0, -2)).view_as(hidden)))
 
-def loss(model, batch):
-    if mode() == "graph":
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+    if "nodes" in batch:
         return model(batch["nodes"]).square().mean()
     labels = batch.pop("labels")  # as many do: the next pass needs them again
-    if mode() == "oom" or (mode() == "oom above 8" and len(labels) > 8):
-        raise torch.OutOfMemoryError(f"{len(labels)} samples are too many")
-    if mode() == "wrong":
-        raise ValueError("no good")
     return nn.functional.cross_entropy(model(batch["ids"]).flatten(0, 1), labels.flatten())
 
-def workload():
-    loader = DataLoader(Texts(), batch_size=32, shuffle=True, collate_fn=padded)
-    return Workload(Model, loss, loader)
-"""
+
+def checked(
+    batch_size: int = 32,
+    seed: int = 0,
+    *,
+    norm: Any = nn.LayerNorm,
+    collate: Any = with_labels,
+    loss: Any = loss,
+    are_mostly_full: bool = False,
+) -> CheckOutcome:
+    texts: Any = Texts(are_mostly_full=are_mostly_full)
+    given: DataLoader[Any] = DataLoader(texts, batch_size=32, shuffle=True, collate_fn=collate)
+    state = torch_state.capture()
+    spec = Check(
+        what="accumulation", precision="fp32", batch_size=batch_size, seed=seed, device="cpu", torch_state=state
+    )
+    context = Context(Workload(lambda: Model(norm(16)), loss, given), is_kept=False)
+    return checks.check(context, spec, lambda event: None)
 
 
-class Folder:
-    """A workload in a folder, in which `mode` says how it is to misbehave."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        (path / "train.py").write_text(WORKLOAD)
-
-    def check(self, mode: str = "", batch_size: int = 32, **fields: Any) -> CheckOutcome:
-        (self._path / "mode").write_text(mode)
-        namespace = runpy.run_path(str(self._path / "train.py"))
-        asked = {"what": "accumulation", "precision": "fp32", "device": "cpu", "torch_state": torch_state.capture()}
-        spec = Check(**{**asked, "batch_size": batch_size, **fields})
-        return checks.check(Context(namespace["workload"](), is_kept=False), spec, lambda event: None)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path)
-
-
-@pytest.mark.parametrize("mode", ["", "mostly full"])
-def test_padded_texts_are_weighted_by_their_tokens(folder: Folder, mode: str) -> None:
-    for seed in range(3):
-        found = folder.check(mode, seed=seed)
+@pytest.mark.parametrize("are_mostly_full", [False, True])
+def test_padded_texts_are_weighted_by_their_tokens(are_mostly_full: bool) -> None:
+    for seed in range(2):
+        found = checked(seed=seed, are_mostly_full=are_mostly_full)
         assert isinstance(found, Accumulation)
         assert (found.verdict, found.weighted_by) == ("weighted", "labels != -100"), found.reason
-        assert (found.batch_size, found.num_micro_batches, found.num_passes) == (16, 4, 7)
+        assert (found.batch_size, found.num_micro_batches) == (16, 4)
 
 
-def test_batch_norm_is_found_in_the_users_own_model(folder: Folder) -> None:
-    found = folder.check("batch norm")
+def test_batch_norm_is_found_in_the_users_own_model_and_joined_samples_are_cut_before_they_are() -> None:
+    found = checked(norm=nn.BatchNorm1d)
     assert isinstance(found, Accumulation)
     assert found.verdict == "inexact"
     assert "(norm)" in found.reason
-
-
-def test_samples_that_their_collate_function_joins_are_cut_before_it(folder: Folder) -> None:
-    found = folder.check("graph")
+    found = checked(collate=joined)
     assert isinstance(found, Accumulation)
     assert (found.verdict, found.weighted_by) == ("weighted", "nodes.numel()"), found.reason
 
 
-def test_what_cannot_be_cut_is_unchecked_and_what_the_user_raises_is_told(folder: Folder) -> None:
-    found = folder.check(batch_size=3)
+def test_what_cannot_be_cut_is_unchecked_and_what_the_user_raises_is_told() -> None:
+    found = checked(batch_size=3)
     assert isinstance(found, Accumulation)
     assert (found.verdict, found.batch_size) == ("unchecked", 3)
-    assert "fewer than 4 samples cannot be cut" in found.reason
-    failed = folder.check("wrong")
+
+    def wrong(model: nn.Module, batch: Any) -> Tensor:
+        raise ValueError("no good")
+
+    failed = checked(loss=wrong)
     assert isinstance(failed, Failure)
-    assert failed.kind == "workload_error"
-    assert "no good" in failed.message
+    assert (failed.kind, "no good" in failed.message) == ("workload_error", True)

@@ -18,9 +18,8 @@ from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
-from autotune_amp.trial.context import make_model
+from autotune_amp.trial.context import Optimizers, make_model, make_optimizer
 from autotune_amp.trial.jobs import Trial
-from autotune_amp.trial.optimizers import Optimizers, make_optimizer
 from autotune_amp.trial.training import Training
 
 Made = tuple[nn.Module, Callable[[nn.Module, Any], Tensor], Callable[[int], Any], Callable[[Any], Any] | None]

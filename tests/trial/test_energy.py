@@ -58,7 +58,7 @@ def test_the_packages_of_a_cpu_are_added_up_across_their_turnover(tmp_path: Path
 @pytest.mark.parametrize("device_type", ["cpu", "mps"])
 def test_a_device_without_a_counter_says_so(device_type: str, tmp_path: Path) -> None:
     assert counter_of(device_type, None, tmp_path) is None
-    said = "has no intel-rapl package" if device_type == "cpu" else "mps devices have no energy counter"
+    said = "no intel-rapl package" if device_type == "cpu" else "no energy counter of this mps"
     with pytest.raises(InvalidRequestError, match=said):
         require_counter(device_type, None, tmp_path)
 
@@ -101,7 +101,7 @@ def test_a_card_is_asked_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     made.millijoules = None
     assert counter() is None
     assert counter_of("cuda", UUID) is None
-    with pytest.raises(InvalidRequestError, match="no energy counter for this card"):
+    with pytest.raises(InvalidRequestError, match="no energy counter of this cuda"):
         require_counter("cuda", UUID)
 
 

@@ -11,7 +11,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 from autotune_amp import Workload
-from autotune_amp.trial.optimizers import make_optimizer
+from autotune_amp.trial.context import make_optimizer
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:

@@ -15,9 +15,8 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.mode import is_pinned, pin_fp32
 from autotune_amp.trial import worker
-from autotune_amp.trial.context import make_model
+from autotune_amp.trial.context import make_model, make_optimizer
 from autotune_amp.trial.jobs import Trial
-from autotune_amp.trial.optimizers import make_optimizer
 from autotune_amp.trial.training import Training
 
 
