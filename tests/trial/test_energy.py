@@ -61,14 +61,12 @@ def test_a_device_without_a_counter_says_so(device_type: str, tmp_path: Path) ->
     said = "no intel-rapl package" if device_type == "cpu" else "no energy counter of this mps"
     with pytest.raises(InvalidRequestError, match=said):
         require_counter(device_type, None, tmp_path)
-
-
-def test_a_counter_that_may_not_be_read_says_what_to_do(tmp_path: Path) -> None:
     zone(tmp_path, "intel-rapl:0", "package-0", 1).unlink()  # root reads everything: the file is taken away instead
-    assert counter_of("cpu", None, tmp_path) is None
-    with pytest.raises(InvalidRequestError, match="may not read") as caught:
-        require_counter("cpu", None, tmp_path)
-    assert "chmod a+r" in caught.value.next_step
+    assert counter_of(device_type, None, tmp_path) is None
+    if device_type == "cpu":
+        with pytest.raises(InvalidRequestError, match="may not read") as caught:
+            require_counter("cpu", None, tmp_path)
+        assert "chmod a+r" in caught.value.next_step
 
 
 class MadeNvml:
@@ -115,18 +113,6 @@ def test_only_measured_steps_count_and_none_that_compiled(monkeypatch: pytest.Mo
     assert meter.joules_per_sample(10) == pytest.approx((4 + 8) / (4 * 10))
 
 
-def test_what_is_shorter_than_the_counters_updates_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    meter = EnergyMeter(lambda: 100 * clock.now)
-    meter.step(0)
-    clock.now += 0.09
-    meter.step(1)
-    assert meter.joules_per_sample(1) is None
-    clock.now += 0.02
-    meter.step(2)
-    assert meter.joules_per_sample(1) == pytest.approx(100 * 0.11 / 2)
-
-
 def test_measured_steps_do_not_pay_for_more_readings_than_the_counter_has_news(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -140,6 +126,7 @@ def test_measured_steps_do_not_pay_for_more_readings_than_the_counter_has_news(
     for number in (0, 0, *range(1, 401)):  # warm-up steps, then steps of 5 ms
         meter.step(number)
         clock.now += 0.005
+        assert number > 10 or meter.joules_per_sample(1) is None, "too short for the counter"
     assert len(readings) <= 2 + 400 * 0.005 / energy.MIN_SECONDS
     assert meter.joules_per_sample(1) == pytest.approx(100 * 0.005)
 
