@@ -21,8 +21,7 @@ from autotune_amp.numerics.fidelity import check
 from autotune_amp.numerics.passes import Subject
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import data
-from autotune_amp.trial.context import make_model
-from autotune_amp.trial.optimizers import make_optimizer
+from autotune_amp.trial.context import make_model, make_optimizer
 
 pytestmark = pytest.mark.slow
 
