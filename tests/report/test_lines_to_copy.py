@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import autotune_amp
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale, Precision
 from autotune_amp.core.fidelity import Accumulation, AccumulationVerdict
-from autotune_amp.report.usage import python_lines
+from autotune_amp.report.rows import python_lines
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 4])

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from autotune_amp.profile.results import AmpProfile, Gap, NextStep, Part, PrecisionRow
-from autotune_amp.report.profile import print_profile
+from autotune_amp.report.terminal import print_profile
 
 PARTS = (
     Part(name="matrix_products", seconds=0.01, share=0.1, share_range=(0.1, 0.1)),

@@ -15,8 +15,8 @@ from rich.console import Console
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.hardware import DeviceMemory
 from autotune_amp.core.recommendation import Exclusion, Recommendation, SearchSummary
+from autotune_amp.report.rows import python_lines
 from autotune_amp.report.terminal import hardware_table, print_recommendation
-from autotune_amp.report.usage import python_lines
 
 
 @pytest.fixture(autouse=True)
