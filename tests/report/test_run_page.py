@@ -32,28 +32,23 @@ def test_every_line_of_the_log_is_a_point(made: Run) -> None:
     assert list(scale.x) == list(skips.x) == [line.update for line in made.lines]
     assert list(scale.y) == [None if line.scale is None else math.log2(line.scale) for line in made.lines]
     assert list(skips.y) == [line.num_skips for line in made.lines]
-    samples = [line for line in made.lines if isinstance(line, SampleLine)]
-    assert list(loss.y) == [line.loss for line in samples]
+    assert list(loss.y) == [line.loss for line in made.lines if isinstance(line, SampleLine)]
     assert None in loss.y
 
 
 def test_moves_are_marked_with_their_reason_and_rungs_are_bands(made: Run) -> None:
     figure = course(made)
     moves, resumed = trace(figure, "move"), trace(figure, "resumed")
-    assert (list(moves.x), list(moves.text)) == ([300, 400], ["1", "2"])
+    assert (list(moves.x), list(moves.text), list(resumed.x)) == ([300, 400], ["1", "2"], [512])
     assert "fp16 to bf16<br>8 of 200 steps skipped &lt;b&gt;" in moves.hovertext[1]
     assert "encoder.wo" in moves.hovertext[0]
-    assert list(resumed.x) == [512]
     assert [tuple(rung) for rung in rungs(made)] == [("fp16", 0, 400), ("bf16", 400, 640)]
     bands = [(shape.x0, shape.x1, shape.fillcolor) for shape in figure.layout.shapes]
     assert bands == [(0, 400, "var(--fp16)"), (400, 640, "var(--bf16)")]
-    assert [(trace(figure, name).text, trace(figure, name).x) for name in ("fp16", "bf16")] == [
-        (("fp16",), (0,)),
-        (("bf16",), (400,)),
-    ]
+    assert [trace(figure, name).x[0] for name in ("fp16", "bf16")] == [0, 400]
 
 
-def test_a_run_that_never_scaled_and_has_no_loss_is_drawn_without(made: Run) -> None:
+def test_a_run_that_never_scaled_and_has_no_loss_is_drawn_without() -> None:
     lines = (begin(0, "bf16", None), sample(64, None, 0, "bf16", loss=None))
     figure = course(Run(lines, 0, 0))
     assert [trace.name for trace in figure.data if trace.name] == ["bf16", "loss scale", "steps skipped so far"]
@@ -64,35 +59,35 @@ def test_a_run_that_never_scaled_and_has_no_loss_is_drawn_without(made: Run) -> 
 def test_the_page_says_what_happened_and_escapes_it(tmp_path: Path) -> None:
     path = made_run(tmp_path / "run.jsonl")
     page = write_run_report(path)
-    assert page == tmp_path / "run.html"
-    assert sorted(tmp_path.iterdir()) == [page, path]
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "run.html", path]
     text = page.read_text()
-    body = text[text.index("<main>") : text.index('id="plotly"')]
-    assert "run.jsonl: fp16, then bf16 from update 400" in body
-    assert "9 of 640 updates" in body
-    assert "8 of 200 steps skipped &lt;b&gt;&amp; more&lt;/b&gt;" in body
-    assert "in fp32 now: encoder.wo" in body
-    assert "at update 512 in bf16" in body
-    assert "<b>& more" not in body
+    for told in (
+        "run.jsonl: fp16, then bf16 from update 400",
+        "9 of 640 updates",
+        "8 of 200 steps skipped &lt;b&gt;&amp; more&lt;/b&gt;",
+        "in fp32 now: encoder.wo",
+        "at update 512 in bf16",
+    ):
+        assert told in text
+    assert "<b>& more" not in text
 
 
 def test_a_stop_other_runs_and_cut_lines_are_said() -> None:
-    stop = move(70, "stop", "fp16", "fp16", 12, reason="the loss was not finite in fp32 either")
+    stop = move(70, "stop", "fp16", "fp16", 12, reason="no finite loss")
     text = run_page(Run((begin(), sample(64, 1024.0, 2), stop), num_other_runs=2, num_cut_lines=1), "a.jsonl")
-    assert "The run was stopped at update 70: the loss was not finite in fp32 either." in text
-    assert "2 other runs in the same log" in text
-    assert "1 line that a kill left half written" in text
+    for told in ("was stopped at update 70: no finite loss.", "2 other runs", "1 line that a kill"):
+        assert told in text
     went_on = run_page(Run((begin(), stop, sample(128, 1024.0, 12)), 0, 0), "a.jsonl")
     assert "was stopped" not in went_on
 
 
 def test_moves_without_end_stay_a_page() -> None:
     stops = [move(10 * n, "stop", "fp16", "fp16", 10 * n) for n in range(1, 301)]
-    assert "100 more are in the log" in run_page(Run((begin(), *stops), 0, 0), "a.jsonl")
+    assert "100 more" in run_page(Run((begin(), *stops), 0, 0), "a.jsonl")
 
 
 def test_what_is_no_run_log_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "outcomes.jsonl").write_text('{"search_id": "s1", "number": 1}\n{"search_id": "s1"}\n')
-    with pytest.raises(FormatError, match="is no run log"):
+    with pytest.raises(FormatError, match="no run log"):
         write_run_report(tmp_path / "outcomes.jsonl")
     assert not (tmp_path / "outcomes.html").exists()
