@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from autotune_amp.core.errors import DeviceError
 
 if TYPE_CHECKING:
+    from autotune_amp.core.dimensions import Precision
     from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
-    from autotune_amp.core.setting import Precision
 
 # The module of each kind, in the order in which `auto` tries them.
 DEVICES = {kind: f"autotune_amp.hardware.{kind}" for kind in ("cuda", "xpu", "mps", "cpu")}

@@ -11,7 +11,7 @@ import json
 import shlex
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
@@ -28,6 +28,7 @@ from autotune_amp.core.config_source import (
     strict_flag_lines,
 )
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.setting import DIMENSIONS
 from autotune_amp.integrations.export_settings import (
     accelerate_config,
     beyond_plain,
@@ -94,7 +95,7 @@ def export(setting: Exportable, to: str) -> Export:
     if target == "deepspeed":
         document = json.dumps(deepspeed_config(setting.config), indent=2)
         return Export(to=target, text=f"{document}\n", notes=tuple(beside_deepspeed(setting)))
-    return Export(to=target, text=_headed(setting, _TEXTS[target](setting)))
+    return Export(to=target, text=_headed(setting, _TEXTS[target](replace(setting, target=target))))
 
 
 def accelerate_file(setting: Exportable) -> Export:
@@ -151,6 +152,7 @@ class Exportable:
     share: in words, what a batch's weight is a share of, where `loss` is "weighted".
     is_loop: the training has a ``train_step(state, batch, amp)`` of its own.
     origin: a line that says where the config comes from.
+    target: what it is exported to.
     """
 
     config: AmpConfig
@@ -159,6 +161,7 @@ class Exportable:
     share: str = ""
     is_loop: bool = False
     origin: str = ""
+    target: str = ""
 
     def divided_by(self, framework: str) -> list[str]:
         """What to know of the loss where the framework divides it by the accumulation steps, and that is not all."""
@@ -189,6 +192,11 @@ class Script:
         self._imports: set[str] = set()
         self._said = {"environment"}
         self._unsaid: list[str] = []
+        for dimension in DIMENSIONS:
+            lines = dimension.export(getattr(setting.config, dimension.name), setting.target)
+            if lines is not None:
+                self.says(dimension.name)
+                self.lines += lines
         if setting.config.environment:
             self.comments.append("Before Python starts, in the shell:")
             self.comments += [f"  {line}" for line in environment_lines(setting.config.environment)]

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from autotune_amp.core.config import PRECISIONS
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.precision.modes import MODES
 from autotune_amp.search.space import SAME_MEMORY
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def rank_for(
         if objective == "energy":
             joules = {c: j for c in left if (j := merits[c].joules_per_sample) is not None}
             close = [c for c, j in joules.items() if (1 - PLATEAU) * j <= min(joules.values())]
-            return min(close, key=_risk) if close else _fastest(speeds)
+            return min(close, key=lambda c: c.risks) if close else _fastest(speeds)
         return _fastest(speeds)
 
     return _ranking(merits, winner, tiers or {})
@@ -103,7 +103,7 @@ def keeps_baseline(
         return False
     if candidate.as_found:
         return True
-    is_safer = PRECISIONS.index(candidate.precision) < PRECISIONS.index(baseline.precision)
+    is_safer = MODES[candidate.precision].risk < MODES[baseline.precision].risk
     if objective == "memory":
         if found.samples_per_second < least_speed(objective, today):
             return True
@@ -143,10 +143,4 @@ def _ranking(
 
 def _fastest(speeds: Mapping[Setting, float]) -> Setting:
     close = [c for c, speed in speeds.items() if speed >= (1 - PLATEAU) * max(speeds.values())]
-    return min(close, key=_risk)
-
-
-def _risk(candidate: Setting) -> tuple[int, int, int]:
-    """What there is to go wrong, then the batch size, then the loader's workers, the user's own number first."""
-    workers = -1 if candidate.num_workers is None else candidate.num_workers
-    return PRECISIONS.index(candidate.precision), candidate.batch_size, workers
+    return min(close, key=lambda c: c.risks)

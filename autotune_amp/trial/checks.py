@@ -16,11 +16,12 @@ from typing import Any
 import msgspec
 import torch
 
-from autotune_amp.core.config import Precision
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity
 from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import CheckOutcome, Failure
+from autotune_amp.core.setting import NUMERIC
 from autotune_amp.core.workload import Workload
 from autotune_amp.numerics import accumulation, calibration, fidelity
 from autotune_amp.numerics.passes import Loop, NoStepError, Passes, Subject, no_loss
@@ -34,6 +35,8 @@ from autotune_amp.trial.training import checked_loss
 from autotune_amp.trial.worker import classify, guarded, prepare
 
 LOOK_SHARE = 0.2  # of a check's seconds, at most, for unequal samples
+# Dimensions that change numbers, and that the passes of numerics/ do not know.
+_UNSEEN = [d.name for d in NUMERIC if d.name not in ("precision", "pinned_modules")]
 _PHASES = {
     "fidelity": "checking {} against fp32",
     "calibration": "calibrating the loss scale",
@@ -51,8 +54,8 @@ def _check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
     try:
         subject = _subject(context, spec)
     except CannotCutError as error:
-        return accumulation.unchecked(str(error), spec.batch_size)
-    tell({"event": "phase", "name": _PHASES[spec.what].format(spec.precision)})
+        return accumulation.unchecked(str(error), spec.candidate.batch_size)
+    tell({"event": "phase", "name": _PHASES[spec.what].format(spec.candidate.precision)})
     try:
         return _found(subject, spec, tell)
     except NoStepError:
@@ -72,17 +75,21 @@ def _attributed(failure: Failure, subject: Subject, spec: Check) -> Failure:
     passes = Passes(subject)
     if not _runs(passes, "fp32"):
         return msgspec.structs.replace(failure, kind="workload_error")
-    with passes.pinned(spec.pinned_modules):
-        if not _runs(passes, spec.precision):
+    with passes.pinned(spec.candidate.pinned_modules):
+        if not _runs(passes, spec.candidate.precision):
             return msgspec.structs.replace(failure, kind="unsupported")
     return msgspec.structs.replace(failure, kind="crash", details=traceback.format_exc()[-8000:])
 
 
 def _found(subject: Subject, spec: Check, tell: Tell) -> Fidelity | Calibration | Accumulation:
+    asked = spec.candidate
     if spec.what == "accumulation":
-        return accumulation.check(subject, accumulation.num_checked(spec.batch_size))
+        return accumulation.check(subject, accumulation.num_checked(asked.batch_size))
     if spec.what == "calibration":
-        return calibration.calibrate(subject, batch_size=spec.batch_size, pinned_modules=spec.pinned_modules)
+        return calibration.calibrate(subject, batch_size=asked.batch_size, pinned_modules=asked.pinned_modules)
+    if unseen := [name for name in _UNSEEN if getattr(asked, name) != getattr(asked.ordinary, name)]:
+        reason = f"no check looks at what {' and '.join(unseen)} does to the numbers"
+        return _unchecked(spec, reason, "Compare a few hundred steps of a training with it and of one without.")
     if subject.loop is not None and has_half_weights(subject.model):
         return _unchecked(
             spec,
@@ -91,9 +98,9 @@ def _found(subject: Subject, spec: Check, tell: Tell) -> Fidelity | Calibration 
         )
     return fidelity.check(
         subject,
-        spec.precision,
-        pinned_modules=spec.pinned_modules,
-        batch_size=spec.batch_size,
+        asked.precision,
+        pinned_modules=asked.pinned_modules,
+        batch_size=asked.batch_size,
         find_pins=spec.find_pins and subject.loop is None,
         on_bad_verdict=lambda found: tell({"event": "so far", "value": msgspec.to_builtins(found)}),
     )
@@ -101,11 +108,11 @@ def _found(subject: Subject, spec: Check, tell: Tell) -> Fidelity | Calibration 
 
 def _unchecked(spec: Check, reason: str, next_step: str) -> Fidelity:
     return Fidelity(
-        precision=spec.precision,
-        batch_size=spec.batch_size,
-        pinned_modules=spec.pinned_modules,
+        precision=spec.candidate.precision,
+        batch_size=spec.candidate.batch_size,
+        pinned_modules=spec.candidate.pinned_modules,
         verdict="unchecked",
-        reason=f"{spec.precision} is unchecked: {reason}.",
+        reason=f"{spec.candidate.precision} is unchecked: {reason}.",
         next_step=next_step,
     )
 
@@ -137,7 +144,7 @@ def _loop_subject(workload: Workload, model: LoopState, batches: list[Any], spec
     loop = Loop(
         step=lambda state, batch, amp: train_step(state.held, copy.deepcopy(batch), amp),
         forget=LoopState.forget_steps,
-        batch_size=spec.batch_size,
+        batch_size=spec.candidate.batch_size,
     )
     return Subject(
         model=model,
@@ -153,8 +160,8 @@ def _loop_subject(workload: Workload, model: LoopState, batches: list[Any], spec
 def _batches(user_data: Any, spec: Check) -> list[Any]:
     if spec.what == "accumulation":
         seconds = min(LOOK_SECONDS, LOOK_SHARE * (spec.deadline_seconds or math.inf))
-        return whole_and_parts(user_data, accumulation.num_checked(spec.batch_size), spec.seed, seconds)
-    with closing(data.stream(user_data, spec.batch_size)) as stream:
+        return whole_and_parts(user_data, accumulation.num_checked(spec.candidate.batch_size), spec.seed, seconds)
+    with closing(data.stream(user_data, spec.candidate.batch_size)) as stream:
         return list(islice(stream, spec.num_batches))
 
 

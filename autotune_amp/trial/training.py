@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from autotune_amp.core.config import AmpConfig, LossScale
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.setting import DIMENSIONS
 from autotune_amp.core.workload import Workload, type_name
 from autotune_amp.numerics.modules import named
 from autotune_amp.precision import mode as precision
+from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.step_amp import StepAmp
 from autotune_amp.precision.torch_state import as_found_autocast
 from autotune_amp.trial import data
@@ -112,13 +115,18 @@ class BaseTraining(ABC):
         self._taken: list[Any] = []
         self._last_batch: Any = None
         self._worst: data.Stream | None = None
-        if not spec.candidate.as_found:
-            precision.set_flags(spec.candidate.precision)
         self._pinned: list[nn.Module] = []
-        if spec.candidate.precision in ("bf16", "fp16"):
+
+    def set_precision(self, wanted: Precision) -> None:
+        """Set its strict flags, unless the setting keeps the caller's own."""
+        if not self.spec.candidate.as_found:
+            precision.set_flags(wanted)
+
+    def pin(self, names: Sequence[str]) -> None:
+        """Keep the modules of these names in fp32 under autocast until `close`."""
+        if MODES[self.spec.candidate.precision].uses_autocast:
             # What the user's own model has pinned already stays so after `unpin`.
-            found = named(model, spec.candidate.pinned_modules)
-            self._pinned = [module for module in found if not precision.is_pinned(module)]
+            self._pinned = [module for module in named(self.model, names) if not precision.is_pinned(module)]
             for module in self._pinned:
                 precision.pin_fp32(module, self.device.type)
 
@@ -285,7 +293,7 @@ class LoopTraining(BaseTraining):
         self._amp.begin()
         self._train_step(self._state, batch, self._amp)
         candidate = self.spec.candidate
-        needs_autocast = candidate.precision in ("bf16", "fp16") and not candidate.as_found
+        needs_autocast = MODES[candidate.precision].uses_autocast and not candidate.as_found
         loss = self._amp.total_loss(needs_autocast=needs_autocast)
         self.has_stepped = self._amp.has_stepped
         return loss
@@ -296,15 +304,21 @@ class LoopTraining(BaseTraining):
 
 def _config(spec: Trial) -> AmpConfig:
     candidate = spec.candidate
-    loss_scale = (spec.loss_scale or LossScale()) if candidate.precision == "fp16" else None
+    loss_scale = (spec.loss_scale or LossScale()) if MODES[candidate.precision].takes_scaler else None
     return AmpConfig.of(candidate, loss_scale=loss_scale)
 
 
 def make_training(workload: Workload, model: nn.Module, spec: Trial) -> BaseTraining:
-    """The training of a `model` made by `make_model`. Raises `WorkloadError` for what cannot train."""
-    if isinstance(model, LoopState):
-        return LoopTraining(workload, model, spec)
-    return Training(workload, model, spec)
+    """The training of a `model` made by `make_model`, as each dimension of the setting has it.
+
+    Raises `WorkloadError` for what cannot train.
+    """
+    training: BaseTraining = (
+        LoopTraining(workload, model, spec) if isinstance(model, LoopState) else Training(workload, model, spec)
+    )
+    for dimension in DIMENSIONS:
+        dimension.apply(training, getattr(spec.candidate, dimension.name))
+    return training
 
 
 def checked_loss(loss: Callable[[nn.Module, Any], Any] | None) -> Callable[[nn.Module, Any], Tensor]:

@@ -241,8 +241,8 @@ def check_seconds(landscape: Landscape, spec: Check) -> float:
     num_fp32 = NUM_HISTOGRAM_PASSES if spec.what == "calibration" else NUM_CHECK_PASSES / 2
     num_passes = NUM_CALIBRATION_PASSES if spec.what == "calibration" else NUM_CHECK_PASSES
     return (
-        num_fp32 * _step_seconds(landscape, "fp32", spec.batch_size)
-        + (num_passes - num_fp32) * _step_seconds(landscape, spec.precision, spec.batch_size)
+        num_fp32 * _step_seconds(landscape, "fp32", spec.candidate.batch_size)
+        + (num_passes - num_fp32) * _step_seconds(landscape, spec.candidate.precision, spec.candidate.batch_size)
         + max(map(_setup_seconds, landscape.cells[landscape.baseline]))
     )
 
@@ -264,22 +264,22 @@ def _step_seconds(landscape: Landscape, precision: Precision, batch_size: int) -
 def _all_well(spec: Check) -> CheckOutcome:
     said: dict[str, Any] = {"reason": "It was replayed.", "next_step": "Check a real workload."}
     if spec.what == "accumulation":
-        return Accumulation(verdict="mean", num_micro_batches=4, batch_size=spec.batch_size, **said)
+        return Accumulation(verdict="mean", num_micro_batches=4, batch_size=spec.candidate.batch_size, **said)
     if spec.what == "fidelity":
         return Fidelity(
-            precision=spec.precision,
-            batch_size=spec.batch_size,
+            precision=spec.candidate.precision,
+            batch_size=spec.candidate.batch_size,
             verdict="faithful",
-            pinned_modules=spec.pinned_modules,
+            pinned_modules=spec.candidate.pinned_modules,
             num_passes=NUM_CHECK_PASSES,
             **said,
         )
     return Calibration(
-        batch_size=spec.batch_size,
+        batch_size=spec.candidate.batch_size,
         log2_scales=(14.5,) * 12,
         bisected_log2_scales={},
         gradient_histogram=((-11, 500), (-10, 1000)),
         init_scale=2.0**13,
         forward_max=3.0,
-        pinned_modules=spec.pinned_modules,
+        pinned_modules=spec.candidate.pinned_modules,
     )

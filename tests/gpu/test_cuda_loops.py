@@ -39,7 +39,10 @@ def test_a_loop_built_on_the_cpu_trains_on_the_device_and_is_checked_there(name:
     assert all(not torch.equal(old, new) for old, new in zip(before, model.trained(), strict=True))
     if precision != "fp32":
         check = Check(
-            what="fidelity", precision=precision, batch_size=32, device="cuda", torch_state=torch_state.capture()
+            what="fidelity",
+            candidate=Setting(precision=precision, batch_size=32),
+            device="cuda",
+            torch_state=torch_state.capture(),
         )
         found = checks.check(context, check, lambda _: None)
         assert isinstance(found, Fidelity)

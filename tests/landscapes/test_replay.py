@@ -38,7 +38,7 @@ class TestReplay(BackendContract):
             spec(),
             Trial(candidate=ran_out, device="cpu"),
             "oom",
-            Check(what="fidelity", precision="bf16", batch_size=16, device="cpu"),
+            Check(what="fidelity", candidate=Setting(precision="bf16", batch_size=16), device="cpu"),
         )
 
 
@@ -182,7 +182,7 @@ def test_an_unknown_candidate_names_what_is_there() -> None:
 def test_a_check_costs_its_passes_and_keeps_its_deadline() -> None:
     clock = ReplayBudget()
     runner = ReplayBackend(landscape(lambda _: 100.0, num_processes=1), clock, seed=0)
-    wanted = Check(what="fidelity", precision="bf16", batch_size=16, device="cpu")
+    wanted = Check(what="fidelity", candidate=Setting(precision="bf16", batch_size=16), device="cpu")
     assert not isinstance(runner.submit(wanted).result(), Failure)
     assert clock.now == pytest.approx(SETUP_SECONDS + NUM_CHECK_PASSES * 0.16)
     assert isinstance(runner.submit(msgspec.structs.replace(wanted, deadline_seconds=1.0)).result(), Failure)
@@ -195,7 +195,7 @@ def test_a_calibration_is_mostly_passes_in_its_own_precision() -> None:
 
     clock = ReplayBudget()
     runner = ReplayBackend(landscape(rate_of, num_processes=1), clock, seed=0)
-    runner.submit(Check(what="calibration", precision="bf16", batch_size=16, device="cpu")).result()
+    runner.submit(Check(what="calibration", candidate=Setting(precision="bf16", batch_size=16), device="cpu")).result()
     assert clock.now == pytest.approx(SETUP_SECONDS + 3 * 1.6 + (NUM_CALIBRATION_PASSES - 3) * 0.16)
 
 

@@ -163,10 +163,10 @@ def accumulation(
 def all_well(spec: Check) -> CheckOutcome:
     """Every precision is faithful, every loss scale up to 2^14.5 safe, and gradients accumulate."""
     if spec.what == "accumulation":
-        return accumulation(batch_size=spec.batch_size)
+        return accumulation(batch_size=spec.candidate.batch_size)
     if spec.what == "calibration":
-        return calibration(batch_size=spec.batch_size, pins=spec.pinned_modules)
-    return fidelity(spec.precision, pins=spec.pinned_modules, batch_size=spec.batch_size)
+        return calibration(batch_size=spec.candidate.batch_size, pins=spec.candidate.pinned_modules)
+    return fidelity(spec.candidate.precision, pins=spec.candidate.pinned_modules, batch_size=spec.candidate.batch_size)
 
 
 def measured(

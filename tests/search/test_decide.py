@@ -86,7 +86,7 @@ def decided(
     known = found_fidelity(log.records)
     checks = {check_key(c) for c in (*candidates, baseline) if not c.as_found and c.precision != "fp32"} - known.keys()
     for check in checks if is_checked else ():
-        made.add(at(check.precision, 16, pinned_modules=check.pinned_modules), fidelity(*check[:1]), "fidelity")
+        made.add(at(check.precision, 16, pinned_modules=check.pinned_modules), fidelity(check.precision), "fidelity")
     ledger = ledger_of(made.records, space, more.pop("scales", None), more.pop("objective", "speed"))
     return decide(ledger, environment=environment or {}, **more)
 

@@ -59,7 +59,7 @@ class LoadingMachine:
         return measured(spec, rate, data_share=1 - rate / alone)
 
     def check(self, spec: Check) -> CheckOutcome:
-        return fidelity(spec.precision, "faithful" if self.is_bf16_faithful else "unfaithful")
+        return fidelity(spec.candidate.precision, "faithful" if self.is_bf16_faithful else "unfaithful")
 
     def search(self, max_trials: int | None = None) -> Decision:
         with Study.open("sqlite://", "scripted", self.ledger) as study:

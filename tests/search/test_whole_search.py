@@ -72,7 +72,7 @@ class Machine:
         return measured(spec, rate, memory=2**26 * tried.batch_size)
 
     def check(self, spec: Check) -> CheckOutcome:
-        key = spec.what, spec.precision, len(spec.pinned_modules)
+        key = spec.what, spec.candidate.precision, len(spec.candidate.pinned_modules)
         return self.check_answers.get(key) or all_well(spec)
 
     def explore(self, where: Space, max_trials: int | None = None, *, is_checked: bool = False) -> None:

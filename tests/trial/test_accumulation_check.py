@@ -10,6 +10,7 @@ import pytest
 
 from autotune_amp.core.fidelity import Accumulation
 from autotune_amp.core.outcome import CheckOutcome, Failure
+from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import checks
 from autotune_amp.trial.context import Context
@@ -84,8 +85,8 @@ class Folder:
     def check(self, mode: str = "", batch_size: int = 32, **fields: Any) -> CheckOutcome:
         (self._path / "mode").write_text(mode)
         namespace = runpy.run_path(str(self._path / "train.py"))
-        asked = {"what": "accumulation", "precision": "fp32", "device": "cpu", "torch_state": torch_state.capture()}
-        spec = Check(**{**asked, "batch_size": batch_size, **fields})
+        asked = {"what": "accumulation", "device": "cpu", "torch_state": torch_state.capture()}
+        spec = Check(candidate=Setting(precision="fp32", batch_size=batch_size), **{**asked, **fields})
         return checks.check(Context(namespace["workload"](), is_kept=False), spec, lambda event: None)
 
 
