@@ -336,7 +336,7 @@ def test_a_study_of_somebody_else_is_left_alone(file: Path) -> None:
         ("postgresql+nodriver://user:hunter2@host/db", "postgresql+nodriver://user:***@host/db"),
         ("user:hunter2@host", "user:***@host"),
         ("sqlite:////nowhere/at/all/study.db", "sqlite:////nowhere/at/all/study.db"),
-        ("sqlite:////tmp/{unknown}.db", "sqlite:////tmp/%7Bunknown%7D.db"),
+        ("sqlite:////tmp/{unknown}.db", "sqlite:////tmp/{unknown}.db"),
     ],
 )
 def test_a_storage_that_cannot_be_used_is_named_without_its_password(bad_url: str, shown: str) -> None:
@@ -467,7 +467,7 @@ def test_a_trial_that_somebody_else_finished_is_an_error(file: Path) -> None:
 def test_an_enqueued_trial_that_makes_no_sense_is_an_error_once(file: Path, enqueued: dict[str, Any]) -> None:
     with opened(file, "demo", SPACE, search_id="s1") as study:
         study._study.enqueue_trial(enqueued)
-        with pytest.raises(StudyError, match=r"Trial 0, which somebody enqueued in study demo, .*(int8|many)"):
+        with pytest.raises(StudyError, match=r"enqueued in study demo.*(int8|many)"):
             study.ask()
     with opened(file, "demo", SPACE, search_id="s1") as study:
         assert study.ask(at("fp32", 32)).setting == at("fp32", 32)
