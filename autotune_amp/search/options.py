@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
-from autotune_amp.core.config import PRECISIONS, Precision
+from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import Objective
 
@@ -20,6 +20,7 @@ MAX_STEPS = 1_000_000  # a replay holds a number for each, and takes up to 0.1 s
 # What changes nothing of what is measured, only what is chosen and said: a finished search is ranked again for these.
 RANKING = ("objective", "num_steps", "num_samples", "price_per_hour")
 
+Name = TypeVar("Name")
 _DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 _NAME = re.compile(r"[\w.-]+")
 _RANGE = re.compile(r"(\d+):(\d+)")
@@ -84,38 +85,24 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
         seed: int = 0,
     ) -> SearchOptions:
         """Check every value; raises `InvalidRequestError` naming the option, what was given and what would do."""
-        _check(_is_number(budget) and 0 < budget < math.inf, "budget", budget, "a number of seconds above 0")
-        _check(_is_count(trials), "trials", trials, "a whole number from 1 up")
+        whole, length = "a whole number from 1 up", "given together with --steps or --samples"
+        name, url = "a folder name of letters, digits, '.', '_' and '-'", "an Optuna storage URL, as a string"
+        _check(_is_number(budget) and budget > 0, "budget", budget, "a number of seconds above 0")
+        _check(_is_count(trials), "trials", trials, whole)
         _check(_matches(_DEVICE, device), "device", device, "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N")
-        _check(
-            _is_number(memory_fraction) and 0 < memory_fraction <= 1,
-            "memory-fraction",
-            memory_fraction,
-            "a share above 0 and at most 1",
-        )
+        is_share = _is_number(memory_fraction) and 0 < memory_fraction <= 1
+        _check(is_share, "memory-fraction", memory_fraction, "a share above 0 and at most 1")
         _check(_is_count(steps) and (steps or 1) <= MAX_STEPS, "steps", steps, f"a whole number from 1 to {MAX_STEPS}")
-        _check(_is_count(samples), "samples", samples, "a whole number from 1 up")
+        _check(_is_count(samples), "samples", samples, whole)
         _check(steps is None or samples is None, "samples", samples, "left out where --steps is given")
-        _check(
-            price_per_hour is None or (_is_number(price_per_hour) and 0 <= price_per_hour < math.inf),
-            "price-per-hour",
-            price_per_hour,
-            "an amount of money from 0 up",
-        )
-        _check(
-            price_per_hour is None or steps is not None or samples is not None,
-            "price-per-hour",
-            price_per_hour,
-            "given together with --steps or --samples",
-        )
-        _check(
-            study is None or (_matches(_NAME, study) and study.strip(".") != ""),
-            "study",
-            study,
-            "a folder name of letters, digits, '.', '_' and '-'",
-        )
+        is_price = price_per_hour is None or (_is_number(price_per_hour) and price_per_hour >= 0)
+        _check(is_price, "price-per-hour", price_per_hour, "an amount of money from 0 up")
+        has_length = price_per_hour is None or steps is not None or samples is not None
+        _check(has_length, "price-per-hour", price_per_hour, length)
+        is_name = study is None or (_matches(_NAME, study) and study.strip(".") != "")
+        _check(is_name, "study", study, name)
         _check(isinstance(out, str), "out", out, "a folder's path, as a string")
-        _check(storage is None or isinstance(storage, str), "storage", storage, "an Optuna storage URL, as a string")
+        _check(storage is None or isinstance(storage, str), "storage", storage, url)
         _check(_is_whole(seed) and 0 <= seed < SEED_LIMIT, "seed", seed, f"a whole number from 0 to {SEED_LIMIT - 1}")
         return cls(
             budget_seconds=float(budget),
@@ -127,7 +114,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
             num_ranks=num_ranks,
             baseline=_baseline(baseline),
             memory_fraction=float(memory_fraction),
-            objective=_objective(objective),
+            objective=_one_of("objective", objective, get_args(Objective)),
             num_steps=steps,
             num_samples=samples,
             price_per_hour=None if price_per_hour is None else float(price_per_hour),
@@ -158,13 +145,12 @@ def _effective(given: str | int | None, num_ranks: int) -> int | Literal["free"]
     return number
 
 
-def _objective(given: object) -> Objective:
-    for objective in get_args(Objective):
-        if objective == given:
-            found: Objective = objective
-            return found
+def _one_of(option: str, given: object, names: Sequence[Name]) -> Name:
+    for name in names:
+        if name == given:
+            return name
     raise InvalidRequestError(
-        f"--objective is {given!r}; it must be one of {', '.join(get_args(Objective))}.", "Pick one of the names given."
+        f"--{option} is {given!r}; it must be one of {', '.join(map(str, names))}.", "Pick one of the names given."
     )
 
 
@@ -172,8 +158,8 @@ def _is_whole(given: object) -> bool:
     return isinstance(given, int) and not isinstance(given, bool)
 
 
-def _is_number(given: object) -> bool:
-    return isinstance(given, float) or _is_whole(given)
+def _is_number(given: Any) -> bool:
+    return (isinstance(given, float) or _is_whole(given)) and math.isfinite(given)
 
 
 def _is_count(given: Any) -> bool:
@@ -191,21 +177,12 @@ def _pair(pattern: re.Pattern[str], given: object) -> re.Match[str] | None:
     return pattern.fullmatch(given) if isinstance(given, str) else None
 
 
-def _precision(option: str, name: str) -> Precision:
-    for precision in PRECISIONS:
-        if precision == name:
-            return precision
-    raise InvalidRequestError(
-        f"--{option} is {name!r}; it must be one of {', '.join(get_args(Precision))}.", "Pick one of the names given."
-    )
-
-
 def _precisions(given: Sequence[str] | str | None) -> tuple[Precision, ...] | None:
     names = (given,) if isinstance(given, str) else given
     if names is None or (isinstance(names, Sequence) and not names):
         return None
     _check(isinstance(names, Sequence), "precision", given, "a name, or several in a list")
-    return tuple(dict.fromkeys(_precision("precision", name) for name in names))
+    return tuple(dict.fromkeys(_one_of("precision", name, PRECISIONS) for name in names))
 
 
 def _batch_range(given: str | tuple[int, int] | None) -> tuple[int, int] | None:
@@ -225,4 +202,4 @@ def _baseline(given: str | tuple[str, int] | None) -> tuple[Precision, int] | No
         raise InvalidRequestError(
             f"--baseline is {given!r}; it must be PRECISION:BATCH.", "Give for example --baseline fp32:32."
         )
-    return _precision("baseline", match[1]), int(match[2])
+    return _one_of("baseline", match[1], PRECISIONS), int(match[2])
