@@ -7,7 +7,6 @@ joules per sample, and within 3 % the precision with the least to go wrong, then
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -55,7 +54,7 @@ def rank(measured: Mapping[Setting, float], tiers: Mapping[Setting, int] | None 
     Lower tiers come first, 0 where `tiers` does not say; in each, candidates as found come last, since a config cannot
     express them.
     """
-    return _ranking(measured, lambda left: _fastest({c: measured[c] for c in left}), tiers or {})
+    return rank_for("speed", {c: Merit(speed, 0, None) for c, speed in measured.items()}, tiers=tiers)
 
 
 def rank_for(
@@ -83,7 +82,15 @@ def rank_for(
             return min(close, key=lambda c: c.risks) if close else _fastest(speeds)
         return _fastest(speeds)
 
-    return _ranking(merits, winner, tiers or {})
+    groups: dict[tuple[int, bool], list[Setting]] = {}
+    for candidate in merits:
+        groups.setdefault(((tiers or {}).get(candidate, 0), candidate.as_found), []).append(candidate)
+    ranking: list[Setting] = []
+    for _, left in sorted(groups.items(), key=lambda item: item[0]):
+        while left:
+            ranking.append(winner(left))
+            left.remove(ranking[-1])
+    return ranking
 
 
 def least_speed(objective: Objective, baseline: Merit | None) -> float:
@@ -125,20 +132,6 @@ def check_measured(objective: Objective, merits: Iterable[Merit]) -> None:
             "that this user may read, or the trials were too short for it.",
             "Search with --objective energy --fresh: that says what is missing, and measures long enough.",
         )
-
-
-def _ranking(
-    candidates: Iterable[Setting], winner: Callable[[list[Setting]], Setting], tiers: Mapping[Setting, int]
-) -> list[Setting]:
-    groups: dict[tuple[int, bool], list[Setting]] = {}
-    for candidate in candidates:
-        groups.setdefault((tiers.get(candidate, 0), candidate.as_found), []).append(candidate)
-    ranking: list[Setting] = []
-    for _, left in sorted(groups.items(), key=lambda item: item[0]):
-        while left:
-            ranking.append(winner(left))
-            left.remove(ranking[-1])
-    return ranking
 
 
 def _fastest(speeds: Mapping[Setting, float]) -> Setting:

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-import itertools
 from typing import Any, get_args
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from scripted_backend import measured
 
@@ -12,7 +11,6 @@ from autotune_amp.core.config import PRECISIONS, Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware, Level
 from autotune_amp.core.outcome import Description, Failure, Outcome
-from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.space import (
@@ -21,7 +19,6 @@ from autotune_amp.search.space import (
     build_space,
     divisors,
     excluded_by_outcomes,
-    without,
 )
 from autotune_amp.trial.jobs import Trial
 
@@ -155,10 +152,6 @@ def test_what_is_assumed_is_said(about: dict[str, Any], options: dict[str, Any],
     assert note in said
 
 
-def test_nothing_is_assumed_of_a_plain_workload() -> None:
-    assert space().notes == ()
-
-
 @pytest.mark.parametrize(
     ("levels", "about", "options", "legal", "excluded"),
     [
@@ -273,15 +266,6 @@ def test_every_candidate_is_legal(
         assert {low, min(high, num_samples or high)} <= set(sizes(found))
 
 
-@given(st.integers(1, 5000), st.integers(1, 100_000), st.integers(1, 300))
-def test_a_range_is_covered_without_wide_gaps(low: int, ratio: int, base: int) -> None:
-    assume(low * ratio >= base)
-    about = {"batch_size": base, "num_samples": None}
-    found = sizes(space(about=about, batch_size=(low, low * ratio), effective_batch_size="free"))
-    even = max(4.0, ratio ** (2 / (MAX_BATCH_SIZES - 2)) * 2)
-    assert all(above <= even * below + 1 for below, above in itertools.pairwise(found))
-
-
 def test_a_loop_says_why_nothing_accumulates() -> None:
     found = space(about={"is_loop": True}, precision=["fp32", "bf16"])
     assert [(e.precision, e.batch_size) for e in found.excluded] == [("fp32", 16), ("bf16", 16)]
@@ -291,13 +275,6 @@ def test_a_loop_says_why_nothing_accumulates() -> None:
     free = space(about={"is_loop": True}, effective_batch_size="free")
     assert free.notes == ()
     assert free.accumulation_withheld == found.accumulation_withheld
-
-
-def test_a_space_is_json() -> None:
-    import msgspec
-
-    found = space()
-    assert msgspec.json.decode(msgspec.json.encode(found), type=Space) == found
 
 
 OOM, SLOW, MISSING = (Failure(kind=kind, message="the device says so") for kind in ("oom", "timeout", "unsupported"))
@@ -356,15 +333,3 @@ def test_five_times_slower_at_the_same_batch_is_hopeless(rate: float, is_hopeles
     fast = {Setting(precision="fp32", batch_size=b): measured(spec, 100.0 * b / 32) for b in (32, 64)}
     excluded = excluded_by_outcomes(space(), {**fast, slow: measured(spec, rate)})
     assert [(e.precision, e.batch_size) for e in excluded] == [("bf16", None)] * is_hopeless
-
-
-def test_an_exclusion_without_a_batch_size_covers_its_precision() -> None:
-    found = space(precision=["fp32", "bf16"], batch_size="32:64", effective_batch_size="free")
-    left = without(
-        found.candidates,
-        [
-            Exclusion(precision="fp32", batch_size=None, reason=""),
-            Exclusion(precision="bf16", batch_size=64, reason=""),
-        ],
-    )
-    assert left == (Setting(precision="bf16", batch_size=32),)
