@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.evidence import (
     MIN_PROCESSES,
     Evidence,
@@ -16,7 +17,7 @@ from autotune_amp.core.evidence import (
     LossScaleEvidence,
 )
 from autotune_amp.core.outcome import Accumulation, Fidelity
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, duration, exact, number, one_line, rate, size, times
 
 _NO_LIMIT = 1e30  # what only fp16 is below: nothing comes near the range that bf16 shares with fp32

@@ -13,11 +13,12 @@ from msgspec import UNSET, UnsetType
 
 from autotune_amp.core import explain
 from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import AutotuneAmpError, FormatError, InvalidRequestError, StudyError
 from autotune_amp.core.evidence import Evidence, Job, Objective
 from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.outcome import Description, Fidelity
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import one_line
 
 FORMAT = 1

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from msgspec.structs import replace
+
 from autotune_amp.core.outcome import Record
+from autotune_amp.core.setting import NUMERIC
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.backend import Handle
 from autotune_amp.isolation.process import Watcher
@@ -107,20 +110,11 @@ def _phase(job: Trial | Check) -> str:
             return "checking whether gradients accumulate"
         if job.what == "calibration":
             return "calibrating the loss scale"
-        return f"checking {_precision(job)} against fp32"
+        return f"checking {job.candidate.labelled(NUMERIC)} against fp32"
     if job.purpose == "fallback":
         return "measuring fallbacks"
     if job.purpose in ("confirm", "plain"):
         return "confirming in fresh processes"
-    if job.candidate.num_workers is not None:
-        return f"trying {job.candidate}"
-    return f"measuring {job.candidate}" if job.candidate.pinned_modules else "searching"
-
-
-def _precision(job: Check) -> str:
-    num_pinned = len(job.pinned_modules)
-    return (
-        f"{job.precision} with {num_pinned} module{'s' if num_pinned > 1 else ''} pinned"
-        if num_pinned
-        else job.precision
-    )
+    if job.candidate.pinned_modules:
+        return f"measuring {job.candidate}"
+    return "searching" if replace(job.candidate, as_found=False).is_ordinary else f"trying {job.candidate}"

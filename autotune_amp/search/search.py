@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from autotune_amp.core.dimensions import PRECISIONS
 from autotune_amp.core.errors import BudgetTooSmallError
 from autotune_amp.core.hardware import MachineLoad
 from autotune_amp.core.outcome import Failure
@@ -18,7 +19,6 @@ from autotune_amp.core.recommendation import (
     SearchInterruptedError,
     SearchSummary,
 )
-from autotune_amp.core.setting import PRECISIONS
 from autotune_amp.core.text import size
 from autotune_amp.distributed.ranks import alone
 from autotune_amp.fingerprint import versions
@@ -49,6 +49,7 @@ from autotune_amp.search.stages.explore import Explore, left_to_explore
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.stages.loader_workers import LoaderWorkers
 from autotune_amp.search.stages.trials import MIN_TRIAL_SECONDS, Conditions
+from autotune_amp.search.stages.variants import Variants
 from autotune_amp.search.study import Study
 from autotune_amp.trial.energy import require_counter
 from autotune_amp.trial.heap import recommended_environment
@@ -182,8 +183,9 @@ class _Search:
                 self._share_building(backend, ledger, conditions)
             self._is_spent = left_to_explore(conditions, ledger, self.budget) <= MIN_TRIAL_SECONDS
             # A fallback may turn out faster than what it is one of: then it is a contender, and checked like any other.
-            workers, fallbacks = LoaderWorkers(conditions, checks, max_trials), Fallbacks(conditions)
-            for stage in (checks, workers, fallbacks, checks, fallbacks):
+            variants, fallbacks = Variants(conditions, checks, max_trials), Fallbacks(conditions)
+            workers = LoaderWorkers(conditions, checks, max_trials)
+            for stage in (checks, variants, workers, fallbacks, checks, fallbacks):
                 for _ in run(stage, backend, ledger, self.budget, self.watcher):
                     pass
 

@@ -66,7 +66,7 @@ def test_an_exact_accumulation_is_offered_and_checked_once(tmp_path: Path) -> No
     assert judged(on, where) == where
     assert judged(on, where) == where, "a resumed search reads its records"
     (spec,) = on.searched.backend.checks
-    assert (spec.what, spec.precision, spec.batch_size) == ("accumulation", "fp32", 16)
+    assert (spec.what, spec.candidate.precision, spec.candidate.batch_size) == ("accumulation", "fp32", 16)
     assert spec.deadline_seconds == pytest.approx(ACCUMULATION_SHARE * on.searched.budget.seconds)
     assert on.ledger.trials == [], "a check is no trial"
     on.oom_from = {"fp32": 64, "bf16": 64}
@@ -224,16 +224,6 @@ def test_a_changed_effective_batch_speaks_of_the_learning_rate_and_of_the_way_ba
     assert "free to change: the optimizer sees 64 samples a step instead of 32" in warning
     assert "learning rate may need another look" in warning
     assert "--effective-batch-size 64 keeps them" in warning, "of two ranks with 32 each"
-
-
-def test_few_divisors_are_said_with_the_neighbours_that_have_more() -> None:
-    where = built(precision="fp32", about={"batch_size": 97}, num_ranks=2)
-    config = AmpConfig(precision="fp32", batch_size=97)
-    (warning,) = accumulation_warnings(where, where.baseline, config, None)
-    assert "194 (97 on each of 2 ranks)" in warning
-    assert "--effective-batch-size 192 or --effective-batch-size 200" in warning
-    withheld = ledger_of([record(accumulation("inexact"))], built(about={"batch_size": 94})).space
-    assert accumulation_warnings(withheld, withheld.baseline, config, None) == [], "other divisors would not help"
 
 
 def test_no_time_is_no_finding(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from test_decide import HEAP, Log, at, decided, measured
 from test_whole_search import Machine, space
 
 from autotune_amp.core.config import LossScale
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Failure, FailureKind
-from autotune_amp.core.setting import Precision, Setting
-from autotune_amp.search.check_results import CheckKey, found_fidelity, verdict_on
+from autotune_amp.core.setting import Setting
+from autotune_amp.search.check_results import check_key, found_fidelity, verdict_on
 from autotune_amp.search.loss_scales import DEFAULT_PAIR, calibrated
 from autotune_amp.search.search import nothing_works
 from autotune_amp.search.space import Space
@@ -177,7 +178,7 @@ def test_what_is_faster_and_left_out_is_named_in_the_reason() -> None:
 def test_a_check_that_fails_takes_nothing_down(kind: FailureKind, verdict: str) -> None:
     made = log(fp32=100.0, bf16=200.0)
     made.add(candidate("bf16", 16), Failure(kind=kind, message="it went wrong"), "fidelity")
-    assert found_fidelity(made.records)[CheckKey("bf16")].verdict == verdict
+    assert found_fidelity(made.records)[check_key(candidate("bf16", 8))].verdict == verdict
     assert todo(made) is None
     assert (BF16 in ledger_of(made.records, WHERE).speeds) == (verdict == "unchecked")
     decision = decided(made)

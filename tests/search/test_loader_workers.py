@@ -6,8 +6,9 @@ import msgspec
 import pytest
 from scripted_backend import ScriptedSearch, candidate, described, fidelity, hardware, measured
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome, Record
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.setting import Setting
 from autotune_amp.search.answer.decide import Decision
 from autotune_amp.search.answer.evidence import Runs, is_waiting, loader_evidence
 from autotune_amp.search.space import Space
@@ -58,7 +59,7 @@ class LoadingMachine:
         return measured(spec, rate, data_share=1 - rate / alone)
 
     def check(self, spec: Check) -> CheckOutcome:
-        return fidelity(spec.precision, "faithful" if self.is_bf16_faithful else "unfaithful")
+        return fidelity(spec.candidate.precision, "faithful" if self.is_bf16_faithful else "unfaithful")
 
     def search(self, max_trials: int | None = None) -> Decision:
         with Study.open("sqlite://", "scripted", self.ledger) as study:

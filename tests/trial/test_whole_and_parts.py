@@ -324,7 +324,11 @@ def checked(
     given: DataLoader[Any] = DataLoader(texts, batch_size=32, shuffle=True, collate_fn=collate)
     state = torch_state.capture()
     spec = Check(
-        what="accumulation", precision="fp32", batch_size=batch_size, seed=seed, device="cpu", torch_state=state
+        what="accumulation",
+        candidate=Setting(precision="fp32", batch_size=batch_size),
+        seed=seed,
+        device="cpu",
+        torch_state=state,
     )
     context = Context(Workload(lambda: Model(norm(16)), loss, given), is_kept=False)
     return checks.check(context, spec, lambda event: None)

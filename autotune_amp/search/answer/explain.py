@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.dimensions import PRECISIONS
 from autotune_amp.core.evidence import MIN_PROCESSES, Evidence
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import CandidateRow, Exclusion
-from autotune_amp.core.setting import PRECISIONS
 from autotune_amp.core.text import number, rate, sentence
 from autotune_amp.hardware import machine_load
 from autotune_amp.search.answer.evidence import MAX_DATA_SHARE, Runs, best_runs, confirm_runs, share_seen
 from autotune_amp.search.check_results import failures
 from autotune_amp.search.objective import joules_per_sample, least_speed
-from autotune_amp.search.space import SAME_MEMORY, Space, has_few_batch_sizes, neighbours, of_all_ranks, without
+from autotune_amp.search.space import SAME_MEMORY, Space, without
 from autotune_amp.search.stages.fallbacks import LADDER
 
 if TYPE_CHECKING:
@@ -343,7 +343,7 @@ def ending_doubts(chosen: Runs) -> list[str]:
 
 
 def accumulation_warnings(space: Space, chosen: Setting, config: AmpConfig, found: Accumulation | None) -> list[str]:
-    """What a changed effective batch, a loss to be weighted and an effective batch without divisors ask of the user."""
+    """What a changed effective batch and a loss to be weighted ask of the user."""
     said = []
     before, after = space.baseline.effective_batch_size, chosen.effective_batch_size
     if before != after:
@@ -355,14 +355,6 @@ def accumulation_warnings(space: Space, chosen: Setting, config: AmpConfig, foun
     asking = ("sum",) if space.weighs_passes else ("sum", "weighted")
     if max(num_steps) > 1 and found is not None and found.verdict in asking:
         said.append(f"{sentence(found.reason)} {sentence(found.next_step)}")
-    kept = space.effective_batch_size
-    if kept is not None and space.accumulation_withheld is None and has_few_batch_sizes(kept):
-        options = [f"--effective-batch-size {n * space.num_ranks}" for n in neighbours(kept)]
-        if options:
-            said.append(
-                f"The effective batch size {of_all_ranks(kept, space.num_ranks)} has few divisors, so there are few "
-                f"batch sizes that keep it. Its neighbours have more: {' or '.join(options)}."
-            )
     return said
 
 

@@ -12,7 +12,7 @@ from autotune_amp.core.outcome import Failure, Fidelity
 from autotune_amp.core.setting import Setting
 from autotune_amp.search import check_results, loss_scales
 from autotune_amp.search.budget import Budget
-from autotune_amp.search.check_results import CheckKey, check_key
+from autotune_amp.search.check_results import check_key
 from autotune_amp.search.ledger import RIVAL, Ledger
 from autotune_amp.search.objective import rank
 from autotune_amp.search.space import HOPELESS
@@ -168,10 +168,6 @@ def _healable(ledger: Ledger, fastest: float) -> Setting | None:
     return None
 
 
-def _compare(like: Setting, key: CheckKey) -> Compare:
-    setting = Setting(
-        precision=key.precision,
-        batch_size=min(check_results.MAX_BATCH_SIZE, like.batch_size),
-        pinned_modules=key.pinned_modules,
-    )
+def _compare(like: Setting, key: Setting) -> Compare:
+    setting = msgspec.structs.replace(key, batch_size=min(check_results.MAX_BATCH_SIZE, like.batch_size))
     return Compare(setting, find_pins=not key.pinned_modules)

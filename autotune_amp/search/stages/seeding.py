@@ -21,8 +21,9 @@ from autotune_amp.search.stages.trials import is_hopeless
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from autotune_amp.core.dimensions import Precision
     from autotune_amp.core.hardware import Hardware
-    from autotune_amp.core.setting import Precision, Setting
+    from autotune_amp.core.setting import Setting
 
 MIN_GAIN = 0.01  # a doubled batch that gains less ends the climb (studies/README.md)
 MEMORY_MARGIN = 1.1  # the memory model is within 2 to 19 % (studies/README.md), so it may skip but never exclude
