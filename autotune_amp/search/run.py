@@ -110,6 +110,8 @@ def _phase(job: Trial | Check) -> str:
         return f"checking {_precision(job)} against fp32"
     if job.purpose == "fallback":
         return "measuring fallbacks"
+    if job.purpose == "outlook":
+        return "looking beyond the effective batch size"
     if job.purpose in ("confirm", "plain"):
         return "confirming in fresh processes"
     if job.candidate.num_workers is not None:

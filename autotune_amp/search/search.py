@@ -34,7 +34,7 @@ from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher, run
+from autotune_amp.search.run import ProgressWatcher, Stage, run
 from autotune_amp.search.sharing import (
     LONG_BUILD_SECONDS,
     confirming_processes,
@@ -45,8 +45,9 @@ from autotune_amp.search.source import Opened, Source, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.search.stages.checks import AccumulationCheck, Checks
 from autotune_amp.search.stages.confirm import Confirm, reserved_seconds
-from autotune_amp.search.stages.explore import Explore, left_to_explore
+from autotune_amp.search.stages.explore import Looks, Seeds, Suggestions, left_to_explore
 from autotune_amp.search.stages.fallbacks import Fallbacks
+from autotune_amp.search.stages.larger_batches import LargerBatches
 from autotune_amp.search.stages.loader_workers import LoaderWorkers
 from autotune_amp.search.stages.trials import MIN_TRIAL_SECONDS, Conditions
 from autotune_amp.search.study import Study
@@ -140,7 +141,6 @@ class _Search:
             options=self._options,
             environment=environment,
             workload=opened.description,
-            is_budget_spent=self._is_spent or self._was_interrupted,
             hardware=opened.hardware,
             search=SearchSummary(
                 study=self.folder.path.name,
@@ -169,23 +169,32 @@ class _Search:
 
     def _search(self, backend: Backend, ledger: Ledger, conditions: Conditions) -> None:
         """The stages before the confirmation."""
-        self._share_building(backend, ledger, conditions)
-        for _ in run(AccumulationCheck(conditions), backend, ledger, self.budget, self.watcher):
-            pass
+
+        def share_building() -> None:
+            left = left_to_explore(conditions, ledger, self.budget)
+            trial = conditions.search_trial(ledger, self.budget, ledger.space.baseline, left)
+            share_where_it_pays(backend, conditions, ledger, trial, left, self._progress)
+
+        def go(*stages: Stage) -> None:
+            for stage in stages:
+                for _ in run(stage, backend, ledger, self.budget, self.watcher):
+                    share_building()
+
+        share_building()
+        go(AccumulationCheck(conditions))  # before the study: it may take settings out of the space
         storage, max_trials = self._options.storage or self.folder.path / "study.db", self._options.max_trials
         owner = str(self.folder.path.resolve())
         with Study.open(storage, self.folder.path.name, ledger, owner=owner, seed=self._options.seed) as study:
             self.watcher.phase("searching")
-            checks = Checks(conditions, study)
-            self._share_building(backend, ledger, conditions)
-            for _ in run(Explore(conditions, study, max_trials), backend, ledger, self.budget, self.watcher):
-                self._share_building(backend, ledger, conditions)
+            share_building()
+            seeds, checks = Seeds(conditions, study, max_trials), Checks(conditions, study)
+            # What a check rules out leaves its place to others; and what is checked late may be too late.
+            looks, suggestions = Looks(conditions, study, max_trials), Suggestions(conditions, study, max_trials)
+            go(seeds, checks, seeds, looks, suggestions)
             self._is_spent = left_to_explore(conditions, ledger, self.budget) <= MIN_TRIAL_SECONDS
             # A fallback may turn out faster than what it is one of: then it is a contender, and checked like any other.
-            workers, fallbacks = LoaderWorkers(conditions, checks, max_trials), Fallbacks(conditions)
-            for stage in (checks, workers, fallbacks, checks, fallbacks):
-                for _ in run(stage, backend, ledger, self.budget, self.watcher):
-                    pass
+            fallbacks = Fallbacks(conditions)
+            go(checks, LoaderWorkers(conditions, checks, max_trials), fallbacks, checks, fallbacks)
 
     def _confirm(
         self,
@@ -196,10 +205,10 @@ class _Search:
         environment: dict[str, str],
         start_seconds: float,
     ) -> None:
+        """The stages in fresh processes."""
         chosen = ledger.finalists
         if chosen is None:
             return
-        can_share = "share_build" in backend.abilities
         backend.close()  # its memory and threads are not there in the user's own run either
 
         def make(isolation: Isolation, variables: dict[str, str]) -> Backend:
@@ -215,11 +224,16 @@ class _Search:
             environment,
             start_seconds,
             self._progress,
-            can_share=can_share,
+            can_share="share_build" in backend.abilities,
         ) as fresh:
-            stage = Confirm(conditions, chosen, environment, fresh.start_seconds, are_shared=fresh.are_shared)
-            for _ in run(stage, fresh, ledger, self.budget, self.watcher):
-                pass
+            stages: list[Stage] = [
+                Confirm(conditions, chosen, environment, fresh.start_seconds, are_shared=fresh.are_shared)
+            ]
+            if self._options.batch_size is None and self._options.max_trials is None:
+                stages.append(LargerBatches(conditions, environment, fresh.start_seconds))
+            for stage in stages:
+                for _ in run(stage, fresh, ledger, self.budget, self.watcher):
+                    pass
 
     def _open(self, backend: LocalBackend) -> Opened:
         baseline_batch_size = self._options.baseline[1] if self._options.baseline else ASSUMED_BATCH_SIZE
@@ -299,11 +313,6 @@ class _Search:
             seed=self._options.seed,
             description=opened.description,
         )
-
-    def _share_building(self, backend: Backend, ledger: Ledger, conditions: Conditions) -> None:
-        left = left_to_explore(conditions, ledger, self.budget)
-        trial = conditions.search_trial(ledger, self.budget, ledger.space.baseline, left)
-        share_where_it_pays(backend, conditions, ledger, trial, left, self._progress)
 
     def _nothing_to_choose(self, ledger: Ledger) -> NothingWorksError | BudgetTooSmallError | SearchInterruptedError:
         excluded = explain.excluded(ledger, is_budget_spent=True)

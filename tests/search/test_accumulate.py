@@ -17,8 +17,9 @@ from autotune_amp.core.config import AmpConfig, FallbackPlan
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.fidelity import Accumulation
 from autotune_amp.core.outcome import CheckOutcome, Failure, Record
+from autotune_amp.core.recommendation import Decision
 from autotune_amp.search import loss_scales
-from autotune_amp.search.answer.decide import Decision, decide
+from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.answer.explain import accumulation_warnings
 from autotune_amp.search.check_results import found_accumulation
 from autotune_amp.search.space import Space

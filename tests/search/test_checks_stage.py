@@ -447,3 +447,28 @@ def test_refused_fp16_leaves_the_choice(tmp_path: Path) -> None:
     refused = [t for t in told(tmp_path) if t.user_attrs.get("failure") == "nonfinite"]
     assert refused
     assert all(t.value is None for t in refused)
+
+
+def test_contenders_are_checked_before_anything_is_run_for_certainty(tmp_path: Path) -> None:
+    """A slow check at the end of a short budget would leave the fastest unchecked, and what is slower recommended."""
+    machine = Machine(tmp_path)
+    machine.explore(space(("fp32", "bf16")), is_checked=True)
+    done = [(r.purpose, r.candidate) for r in machine.ledger.records]
+    first_check = next(number for number, (purpose, _) in enumerate(done) if purpose == "fidelity")
+    assert len(set(done[:first_check])) == first_check, "nothing is repeated yet"
+    assert len(done) > first_check + 1
+
+
+def test_what_a_check_speaks_against_is_not_tried_again_and_what_is_left_is_seeded(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.base = {"fp32": 100.0, "bf16": 300.0, "fp16": 200.0}
+    for precision in ("bf16", "fp16"):
+        machine.check_answers["fidelity", precision, 0] = fidelity(precision, "unfaithful")
+    machine.explore(space(), is_checked=True)
+    done = [(r.purpose, r.candidate.precision, r.candidate.batch_size) for r in machine.ledger.records]
+    for precision in ("bf16", "fp16"):
+        checked = next(i for i, (purpose, what, _) in enumerate(done) if (purpose, what) == ("fidelity", precision))
+        assert not [found for found in done[checked:] if found[:2] == ("search", precision)]
+    assert ("search", "fp32", 64) in done
+    decision = machine.decide()
+    assert (decision.config.precision, decision.config.batch_size) == ("fp32", 64)

@@ -8,12 +8,12 @@ from scripted_backend import ScriptedSearch, candidate, described, fidelity, har
 
 from autotune_amp.core.config import Precision
 from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome, Record
+from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.answer.decide import Decision
 from autotune_amp.search.answer.evidence import Runs, is_waiting, loader_evidence
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Checks
-from autotune_amp.search.stages.explore import LOADER_SHARE, Explore, left_to_explore
+from autotune_amp.search.stages.explore import LOADER_SHARE, Looks, Seeds, Suggestions, left_to_explore
 from autotune_amp.search.stages.loader_workers import LoaderWorkers, ladder, next_to_try
 from autotune_amp.search.stages.trials import DEADLINE_RATIO
 from autotune_amp.search.study import Study
@@ -64,8 +64,9 @@ class LoadingMachine:
     def search(self, max_trials: int | None = None) -> Decision:
         with Study.open("sqlite://", "scripted", self.ledger) as study:
             checks = Checks(self.searched.conditions, study)
-            self.searched.run(Explore(self.searched.conditions, study, max_trials))
-            self.searched.run(checks)
+            for stage in (Seeds, Looks, Suggestions):
+                self.searched.run(stage(self.searched.conditions, study, max_trials))
+                self.searched.run(checks)
             self.searched.run(LoaderWorkers(self.searched.conditions, checks, max_trials))
             told = [trial.user_attrs["candidate"] for trial in study._study.trials]
         assert not any("worker" in name for name in told), "other workers are not in the study's space"

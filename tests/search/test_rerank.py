@@ -80,7 +80,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recommendation, 
         environment=HELD,
         hardware=device,
         workload=WORKLOAD,
-        is_budget_spent=False,
         search=SearchSummary(
             study="scripted",
             num_trials=len(ours.ledger.trials),

@@ -12,8 +12,9 @@ from scripted_backend import ScriptedSearch, all_well, candidate, measured, out_
 
 from autotune_amp.core.config import PRECISIONS, Precision
 from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome
+from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.answer.decide import Decision, decide
+from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.budget import CONFIRM_SHARE
 from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.space import Space

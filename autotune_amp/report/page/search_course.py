@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from autotune_amp.core.recommendation import Recommendation
 
 # What a record was made for, in the order in which a search comes to it; the last stands lowest.
-PURPOSES = ("accumulation", "search", "fidelity", "calibration", "fallback", "confirm", "plain")
+PURPOSES = ("accumulation", "search", "fidelity", "calibration", "fallback", "confirm", "plain", "outlook")
 
 
 class Span(NamedTuple):

@@ -121,7 +121,8 @@ def rows(ledger: Ledger, exclusions: Sequence[Exclusion], environment: Mapping[s
     `environment`, the baseline's those in the user's own; a second line has those in `environment`.
     """
     space, out = ledger.space, ledger.ruled_out
-    candidates = dict.fromkeys([space.baseline, *space.candidates, *(r.candidate for r in ledger.trials)])
+    tried = [r.candidate for r in ledger.trials if r.purpose != "outlook"]
+    candidates = dict.fromkeys([space.baseline, *space.candidates, *tried])
     ordered = sorted(
         candidates,
         key=lambda c: (PRECISIONS.index(c.precision), c.batch_size, c.accumulation_steps, c.num_workers or 0),
