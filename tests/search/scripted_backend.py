@@ -27,9 +27,9 @@ from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher, Stage, run
 from autotune_amp.search.sharing import share_where_it_pays
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.checks import Checks
+from autotune_amp.search.stages.checks import Checks, LossScales
 from autotune_amp.search.stages.confirm import Confirm
-from autotune_amp.search.stages.explore import Looks, Seeds, Suggestions, left_to_explore
+from autotune_amp.search.stages.explore import EXPLORING, left_to_explore
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.search.study import Study
@@ -270,9 +270,10 @@ class ScriptedSearch:
         """With the sharing of what is built between trials, as a real search has it."""
         with Study.open(self.storage, "scripted", self.ledger) as study:
             self.share_building()
-            explore = [stage(self.conditions, study, max_trials) for stage in (Seeds, Looks, Suggestions)]
+            explore = [stage(self.conditions, study, max_trials) for stage in EXPLORING]
             checks = [Checks(self.conditions, study)] if is_checked else []
-            for stage in (explore[0], *checks, *explore, *checks):
+            scales = [LossScales(study)] if is_checked else []
+            for stage in (explore[0], *checks, *explore, *checks, *scales):
                 for _ in run(stage, self.backend, self.ledger, self.budget, self.watcher):
                     self.share_building()
 

@@ -78,11 +78,6 @@ def test_what_went_wrong_once_is_not_tried_again_by_a_search_that_goes_on() -> N
     assert all(spec.ending_seconds is None for spec in machine.confirm())
 
 
-def test_a_workload_without_either_is_asked_for_neither() -> None:
-    specs = Machine(None).confirm()
-    assert {spec.ending_seconds for spec in specs} == {None}
-
-
 def test_what_the_search_left_over_confirms_both_and_no_more() -> None:
     machine = Machine(None)
     machine.process_seconds = 0.1 * BUDGET_SECONDS  # their share holds four processes, of the seven that it takes

@@ -203,18 +203,6 @@ def test_a_cached_answer_is_ranked_again_only_where_another_is_asked_for(
     assert cached_answer(found, OPTIONS, folder, notes, Fingerprint(digest="other", parts={})) is None
 
 
-def test_a_line_that_is_being_written_is_left_alone(finished: tuple[Recommendation, StudyFolder]) -> None:
-    found, folder = finished
-    log = folder.path / "outcomes.jsonl"
-    whole = log.read_bytes()
-    try:
-        log.write_bytes(whole + b'{"half')
-        assert rerank(found, OPTIONS, folder).config == found.config
-        assert log.read_bytes() == whole + b'{"half'
-    finally:
-        log.write_bytes(whole)
-
-
 def test_a_plain_cached_answer_imports_nothing_for_it() -> None:
     program = (
         "import sys, autotune_amp.search.cache\n"

@@ -147,21 +147,6 @@ def test_what_a_small_budget_left_untried_is_said(tmp_path: Path) -> None:
     assert machine.searched.budget.now <= 8.0
 
 
-def test_a_baseline_out_of_memory_leaves_no_speedup(tmp_path: Path) -> None:
-    machine, where = Machine(tmp_path), space(baseline=128)
-    machine.oom_from = {"fp32": 128}
-    machine.explore(where, is_checked=True)
-    chosen = machine.ledger.shortlist
-    assert chosen is not None
-    machine.confirm(chosen)
-    decision = machine.decide()
-    assert decision.config.precision == "bf16"
-    assert decision.evidence.speedup is None
-    assert decision.evidence.baseline.samples_per_second is None
-    assert "oom" in (decision.evidence.baseline.reason or "")
-    assert where.baseline not in [tried for tried, _ in machine.confirming]
-
-
 def test_a_baseline_at_home_on_the_plateau_is_kept(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.base["bf16"] = 100.0

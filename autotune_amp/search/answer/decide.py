@@ -87,7 +87,7 @@ def decide(
     ]
     evidence = msgspec.structs.replace(
         gather(ledger, chosen, baseline, promised, description),
-        fidelity=ledger.fidelity_of(chosen.candidate),
+        fidelity=ledger.verdict(chosen.candidate),
         loss_scale=loss_scales.evidence(scales, chosen.candidate, confirming),
     )
     plans = fallback_plans(
@@ -99,7 +99,7 @@ def decide(
     config = plain_config(chosen.candidate, chosen_scale, promised, plans)
     excluded = explain.excluded(ledger, is_budget_spent=is_budget_spent)
     passed_over = {
-        c: found for c in merits if tiers[c] > min(tiers.values()) and (found := ledger.fidelity_of(c)) is not None
+        c: found for c in merits if tiers[c] > min(tiers.values()) and (found := ledger.verdict(c)) is not None
     }
     if objective == "speed":
         reason = explain.reason(
@@ -134,7 +134,7 @@ def decide(
         config=config,
         evidence=evidence,
         reason=reason,
-        warnings=(*warnings, *explain.warnings_for(objective)),
+        warnings=(*warnings, *([explain.WHOLE_DEVICE] if objective == "energy" else [])),
         excluded=excluded,
         candidates=explain.rows(ledger, excluded, environment),
         fidelity=tuple(known.values()),

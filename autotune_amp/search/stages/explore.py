@@ -117,6 +117,9 @@ class Suggestions(_Explore):
         return None
 
 
+EXPLORING = (Seeds, Looks, Suggestions)
+
+
 def _is_affordable(ledger: Ledger, setting: Setting, left_seconds: float) -> bool:
     """Whether the time left is enough for `setting`, going by the nearest batch of its precision.
 
