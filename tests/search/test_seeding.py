@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware, Level
 from autotune_amp.core.outcome import Failure, FailureKind, Measurement, Outcome
+from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.space import Space, excluded_by_outcomes, without
 from autotune_amp.search.stages.seeding import (
@@ -230,6 +231,42 @@ def test_what_the_memory_model_puts_over_the_limit_is_skipped_but_not_excluded()
     assert max(c.batch_size for c in outcomes) == 128
     assert excluded_by_outcomes(space(("fp32",)), outcomes) == ()
     assert max(c.batch_size for c in run(fine, found=space(("fp32",)))) == 512
+
+
+@pytest.mark.parametrize(("over_limit", "is_tried"), [(1.05, True), (1.2, False)])
+def test_what_the_memory_model_puts_a_tenth_over_the_limit_is_skipped(over_limit: float, is_tried: bool) -> None:
+    outcomes: dict[Setting, Outcome] = {at("fp32", size): measured(size * 1.0, memory=size) for size in (16, 32, 64)}
+    seed = next_seed(hardware(), space(("fp32",)), outcomes, int(128 / over_limit))
+    assert (seed is not None and seed.batch_size == 128) == is_tried
+
+
+def test_a_gain_of_five_percent_climbs_on() -> None:
+    outcomes = run(lambda c: measured(100.0 * 1.05 ** SIZES.index(c.batch_size)), found=space(("fp32",)))
+    assert at("fp32", 512) in outcomes
+
+
+def test_a_timeout_leaves_larger_batches_alone_that_ran() -> None:
+    outcomes: dict[Setting, Outcome] = {at("fp32", 64): measured(10.0), at("fp32", 32): failed("timeout")}
+    ruled_out = excluded_by_outcomes(space(("fp32",)), outcomes)
+    assert {e.batch_size for e in ruled_out} == {128, 256, 512}
+
+
+def test_what_is_unsupported_as_found_says_nothing_of_the_strict_one() -> None:
+    as_found = at("fp32", 32, as_found=True)
+    assert excluded_by_outcomes(space(baseline=as_found), {as_found: failed("unsupported")}) == ()
+
+
+def test_what_is_ruled_out_takes_no_place_among_the_fastest() -> None:
+    speeds: dict[Precision, float] = {"fp32": 100.0, "bf16": 300.0, "fp16": 200.0, "tf32": 50.0}
+    outcomes: dict[Setting, Outcome] = {at(p, 32): measured(speed) for p, speed in speeds.items()}
+    seeds = {}
+    both: tuple[Precision, ...] = ("bf16", "fp16")
+    for precisions in (both[:0], both):
+        out = [Exclusion(precision=p, batch_size=None, reason="it harms") for p in precisions]
+        seed = next_seed(hardware(), space(), outcomes, None, out)
+        assert seed is not None
+        seeds[precisions] = seed.precision
+    assert list(seeds.values()) == ["bf16", "fp32"]
 
 
 def test_smallest_on_plateau() -> None:
