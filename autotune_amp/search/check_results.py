@@ -32,12 +32,13 @@ def is_trial(record: Record) -> bool:
 def disqualifying(record: Record, records: Sequence[Record]) -> Failure | None:
     """The failure that speaks against a record's candidate, if it is one; `records` are what else is known of it.
 
-    A confirmation cut off by the budget does not, nor does the one run without the recommended environment, nor a
-    search trial that overran its time where another of its candidate did not: the machine stalled. What a check's
-    failure says is for `found_fidelity`, `found_accumulation` and `loss_scales` to tell.
+    A confirmation cut off by the budget does not, nor does the one run without the recommended environment, nor what
+    is no more than an outlook, nor a search trial that overran its time where another of its candidate did not: the
+    machine stalled. What a check's failure says is for `found_fidelity`, `found_accumulation` and `loss_scales` to
+    tell.
     """
     failure = record.outcome
-    if not isinstance(failure, Failure) or record.purpose == "plain" or not is_trial(record):
+    if not isinstance(failure, Failure) or record.purpose in ("plain", "outlook") or not is_trial(record):
         return None
     if failure.kind != "timeout":
         return failure

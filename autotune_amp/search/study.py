@@ -175,16 +175,16 @@ class Study:
                 asked.trial.set_constraint(_RUNS, 1.0)
                 self._study.tell(asked.trial, state=TrialState.PRUNED)
 
-    def catch_up(self, ledger: Ledger) -> None:
+    def catch_up(self, ledger: Ledger, *, is_over: bool = False) -> None:
         """Tell every trial that the ledger has and the study lacks, and how the first pairs of what was calibrated do.
 
-        fp16 that is about to be calibrated is told when it was.
+        fp16 that is about to be calibrated is told when it was, or when the search `is_over`.
         """
         self._ledger = ledger
         for record in ledger.records:
             setting, outcome = record.candidate, record.outcome
             is_due = record.purpose == "search" and record.number not in self._told and self._is_legal(setting)
-            if is_due and not ledger.awaits_calibration(setting):
+            if is_due and (is_over or not ledger.awaits_calibration(setting)):
                 assert isinstance(outcome, (Measurement, Failure)), "a check is no trial"
                 is_asked = self._asked is not None and self._asked.setting == setting
                 asked = self._asked if is_asked else self.ask(setting)

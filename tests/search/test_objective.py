@@ -12,7 +12,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.search.loss_scales import calibrated, loss_scale
 from autotune_amp.search.objective import Merit, keeps_baseline, least_speed, rank, rank_for
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.checks import Calibrate, Compare, next_todo
+from autotune_amp.search.stages.checks import Todo, next_todo
 from autotune_amp.search.stages.explore import smaller_seed
 
 SMALL, SLOW = at("bf16", 8), at("bf16", 4)
@@ -176,8 +176,8 @@ def test_what_may_win_is_what_is_checked_and_confirmed(objective: Objective, win
     assert chosen is not None
     assert chosen.winner == winner
     todo = next_todo(ledger_of(log.records, where, None, objective))
-    assert isinstance(todo, Compare)
-    assert todo.setting.precision == "bf16"
+    assert todo is not None
+    assert (todo.purpose, todo.setting.precision) == ("fidelity", "bf16")
     log.add(at("bf16", 8), fidelity("bf16"), "fidelity")
     confirming = ledger_of(log.records, where, None, objective).finalists
     assert confirming is not None
@@ -189,7 +189,7 @@ def test_fp16_that_may_win_by_memory_is_calibrated_however_slow() -> None:
     log = searched().add(low, took(100, 50)).add(at("bf16", 8), fidelity("bf16"), "fidelity")
     where = Space(candidates=(FP32, SMALL, BIG, low), baseline=FP32)
     assert next_todo(ledger_of(log.records, where)) is None
-    assert next_todo(ledger_of(log.records, where, None, "memory")) == Calibrate(low)
+    assert next_todo(ledger_of(log.records, where, None, "memory")) == Todo("calibration", low)
 
 
 def test_a_search_for_memory_tries_smaller_batches_until_they_are_too_slow() -> None:

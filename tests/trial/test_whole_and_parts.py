@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from autotune_amp import Workload
 from autotune_amp.core.outcome import Accumulation, CheckOutcome, Failure
+from autotune_amp.core.setting import Setting
 from autotune_amp.numerics import batches
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import checks

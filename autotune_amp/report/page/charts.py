@@ -310,7 +310,7 @@ def _out_of_memory(records: Sequence[Record]) -> list[tuple[Record, Failure]]:
 # --- the search as it went -----------------------------------------------------------------------------------------
 
 # What a record was made for, in the order in which a search comes to it; the last stands lowest.
-_PURPOSES = ("accumulation", "search", "fidelity", "calibration", "fallback", "confirm", "plain")
+_PURPOSES = ("accumulation", "search", "fidelity", "calibration", "fallback", "confirm", "plain", "outlook")
 
 
 class Span(NamedTuple):
