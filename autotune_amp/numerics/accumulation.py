@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotune_amp.core.fidelity import Accumulation, AccumulationVerdict
+from autotune_amp.core.outcome import Accumulation, AccumulationVerdict
 from autotune_amp.numerics.batches import tensors
 from autotune_amp.numerics.comparison import perturb, signals
 from autotune_amp.numerics.fidelity import REROUNDING, in_fp32

@@ -17,8 +17,9 @@ import msgspec
 import torch
 from torch import nn
 
-from autotune_amp.core.config import FP16_MAX, Precision
-from autotune_amp.core.fidelity import Fidelity, LowWeights
+from autotune_amp.core.config import FP16_MAX
+from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.outcome import Fidelity, LowWeights
 from autotune_amp.numerics.calibration import FIRST_GUESS, count_octaves, histogram, largest_safe_scale
 from autotune_amp.numerics.comparison import (
     Comparison,

@@ -10,8 +10,8 @@ import torch
 from fp16_subjects import Batch, Partly, build, mean_square, mlp, subject
 from torch import Tensor, nn
 
-from autotune_amp.core.config import Precision
-from autotune_amp.core.fidelity import LowWeights
+from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.outcome import LowWeights
 from autotune_amp.numerics.comparison import Comparison, Run, Sums, compare, gap, lost_updates, perturb, signals, train
 from autotune_amp.numerics.passes import Gradients, Passes
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from autotune_amp.core.config import Precision
-from autotune_amp.core.fidelity import Fidelity
+from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.outcome import Fidelity
 from autotune_amp.numerics.fidelity import NUM_BATCHES, NUM_PAIRED_STEPS, Experiment, check
 from autotune_amp.numerics.modules import watch_forward
 from autotune_amp.numerics.passes import Passes, Subject
