@@ -79,6 +79,8 @@ def test_another_dimension_is_tried_checked_ranked_kept_and_shown(found: dict[st
 
 def test_a_value_that_does_harm_leaves_the_next(found: dict[str, Any]) -> None:
     assert found["partly"]["fused"] == "wholly"
+    assert found["partly"]["plans"] == ["wholly"], "a fallback keeps it"
+    assert found["partly"]["excluded"] == found["none"]["excluded"], "it says nothing of the precision without it"
 
 
 def test_a_trial_applies_it_and_no_check_that_does_not_know_it_calls_it_faithful(found: dict[str, Any]) -> None:
