@@ -131,11 +131,11 @@ def tier(found: Fidelity | None) -> int:
 
 
 def exclusions(known: Mapping[Setting, Fidelity]) -> tuple[Exclusion, ...]:
-    """The precisions that the verdicts rule out, at every batch size; with their pins they are candidates apart."""
+    """The precisions that the verdicts rule out, at every batch size; with pins, say, they are candidates apart."""
     return tuple(
         Exclusion(precision=check.precision, batch_size=None, reason=harm(found))
         for check, found in known.items()
-        if found.verdict == "unfaithful" and not check.pinned_modules
+        if found.verdict == "unfaithful" and check.is_ordinary
     )
 
 

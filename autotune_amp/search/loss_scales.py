@@ -203,7 +203,7 @@ def exclusions(scales: AllScales) -> tuple[Exclusion, ...]:
     return tuple(
         Exclusion(precision="fp16", batch_size=key.batch_size, reason=found.refusal)
         for key, found in scales.items()
-        if found.refusal is not None and not key.pinned_modules
+        if found.refusal is not None and key.is_ordinary
     )
 
 

@@ -12,9 +12,15 @@ from typing import Any
 
 import msgspec
 import pytest
+from scripted_backend import measured
 
 import autotune_amp
+from autotune_amp.core.outcome import Record
 from autotune_amp.core.setting import DIMENSIONS, Setting
+from autotune_amp.search.ledger import Ledger
+from autotune_amp.search.space import Space
+from autotune_amp.search.stages.variants import next_to_try
+from autotune_amp.trial.jobs import Trial
 
 HERE = Path(__file__).parent
 
@@ -73,6 +79,8 @@ def test_another_dimension_is_tried_checked_ranked_kept_and_shown(found: dict[st
 
 def test_a_value_that_does_harm_leaves_the_next(found: dict[str, Any]) -> None:
     assert found["partly"]["fused"] == "wholly"
+    assert found["partly"]["plans"] == ["wholly"], "a fallback keeps it"
+    assert found["partly"]["excluded"] == found["none"]["excluded"], "it says nothing of the precision without it"
 
 
 def test_a_trial_applies_it_and_no_check_that_does_not_know_it_calls_it_faithful(found: dict[str, Any]) -> None:
@@ -80,3 +88,21 @@ def test_a_trial_applies_it_and_no_check_that_does_not_know_it_calls_it_faithful
     assert job["applied"] == "partly"
     assert job["verdict"] == "unchecked"
     assert "fused" in job["reason"]
+
+
+def test_variants_are_those_that_bear_on_the_objective_one_after_the_other() -> None:
+    found, best = Setting(precision="fp32", batch_size=8, as_found=True), Setting(precision="bf16", batch_size=8)
+    where = Space(candidates=(best,), baseline=found, variants={"num_workers": (1, 2), "unknown": (True,)})
+    tried = [found, best]
+    for num_workers in (1, 2, None):
+        records = [a_trial(number, setting) for number, setting in enumerate(tried)]
+        assert next_to_try(Ledger(where, records, objective="memory")) is None, "workers do not change the memory"
+        setting = next_to_try(Ledger(where, records))
+        assert (None if setting is None else setting.num_workers) == num_workers
+        tried += [setting] if setting is not None else []
+    assert next_to_try(Ledger(where, [a_trial(0, found)])) is None, "no config can say what is as found"
+
+
+def a_trial(number: int, setting: Setting) -> Record:
+    outcome = measured(Trial(candidate=setting, device="cpu"), 200.0 if setting.precision == "bf16" else 100.0)
+    return Record(search_id="s", number=number, candidate=setting, purpose="search", outcome=outcome, seconds=1.0)

@@ -9,6 +9,7 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import Objective
 from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
+from autotune_amp.search.check_results import tier
 from autotune_amp.search.loss_scales import calibrated, loss_scale
 from autotune_amp.search.objective import Merit, keeps_baseline, least_speed, rank, rank_for
 from autotune_amp.search.space import Space
@@ -214,3 +215,19 @@ def test_foretold_skips_are_held_only_against_runs_with_the_same_scale() -> None
     found = decided(log, scales=scales).evidence.loss_scale
     assert found is not None
     assert found.num_confirming_steps == 3, "an earlier version did not log the scale"
+
+
+def test_what_is_as_fast_is_ranked_by_what_can_go_wrong_then_by_size_then_by_workers() -> None:
+    safer, smaller = at("fp32", 64), at("bf16", 32)
+    few, many = (at("bf16", 64, num_workers=number) for number in (1, 4))
+    assert rank({many: 102, few: 102, BIG: 102, smaller: 101, safer: 100}) == [safer, smaller, BIG, few, many]
+
+
+def test_what_nobody_checked_comes_before_what_was_found_doubtful() -> None:
+    tiers = [
+        tier(None),
+        tier(fidelity("bf16")),
+        tier(fidelity("bf16", "unchecked")),
+        tier(fidelity("bf16", "doubtful")),
+    ]
+    assert tiers == [0, 0, 1, 2]

@@ -407,3 +407,15 @@ def test_an_enqueued_trial_that_makes_no_sense_is_an_error_once(file: Path, enqu
     with opened(file, "demo", SPACE, search_id="s1") as study:
         assert study.ask(at("fp32", 32)).setting == at("fp32", 32)
     assert trials(file)[0].state == TrialState.FAIL
+
+
+def test_fp16_that_may_win_is_told_once_it_was_calibrated(file: Path) -> None:
+    records = [record(1, at("fp32", 32), measured(100.0)), record(2, at("fp16", 32), measured(95.0))]
+    with opened(file, "demo", SPACE, search_id="s1", records=records) as study:
+        assert [trial.user_attrs["record"] for trial in trials(file)] == [1]
+        refused = Failure(kind="nonfinite", message="no scale is safe")
+        study.catch_up(Ledger(SPACE, [*records, record(3, at("fp16", 32), refused, "calibration")], search_id="s1"))
+    assert [(t.user_attrs["record"], t.state) for t in trials(file)] == [
+        (1, TrialState.COMPLETE),
+        (2, TrialState.PRUNED),
+    ]

@@ -24,6 +24,7 @@ from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.space import build_space
 from autotune_amp.search.stages.checks import Checks
+from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.stages.variants import Variants
 from autotune_amp.search.study import Study
 from autotune_amp.trial import checks
@@ -54,7 +55,7 @@ def searched(folder: Path, harmful: str) -> dict[str, Any]:
     search.explore()
     with Study.open("sqlite://", "toy", search.ledger) as study:
         checking = Checks(search.conditions, study)
-        for stage in (checking, Variants(search.conditions, checking), checking):
+        for stage in (checking, Variants(search.conditions, checking), Fallbacks(search.conditions)):
             search.run(stage)
     made = recommend(
         search.ledger,
@@ -75,6 +76,8 @@ def searched(folder: Path, harmful: str) -> dict[str, Any]:
         "are_read_back": read == list(search.records),
         "notes": space.notes,
         "fused": kept.config.fused,
+        "plans": [plan.fused for plan in kept.config.plans],
+        "excluded": [(entry.precision, entry.batch_size) for entry in kept.excluded],
         "text": kept.explain(),
         "cells": [cells["precision"] for _, cells in table(kept)],
         "script": export(Exportable(kept.config), "torch").text,

@@ -6,6 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import PRECISIONS
@@ -101,7 +102,7 @@ def excluded(ledger: Ledger, *, is_budget_spent: bool) -> tuple[Exclusion, ...]:
             reason=f"{failure.kind}: {failure.message}",
         )
         for candidate, failure in ledger.failures.items()
-        if not candidate.pinned_modules and candidate.num_workers is None
+        if replace(candidate, as_found=False).is_ordinary
     ]
     known = [*ledger.space.excluded, *failed, *ledger.exclusions]
     if is_budget_spent:

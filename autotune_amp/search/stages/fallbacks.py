@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from statistics import median
 
+from msgspec.structs import replace
+
 from autotune_amp.core.config import FallbackPlan
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Failure, Measurement, Record
@@ -66,14 +68,21 @@ def missing_plans(ledger: Ledger, contender: Setting) -> list[Setting]:
 def _halvings(contender: Setting, precision: Precision) -> list[Setting]:
     factors = [2**power for power in range(MAX_FALLBACK_TRIES) if contender.batch_size % 2**power == 0]
     return [
-        Setting(
-            precision=precision,
-            batch_size=contender.batch_size // factor,
-            accumulation_steps=contender.accumulation_steps * factor,
-            num_workers=contender.num_workers,
-        )
+        _stepped_down(contender, precision, contender.batch_size // factor, contender.accumulation_steps * factor)
         for factor in factors
     ]
+
+
+def _stepped_down(setting: Setting, precision: Precision, batch_size: int, accumulation_steps: int) -> Setting:
+    """What else the setting decides, such as the loader's workers, stays when the precision goes down."""
+    return replace(
+        setting,
+        precision=precision,
+        batch_size=batch_size,
+        accumulation_steps=accumulation_steps,
+        as_found=False,
+        pinned_modules=(),
+    )
 
 
 def fallback_plans(
@@ -97,9 +106,7 @@ def fallback_plans(
         if c.effective_batch_size == chosen.effective_batch_size
         and chosen.batch_size % c.batch_size == 0
         and (may_add_steps or c.accumulation_steps == chosen.accumulation_steps)
-        and not c.as_found
-        and not c.pinned_modules
-        and c.num_workers == chosen.num_workers  # the loader stays as it is when the precision goes down
+        and c == _stepped_down(chosen, c.precision, c.batch_size, c.accumulation_steps)
         and c not in failed
     ]
     rungs = [precision for precision in MODES[chosen.precision].rungs_below if precision not in harmful]
