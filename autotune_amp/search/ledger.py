@@ -8,15 +8,13 @@ from typing import NamedTuple
 
 from autotune_amp.core.config import LossScale
 from autotune_amp.core.evidence import Objective
-from autotune_amp.core.fidelity import Accumulation, Fidelity
-from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
+from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Measurement, Outcome, Record
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import check_results, loss_scales
-from autotune_amp.search.check_results import CheckKey
-from autotune_amp.search.loss_scales import Answer, Key, Pair
+from autotune_amp.search.loss_scales import Answer, Pair
 from autotune_amp.search.objective import Merit, least_speed, merit, rank_for
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
 from autotune_amp.search.space import Space, excluded_by_outcomes, with_accumulation_checked
@@ -52,7 +50,7 @@ class Ledger:
         self.objective = objective
         self.search_id = search_id
         self.records = tuple(records)
-        self.scales: dict[Key, Answer] = loss_scales.calibrated(records, num_steps)
+        self.scales: dict[Setting, Answer] = loss_scales.calibrated(records, num_steps)
         self._whole_space = space
         self._num_steps = num_steps
         self._write = write
@@ -102,7 +100,7 @@ class Ledger:
         return self.space.accumulation_withheld is None and found is not None and found.is_exact
 
     @cached_property
-    def fidelity(self) -> dict[CheckKey, Fidelity]:
+    def fidelity(self) -> dict[Setting, Fidelity]:
         """What the checks against fp32 found."""
         return check_results.found_fidelity(self.records)
 

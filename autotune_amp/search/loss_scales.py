@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from autotune_amp.core.config import FP16_MAX, LossScale
 from autotune_amp.core.evidence import LossScaleEvidence
-from autotune_amp.core.fidelity import Calibration
-from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.outcome import Calibration, Failure, Measurement
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.text import exact
 from autotune_amp.numerics.grading import MAX_FLUSHED_SHARE, MAX_FORWARD_SHARE
@@ -158,21 +157,13 @@ class Scales:
         return sum(start <= step < start + num_measured for step in steps)
 
 
-class Key(NamedTuple):
-    """What a calibration holds for."""
-
-    batch_size: int
-    accumulation_steps: int
-    pinned_modules: tuple[str, ...]
-
-
 Answer: TypeAlias = Scales | Refused | Uncalibrated
-AllScales: TypeAlias = "Mapping[Key, Answer]"
+AllScales: TypeAlias = "Mapping[Setting, Answer]"
 
 
-def key_of(candidate: Setting) -> Key:
-    """The calibration that holds for an fp16 candidate."""
-    return Key(candidate.batch_size, candidate.accumulation_steps, candidate.pinned_modules)
+def key_of(candidate: Setting) -> Setting:
+    """The calibration that holds for an fp16 candidate: that of all whose numbers are the same."""
+    return candidate.numerics
 
 
 def snapped(init_scale: float) -> float:
@@ -180,7 +171,7 @@ def snapped(init_scale: float) -> float:
     return float(2.0 ** round(math.log2(init_scale)))
 
 
-def calibrated(records: Sequence[Record], num_steps: int = DEFAULT_NUM_STEPS) -> dict[Key, Answer]:
+def calibrated(records: Sequence[Record], num_steps: int = DEFAULT_NUM_STEPS) -> dict[Setting, Answer]:
     """What the calibrations among the records say, over a horizon of `num_steps` optimizer steps."""
     found = found_accumulation(records)
     is_sum = found is not None and found.verdict == "sum"

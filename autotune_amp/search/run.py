@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from msgspec.structs import replace
+
 from autotune_amp.core.outcome import Purpose, Record
-from autotune_amp.core.text import count
+from autotune_amp.core.setting import NUMERIC, Setting
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.backend import Handle
 from autotune_amp.isolation.process import Watcher
@@ -70,7 +72,7 @@ def run(stage: Stage, backend: RunsJobs, ledger: Ledger, budget: Budget, watcher
     """Run what the stage asks for, one job after the other, until it asks for none; every record is in the ledger."""
     while (job := stage.next(ledger, budget)) is not None:
         purpose = job.purpose if isinstance(job, Trial) else job.what
-        watcher.phase(_phase(job, purpose))
+        watcher.phase(_phase(job.candidate, purpose))
         number = 1 + max((r.number for r in ledger.records), default=0)
         watcher.progress.trial_started(number, job.candidate, purpose)
         meter = watcher.meter if isinstance(job, Trial) else None
@@ -112,13 +114,11 @@ _PHASES = {
 }
 
 
-def _phase(job: Trial | Check, purpose: Purpose) -> str:
-    setting = job.candidate
+def _phase(setting: Setting, purpose: Purpose) -> str:
     if purpose == "fidelity":
-        pins = f" with {count(len(setting.pinned_modules), 'module')} pinned" if setting.pinned_modules else ""
-        return f"checking {setting.precision}{pins} against fp32"
-    if purpose == "search" and setting.num_workers is not None:
-        return f"trying {setting}"
-    if purpose == "search" and setting.pinned_modules:
+        return f"checking {setting.labelled(NUMERIC)} against fp32"
+    if purpose != "search":
+        return _PHASES[purpose]
+    if setting.pinned_modules:
         return f"measuring {setting}"
-    return _PHASES.get(purpose, "searching")
+    return "searching" if replace(setting, as_found=False).is_ordinary else f"trying {setting}"

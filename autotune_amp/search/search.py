@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from autotune_amp.core.config import PRECISIONS
+from autotune_amp.core.dimensions import PRECISIONS
 from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.hardware import MachineLoad
 from autotune_amp.core.outcome import Failure
@@ -22,12 +22,12 @@ from autotune_amp.core.recommendation import (
 from autotune_amp.core.text import size
 from autotune_amp.distributed.ranks import alone
 from autotune_amp.fingerprint import versions
-from autotune_amp.hardware import identify
+from autotune_amp.hardware import identify, machine_load
 from autotune_amp.hardware.host import load_notes
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.backend import Backend
 from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
-from autotune_amp.search.answer import explain, load_warnings
+from autotune_amp.search.answer import explain
 from autotune_amp.search.answer.decide import recommend
 from autotune_amp.search.budget import Budget
 from autotune_amp.search.folder import StudyFolder
@@ -35,12 +35,7 @@ from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher, Stage, run
-from autotune_amp.search.sharing import (
-    LONG_BUILD_SECONDS,
-    confirming_processes,
-    share_where_it_pays,
-    shares_processes,
-)
+from autotune_amp.search.sharing import LONG_BUILD_SECONDS, confirming_processes, share_where_it_pays, shares_processes
 from autotune_amp.search.source import Opened, Source, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.search.stages.checks import AccumulationCheck, Checks, LossScales
@@ -50,6 +45,7 @@ from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.stages.larger_batches import LargerBatches
 from autotune_amp.search.stages.loader_workers import LoaderWorkers
 from autotune_amp.search.stages.trials import MIN_TRIAL_SECONDS, Conditions
+from autotune_amp.search.stages.variants import Variants
 from autotune_amp.search.study import Study
 from autotune_amp.trial.energy import require_counter
 from autotune_amp.trial.heap import recommended_environment
@@ -184,12 +180,13 @@ class _Search:
             share_building()
             seeds, looks, suggestions = (stage(conditions, study, max_trials) for stage in EXPLORING)
             checks, scales = Checks(conditions, study), LossScales(study)
-            workers, fallbacks = LoaderWorkers(conditions, checks, max_trials), Fallbacks(conditions)
+            variants, fallbacks = Variants(conditions, checks, max_trials), Fallbacks(conditions)
+            workers = LoaderWorkers(conditions, checks, max_trials)
             # A check at the end may come too late, and what it rules out leaves its place to others.
             go(seeds, checks, seeds, looks, suggestions)
             self._is_spent = left_to_explore(conditions, ledger, self.budget) <= MIN_TRIAL_SECONDS
             # A fallback may turn out faster than what it is one of: then it is a contender, and checked like any other.
-            go(checks, scales, workers, fallbacks, checks, scales, fallbacks)
+            go(checks, scales, variants, workers, fallbacks, checks, scales, fallbacks)
             study.catch_up(ledger, is_over=True)
 
     def _confirm(
@@ -278,7 +275,7 @@ class _Search:
     def _look_around(self) -> MachineLoad:
         """Say what others did on the machine while the workload was loaded and probed."""
         found = self._meter.stop()
-        said = load_warnings.before_first_trial(found)
+        said = machine_load.before_first_trial(found)
         if found.others_num_cores is None:
             said += self._load_notes
         for line in said:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from autotune_amp.core.config import Precision
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import DeviceIdentity, Hardware
 from autotune_amp.core.outcome import Description, Failure, Measurement
 from autotune_amp.core.setting import Setting

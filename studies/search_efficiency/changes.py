@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from autotune_amp.core.config import Precision
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Measurement, Outcome
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.stages import seeding

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune_amp import AmpConfig, LossScale
-from autotune_amp.core.config import MIN_LOSS_SCALE, PRECISIONS, FallbackPlan, Precision
+from autotune_amp.core.config import MIN_LOSS_SCALE, FallbackPlan
+from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.errors import InvalidRequestError
 
 BF16 = FallbackPlan(precision="bf16", batch_size=8)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from autotune_amp.core.config import PRECISIONS
+from autotune_amp.core.dimensions import PRECISIONS
 from autotune_amp.core.errors import DeviceError, RunnerError
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.hardware import identify, probe

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from landscape import Cell, Header, Landscape, Process
 
-from autotune_amp.core.config import Precision
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware
 from autotune_amp.core.outcome import Description, Failure, Measurement, Outcome
 from autotune_amp.core.setting import Setting

@@ -9,11 +9,22 @@ from typing import Any
 
 from replay import Done, ReplayBudget
 
-from autotune_amp.core.config import Precision
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.evidence import Objective
-from autotune_amp.core.fidelity import Accumulation, AccumulationVerdict, Calibration, Fidelity, Verdict
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware
-from autotune_amp.core.outcome import CheckOutcome, Description, Failure, Measurement, Outcome, Record
+from autotune_amp.core.outcome import (
+    Accumulation,
+    AccumulationVerdict,
+    Calibration,
+    CheckOutcome,
+    Description,
+    Failure,
+    Fidelity,
+    Measurement,
+    Outcome,
+    Record,
+    Verdict,
+)
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware.machine_load import LoadMeter
@@ -164,10 +175,10 @@ def accumulation(
 def all_well(spec: Check) -> CheckOutcome:
     """Every precision is faithful, every loss scale up to 2^14.5 safe, and gradients accumulate."""
     if spec.what == "accumulation":
-        return accumulation(batch_size=spec.batch_size)
+        return accumulation(batch_size=spec.candidate.batch_size)
     if spec.what == "calibration":
-        return calibration(batch_size=spec.batch_size, pins=spec.pinned_modules)
-    return fidelity(spec.precision, pins=spec.pinned_modules, batch_size=spec.batch_size)
+        return calibration(batch_size=spec.candidate.batch_size, pins=spec.candidate.pinned_modules)
+    return fidelity(spec.candidate.precision, pins=spec.candidate.pinned_modules, batch_size=spec.candidate.batch_size)
 
 
 def measurement(speed: float, memory: int = 1000, **fields: Any) -> Measurement:

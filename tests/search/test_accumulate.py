@@ -13,8 +13,7 @@ from test_whole_search import HELD, Machine
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.core.fidelity import Accumulation
-from autotune_amp.core.outcome import CheckOutcome, Failure, Record
+from autotune_amp.core.outcome import Accumulation, CheckOutcome, Failure, Record
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
 from autotune_amp.search import loss_scales
@@ -66,7 +65,7 @@ def test_an_exact_accumulation_is_offered_and_checked_once(tmp_path: Path) -> No
     assert judged(on, where) == where
     assert judged(on, where) == where, "a resumed search reads its records"
     (spec,) = on.searched.backend.checks
-    assert (spec.what, spec.precision, spec.batch_size) == ("accumulation", "fp32", 16)
+    assert (spec.what, spec.candidate.precision, spec.candidate.batch_size) == ("accumulation", "fp32", 16)
     assert spec.deadline_seconds == pytest.approx(ACCUMULATION_SHARE * on.searched.budget.seconds)
     assert on.ledger.trials == [], "a check is no trial"
     on.oom_from = {"fp32": 64, "bf16": 64}

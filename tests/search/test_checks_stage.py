@@ -8,15 +8,17 @@ from typing import Any
 import msgspec
 import optuna
 import pytest
-from scripted_backend import calibration, candidate, fidelity, ledger_of, shortlist
+from scripted_backend import ScriptedSearch, calibration, candidate, fidelity, ledger_of, shortlist
+from scripted_backend import measured as scripted
 from scripted_backend import measurement as measured
 from test_decide import HEAP, Log, at, decided
 from test_whole_search import Machine, space
 
-from autotune_amp.core.config import LossScale, Precision
+from autotune_amp.core.config import LossScale
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Failure, FailureKind
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.check_results import CheckKey, found_fidelity, verdict_on
+from autotune_amp.search.check_results import check_key, found_fidelity, verdict_on
 from autotune_amp.search.loss_scales import DEFAULT_PAIR, calibrated
 from autotune_amp.search.search import nothing_works
 from autotune_amp.search.space import Space
@@ -24,7 +26,7 @@ from autotune_amp.search.stages import checks
 from autotune_amp.search.stages.checks import Todo, next_todo
 from autotune_amp.search.stages.explore import NUM_SEARCH_PROCESSES
 from autotune_amp.search.stages.fallbacks import missing_plans
-from autotune_amp.search.study import sqlite_url
+from autotune_amp.search.study import Study, sqlite_url
 
 FP32, BF16, FP16, TF32 = at("fp32", 32), at("bf16", 64), at("fp16", 64), at("tf32", 32)
 FOUND = at("fp32", 32, as_found=True)
@@ -173,7 +175,7 @@ def test_an_unfaithful_baseline_is_not_kept_and_the_reason_says_why() -> None:
 def test_a_check_that_fails_takes_nothing_down(kind: FailureKind, verdict: str) -> None:
     made = log(fp32=100.0, bf16=200.0)
     made.add(candidate("bf16", 16), Failure(kind=kind, message="it went wrong"), "fidelity")
-    assert found_fidelity(made.records)[CheckKey("bf16")].verdict == verdict
+    assert found_fidelity(made.records)[check_key(candidate("bf16", 8))].verdict == verdict
     assert todo(made) is None
     assert (BF16 in ledger_of(made.records, WHERE).speeds) == (verdict == "unchecked")
     decision = decided(made)
@@ -398,3 +400,12 @@ def test_what_a_check_speaks_against_is_not_tried_again_and_what_is_left_is_seed
     assert ("search", "fp32", 64) in done
     decision = machine.decide()
     assert (decision.config.precision, decision.config.batch_size) == ("fp32", 64)
+
+
+def test_fp16_that_nobody_calibrated_is_told_when_the_search_is_over() -> None:
+    searched = ScriptedSearch(WHERE, lambda trial: scripted(trial, 100.0))
+    searched.measure(FP32, FP16)
+    with Study.open("sqlite://", "scripted", ledger_of([], WHERE)) as study:
+        for is_over, num_told in ((False, 1), (True, 2)):
+            study.catch_up(searched.ledger, is_over=is_over)
+            assert len(study._study.trials) == num_told

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from scripted_backend import accumulation, fidelity, ledger_of, shortlist
 from scripted_backend import measurement as measured
 
-from autotune_amp.core.config import PRECISIONS, AmpConfig, FallbackPlan, LossScale, Precision
+from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.evidence import PlainEnvironment
 from autotune_amp.core.outcome import CheckOutcome, Failure, FailureKind, Measurement, Outcome, Purpose, Record
 from autotune_amp.core.recommendation import Decision, Exclusion
@@ -70,7 +71,7 @@ def decided(
     known = found_fidelity(log.records)
     checks = {check_key(c) for c in (*candidates, baseline) if not c.as_found and c.precision != "fp32"} - known.keys()
     for check in checks if is_checked else ():
-        made.add(at(check.precision, 16, pinned_modules=check.pinned_modules), fidelity(*check[:1]), "fidelity")
+        made.add(at(check.precision, 16, pinned_modules=check.pinned_modules), fidelity(check.precision), "fidelity")
     ledger = ledger_of(made.records, space, more.pop("scales", None), more.pop("objective", "speed"))
     return decide(ledger, environment=environment or {}, **more)
 

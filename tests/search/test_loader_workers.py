@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from scripted_backend import ScriptedSearch, candidate, described, fidelity, hardware, measured
 
-from autotune_amp.core.config import Precision
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome, Record
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
@@ -59,7 +59,7 @@ class LoadingMachine:
         return measured(spec, rate, data_share=1 - rate / alone)
 
     def check(self, spec: Check) -> CheckOutcome:
-        return fidelity(spec.precision, "faithful" if self.is_bf16_faithful else "unfaithful")
+        return fidelity(spec.candidate.precision, "faithful" if self.is_bf16_faithful else "unfaithful")
 
     def search(self, max_trials: int | None = None) -> Decision:
         with Study.open("sqlite://", "scripted", self.ledger) as study:

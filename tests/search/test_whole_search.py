@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scripted_backend import ScriptedSearch, all_well, candidate, measured, out_of_memory
 
-from autotune_amp.core.config import PRECISIONS, Precision
+from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
@@ -72,7 +72,7 @@ class Machine:
         return measured(spec, rate, memory=2**26 * tried.batch_size)
 
     def check(self, spec: Check) -> CheckOutcome:
-        key = spec.what, spec.precision, len(spec.pinned_modules)
+        key = spec.what, spec.candidate.precision, len(spec.candidate.pinned_modules)
         return self.check_answers.get(key) or all_well(spec)
 
     def explore(self, where: Space, max_trials: int | None = None, *, is_checked: bool = False) -> None:

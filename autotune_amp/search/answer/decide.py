@@ -201,7 +201,7 @@ def rerank(known: Recommendation, options: SearchOptions, folder: StudyFolder) -
     Reads only. Raises `StudyError` where the folder lacks the records, and `InvalidRequestError` where nothing was
     measured that the objective asks for.
     """
-    records = folder.peek(known.search.search_id) if known.search.search_id else []
+    records = folder.records(known.search.search_id) if known.search.search_id else []
     if not records or known.workload is None:
         raise StudyError(
             f"{folder.path} cannot be ranked again: its outcomes.jsonl lacks the trials behind recommendation.json.",

@@ -12,19 +12,18 @@ from autotune_amp.core.evidence import MIN_PROCESSES, Evidence
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import CandidateRow, Exclusion
 from autotune_amp.core.text import count, number, rate, sentence
+from autotune_amp.hardware import machine_load
 from autotune_amp.precision.modes import MODES
-from autotune_amp.search.answer import load_warnings
 from autotune_amp.search.answer.evidence import MAX_DATA_SHARE, Runs, best_runs, confirm_runs, share_seen
 from autotune_amp.search.check_results import failures
 from autotune_amp.search.objective import joules_per_sample, least_speed
-from autotune_amp.search.space import SAME_MEMORY, Space, has_few_batch_sizes, neighbours, of_all_ranks, without
+from autotune_amp.search.space import SAME_MEMORY, Space, without
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from autotune_amp.core.evidence import LoaderEvidence, Objective
-    from autotune_amp.core.fidelity import Accumulation, Fidelity
-    from autotune_amp.core.outcome import Description
+    from autotune_amp.core.outcome import Accumulation, Description, Fidelity
     from autotune_amp.core.setting import Setting
     from autotune_amp.search.ledger import Ledger
     from autotune_amp.search.objective import Merit
@@ -87,7 +86,7 @@ def warnings(
     `why_uncalibrated` is what became of fp16's calibration, where one was tried and did not come to an end.
     """
     found = [*space.notes, *_doubts(chosen, evidence, why_uncalibrated), *_missing_plans(space, config, evidence)]
-    found += load_warnings.doubts(evidence.load) + memory_doubts(description) + ending_doubts(chosen)
+    found += machine_load.doubts(evidence.load) + memory_doubts(description) + ending_doubts(chosen)
     found += accumulation_warnings(space, chosen.candidate, config, evidence.accumulation)
     return tuple(dict.fromkeys(found))
 
@@ -332,7 +331,7 @@ def ending_doubts(chosen: Runs) -> list[str]:
 
 
 def accumulation_warnings(space: Space, chosen: Setting, config: AmpConfig, found: Accumulation | None) -> list[str]:
-    """What a changed effective batch, a loss to be weighted and an effective batch without divisors ask of the user."""
+    """What a changed effective batch and a loss to be weighted ask of the user."""
     said = []
     before, after = space.baseline.effective_batch_size, chosen.effective_batch_size
     if before != after:
@@ -344,14 +343,6 @@ def accumulation_warnings(space: Space, chosen: Setting, config: AmpConfig, foun
     asking = ("sum",) if space.weighs_passes else ("sum", "weighted")
     if max(num_steps) > 1 and found is not None and found.verdict in asking:
         said.append(f"{sentence(found.reason)} {sentence(found.next_step)}")
-    kept = space.effective_batch_size
-    if kept is not None and space.accumulation_withheld is None and has_few_batch_sizes(kept):
-        options = [f"--effective-batch-size {n * space.num_ranks}" for n in neighbours(kept)]
-        if options:
-            said.append(
-                f"The effective batch size {of_all_ranks(kept, space.num_ranks)} has few divisors, so there are few "
-                f"batch sizes that keep it. Its neighbours have more: {' or '.join(options)}."
-            )
     return said
 
 

@@ -13,7 +13,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import check_results, loss_scales
 from autotune_amp.search.budget import Budget
-from autotune_amp.search.check_results import CheckKey, check_key
+from autotune_amp.search.check_results import check_key
 from autotune_amp.search.ledger import RIVAL, Ledger
 from autotune_amp.search.objective import rank
 from autotune_amp.search.space import HOPELESS
@@ -162,6 +162,6 @@ def _healable(ledger: Ledger, fastest: float) -> Setting | None:
     return None
 
 
-def _compare(like: Setting, key: CheckKey) -> Todo:
+def _compare(like: Setting, key: Setting) -> Todo:
     size = min(check_results.MAX_BATCH_SIZE, like.batch_size)
-    return Todo("fidelity", Setting(precision=key.precision, batch_size=size, pinned_modules=key.pinned_modules))
+    return Todo("fidelity", msgspec.structs.replace(key, batch_size=size))

@@ -6,8 +6,9 @@ from collections.abc import Collection, Sequence
 from statistics import median
 
 from autotune_amp.core.config import FallbackPlan
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Failure, Measurement, Record
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.setting import Setting
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import check_results
 from autotune_amp.search.budget import Budget

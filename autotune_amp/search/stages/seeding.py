@@ -22,7 +22,7 @@ from autotune_amp.search.stages.trials import is_hopeless
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from autotune_amp.core.config import Precision
+    from autotune_amp.core.dimensions import Precision
     from autotune_amp.core.hardware import Hardware
     from autotune_amp.core.setting import Setting
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Description, Measurement
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.setting import Setting
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import check_results
 from autotune_amp.search.budget import Budget
@@ -65,11 +66,8 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
         """A check of `setting`, with its pins or for some that would heal it, within so many seconds."""
         return Check(
             what=what,
-            precision=setting.precision,
-            batch_size=setting.batch_size,
-            accumulation_steps=setting.accumulation_steps,
+            candidate=setting,
             device=self.hardware.device,
-            pinned_modules=setting.pinned_modules,
             find_pins=not setting.pinned_modules,
             seed=self.seed,
             deadline_seconds=max(0.0, seconds),
