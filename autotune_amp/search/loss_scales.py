@@ -23,6 +23,7 @@ from autotune_amp.numerics.scaler_replay import (
     starting_scale,
     stretches,
 )
+from autotune_amp.precision.modes import MODES
 from autotune_amp.search.check_results import OF_THE_PRECISION, found_accumulation
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
@@ -194,7 +195,7 @@ def answer(record: Record, num_steps: int, *, is_loss_sum: bool = False) -> Answ
 
 def refusal(scales: AllScales, candidate: Setting) -> str | None:
     """Why an fp16 candidate is left out, None where it is not."""
-    found = scales.get(key_of(candidate)) if candidate.precision == "fp16" else None
+    found = _answer_for(scales, candidate)
     return None if found is None else found.refusal
 
 
@@ -209,14 +210,18 @@ def exclusions(scales: AllScales) -> tuple[Exclusion, ...]:
 
 def why_uncalibrated(scales: AllScales, candidate: Setting) -> str | None:
     """Why the calibration of an fp16 candidate did not come to an end, None where it did or was never tried."""
-    found = scales.get(key_of(candidate)) if candidate.precision == "fp16" else None
+    found = _answer_for(scales, candidate)
     return found.reason if isinstance(found, Uncalibrated) else None
 
 
 def scales_of(scales: AllScales, candidate: Setting) -> Scales | None:
     """What is known of an fp16 candidate's loss scales; None for any other, and where it was not calibrated."""
-    found = scales.get(key_of(candidate)) if candidate.precision == "fp16" else None
+    found = _answer_for(scales, candidate)
     return found if isinstance(found, Scales) else None
+
+
+def _answer_for(scales: AllScales, candidate: Setting) -> Answer | None:
+    return scales.get(key_of(candidate)) if MODES[candidate.precision].takes_scaler else None
 
 
 def applied_share(scales: AllScales, candidate: Setting) -> float:
@@ -227,7 +232,7 @@ def applied_share(scales: AllScales, candidate: Setting) -> float:
 
 def loss_scale(scales: AllScales, candidate: Setting, default: LossScale) -> LossScale | None:
     """What a candidate is to be trained with: the best pair; `default` for fp16 that was not calibrated."""
-    if candidate.precision != "fp16":
+    if not MODES[candidate.precision].takes_scaler:
         return None
     found = scales_of(scales, candidate)
     return default if found is None else _loss_scale(found.best)

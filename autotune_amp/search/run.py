@@ -19,7 +19,7 @@ from autotune_amp.trial.jobs import Check, Trial
 
 
 class Stage(Protocol):
-    """One phase of a search."""
+    """One phase of a search. Its share of the time it asks the budget for; jobs run one at a time, each alone."""
 
     def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
         """What the records and the budget ask for next, None where the stage is over."""

@@ -134,24 +134,12 @@ class _Search:
             backend.close()
         if ledger.finalists is None:
             raise self._nothing_to_choose(ledger, was_interrupted)
-        unknown = [f"This answer cannot be cached: {part}." for part in fingerprint.unknown]
-        summary = SearchSummary(
-            study=self.folder.path.name,
-            num_trials=len(ledger.trials),
-            num_failures=sum(isinstance(r.outcome, Failure) for r in ledger.trials),
-            seconds=self.budget.elapsed(),
-            was_interrupted=was_interrupted,
-            search_id=search_id,
-            is_budget_spent=self._is_spent or was_interrupted,
-            warnings=(*self._warnings, *unknown),
-            load=load_before,
-        )
         recommendation = recommend(
             ledger,
             options=self._options,
             environment=environment,
             workload=opened.description,
-            search=summary,
+            search=self._summary(ledger, fingerprint, load_before, was_interrupted),
             hardware=opened.hardware,
             fingerprint=fingerprint,
             versions=versions(),
@@ -307,6 +295,24 @@ class _Search:
         if ledger.records:
             self._progress.note(f"Going on with {len(ledger.trials)} trials that were measured before.")
         return ledger
+
+    def _summary(
+        self, ledger: Ledger, fingerprint: Fingerprint, load_before: MachineLoad, was_interrupted: bool
+    ) -> SearchSummary:
+        return SearchSummary(
+            study=self.folder.path.name,
+            num_trials=len(ledger.trials),
+            num_failures=sum(isinstance(r.outcome, Failure) for r in ledger.trials),
+            seconds=self.budget.elapsed(),
+            was_interrupted=was_interrupted,
+            search_id=ledger.search_id,
+            is_budget_spent=self._is_spent or was_interrupted,
+            warnings=(
+                *self._warnings,
+                *(f"This answer cannot be cached: {part}." for part in fingerprint.unknown),
+            ),
+            load=load_before,
+        )
 
     def _nothing_to_choose(self, ledger: Ledger, was_interrupted: bool) -> AutotuneAmpError:
         excluded = explain.excluded(ledger, is_budget_spent=True)

@@ -181,21 +181,36 @@ def all_well(spec: Check) -> CheckOutcome:
     return fidelity(spec.candidate.precision, pins=spec.candidate.pinned_modules, batch_size=spec.candidate.batch_size)
 
 
+def measurement(speed: float, memory: int = 1000, **fields: Any) -> Measurement:
+    """A steady measurement of `speed` samples per second, in steps of a hundred samples unless told otherwise."""
+    step = fields.pop("step_seconds", 100 / speed)
+    known: dict[str, Any] = {
+        "step_seconds": step,
+        "step_seconds_interval": (step, step),
+        "samples_per_second": speed,
+        "data_seconds": 0.0,
+        "peak_memory_bytes": memory,
+        "reserved_memory_bytes": memory,
+        "raw_step_seconds": (step,),
+        "build_seconds": 0.1,
+        "context_seconds": 0.0,
+        "first_step_seconds": 1.0,
+    }
+    return Measurement(**known | fields)
+
+
 def measured(
     spec: Trial, rate: float, memory: int = 2**28, build_seconds: float = 0.01, data_share: float = 0.0
 ) -> Measurement:
-    """A steady measurement of `rate` samples per second, `data_share` of each step a wait for data."""
+    """What `spec` measures at `rate` samples per second, `data_share` of each step a wait for data."""
     step = spec.candidate.effective_batch_size / rate
-    return Measurement(
+    return measurement(
+        rate,
+        memory,
         step_seconds=step,
-        step_seconds_interval=(step, step),
-        samples_per_second=rate,
         data_seconds=data_share * step,
-        peak_memory_bytes=memory,
-        reserved_memory_bytes=memory,
         raw_step_seconds=(step,) * 8,
         build_seconds=build_seconds,
-        context_seconds=0.0,
         first_step_seconds=2 * step,
     )
 

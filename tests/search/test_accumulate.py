@@ -15,6 +15,7 @@ from autotune_amp.core.config import AmpConfig, FallbackPlan
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.outcome import Accumulation, CheckOutcome, Failure, Record
 from autotune_amp.core.recommendation import Decision
+from autotune_amp.core.setting import Setting
 from autotune_amp.search import loss_scales
 from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.answer.explain import accumulation_warnings
@@ -69,11 +70,7 @@ def test_an_exact_accumulation_is_offered_and_checked_once(tmp_path: Path) -> No
     assert on.ledger.trials == [], "a check is no trial"
     on.oom_from = {"fp32": 64, "bf16": 64}
     decision = searched(on, where)
-    assert (decision.config.precision, decision.config.batch_size, decision.config.accumulation_steps) == (
-        "bf16",
-        32,
-        2,
-    )
+    assert Setting.of(decision.config) == candidate("bf16", 32, 2)
     assert decision.evidence.accumulation == accumulation()
     assert not any("micro-batches" in warning or "learning rate" in warning for warning in decision.warnings)
 
@@ -97,11 +94,7 @@ def test_what_is_not_shown_to_be_exact_is_withheld_with_the_reason(
     assert [(e.precision, e.batch_size) for e in where.excluded] == [("fp32", 32), ("bf16", 32)], "no flood"
     assert all(why in e.reason and "all smaller" in e.reason for e in where.excluded)
     decision = searched(on, where)
-    assert (decision.config.precision, decision.config.batch_size, decision.config.accumulation_steps) == (
-        "bf16",
-        64,
-        1,
-    )
+    assert Setting.of(decision.config) == candidate("bf16", 64)
     (warning,) = [w for w in decision.warnings if "withheld" in w]
     assert why in warning
     assert "--effective-batch-size free" in warning
@@ -207,14 +200,6 @@ def test_a_loop_has_no_plan_that_accumulates(tmp_path: Path) -> None:
     where = built(precision=["fp32", "bf16"], effective_batch_size="free", about={"is_loop": True})
     assert searched(on, where).config.plans == ()
     assert not any(spec.what == "accumulation" for spec in on.searched.backend.checks)
-
-
-def test_a_changed_effective_batch_speaks_of_the_learning_rate_and_of_the_way_back() -> None:
-    where = built(effective_batch_size="free", num_ranks=2)
-    (warning,) = accumulation_warnings(where, candidate("fp32", 64), AmpConfig(precision="fp32", batch_size=64), None)
-    assert "free to change: the optimizer sees 64 samples a step instead of 32" in warning
-    assert "learning rate may need another look" in warning
-    assert "--effective-batch-size 64 keeps them" in warning, "of two ranks with 32 each"
 
 
 def test_no_time_is_no_finding(tmp_path: Path) -> None:

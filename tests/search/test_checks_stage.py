@@ -8,8 +8,10 @@ from typing import Any
 import msgspec
 import optuna
 import pytest
-from scripted_backend import calibration, candidate, fidelity, ledger_of, shortlist
-from test_decide import HEAP, Log, at, decided, measured
+from scripted_backend import ScriptedSearch, calibration, candidate, fidelity, ledger_of, shortlist
+from scripted_backend import measured as scripted
+from scripted_backend import measurement as measured
+from test_decide import HEAP, Log, at, decided
 from test_whole_search import Machine, space
 
 from autotune_amp.core.config import LossScale
@@ -23,7 +25,8 @@ from autotune_amp.search.space import Space
 from autotune_amp.search.stages import checks
 from autotune_amp.search.stages.checks import Todo, next_todo
 from autotune_amp.search.stages.explore import NUM_SEARCH_PROCESSES
-from autotune_amp.search.study import sqlite_url
+from autotune_amp.search.stages.fallbacks import missing_plans
+from autotune_amp.search.study import Study, sqlite_url
 
 FP32, BF16, FP16, TF32 = at("fp32", 32), at("bf16", 64), at("fp16", 64), at("tf32", 32)
 FOUND = at("fp32", 32, as_found=True)
@@ -197,17 +200,6 @@ def test_unchecked_comes_after_faithful_and_before_doubtful() -> None:
     assert "fp16 batch 64 is 10.50 times as fast but doubtful" in decision.reason
 
 
-def test_a_baseline_that_is_unchecked_is_kept_only_where_no_check_could_be_made() -> None:
-    bf16 = at("bf16", 32)
-    decision = decided(Log().add(FP32, 100.0).add(bf16, 140.0), baseline=bf16, is_checked=False)
-    assert decision.config.precision == "fp32"
-    assert "0.71 times the baseline, bf16 batch 32. bf16 batch 32 is 1.40 times as fast but unchecked: the budget" in (
-        decision.reason
-    )
-    found = decided(log(fp32=100.0, found=120.0), baseline=FOUND)
-    assert found.config.as_found
-
-
 def test_a_faithful_verdict_on_weights_that_do_not_train_is_a_warning() -> None:
     unmoved = msgspec.structs.replace(fidelity("bf16"), has_moved=False)
     decision = decided(log(bf16=200.0).add(candidate("bf16", 16), unmoved, "fidelity"))
@@ -273,6 +265,8 @@ def test_a_harmful_precision_is_no_fallback() -> None:
     made = Log().add(FP32, 50.0).add(fp16, 200.0).add(at("bf16", 32), 150.0)
     made.add(candidate("bf16", 16), fidelity("bf16", "unfaithful"), "fidelity")
     assert [plan.precision for plan in decided(made).config.plans] == ["fp32"]
+    where = Space(candidates=(at("bf16", 64), at("fp32", 64)), baseline=FP32)
+    assert [c.precision for c in missing_plans(ledger_of(made.records, where), FP16)] == ["fp32"], "nor run for it"
 
 
 # --- the same with a session, a study and a scripted machine ---------------------------------------------------------
@@ -406,3 +400,12 @@ def test_what_a_check_speaks_against_is_not_tried_again_and_what_is_left_is_seed
     assert ("search", "fp32", 64) in done
     decision = machine.decide()
     assert (decision.config.precision, decision.config.batch_size) == ("fp32", 64)
+
+
+def test_fp16_that_nobody_calibrated_is_told_when_the_search_is_over() -> None:
+    searched = ScriptedSearch(WHERE, lambda trial: scripted(trial, 100.0))
+    searched.measure(FP32, FP16)
+    with Study.open("sqlite://", "scripted", ledger_of([], WHERE)) as study:
+        for is_over, num_told in ((False, 1), (True, 2)):
+            study.catch_up(searched.ledger, is_over=is_over)
+            assert len(study._study.trials) == num_told

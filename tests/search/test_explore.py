@@ -12,7 +12,8 @@ from autotune_amp.search.answer.evidence import best_runs, confirm_runs, gather
 from autotune_amp.search.check_results import failures
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.explore import NUM_REPEATED, NUM_SEARCH_PROCESSES, next_repeat
+from autotune_amp.search.stages.explore import NUM_REPEATED, NUM_SEARCH_PROCESSES, Looks, next_repeat
+from autotune_amp.search.study import Study
 from autotune_amp.trial.jobs import NUM_STEPS_BEFORE_CUT, Trial
 
 
@@ -80,6 +81,17 @@ def test_without_time_nothing_is_run_for_certainty_alone() -> None:
     found = searched(30.0, rate=16.0)  # a trial takes most of what there is
     sizes = [r.candidate.batch_size for r in found.records]
     assert len(sizes) == len(set(sizes)) < 4
+
+
+@pytest.mark.parametrize(("times", "is_run"), [(1.5, False), (2.5, True)])
+def test_what_is_run_for_certainty_alone_must_fit_twice(times: float, is_run: bool) -> None:
+    space = Space(candidates=tuple(candidate("fp32", size) for size in (16, 32)), baseline=candidate("fp32", 32))
+    made = ScriptedSearch(space, lambda spec: measured(spec, 32.0))
+    made.measure(candidate("fp32", 32))
+    made.budget.now = made.budget.seconds - made.budget.confirm_seconds - times * made.records[-1].seconds
+    with Study.open("sqlite://", "scripted", made.ledger) as study:
+        found = Looks(made.conditions, study).next(made.ledger, made.budget)
+    assert (found is not None) == is_run
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from scripted_backend import accumulation, calibration, candidate
+from scripted_backend import accumulation, calibration, candidate, measurement
 
 from autotune_amp.core.config import LossScale
-from autotune_amp.core.outcome import Calibration, Failure, FailureKind, Measurement, Record
+from autotune_amp.core.outcome import Calibration, Failure, FailureKind, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.numerics.scaler_replay import extend, replay, skips
 from autotune_amp.search import loss_scales
@@ -173,20 +173,7 @@ def test_what_a_process_should_have_skipped_is_counted_as_the_trial_counts() -> 
 
 def test_the_evidence_sets_what_was_seen_beside_what_was_foretold() -> None:
     answers = calibrated([recorded(calibration())])
-    ran = Measurement(
-        step_seconds=1.0,
-        step_seconds_interval=(1.0, 1.0),
-        samples_per_second=1.0,
-        data_seconds=0.0,
-        peak_memory_bytes=1,
-        reserved_memory_bytes=1,
-        raw_step_seconds=(1.0,) * 20,
-        num_steps_together=4,
-        build_seconds=0.0,
-        context_seconds=0.0,
-        first_step_seconds=0.0,
-        num_skips=2,
-    )
+    ran = measurement(1.0, raw_step_seconds=(1.0,) * 20, num_steps_together=4, num_skips=2)
     found = loss_scales.evidence(answers, FP16, [ran, ran])
     assert found is not None
     assert (found.num_steps, found.num_confirming_steps, found.num_skips_seen) == (10_000, 160, 4)

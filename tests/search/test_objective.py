@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 from scripted_backend import calibration, fidelity, ledger_of, shortlist
-from test_decide import FP16, FP32, HEAP, Log, at, decided, measured
+from scripted_backend import measurement as measured
+from test_decide import FP16, FP32, HEAP, Log, at, decided
 
 from autotune_amp.core.config import LossScale
 from autotune_amp.core.errors import InvalidRequestError

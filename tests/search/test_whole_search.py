@@ -14,7 +14,6 @@ from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.budget import CONFIRM_SHARE
 from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.space import Space
@@ -137,29 +136,6 @@ def test_max_trials_is_kept(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.explore(space(), max_trials=3)
     assert len(machine.ledger.records) == 3
-
-
-def test_what_a_small_budget_left_untried_is_said(tmp_path: Path) -> None:
-    machine, where = Machine(tmp_path, budget_seconds=8.0), space()
-    machine.explore(where)
-    excluded = decide(machine.ledger, environment=HELD, is_budget_spent=True).excluded
-    assert any("not tried" in entry.reason for entry in excluded)
-    assert machine.searched.budget.now <= 8.0
-
-
-def test_a_baseline_at_home_on_the_plateau_is_kept(tmp_path: Path) -> None:
-    machine = Machine(tmp_path)
-    machine.base["bf16"] = 100.0
-    where = space(baseline=64)
-    machine.explore(where)
-    chosen = machine.ledger.shortlist
-    assert chosen is not None
-    machine.confirm(chosen)
-    decision = machine.decide()
-    assert (decision.config.precision, decision.config.batch_size) == ("fp32", 64)
-    assert decision.reason.startswith("Keep what you have")
-    assert decision.config.environment == {}
-    assert decision.evidence.speedup == 1.0
 
 
 SHORTLIST = Shortlist(candidate("bf16", 64), candidate("bf16", 128), candidate("fp32", 32))

@@ -7,7 +7,7 @@ faithful, what is doubtful comes last, and fp16 counts only the share of the gra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import msgspec
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import InvalidRequestError, StudyError
 from autotune_amp.core.evidence import Evidence, Job, Outlook
-from autotune_amp.core.outcome import Description, Measurement, Record
+from autotune_amp.core.outcome import Description, Measurement
 from autotune_amp.core.recommendation import Decision, Recommendation, SearchSummary
 from autotune_amp.core.setting import Setting
 from autotune_amp.search import check_results, loss_scales
@@ -212,15 +212,18 @@ def rerank(known: Recommendation, options: SearchOptions, folder: StudyFolder) -
     space = build_space(known.hardware, known.workload, asked)
     steps = asked.horizon_steps(space.baseline.effective_batch_size)
     ledger = Ledger(space, records, objective=asked.objective, num_steps=steps)
+    confirming = [r for r in records if r.purpose == "confirm"]
     # The pairs of loss scale and growth interval that the search chose: what else it asked for is not kept.
     chosen = (Setting.of(known.config), known.config.loss_scale)
-    for setting, scale in [chosen, *((r.candidate, r.loss_scale) for r in _confirming(records))]:
+    for setting, scale in [chosen, *((r.candidate, r.loss_scale) for r in confirming)]:
         if scale is not None:
             ledger.replay(setting, (scale.init_scale, scale.growth_interval))
+    # What the contenders were confirmed in: this may be another machine than the one that searched.
+    environments = filter(None, (*(r.environment for r in confirming), known.config.environment))
     return recommend(
         ledger,
         options=asked,
-        environment=_environment(known, records),
+        environment=next(environments, recommended_environment(known.hardware.device)),
         workload=known.workload,
         hardware=known.hardware,
         search=known.search,
@@ -264,7 +267,7 @@ def cost_of_training(config: AmpConfig, evidence: Evidence, options: SearchOptio
     that fp16's loss scaler skips are among the steps and take as long as the others: they are not made up for. A number
     of steps is taken as steps of the recommended config, and the baseline is timed over the same number of samples.
     """
-    effective = config.batch_size * config.accumulation_steps * options.num_ranks
+    effective = config.effective_batch_size * options.num_ranks
     if options.num_samples is not None:
         num_samples, num_steps = options.num_samples, -(-options.num_samples // effective)
     elif options.num_steps is not None:
@@ -288,13 +291,3 @@ def cost_of_training(config: AmpConfig, evidence: Evidence, options: SearchOptio
         price=None if price is None else price * hours(evidence.samples_per_second),
         price_interval=None if price is None else (price * interval[0], price * interval[1]),
     )
-
-
-def _environment(known: Recommendation, records: Sequence[Record]) -> dict[str, str]:
-    """What the contenders were confirmed in: this may be another machine than the one that searched."""
-    tried = [r.environment for r in _confirming(records)] + [known.config.environment]
-    return next(filter(None, tried), recommended_environment(known.hardware.device))
-
-
-def _confirming(records: Sequence[Record]) -> list[Record]:
-    return [r for r in records if r.purpose == "confirm"]

@@ -21,6 +21,7 @@ from autotune_amp.core.evidence import (
 from autotune_amp.core.intervals import prediction_interval, ratio_interval
 from autotune_amp.core.outcome import Failure, Measurement, Record
 from autotune_amp.hardware import machine_load
+from autotune_amp.precision.modes import MODES
 from autotune_amp.search.check_results import BEFORE_CONFIRMATION, failures
 from autotune_amp.search.ledger import LOSS_SCALE
 from autotune_amp.search.objective import joules_per_sample
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 # A confirmation that differs from the search's trials by more was not measured on the same machine, so to speak: left
 # alone, the two differed by factors of 0.72 to 1.31 (forty searches of studies/truth, real_training and peers).
 DRIFT = 1.5
-
-
 MAX_DATA_SHARE = 0.10  # a wait of 5 to 10 % of a step: the loader sets the speed (studies/README.md)
 
 
@@ -154,7 +153,7 @@ def plain_config(
     """A candidate as a config; `loss_scale` goes with fp16 alone."""
     return AmpConfig.of(
         candidate,
-        loss_scale=loss_scale if candidate.precision == "fp16" else None,
+        loss_scale=loss_scale if MODES[candidate.precision].takes_scaler else None,
         fallback=fallback,
         environment=dict(environment or {}),
     )
@@ -180,8 +179,10 @@ def _promise(runs: Runs, records: Sequence[Record]) -> tuple[float, float]:
     groups: dict[tuple[Setting, Purpose, tuple[tuple[str, str], ...]], list[float]] = {}
     for record in records:
         found = record.outcome
-        is_confirming = record.purpose == "confirm" and not are_shared
-        if isinstance(found, Measurement) and (is_confirming or _is_timed_well(record.purpose, found)):
+        if not isinstance(found, Measurement):
+            continue
+        is_timed_well = record.purpose == "search" and found.num_steps >= NUM_STEPS_BEFORE_CUT  # beyond its warm-up
+        if is_timed_well or (record.purpose == "confirm" and not are_shared):
             key = record.candidate, record.purpose, tuple(sorted(record.environment.items()))
             groups.setdefault(key, []).append(found.samples_per_second)
     ours = [m.samples_per_second for m in runs.measurements]
@@ -193,18 +194,14 @@ def _promise(runs: Runs, records: Sequence[Record]) -> tuple[float, float]:
     return low_factor * min(low, runs.speed), high_factor * max(high, runs.speed)
 
 
-def _is_timed_well(purpose: Purpose, found: Measurement) -> bool:
-    """Whether it is a search's trial of more than its warm-up."""
-    return purpose == "search" and found.num_steps >= NUM_STEPS_BEFORE_CUT
-
-
 def _drifted(runs: Runs, records: Sequence[Record]) -> float | None:
     """Samples per second of the search's trials, the median, where the confirmation is far from it."""
     found = [r.outcome for r in records if r.candidate == runs.candidate and r.purpose == "search"]
-    speeds = [o.samples_per_second for o in found if isinstance(o, Measurement) and _is_timed_well("search", o)]
-    if not speeds or not runs.num_confirming or 1 / DRIFT <= median(speeds) / runs.speed <= DRIFT:
+    measured = [o for o in found if isinstance(o, Measurement) and o.num_steps >= NUM_STEPS_BEFORE_CUT]
+    if not measured or not runs.num_confirming:
         return None
-    return median(speeds)
+    searched = median(o.samples_per_second for o in measured)
+    return None if 1 / DRIFT <= searched / runs.speed <= DRIFT else searched
 
 
 def _speedup(
@@ -229,23 +226,16 @@ def _speedup(
 
 
 def _baseline_evidence(runs: Runs, records: Sequence[Record]) -> BaselineEvidence:
-    config = plain_config(runs.candidate, LOSS_SCALE)
-    if not runs.measurements:
-        reason = f"{runs.failure.kind}: {runs.failure.message}" if runs.failure else "not measured: the budget ended"
-        return BaselineEvidence(
-            config=config,
-            samples_per_second=None,
-            samples_per_second_interval=None,
-            step_seconds=None,
-            peak_memory_bytes=None,
-            reason=reason,
-        )
+    is_measured, why_not = bool(runs.measurements), "not measured: the budget ended"
+    if runs.failure is not None:
+        why_not = f"{runs.failure.kind}: {runs.failure.message}"
     return BaselineEvidence(
-        config=config,
-        samples_per_second=runs.speed,
-        samples_per_second_interval=_promise(runs, records),
-        step_seconds=median(m.step_seconds for m in runs.measurements),
-        peak_memory_bytes=max(m.peak_memory_bytes for m in runs.measurements),
+        config=plain_config(runs.candidate, LOSS_SCALE),
+        samples_per_second=runs.speed if is_measured else None,
+        samples_per_second_interval=_promise(runs, records) if is_measured else None,
+        step_seconds=_median(m.step_seconds for m in runs.measurements),
+        peak_memory_bytes=max((m.peak_memory_bytes for m in runs.measurements), default=None),
+        reason=None if is_measured else why_not,
     )
 
 
@@ -259,8 +249,7 @@ def _plain_environment(records: Sequence[Record], candidate: Setting, baseline: 
     ours = [r.outcome for r in records if r.candidate == candidate and r.purpose == "plain"]
     if not ours:
         return None
-    speeds = [o.samples_per_second for o in ours if isinstance(o, Measurement)]
-    speed = median(speeds) if speeds else None
+    speed = _median(o.samples_per_second if isinstance(o, Measurement) else None for o in ours)
     return PlainEnvironment(
         samples_per_second=speed,
         speedup=speed / baseline.speed if speed is not None and baseline.measurements else None,
@@ -298,18 +287,16 @@ def loader_evidence(
         num_workers=None if description is None else description.num_workers,
         data_share=share,
         step_samples_per_second=median(m.samples_per_second for m in measured) / (1 - share),
-        tried=tuple(_tried(r) for r in searched if r.candidate.num_workers is not None),
-    )
-
-
-def _tried(record: Record) -> WorkersTried:
-    assert record.candidate.num_workers is not None
-    measured = record.outcome if isinstance(record.outcome, Measurement) else None
-    return WorkersTried(
-        candidate=str(record.candidate.with_own_workers),
-        num_workers=record.candidate.num_workers,
-        samples_per_second=None if measured is None else measured.samples_per_second,
-        data_share=None if measured is None else data_share(measured),
+        tried=tuple(
+            WorkersTried(
+                candidate=str(r.candidate.with_own_workers),
+                num_workers=r.candidate.num_workers,
+                samples_per_second=r.outcome.samples_per_second if isinstance(r.outcome, Measurement) else None,
+                data_share=data_share(r.outcome) if isinstance(r.outcome, Measurement) else None,
+            )
+            for r in searched
+            if r.candidate.num_workers is not None
+        ),
     )
 
 

@@ -9,7 +9,6 @@ import msgspec
 from msgspec.structs import replace
 
 from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.dimensions import PRECISIONS
 from autotune_amp.core.evidence import MIN_PROCESSES, Evidence
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import CandidateRow, Exclusion
@@ -126,7 +125,7 @@ def rows(ledger: Ledger, exclusions: Sequence[Exclusion], environment: Mapping[s
     candidates = dict.fromkeys([space.baseline, *space.candidates, *tried])
     ordered = sorted(
         candidates,
-        key=lambda c: (PRECISIONS.index(c.precision), c.batch_size, c.accumulation_steps, c.num_workers or 0),
+        key=lambda c: (MODES[c.precision].risk, c.batch_size, c.accumulation_steps, c.num_workers or 0),
     )
     table = []
     for candidate in ordered:
@@ -232,7 +231,7 @@ def _numerical_doubts(chosen: Setting, evidence: Evidence, why_uncalibrated: str
         found.append(f"{sentence(fidelity.reason)} Search again with a learning rate above 0 for the rest.")
     if fidelity is not None and fidelity.verdict == "doubtful":
         found.append(f"{sentence(fidelity.reason)} {sentence(fidelity.next_step)}")
-    if chosen.precision == "fp16" and scale is None:
+    if MODES[chosen.precision].takes_scaler and scale is None:
         why = why_uncalibrated or "the budget ended or fp16 was not among the fastest when it was measured"
         found.append(f"The loss scale is GradScaler's default: it was not calibrated, since {sentence(why)}")
     if scale is not None and scale.num_skips_seen > scale.num_skips_foretold:

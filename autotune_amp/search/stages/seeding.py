@@ -7,6 +7,7 @@ Pure and without state: the next seed follows from the outcomes so far, so a res
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING
 
@@ -113,20 +114,12 @@ def next_seed(
     """
     if space.baseline not in outcomes:
         return space.baseline
-    ruled_out = (*excluded, *excluded_by_outcomes(space, outcomes))
-    untried = [c for c in without(space.candidates, ruled_out) if c not in outcomes]
-    fitting = [c for c in untried if _fits(c, outcomes, memory_limit_bytes)]
-    for precision in _by_promise(hardware, space):
-        seed = _first_of(precision, fitting, outcomes, space.baseline.batch_size)
-        if seed is not None:
-            return seed
+    fitting, allowed = _left(space, outcomes, memory_limit_bytes, excluded)
+    firsts = (_first_of(p, fitting, outcomes, space.baseline.batch_size) for p in _by_promise(hardware, space))
     # An emulated precision may lead at small batches alone: what the device does itself climbs first.
-    allowed = {c: outcomes[c] for c in without(outcomes, excluded)}  # what a check rules out leads nobody any more
-    for precision in sorted(_best_precisions(allowed), key=lambda p: hardware.precisions[p].level == "emulated"):
-        seed = _next_of(precision, fitting, allowed)
-        if seed is not None:
-            return seed
-    return None
+    climbing = sorted(_best_precisions(allowed), key=lambda p: hardware.precisions[p].level == "emulated")
+    nexts = (_next_of(precision, fitting, allowed) for precision in climbing)
+    return next(filter(None, itertools.chain(firsts, nexts)), None)
 
 
 def next_look(
@@ -139,13 +132,18 @@ def next_look(
 
     None where all of them are known. The arguments are those of `next_seed`.
     """
-    untried = [
-        c for c in without(space.candidates, (*excluded, *excluded_by_outcomes(space, outcomes))) if c not in outcomes
-    ]
-    fitting = [c for c in untried if _fits(c, outcomes, memory_limit_bytes)]
-    allowed = {c: outcomes[c] for c in without(outcomes, excluded)}
+    fitting, allowed = _left(space, outcomes, memory_limit_bytes, excluded)
     looks = (_round_the_best(precision, fitting, allowed) for precision in _best_precisions(allowed))
     return next(filter(None, looks), None)
+
+
+def _left(
+    space: Space, outcomes: Mapping[Setting, Outcome], limit: int | None, excluded: Sequence[Exclusion]
+) -> tuple[list[Setting], dict[Setting, Outcome]]:
+    """What may be tried, and the outcomes that may lead to it: what a check rules out leads nobody any more."""
+    legal = without(space.candidates, (*excluded, *excluded_by_outcomes(space, outcomes)))
+    fitting = [c for c in legal if c not in outcomes and _fits(c, outcomes, limit)]
+    return fitting, {c: outcomes[c] for c in without(outcomes, excluded)}
 
 
 def _measured(precision: Precision, outcomes: Mapping[Setting, Outcome]) -> dict[int, Measurement]:
@@ -159,8 +157,8 @@ def _measured(precision: Precision, outcomes: Mapping[Setting, Outcome]) -> dict
 
 
 def _fits(candidate: Setting, outcomes: Mapping[Setting, Outcome], limit: int | None) -> bool:
-    points = ((b, m.reserved_memory_bytes) for b, m in _measured(candidate.precision, outcomes).items())
-    model = fit_memory(points)
+    measured = _measured(candidate.precision, outcomes)
+    model = fit_memory((size, m.reserved_memory_bytes) for size, m in measured.items())
     return limit is None or model is None or model.bytes_at(candidate.batch_size) <= MEMORY_MARGIN * limit
 
 
