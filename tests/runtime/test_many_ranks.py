@@ -15,7 +15,6 @@ from rank_training import (
     BATCH,
     CONFIG,
     NUM_RANKS,
-    Death,
     Outcome,
     Scenario,
     Trouble,
@@ -156,20 +155,6 @@ def test_one_of_the_ranks_writes_the_run_log(ranks: Ranks, tmp_path: Path) -> No
     assert (found.begin.rank, found.begin.num_ranks) == (0, NUM_RANKS)
     assert [(move.update, move.kind, move.before, move.after) for move in found.moves] == [DEMOTION]
     assert log.read_text().count('"event":"begin"') == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("wrapper", "where"), [("ddp", "step"), ("fsdp2", "rerun")])
-def test_a_rank_that_dies_ends_the_other(tmp_path: Path, wrapper: Wrapper, where: Death) -> None:
-    scenario = Scenario(wrapper=wrapper, trouble=Trouble.at("input", 2, 3), attached="after", dies_at=(3, where))
-    ranks = Ranks(tmp_path)
-    try:
-        survivor, dead = ranks.answers(scenario)
-    finally:
-        ranks.end()
-    assert dead == "died"
-    assert isinstance(survivor, str)
-    assert survivor.startswith("Traceback")
 
 
 def test_names_are_gathered_by_way_of_the_ranks_own_card(monkeypatch: pytest.MonkeyPatch) -> None:
