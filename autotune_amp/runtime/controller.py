@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
+from torch.utils._pytree import tree_leaves
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import Precision
@@ -27,14 +28,12 @@ from autotune_amp.runtime.gradient_check import (
     Found,
     GradientCheck,
     Stepped,
-    listed,
     makes_buffers_unread,
-    tensors,
 )
 from autotune_amp.runtime.model import Attachment
 from autotune_amp.runtime.policy import Policy, check_scale
 from autotune_amp.runtime.run_log import RunLog
-from autotune_amp.runtime.scaler import LAG_UPDATES, LossScaler
+from autotune_amp.runtime.scaler import LAG_UPDATES, LossScaler, takes_a_scaler
 from autotune_amp.runtime.status import Metrics, MoveRecord, Status, write_status
 
 if TYPE_CHECKING:
@@ -149,8 +148,9 @@ class PrecisionController(torch.amp.GradScaler):
         window.num_passes += 1
         if not self._enabled:
             return outputs
-        outputs = listed(outputs)
-        for loss in (outputs,) if isinstance(outputs, Tensor) else tensors(outputs):
+        if not isinstance(outputs, Tensor | list | tuple) and isinstance(outputs, Iterable):  # it may be read but once
+            outputs = list(outputs)
+        for loss in (outputs,) if isinstance(outputs, Tensor) else filter(torch.is_tensor, tree_leaves(outputs)):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(loss.device)
             if not window.scale_was_read:  # as a gradient penalty does: its loss holds gradients, which overflow too
@@ -193,9 +193,10 @@ class PrecisionController(torch.amp.GradScaler):
         if "closure" in kwargs:
             return super().step(optimizer, *args, **kwargs)  # which refuses it
         self._check_scale_growth_tracker("step")
+        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.READY:
-            if getattr(optimizer, "_step_supports_amp_scaling", False):  # a fused one unscales by itself
+            if is_fused:  # it unscales by itself
                 self._check_inf_per_device(optimizer)
             else:
                 self.unscale_(optimizer)
@@ -204,7 +205,10 @@ class PrecisionController(torch.amp.GradScaler):
         if state["stage"] is not OptState.STEPPED and isinstance(verdict, int) and verdict != CLEAN:
             state["stage"] = OptState.STEPPED
             return Stepped(verdict)
-        value = super().step(optimizer, *args, **kwargs)
+        if is_fused and not takes_a_scaler(type(optimizer)):  # type: ignore[arg-type] # mypy and hashes of classes
+            value = self._scaler.step_fused(optimizer, state, *args, **kwargs)
+        else:
+            value = super().step(optimizer, *args, **kwargs)
         return Stepped(check.verdict_of(optimizer), value)
 
     def step_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -267,21 +267,3 @@ def _local(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
                     parameter.grad = gradient = gradient.coalesce()  # summing duplicates is where fp16 overflows
                 gradient = gradient._values()
             yield gradient
-
-
-def listed(outputs: Any) -> Any:
-    """`outputs` with lists in place of iterators, which can be read only once. Raises `ValueError` as GradScaler."""
-    if isinstance(outputs, Tensor):
-        return outputs
-    if not isinstance(outputs, Iterable):
-        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
-    return (type(outputs) if isinstance(outputs, (list, tuple)) else list)(map(listed, outputs))
-
-
-def tensors(outputs: Any) -> Iterable[Tensor]:
-    """The tensors in what `listed` gave."""
-    if isinstance(outputs, Tensor):
-        yield outputs
-    else:
-        for output in outputs:
-            yield from tensors(output)

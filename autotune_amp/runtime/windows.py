@@ -32,23 +32,20 @@ class Passes:
         next_shape: Callable[[], tuple[int, int]],
         weigh: Callable[[Batch], float | Tensor] | None,
     ) -> Iterator[tuple[Batch, bool]]:
-        """(batch, is_last) for every pass. `next_shape` is asked for `shape` before each window."""
+        """(batch, is_last) for every pass, the last window shorter. `next_shape` gives the `shape` of each window."""
         try:
-            while window := take(batches, *next_shape()):
+            while True:
+                num_batches, num_pieces = next_shape()
+                whole = list(islice(batches, num_batches))
+                window = whole if num_pieces == 1 else [piece for one in whole for piece in split(one, num_pieces)]
+                if not window:
+                    return
                 weights = [1.0 if weigh is None else float(weigh(batch)) for batch in window]
                 self.shares = [weight / (sum(weights) or 1.0) for weight in weights]  # all 0: no loss, and no NaN
                 for self._index, batch in enumerate(window):
                     yield batch, self._index == len(window) - 1
         finally:
             self.shares = []
-
-
-def take(loader: Iterator[Batch], num_batches: int, num_pieces: int) -> list[Batch]:
-    """The passes of the next window: `num_batches` of the loader's batches, each in `num_pieces`; fewer at its end."""
-    whole = list(islice(loader, num_batches))
-    if num_pieces == 1:
-        return whole
-    return [piece for batch in whole for piece in split(batch, num_pieces)]
 
 
 def split(batch: Any, num_pieces: int) -> Iterable[Any]:

@@ -27,21 +27,16 @@ class Ranks:
 
     def run(self, scenario: Scenario) -> list[Outcome]:
         """What each rank saw. Raises `AssertionError` with the tracebacks where a rank failed, died or hung."""
-        answers = self.answers(scenario)
-        outcomes = [answer for answer in answers if isinstance(answer, Outcome)]
-        assert len(outcomes) == NUM_RANKS, "\n".join(map(str, answers))
-        return outcomes
-
-    def answers(self, scenario: Scenario) -> list[Outcome | str]:
-        """Each rank's outcome, or else the traceback of what ended it, "died" or "hung"."""
         if not self._processes:
             self._start()
         for pipe in self._pipes:
             pipe.send(scenario)
         answers = [_answer(pipe, RUN_SECONDS) for pipe in self._pipes]
-        if any(isinstance(answer, str) for answer in answers):
+        outcomes = [answer for answer in answers if isinstance(answer, Outcome)]
+        if len(outcomes) < NUM_RANKS:
             self.end()
-        return answers
+        assert len(outcomes) == NUM_RANKS, "\n".join(map(str, answers))
+        return outcomes
 
     def _start(self) -> None:
         # Not through `multiprocessing`: its resource tracker would outlive the tests.

@@ -18,11 +18,6 @@ from autotune_amp.core.errors import FormatError, InvalidRequestError
 from autotune_amp.runtime.controller import PrecisionController
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 def refused(controller: PrecisionController, state: Any) -> InvalidRequestError:
     before = repr((controller.state_dict(), controller.config, controller.get_scale()))
     with pytest.raises(InvalidRequestError) as caught:

@@ -26,12 +26,6 @@ from training import Batch, fp16, same
 from autotune_amp.core.config import LossScale
 from autotune_amp.runtime.controller import PrecisionController
 
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 # Each: the batches, what is done by hand before some of them, and what the run must have gone through.
 Script = tuple[Sequence[Batch], dict[int, Callable[[PrecisionController], None]], set[str]]
 SCRIPTS: dict[str, tuple[Callable[[], nn.Module], LossScale, dict[str, bool], Script]] = {

@@ -18,11 +18,6 @@ from autotune_amp import AmpConfig, PrecisionController
 from autotune_amp.core.errors import InvalidRequestError
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 class Method(nn.Module):
     """As Lightning's modules: the loop calls a method, not forward, and the autocast is inside it."""
 

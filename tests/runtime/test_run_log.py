@@ -103,7 +103,7 @@ def test_a_resumed_run_says_so_and_what_it_trains_again_counts_once(path: Path) 
 
 
 def test_a_resumed_run_goes_on_with_its_own_lines_past_another_run(path: Path) -> None:
-    first = scripted(run_log=path).run("overflow", "clean")
+    first = scripted(run_log=path).run("clean", "overflow")
     file = io.BytesIO()
     torch.save(first.controller.state_dict(), file)
     first.run("overflow")  # lost: after the checkpoint
@@ -115,7 +115,7 @@ def test_a_resumed_run_goes_on_with_its_own_lines_past_another_run(path: Path) -
     found = run_log.read(path)
     assert [(type(line), line.update, line.scale) for line in found.lines] == [
         (BeginLine, 0, 1024.0),
-        (SampleLine, 1, 512.0),
+        (SampleLine, 2, 512.0),
         (BeginLine, 2, 512.0),
         (SampleLine, 3, 256.0),
     ]

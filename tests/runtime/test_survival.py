@@ -53,7 +53,7 @@ def small() -> nn.Module:
 
 
 @pytest.mark.parametrize("reruns", [True, False])
-def test_point_1_a_sum_reduced_loss_that_trains_at_a_tiny_scale_does_not_trip(reruns: bool) -> None:
+def test_a_sum_reduced_loss_that_trains_at_a_tiny_scale_does_not_trip(reruns: bool) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
     twin = copy.deepcopy(model)
 
@@ -80,7 +80,7 @@ def test_point_1_a_sum_reduced_loss_that_trains_at_a_tiny_scale_does_not_trip(re
         ("compiled then attached", True, None),
     ],
 )
-def test_point_2_forward_overflow_is_survived(mode: str, reruns: bool, own_autocast: torch.dtype | None) -> None:
+def test_forward_overflow_is_survived(mode: str, reruns: bool, own_autocast: torch.dtype | None) -> None:
     model = FeedForward()
     twin = copy.deepcopy(model)
     given = batches(60)
@@ -106,7 +106,7 @@ def test_point_2_forward_overflow_is_survived(mode: str, reruns: bool, own_autoc
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_point_3_one_nan_batch_is_one_skip(mode: str) -> None:
+def test_one_nan_batch_is_one_skip(mode: str) -> None:
     model = small()
     twin = copy.deepcopy(model)
     given = batches(20)
@@ -125,7 +125,7 @@ def test_point_3_one_nan_batch_is_one_skip(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_point_4_a_burst_of_nan_batches_is_not_precision(mode: str) -> None:
+def test_a_burst_of_nan_batches_is_not_precision(mode: str) -> None:
     model = small()
     twin = copy.deepcopy(model)
     given = batches(20)
@@ -163,7 +163,7 @@ class WithRoot(nn.Module):
 
 
 @pytest.mark.parametrize(("mode", "precision"), list(zip(MODES, ["fp16", "bf16", "fp32"], strict=True)))
-def test_point_5_a_nan_gradient_in_every_precision_halts_naming_the_module(mode: str, precision: str) -> None:
+def test_a_nan_gradient_in_every_precision_halts_naming_the_module(mode: str, precision: str) -> None:
     model = WithRoot()
     before = weights(model)
     configs = {
@@ -180,7 +180,7 @@ def test_point_5_a_nan_gradient_in_every_precision_halts_naming_the_module(mode:
 
 
 @pytest.mark.parametrize("attaches", [True, False])
-def test_point_5_without_a_rerun_the_demotion_does_not_last(attaches: bool) -> None:
+def test_without_a_rerun_the_demotion_does_not_last(attaches: bool) -> None:
     model = WithRoot()
     before = weights(model)
     steered = controller()
@@ -193,7 +193,7 @@ def test_point_5_without_a_rerun_the_demotion_does_not_last(attaches: bool) -> N
     assert all(torch.equal(before[name], value) for name, value in weights(model).items())
 
 
-def test_point_14_a_frozen_low_precision_base_is_not_offered_fp32() -> None:
+def test_a_frozen_low_precision_base_is_not_offered_fp32() -> None:
     base = nn.Linear(8, 8).to(torch.bfloat16).requires_grad_(False)
     adapter = nn.Linear(8, 1)
     model = nn.Sequential(base, adapter)
