@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 import msgspec
 
 from autotune_amp.core.config import AmpConfig, LossScale, training_arguments
-from autotune_amp.core.config_source import (
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.explain import (
     AUTOCAST_DTYPES,
     LOADER_COMMENT,
     LOSS,
@@ -27,7 +28,6 @@ from autotune_amp.core.config_source import (
     pass_loss,
     strict_flag_lines,
 )
-from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.integrations.deepspeed import deepspeed_config, roundings
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backwa
 
 from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import Failure
-from autotune_amp.hardware.matmul import flops_per_second, synchronize
+from autotune_amp.hardware.measuring import flops_per_second, synchronize
 from autotune_amp.profile.gap import MARK, Trace, split, step_mark
 from autotune_amp.profile.job import Profile, Profiled, Split
 from autotune_amp.trial.context import Context, LoopState

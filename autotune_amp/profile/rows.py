@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from autotune_amp.core.config import Precision
 from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.intervals import ratio_interval
 from autotune_amp.core.outcome import Failure, Measurement, Outcome
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.hardware import machine_load
 from autotune_amp.profile.gap import gap, next_steps
 from autotune_amp.profile.job import LOW, Profiled
 from autotune_amp.profile.results import AmpProfile, PrecisionRow, Verdict
-from autotune_amp.search.answer import load_warnings
 
 # A precision whose steps take so many times those of fp32 is left, if they are so long that it is worth it: the first
 # ones of a small model in another format are many times slower than those that follow.
@@ -189,19 +188,19 @@ def _notes(rows: Sequence[PrecisionRow], found: Found) -> list[str]:
 def load_notes(load: MachineLoad) -> list[str]:
     """What others did on the machine while the precisions were timed, where that is worth a word."""
     notes = []
-    if load_warnings.is_busy([load]) and load.others_num_cores is not None:
+    if machine_load.is_busy([load]) and load.others_num_cores is not None:
         notes.append(
-            f"The machine was busy: other processes used {load_warnings.cores(load.others_num_cores, load.num_cpus)}"
-            f"{load_warnings.named(load.busiest)}. That slows precisions unequally: stop them and profile again."
+            f"The machine was busy: other processes used {machine_load.cores(load.others_num_cores, load.num_cpus)}"
+            f"{machine_load.named(load.busiest)}. That slows precisions unequally: stop them and profile again."
         )
-    if load_warnings.is_stolen([load]):
+    if machine_load.is_stolen([load]):
         notes.append(
             f"The hypervisor gave {100 * (load.stolen_share or 0.0):.0f} % of the CPU time to others meanwhile: at "
             "another hour steps may be faster, and not all by the same factor."
         )
     if load.card_processes:
         notes.append(
-            f"The card was not ours alone{load_warnings.on_card(load.card_processes)}: "
+            f"The card was not ours alone{machine_load.on_card(load.card_processes)}: "
             "without other work on it steps may be faster, and not all by the same factor."
         )
     if load.card_slowdowns:

@@ -16,15 +16,14 @@ from typing import Any
 import msgspec
 import torch
 
-from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import AutotuneAmpError
-from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity
 from autotune_amp.core.job import Tell
-from autotune_amp.core.outcome import CheckOutcome, Failure
+from autotune_amp.core.outcome import Accumulation, Calibration, CheckOutcome, Failure, Fidelity
+from autotune_amp.core.setting import Precision
 from autotune_amp.core.workload import Workload
 from autotune_amp.numerics import accumulation, calibration, fidelity
 from autotune_amp.numerics.passes import Loop, NoStepError, Passes, Subject, no_loss
-from autotune_amp.precision.mode import has_half_weights
+from autotune_amp.precision.forward_wrapper import has_half_weights
 from autotune_amp.trial import data
 from autotune_amp.trial.context import Context, LoopState
 from autotune_amp.trial.jobs import Check

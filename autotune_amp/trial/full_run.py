@@ -14,7 +14,7 @@ from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.workload import Workload
-from autotune_amp.hardware.matmul import synchronize
+from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.trial.training import BaseTraining
 
 

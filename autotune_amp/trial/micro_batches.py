@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from autotune_amp.core.fidelity import MIN_CUT_SAMPLES
+from autotune_amp.core.outcome import MIN_CUT_SAMPLES
 from autotune_amp.numerics import batches
 from autotune_amp.numerics.accumulation import IGNORED_LABEL, num_micro_batches
 from autotune_amp.precision import torch_state

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.workload import OptimizersOfModel, Workload, type_name
-from autotune_amp.numerics.learning_rates import raise_learning_rates
+
+# Of a schedule's peak: as in the first part of a warm-up. At the peak, a training without its warm-up may diverge.
+LEAST_SHARE_OF_PEAK = 0.1
 
 
 class Optimizers(torch.optim.Optimizer):
@@ -99,3 +101,17 @@ def _like(
             "Pass the model instance that it was made for, or an optimizer function of the parameters.",
         )
     return kind(groups, **defaults)
+
+
+def raise_learning_rates(optimizer: torch.optim.Optimizer) -> None:
+    """Raise each learning rate that a scheduler has set to at least a tenth of the schedule's peak.
+
+    A warm-up begins at 0 and a schedule that has ended leaves 0, with which no weight of a trial would move. The peak
+    is what torch's schedulers keep in the parameter group: ``initial_lr``, and OneCycleLR ``max_lr``.
+    """
+    for group in optimizer.param_groups:
+        if "initial_lr" in group:
+            rate, least = group["lr"], LEAST_SHARE_OF_PEAK * float(group.get("max_lr", group["initial_lr"]))
+            if rate < least:
+                # A tensor may be the user's own, which another optimizer reads.
+                group["lr"] = torch.full_like(rate, least) if isinstance(rate, Tensor) else least

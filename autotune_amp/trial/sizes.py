@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from autotune_amp.core.outcome import SampleSizes
 from autotune_amp.core.workload import Workload
-from autotune_amp.numerics.draws import generators, set_generators
+from autotune_amp.numerics.passes import keep_generators
 from autotune_amp.trial import data
 from autotune_amp.trial.data import Spread
 
@@ -55,8 +55,7 @@ def look(workload: Workload, batch_size: int) -> Look:
 
     What the user's code raises ends the look. The generators stand where they stood.
     """
-    cpu = torch.device("cpu")
-    before = generators(cpu)
+    put_back = keep_generators(torch.device("cpu"))
     num_workers = None
     try:
         opened = data.opened(workload.data, batch_size)
@@ -70,7 +69,7 @@ def look(workload: Workload, batch_size: int) -> Look:
     except Exception as error:  # the user's code may raise anything
         return Look(num_workers, scan_problem=_one_line(error))
     finally:
-        set_generators(cpu, before)
+        put_back()
 
 
 def _look_through(loader: DataLoader[Any], batch_size: int) -> Look:

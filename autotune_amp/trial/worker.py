@@ -18,18 +18,16 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import Description, Failure, FailureKind, Measurement, Outcome
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import Precision, Setting
 from autotune_amp.core.workload import Workload
 from autotune_amp.hardware import cuda, measure
-from autotune_amp.precision import mode as precision
 from autotune_amp.precision import torch_state
-from autotune_amp.precision.mode import CUDA_FLAGS
+from autotune_amp.precision.torch_state import CUDA_FLAGS
 from autotune_amp.trial import data
 from autotune_amp.trial.context import Context, LoopState
 from autotune_amp.trial.energy import Counter, EnergyMeter, counter_of
@@ -123,23 +121,23 @@ def as_run(
     *,
     has_tf32: bool,
 ) -> tuple[Precision, bool]:
-    """`mode.as_found` of the flags that concern a step of `batch_size`; a precision of the workload's own is so.
+    """`torch_state.as_found` of the flags that concern a step of `batch_size`; a precision of the workload's own is so.
 
     One step is taken where that alone can tell; with None for `batch_size` none is, and all flags count.
     """
     if workload.precision is not None:
         return workload.precision, True
     if not has_tf32:
-        return precision.as_found(state, device.type, CUDA_FLAGS)
-    found = precision.as_found(state, device.type)
+        return torch_state.as_found(state, device.type, CUDA_FLAGS)
+    found = torch_state.as_found(state, device.type)
     absent = [flag for flag, kind in _MODULES.items() if not any(isinstance(part, kind) for part in model.modules())]
-    _, could_be_strict = precision.as_found(state, device.type, absent)
+    _, could_be_strict = torch_state.as_found(state, device.type, absent)
     if batch_size is None or found[1] or not could_be_strict:
         return found
     candidate = Setting(precision=found[0], batch_size=batch_size, as_found=True)
     spec = Trial(candidate=candidate, device=str(device), torch_state=dict(state))
     used = used_flags(workload, model, spec)
-    return precision.as_found(state, device.type, [flag for flag in absent if flag not in used])
+    return torch_state.as_found(state, device.type, [flag for flag in absent if flag not in used])
 
 
 def used_flags(workload: Workload, model: nn.Module, spec: Trial) -> frozenset[str]:
@@ -369,7 +367,7 @@ def _start_accelerator(device: torch.device) -> float:
 
 
 def _weights(parameters: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]) -> Any:
-    low = precision.HALF_DTYPES
+    low = torch_state.HALF_DTYPES
     for dtype, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
         if any(p.dtype == dtype for p in trained):
             return name

@@ -21,8 +21,7 @@ from accelerate_training import Net, batches_of, fresh_accelerate, inputs, loss_
 from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan, LossScale
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.integrations.accelerate import AutotuneAccelerator, grad_scaler_kwargs
-from autotune_amp.precision.forward_wrapper import player_of
-from autotune_amp.precision.mode import is_pinned
+from autotune_amp.precision.forward_wrapper import is_pinned, roles_of
 from autotune_amp.runtime.controller import PrecisionController
 
 
@@ -204,7 +203,7 @@ def test_what_is_prepared_after_free_memory_begins_anew() -> None:
         assert (status.precision, len(status.history)) == (("bf16", 1) if overflowing else ("fp16", 0))
         accelerator.free_memory()
         assert [type(module) for module in net.modules()] == [Net, nn.Linear, nn.Linear]
-        assert not any(map(player_of, net.modules()))
+        assert not any(any(roles_of(module)) for module in net.modules())
         del net, model, optimizer
         gc.collect()
         assert reference() is None

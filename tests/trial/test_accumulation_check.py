@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from autotune_amp.core.fidelity import Accumulation
-from autotune_amp.core.outcome import CheckOutcome, Failure
+from autotune_amp.core.outcome import Accumulation, CheckOutcome, Failure
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import checks
 from autotune_amp.trial.context import Context

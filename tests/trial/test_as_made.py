@@ -14,9 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from autotune_amp import LossScale, Workload
-from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import WorkloadError
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import Precision, Setting
 from autotune_amp.precision import torch_state
 from autotune_amp.trial.context import make_model
 from autotune_amp.trial.jobs import Trial

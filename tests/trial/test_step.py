@@ -9,11 +9,10 @@ from graph_samples import replayed
 from torch import nn
 
 from autotune_amp import LossScale, Workload
-from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import Precision, Setting
 from autotune_amp.precision import torch_state
-from autotune_amp.precision.mode import is_pinned, pin_fp32
+from autotune_amp.precision.forward_wrapper import is_pinned, pin_fp32
 from autotune_amp.trial import worker
 from autotune_amp.trial.context import make_model
 from autotune_amp.trial.jobs import Trial
