@@ -211,22 +211,14 @@ def test_a_run_without_a_rung_left_saves_a_checkpoint_before_it_stops(tmp_path: 
     assert all_finite(run.model)
 
 
-def test_a_stopped_trainer_stops_again_until_the_data_are_mended(tmp_path: Path) -> None:
+def test_data_that_are_not_finite_stop_each_training_with_a_checkpoint(tmp_path: Path) -> None:
     data = rows(4 * BATCH)
-    sound = [row["inputs"] for row in data]
     for row in data:
         row["inputs"] = row["inputs"] * torch.nan
     run = trainer(AmpConfig(precision="bf16", batch_size=BATCH), tmp_path, data, max_steps=24)
-    with pytest.raises(NotPrecisionError, match="checkpoint-12 is its checkpoint"):
-        run.train()
-    with pytest.raises(NotPrecisionError, match="checkpoint-10 is its checkpoint"):
-        run.train()
-    for row, inputs in zip(data, sound, strict=True):
-        row["inputs"] = inputs
-    run.train()
-    status = run.controller.status()
-    assert run.state.global_step == 24
-    assert (status.num_steps, status.num_skips) == (24, 22)
+    for checkpoint in ("checkpoint-12", "checkpoint-10"):
+        with pytest.raises(NotPrecisionError, match=f"{checkpoint} is its checkpoint"):
+            run.train()
     assert all_finite(run.model)
 
 
