@@ -251,12 +251,14 @@ def test_where_the_frameworks_module_holds_the_model_the_text_says_what_becomes_
         assert "net." not in export(Exportable(ACCUMULATED, "cpu"), target).text
 
 
-def test_a_launch_file_says_what_a_plain_accelerator_would_do_under_it() -> None:
-    pinned = accelerate_file(Exportable(PINNED, "cpu"))
-    (note,) = pinned.notes
-    assert re.search("cannot train fp16 on cpu with second in fp32.*trains all in fp32", note)
-    assert "AutotuneAccelerator" in comments(pinned.text)
-    assert 'mixed_precision: "no"\n' in pinned.text
+@pytest.mark.parametrize(("device_type", "pins"), [("cuda", ("second",)), ("cpu", ())])
+def test_a_launch_file_says_what_a_plain_accelerator_would_do_under_it(device_type: str, pins: tuple[str, ...]) -> None:
+    """It keeps no module pinned, and on a CPU it neither casts to fp16 nor scales."""
+    made = accelerate_file(Exportable(msgspec.structs.replace(PINNED, pinned_modules=pins), device_type))
+    (note,) = made.notes
+    assert re.search(f"cannot train fp16 on {device_type}.*{' '.join(pins)}.*fp32", note)
+    assert "AutotuneAccelerator" in comments(made.text)
+    assert 'mixed_precision: "no"\n' in made.text
     plain = accelerate_file(Exportable(msgspec.structs.replace(PINNED, pinned_modules=())))
     assert plain.notes == ()
     assert 'mixed_precision: "fp16"\n' in plain.text
