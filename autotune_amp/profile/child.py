@@ -21,9 +21,8 @@ from autotune_amp.core.outcome import Failure
 from autotune_amp.hardware.measuring import flops_per_second, synchronize
 from autotune_amp.profile.gap import MARK, Trace, split, step_mark
 from autotune_amp.profile.job import Profile, Profiled, Split
-from autotune_amp.trial.context import Context, LoopState
+from autotune_amp.trial.context import Context, LoopState, each
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Trial
-from autotune_amp.trial.optimizers import each
 from autotune_amp.trial.timing import MAX_SCALE_SEARCH_STEPS, CompileWatch, NonFiniteError
 from autotune_amp.trial.training import BaseTraining, Training, make_training
 from autotune_amp.trial.worker import guarded, prepare

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from autotune_amp.core.config import AmpConfig, LossScale
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.setting import DIMENSIONS
 from autotune_amp.core.workload import Workload, type_name
 from autotune_amp.numerics.modules import named
 from autotune_amp.precision import forward_wrapper, torch_state
+from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.step_amp import StepAmp, has_gradients
 from autotune_amp.precision.torch_state import as_found_autocast
 from autotune_amp.trial import data
-from autotune_amp.trial.context import LoopState
+from autotune_amp.trial.context import LoopState, Optimizers, each, make_optimizer
 from autotune_amp.trial.jobs import Trial
-from autotune_amp.trial.optimizers import Optimizers, each, make_optimizer
 
 
 class BaseTraining(ABC):
@@ -45,13 +47,18 @@ class BaseTraining(ABC):
         self._taken: list[Any] = []
         self._last_batch: Any = None
         self._worst: data.Stream | None = None
-        if not spec.candidate.as_found:
-            torch_state.set_flags(spec.candidate.precision)
         self._pinned: list[nn.Module] = []
-        if spec.candidate.precision in ("bf16", "fp16"):
+
+    def set_precision(self, wanted: Precision) -> None:
+        """Set its strict flags, unless the setting keeps the caller's own."""
+        if not self.spec.candidate.as_found:
+            torch_state.set_flags(wanted)
+
+    def pin(self, names: Sequence[str]) -> None:
+        """Keep the modules of these names in fp32 under autocast until `close`."""
+        if MODES[self.spec.candidate.precision].uses_autocast:
             # What the user's own model has pinned already stays so after `unpin`.
-            found = named(model, spec.candidate.pinned_modules)
-            self._pinned = [module for module in found if not forward_wrapper.is_pinned(module)]
+            self._pinned = [module for module in named(self.model, names) if not forward_wrapper.is_pinned(module)]
             for module in self._pinned:
                 forward_wrapper.pin_fp32(module, self.device.type)
 
@@ -63,15 +70,9 @@ class BaseTraining(ABC):
     def start_loading(self) -> None:
         """Take the first batch, which starts the loader's workers, and keep it for `next_batch`."""
         self._taken.append(next(self.batches))
-        spec, asked = self.spec, self.spec.candidate.batch_size
-        self._worst = data.worst_batches(
-            self.workload.worst_batch,
-            self._loader,
-            spec.worst_samples,
-            asked,
-            spec.num_worst_batches,
-            is_exact=data.num_samples(self._taken[0], asked) == asked,
-        )
+        spec, size = self.spec, self.spec.candidate.batch_size
+        named = self.workload.worst_batch
+        self._worst = data.worst_batches(named, self._loader, spec.worst_samples, size, spec.num_worst_batches)
 
     def next_batch(self) -> Any:
         """The next batch as the loader gives it; the one before is let go only now, as in any loop."""
@@ -173,8 +174,7 @@ class Training(BaseTraining):
             loss = self.loss(self.model, batch)
         divisor = 1 if self.spec.is_loss_sum else self.spec.candidate.accumulation_steps
         scaled = loss / divisor if divisor > 1 else loss
-        to_go_back_from: Tensor = scaled if self.scaler is None else self.scaler.scale(scaled)
-        to_go_back_from.backward()  # type: ignore[no-untyped-call]  # torch does not type it
+        torch.autograd.backward(scaled if self.scaler is None else self.scaler.scale(scaled))
         self._last_loss = loss
         # Under CUDA graphs each pass of a compiled loss overwrites what the one before it returned.
         return loss.detach().clone().reshape(())
@@ -204,7 +204,9 @@ class LoopTraining(BaseTraining):
         assert workload.train_step is not None
         self._train_step = workload.train_step
         self._state = model.held
-        self._amp = StepAmp(self.autocast, self.device.type, _config(spec))
+        candidate = spec.candidate
+        loss_scale = (spec.loss_scale or LossScale()) if MODES[candidate.precision].takes_scaler else None
+        self._amp = StepAmp(self.autocast, self.device.type, AmpConfig.of(candidate, loss_scale=loss_scale))
         self.scaler = self._amp if self._amp.is_enabled() else None
 
     @property
@@ -218,7 +220,7 @@ class LoopTraining(BaseTraining):
         self._amp.begin()
         self._train_step(self._state, batch, self._amp)
         candidate = self.spec.candidate
-        needs_autocast = candidate.precision in ("bf16", "fp16") and not candidate.as_found
+        needs_autocast = MODES[candidate.precision].uses_autocast and not candidate.as_found
         loss = self._amp.total_loss(needs_autocast=needs_autocast)
         self.has_stepped = self._amp.has_stepped
         return loss
@@ -227,17 +229,17 @@ class LoopTraining(BaseTraining):
         """Taken already."""
 
 
-def _config(spec: Trial) -> AmpConfig:
-    candidate = spec.candidate
-    loss_scale = (spec.loss_scale or LossScale()) if candidate.precision == "fp16" else None
-    return AmpConfig.of(candidate, loss_scale=loss_scale)
-
-
 def make_training(workload: Workload, model: nn.Module, spec: Trial) -> BaseTraining:
-    """The training of a `model` made by `make_model`. Raises `WorkloadError` for what cannot train."""
-    if isinstance(model, LoopState):
-        return LoopTraining(workload, model, spec)
-    return Training(workload, model, spec)
+    """The training of a `model` made by `make_model`, as each dimension of the setting has it.
+
+    Raises `WorkloadError` for what cannot train.
+    """
+    training: BaseTraining = (
+        LoopTraining(workload, model, spec) if isinstance(model, LoopState) else Training(workload, model, spec)
+    )
+    for dimension in DIMENSIONS:
+        dimension.apply(training, getattr(spec.candidate, dimension.name))
+    return training
 
 
 def checked_loss(loss: Callable[[nn.Module, Any], Any] | None) -> Callable[[nn.Module, Any], Tensor]:

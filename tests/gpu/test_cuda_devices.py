@@ -137,7 +137,7 @@ def test_a_library_that_cannot_start_is_out_of_memory_only_near_the_trials_limit
 def test_a_card_that_is_taken_does_not_speak_against_forking_for_another(virtual_machine: VirtualMachine) -> None:
     code = """
 import subprocess, sys
-from autotune_amp.isolation.forking import why_not_fork
+from autotune_amp.isolation.server import why_not_fork
 
 hold = "import torch; held = torch.ones(1, device='cuda:0'); print(flush=True); input()"
 holder = subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

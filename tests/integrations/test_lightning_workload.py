@@ -19,8 +19,7 @@ from autotune_amp.isolation.packing import pack, unpack
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.step_amp import StepAmp
 from autotune_amp.trial import data
-from autotune_amp.trial.context import LoopState, make_model
-from autotune_amp.trial.optimizers import each, make_optimizer
+from autotune_amp.trial.context import LoopState, each, make_model, make_optimizer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers which may be a bottleneck"),  # tiny data on purpose
