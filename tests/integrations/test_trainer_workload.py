@@ -193,6 +193,8 @@ def test_it_runs_under_the_trials_autocast_and_says_what_runs_today(tmp_path: Pa
     assert training.model.runs == {0: {(None, torch.float32, BATCH)}}  # not the trainer's own bf16
     assert (workload.accumulation_steps, workload.precision, workload.weighs_passes) == (3, "bf16", False)
     assert workload.data.batch_size == BATCH
+    # On a CPU Accelerate has no autocast for fp16.
+    assert Workload.from_trainer(trainer(tmp_path, fp16=True)).precision is None
 
 
 def padded_rows() -> dict[str, Tensor]:
