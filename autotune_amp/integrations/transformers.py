@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from autotune_amp.core.config import AmpConfig, DemotedError, training_arguments
+from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan, training_arguments
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError, WorkloadError
 from autotune_amp.core.recommendation import Recommendation
@@ -107,8 +107,7 @@ class AutotuneTrainer(Trainer):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call] # transformers does not type it
-        plan = self.controller.config
-        if not can_follow(self._amp_config, plan.batch_size, plan.accumulation_steps):
+        if not can_follow(self._amp_config, self.controller.config):
             raise other_window_error(
                 self.controller,
                 self._amp_config,
@@ -190,15 +189,13 @@ class AutotuneTrainer(Trainer):
         if stopped is None:
             return output
         checkpoint = Path(self._get_output_dir(self._trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        saved = f"{checkpoint} is its checkpoint." if checkpoint.is_dir() else "No checkpoint was saved."
+        saved, resumed = f"{checkpoint} is its checkpoint.", f"train(resume_from_checkpoint={str(checkpoint)!r})"
+        if not checkpoint.is_dir():
+            saved, resumed = "No checkpoint was saved.", "train()"
         if not isinstance(stopped, DemotedError):
             raise type(stopped)(stopped.message, f"{stopped.next_step} {saved}") from stopped
-        resumed = f"train(resume_from_checkpoint={str(checkpoint)!r})" if checkpoint.is_dir() else "train()"
-        raise DemotedError(
-            stopped.message,
-            f"{saved} Go on with {_NEXT_TRAINER} and {resumed}.",
-            stopped.config,
-        ) from stopped
+        next_step = f"{saved} Go on with {_NEXT_TRAINER} and {resumed}."
+        raise DemotedError(stopped.message, next_step, stopped.config) from stopped
 
 
 class _KeepingController(PrecisionController):
@@ -311,7 +308,7 @@ def refuse_contradictions(args: Any, config: AmpConfig) -> None:
 def refuse_other_windows(config: AmpConfig) -> None:
     """Raise `InvalidRequestError` for a fallback whose window is not that of the Trainer's loop, in a smaller batch."""
     for plan in config.plans:
-        if not can_follow(config, plan.batch_size, plan.accumulation_steps):
+        if not can_follow(config, plan):
             raise InvalidRequestError(
                 f"The fallback {plan.precision} makes a step of {plan.batch_size} x {plan.accumulation_steps} samples, "
                 f"the config of {config.batch_size} x {config.accumulation_steps}: the Trainer's loop keeps to one.",
@@ -320,10 +317,10 @@ def refuse_other_windows(config: AmpConfig) -> None:
             )
 
 
-def can_follow(config: AmpConfig, batch_size: int, accumulation_steps: int) -> bool:
-    """Whether these passes are a window of the config's batches, each split or whole."""
+def can_follow(config: AmpConfig, plan: AmpConfig | FallbackPlan) -> bool:
+    """Whether the plan's passes are a window of the config's batches, each split or whole."""
     try:
-        num_batches, _ = windows.shape(config.batch_size, batch_size, accumulation_steps)
+        num_batches, _ = windows.shape(config.batch_size, plan.batch_size, plan.accumulation_steps)
     except InvalidRequestError:
         return False
     return num_batches == config.accumulation_steps

@@ -210,19 +210,19 @@ def heading(profile: AmpProfile) -> str:
 
 def row_cells(row: PrecisionRow) -> tuple[str, str, str, str]:
     """Step, speed-up, memory and verdict; empty where there is none."""
-    speedup = ""
-    if row.speedup is not None and row.speedup_interval is not None:
-        low, high = row.speedup_interval
-        speedup = f"{times(row.speedup)} ({low:.2f} to {high:.2f})"
-    elif row.speedup is not None:
-        speedup = _at_most(row.speedup)
     step = "" if row.step_seconds is None else duration(row.step_seconds)
     memory = "" if row.peak_memory_bytes is None else size(row.peak_memory_bytes)
-    return step, speedup, memory, _row_verdict(row)
+    return step, _speedup(row), memory, _row_verdict(row)
 
 
-def _at_most(speedup: float) -> str:
-    return f"<= {times(speedup)}" if speedup >= 0.01 else "< 0.01x"
+def _speedup(row: PrecisionRow) -> str:
+    """With its interval; at most that where there is none."""
+    if row.speedup is None:
+        return ""
+    if row.speedup_interval is None:
+        return f"<= {times(row.speedup)}" if row.speedup >= 0.01 else "< 0.01x"
+    low, high = row.speedup_interval
+    return f"{times(row.speedup)} ({low:.2f} to {high:.2f})"
 
 
 def _row_verdict(row: PrecisionRow) -> str:
@@ -233,18 +233,16 @@ def _row_verdict(row: PrecisionRow) -> str:
         return "reference"
     if row.verdict is None:
         return "no fp32 to compare with"
-    return f"{row.verdict}{_doubt(row)}" if _doubt(row) else _words(row.verdict)
+    return _words(row) + _doubt(row)
 
 
-def _words(verdict: Verdict) -> str:
-    return "slower: leave it off" if verdict == "slower" else verdict
+def _words(row: PrecisionRow) -> str:
+    return "slower: leave it off" if row.verdict == "slower" and not _doubt(row) else str(row.verdict)
 
 
 def _doubt(row: PrecisionRow) -> str:
-    if row.verdicts is None or len(set(row.verdicts)) == 1:
-        return ""
-    low, high = row.verdicts
-    return f"; the interval spans {low} to {high}"
+    low, high = row.verdicts or (row.verdict, row.verdict)
+    return "" if low == high else f"; the interval spans {low} to {high}"
 
 
 def _verdict(profile: AmpProfile) -> str:
@@ -252,14 +250,7 @@ def _verdict(profile: AmpProfile) -> str:
         reasons = "; ".join(f"{row.precision}: {_row_verdict(row)}" for row in profile.rows if row.reason)
         return f"none: {reasons or 'only fp32 was run'}"
     row = profile.row(profile.best_precision)
-    name, how = row.precision, _words(profile.verdict)
-    if row.speedup_interval is None:
-        return f"{name}: {how}, {_at_most(profile.speedup)} over fp32"
-    low, high = row.speedup_interval
-    speedup = f"{times(profile.speedup)} ({times(low)} to {times(high)}) over fp32"
-    if not _doubt(row):
-        return f"{name}: {how}, {speedup}"
-    return f"{name}: {profile.verdict}, {speedup}{_doubt(row)}"
+    return f"{row.precision}: {_words(row)}, {_speedup(row)} over fp32{_doubt(row)}"
 
 
 def _rate(precision: str, gap: Gap) -> str:

@@ -35,8 +35,6 @@ from autotune_amp.search.source import Opened, Source, message_of, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.trial.jobs import Trial
 
-_EXAMPLES = {"batches": 10, "batch-size": 32}
-
 
 class Request(NamedTuple):
     """A profile that was asked for; None leaves precisions and batch size to what the device and the workload have."""
@@ -57,11 +55,11 @@ def checked_request(
 ) -> Request:
     """The arguments of `profile_amp`; raises `InvalidRequestError` for one that cannot be meant, and for a trace that
     cannot be written."""
-    for name, given in (("batches", num_batches), ("batch-size", batch_size)):
-        is_missing = given is None and name == "batch-size"
-        if not is_missing and (not isinstance(given, int) or isinstance(given, bool) or given < 1):
+    numbers = {"--batches": num_batches} | ({} if batch_size is None else {"--batch-size": batch_size})
+    for name, given in numbers.items():
+        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
             raise InvalidRequestError(
-                f"--{name} is {given!r}; it must be a whole number from 1 up.", f"Give --{name} {_EXAMPLES[name]}."
+                f"{name} is {given!r}; it must be a whole number from 1 up.", f"Give {name} 32, for example."
             )
     options = SearchOptions.from_user(device=device, precision=precision)
     return Request(num_batches, options.precisions, batch_size, device, None if trace is None else _writable(trace))
@@ -250,7 +248,7 @@ def _notes(request: Request, description: Description) -> list[str]:
         notes.append(
             f"The data has no batch size of its own: {ASSUMED_BATCH_SIZE} is assumed. --batch-size says yours."
         )
-    if (kept := description.weights) in ("bf16", "fp16"):
+    if (kept := description.weights) in LOW:
         notes.append(f"The weights are kept in {kept}: fp32 runs the model as it is, without autocast.")
     elif not description.is_as_found_strict:
         notes.append("fp32 is strict here: the TF32 and reduced-precision flags that were found on are off in it.")

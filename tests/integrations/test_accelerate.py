@@ -285,8 +285,8 @@ def test_clipping_inside_an_accumulation_window_is_refused() -> None:
 def test_metrics_are_gathered_in_windows_on_one_device_and_in_an_evaluation_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    accelerator = AutotuneAccelerator(AmpConfig(precision="fp32", batch_size=4, accumulation_steps=2), cpu=True)
-    training: Any = inputs(5)[:18]  # Accelerate itself would cut batches that are fetched ahead to the last one's 2
+    accelerator = AutotuneAccelerator(AmpConfig(precision="fp32", batch_size=4, accumulation_steps=3), cpu=True)
+    training: Any = inputs(6)[:22]  # Accelerate itself would cut batches that are fetched ahead to the last one's 2
     evaluated: Any = inputs(3)[:10]
     loader, evaluation = accelerator.prepare(DataLoader(training, batch_size=4), DataLoader(evaluated, batch_size=4))
     gathered = []

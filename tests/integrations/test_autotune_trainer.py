@@ -26,7 +26,6 @@ from transformers import (
 from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan, LossScale
 from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
 from autotune_amp.integrations.transformers import AutotuneTrainer
-from autotune_amp.runtime import run_log
 
 HALF = {"fp16": (torch.float16, torch.float16), "bf16": (torch.bfloat16, torch.bfloat16), "fp32": (None, torch.float32)}
 
@@ -212,22 +211,14 @@ def test_a_run_without_a_rung_left_saves_a_checkpoint_before_it_stops(tmp_path: 
     assert all_finite(run.model)
 
 
-def test_a_stopped_trainer_stops_again_until_the_data_are_mended(tmp_path: Path) -> None:
+def test_data_that_are_not_finite_stop_each_training_with_a_checkpoint(tmp_path: Path) -> None:
     data = rows(4 * BATCH)
-    sound = [row["inputs"] for row in data]
     for row in data:
         row["inputs"] = row["inputs"] * torch.nan
     run = trainer(AmpConfig(precision="bf16", batch_size=BATCH), tmp_path, data, max_steps=24)
-    with pytest.raises(NotPrecisionError, match="checkpoint-12 is its checkpoint"):
-        run.train()
-    with pytest.raises(NotPrecisionError, match="checkpoint-10 is its checkpoint"):
-        run.train()
-    for row, inputs in zip(data, sound, strict=True):
-        row["inputs"] = inputs
-    run.train()
-    status = run.controller.status()
-    assert run.state.global_step == 24
-    assert (status.num_steps, status.num_skips) == (24, 22)
+    for checkpoint in ("checkpoint-12", "checkpoint-10"):
+        with pytest.raises(NotPrecisionError, match=f"{checkpoint} is its checkpoint"):
+            run.train()
     assert all_finite(run.model)
 
 
@@ -279,17 +270,6 @@ def test_a_second_training_of_a_new_model_begins_with_the_config(tmp_path: Path)
     assert run.model.runs == model.runs
     assert [entry["amp/rung"] for entry in run.state.log_history[:6]] == [0] * 4 + [1] * 2
     assert run.controller.status().num_updates == 6
-
-
-def test_the_controllers_options_reach_it(tmp_path: Path) -> None:
-    data = rows(20 * BATCH)
-    for row in data[4 * BATCH :]:
-        row["inputs"] = torch.full_like(row["inputs"], torch.nan)
-    log = tmp_path / "run.jsonl"
-    run = trainer(fp16(), tmp_path, data, max_steps=20, controller_options={"run_log": log, "halt": False})
-    run.train()
-    assert run.controller.status().num_skips == 16  # it goes on, where it would stop after ten
-    assert run_log.read(log).begin.config == fp16()
 
 
 CONFIG = AmpConfig(precision="bf16", batch_size=BATCH, accumulation_steps=2, num_workers=0)

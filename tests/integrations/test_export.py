@@ -66,9 +66,8 @@ def test_the_torch_text_trains_as_the_config_says(config: AmpConfig) -> None:
         assert scaler_values(ran.names["scaler"]) == values_after(scale, ran.num_steps)
 
 
-@pytest.mark.parametrize("dataset", [torch.zeros(7 * ACCUMULATED.batch_size, 8), Stream()], ids=["sized", "unsized"])
-def test_the_torch_text_leaves_no_gradients_behind_at_the_end_of_the_loader(dataset: Any) -> None:
-    ran = exec_text(export(Exportable(ACCUMULATED, "cpu"), "torch").text, dataset=dataset)
+def test_the_torch_text_leaves_no_gradients_behind_at_the_end_of_a_loader_of_unknown_length() -> None:
+    ran = exec_text(export(Exportable(ACCUMULATED, "cpu"), "torch").text, dataset=Stream())
     assert ran.net.batch_sizes == [ACCUMULATED.batch_size] * 7
     assert ran.num_steps == 4
     assert [parameter.grad for parameter in ran.net.parameters()] == [None] * 4
@@ -192,13 +191,15 @@ def test_a_field_that_no_text_knows_becomes_a_comment() -> None:
         assert "compile_mode" not in everything(Later(precision="bf16", batch_size=4), target)
 
 
-@pytest.mark.parametrize("target", ["torch", "transformers", "lightning"])
-def test_tf32_is_asked_for_and_the_flags_that_were_found_are_left_alone(target: str) -> None:
-    wanted, left = {
-        "torch": ("allow_tf32 = True", "they stay as they are"),
-        "transformers": ("tf32=True", "as_found=True"),
-        "lightning": ('precision="tf32"', "as_found=True"),
-    }[target]
+@pytest.mark.parametrize(
+    ("target", "wanted", "left"),
+    [
+        ("torch", "allow_tf32 = True", "they stay as they are"),
+        ("transformers", "tf32=True", "as_found=True"),
+        ("lightning", 'precision="tf32"', "as_found=True"),
+    ],
+)
+def test_tf32_is_asked_for_and_the_flags_that_were_found_are_left_alone(target: str, wanted: str, left: str) -> None:
     tf32 = AmpConfig(precision="tf32", batch_size=4)
     assert wanted in everything(tf32, target)
     text = everything(msgspec.structs.replace(tf32, as_found=True), target)
@@ -227,44 +228,37 @@ def test_the_environment_reaches_a_shell() -> None:
     assert export(Exportable(AmpConfig(precision="fp32", batch_size=4)), "env").text.startswith("# ")
 
 
-@pytest.mark.parametrize("config", [*CONFIGS, PINNED], ids=["fp32", "bf16", "fp16", "pinned"])
-def test_every_text_says_where_it_comes_from(config: AmpConfig) -> None:
-    setting = Exportable(config, "cpu", origin="studies/train: measured")
+def test_every_text_says_where_it_comes_from_and_is_known_by_that() -> None:
+    setting = Exportable(PINNED, "cpu", origin="studies/train: measured")
     for target in TARGETS:
         made = export(setting, target)
-        assert (made.notes[0] if target == "deepspeed" else made.text.splitlines()[0]) == (
-            "studies/train: measured." if target == "deepspeed" else ORIGIN
-        )
+        if target == "deepspeed":
+            assert made.notes[0] == "studies/train: measured."
+        else:
+            assert made.text.startswith(f"{ORIGIN}\n")
         assert is_exported(made.text)
-        assert ("DataLoader(" in made.text) == ("collate_fn" in made.text)
     assert accelerate_file(setting).text.startswith(f"{ORIGIN}\n")
-    assert is_exported(export(Exportable(config, "cpu", origin="long/" * 40), "torch").text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "import torch\n", f"import torch\n{ORIGIN}\n", "[]", '{"train_micro_batch_size_per_gpu": 8, "optimizer": {}}'],
-)
-def test_other_files_are_no_exports(text: str) -> None:
-    assert not is_exported(text)
+    assert is_exported(export(Exportable(PINNED, "cpu", origin="long/" * 40), "torch").text)
+    deepspeeds = '{"train_micro_batch_size_per_gpu": 8, "optimizer": {}}'
+    for text in ("", "import torch\n", f"import torch\n{ORIGIN}\n", "[]", deepspeeds):
+        assert not is_exported(text)
 
 
 def test_where_the_frameworks_module_holds_the_model_the_text_says_what_becomes_of_its_pins() -> None:
-    for target, holder in (("lightning", "the LightningModule"), ("transformers", "`model`")):
-        said = comments(export(Exportable(PINNED, "cpu"), target).text)
-        assert f"Where {holder} holds that model as an attribute" in said
-        assert 'put it before them: "net.second".' in said
-        assert "pinned_modules" not in comments(export(Exportable(ACCUMULATED, "cpu"), target).text)
-    for target in ("torch", "accelerate"):
-        assert "pinned_modules" not in comments(export(Exportable(PINNED, "cpu"), target).text)
+    for target in TARGETS:
+        says = '"net.second"' in comments(export(Exportable(PINNED, "cpu"), target).text)
+        assert says == (target in ("lightning", "transformers"))
+        assert "net." not in export(Exportable(ACCUMULATED, "cpu"), target).text
 
 
-def test_a_launch_file_says_what_a_plain_accelerator_would_do_under_it() -> None:
-    pinned = accelerate_file(Exportable(PINNED, "cpu"))
-    (note,) = pinned.notes
-    assert re.search("cannot train fp16 on cpu with second in fp32.*trains all in fp32", note)
-    assert "AutotuneAccelerator" in comments(pinned.text)
-    assert 'mixed_precision: "no"\n' in pinned.text
+@pytest.mark.parametrize(("device_type", "pins"), [("cuda", ("second",)), ("cpu", ())])
+def test_a_launch_file_says_what_a_plain_accelerator_would_do_under_it(device_type: str, pins: tuple[str, ...]) -> None:
+    """It keeps no module pinned, and on a CPU it neither casts to fp16 nor scales."""
+    made = accelerate_file(Exportable(msgspec.structs.replace(PINNED, pinned_modules=pins), device_type))
+    (note,) = made.notes
+    assert re.search(f"cannot train fp16 on {device_type}.*{' '.join(pins)}.*fp32", note)
+    assert "AutotuneAccelerator" in comments(made.text)
+    assert 'mixed_precision: "no"\n' in made.text
     plain = accelerate_file(Exportable(msgspec.structs.replace(PINNED, pinned_modules=())))
     assert plain.notes == ()
     assert 'mixed_precision: "fp16"\n' in plain.text
@@ -277,9 +271,8 @@ def deepspeed_said(**options: Any) -> tuple[dict[str, Any], str]:
 
 
 def test_deepspeeds_json_and_what_it_rounds() -> None:
-    document, said = deepspeed_said(
-        init_scale=3000.0, growth_interval=50, hysteresis=2, min_scale=2.0, growth_factor=4.0
-    )
+    options = {"init_scale": 3000.0, "growth_interval": 50, "hysteresis": 2, "min_scale": 2.0, "growth_factor": 4.0}
+    document, said = deepspeed_said(**options)
     assert document["fp16"] == {
         "enabled": True,
         "loss_scale": 0,
@@ -290,35 +283,15 @@ def test_deepspeeds_json_and_what_it_rounds() -> None:
         "min_loss_scale": 2,
     }
     assert (document["train_micro_batch_size_per_gpu"], document["gradient_accumulation_steps"]) == (8, 4)
-    assert "init_scale 3000.0 is rounded down to a power of two, 2048.0." in said
-    assert "growth_factor 4.0 has no key: it is 2.0." in said
-    assert "max_scale 16777216.0 has no key" in said
+    for rounded in ("init_scale 3000.0 .* 2048.0", "growth_factor 4.0 .* 2.0", "max_scale 16777216.0 has no key"):
+        assert re.search(rounded, said)
     assert "min_scale" not in said
-    assert "multiply it by 4" in said
     document, said = deepspeed_said(init_scale=2.0**20, min_scale=2.0**-10)
     assert (document["fp16"]["initial_scale_power"], document["fp16"]["min_loss_scale"]) == (20, 1)
     assert "min_scale 0.0009765625 becomes 1" in said
-    assert "min_scale 0.015625 becomes 1" in deepspeed_said(init_scale=64.0)[1]  # its floor
-    with pytest.raises(InvalidRequestError, match="its least scale is 1"):
+    with pytest.raises(InvalidRequestError, match="least scale is 1"):
         deepspeed_said(init_scale=2.0**-10)
     assert deepspeed_config(ACCUMULATED)["bf16"] == {"enabled": True}
-
-
-@pytest.mark.parametrize("config", [CONFIGS[0], ACCUMULATED, PINNED], ids=precision_of)
-def test_deepspeeds_own_classes_read_it(config: AmpConfig) -> None:
-    pytest.importorskip("deepspeed", reason="DeepSpeed has no wheel; pip install 'autotune_amp[deepspeed]' builds it")
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    read = DeepSpeedConfig(deepspeed_config(config))
-    sizes = (read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps, read.train_batch_size)
-    assert sizes == (config.batch_size, config.accumulation_steps, config.batch_size * config.accumulation_steps)
-    enabled = (read.float16_config.enabled, read.bfloat16_config.enabled)
-    assert enabled == (config.precision == "fp16", config.precision == "bf16")
-    if (scale := config.loss_scale) is not None:
-        arguments = read.float16_config.dynamic_loss_scale_args()
-        assert sorted(arguments.values()) == sorted(
-            [scale.init_scale, scale.growth_interval, scale.hysteresis, False, scale.floor]
-        )
 
 
 def test_what_cannot_be_exported_is_refused() -> None:
@@ -341,11 +314,9 @@ def test_rendering_imports_no_framework() -> None:
     program = (
         "import sys\n"
         "from autotune_amp.core.config import AmpConfig, LossScale\n"
-        "from autotune_amp.integrations.export import TARGETS, accelerate_file, export\n"
-        "from autotune_amp.integrations.export import Exportable\n"
-        "config = AmpConfig(precision='fp16', batch_size=4, loss_scale=LossScale())\n"
-        "for target in TARGETS: assert export(Exportable(config), target).text\n"
-        "assert accelerate_file(Exportable(config)).text\n"
+        "from autotune_amp.integrations.export import TARGETS, Exportable, accelerate_file, export\n"
+        "setting = Exportable(AmpConfig(precision='fp16', batch_size=4, loss_scale=LossScale()))\n"
+        "assert accelerate_file(setting).text and all(export(setting, target).text for target in TARGETS)\n"
         "print({'torch', 'accelerate', 'lightning', 'transformers', 'deepspeed'} & set(sys.modules))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
@@ -391,17 +362,12 @@ def test_a_plain_accelerator_takes_the_launch_file(config: AmpConfig, monkeypatc
     assert (made.mixed_precision, made.device.type) == ({"fp32": "no"}.get(config.precision, config.precision), "cpu")
 
 
-@pytest.mark.parametrize("config", [CONFIGS[1], PINNED], ids=["bf16", "pinned"])
-def test_transformers(config: AmpConfig) -> None:
+def test_transformers() -> None:
     pytest.importorskip("transformers")
-    text = export(Exportable(config, "cpu"), "transformers").text
-    samples = [
-        {"inputs": sample, "labels": torch.zeros(1)}
-        for sample in torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
-    ]
-    ran = exec_text(text, dataset=samples)
-    trainer = ran.names["trainer"]
-    trainer.args.max_steps, trainer.args.save_strategy, trainer.args.disable_tqdm = 2, "no", True
+    samples = [{"inputs": sample, "labels": torch.zeros(1)} for sample in exec_text("").dataset]
+    ran = exec_text(export(Exportable(PINNED, "cpu"), "transformers").text, dataset=samples)
+    trainer, args = ran.names["trainer"], ran.names["trainer"].args
+    args.max_steps, args.save_strategy, args.disable_tqdm = 2, "no", True
     around_loss = set()
 
     def loss_of(outputs: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -410,47 +376,35 @@ def test_transformers(config: AmpConfig) -> None:
 
     trainer.compute_loss_func = loss_of
     trainer.train()
-    held = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.precision]
-    assert around_loss == {(config.precision, torch.float32 if config.pinned_modules else held)}  # as a trial runs it
-    args = trainer.args
+    assert around_loss == {("fp16", torch.float32)}  # autocast, with the last layer pinned, as a trial runs it
     assert trainer.state.global_step == 2
-    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (
-        config.batch_size,
-        config.accumulation_steps,
-    )
-    assert args.dataloader_num_workers == (config.num_workers or 0)
-    assert (args.fp16, args.bf16, args.tf32) == (config.precision == "fp16", config.precision == "bf16", False)
-    assert trainer.get_train_dataloader().num_workers == (config.num_workers or 0)
-    assert set(ran.net.batch_sizes) == {config.batch_size}
-    assert len(ran.net.batch_sizes) == 2 * config.accumulation_steps
-    assert set(ran.net.precisions) == {config.precision}
-    if config.loss_scale is not None:
-        assert trainer.controller.config == config
-        assert trainer.controller.status().pinned_modules == config.pinned_modules
-        assert scaler_values(trainer.accelerator.scaler) == values_after(config.loss_scale, trainer.state.global_step)
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 2)
+    assert (args.fp16, args.bf16, args.tf32, args.dataloader_num_workers) == (True, False, False, 0)
+    assert ran.net.batch_sizes == [4] * 4
+    assert set(ran.net.precisions) == {"fp16"}
+    assert trainer.controller.config == PINNED
+    assert trainer.controller.status().pinned_modules == PINNED.pinned_modules
+    assert scaler_values(trainer.accelerator.scaler) == values_after(PINNED.loss_scale, 2)
 
 
-PINNED_IN_A_MODULE = msgspec.structs.replace(PINNED, pinned_modules=("net.second",))
-
-
-@pytest.mark.parametrize("config", [CONFIGS[2], PINNED_IN_A_MODULE], ids=["fp16", "pinned"])
 @pytest.mark.slow  # importing Lightning
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")  # the config decides
 @pytest.mark.filterwarnings("ignore:.*number of training batches")  # it logs every 50 steps, of which there are few
 @pytest.mark.filterwarnings("ignore:.*tensorboardX")  # its default logger, which is not installed
 @pytest.mark.filterwarnings("ignore:.*not supported by the model summary")  # which counts fp16 as fp32
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's use of torch
-def test_lightning(config: AmpConfig) -> None:
+def test_lightning() -> None:
     lightning = pytest.importorskip("lightning.pytorch")
+    config = msgspec.structs.replace(PINNED, pinned_modules=("net.second",))
 
     class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
         def __init__(self, net: Any) -> None:
             super().__init__()
             self.net = net
-            self.precisions: list[str] = []
+            self.precisions: set[str] = set()
 
         def training_step(self, batch: Tensor, index: int) -> Tensor:
-            self.precisions.append(precision_here())
+            self.precisions.add(precision_here())
             loss: Tensor = self.net(batch).float().pow(2).mean()
             return loss
 
@@ -464,10 +418,7 @@ def test_lightning(config: AmpConfig) -> None:
     controller = trainer.precision_plugin.controller
     assert controller.config == config
     assert controller.status().pinned_modules == config.pinned_modules
-    assert trainer.accumulate_grad_batches == config.accumulation_steps
-    assert trainer.train_dataloader.batch_size == config.batch_size
-    assert trainer.train_dataloader.num_workers == (config.num_workers or 0)
+    assert (trainer.accumulate_grad_batches, trainer.train_dataloader.batch_size) == (2, 4)
     assert trainer.global_step == num_steps(config)
-    assert {*module.precisions, *ran.net.precisions} == {config.precision}
-    if config.loss_scale is not None:
-        assert scaler_values(controller) == values_after(config.loss_scale, trainer.global_step)
+    assert {*module.precisions, *ran.net.precisions} == {"fp16"}
+    assert scaler_values(controller) == values_after(config.loss_scale, trainer.global_step)

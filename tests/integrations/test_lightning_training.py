@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan
 from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
 from autotune_amp.integrations.lightning import AutotuneCallback, AutotunePrecision, trainer_arguments
-from autotune_amp.runtime import run_log
 from autotune_amp.runtime.controller import PrecisionController
 
 pytestmark = [
@@ -36,6 +35,11 @@ def controller_of(run: lightning.Trainer) -> PrecisionController:
     plugin = run.precision_plugin
     assert isinstance(plugin, AutotunePrecision)
     return plugin.controller
+
+
+def rungs_in(logs: CSVLogger) -> list[str]:
+    rows = [row.split(",") for row in (Path(logs.log_dir) / "metrics.csv").read_text().splitlines()]
+    return list(filter(None, (row[rows[0].index("autotune_amp/rung")] for row in rows[1:])))
 
 
 def test_an_overflow_in_the_middle_demotes_the_run_which_ends_finite_and_resumes_at_its_rung(tmp_path: Path) -> None:
@@ -55,9 +59,7 @@ def test_an_overflow_in_the_middle_demotes_the_run_which_ends_finite_and_resumes
     assert demoted >= 10
     assert net.validated == [FP16, FP16, BF16, BF16]  # Lightning's sanity check before the run, validation after it
     assert net.mean.update_count == NUM_BATCHES, "a batch that was run again was counted again"
-    rows = [row.split(",") for row in (Path(logs.log_dir) / "metrics.csv").read_text().splitlines()]
-    rungs = [row[rows[0].index("autotune_amp/rung")] for row in rows[1:]]
-    assert Counter(filter(None, rungs)) == {"0": 2, "1": 3}, "steps 5 and 10; the move, steps 15 and 20"
+    assert Counter(rungs_in(logs)) == {"0": 2, "1": 3}, "steps 5 and 10; the move, steps 15 and 20"
 
     assert saves.last_model_path
     resumed = Net()
@@ -129,24 +131,36 @@ def test_data_that_is_not_finite_stops_the_run_and_keeps_the_precision(tmp_path:
 
 def test_a_fallback_measured_with_another_batch_size_ends_with_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
     config = fp16(fallback=[FallbackPlan(precision="fp32", batch_size=2, accumulation_steps=2)])
-    with pytest.raises(DemotedError, match="batch size 2 and 2 accumulation steps, not 4 and 1"):
+    message = "batch size 2 and 2 accumulation steps, not 4 and 1"
+    with pytest.raises(DemotedError, match=message):
         trainer(tmp_path, plugins=[AutotunePrecision(config)]).fit(Net(first_large=5), loader())
 
-    net, callback = Net(first_large=5), AutotuneCallback()
-    run = trainer(tmp_path, **trainer_arguments(config, callbacks=[callback]))
+    net, callback, logs = Net(first_large=5), AutotuneCallback(), CSVLogger(tmp_path)
+    run = trainer(tmp_path, **trainer_arguments(config, callbacks=[callback], logger=logs))
     run.fit(net, loader())
     assert callback.demotion is not None
-    assert callback.checkpoint_path == tmp_path / "autotune_amp.ckpt"
+    path = callback.checkpoint_path
+    assert path == tmp_path / "autotune_amp.ckpt"
     assert 5 < len(net.dtypes) < NUM_BATCHES, "it went on to the end"
+    assert rungs_in(logs) == ["1"], "the move that ends the run is logged"
     below = callback.demotion.config
     assert (below.precision, below.batch_size, below.accumulation_steps) == ("fp32", 2, 2)
 
     resumed = Net()
     again = trainer(tmp_path, **trainer_arguments(below))
-    again.fit(resumed, loader(2 * NUM_BATCHES, 2), ckpt_path=callback.checkpoint_path)
+    again.fit(resumed, loader(2 * NUM_BATCHES, 2), ckpt_path=path)
     assert set(resumed.dtypes) == {None}
     assert controller_of(again).status().num_updates > run.global_step
     assert are_finite(resumed)
+
+    # The config from before does not go on from there, but may look at it.
+    net, validated = Net(), Validated()
+    for one in (run, trainer(tmp_path, **trainer_arguments(config))):
+        with pytest.raises(DemotedError, match=message):
+            one.fit(net, loader(), ckpt_path=path)
+    assert net.dtypes == []
+    trainer(tmp_path, **trainer_arguments(config)).validate(validated, loader(1), ckpt_path=path, verbose=False)
+    assert validated.validated == [None], "in fp32"
 
 
 class Pair(lightning.LightningModule):
@@ -226,26 +240,6 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         _ = AutotunePrecision(fp16()).controller
 
 
-def test_a_checkpoint_of_a_rung_with_another_batch_is_not_resumed_with_the_config_from_before(tmp_path: Path) -> None:
-    config = fp16(fallback=[FallbackPlan(precision="fp32", batch_size=2, accumulation_steps=2)])
-    callback, logs = AutotuneCallback(), CSVLogger(tmp_path)
-    run = trainer(tmp_path, **trainer_arguments(config, callbacks=[callback], logger=logs))
-    run.fit(Net(first_large=5), loader())
-    rows = [row.split(",") for row in (Path(logs.log_dir) / "metrics.csv").read_text().splitlines()]
-    rungs = [row[rows[0].index("autotune_amp/rung")] for row in rows[1:]]
-    assert list(filter(None, rungs)) == ["1"], "the move that ends the run is logged"
-
-    path, net, validated = callback.checkpoint_path, Net(), Validated()
-    again = trainer(tmp_path, **trainer_arguments(config))
-    with pytest.raises(DemotedError, match="batch size 2 and 2 accumulation steps, not 4 and 1") as raised:
-        again.fit(net, loader(), ckpt_path=path)
-    assert (raised.value.config.precision, raised.value.config.batch_size, net.dtypes) == ("fp32", 2, [])
-    with pytest.raises(DemotedError, match="batch size 2"):
-        run.fit(net, loader(), ckpt_path=path)
-    trainer(tmp_path, **trainer_arguments(config)).validate(validated, loader(1), ckpt_path=path, verbose=False)
-    assert validated.validated == [None], "in fp32"
-
-
 class Dropping(Net):
     """Returns None in batch 3, after a loss in batch 2 that is not finite."""
 
@@ -281,13 +275,3 @@ def test_arguments_with_a_plugin_for_another_config_are_refused() -> None:
         trainer_arguments(fp16(), plugins=[AutotunePrecision(fp16(batch_size=8))])
     recommendation: Any = SimpleNamespace(config=fp16())
     assert trainer_arguments(fp16(), plugins=AutotunePrecision(recommendation))["accumulate_grad_batches"] == 1
-
-
-def test_the_controllers_options_reach_it(tmp_path: Path) -> None:
-    log = tmp_path / "run.jsonl"
-    plugin = AutotunePrecision(fp16(), run_log=log, halt=False)
-    run = trainer(tmp_path, **trainer_arguments(fp16(), plugins=[plugin]))
-    run.fit(Net(first_large=4, factor=float("nan")), loader())
-    assert run.precision_plugin is plugin
-    assert plugin.controller.status().num_skips == NUM_BATCHES - 4  # it goes on, where it would stop after ten
-    assert run_log.read(log).begin.config == fp16()

@@ -145,6 +145,7 @@ def test_the_trace_holds_the_steps_of_every_process(tmp_path: Path) -> None:
         ({"num_batches": 0}, "--batches is 0"),
         ({"num_batches": True}, "--batches is True"),
         ({"batch_size": 2.5}, "--batch-size is 2.5.*Give --batch-size 32"),
+        ({"batch_size": 0}, "--batch-size is 0"),
         ({"precision": "half"}, "'half'; it must be one of"),
         ({"device": "gpu"}, "--device is 'gpu'"),
         ({"trace": "no/such/folder/trace.json"}, "--trace is 'no/such/folder/trace.json'"),

@@ -77,7 +77,7 @@ def printed(profile: AmpProfile, width: int = 80) -> str:
         ("bf16: ", ["100 ms", "1.30x (1.15 to 1.40)", "512 MiB", "modest to significant"]),
         ("fp16: ", ["<= 0.10x", "cut"]),
         ("tf32: ", ["out of memory", "[red]all[/red]"]),
-        ("verdict: ", ["bf16: significant", "1.30x (1.15x to 1.40x)", "modest to significant"]),
+        ("verdict: ", ["bf16: significant", "1.30x (1.15 to 1.40)", "modest to significant"]),
         ("rate: bf16: ", ["4.00 TFLOP/s by the machine", "400 GFLOP/s by a step", "10 %"]),
         ("gap: bf16: ", ["50 % (46 to 52) operations kept in fp32 (_softmax", "30 % matrix", "10 % rest"]),
         ("next step: ", ["operations kept in fp32, 50 % (46 to 52)", "compile", "at most 2.00x"]),

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -34,16 +34,11 @@ from autotune_amp.integrations.bridge import (
 )
 from autotune_amp.numerics.modules import unwrap
 from autotune_amp.runtime.controller import PrecisionController
-from autotune_amp.runtime.status import MoveRecord
+
+Result = TypeVar("Result")
 
 # Lightning's.
-_NAMES = {
-    "fp32": "32-true",
-    "tf32": "32-true",
-    "bf16": "bf16-mixed",
-    "fp16": "16-mixed",
-    "fp8": "transformer-engine",
-}
+_NAMES = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp8": "transformer-engine"}
 
 
 class AutotunePrecision(Precision):
@@ -100,7 +95,7 @@ class AutotunePrecision(Precision):
     @property
     def precision(self) -> Any:  # type: ignore[override] # an attribute of Lightning's, which only reads it
         """Lightning's name for the precision of now: ``"16-mixed"``, ``"bf16-mixed"`` or ``"32-true"``."""
-        return _NAMES[(self._controller.config if self._controller else self.config).precision]
+        return _NAMES.get((self._controller.config if self._controller else self.config).precision, "32-true")
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -121,14 +116,29 @@ class AutotunePrecision(Precision):
         callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined] # set without a type
         if self._latest not in callbacks:
             callbacks.append(self._latest)
-        self._controller.attach(model, self._loss_again if can_run_again(module) else None)
+        # A training_step that takes the steps itself, or gets the loader's iterator, cannot be run again.
+        takes_iterator = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
+        can_run_again = module.automatic_optimization and not takes_iterator
+        self._controller.attach(model, self._loss_again if can_run_again else None)
         if before is not None:
             self.load_state_dict(before)
         return model, optimizers, lr_schedulers
 
     def _loss_again(self) -> Tensor:
-        assert self._module is not None
-        return loss_again(self._module, self._latest)
+        """The loss of the latest batch as the backward pass got it; what the step logs and counts is left out."""
+        module, latest = self._module, self._latest
+        assert module is not None
+        trainer = module.trainer
+        with ExitStack() as stack:
+            for part in module.modules():
+                if isinstance(part, LightningModule):
+                    stack.enter_context(_muted(part))
+                elif isinstance(part, Metric):
+                    stack.enter_context(_kept(part))
+            index = (latest.batch_idx,) if takes_batch_idx(module) else ()
+            loss: Tensor = loss_of(trainer.strategy.training_step(latest.batch, *index))
+        # None, too, which the diagnosis names.
+        return loss / trainer.accumulate_grad_batches if isinstance(loss, Tensor) else loss
 
     def _refuse_other_batches(self) -> None:
         """Raise `DemotedError` in a rung that was measured with another batch size or accumulation."""
@@ -141,24 +151,27 @@ class AutotunePrecision(Precision):
                 "saves one.",
             )
 
-    def handing_over(self, action: Callable[[], object]) -> None:
+    def handing_over(self, action: Callable[[], Result]) -> Result | None:
         """Do what may move the controller; where that ends the run, the `stop_handler` gets the error, if there is one.
 
-        Outside of accumulation windows. Raises the errors of `TrainingStoppedError` without a `stop_handler`.
+        Outside of accumulation windows. Raises the errors of `TrainingStoppedError` without a `stop_handler`, and
+        returns None with one.
         """
         try:
-            action()
+            result = action()
             self._refuse_other_batches()
+            return result
         except TrainingStoppedError as error:
             if self.stop_handler is None:
                 raise
             self.stop_handler(error)
+            return None
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
         """The forward pass of training; with manual optimization all of the step."""
-        self.handing_over(self.controller.autocast)  # a move that waited for the end of a manual training_step
-        with self.controller.autocast():
+        # A move that waited for the end of a manual training_step may end the run here.
+        with self.handing_over(self.controller.autocast) or self.controller.autocast():
             yield
         self._end_window()
 
@@ -237,27 +250,6 @@ class LatestBatch(Callback):
         self.batch = None
 
 
-def can_run_again(module: LightningModule) -> bool:
-    """Whether its training_step leaves the steps to the Trainer, and gets a batch rather than the loader's iterator."""
-    takes_iterator = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
-    return module.automatic_optimization and not takes_iterator
-
-
-def loss_again(module: LightningModule, latest: LatestBatch) -> Tensor:
-    """The loss of the latest batch as the backward pass got it; what the step logs and counts is left out."""
-    trainer = module.trainer
-    with ExitStack() as stack:
-        for part in module.modules():
-            if isinstance(part, LightningModule):
-                stack.enter_context(_muted(part))
-            elif isinstance(part, Metric):
-                stack.enter_context(_kept(part))
-        index = (latest.batch_idx,) if takes_batch_idx(module) else ()
-        output = trainer.strategy.training_step(latest.batch, *index)
-    loss: Tensor = loss_of(output)  # None, too, which the diagnosis names
-    return loss / trainer.accumulate_grad_batches if isinstance(loss, Tensor) else loss
-
-
 def takes_batch_idx(module: LightningModule) -> bool:
     """Whether Lightning calls its training_step with the batch's index too."""
     return is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
@@ -330,11 +322,7 @@ class AutotuneCallback(Callback):
         self.demotion = self._stopped = None
         self._has_saved, self._logged_step = False, 0
         plugin.stop_handler = self._note_stop
-
-        def write(_: MoveRecord) -> None:
-            self._write(trainer)
-
-        plugin.controller.on_move(write)
+        plugin.controller.on_move(lambda _: self._write(trainer))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 # a hook
         """Warn where what runs is not what the config says."""
