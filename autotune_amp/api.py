@@ -20,7 +20,7 @@ from autotune_amp.search.progress import Progress
 from autotune_amp.search.source import Source, live, target
 
 if TYPE_CHECKING:
-    from autotune_amp.core.fidelity import Fidelity
+    from autotune_amp.core.outcome import Fidelity
     from autotune_amp.profile.results import AmpProfile
 
 WorkloadArgument: TypeAlias = Workload | Callable[[], Workload] | str | None

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import msgspec
 
 from autotune_amp.core.config import AmpConfig, LossScale, training_arguments
-from autotune_amp.core.config_source import (
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.explain import (
     AUTOCAST_DTYPES,
     LOADER_COMMENT,
     LOSS,
@@ -27,7 +28,6 @@ from autotune_amp.core.config_source import (
     pass_loss,
     strict_flag_lines,
 )
-from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.integrations.export_settings import (
     accelerate_config,
     beyond_plain,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autotune_amp.core.fidelity import Accumulation, AccumulationVerdict
+from autotune_amp.core.outcome import Accumulation, AccumulationVerdict
 from autotune_amp.numerics.batches import tensors
 from autotune_amp.numerics.comparison import perturb, signals
 from autotune_amp.numerics.draws import CannotReplayError, RecordedDraws, ReplayedDraws, Samples, without_dropout

@@ -17,8 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from autotune_amp.core.config import MIN_LOSS_SCALE, Precision
-from autotune_amp.core.fidelity import GradientDamage, LowWeights
+from autotune_amp.core.config import MIN_LOSS_SCALE
+from autotune_amp.core.outcome import GradientDamage, LowWeights
+from autotune_amp.core.setting import Precision
 from autotune_amp.numerics.passes import Gradients, Pass, Passes
 from autotune_amp.precision.mode import HALF_DTYPES
 from autotune_amp.precision.modes import MODES

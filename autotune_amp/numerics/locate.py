@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from autotune_amp.core.config import Precision
+from autotune_amp.core.setting import Precision
 from autotune_amp.numerics.draws import Generators, generators, set_generators
 from autotune_amp.numerics.modules import modules_by_name
 from autotune_amp.numerics.nonfinite import Recorder

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from autotune_amp.core.config import AmpConfig, LossScale, Precision
+from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.setting import Precision
 from autotune_amp.numerics.draws import comparable_draws
 from autotune_amp.numerics.modules import named, parameters_by_name
 from autotune_amp.precision import torch_state

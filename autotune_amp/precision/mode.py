@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from autotune_amp.core.config import LossScale, Precision
+from autotune_amp.core.config import LossScale
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.setting import Precision
 from autotune_amp.precision.forward_wrapper import Player, player_of, set_player
 from autotune_amp.precision.modes import MODES, mode_of_dtype
 

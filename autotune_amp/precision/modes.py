@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from autotune_amp.core.config import FP16_MAX, PRECISIONS, Precision
+from autotune_amp.core.config import FP16_MAX
+from autotune_amp.core.setting import PRECISIONS, Precision
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,11 +22,11 @@ from torch import nn
 from torch.profiler import ProfilerActivity, record_function
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from autotune_amp.core.config import Precision
 from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import Failure
+from autotune_amp.core.setting import Precision
 from autotune_amp.core.workload import Workload
-from autotune_amp.hardware.matmul import flops_per_second, synchronize
+from autotune_amp.hardware.measuring import flops_per_second, synchronize
 from autotune_amp.isolation.packing import compile_with, compiler_of
 from autotune_amp.numerics.batches import tensors
 from autotune_amp.precision import mode as precision

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from autotune_amp.core.config import Precision
+from autotune_amp.core.setting import Precision
 from autotune_amp.profile.job import LOW, ProfiledStep, Split
 from autotune_amp.profile.results import Gap, NextStep, Part, PartName
 

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
-from autotune_amp.core.config import Precision
 from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Failure, Measurement, Outcome
+from autotune_amp.core.setting import Precision
 from autotune_amp.trial.jobs import Trial
 
 LOW: tuple[Precision, ...] = ("bf16", "fp16")  # what mixed precision means: autocast casts to them

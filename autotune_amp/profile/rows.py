@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from autotune_amp.core.config import Precision
 from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.intervals import ratio_interval
 from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.setting import Precision
+from autotune_amp.hardware import machine_load
 from autotune_amp.profile.gap import Conditions, Step, gap, next_steps
 from autotune_amp.profile.job import CUT_RATIO, LOW, Lane, Profiled, Split
 from autotune_amp.profile.results import AmpProfile, Gap, PrecisionRow, Verdict
-from autotune_amp.search.answer import load_warnings
 
 # Alone a step must also be so long that it is worth cutting: the first ones of a small model in another format are many
 # times slower than those that follow, and what else runs on the machine comes and goes.
@@ -224,19 +224,19 @@ def _notes(rows: Sequence[PrecisionRow], hardware: Hardware, profiled: Profiled)
 def load_notes(load: MachineLoad) -> list[str]:
     """What others did on the machine while the precisions were timed, where that is worth a word."""
     notes = []
-    if load_warnings.is_busy([load]) and load.others_num_cores is not None:
+    if machine_load.is_busy([load]) and load.others_num_cores is not None:
         notes.append(
-            f"The machine was busy: other processes used {load_warnings.cores(load.others_num_cores, load.num_cpus)}"
-            f"{load_warnings.named(load.busiest)}. That slows precisions unequally: stop them and profile again."
+            f"The machine was busy: other processes used {machine_load.cores(load.others_num_cores, load.num_cpus)}"
+            f"{machine_load.named(load.busiest)}. That slows precisions unequally: stop them and profile again."
         )
-    if load_warnings.is_stolen([load]):
+    if machine_load.is_stolen([load]):
         notes.append(
             f"The hypervisor gave {100 * (load.stolen_share or 0.0):.0f} % of the CPU time to others meanwhile: at "
             "another hour steps may be faster, and not all by the same factor."
         )
     if load.card_processes:
         notes.append(
-            f"The card was not ours alone{load_warnings.on_card(load.card_processes)}: "
+            f"The card was not ours alone{machine_load.on_card(load.card_processes)}: "
             "without other work on it steps may be faster, and not all by the same factor."
         )
     if load.card_slowdowns:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from autotune_amp.core.explain import small
-from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity
-from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.outcome import Accumulation, Calibration, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, duration, flops, number, one_line, outcome_name, rate, size
 

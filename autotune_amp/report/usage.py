@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autotune_amp.core import config_source
+from autotune_amp.core import explain
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.explain import names
 from autotune_amp.core.setting import Setting
@@ -15,9 +15,10 @@ from autotune_amp.core.text import one_line, rate
 from autotune_amp.integrations.export import TARGETS, Target, export, setting_of
 
 if TYPE_CHECKING:
-    from autotune_amp.core.config import AmpConfig, Precision
-    from autotune_amp.core.fidelity import Accumulation
+    from autotune_amp.core.config import AmpConfig
+    from autotune_amp.core.outcome import Accumulation
     from autotune_amp.core.recommendation import Recommendation
+    from autotune_amp.core.setting import Precision
 
 
 def python_lines(recommendation: Recommendation, path: str | None = None) -> list[str]:
@@ -29,7 +30,7 @@ def python_lines(recommendation: Recommendation, path: str | None = None) -> lis
     config = recommendation.config
     path = path or f"studies/{recommendation.search.study}/recommendation.json"
     device_type = recommendation.hardware.identity.type
-    loader = [config_source.LOADER_COMMENT, config_source.loader_line(config)]
+    loader = [explain.LOADER_COMMENT, explain.loader_line(config)]
     loaded = f'autotune_amp.PrecisionController.load({json.dumps(path)}, "{device_type}")'
     if recommendation.workload is not None and recommendation.workload.is_loop:
         return [*loader, f"amp = {loaded}", "train_step(state, batch, amp)"]
@@ -46,12 +47,12 @@ def python_lines(recommendation: Recommendation, path: str | None = None) -> lis
 def _flag_lines(config: AmpConfig, device_type: str) -> list[str]:
     if config.as_found:
         return ["# the TF32 flags and autocast stay as they are"]
-    return config_source.strict_flag_lines(config.precision) if device_type == "cuda" else []
+    return explain.strict_flag_lines(config.precision) if device_type == "cuda" else []
 
 
 def _loss_lines(precision: Precision, device_type: str) -> list[str]:
-    loss = f"loss = {config_source.LOSS}"
-    dtype = config_source.AUTOCAST_DTYPES.get(precision)
+    loss = f"loss = {explain.LOSS}"
+    dtype = explain.AUTOCAST_DTYPES.get(precision)
     if dtype is None:
         return [f"{loss}  # no autocast"]
     return [f'with torch.autocast("{device_type}", dtype={dtype}):', f"    {loss}"]
@@ -59,16 +60,16 @@ def _loss_lines(precision: Precision, device_type: str) -> list[str]:
 
 def _controlled_loop(config: AmpConfig, found: Accumulation | None) -> list[str]:
     """The losses of a window add up to that of the whole batch."""
-    if not config_source.accumulates(config):
-        return config_source.controlled_loop("loader", config_source.LOSS)
+    if not explain.accumulates(config):
+        return explain.controlled_loop("loader", explain.LOSS)
     combination = "mean" if found is None or found.verdict not in ("sum", "weighted") else found.verdict
-    loss = config_source.pass_loss(combination, "controller.window_size", "controller.window_share")
+    loss = explain.pass_loss(combination, "controller.window_size", "controller.window_share")
     if found is None or combination != "weighted":
-        return config_source.controlled_loop("loader", loss)
+        return explain.controlled_loop("loader", loss)
     counted = found.weighted_by or "what the loss is a mean over"
     return [
         f"# count(batch) is yours: of a batch, {counted}",
-        *config_source.controlled_loop("loader, weigh=count", loss),
+        *explain.controlled_loop("loader, weigh=count", loss),
     ]
 
 

@@ -8,7 +8,8 @@ from collections import deque
 from statistics import median
 from typing import Any
 
-from autotune_amp.core.config import AmpConfig, Precision
+from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.setting import Precision
 from autotune_amp.runtime.device import Ranks
 from autotune_amp.runtime.policy import Policy
 from autotune_amp.runtime.run_log import BeginLine, MoveLine, RunLog, SampleLine, new_run_id, now

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field, fields
 from statistics import median
 from typing import Any, TypeAlias
 
-from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale, Precision
+from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
 from autotune_amp.core.errors import FormatError, InvalidRequestError
+from autotune_amp.core.setting import Precision
 from autotune_amp.runtime import actions
 from autotune_amp.runtime.actions import Action, Move, Signal
 from autotune_amp.runtime.scale_rule import ScaleRule, float32

@@ -8,8 +8,9 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from autotune_amp.core.config import AmpConfig, Precision
+from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.recommendation import write_atomically
+from autotune_amp.core.setting import Precision
 
 
 @dataclass(frozen=True)

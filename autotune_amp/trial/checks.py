@@ -21,11 +21,10 @@ import msgspec
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import AutotuneAmpError
-from autotune_amp.core.fidelity import MIN_CUT_SAMPLES, Accumulation, Calibration, Fidelity
 from autotune_amp.core.job import Tell
-from autotune_amp.core.outcome import CheckOutcome, Failure
+from autotune_amp.core.outcome import MIN_CUT_SAMPLES, Accumulation, Calibration, CheckOutcome, Failure, Fidelity
+from autotune_amp.core.setting import Precision
 from autotune_amp.numerics import accumulation, batches, calibration, fidelity
 from autotune_amp.numerics.accumulation import IGNORED_LABEL, num_micro_batches
 from autotune_amp.numerics.passes import Loop, NoStepError, Passes, Subject, no_loss

@@ -20,16 +20,15 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import AutotuneAmpError, WorkloadError
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import Description, Failure, FailureKind, Measurement, Outcome
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import Precision, Setting
 from autotune_amp.core.workload import Workload
 from autotune_amp.hardware import cuda, measure
-from autotune_amp.hardware.matmul import synchronize
+from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.precision import mode as precision
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.mode import CUDA_FLAGS

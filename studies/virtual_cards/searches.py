@@ -10,9 +10,8 @@ from landscape import Landscape
 from replay import play
 from search_replay import search_replay
 
-from autotune_amp.core.config import Precision
 from autotune_amp.core.outcome import Failure, Measurement
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import Precision, Setting
 from autotune_amp.profile.job import LOW, NUM_ROUNDS, Lane, Profiled
 from autotune_amp.profile.results import AmpProfile
 from autotune_amp.profile.rows import Found, answer, rows

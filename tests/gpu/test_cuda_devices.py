@@ -183,8 +183,8 @@ def test_a_caller_that_has_used_the_card_is_no_stranger_there() -> None:
 
 MEASURE_ALL = """
 import json, torch
-from autotune_amp.hardware import cuda, matmul, measure
-matmul.flops_per_second = lambda *arguments, **options: 1e12
+from autotune_amp.hardware import cuda, measure, measuring
+measuring.flops_per_second = lambda *arguments, **options: 1e12
 found = [measure(f"cuda:{index}") for index in range(torch.cuda.device_count())]
 print(json.dumps([[h.compute_capability, [p for p, c in h.precisions.items() if c.level == "native"]] for h in found]))
 """

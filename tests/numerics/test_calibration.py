@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.core.fidelity import Calibration
+from autotune_amp.core.outcome import Calibration
 from autotune_amp.numerics.calibration import (
     MAX_LOG2_SCALE,
     MIN_LOG2_SCALE,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from autotune_amp.core.fidelity import Accumulation
+from autotune_amp.core.outcome import Accumulation
 from autotune_amp.numerics import accumulation
 from autotune_amp.numerics.accumulation import Sums, check, find_weights
 from autotune_amp.numerics.batches import cut

@@ -14,8 +14,8 @@ from graph_samples import replayed
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.setting import Precision
 from autotune_amp.numerics.draws import (
     comparable_draws,
     generators,

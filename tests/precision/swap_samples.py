@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from autotune_amp.core.config import Precision
+from autotune_amp.core.setting import Precision
 from autotune_amp.precision.mode import (
     Observer,
     clear_override,

@@ -14,8 +14,8 @@ from hypothesis import strategies
 from swap_samples import HALF, Pair, Recorder, take_roles
 from torch import Tensor, nn
 
-from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.setting import Precision
 from autotune_amp.precision.mode import (
     Observer,
     autocast,

@@ -13,7 +13,7 @@ from swap_samples import Block, Model
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from autotune_amp.core.config import Precision
+from autotune_amp.core.setting import Precision
 from autotune_amp.precision.mode import (
     Observer,
     autocast,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autotune_amp.core.config import Precision
+from autotune_amp.core.setting import Precision
 from autotune_amp.precision.mode import Observer, autocast, observe, override, pin_fp32, unpin
 
 transformers = pytest.importorskip("transformers")

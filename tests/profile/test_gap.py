@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autotune_amp.core.config import Precision
+from autotune_amp.core.setting import Precision
 from autotune_amp.profile.gap import Conditions, Event, Step, Trace, gap, next_steps, split, step_mark
 from autotune_amp.profile.job import ProfiledStep, Split
 from autotune_amp.profile.results import Gap

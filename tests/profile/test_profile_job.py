@@ -11,9 +11,8 @@ from typing import Any
 import msgspec
 from test_profile_rows import measured
 
-from autotune_amp.core.config import Precision
 from autotune_amp.core.outcome import Failure, Outcome
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import Precision, Setting
 from autotune_amp.profile.job import Lane, Profile, Profiled, ProfiledStep, Split, joined, num_rounds, timed
 from autotune_amp.profile.results import PrecisionRow
 from autotune_amp.profile.rows import Found, rows

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from autotune_amp.core.config import Precision
 from autotune_amp.core.hardware import (
     BusyProcess,
     Capability,
@@ -18,6 +17,7 @@ from autotune_amp.core.hardware import (
     MachineLoad,
 )
 from autotune_amp.core.outcome import Failure, FailureKind, Measurement
+from autotune_amp.core.setting import Precision
 from autotune_amp.profile.job import Lane, Profiled, ProfiledStep, Split
 from autotune_amp.profile.results import AmpProfile, Gap, Part, PrecisionRow
 from autotune_amp.profile.rows import (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotune_amp.core.config import LossScale, Precision
+from autotune_amp.core.config import LossScale
+from autotune_amp.core.setting import Precision
 from autotune_amp.runtime.actions import Action, Blame, Demote, Diagnose, Pin, Promote, Rescale, Revert, Signal
 from autotune_amp.runtime.policy import Policy
 

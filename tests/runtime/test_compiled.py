@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from training import Batch, batches, fp16, same
 
-from autotune_amp.core.config import AmpConfig, LossScale, Precision
+from autotune_amp.core.config import AmpConfig, LossScale
+from autotune_amp.core.setting import Precision
 from autotune_amp.precision import mode as precision
 from autotune_amp.runtime.controller import PrecisionController
 

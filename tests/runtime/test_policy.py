@@ -8,7 +8,8 @@ from unittest.mock import ANY
 import pytest
 from policy_steps import BAD_LOSS, CLEAN, LOST, OVERFLOW, START, after, blamed, confirmed, judged, policy_of
 
-from autotune_amp.core.config import LossScale, Precision
+from autotune_amp.core.config import LossScale
+from autotune_amp.core.setting import Precision
 from autotune_amp.runtime.actions import Blame, Demote, Diagnose, Measure, Rescale, Revert, Signal, Stop, Warn
 from autotune_amp.runtime.policy import Policy
 

@@ -10,8 +10,9 @@ from unittest.mock import ANY
 import pytest
 from policy_steps import BAD_LOSS, CLEAN, OVERFLOW, START, after, blamed, confirmed, judged, policy_of
 
-from autotune_amp.core.config import LossScale, Precision
+from autotune_amp.core.config import LossScale
 from autotune_amp.core.errors import FormatError, InvalidRequestError
+from autotune_amp.core.setting import Precision
 from autotune_amp.runtime.actions import Blame, Demote, Pin, Probe, Promote, Revert, Stop, Warn
 from autotune_amp.runtime.policy import DWELL_STEPS, MAX_PROMOTIONS, NUM_BLAMED_STEPS, PROMOTION_STEPS, Policy
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from autotune_amp import AmpConfig, LossScale
-from autotune_amp.core.config import FallbackPlan, Precision
+from autotune_amp.core.config import FallbackPlan
 from autotune_amp.core.errors import NotPrecisionError
+from autotune_amp.core.setting import Precision
 from autotune_amp.runtime import metrics, policy
 from autotune_amp.runtime.controller import PrecisionController
 

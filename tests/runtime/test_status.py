@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController
-from autotune_amp.core.config import DemotedError, Precision
+from autotune_amp.core.config import DemotedError
 from autotune_amp.core.errors import NotPrecisionError
 from autotune_amp.core.recommendation import Recommendation
+from autotune_amp.core.setting import Precision
 from autotune_amp.runtime import metrics, run_log
 from autotune_amp.runtime.status import MoveRecord
 

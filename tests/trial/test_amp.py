@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController
-from autotune_amp.core.config import Precision
+from autotune_amp.core.setting import Precision
 from autotune_amp.numerics.passes import CatchingAmp
 from autotune_amp.precision.mode import autocast
 from autotune_amp.trial.training import TrialAmp

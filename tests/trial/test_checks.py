@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from autotune_amp import Workload
-from autotune_amp.core.fidelity import Calibration, Fidelity
-from autotune_amp.core.outcome import CheckOutcome, Failure, Measurement
+from autotune_amp.core.outcome import Calibration, CheckOutcome, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
 from autotune_amp.isolation.process import Watcher

@@ -22,11 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController, Workload
-from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import WorkloadError
-from autotune_amp.core.fidelity import Fidelity
-from autotune_amp.core.outcome import Description, Failure, Measurement
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
+from autotune_amp.core.setting import Precision, Setting
 from autotune_amp.isolation.local import LocalBackend, Payload
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.precision import torch_state

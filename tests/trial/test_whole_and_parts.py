@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from autotune_amp import Workload
-from autotune_amp.core.fidelity import Accumulation
-from autotune_amp.core.outcome import CheckOutcome, Failure
+from autotune_amp.core.outcome import Accumulation, CheckOutcome, Failure
 from autotune_amp.numerics import batches
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import checks

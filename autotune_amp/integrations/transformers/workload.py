@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
-from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.setting import Precision
 from autotune_amp.core.workload import Workload, type_name
 from autotune_amp.integrations.transformers.trainer import AutotuneTrainer, caught_losses, refuse_baked_autocast
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from plotly.graph_objects import Bar, Scatter
 from plotly.subplots import make_subplots
 
-from autotune_amp.core.config import PRECISIONS
 from autotune_amp.core.outcome import Failure, Measurement, Record
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import PRECISIONS, Setting
 from autotune_amp.core.text import duration
 from autotune_amp.report.page.marks import LOOKS, Drawn, framed, hatched, legend_entry, said
 from autotune_amp.report.page.speed_memory import RATES

@@ -30,9 +30,10 @@ from autotune_amp.search.stages.seeding import MemoryModel, fit_memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from autotune_amp.core.config import AmpConfig, Precision
+    from autotune_amp.core.config import AmpConfig
     from autotune_amp.core.outcome import Failure, Record
     from autotune_amp.core.recommendation import CandidateRow, Recommendation
+    from autotune_amp.core.setting import Precision
 
 
 MIB = 2**20
