@@ -270,7 +270,7 @@ def profile(
         )
         if as_json:
             return f"{found.to_json()}\n".encode()
-        from autotune_amp.report.profile import print_profile
+        from autotune_amp.report.terminal import print_profile
 
         return _rendered(lambda console: print_profile(found, console))
 
@@ -306,7 +306,7 @@ def export(
         from autotune_amp.integrations.export import accelerate_file, is_exported, setting_of
         from autotune_amp.integrations.export import export as exported
         from autotune_amp.report.files import recommendation_file, write_over
-        from autotune_amp.report.usage import origin_line
+        from autotune_amp.report.rows import origin_line
 
         path = recommendation_file(folder)
         recommendation = Recommendation.load(path)

@@ -84,63 +84,49 @@ for number, (folder, statement, call) in enumerate(json.loads(sys.stdin.read()))
     os._exit(0)
 """
 CALL = f"recommend_config(train.workload(), {OPTIONS})"
-NO_EDIT = ("train.py", "", "")
-
-
-def hit(*edit: str, run: str = "", call: str = CALL) -> tuple[tuple[str, ...], str, str]:
-    """An edit of a file, what runs before the workload is imported, and the call."""
-    return edit or NO_EDIT, run, call
-
-
-def miss(line: str, *edit: str, run: str = "", call: str = CALL) -> tuple[tuple[str, ...], str, str, str]:
-    """The same with the line that says what changed."""
-    return *hit(*edit, run=run, call=call), line
 
 
 def options(more: str) -> str:
     return f"recommend_config(train.workload(), **{{**dict({OPTIONS}), **dict({more})}})"
 
 
-HITS = {
-    "another process and folder": hit(),
-    "a comment": hit("train.py", "def loss", "# a comment\n\n\ndef loss"),
-    "an unrelated module": hit("unrelated.py", "VALUE = 1", "VALUE = 2", run="import unrelated"),
-    "an unrelated variable": hit(run="os.environ['UNRELATED'] = '1'"),
-    "another way to write an option": hit(call=options("batch_size='4:4', precision=['fp32']")),
-    "a launcher's variable": hit(run="os.environ |= {'LOCAL_RANK': '0', 'TORCHELASTIC_RUN_ID': '7'}"),
-}
-MISSES = {
-    "driver": miss("device driver changed from None to 570.1", run="device(driver='570.1')"),
-    "torch": miss("version of torch changed", run="torch.__version__ = '9.9'"),
-    "loss": miss("workload.loss (function loss of train.py) changed", "train.py", "pow(2)", "pow(4)"),
-    "model": miss("function make of layers.py changed", "layers.py", "(width, 1)", "(width, 2)"),
-    "evaluation": miss("workload.evaluate (function evaluate of train.py) changed", "train.py", "return 1", "return 2"),
-    "closure": miss("closure width of model_of changed", "train.py", "model_of(4)", "model_of(5)"),
-    "data's length": miss("workload.data: shapes changed", "train.py", "length=32", "length=33"),
-    "loader": miss("workload.data changed", "train.py", "batch_size=4", "batch_size=8"),
-    "optimizer": miss("workload.optimizer changed", "train.py", "optim.SGD", "optim.Adam"),
-    "seed": miss("option seed changed from 0 to 1", call=options("seed=1")),
-    "memory fraction": miss("option memory_fraction changed from 0.9 to 0.8", call=options("memory_fraction=0.8")),
-    "ranks": miss(
+# What changes before the call, as an edit of a file, a statement before the import of train.py, or another call; and
+# the line that says so, None where the cache answers.
+ROWS_TO_ASK: list[tuple[str | None, dict[str, Any]]] = [
+    (None, {}),  # from another process, in another folder
+    (None, {"edit": ("train.py", "def loss", "# a comment\n\n\ndef loss")}),
+    (None, {"edit": ("unrelated.py", "VALUE = 1", "VALUE = 2"), "run": "import unrelated"}),
+    (None, {"run": "os.environ |= {'UNRELATED': '1', 'LOCAL_RANK': '0', 'TORCHELASTIC_RUN_ID': '7'}"}),
+    (None, {"call": options("batch_size='4:4', precision=['fp32']")}),
+    ("device driver changed from None to 570.1", {"run": "device(driver='570.1')"}),
+    ("version of torch changed", {"run": "torch.__version__ = '9.9'"}),
+    ("workload.loss (function loss of train.py) changed", {"edit": ("train.py", "pow(2)", "pow(4)")}),
+    ("function make of layers.py changed", {"edit": ("layers.py", "(width, 1)", "(width, 2)")}),
+    ("workload.evaluate (function evaluate of train.py) changed", {"edit": ("train.py", "return 1", "return 2")}),
+    ("closure width of model_of changed", {"edit": ("train.py", "model_of(4)", "model_of(5)")}),
+    ("workload.data: shapes changed", {"edit": ("train.py", "length=32", "length=33")}),
+    ("workload.data changed", {"edit": ("train.py", "batch_size=4", "batch_size=8")}),
+    ("workload.optimizer changed", {"edit": ("train.py", "optim.SGD", "optim.Adam")}),
+    ("option seed changed from 0 to 1", {"call": options("seed=1")}),
+    ("option memory_fraction changed from 0.9 to 0.8", {"call": options("memory_fraction=0.8")}),
+    (
         "option num_ranks changed from 1 to 2",
-        run="import autotune_amp.api as api; api.place = lambda where=api.place(): where._replace(num_ranks=2); "
-        "api.answer_on_first = lambda find, *_: find()",
+        {
+            "run": "import autotune_amp.api as api; "
+            "api.place = lambda where=api.place(): where._replace(num_ranks=2); "
+            "api.answer_on_first = lambda find, *_: find()"
+        },
     ),
-    "TF32": miss(
-        "torch flag cuda.matmul.fp32_precision changed", run="torch.backends.cuda.matmul.fp32_precision='tf32'"
+    (
+        "torch flag cuda.matmul.fp32_precision changed",
+        {"run": "torch.backends.cuda.matmul.fp32_precision='tf32'"},
     ),
-    "autocast": miss("torch flag autocast.cpu changed", run="torch.set_autocast_enabled('cpu', True)"),
-    "threads": miss("torch flag num_threads changed", run="torch.set_num_threads(torch.get_num_threads() + 1)"),
-    "oneDNN": miss("torch flag mkldnn.enabled changed", run="torch.backends.mkldnn.enabled = False"),
-    "a library's method": miss(
-        "workload.data changed",
-        "unrelated.py",
-        "VALUE = 1",
-        "import torch\ntorch.utils.data.TensorDataset.__len__ = lambda self: 1",
-        run="import unrelated",
-    ),
-    "allocator": miss("environment variable MALLOC_ARENA_MAX is new", run="os.environ['MALLOC_ARENA_MAX'] = '7'"),
-}
+    ("torch flag autocast.cpu changed", {"run": "torch.set_autocast_enabled('cpu', True)"}),
+    ("torch flag num_threads changed", {"run": "torch.set_num_threads(torch.get_num_threads() + 1)"}),
+    ("torch flag mkldnn.enabled changed", {"run": "torch.backends.mkldnn.enabled = False"}),
+    ("workload.data changed", {"run": "torch.utils.data.TensorDataset.__len__ = lambda self: 1"}),
+    ("environment variable MALLOC_ARENA_MAX is new", {"run": "os.environ['MALLOC_ARENA_MAX'] = '7'"}),
+]
 
 
 def python(code: str, *arguments: str | Path, text: str = "") -> str:
@@ -151,29 +137,28 @@ def python(code: str, *arguments: str | Path, text: str = "") -> str:
     return done.stdout
 
 
-def written(folder: Path, file: str, old: str, new: str) -> str:
-    assert old in FILES[file]
+def written(folder: Path, file: str = "", old: str = "", new: str = "") -> str:
+    """A folder with the files, one of them edited."""
+    assert old in FILES.get(file, "")
     folder.mkdir()
     for name, content in FILES.items():
-        (folder / name).write_text(content.replace(old, new) if name == file and old else content)
+        (folder / name).write_text(content.replace(old, new) if name == file else content)
     return str(folder)
 
 
 @pytest.mark.slow
 def test_the_cache_answers_what_it_holds_for_and_nothing_else(tmp_path: Path) -> None:
-    python(SEARCH, written(tmp_path / "searched", *NO_EDIT), tmp_path / "studies")
+    python(SEARCH, written(tmp_path / "searched"), tmp_path / "studies")
     outcomes = (tmp_path / "studies" / "cached" / "outcomes.jsonl").read_bytes()
-    rows = [*HITS.values(), *MISSES.values()]
-    tried = [(written(tmp_path / str(n), *edit), run, call) for n, (edit, run, call, *_) in enumerate(rows)]
-    said: list[Any] = [
-        json.loads(line) for line in python(ROWS, tmp_path / "studies", text=json.dumps(tried)).splitlines()
+    asked = [
+        (written(tmp_path / str(number), *row.get("edit", ())), row.get("run", ""), row.get("call", CALL))
+        for number, (_, row) in enumerate(ROWS_TO_ASK)
     ]
-    assert len(said) == len(rows)
-    assert {name: answer for name, answer in zip(HITS, said, strict=False) if answer != "hit"} == {}
-    wrong = {
-        name: answer
-        for (name, (*_, line)), answer in zip(MISSES.items(), said[len(HITS) :], strict=True)
-        if not any(found.startswith(line) for found in answer if answer != "hit")
-    }
-    assert wrong == {}
+    said = map(json.loads, python(ROWS, tmp_path / "studies", text=json.dumps(asked)).splitlines())
+    wrong = [
+        (line, row, answer)
+        for (line, row), answer in zip(ROWS_TO_ASK, said, strict=True)
+        if (answer != "hit" if line is None else not any(found.startswith(line) for found in answer))
+    ]
+    assert wrong == []
     assert (tmp_path / "studies" / "cached" / "outcomes.jsonl").read_bytes() == outcomes

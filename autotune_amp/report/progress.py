@@ -18,7 +18,6 @@ from autotune_amp.search.progress import Progress
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.text import Text
 
     from autotune_amp.core.hardware import Hardware
     from autotune_amp.core.outcome import Purpose
@@ -101,8 +100,7 @@ class LiveScreen(Screen):
         from rich.live import Live
 
         super().__init__(stream)
-        self._held: list[str] = []
-        self._num_held = 0
+        self._held = ""
         self._drawn_at = -_DRAW_SECONDS
         self._console = Console(file=cast("TextIO", _Terminal(self, stream)), force_terminal=True, highlight=False)
         # No refresh thread: `tick` comes often enough, and rich does not wait for its thread when it stops.
@@ -126,12 +124,9 @@ class LiveScreen(Screen):
 
     def output(self, text: str) -> None:
         """The user's own text above the display, unchanged."""
-        self._held.append(text)
-        self._num_held += len(text)
-        if self._num_held >= _MAX_HELD:
-            self._release()
-        if self._num_held >= _MAX_HELD:
-            self._release(everything=True)
+        self._held += text
+        if len(self._held) >= _MAX_HELD:
+            self._release(everything="\n" not in self._held)
 
     def draw(self, view: View) -> None:
         """Draw the display, unless it was drawn a moment ago."""
@@ -147,15 +142,12 @@ class LiveScreen(Screen):
         self._live.stop()
 
     def _release(self, everything: bool = False) -> None:
-        if not self._held:
-            return
         from rich.segment import Segment, Segments
 
-        text = "".join(self._held)
-        if everything and not text.endswith("\n"):
+        text = self._held
+        if everything and text and not text.endswith("\n"):
             text += "\n"
-        whole, newline, rest = text.rpartition("\n")
-        self._held, self._num_held = [rest] if rest else [], len(rest)
+        whole, newline, self._held = text.rpartition("\n")
         if newline:
             # A bare segment: nothing wraps, measures or interprets it.
             self._console.print(Segments([Segment(whole + newline)]), crop=False)
@@ -185,20 +177,24 @@ def _display(view: View) -> RenderableType:
         total=view.budget_seconds, completed=view.elapsed_seconds, complete_style="cyan", pulse_style="cyan"
     )
     top.add_row(Text(view.phase, "bold"), bar, Text(_time(view)))
-    lines = []
+    now, best, lines = "-", "-", []
+    if view.candidate is not None:
+        steps = f"step {view.num_steps}, {duration(view.step_seconds)} each" if view.num_steps else "setting up"
+        now = f"{view.candidate!s:<18}  trial {view.number}: {steps}"
+    if view.best is not None and isinstance(view.best.outcome, Measurement):
+        best = f"{view.best.candidate!s:<18}  {measured(view.best.outcome)}"
     if view.is_search or view.candidate is not None:
-        lines.append(_line("now ", _now(view)))
+        lines.append(("now", now, ""))
     if view.is_search:
-        lines.append(_line("best", _best(view), "green"))
+        lines.append(("best", best, "green"))
     if view.highest_memory_bytes and view.available_memory_bytes is not None:
-        lines.append(_line("mem ", _memory(view.highest_memory_bytes, view.available_memory_bytes)))
-    return Group(Text(""), top, *lines)
-
-
-def _line(label: str, text: str, style: str = "") -> Text:
-    from rich.text import Text
-
-    return Text.assemble((f"{label} ", "dim"), (text, style), no_wrap=True, overflow="ellipsis")
+        available = size(view.available_memory_bytes)
+        lines.append(("mem", f"{size(view.highest_memory_bytes)} at the highest peak, {available} available", ""))
+    below = [
+        Text.assemble((f"{label:<5}", "dim"), (text, style), no_wrap=True, overflow="ellipsis")
+        for label, text, style in lines
+    ]
+    return Group(Text(""), top, *below)
 
 
 def _time(view: View) -> str:
@@ -206,24 +202,6 @@ def _time(view: View) -> str:
         return clock(view.elapsed_seconds)
     left = view.budget_seconds - view.elapsed_seconds
     return f"{clock(left)} left of {clock(view.budget_seconds)}" if left > 0 else "time is up, finishing"
-
-
-def _now(view: View) -> str:
-    if view.candidate is None:
-        return "-"
-    steps = f"step {view.num_steps}, {duration(view.step_seconds)} each" if view.num_steps else "setting up"
-    return f"{view.candidate!s:<18}  trial {view.number}: {steps}"
-
-
-def _best(view: View) -> str:
-    best = view.best
-    if best is None or not isinstance(best.outcome, Measurement):
-        return "-"
-    return f"{best.candidate!s:<18}  {measured(best.outcome)}"
-
-
-def _memory(highest_bytes: int, available_bytes: int) -> str:
-    return f"{size(highest_bytes)} at the highest peak, {size(available_bytes)} available"
 
 
 class TerminalProgress(Progress):
@@ -319,15 +297,14 @@ def trial_line(record: Record) -> str:
     """A finished trial in one line: number, candidate, outcome, cost."""
     head = f"{record.number:>3}  {record.candidate!s:<18}"
     outcome = record.outcome
+    cost = duration(record.seconds)
     if isinstance(outcome, Failure):
-        cost = duration(record.seconds)
         return f"{head}  {outcome_name(outcome.kind)} after {cost}: {one_line(outcome.message)}"
     if not isinstance(outcome, Measurement):
         kind = "calibration" if record.purpose == "calibration" else "check"
-        return f"{head}  {outcome_line(outcome)}  {duration(record.seconds):>6}  {kind}"
+        return f"{head}  {outcome_line(outcome)}  {cost:>6}  {kind}"
     purpose = "" if record.purpose == "search" else record.purpose
-    cut = "cut" if outcome.was_cut else ""
-    return f"{head}  {measured(outcome)}  {duration(record.seconds):>6}  {purpose}{cut}".rstrip()
+    return f"{head}  {measured(outcome)}  {cost:>6}  {purpose}{'cut' * outcome.was_cut}".rstrip()
 
 
 def measured(outcome: Measurement) -> str:

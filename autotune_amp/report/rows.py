@@ -1,19 +1,26 @@
-"""One view of a candidate, an exclusion and a trial, in words and cells, for the terminal and the page alike."""
+"""What the terminal and the page show alike: a candidate, an exclusion, a trial in words and cells, lines to copy."""
 
 from __future__ import annotations
 
+import json
+import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from autotune_amp.core.explain import small
+from autotune_amp.core import explain
+from autotune_amp.core.dimensions import PRECISION
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.explain import names, small
 from autotune_amp.core.outcome import Accumulation, Calibration, Failure, Fidelity, Measurement
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import VARIANTS, Setting
 from autotune_amp.core.text import count, duration, flops, number, one_line, outcome_name, rate, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from autotune_amp.core.config import AmpConfig
     from autotune_amp.core.hardware import Hardware
     from autotune_amp.core.recommendation import CandidateRow, Exclusion, Recommendation
 
@@ -54,7 +61,9 @@ def table(recommendation: Recommendation) -> list[tuple[CandidateRow, dict[str, 
 
 def _cells(row: CandidateRow) -> dict[str, str]:
     return {
-        "precision": row.precision + " as found" * row.as_found + " pinned" * bool(row.pinned_modules),
+        "precision": row.labelled((PRECISION, *VARIANTS))
+        + " as found" * row.as_found
+        + " pinned" * bool(row.pinned_modules),
         "batch": str(row.batch_size),
         "accum": str(row.accumulation_steps),
         "workers": "-" if row.num_workers is None else str(row.num_workers),
@@ -147,3 +156,73 @@ def precisions(hardware: Hardware) -> list[tuple[str, str, str, str]]:
         )
         for precision, found in hardware.precisions.items()
     ]
+
+
+# --- lines to copy -------------------------------------------------------------------------------------------------
+
+
+def python_lines(recommendation: Recommendation, path: str | None = None) -> list[str]:
+    """Python that trains with the config: plain PyTorch where that says all of it, else the controller of `path`.
+
+    They leave `dataset`, `model`, `optimizer` and `compute_loss(model, batch)` to the script. `path` is that of the
+    recommendation's file; None is where a search puts it unless told otherwise.
+    """
+    config, device_type = recommendation.config, recommendation.hardware.identity.type
+    path = path or f"studies/{recommendation.search.study}/recommendation.json"
+    loader = [explain.LOADER_COMMENT, explain.loader_line(config)]
+    loaded = f'autotune_amp.PrecisionController.load({json.dumps(path)}, "{device_type}")'
+    if recommendation.workload is not None and recommendation.workload.is_loop:
+        return [*loader, f"amp = {loaded}", "train_step(state, batch, amp)"]
+    if config.precision == "fp16" or config.accumulation_steps > 1 or config.pinned_modules:
+        kept = f"  # keeps {names(config.pinned_modules)} in fp32" if config.pinned_modules else ""
+        loop = _controlled_loop(config, recommendation.evidence.accumulation)
+        return [*loader, f"controller = {loaded}{kept}", *loop]
+    flags = explain.strict_flag_lines(config.precision) if device_type == "cuda" else []
+    if config.as_found:
+        flags = ["# the TF32 flags and autocast stay as they are"]
+    loss, dtype = f"loss = {explain.LOSS}", explain.AUTOCAST_DTYPES.get(config.precision)
+    if dtype is None:
+        return [*flags, *loader, f"{loss}  # no autocast"]
+    return [*flags, *loader, f'with torch.autocast("{device_type}", dtype={dtype}):', f"    {loss}"]
+
+
+def _controlled_loop(config: AmpConfig, found: Accumulation | None) -> list[str]:
+    """The losses of a window add up to that of the whole batch."""
+    if not explain.accumulates(config):
+        return explain.controlled_loop("loader", explain.LOSS)
+    combination = "mean" if found is None or found.verdict not in ("sum", "weighted") else found.verdict
+    loss = explain.pass_loss(combination, "controller.window_size", "controller.window_share")
+    if combination != "weighted":
+        return explain.controlled_loop("loader", loss)
+    counted = (found and found.weighted_by) or "what the loss is a mean over"
+    return [
+        f"# count(batch) is yours: of a batch, {counted}",
+        *explain.controlled_loop("loader, weigh=count", loss),
+    ]
+
+
+def export_command(recommendation: Recommendation, path: str | None = None) -> tuple[str, str]:
+    """What the command is for, and the command; `path` as in `python_lines`."""
+    # Imported here: an answer from the cache must not wait for it.
+    from autotune_amp.integrations.export import TARGETS, export, setting_of
+
+    def is_taken(target: str) -> bool:
+        try:
+            export(setting_of(recommendation, ""), target)
+        except InvalidRequestError:
+            return False
+        return True
+
+    targets = [target for target in TARGETS if is_taken(target)]
+    file = Path(path or f"studies/{recommendation.search.study}")
+    study = file.parent if file.name == "recommendation.json" else file
+    command = f"autotune-amp export {shlex.quote(study.as_posix())} --to {'torch' if 'torch' in targets else 'env'}"
+    return f"In the words of a framework, --to {', '.join(targets)}", command
+
+
+def origin_line(path: Path, recommendation: Recommendation) -> str:
+    """What an export came from: which study, what that recommends, and how sure it is."""
+    config, evidence = recommendation.config, recommendation.evidence
+    place = path.parent if path.name == "recommendation.json" and path.parent.name else path
+    doubt = "" if evidence.is_confirmed else ", unconfirmed"
+    return one_line(f"{place}: {Setting.of(config)}, measured at {rate(evidence.samples_per_second)}{doubt}")

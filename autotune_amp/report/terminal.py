@@ -1,4 +1,4 @@
-"""What a finished search and a probe look like on a terminal."""
+"""What a finished search, a probe and a profile look like on a terminal."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from rich.text import Text
 
 from autotune_amp.core.explain import export_lines
 from autotune_amp.core.text import count, duration, one_line
+from autotune_amp.profile import results
 from autotune_amp.report import rows
-from autotune_amp.report.usage import export_command, python_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from autotune_amp.core.hardware import Hardware
     from autotune_amp.core.recommendation import CandidateRow, Recommendation
-
-__all__ = ["hardware_table", "print_recommendation"]
+    from autotune_amp.profile.results import AmpProfile, Part
 
 
 def print_recommendation(recommendation: Recommendation, console: Console, path: str | None = None) -> None:
     """All candidates with their outcome, the recommended config with its evidence, and how to use it.
 
-    `path` is that of its file, as in `python_lines`.
+    `path` is that of its file, as in `rows.python_lines`.
     """
     search, hardware = recommendation.search, recommendation.hardware
     console.print(
@@ -38,19 +37,17 @@ def print_recommendation(recommendation: Recommendation, console: Console, path:
     )
     console.print(_candidates(recommendation))
     title = "Best so far: the search was interrupted" if search.was_interrupted else "Recommended"
-    console.print(
-        Panel(grid(recommendation.facts()), title=Text(title, "bold"), title_align="left", border_style="green")
-    )
+    _print_panel(title, recommendation.facts(), console)
     # Below the panel and never wrapped by us: these lines are there to be copied.
     _print_lines("In the shell, before Python starts:", export_lines(recommendation.config), console)
-    _print_lines("In Python:", python_lines(recommendation, path), console)
-    title, command = export_command(recommendation, path)
+    _print_lines("In Python:", rows.python_lines(recommendation, path), console)
+    title, command = rows.export_command(recommendation, path)
     _print_lines(f"{title}:", [command], console)
 
 
 def hardware_table(hardware: Hardware, console: Console) -> None:
     """The device, its memory, and each precision with its level, measured rate and reason."""
-    console.print(grid(rows.machine(hardware)))
+    console.print(_grid(rows.machine(hardware)))
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("precision", no_wrap=True)
     table.add_column("level", no_wrap=True)
@@ -60,6 +57,15 @@ def hardware_table(hardware: Hardware, console: Console) -> None:
     for precision, rate, level, reason in rows.precisions(hardware):
         table.add_row(precision, Text(level, styles[level]), rate, Text(reason))
     console.print(table)
+
+
+def print_profile(profile: AmpProfile, console: Console) -> None:
+    """The precisions, where a step's time goes in fp32 and in the best of the others, and what to try."""
+    console.print(Text(results.heading(profile)))
+    console.print(_precisions(profile))
+    if any(row.gap is not None for row in profile.rows):
+        console.print(_parts(profile))
+    _print_panel("Does mixed precision pay here?", results.facts(profile), console)
 
 
 def _candidates(recommendation: Recommendation) -> Table:
@@ -101,7 +107,51 @@ def _fate(row: CandidateRow) -> object:
     return row.precision, row.as_found, row.num_workers, row.status, row.reason
 
 
-def grid(lines: list[tuple[str, str]]) -> Table:
+def _precisions(profile: AmpProfile) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("precision", no_wrap=True)
+    for name in ("step", "speed-up", "memory"):  # where it is narrow the speed-up and the verdict share what there is
+        table.add_column(name, justify="right", no_wrap=name != "speed-up")
+    table.add_column("verdict", overflow="fold")
+    styles = {"excellent": "bold green", "significant": "green", "slower": "yellow"}
+    for row in profile.rows:
+        step, speedup, memory, verdict = results.row_cells(row)
+        style = "dim" if row.step_seconds is None else styles.get(row.verdict or "", "")
+        table.add_row(row.precision, step or "-", speedup or "-", memory or "-", Text(verdict), style=style)
+    return table
+
+
+def _parts(profile: AmpProfile) -> Table:
+    shown = {
+        row.precision: row.gap
+        for row in profile.rows
+        if row.gap is not None and row.precision in ("fp32", profile.best_precision)
+    }
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("where a step's time goes")
+    for precision in shown:
+        table.add_column(precision, justify="right", no_wrap=True)
+        table.add_column("", justify="right", no_wrap=True)
+    for name, words in results.PART_NAMES.items():
+        found = [next((part for part in gap.parts if part.name == name), None) for gap in shown.values()]
+        if any(found):
+            if name == "matrix_products" and any(gap.share("slow_matrix_products") for gap in shown.values()):
+                words = "matrix products at the machine's rate"
+            table.add_row(words, *(cell for part in found for cell in _part_cells(part)))
+    return table
+
+
+def _part_cells(part: Part | None) -> tuple[str, str]:
+    if part is None or part.share < 0.0005:  # not worth a number
+        return "-", ""
+    return duration(part.seconds), f"{100 * part.share:.0f} %"
+
+
+def _print_panel(title: str, lines: list[tuple[str, str]], console: Console) -> None:
+    console.print(Panel(_grid(lines), title=Text(title, "bold"), title_align="left", border_style="green"))
+
+
+def _grid(lines: list[tuple[str, str]]) -> Table:
     """Labels and their texts, side by side; warnings and notes stand out."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)

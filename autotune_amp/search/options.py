@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
+from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import Objective
-from autotune_amp.core.setting import PRECISIONS, Precision
 
 SEED_LIMIT = 2**32 - 10_000  # numpy's, with room for resumed trials, which add their number to the seed
 DEFAULT_NUM_STEPS = 10_000
@@ -20,6 +20,7 @@ MAX_STEPS = 1_000_000  # a replay holds a number for each, and takes up to 0.1 s
 # What changes nothing of what is measured, only what is chosen and said: a finished search is ranked again for these.
 RANKING = ("objective", "num_steps", "num_samples", "price_per_hour")
 
+Name = TypeVar("Name")
 _DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 _NAME = re.compile(r"[\w.-]+")
 _RANGE = re.compile(r"(\d+):(\d+)")
@@ -62,84 +63,31 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
         return DEFAULT_NUM_STEPS if steps is None else min(steps, MAX_STEPS)
 
     @classmethod
-    def from_user(
-        cls,
-        *,
-        budget: float = 110.0,
-        trials: int | None = None,
-        device: str = "auto",
-        precision: Sequence[str] | str | None = None,
-        batch_size: str | tuple[int, int] | None = None,
-        effective_batch_size: str | int | None = None,
-        num_ranks: int = 1,
-        baseline: str | tuple[str, int] | None = None,
-        memory_fraction: float = 0.9,
-        objective: str = "speed",
-        steps: int | None = None,
-        samples: int | None = None,
-        price_per_hour: float | None = None,
-        study: str | None = None,
-        out: str = "studies",
-        storage: str | None = None,
-        seed: int = 0,
-    ) -> SearchOptions:
-        """Check every value; raises `InvalidRequestError` naming the option, what was given and what would do."""
-        _check(_is_number(budget) and 0 < budget < math.inf, "budget", budget, "a number of seconds above 0")
-        _check(_is_count(trials), "trials", trials, "a whole number from 1 up")
-        _check(_matches(_DEVICE, device), "device", device, "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N")
-        _check(
-            _is_number(memory_fraction) and 0 < memory_fraction <= 1,
-            "memory-fraction",
-            memory_fraction,
-            "a share above 0 and at most 1",
-        )
-        _check(_is_count(steps) and (steps or 1) <= MAX_STEPS, "steps", steps, f"a whole number from 1 to {MAX_STEPS}")
-        _check(_is_count(samples), "samples", samples, "a whole number from 1 up")
+    def from_user(cls, *, num_ranks: int = 1, **given: Any) -> SearchOptions:
+        """Check what `recommend_config` was given, by the names that it has there; what is left out has its default.
+
+        Raises `InvalidRequestError` naming the option, what was given and what would do.
+        """
+        for name, (is_right, wanted) in _WANTED.items():
+            value = given.get(name)
+            _check(name not in given or is_right(value), name, value, wanted)
+        steps, samples, price = given.get("steps"), given.get("samples"), given.get("price_per_hour")
         _check(steps is None or samples is None, "samples", samples, "left out where --steps is given")
         _check(
-            price_per_hour is None or (_is_number(price_per_hour) and 0 <= price_per_hour < math.inf),
+            price is None or steps is not None or samples is not None,
             "price-per-hour",
-            price_per_hour,
-            "an amount of money from 0 up",
-        )
-        _check(
-            price_per_hour is None or steps is not None or samples is not None,
-            "price-per-hour",
-            price_per_hour,
+            price,
             "given together with --steps or --samples",
         )
-        _check(
-            study is None or (_matches(_NAME, study) and study.strip(".") != ""),
-            "study",
-            study,
-            "a folder name of letters, digits, '.', '_' and '-'",
-        )
-        _check(isinstance(out, str), "out", out, "a folder's path, as a string")
-        _check(storage is None or isinstance(storage, str), "storage", storage, "an Optuna storage URL, as a string")
-        _check(_is_whole(seed) and 0 <= seed < SEED_LIMIT, "seed", seed, f"a whole number from 0 to {SEED_LIMIT - 1}")
-        return cls(
-            budget_seconds=float(budget),
-            max_trials=trials,
-            device=device,
-            precisions=_precisions(precision),
-            batch_size=_batch_range(batch_size),
-            effective_batch_size=_effective(effective_batch_size, num_ranks),
-            num_ranks=num_ranks,
-            baseline=_baseline(baseline),
-            memory_fraction=float(memory_fraction),
-            objective=_objective(objective),
-            num_steps=steps,
-            num_samples=samples,
-            price_per_hour=None if price_per_hour is None else float(price_per_hour),
-            study=study,
-            out=out,
-            storage=storage,
-            seed=seed,
-        )
+        read = {name: _READ[name](value) if name in _READ else value for name, value in given.items()}
+        effective = _effective(read.pop("effective_batch_size", None), num_ranks)
+        fields = {_FIELDS.get(name, name): value for name, value in read.items()}
+        return cls(num_ranks=num_ranks, effective_batch_size=effective, **fields)
 
 
 def _check(condition: bool, option: str, given: object, wanted: str) -> None:
     if not condition:
+        option = option.replace("_", "-")
         raise InvalidRequestError(f"--{option} is {given!r}; it must be {wanted}.", f"Give --{option} {wanted}.")
 
 
@@ -158,13 +106,12 @@ def _effective(given: str | int | None, num_ranks: int) -> int | Literal["free"]
     return number
 
 
-def _objective(given: object) -> Objective:
-    for objective in get_args(Objective):
-        if objective == given:
-            found: Objective = objective
-            return found
+def _one_of(option: str, given: object, names: Sequence[Name]) -> Name:
+    for name in names:
+        if name == given:
+            return name
     raise InvalidRequestError(
-        f"--objective is {given!r}; it must be one of {', '.join(get_args(Objective))}.", "Pick one of the names given."
+        f"--{option} is {given!r}; it must be one of {', '.join(map(str, names))}.", "Pick one of the names given."
     )
 
 
@@ -172,8 +119,8 @@ def _is_whole(given: object) -> bool:
     return isinstance(given, int) and not isinstance(given, bool)
 
 
-def _is_number(given: object) -> bool:
-    return isinstance(given, float) or _is_whole(given)
+def _is_number(given: Any) -> bool:
+    return (isinstance(given, float) or _is_whole(given)) and math.isfinite(given)
 
 
 def _is_count(given: Any) -> bool:
@@ -191,21 +138,12 @@ def _pair(pattern: re.Pattern[str], given: object) -> re.Match[str] | None:
     return pattern.fullmatch(given) if isinstance(given, str) else None
 
 
-def _precision(option: str, name: str) -> Precision:
-    for precision in PRECISIONS:
-        if precision == name:
-            return precision
-    raise InvalidRequestError(
-        f"--{option} is {name!r}; it must be one of {', '.join(get_args(Precision))}.", "Pick one of the names given."
-    )
-
-
 def _precisions(given: Sequence[str] | str | None) -> tuple[Precision, ...] | None:
     names = (given,) if isinstance(given, str) else given
     if names is None or (isinstance(names, Sequence) and not names):
         return None
     _check(isinstance(names, Sequence), "precision", given, "a name, or several in a list")
-    return tuple(dict.fromkeys(_precision("precision", name) for name in names))
+    return tuple(dict.fromkeys(_one_of("precision", name, PRECISIONS) for name in names))
 
 
 def _batch_range(given: str | tuple[int, int] | None) -> tuple[int, int] | None:
@@ -225,4 +163,43 @@ def _baseline(given: str | tuple[str, int] | None) -> tuple[Precision, int] | No
         raise InvalidRequestError(
             f"--baseline is {given!r}; it must be PRECISION:BATCH.", "Give for example --baseline fp32:32."
         )
-    return _precision("baseline", match[1]), int(match[2])
+    return _one_of("baseline", match[1], PRECISIONS), int(match[2])
+
+
+_FIELDS = {
+    "budget": "budget_seconds",
+    "trials": "max_trials",
+    "precision": "precisions",
+    "steps": "num_steps",
+    "samples": "num_samples",
+}
+# Of each option a test of what was given, and what would do.
+_WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "budget": (lambda given: _is_number(given) and given > 0, "a number of seconds above 0"),
+    "trials": (_is_count, "a whole number from 1 up"),
+    "device": (lambda given: _matches(_DEVICE, given), "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N"),
+    "memory_fraction": (lambda given: _is_number(given) and 0 < given <= 1, "a share above 0 and at most 1"),
+    "steps": (lambda given: _is_count(given) and (given or 1) <= MAX_STEPS, f"a whole number from 1 to {MAX_STEPS}"),
+    "samples": (_is_count, "a whole number from 1 up"),
+    "price_per_hour": (
+        lambda given: given is None or (_is_number(given) and given >= 0),
+        "an amount of money from 0 up",
+    ),
+    "study": (
+        lambda given: given is None or (_matches(_NAME, given) and given.strip(".") != ""),
+        "a folder name of letters, digits, '.', '_' and '-'",
+    ),
+    "out": (lambda given: isinstance(given, str), "a folder's path, as a string"),
+    "storage": (lambda given: given is None or isinstance(given, str), "an Optuna storage URL, as a string"),
+    "seed": (lambda given: _is_whole(given) and 0 <= given < SEED_LIMIT, f"a whole number from 0 to {SEED_LIMIT - 1}"),
+}
+# What is made of an option that may be given in more than one way.
+_READ: dict[str, Callable[[Any], Any]] = {
+    "budget": float,
+    "memory_fraction": float,
+    "price_per_hour": lambda given: None if given is None else float(given),
+    "objective": lambda given: _one_of("objective", given, get_args(Objective)),
+    "precision": _precisions,
+    "batch_size": _batch_range,
+    "baseline": _baseline,
+}

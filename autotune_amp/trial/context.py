@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.workload import OptimizersOfModel, Workload, WorkloadSource, make_workload, type_name
-from autotune_amp.numerics.learning_rates import raise_learning_rates
 from autotune_amp.precision import torch_state
 from autotune_amp.trial.memory import BuildMemory, file_bytes, watched_build
 
@@ -245,6 +244,24 @@ class Optimizers(torch.optim.Optimizer):
 def each(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
     """The user's own optimizers in it."""
     return optimizer.parts if isinstance(optimizer, Optimizers) else (optimizer,)
+
+
+# Of a schedule's peak: as in the first part of a warm-up. At the peak, a training without its warm-up may diverge.
+LEAST_SHARE_OF_PEAK = 0.1
+
+
+def raise_learning_rates(optimizer: torch.optim.Optimizer) -> None:
+    """Raise each learning rate that a scheduler has set to at least a tenth of the schedule's peak.
+
+    A warm-up begins at 0 and a schedule that has ended leaves 0, with which no weight of a trial would move. The peak
+    is what torch's schedulers keep in the parameter group: ``initial_lr``, and OneCycleLR ``max_lr``.
+    """
+    for group in optimizer.param_groups:
+        if "initial_lr" in group:
+            rate, least = group["lr"], LEAST_SHARE_OF_PEAK * float(group.get("max_lr", group["initial_lr"]))
+            if rate < least:
+                # A tensor may be the user's own, which another optimizer reads.
+                group["lr"] = torch.full_like(rate, least) if isinstance(rate, Tensor) else least
 
 
 def make_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimizer:

@@ -33,7 +33,7 @@ from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.outcome import SampleSizes
 from autotune_amp.core.workload import Workload
 from autotune_amp.numerics.batches import tensors
-from autotune_amp.numerics.draws import generators, set_generators
+from autotune_amp.numerics.passes import keep_generators
 
 Stream: TypeAlias = Generator[Any, None, None]
 Seen = TypeVar("Seen")
@@ -342,8 +342,7 @@ def look(workload: Workload, batch_size: int) -> Look:
 
     What the user's code raises ends the look. The generators stand where they stood.
     """
-    cpu = torch.device("cpu")
-    before = generators(cpu)
+    put_back = keep_generators(torch.device("cpu"))
     found = Look()
     try:
         batches, loader = opened(workload.data, batch_size)
@@ -363,7 +362,7 @@ def look(workload: Workload, batch_size: int) -> Look:
     except Exception as error:  # the user's code may raise anything
         return found._replace(scan_problem=_one_line(error))
     finally:
-        set_generators(cpu, before)
+        put_back()
 
 
 def looked_at(

@@ -20,18 +20,18 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import AutotuneAmpError, WorkloadError
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import Description, Failure, FailureKind, Measurement, Outcome
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.setting import Setting
 from autotune_amp.core.workload import Workload
 from autotune_amp.hardware import cuda, measure
 from autotune_amp.hardware.measuring import synchronize
-from autotune_amp.precision import mode as precision
 from autotune_amp.precision import torch_state
-from autotune_amp.precision.mode import CUDA_FLAGS
+from autotune_amp.precision.torch_state import CUDA_FLAGS
 from autotune_amp.trial import data
 from autotune_amp.trial.context import Context, LoopState, make_optimizer
 from autotune_amp.trial.energy import Counter, EnergyMeter, counter_of
@@ -194,21 +194,21 @@ def as_run(
     *,
     has_tf32: bool,
 ) -> tuple[Precision, bool]:
-    """`mode.as_found` of the flags that concern a step of `batch_size`; a precision of the workload's own is so.
+    """`torch_state.as_found` of the flags that concern a step of `batch_size`; a precision of the workload's own is so.
 
     One step is taken where that can make a difference; with None for `batch_size` none is, and all flags count.
     """
     if workload.precision is not None:
         return workload.precision, True
     if not has_tf32:
-        return precision.as_found(state, device.type, CUDA_FLAGS)
-    found = precision.as_found(state, device.type)
-    _, could_be_strict = precision.as_found(state, device.type, _FLAG_OPERATORS)
+        return torch_state.as_found(state, device.type, CUDA_FLAGS)
+    found = torch_state.as_found(state, device.type)
+    _, could_be_strict = torch_state.as_found(state, device.type, _FLAG_OPERATORS)
     if batch_size is None or found[1] or not could_be_strict:
         return found
     candidate = Setting(precision=found[0], batch_size=batch_size, as_found=True)
     used = used_flags(workload, model, Trial(candidate=candidate, device=str(device), torch_state=dict(state)))
-    return precision.as_found(state, device.type, _FLAG_OPERATORS.keys() - used)
+    return torch_state.as_found(state, device.type, _FLAG_OPERATORS.keys() - used)
 
 
 def used_flags(workload: Workload, model: nn.Module, spec: Trial) -> frozenset[str]:
@@ -245,7 +245,7 @@ def _weights(parameters: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]
     for dtype, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
         if any(p.dtype == dtype for p in trained):
             return name
-    return "frozen_low" if any(p.dtype in precision.HALF_DTYPES for p in parameters) else "fp32"
+    return "frozen_low" if any(p.dtype in torch_state.HALF_DTYPES for p in parameters) else "fp32"
 
 
 # -- a trial -----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import sys
 import types
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from report_samples import loop, recommendation
@@ -17,7 +18,7 @@ from autotune_amp.api import recommend_config
 from autotune_amp.cli import error_document, error_text, run
 from autotune_amp.core import errors
 from autotune_amp.core.config import DemotedError
-from autotune_amp.core.recommendation import Exclusion, NothingWorksError, Recommendation, SearchInterruptedError
+from autotune_amp.core.recommendation import Exclusion, NothingWorksError, SearchInterruptedError
 from autotune_amp.search.options import SearchOptions
 
 BEST = recommendation()
@@ -27,47 +28,34 @@ EXCLUDED = (
 )
 NOTHING_WORKS = NothingWorksError("Nothing works.", "Try less.", EXCLUDED)
 INTERRUPTED = SearchInterruptedError("Interrupted.", "Go on.", EXCLUDED, BEST)
-Answer = BaseException | Recommendation
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What recommend_config was asked; it raises or returns what the test puts under "answer"."""
-    options: dict[str, Any] = {"answer": BEST}
-
-    def stand_in(**given: Any) -> Recommendation:
-        answer: Answer = options.pop("answer")
-        options.update(given)
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
-
+def search(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """What stands in for recommend_config()."""
     module = types.ModuleType("autotune_amp.api")
-    vars(module)["recommend_config"] = stand_in
+    vars(module)["recommend_config"] = stand_in = Mock(return_value=BEST)
     monkeypatch.setitem(sys.modules, "autotune_amp.api", module)
-    return options
+    return stand_in
 
 
 # --- options -------------------------------------------------------------------------------------------------------
 
 
 def test_an_option_is_the_same_on_the_command_line_in_the_api_and_in_what_checks_it() -> None:
-    """Its name and its default; what the command line cannot say has a name of its own."""
-    said, called, checked = (
+    """Its name and its default."""
+    said, called = (
         {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
-        for function in (cli.search, recommend_config, SearchOptions.from_user)
+        for function in (cli.search, recommend_config)
     )
     said.pop("as_json")
     assert called.pop("progress") is None
     assert said == called
-    for name in ("workload", "fresh", "quiet"):
-        called.pop(name)
-    assert checked.pop("num_ranks") == 1, "the launcher's to say"
-    assert called == checked
-    assert SearchOptions.from_user() == SearchOptions()
+    checked = {name: default for name, default in called.items() if name not in ("workload", "fresh", "quiet")}
+    assert SearchOptions.from_user(**checked) == SearchOptions.from_user() == SearchOptions()
 
 
-def test_search_passes_every_option_on(asked: dict[str, Any]) -> None:
+def test_search_passes_every_option_on(search: Mock) -> None:
     given: dict[str, Any] = {
         "budget": 120.0,
         "trials": 3,
@@ -93,30 +81,26 @@ def test_search_passes_every_option_on(asked: dict[str, Any]) -> None:
         for word in (f"--{name.replace('_', '-')}", str(one))
     ]
     assert run(["search", "train.py:workload", *words, "--fresh", "--quiet", "--json"]) == 0
-    others = {"workload": "train.py:workload", "fresh": True, "quiet": True, "progress": None}
-    assert asked == {**given, **others}
+    search.assert_called_once_with(workload="train.py:workload", fresh=True, quiet=True, progress=None, **given)
 
 
 def test_the_api_passes_every_option_on_to_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {name: f"some {name}" for name in inspect.signature(SearchOptions.from_user).parameters}
-    given.pop("num_ranks")
-    seen: dict[str, Any] = {}
-
-    def check(**options: Any) -> SearchOptions:
-        seen.update(options)
-        raise errors.InvalidRequestError("Checked.", "Go on.")
-
+    others = ("workload", "fresh", "quiet", "progress")
+    given: dict[str, Any] = {
+        name: name for name in inspect.signature(recommend_config).parameters if name not in others
+    }
+    check = Mock(side_effect=errors.InvalidRequestError("Checked.", "Go on."))
     monkeypatch.setattr(SearchOptions, "from_user", check)
     with pytest.raises(errors.InvalidRequestError):
-        recommend_config(**given, quiet=True)  # type: ignore[arg-type]
-    assert seen == {**given, "num_ranks": 1}
+        recommend_config(**given, quiet=True)
+    check.assert_called_once_with(**given, num_ranks=1)
 
 
 # --- results -------------------------------------------------------------------------------------------------------
 
 
 def test_search_prints_the_recommendation_and_where_to_load_it(
-    asked: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    search: Mock, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert run(["search", "--json"]) == 0
     captured = capsys.readouterr()
@@ -128,7 +112,7 @@ def test_search_prints_the_recommendation_and_where_to_load_it(
         ("search --out there", "there/quiet-otter/recommendation.json"),
         (f"show {saved}", str(saved)),
     ):
-        asked["answer"] = best
+        search.return_value = best
         assert run(command.split()) == 0
         assert f'PrecisionController.load("{path}", "cpu")' in capsys.readouterr().out
 
@@ -176,9 +160,9 @@ RAISED: list[tuple[BaseException, int, str]] = [
 
 @pytest.mark.parametrize(("error", "code", "kind"), RAISED, ids=lambda value: getattr(value, "kind", None))
 def test_an_error_is_one_document_with_its_exit_code(
-    error: BaseException, code: int, kind: str, asked: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    error: BaseException, code: int, kind: str, search: Mock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked["answer"] = error
+    search.side_effect = error
     assert run(["search", "--json"]) == code
     captured = capsys.readouterr()
     document = json.loads(captured.out)
@@ -186,8 +170,8 @@ def test_an_error_is_one_document_with_its_exit_code(
     assert sorted(document["error"]) == ["kind", "message", "next_step"]
     assert document["error"]["kind"] == kind
     has_excluded = isinstance(error, (NothingWorksError, SearchInterruptedError))
-    told = [{"precision": e.precision, "batch_size": e.batch_size, "reason": e.reason} for e in EXCLUDED]
-    assert document["excluded"] == (told if has_excluded else [])
+    told = [("fp16", 8, "out of memory"), ("fp8", None, "no kernels")]
+    assert [tuple(one.values()) for one in document["excluded"]] == (told if has_excluded else [])
     assert document["best"] == (json.loads(BEST.to_json()) if error is INTERRUPTED else None)
     assert captured.err.startswith("Error: ")
     assert "\nNext step: " in captured.err
@@ -208,8 +192,8 @@ def test_an_error_is_read_with_the_reason_of_each_candidate() -> None:
     assert json.loads(error_document(errors.StudyError("\udcff", "Go on.")))["error"]["message"] == "\udcff"
 
 
-def test_an_interrupted_search_prints_the_best(asked: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    asked["answer"] = INTERRUPTED
+def test_an_interrupted_search_prints_the_best(search: Mock, capsys: pytest.CaptureFixture[str]) -> None:
+    search.side_effect = INTERRUPTED
     assert run(["search"]) == 130
     captured = capsys.readouterr()
     assert "bf16, batch size 64" in captured.out
@@ -217,7 +201,7 @@ def test_an_interrupted_search_prints_the_best(asked: dict[str, Any], capsys: py
 
 
 @pytest.mark.parametrize("fault", [BrokenPipeError("ours"), EOFError("ours"), ValueError("ours")])
-def test_our_own_faults_are_not_hidden(fault: Exception, asked: dict[str, Any]) -> None:
-    asked["answer"] = fault
+def test_our_own_faults_are_not_hidden(fault: Exception, search: Mock) -> None:
+    search.side_effect = fault
     with pytest.raises(type(fault), match="ours"):
         run(["search"])

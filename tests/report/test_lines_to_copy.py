@@ -6,17 +6,18 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
-from report_samples import evidence, recommendation
+from report_samples import evidence, hardware, loop, recommendation
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import autotune_amp
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Accumulation, AccumulationVerdict
-from autotune_amp.core.setting import Precision
-from autotune_amp.report.usage import python_lines
+from autotune_amp.report.rows import python_lines
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 4])
@@ -75,6 +76,27 @@ def test_the_lines_to_copy_step_as_the_whole_batch_would(verdict: AccumulationVe
         torch.testing.assert_close(ours, theirs)
     said = [f"accumulation: {verdict} by labels != -100", "# count(batch) is yours: of a batch, labels != -100"]
     assert [line in [*lines, *shown.explain().splitlines()] for line in said] == [True, verdict == "weighted"]
+
+
+@pytest.mark.parametrize("as_found", [True, False])
+@pytest.mark.parametrize(("precision", "allowed"), [("tf32", True), ("fp32", False)])
+def test_python_on_cuda_sets_the_tf32_flags_unless_they_are_kept_as_found(
+    precision: Precision, allowed: bool, as_found: bool
+) -> None:
+    card = msgspec.structs.replace(hardware(), identity=msgspec.structs.replace(hardware().identity, type="cuda"))
+    config = AmpConfig(precision=precision, batch_size=64, as_found=as_found)
+    lines = python_lines(recommendation(config=config, hardware=card))
+    compile("\n".join(lines), "shown", "exec")
+    flags = [line for line in lines if line.startswith("torch.backends")]
+    assert flags == ([] if as_found else [f"torch.backends.cudnn.allow_tf32 = {allowed}"])
+    assert not any("torch.autocast" in line for line in lines)
+
+
+def test_a_loop_is_given_a_controller_of_the_file() -> None:
+    lines = python_lines(recommendation(workload=loop()), "else/where.json")
+    compile("\n".join(lines), "shown", "exec")
+    assert 'PrecisionController.load("else/where.json", "cpu")' in "\n".join(lines)
+    assert lines[-1].startswith("train_step(state, batch, amp)")
 
 
 def pasted(lines: list[str], reduction: str = "mean", num_ignored: int = 0) -> dict[str, Any]:

@@ -1,3 +1,5 @@
+"""A running search on a terminal, on a pseudo-terminal, and as plain lines where there is none."""
+
 from __future__ import annotations
 
 import fcntl
@@ -9,7 +11,6 @@ import struct
 import subprocess
 import sys
 import termios
-import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,71 +41,74 @@ class FakeTerminal(io.StringIO):
         self.num_writes += 1
         return super().write(text)
 
+    def seen(self) -> str:
+        """What was written since the last call, without escape sequences."""
+        text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", self.getvalue())
+        self.seek(self.truncate(0))
+        return text
+
+
+def started(stream: io.TextIOBase) -> TerminalProgress:
+    progress = TerminalProgress(stream)  # type: ignore[arg-type]
+    progress.started("s", "studies/s", 90.0)
+    return progress
+
+
+BEST = record(measurement(), number=0, precision="bf16")
+
 
 def run_a_search(progress: TerminalProgress) -> None:
-    best = record(measurement(), number=0, precision="bf16")
     progress.started("quiet-otter", "studies/quiet-otter", 90.0)
     progress.phase("searching")
     progress.found_hardware(hardware())
-    progress.trial_started(0, best.candidate, "search")
+    progress.trial_started(0, BEST.candidate, "search")
     progress.step(3, 0.0776)
     progress.output("epoch [red]1[/red]\n")
-    progress.trial_ended(best, best)
-    progress.trial_ended(record(Failure(kind="oom", message="too\nlarge"), number=1), best)
+    progress.trial_ended(BEST, BEST)
+    progress.trial_ended(record(Failure(kind="oom", message="too\nlarge"), number=1), BEST)
     progress.tick(25.0)
     progress.note("resumed 3 trials")
     progress.ended()
 
 
-def test_without_a_terminal_every_event_is_a_plain_line() -> None:
-    stream = io.StringIO()
-    run_a_search(TerminalProgress(stream))
-    assert stream.getvalue().splitlines() == [
-        "Study studies/quiet-otter: 1 min 30 s. Ctrl-C keeps the best so far.",
-        "Searching",
-        "  cpu: Some Processor, 6.00 GiB available, fp32, bf16, fp16",
-        "epoch [red]1[/red]",
-        "  0  bf16 batch 32           412 samples/s   77.6 ms   612 MiB   3.1 s",
-        "  1  fp32 batch 32       out of memory after 3.1 s: too large",
-        "  resumed 3 trials",
-    ]
-
-
-def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_or_on_a_dumb_one_every_event_is_a_plain_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
-    stream = FakeTerminal()
-    run_a_search(TerminalProgress(stream))
-    assert "412 samples/s" in stream.getvalue()
-    assert "\x1b" not in stream.getvalue()
+    for stream in (io.StringIO(), FakeTerminal()):
+        run_a_search(TerminalProgress(stream))
+        first, *lines = stream.getvalue().splitlines()
+        assert "studies/quiet-otter: 1 min 30 s" in first
+        assert lines == [
+            "Searching",
+            "  cpu: Some Processor, 6.00 GiB available, fp32, bf16, fp16",
+            "epoch [red]1[/red]",
+            "  0  bf16 batch 32           412 samples/s   77.6 ms   612 MiB   3.1 s",
+            "  1  fp32 batch 32       out of memory after 3.1 s: too large",
+            "  resumed 3 trials",
+        ]
 
 
 def test_live_display_follows_every_event(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotune_amp.report.progress._DRAW_SECONDS", 0.0)
     stream = FakeTerminal()
-    progress = TerminalProgress(stream)
-    best = record(measurement(), precision="bf16")
+    progress = started(stream)
 
     def drawn() -> str:
-        text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
-        stream.seek(stream.truncate(0))
-        return " ".join(text.split())
+        return " ".join(stream.seen().split())
 
-    progress.started("s", "studies/s", 90.0)
     progress.phase("searching")
     assert drawn().endswith("1:30 left of 1:30 now - best -")
     progress.trial_started(4, Setting(precision="fp32", batch_size=8), "search")
     assert drawn().endswith("now fp32 batch 8 trial 4: setting up best -")
     progress.step(7, 0.0123)
     assert drawn().endswith("now fp32 batch 8 trial 4: step 7, 12.3 ms each best -")
-    progress.trial_ended(best, best)
+    progress.trial_ended(BEST, BEST)
     assert drawn().endswith("now - best bf16 batch 32 412 samples/s 77.6 ms 612 MiB")
     progress.tick(25.0)
     assert "1:05 left of 1:30" in drawn()
     progress.tick(91.0)
-    assert "time is up, finishing" in drawn()
+    assert "time is up" in drawn()
     progress.found_hardware(hardware())
-    low = record(measurement(peak_memory_bytes=2**20))
-    progress.trial_ended(low, best)
+    progress.trial_ended(record(measurement(peak_memory_bytes=2**20)), BEST)
     assert drawn().endswith("mem 612 MiB at the highest peak, 6.00 GiB available")
     progress.ended()
 
@@ -114,38 +118,34 @@ def test_work_without_a_budget_shows_the_time_and_the_precision_that_runs(monkey
     stream = FakeTerminal()
     progress = TerminalProgress(stream)
     progress.work_started(None)
-    progress.phase("measuring each precision alone")
     progress.trial_started(1, Setting(precision="bf16", batch_size=8), "search")
     progress.step(3, 0.25)
     progress.tick(65.0)
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
-    assert "1:05" in text
-    assert "left of" not in text
+    text = stream.seen()
+    assert ("1:05" in text, "left of" in text, "best" in text) == (True, False, False)
     assert "bf16 batch 8        trial 1: step 3, 250 ms each" in text
     progress.ended()
 
 
 def test_at_80_columns_a_long_line_is_wrapped_and_loses_nothing() -> None:
     stream = FakeTerminal()
-    progress = TerminalProgress(stream)
-    progress.started("s", "studies/s", 90.0)
+    progress = started(stream)
     candidate = Setting(precision="fp32", batch_size=64, num_workers=2)
     progress.trial_ended(record(measurement(), purpose="confirm", candidate=candidate), None)
     progress.ended()
-    rows = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", stream.getvalue()).splitlines()
-    assert any("fp32 batch 64 with 2 loader workers" in row and "612 MiB" in row for row in rows)
-    assert any(row.endswith("3.1 s  confirm") for row in rows)
-    assert max(map(len, rows)) <= 80
+    lines = stream.seen().splitlines()
+    assert any("fp32 batch 64 with 2 loader workers" in line and "612 MiB" in line for line in lines)
+    assert any(line.endswith("3.1 s  confirm") for line in lines)
+    assert max(map(len, lines)) <= 80
 
 
 def test_traceback_of_the_users_code_is_shown_once() -> None:
     stream = io.StringIO()
     progress = TerminalProgress(stream)
-    failure = Failure(
-        kind="workload_error", message="ValueError: no", details='  File "train.py"\nValueError: no\x1b[31m'
-    )
-    for number_ in range(3):
-        progress.trial_ended(record(failure, number=number_), None)
+    details = '  File "train.py"\nValueError: no\x1b[31m'
+    for number in range(3):
+        failure = Failure(kind="workload_error", message="ValueError: no", details=details)
+        progress.trial_ended(record(failure, number=number), None)
     text = stream.getvalue()
     assert text.count("workload error after 3.1 s: ValueError: no") == 3
     assert text.count('File "train.py"') == 1
@@ -154,8 +154,7 @@ def test_traceback_of_the_users_code_is_shown_once() -> None:
 
 def test_our_lines_never_join_an_unfinished_line_of_the_users() -> None:
     for stream in (io.StringIO(), FakeTerminal()):
-        progress = TerminalProgress(stream)
-        progress.started("s", "studies/s", 90.0)
+        progress = started(stream)
         progress.output("loss 0.1")
         progress.output(" and falling")
         progress.note("resumed")
@@ -168,8 +167,7 @@ def test_bytes_that_are_no_characters_survive(is_terminal: bool) -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, "utf-8")
     stream.isatty = lambda: is_terminal  # type: ignore[method-assign]
-    progress = TerminalProgress(stream)
-    progress.started("s", "studies/s", 90.0)
+    progress = started(stream)
     progress.output("caf\u00e9 \udcff[/red]\x1b]0;title\x07\n")
     progress.output("lone \ud800\n")
     progress.ended()
@@ -177,22 +175,15 @@ def test_bytes_that_are_no_characters_survive(is_terminal: bool) -> None:
     assert b"lone \\ud800\n" in raw.getvalue()
 
 
-def test_many_small_prints_are_few_writes() -> None:
+def test_many_small_prints_are_few_writes_and_a_line_without_end_is_passed_on() -> None:
     stream = FakeTerminal()
-    progress = TerminalProgress(stream)
-    progress.started("s", "studies/s", 90.0)
+    progress = started(stream)
     lines = [f"line {i} [bold\n" for i in range(20_000)]
     for line in lines:
         progress.output(line)
-    progress.ended()
+    progress.note("a line of ours")
     assert stream.num_writes < 200
     assert re.findall(r"line \d+ \[bold\n", stream.getvalue()) == lines
-
-
-def test_a_line_without_end_is_passed_on_before_the_end() -> None:
-    stream = FakeTerminal()
-    progress = TerminalProgress(stream)
-    progress.started("s", "studies/s", 90.0)
     progress.output("short")
     assert "short" not in stream.getvalue()
     progress.output("z" * 100_000)
@@ -200,54 +191,36 @@ def test_a_line_without_end_is_passed_on_before_the_end() -> None:
     progress.ended()
 
 
-class Broken(io.StringIO):
-    encoding = "utf-8"
-
+class Broken(FakeTerminal):
     def write(self, text: str) -> int:
         raise BrokenPipeError
 
-    def isatty(self) -> bool:
-        return self.is_terminal
 
-    is_terminal = False
-
-
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_a_reader_that_goes_away_does_not_end_the_search(is_terminal: bool) -> None:
-    stream = Broken()
-    stream.is_terminal = is_terminal
-    run_a_search(TerminalProgress(stream))
+def test_a_reader_that_goes_away_does_not_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    for terminal in ("dumb", "xterm-256color"):
+        monkeypatch.setenv("TERM", terminal)
+        run_a_search(TerminalProgress(Broken()))
 
 
 def test_ending_twice_is_safe_and_what_follows_is_plain() -> None:
     stream = FakeTerminal()
-    progress = TerminalProgress(stream)
-    threads = threading.enumerate()
-    progress.started("s", "studies/s", 90.0)
+    progress = started(stream)
     progress.tick(1.0)
-    assert threading.enumerate() == threads
     progress.ended()
     progress.ended()
-    end = len(stream.getvalue())
+    stream.seen()
     progress.tick(2.0)
     progress.note("late")
-    assert stream.getvalue()[end:] == "  late\n"
+    assert stream.getvalue() == "  late\n"
 
 
 CHILD = """
 import sys, time
 sys.path[:0] = [{tests!r}]
-from autotune_amp.report.progress import TerminalProgress
-from autotune_amp.core.setting import Setting
-from report_samples import measurement, record
-progress = TerminalProgress(sys.stderr)
+from test_live_progress import started
+progress = started(sys.stderr)
 try:
-    progress.started("quiet-otter", "studies/quiet-otter", 90.0)
     progress.phase("searching")
-    best = record(measurement(), precision="bf16")
-    progress.trial_ended(best, best)
-    progress.trial_started(1, Setting(precision="fp32", batch_size=64), "search")
-    progress.step(7, 0.0123)
     progress.output("the user's print\\n")
     time.sleep(0.15)
     progress.tick(45.0)
@@ -259,30 +232,25 @@ print("result")
 """
 
 
-def in_a_terminal(end: str) -> str:
-    """What a child writes to a real pseudo-terminal of 80 columns; the terminal's settings must outlive it."""
+@pytest.mark.parametrize(("end", "last"), [("pass", "result"), ("raise ValueError('ours')", "ValueError: ours")])
+def test_a_real_terminal_is_restored_however_the_search_ends(end: str, last: str) -> None:
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     before = termios.tcgetattr(leader)
     code = CHILD.format(tests=str(Path(__file__).parent), end=end)
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    raw = b""
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=follower, stdout=follower, stderr=follower, env=environment
     ):
         os.close(follower)
-        written = b""
         # Linux reports the end of a pseudo-terminal as an input/output error.
         with suppress(OSError):
             while chunk := os.read(leader, 65536):
-                written += chunk
+                raw += chunk
     assert termios.tcgetattr(leader) == before
     os.close(leader)
-    return written.decode()
-
-
-@pytest.mark.parametrize(("end", "last"), [("pass", "result"), ("raise ValueError('ours')", "ValueError: ours")])
-def test_terminal_is_restored_however_the_search_ends(end: str, last: str) -> None:
-    written = in_a_terminal(end)
+    written = raw.decode()
     hidden, shown = written.rindex("\x1b[?25l"), written.rindex("\x1b[?25h")
     assert hidden < shown
     # The display is erased, line by line, and what follows is ordinary text.

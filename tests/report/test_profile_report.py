@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import msgspec
 import pytest
 from rich.console import Console
 
 from autotune_amp.profile.results import AmpProfile, Gap, NextStep, Part, PrecisionRow
-from autotune_amp.report.profile import print_profile
+from autotune_amp.report.terminal import print_profile
+
+
+def part(name: Any, share: float, spread: tuple[float, float] | None = None, **more: Any) -> Part:
+    return Part(name=name, seconds=share / 10, share=share, share_range=spread or (share, share), **more)
+
 
 PARTS = (
-    Part(name="matrix_products", seconds=0.01, share=0.1, share_range=(0.1, 0.1)),
-    Part(name="slow_matrix_products", seconds=0.03, share=0.3, share_range=(0.3, 0.3)),
-    Part(
-        name="fp32_operations",
-        seconds=0.05,
-        share=0.5,
-        share_range=(0.46, 0.52),
-        largest=("_softmax", "native_layer_norm"),
-    ),
-    Part(name="rest", seconds=0.01, share=0.1, share_range=(0.1, 0.1)),
+    part("matrix_products", 0.1),
+    part("slow_matrix_products", 0.3),
+    part("fp32_operations", 0.5, (0.46, 0.52), largest=("_softmax", "native_layer_norm")),
+    part("rest", 0.1),
 )
 GAP = Gap(machine_flops_per_second=4e12, attained_flops_per_second=4e11, flops_per_step=40_000_000_000, parts=PARTS)
+BF16: dict[str, Any] = {"precision": "bf16"}
 PROFILE = AmpProfile(
     workload="train.py:workload",
     device="cuda:0",
@@ -45,13 +46,7 @@ PROFILE = AmpProfile(
             peak_memory_bytes=2**29,
             gap=GAP,
         ),
-        PrecisionRow(
-            precision="fp16",
-            speedup=0.1,
-            verdict="slower",
-            was_cut=True,
-            reason="cut: at least 10 times slower than fp32",
-        ),
+        PrecisionRow(precision="fp16", speedup=0.1, verdict="slower", was_cut=True, reason="cut: 10 times slower"),
         PrecisionRow(precision="tf32", failure="oom", reason="it took [red]all[/red] there is"),
     ),
     best_precision="bf16",
@@ -59,16 +54,9 @@ PROFILE = AmpProfile(
     verdict="significant",
     next_steps=(
         NextStep(
-            precision="bf16",
-            part="fp32_operations",
-            share=0.5,
-            share_range=(0.46, 0.52),
-            max_speedup=2.0,
-            action="torch.compile",
+            **BF16, part="fp32_operations", share=0.5, share_range=(0.46, 0.52), max_speedup=2.0, action="compile"
         ),
-        NextStep(
-            precision="bf16", part="rest", share=0.1, share_range=(0.1, 0.1), max_speedup=1.11, action="fewer of them"
-        ),
+        NextStep(**BF16, part="rest", share=0.1, share_range=(0.1, 0.1), max_speedup=1.11, action="fewer of them"),
     ),
     notes=("Something was assumed.",),
     trace="/tmp/trace.json",
@@ -92,7 +80,7 @@ def printed(profile: AmpProfile, width: int = 80) -> str:
         ("verdict: ", ["bf16: significant", "1.30x (1.15x to 1.40x)", "modest to significant"]),
         ("rate: bf16: ", ["4.00 TFLOP/s by the machine", "400 GFLOP/s by a step", "10 %"]),
         ("gap: bf16: ", ["50 % (46 to 52) operations kept in fp32 (_softmax", "30 % matrix", "10 % rest"]),
-        ("next step: ", ["operations kept in fp32, 50 % (46 to 52)", "torch.compile", "at most 2.00x"]),
+        ("next step: ", ["operations kept in fp32, 50 % (46 to 52)", "compile", "at most 2.00x"]),
         ("note: ", ["Something was assumed."]),
     ],
 )

@@ -25,40 +25,33 @@ MADE, RECORDS = made_study.made(), made_study.records()
 
 def test_a_report_is_kept_up_to_date_and_no_more(tmp_path: Path) -> None:
     study, notes = made_study.write(tmp_path), list[str]()
+    report = study / "report.html"
     keep_report(study, notes.append, pytest.fail)
-    assert notes == [f"Report: {(study / 'report.html').as_posix()}"]
-    written = (study / "report.html").stat().st_mtime_ns
+    assert notes == [f"Report: {report.as_posix()}"]
     keep_report(study, notes.append, pytest.fail)
     assert len(notes) == 1
-    os.utime(study / "recommendation.json", ns=(written + 1, written + 1))
+    newer = report.stat().st_mtime_ns + 1
+    os.utime(study / "recommendation.json", ns=(newer, newer))
     keep_report(study, notes.append, pytest.fail)
     assert len(notes) == 2
 
 
 @pytest.mark.parametrize(
-    ("error", "why"),
-    [(ValueError("a fault of ours"), "ValueError: a fault of ours"), (KeyboardInterrupt(), "interrupted")],
+    ("error", "why"), [(ValueError("ours"), "ValueError: ours"), (KeyboardInterrupt(), "interrupted")]
 )
 def test_what_hinders_a_report_costs_a_warning(
     error: BaseException, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise error
-
     study, warnings = made_study.write(tmp_path), list[str]()
-    monkeypatch.setattr("autotune_amp.report.page.search.search_page", fail)
+    monkeypatch.setattr("autotune_amp.report.page.search.search_page", Mock(side_effect=error))
     keep_report(study, pytest.fail, warnings.append)
-    (said_of_it,) = warnings
-    assert f"was not written ({why})" in said_of_it
-    assert f"`autotune-amp report {study}` makes it, or another file with --out FILE.html." in said_of_it
+    (told,) = warnings
+    assert [
+        word for word in (f"not written ({why})", f"autotune-amp report {study}", "--out") if word not in told
+    ] == []
     assert sorted(path.name for path in study.iterdir()) == ["outcomes.jsonl", "recommendation.json"]
-
-
-def test_a_quiet_search_warns_where_there_is_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made_study.write(tmp_path)
     monkeypatch.setattr("autotune_amp.api.search", Mock(return_value=MADE))
-    monkeypatch.setattr("autotune_amp.report.page.search.search_page", Mock(side_effect=ValueError("a fault of ours")))
-    with pytest.warns(RuntimeWarning, match="report.html was not written"):
+    with pytest.warns(RuntimeWarning, match="not written"):
         assert recommend_config(out=str(tmp_path), quiet=True) is MADE
 
 
@@ -72,12 +65,9 @@ def test_the_command_draws_it_again(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (study / "report.html").exists()
 
 
-def test_a_recommendation_that_was_sent_alone_is_drawn_as_far_as_it_goes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recommendation_that_was_sent_alone_is_drawn_as_far_as_it_goes(tmp_path: Path) -> None:
     MADE.save(tmp_path / "sent.json")
-    assert run(["report", str(tmp_path / "sent.json")]) == 0
-    page = Path(capsys.readouterr().out.strip()).read_text()
+    page = write_report(tmp_path / "sent.json").read_text()
     assert "fp16, batch size 64" in page
     assert "No chart of throughput" in page
 
@@ -96,7 +86,7 @@ def test_what_failed_is_drawn_where_nothing_was_recommended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made_study.write(tmp_path / "studies")
-    nan = Failure(kind="nonfinite", message="the loss was not finite", details="Traceback <here>")
+    nan = Failure(kind="nonfinite", message="the loss was nan", details="Traceback <here>")
     broken = unfinished(tmp_path / "studies/broken", [*RECORDS, record(nan, 1), record(nan, 2, "bf16")])
     os.utime(tmp_path / "studies/made/recommendation.json", (0, 0))
     monkeypatch.chdir(tmp_path)
@@ -105,7 +95,7 @@ def test_what_failed_is_drawn_where_nothing_was_recommended(
     page = (broken / "report.html").read_text()
     assert "broken: nothing was recommended" in page
     assert "none of 2 trials worked" in page, "of the last search in the folder"
-    assert page.count("<td>the loss was not finite</td>") == 2
+    assert page.count("<td>the loss was nan</td>") == 2
     assert "Traceback &lt;here&gt;" in page
 
 
@@ -113,18 +103,12 @@ def test_what_was_measured_and_ruled_out_is_drawn_too(tmp_path: Path) -> None:
     page = write_report(unfinished(tmp_path / "ruled_out", RECORDS)).read_text()
     assert "what ran was ruled out" in page
     assert page.count('<figure class="chart">') == 4, "throughput, memory, the course, fidelity"
-    assert "they are drawn on the axis" in page
 
 
 def test_outcomes_beside_a_recommendation_are_not_drawn_alone(tmp_path: Path) -> None:
     page = write_report(made_study.write(tmp_path) / "outcomes.jsonl").read_text()
     assert "made: fp16, batch size 64" in page
     assert "othing was recommended" not in page
-
-
-def test_outcomes_that_hold_nothing_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["report", str(unfinished(tmp_path / "empty", []))]) == 2
-    assert "holds no outcome yet" in capsys.readouterr().err
 
 
 # --- where it is written -------------------------------------------------------------------------------------------
@@ -138,16 +122,12 @@ def test_another_file_is_written_where_it_is_asked_for(tmp_path: Path, capsys: p
         assert json.loads(capsys.readouterr().out) == {"format": 1, "report": out.as_posix()}
         assert out.exists()
     assert not (study / "report.html").exists()
-    assert not (tmp_path / "run.html").exists()
-
-
-def test_where_it_cannot_be_written_the_way_out_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    study = made_study.write(tmp_path)
     for out in (tmp_path, tmp_path / "no/such.html"):
         assert run(["report", str(study), "--out", str(out)]) == 2
         told = capsys.readouterr().err
-        assert f"{out} cannot be written" in told
-        assert "--out FILE.html" in told
+        assert (str(out) in told, "--out" in told) == (True, True)
+    assert run(["report", str(unfinished(tmp_path / "empty", []))]) == 2
+    assert "no outcome" in capsys.readouterr().err
 
 
 def test_a_page_that_is_not_of_its_kind_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,8 +142,8 @@ def test_a_page_that_is_not_of_its_kind_is_left_alone(tmp_path: Path, capsys: py
     os.utime(report, (0, 0))
     keep_report(study, pytest.fail, warnings.append)
     assert run(["report", str(study)]) == 2
-    assert "no report of a search" in capsys.readouterr().err
-    assert "no report of a search" in warnings[0]
+    for told in (capsys.readouterr().err, *warnings):
+        assert "no report of a search" in told
     assert report.read_text() == "<html>the user's own</html>"
 
 

@@ -2,19 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from autotune_amp.core.text import (
-    clock,
-    count,
-    duration,
-    exact,
-    flops,
-    number,
-    one_line,
-    printable,
-    rate,
-    size,
-    times,
-)
+from autotune_amp.core.text import clock, count, duration, exact, flops, number, one_line, printable, rate, size, times
 
 MIB = 2**20
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from html import unescape
 from itertools import pairwise
@@ -18,15 +19,13 @@ from autotune_amp.core.evidence import BaselineEvidence
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.recommendation import Exclusion, SearchSummary
 from autotune_amp.report.files import write_report
+from autotune_amp.report.page.charts import course, fitted, memory, memory_caption, pareto, throughput
 from autotune_amp.report.page.document import code, table
 from autotune_amp.report.page.marks import LOOKS, label, said
 from autotune_amp.report.page.numerics import Calibrated, calibrated, fidelity, foretold, gradients
 from autotune_amp.report.page.search import search_page
-from autotune_amp.report.page.search_course import course
-from autotune_amp.report.page.speed_memory import caption, fitted, memory, pareto, throughput, walls
 
 MADE, RECORDS = made_study.made(), made_study.records()
-OLDER = msgspec.structs.replace(MADE, options={})  # without the options of its search: no limit is known
 MEASURED = [(r, r.outcome) for r in RECORDS if isinstance(r.outcome, Measurement)]
 
 
@@ -51,6 +50,15 @@ def test_each_measurement_is_drawn_at_its_batch_size_and_rate() -> None:
     assert low == pytest.approx(300 / 1.04), "the interval of the step time, as a rate"
 
 
+def test_a_large_mark_is_the_first_trial_of_a_search_or_fallback_of_an_ordinary_candidate() -> None:
+    fallback = record(measurement(samples_per_second=1.0), purpose="fallback")
+    search = record(measurement(samples_per_second=2.0))
+    confirm = record(measurement(samples_per_second=3.0), purpose="confirm")
+    pinned = msgspec.structs.replace(search, candidate=msgspec.structs.replace(search.candidate, pinned_modules=("a",)))
+    figure = throughput(recommendation(), [confirm, pinned, fallback, search])
+    assert (trace(figure, "fp32").y, trace(figure, "fp32 again").y) == ((1.0,), (3.0, 2.0, 2.0))
+
+
 def test_a_step_time_that_may_be_zero_bounds_no_rate() -> None:
     unsure = measurement(step_seconds=0.1, samples_per_second=320.0, step_seconds_interval=(0.0, 0.2))
     looks = trace(throughput(recommendation(), [record(unsure)]), "fp32")
@@ -65,45 +73,35 @@ def test_the_memory_wall_stands_at_the_least_batch_that_did_not_fit() -> None:
     crosses = trace(figure, "failed")
     assert sorted(crosses.x) == [128, 256, 256, 256]
     assert set(crosses.text) == {"fp32", "fp16<br>bf16<br>fp32", ""}, "narrow enough for a phone"
-
-
-def test_memory_is_drawn_with_the_fit_that_the_search_has() -> None:
-    models = fitted(RECORDS)
-    assert models["fp16"].bytes_at(128) == pytest.approx((340 + 11 * 128) * 2**20, rel=1e-3)
-    assert "tf32" not in models, "one batch size is no line"
-    figure = memory(MADE, RECORDS)
-    assert trace(figure, "fp32 fit").x[-1] == pytest.approx(256), "as far as it was tried"
-    assert "5.40 GiB" in walls(MADE, RECORDS)
-    assert "fp32 at about batch 240" in walls(MADE, RECORDS)
-    assert walls(OLDER, RECORDS) == ""
-    assert "curves" in caption(MADE, RECORDS)
-    assert "curves" not in caption(MADE, RECORDS[:2]), "of one batch size there is none"
-
-
-def test_what_ran_out_of_memory_stands_on_the_limit() -> None:
-    figure: Any = memory(MADE, RECORDS)
-    limit, failed = trace(figure, "limit"), trace(figure, "out of memory")
-    assert (failed.x, set(failed.y)) == ((128, 256, 256), {limit.y[0]})
-    assert (failed.y[0], failed.text) == (pytest.approx(5529.6), ("fp32", "fp16<br>fp32", ""))
-    assert figure.layout.yaxis.range[1] > limit.y[0]
-    assert all("drawn on the limit" in said_of_it for said_of_it in failed.hovertext)
+    failed = trace(memory(MADE, RECORDS), "out of memory")
+    assert (failed.x, failed.y) == ((128, 256, 256), (0, 0, 0))
     assert "8.1 GiB over" in failed.hovertext[1], "those at one place tell of each other"
-    assert "they are drawn on the limit" in caption(MADE, RECORDS)
 
 
-def test_without_a_limit_it_stands_on_the_axis() -> None:
-    figure: Any = memory(OLDER, RECORDS)
-    failed = trace(figure, "out of memory")
-    assert set(failed.y) == {0}
-    assert "drawn on the axis" in failed.hovertext[0]
-    assert "they are drawn on the axis" in caption(OLDER, RECORDS)
-    assert not any(t.name == "limit" for t in figure.data)
+def test_memory_is_drawn_with_the_limit_and_the_fit_that_the_search_has() -> None:
+    models = fitted(RECORDS)
+    assert models["fp16"].bytes_at(128) == pytest.approx((340 + 11 * 128) * MIB, rel=1e-3)
+    assert "tf32" not in models, "one batch size is no line"
+    figure: Any = memory(MADE, RECORDS)
+    assert trace(figure, "fp32 fit").x[-1] == pytest.approx(256), "as far as it was tried"
+    assert trace(figure, "limit").y[0] == pytest.approx(5529.6)
+    told = memory_caption(MADE, RECORDS)
+    assert [word for word in ("curves", "5.40 GiB", "fp32 at about batch 240", "Crosses") if word not in told] == []
+    assert "curves" not in memory_caption(MADE, RECORDS[:2]), "of one batch size there is none"
+
+
+def test_a_limit_that_is_not_known_or_far_above_everything_is_not_drawn() -> None:
+    older = msgspec.structs.replace(MADE, options={})
+    fits = [r for r in RECORDS if not isinstance(r.outcome, Failure)]
+    for shown, records in ((older, RECORDS), (MADE, fits)):
+        assert not any(t.name == "limit" for t in memory(shown, records).data)  # type: ignore[union-attr]
+    assert "5.40 GiB" in memory_caption(MADE, fits)
+    assert "GiB" not in memory_caption(older, RECORDS)
 
 
 def test_nothing_that_may_be_recommended_lies_above_and_left_of_the_front() -> None:
     out = row("fp16", 96, 1200.0, status="excluded", reason="unfaithful", peak_memory_bytes=500 * MIB)
-    changed = msgspec.structs.replace(MADE, candidates=(*MADE.candidates, out))
-    figure = pareto(changed)
+    figure = pareto(msgspec.structs.replace(MADE, candidates=(*MADE.candidates, out)))
     front = trace(figure, "front")
     steps = list(zip(front.x, front.y, strict=True))
     assert steps == sorted(steps)
@@ -113,8 +111,6 @@ def test_nothing_that_may_be_recommended_lies_above_and_left_of_the_front() -> N
             assert candidate.samples_per_second <= max(reached)
     fp16 = trace(figure, "fp16")
     assert (fp16.y[-1], fp16.marker.symbol[-1]) == (1200.0, "triangle-up-open")
-    page = search_page(changed, RECORDS, "recommendation.json")
-    assert "Nothing that may be recommended is above and left of the line; open marks were cut short or" in page
 
 
 def test_every_candidate_on_the_front_is_labelled_once() -> None:
@@ -129,8 +125,7 @@ def test_every_candidate_on_the_front_is_labelled_once() -> None:
 
 
 def test_what_runs_today_is_not_marked_twice_where_it_is_recommended() -> None:
-    config = AmpConfig(precision="fp32", batch_size=32)
-    figure: Any = pareto(recommendation(config=config))
+    figure: Any = pareto(recommendation(config=AmpConfig(precision="fp32", batch_size=32)))
     assert [t.name for t in figure.data if t.name in ("baseline", "recommended")] == ["recommended"]
 
 
@@ -146,11 +141,11 @@ def test_the_page_has_the_command_for_frameworks(workload: Any, precision: Any, 
     shown = recommendation(config=AmpConfig(precision=precision, batch_size=64), workload=workload)
     for path, study in (("studies/my study/recommendation.json", "'studies/my study'"), ("mine.json", "mine.json")):
         page = unescape(search_page(shown, [], path))
-        assert f"In the words of a framework, --to {targets}<" in page
+        assert f"--to {targets}<" in page
         assert f"<pre>autotune-amp export {study} --to {to}</pre>" in page
 
 
-def test_the_course_holds_every_record_end_to_end() -> None:
+def test_the_course_holds_every_record_end_to_end_and_the_best_that_was_not_ruled_out() -> None:
     figure: Any = course(MADE, RECORDS)
     bars = sorted((b, b + x) for t in figure.data if t.type == "bar" for b, x in zip(t.base, t.x, strict=True))
     assert len(bars) == len(RECORDS)
@@ -158,21 +153,35 @@ def test_the_course_holds_every_record_end_to_end() -> None:
     best = trace(figure, "fastest so far")
     assert list(best.y) == sorted(best.y)
     assert best.y[-1] == 815
-
-
-def test_what_a_check_ruled_out_is_never_the_best_so_far() -> None:
     out = row("fp16", 128, 815.0, status="excluded", reason="unfaithful")
     best = trace(course(msgspec.structs.replace(MADE, candidates=(out,)), RECORDS), "fastest so far")
     assert best.y[-1] == 800
 
 
-def test_the_histogram_moves_by_the_loss_scale() -> None:
-    found = calibrated(MADE, RECORDS)
+@pytest.mark.parametrize(("accumulation_steps", "moved_by"), [(1, 12), (4, 10)])
+def test_the_histogram_moves_by_the_loss_scale_over_the_passes_of_a_window(
+    accumulation_steps: int, moved_by: int
+) -> None:
+    steps = {"accumulation_steps": accumulation_steps}
+    shown = msgspec.structs.replace(MADE, config=msgspec.structs.replace(MADE.config, **steps))
+    calibration = next(r for r in RECORDS if r.purpose == "calibration")
+    candidate = msgspec.structs.replace(calibration.candidate, **steps)
+    found = calibrated(shown, [msgspec.structs.replace(calibration, candidate=candidate)])
     assert isinstance(found, Calibrated)
-    figure = gradients(MADE, found)
+    figure = gradients(shown, found)
     computed, scaled = trace(figure, "as computed"), trace(figure, "at a loss scale of 4096")
-    assert [x + 12 for x in computed.x] == list(scaled.x)
+    assert [x + moved_by for x in computed.x] == list(scaled.x)
     assert sum(computed.y) == pytest.approx(100)
+
+
+def test_the_forecast_is_of_the_chosen_scale_and_of_gradscalers_defaults() -> None:
+    figure: Any = foretold(calibrated(MADE, RECORDS))
+    names = [t.name.split(":")[0] for t in figure.data if t.mode == "lines"]
+    assert names == ["chosen", "GradScaler's defaults", "least safe scale measured"]
+    chosen, defaults, least = (t for t in figure.data if t.mode == "lines")
+    assert (chosen.y[0], defaults.y[0]) == (12, 16)
+    assert set(least.y) == {min(filter(None, made_study.CALIBRATION.log2_scales))}
+    assert math.isclose(max(chosen.x), 10_000)
 
 
 def test_a_fidelity_check_gives_the_histogram_where_nothing_was_calibrated() -> None:
@@ -186,18 +195,15 @@ def test_a_fidelity_check_gives_the_histogram_where_nothing_was_calibrated() -> 
     ("changes", "why"),
     [
         ({"excluded": (Exclusion(precision="fp16", batch_size=None, reason="fp16 is slow."),)}, "fp16 is slow"),
-        ({"options": {"precisions": ["fp32", "bf16"]}}, "the search was for fp32, bf16 only"),
-        (
-            {"candidates": (row("fp16", 8, None, status="oom"),)},
-            "no fp16 candidate was measured (batch 8 out of memory)",
-        ),
-        ({"candidates": (row("fp16", 8, 3.0),)}, "no fp16 candidate was fast enough to be confirmed"),
-        ({"candidates": ()}, "no fp16 candidate was tried"),
+        ({"options": {"precisions": ["fp32", "bf16"]}}, "fp32, bf16 only"),
+        ({"candidates": (row("fp16", 8, None, status="oom"),)}, "no fp16 candidate was measured"),
+        ({"candidates": (row("fp16", 8, 3.0),)}, "no fp16 candidate was fast enough"),
     ],
 )
 def test_why_there_is_no_calibration(changes: dict[str, Any], why: str) -> None:
     found = calibrated(recommendation(**changes), [])
-    assert found == f"fp16 was not calibrated, because {why}"
+    assert isinstance(found, str)
+    assert why in found
     assert gradients(recommendation(**changes), found) == f"No gradient histogram: {found}."
     assert foretold(found) == f"No forecast of the loss scale: {found}."
 
@@ -205,9 +211,7 @@ def test_why_there_is_no_calibration(changes: dict[str, Any], why: str) -> None:
 def test_a_calibration_that_failed_says_why() -> None:
     failed = next(r for r in RECORDS if r.purpose == "calibration")
     failed = msgspec.structs.replace(failed, outcome=Failure(kind="timeout", message="too slow"))
-    assert calibrated(MADE, [failed]) == (
-        "fp16 batch 64 has no loss scale: the calibration did not come to an end: timeout: too slow"
-    )
+    assert "timeout: too slow" in str(calibrated(MADE, [failed]))
 
 
 def test_charts_without_data_say_so() -> None:
@@ -217,21 +221,16 @@ def test_charts_without_data_say_so() -> None:
         assert drawn.startswith("No chart of ")
 
 
-def test_foreign_text_is_escaped_everywhere(tmp_path: Path) -> None:
+def test_the_file_stands_alone_is_small_and_escapes_foreign_text(tmp_path: Path) -> None:
     page = write_report(made_study.write(tmp_path)).read_text()
+    assert not re.findall(r"<(?:link|img|iframe|object|embed|script [^>]*src)|@import|url\(", page)
+    assert len(page) < 2_300_000
     assert "<script>document" not in page
-    assert "<img" not in page
     assert page.count("<script") == page.count("</script>")
     assert "<" not in said(made_study.HOSTILE).replace("<br>", "")
     assert "<" not in label(made_study.HOSTILE, 22)
     assert label("encoder.block.0.layer.1.wo", 22).endswith(".block.0.layer.1.wo"), "what tells modules apart"
     assert "<b>" not in code("<b>", "<b>") + table(["<b>"], [["<b>"]])
-
-
-def test_the_file_stands_alone_and_is_small(tmp_path: Path) -> None:
-    page = write_report(made_study.write(tmp_path)).read_text()
-    assert not re.findall(r"<(?:link|img|iframe|object|embed|script [^>]*src)|@import|url\(", page)
-    assert len(page) < 2_300_000
 
 
 FAILED_BASELINE = BaselineEvidence(
@@ -262,6 +261,6 @@ FAILED_BASELINE = BaselineEvidence(
         ({"candidates": tuple(row("fp32", 2**n, None, status="untried") for n in range(3))}, "not tried"),
     ],
 )
-@pytest.mark.parametrize("num_records", [0, 1, len(RECORDS)])
-def test_an_odd_recommendation_has_a_page(changes: dict[str, Any], told: str, num_records: int) -> None:
-    assert told in search_page(recommendation(**changes), RECORDS[:num_records], "recommendation.json")
+def test_an_odd_recommendation_has_a_page(changes: dict[str, Any], told: str) -> None:
+    for num_records in (0, 1, len(RECORDS)):
+        assert told in search_page(recommendation(**changes), RECORDS[:num_records], "recommendation.json")

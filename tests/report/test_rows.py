@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import made_study
+import msgspec
 import pytest
 from report_samples import measurement, recommendation, record, row
 
 from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.outcome import Accumulation, Calibration, Failure, Fidelity
-from autotune_amp.core.recommendation import CandidateRow, Exclusion
+from autotune_amp.core.outcome import Accumulation, Failure, Fidelity
+from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.report import rows
 from autotune_amp.report.progress import trial_line
 
-
-def config(**changes: Any) -> AmpConfig:
-    values: dict[str, Any] = {"precision": "bf16", "batch_size": 64}
-    return AmpConfig(**(values | changes))
-
-
-def candidate(**changes: Any) -> CandidateRow:
-    values: dict[str, Any] = {"precision": "bf16", "batch_size": 64, "samples_per_second": 400.0}
-    return row(**(values | changes))
+BF16: dict[str, Any] = {"precision": "bf16", "batch_size": 64}
 
 
 @pytest.mark.parametrize(
@@ -38,9 +32,10 @@ def candidate(**changes: Any) -> CandidateRow:
 def test_the_recommended_row_is_the_one_with_the_configs_own_setting(
     chosen: dict[str, Any], others: list[dict[str, Any]]
 ) -> None:
-    ours, *rest = (candidate(**of) for of in (chosen, *others))
+    ours, *rest = (row(**BF16 | {"samples_per_second": 400.0} | of) for of in (chosen, *others))
     for candidates in ((ours, *rest), (*rest, ours)):
-        assert rows.recommended_row(recommendation(config=config(**chosen), candidates=candidates)) is ours
+        shown = recommendation(config=AmpConfig(**BF16 | chosen), candidates=candidates)
+        assert rows.recommended_row(shown) is ours
 
 
 def test_where_only_the_other_state_has_a_row_it_is_the_recommended_one() -> None:
@@ -51,9 +46,8 @@ def test_where_only_the_other_state_has_a_row_it_is_the_recommended_one() -> Non
 
 def test_with_the_variables_the_row_measured_in_them_is_recommended_and_the_other_is_the_baseline() -> None:
     today, ours = row("fp32", 32, 307.1), row("fp32", 32, 398.2, has_environment=True)
-    shown = recommendation(
-        config=config(precision="fp32", batch_size=32, environment={"A": "1"}), candidates=(ours, today)
-    )
+    config = AmpConfig(precision="fp32", batch_size=32, environment={"A": "1"})
+    shown = recommendation(config=config, candidates=(ours, today))
     assert rows.recommended_row(shown) is ours
     assert rows.baseline_row(shown) is today
     assert "with the variables" in rows.outcome_words(ours)
@@ -93,32 +87,10 @@ def test_exclusions_of_one_reason_are_told_together() -> None:
     ]
 
 
-FAITHFUL = Fidelity(
-    precision="bf16",
-    batch_size=16,
-    verdict="faithful",
-    reason="r",
-    next_step="n",
-    noise_ratio=0.0042,
-    training_gap=1.234,
-)
-CALIBRATION = Calibration(
-    batch_size=32,
-    log2_scales=(14.5,) * 12,
-    bisected_log2_scales={},
-    gradient_histogram=(),
-    init_scale=8192.0,
-    forward_max=1.0,
-)
-ACCUMULATION = Accumulation(
-    verdict="weighted",
-    reason="r",
-    next_step="n",
-    batch_size=16,
-    num_micro_batches=4,
-    error=3.2e-7,
-    weighted_by="labels",
-)
+CHECK: dict[str, Any] = {"batch_size": 16, "reason": "r", "next_step": "n"}
+FAITHFUL = Fidelity(**CHECK, precision="bf16", verdict="faithful", noise_ratio=0.0042, training_gap=1.234)
+ACCUMULATION = Accumulation(**CHECK, verdict="weighted", num_micro_batches=4, error=3.2e-7, weighted_by="labels")
+CALIBRATION = msgspec.structs.replace(made_study.CALIBRATION, init_scale=8192.0)
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from report_samples import hardware, loop, recommendation, row
+from report_samples import hardware, recommendation, row
 from rich.console import Console
 
 from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.hardware import DeviceMemory
+from autotune_amp.core.hardware import DeviceMemory, Hardware
 from autotune_amp.core.recommendation import Exclusion, Recommendation, SearchSummary
 from autotune_amp.report.terminal import hardware_table, print_recommendation
-from autotune_amp.report.usage import python_lines
 
 
 @pytest.fixture(autouse=True)
@@ -27,22 +26,23 @@ def terminal_without_opinion(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def printed(shown: Recommendation, **console: Any) -> str:
+def printed(shown: Recommendation | Hardware, **console: Any) -> str:
     stream = io.StringIO()
-    print_recommendation(shown, Console(file=stream, width=80, **console))
+    target = Console(file=stream, width=80, **console)
+    if isinstance(shown, Hardware):
+        hardware_table(shown, target)
+    else:
+        print_recommendation(shown, target)
     return stream.getvalue()
 
 
-def rows_of(shown: Recommendation) -> list[str]:
+def lines_of(shown: Recommendation | Hardware) -> list[str]:
     return [" ".join(line.split()) for line in printed(shown).splitlines()]
 
 
 def flowing(text: str) -> str:
     """`text` without box, wrapping and runs of blanks."""
     return " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())
-
-
-# --- a finished search ---------------------------------------------------------------------------------------------
 
 
 def test_every_candidate_has_a_row_with_its_role_and_its_outcome() -> None:
@@ -54,33 +54,31 @@ def test_every_candidate_has_a_row_with_its_role_and_its_outcome() -> None:
             row("bf16", 8, 114.0, status="cut"),
         )
     )
-    lines = rows_of(shown)
+    lines = lines_of(shown)
     assert "fp32 32 307 104 ms 612 MiB baseline, measured" in lines
     assert "bf16 64 412 155 ms 612 MiB recommended, measured" in lines
-    assert "bf16 8 114 70.2 ms 612 MiB cut: far slower than the best" in lines
     assert "fp32 256 - - - failed: 6.2 GiB" in lines
+    assert any(line.startswith("bf16 8 114 70.2 ms 612 MiB cut") for line in lines)
 
 
 def test_neighbours_with_one_fate_share_a_row() -> None:
-    reason = "not tried: the budget ended"
-    untried = [row("fp32", size, None, status="untried", reason=reason) for size in (2, 4, 8)]
     candidates = (
-        *untried,
+        *(row("fp32", size, None, status="untried", reason="no time") for size in (2, 4, 8)),
         row("fp32", 16, None, status="oom", reason="too large"),
-        row("bf16", 2, None, status="untried", reason=reason),
+        row("bf16", 2, None, status="untried", reason="no time"),
         row("bf16", 4, 100.0),
         row("bf16", 8, 100.0),
     )
-    lines = rows_of(recommendation(candidates=candidates))
-    start = lines.index(f"fp32 2-8 - - - {reason}")
+    lines = lines_of(recommendation(candidates=candidates))
+    start = lines.index("fp32 2-8 - - - not tried: no time")
     assert lines[start + 1 : start + 5] == [
         "fp32 16 - - - out of memory: too large",
-        f"bf16 2 - - - {reason}",
+        "bf16 2 - - - not tried: no time",
         "bf16 4 100 40.0 ms 612 MiB measured",
         "bf16 8 100 80.0 ms 612 MiB measured",
     ]
-    accumulated = [row("fp32", 2**n, None, reason=reason, accumulation_steps=8 // 2**n) for n in range(3)]
-    assert "fp32 1-4 2-8 - - - failed: not tried: the" in rows_of(recommendation(candidates=tuple(accumulated)))
+    accumulated = [row("fp32", 2**n, None, reason="no time", accumulation_steps=8 // 2**n) for n in range(3)]
+    assert "fp32 1-4 2-8 - - - failed: no time" in lines_of(recommendation(candidates=tuple(accumulated)))
 
 
 def test_exclusions_are_below_the_candidates_and_none_is_told_twice() -> None:
@@ -96,8 +94,7 @@ def test_exclusions_are_below_the_candidates_and_none_is_told_twice() -> None:
     ruled_out = tuple(row("bf16", size, 100.0 + size, status="excluded", reason="it rounds") for size in (16, 32))
     everywhere = (Exclusion(precision="bf16", batch_size=None, reason="it rounds"),)
     text = printed(recommendation(candidates=ruled_out, excluded=everywhere))
-    assert text.count("it rounds") == 1
-    assert [rate in text for rate in ("116", "132")] == [True, True]
+    assert [text.count(word) for word in ("it rounds", "116", "132")] == [1, 1, 1]
 
 
 def test_the_panel_holds_the_facts_and_is_headed_by_what_they_are() -> None:
@@ -111,34 +108,12 @@ def test_the_panel_holds_the_facts_and_is_headed_by_what_they_are() -> None:
 
 def test_lines_to_copy_are_whole() -> None:
     config = AmpConfig(precision="fp32", batch_size=32, environment={"A": "1", "LONG": "x y" * 40})
-    lines = printed(recommendation(config=config)).splitlines()
-    assert f"  export A=1 LONG='{'x y' * 40}'" in lines
+    assert f"  export A=1 LONG='{'x y' * 40}'" in printed(recommendation(config=config)).splitlines()
     text = printed(recommendation())
     assert "before Python starts" not in text
     python, framework = text.split("In Python:\n")[1].split("In the words of a framework, ")
     compile(textwrap.dedent(python), "shown", "exec")
     assert framework.split(":\n")[1].strip() == "autotune-amp export studies/quiet-otter --to torch"
-
-
-@pytest.mark.parametrize("as_found", [True, False])
-@pytest.mark.parametrize(("precision", "allowed"), [("tf32", True), ("fp32", False)])
-def test_python_on_cuda_sets_the_tf32_flags_unless_they_are_kept_as_found(
-    precision: Any, allowed: bool, as_found: bool
-) -> None:
-    card = msgspec.structs.replace(hardware(), identity=msgspec.structs.replace(hardware().identity, type="cuda"))
-    config = AmpConfig(precision=precision, batch_size=64, as_found=as_found)
-    lines = python_lines(recommendation(config=config, hardware=card))
-    compile("\n".join(lines), "shown", "exec")
-    flags = [line for line in lines if "tf32" in line and not line.startswith("#")]
-    assert flags == ([] if as_found else [f"torch.backends.cudnn.allow_tf32 = {allowed}"])
-    assert not any("autocast" in line for line in lines if not line.startswith("#") and "no autocast" not in line)
-
-
-def test_a_loop_is_given_a_controller_of_the_file() -> None:
-    lines = python_lines(recommendation(workload=loop()), "else/where.json")
-    compile("\n".join(lines), "shown", "exec")
-    assert 'PrecisionController.load("else/where.json", "cpu")' in "\n".join(lines)
-    assert lines[-1].startswith("train_step(state, batch, amp)")
 
 
 def test_foreign_text_is_neither_markup_nor_control() -> None:
@@ -167,13 +142,8 @@ def test_colors_on_a_terminal_unless_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert not colored.search(printed(recommendation(), force_terminal=True))
 
 
-# --- a probe -------------------------------------------------------------------------------------------------------
-
-
-def test_each_precision_has_its_rate_and_its_reason() -> None:
-    stream = io.StringIO()
-    hardware_table(hardware(), Console(file=stream, width=80))
-    lines = [" ".join(line.split()) for line in stream.getvalue().splitlines()]
+def test_a_probe_has_each_precision_with_its_rate_and_its_reason() -> None:
+    lines = lines_of(hardware())
     assert "device cpu: Some Processor" in lines
     assert "memory 6.00 GiB available: 7.00 GiB free of 8.00 GiB, container limit 5.00 GiB" in lines
     assert "warning another process holds 3 GiB" in lines
@@ -189,9 +159,6 @@ def test_an_accelerator_has_its_driver_and_what_the_caller_holds() -> None:
         compute_capability="9.0",
         memory=DeviceMemory(total=80 << 30, free=70 << 30, available=70 << 30, held_by_caller=3 << 30),
     )
-    stream = io.StringIO()
-    hardware_table(card, Console(file=stream, width=80))
-    text = flowing(stream.getvalue())
-    assert "compute 9.0 driver 580.1" in text
-    assert "no container limit" in text
-    assert "held 3.00 GiB" in text
+    text = flowing(printed(card))
+    for told in ("compute 9.0 driver 580.1", "no container limit", "held 3.00 GiB"):
+        assert told in text

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from plotly.graph_objects import Scatter
 
+from autotune_amp.core.dimensions import PRECISIONS
 from autotune_amp.core.outcome import Failure, Measurement
-from autotune_amp.core.setting import PRECISIONS
 from autotune_amp.core.text import duration, one_line, outcome_name, rate, size
 from autotune_amp.search.check_results import is_trial
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from plotly.graph_objects import Figure
 
+    from autotune_amp.core.dimensions import Precision
     from autotune_amp.core.outcome import Record
-    from autotune_amp.core.setting import Precision
 
 
 # A figure, or the sentence that says why there is none.
@@ -33,6 +33,10 @@ class Look(NamedTuple):
     symbol: str
     dash: str
     pattern: str
+
+    def symbols(self, are_open: Iterable[bool]) -> list[str]:
+        """The symbol of each mark; an open one was cut short, or may not be recommended."""
+        return [f"{self.symbol}-open" if is_open else self.symbol for is_open in are_open]
 
 
 LOOKS: dict[Precision, Look] = {
@@ -62,6 +66,18 @@ def legend_entry(precision: Precision, mode: str = "markers") -> Scatter:
         line={"color": look.color, "dash": look.dash, "width": 2},
         marker={"color": look.color, "symbol": look.symbol, "size": 9},
     )
+
+
+def marks(name: str, x: Sequence[Any], y: Sequence[Any], hovers: Sequence[str], **more: Any) -> Scatter:
+    """Marks of which each says on hover what it is."""
+    return Scatter(name=name, x=x, y=y, hovertext=hovers, hoverinfo="text", **{"mode": "markers"} | more)
+
+
+def rule(name: str, x: Sequence[Any], y: Sequence[Any], hover: str | None = "", **look: Any) -> Scatter:
+    """A line that says on hover what it is, by its name unless told otherwise; nothing where `hover` is None."""
+    look = {"color": "var(--bad)", "width": 1.5} | look
+    said_on_hover = {"hoverinfo": "skip"} if hover is None else {"hoverinfo": "text", "hovertext": hover or name}
+    return Scatter(name=name, x=x, y=y, mode="lines", line=look, **said_on_hover)
 
 
 _AXIS = {
@@ -110,9 +126,6 @@ def label(text: str, width: int) -> str:
     return escape(text, quote=False)
 
 
-_PURPOSES = {"plain": "without the recommended environment", "confirm": "confirmation, in a fresh process"}
-
-
 class Point(NamedTuple):
     """A record that holds a measurement."""
 
@@ -133,6 +146,22 @@ class Point(NamedTuple):
         low, high = self.measurement.step_seconds_interval
         samples_per_second, seconds = self.measurement.samples_per_second, self.measurement.step_seconds
         return samples_per_second * seconds / high, samples_per_second * (seconds / low if low > 0 else 1.0)
+
+    @property
+    def hover(self) -> str:
+        """What is known of it."""
+        record, found = self.record, self.measurement
+        low, high = found.step_seconds_interval
+        return said(
+            str(record.candidate),
+            rate(found.samples_per_second),
+            f"{duration(found.step_seconds)} a step ({duration(low)} to {duration(high)})",
+            f"{size(found.reserved_memory_bytes)} counted, {size(found.peak_memory_bytes)} at the peak",
+            f"trial {record.number}, {_PURPOSES.get(record.purpose, record.purpose)}" + ", cut" * found.was_cut,
+        )
+
+
+_PURPOSES = {"plain": "without the recommended environment", "confirm": "confirmation, in a fresh process"}
 
 
 class Points(NamedTuple):
@@ -165,9 +194,7 @@ def points(records: Iterable[Record]) -> list[Points]:
 
 def is_look(record: Record) -> bool:
     """Whether it is the search's own, of a candidate on which the models of memory and time are fitted."""
-    candidate = record.candidate
-    is_changed = candidate.pinned_modules or candidate.as_found or candidate.num_workers is not None
-    return record.purpose in ("search", "fallback") and not is_changed
+    return record.purpose in ("search", "fallback") and record.candidate.is_ordinary
 
 
 def failures(records: Iterable[Record]) -> list[tuple[Record, Failure]]:
@@ -175,28 +202,28 @@ def failures(records: Iterable[Record]) -> list[tuple[Record, Failure]]:
     return [(r, r.outcome) for r in records if isinstance(r.outcome, Failure) and is_trial(r)]
 
 
-def crosses(failed: Sequence[tuple[Record, Failure]], height: float, name: str, note: str = "") -> Scatter:
-    """A cross for each failure, all at one height, so that those of a batch size cover each other.
+def crosses(failed: Sequence[tuple[Record, Failure]], name: str) -> Scatter:
+    """A cross on the axis for each failure, so that those of a batch size cover each other.
 
     The first of them is labelled with all their precisions, one below the other so that neighbours have room on a
-    phone, and each tells of them all, and then the note.
+    phone, and each tells of them all.
     """
     precisions: dict[int, list[str]] = {}
     hovers: dict[int, list[str]] = {}
     for record, failure in failed:
+        about = (str(record.candidate), outcome_name(failure.kind), failure.message[:400], f"trial {record.number}")
         precisions.setdefault(record.candidate.batch_size, []).append(record.candidate.precision)
-        hovers.setdefault(record.candidate.batch_size, []).append(hover_of_failure(record, failure))
+        hovers.setdefault(record.candidate.batch_size, []).append(said(*about))
     sizes = [record.candidate.batch_size for record, _ in failed]
-    return Scatter(
-        x=sizes,
-        y=[height] * len(failed),
-        name=name,
+    return marks(
+        name,
+        sizes,
+        [0] * len(failed),
+        ["<br>".join(hovers[size]) for size in sizes],
         mode="markers+text",
         text=["<br>".join(dict.fromkeys(precisions.pop(size, ()))) for size in sizes],
-        textposition="bottom left" if height else "top left",  # inside of the chart
+        textposition="top left",
         cliponaxis=False,
-        hovertext=["<br>".join([*hovers[size], *([said(note)] if note else [])]) for size in sizes],
-        hoverinfo="text",
         marker={"symbol": "x", "size": 10, "color": "var(--bad)"},
     )
 
@@ -204,32 +231,4 @@ def crosses(failed: Sequence[tuple[Record, Failure]], height: float, name: str, 
 def ticks(records: Iterable[Record]) -> dict[str, object]:
     """An axis of the batch sizes that were tried: each a tick of its own, distances by ratio."""
     sizes = sorted({r.candidate.batch_size for r in records if is_trial(r)})
-    return {
-        "type": "log",
-        "tickvals": sizes,
-        "ticktext": [str(size) for size in sizes],
-        "title_text": "batch size",
-    }
-
-
-def hover_of(point: Point) -> str:
-    """What is known of a measurement."""
-    record, found = point.record, point.measurement
-    low, high = found.step_seconds_interval
-    return said(
-        str(record.candidate),
-        rate(found.samples_per_second),
-        f"{duration(found.step_seconds)} a step ({duration(low)} to {duration(high)})",
-        f"{size(found.reserved_memory_bytes)} counted, {size(found.peak_memory_bytes)} at the peak",
-        f"trial {record.number}, {_PURPOSES.get(record.purpose, record.purpose)}" + ", cut" * found.was_cut,
-    )
-
-
-def hover_of_failure(record: Record, failure: Failure) -> str:
-    """What is known of a failure; its message is the user's own code's."""
-    return said(str(record.candidate), outcome_name(failure.kind), failure.message[:400], f"trial {record.number}")
-
-
-def symbols(symbol: str, some: Sequence[Point]) -> list[str]:
-    """Open where the trial was cut."""
-    return [f"{symbol}-open" if p.measurement.was_cut else symbol for p in some]
+    return {"type": "log", "tickvals": sizes, "ticktext": list(map(str, sizes)), "title_text": "batch size"}

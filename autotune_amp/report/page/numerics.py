@@ -5,35 +5,26 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from plotly.graph_objects import Bar, Figure, Scatter
+from plotly.graph_objects import Bar, Figure
 from plotly.subplots import make_subplots
 
-from autotune_amp.core.text import count, exact, outcome_name
+from autotune_amp.core.text import count, exact
 from autotune_amp.numerics.grading import FAITHFUL_NOISE, MAX_PARAMETER_NOISE, UNFAITHFUL_NOISE
-from autotune_amp.report.page.marks import LOOKS, Drawn, framed, hatched, label, said
+from autotune_amp.report.page.marks import LOOKS, Drawn, framed, hatched, label, marks, rule, said
 from autotune_amp.search import loss_scales
-from autotune_amp.search.loss_scales import DEFAULT_PAIR, Key, Pair, Scales, Uncalibrated
+from autotune_amp.search.loss_scales import DEFAULT_PAIR, Pair, Scales, Uncalibrated, key_of
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from autotune_amp.core.dimensions import Precision
     from autotune_amp.core.outcome import Fidelity, GradientDamage, Record
     from autotune_amp.core.recommendation import Recommendation
-    from autotune_amp.core.setting import Precision
 
 
 _WHOLE, _OUTSIDE = "whole gradient", "outside of modules"
 _LEAST_DRAWN = 1e-6  # no noise at all, on an axis of ratios
-_ROW_PIXELS = 24
-
-
-class _Mark(NamedTuple):
-    """`row` is the module's, "" that of parameters outside of every module."""
-
-    row: str
-    noise_ratio: float
-    hover: str
 
 
 def fidelity(checks: Sequence[Fidelity]) -> Drawn:
@@ -46,42 +37,34 @@ def fidelity(checks: Sequence[Fidelity]) -> Drawn:
     figure, rows = Figure(), [_WHOLE]
     for check in made:
         look = LOOKS[check.precision]
-        modules = [_Mark(_WHOLE, check.noise_ratio or 0.0, _whole_hover(check))]
-        modules += [_Mark(damage.name, damage.noise_ratio, _hover(check, damage)) for damage in check.modules]
+        pinned = f" with {len(check.pinned_modules)} pinned" if check.pinned_modules else ""
+        # The row of each mark, "" that of parameters outside of every module; its noise ratio; what it says.
+        modules = [(_WHOLE, check.noise_ratio or 0.0, _whole_hover(check))]
+        modules += [(damage.name, damage.noise_ratio, _hover(check, damage)) for damage in check.modules]
         parameters = [
-            _Mark(_row(damage.name, check.modules), damage.noise_ratio, _hover(check, damage))
+            (_row(damage.name, check.modules), damage.noise_ratio, _hover(check, damage))
             for damage in check.worst_parameters
         ]
-        pinned = f" with {len(check.pinned_modules)} pinned" if check.pinned_modules else ""
-        symbol = look.symbol + "-open" * bool(pinned)
-        for marks, size, said_of in (
-            (modules, 10, f": {check.verdict}"),
-            (parameters, 5, ", its noisiest parameters"),
-        ):
-            drawn = [mark for mark in marks if math.isfinite(mark.noise_ratio)]
-            rows += dict.fromkeys(mark.row for mark in drawn if mark.row not in rows)
+        for found, size, said_of in ((modules, 10, check.verdict), (parameters, 5, "its noisiest parameters")):
+            drawn = [mark for mark in found if math.isfinite(mark[1])]
+            rows += dict.fromkeys(row for row, _, _ in drawn if row not in rows)
             figure.add_trace(
-                Scatter(
-                    x=[max(_LEAST_DRAWN, mark.noise_ratio) for mark in drawn],
-                    y=[rows.index(mark.row) for mark in drawn],
-                    name=f"{check.precision}{pinned}{said_of}",
-                    mode="markers",
-                    hovertext=[mark.hover for mark in drawn],
-                    hoverinfo="text",
-                    marker={"color": look.color, "size": size, "symbol": symbol},
+                marks(
+                    f"{check.precision}{pinned}: {said_of}",
+                    [max(_LEAST_DRAWN, ratio) for _, ratio, _ in drawn],
+                    [rows.index(row) for row, _, _ in drawn],
+                    [hover for _, _, hover in drawn],
+                    marker={"color": look.color, "size": size, "symbol": look.symbol + "-open" * bool(pinned)},
                 )
             )
-    for name, ratio, dash, ends in (
-        ("whole: doubtful from here", FAITHFUL_NOISE, "dash", (-0.4, 0.4)),
-        ("whole: unfaithful from here", UNFAITHFUL_NOISE, "solid", (-0.4, 0.4)),
-        ("a parameter: doubtful from here", MAX_PARAMETER_NOISE, "dot", (0.6, len(rows) - 0.6)),
-    ):
-        line = {"color": "var(--bad)", "dash": dash, "width": 1.5}
-        figure.add_trace(Scatter(x=[ratio, ratio], y=ends, name=name, mode="lines", line=line, hoverinfo="name"))
-    framed(figure, 230 + _ROW_PIXELS * len(rows))
-    drawn_ratios = [math.log10(x) for trace in figure.data for x in trace.x]
-    margin = 0.03 * (max(drawn_ratios) - min(drawn_ratios))
-    span = [min(drawn_ratios) - margin, max(drawn_ratios) + margin]
+    ends = (0.6, len(rows) - 0.6)
+    figure.add_trace(rule("whole: doubtful from here", [FAITHFUL_NOISE] * 2, (-0.4, 0.4), dash="dash"))
+    figure.add_trace(rule("whole: unfaithful from here", [UNFAITHFUL_NOISE] * 2, (-0.4, 0.4)))
+    figure.add_trace(rule("a parameter: doubtful from here", [MAX_PARAMETER_NOISE] * 2, ends, dash="dot"))
+    framed(figure, 230 + 24 * len(rows))
+    powers = [math.log10(x) for trace in figure.data for x in trace.x]
+    margin = 0.03 * (max(powers) - min(powers))
+    span = [min(powers) - margin, max(powers) + margin]
     figure.update_xaxes(type="log", title_text="noise ratio", range=span, exponentformat="power")
     figure.update_yaxes(
         tickvals=list(range(len(rows))),
@@ -139,7 +122,7 @@ def calibrated(recommendation: Recommendation, records: Sequence[Record]) -> Cal
     """The calibration behind the config, or else the last one; or the clause that says why there is none."""
     config, evidence = recommendation.config, recommendation.evidence.loss_scale
     known = loss_scales.calibrated(records, DEFAULT_NUM_STEPS if evidence is None else evidence.num_steps)
-    own = Key(config.batch_size, config.accumulation_steps, config.pinned_modules)
+    own = key_of(config)
     for key in (*filter(own.__eq__, known), *reversed(known)):
         found = known[key]
         if isinstance(found, Scales):
@@ -173,7 +156,8 @@ def gradients(recommendation: Recommendation, found: Calibrated | str) -> Drawn:
         highest = max(highest, *bars.y)
         figure.add_trace(bars, row=1, col=1)
     for name, end in (("flushed to zero in fp16 below", _FP16_FLUSHED), ("fp16 overflows above", _FP16_END)):
-        figure.add_trace(_border(f"{name} 2<sup>{end}</sup>", end, highest), row=1, col=1)
+        dash = "dot" if end < 0 else "dash"
+        figure.add_trace(rule(f"{name} 2<sup>{end}</sup>", [end, end], [0, highest], dash=dash), row=1, col=1)
     for bar in _ranges(low, high):
         figure.add_trace(bar, row=2, col=1)
     framed(figure, 420, barmode="overlay", bargap=0)
@@ -188,47 +172,37 @@ def foretold(found: Calibrated | str) -> Drawn:
     """The loss scale over the horizon, with its skips: as chosen, and with GradScaler's defaults."""
     if isinstance(found, str):
         return f"No forecast of the loss scale: {found}."
-    figure = Figure()
-    lines = [("chosen", found.pair, LOOKS["fp16"].color, "solid", "x")]
-    if found.pair != DEFAULT_PAIR:
-        lines.append(("GradScaler's defaults", DEFAULT_PAIR, "var(--muted)", "dash", "x-open"))
-    for name, pair, color, dash, symbol in lines:
-        course = found.scales.course(pair, is_bounded=name == "chosen")
-        skipped = [(stretch.skip, _log2(stretch.scale)) for stretch in course if stretch.skip is not None]
-        figure.add_trace(
-            Scatter(
-                x=[*(stretch.first_step for stretch in course), found.scales.num_steps],
-                y=[*(_log2(stretch.scale) for stretch in course), _log2(course[-1].scale)],
-                name=f"{name}: {count(len(skipped), 'skip')}",
-                legendgroup=name,
-                mode="lines",
-                line={"color": color, "dash": dash, "width": 2, "shape": "hv"},
-                hovertemplate="step %{x:,}: 2<sup>%{y}</sup><extra></extra>",
-            )
+    figure, end = Figure(), found.scales.num_steps
+    pairs = {"chosen": found.pair} | ({} if found.pair == DEFAULT_PAIR else {"GradScaler's defaults": DEFAULT_PAIR})
+    for name, pair in pairs.items():
+        is_chosen = name == "chosen"
+        course = found.scales.course(pair, is_bounded=is_chosen)
+        skipped = [stretch for stretch in course if stretch.skip is not None]
+        color, dash = (LOOKS["fp16"].color, "solid") if is_chosen else ("var(--muted)", "dash")
+        x, y = [stretch.first_step for stretch in course], [_log2(stretch.scale) for stretch in course]
+        scale = rule(
+            f"{name}: {count(len(skipped), 'skip')}",
+            [*x, end],
+            [*y, y[-1]],
+            color=color,
+            dash=dash,
+            width=2,
+            shape="hv",
         )
-        figure.add_trace(
-            Scatter(
-                x=[step for step, _ in skipped],
-                y=[scale for _, scale in skipped],
-                name=f"{name}: skipped",
-                legendgroup=name,
-                showlegend=False,
-                mode="markers",
-                hovertemplate="step %{x:,} skipped at 2<sup>%{y}</sup><extra></extra>",
-                marker={"symbol": symbol, "size": 8, "color": "var(--bad)"},
-            )
+        scale.update(legendgroup=name, hovertemplate="step %{x:,}: 2<sup>%{y}</sup><extra></extra>")
+        skips = marks(
+            f"{name}: skipped",
+            [stretch.skip for stretch in skipped],
+            [_log2(stretch.scale) for stretch in skipped],
+            [f"step {stretch.skip:,} skipped at {exact(stretch.scale)}" for stretch in skipped],
+            legendgroup=name,
+            showlegend=False,
+            marker={"symbol": "x" if is_chosen else "x-open", "size": 8, "color": "var(--bad)"},
         )
+        figure.add_traces([scale, skips])
     least = min(found.scales.finite_log2_scales)
-    figure.add_trace(
-        Scatter(
-            x=[0, found.scales.num_steps],
-            y=[least, least],
-            name="least safe scale measured",
-            mode="lines",
-            line={"color": "var(--warn)", "dash": "dot", "width": 1.5},
-            hovertemplate=f"2<sup>{least:.1f}</sup> was safe in every pass<extra></extra>",
-        )
-    )
+    hover = f"2<sup>{least:.1f}</sup> was safe in every pass"
+    figure.add_trace(rule("least safe scale measured", [0, end], [least] * 2, hover, color="var(--warn)", dash="dot"))
     xaxis = {"title_text": "optimizer step", "tickformat": ",d"}
     return framed(figure, 380, xaxis=xaxis, yaxis={"title_text": "loss scale", **_POWERS})
 
@@ -251,11 +225,6 @@ def _histogram(name: str, histogram: Sequence[tuple[int, int]], shift: float, *,
     )
 
 
-def _border(name: str, log2: float, top: float) -> Scatter:
-    line = {"color": "var(--bad)", "width": 1.5, "dash": "dot" if log2 < 0 else "dash"}
-    return Scatter(x=[log2, log2], y=[0, top], name=name, mode="lines", line=line, hoverinfo="name")
-
-
 def _ranges(low: float, high: float) -> list[Bar]:
     """The range of each format between the ends of the axis; subnormal numbers are hatched."""
     rows: list[tuple[Precision, str, float, float]] = [
@@ -270,7 +239,7 @@ def _ranges(low: float, high: float) -> list[Bar]:
             y=[precision],
             orientation="h",
             showlegend=False,
-            hovertext=[said(f"{precision} {kind}")],
+            hovertext=[f"{precision} {kind}"],
             hoverinfo="text",
             marker=hatched(LOOKS[precision].color, "" if kind == "normal" else "/"),
         )
@@ -290,8 +259,6 @@ def _why_not(recommendation: Recommendation) -> str:
     asked = recommendation.options.get("precisions")
     if asked is not None and "fp16" not in asked:
         return f"the search was for {', '.join(asked)} only"
-    rows = [row for row in recommendation.candidates if row.precision == "fp16"]
-    if any(row.samples_per_second is not None for row in rows):
+    if any(row.precision == "fp16" and row.samples_per_second is not None for row in recommendation.candidates):
         return "no fp16 candidate was fast enough to be confirmed"
-    failed = [f"batch {row.batch_size} {outcome_name(row.status)}" for row in rows if row.status != "untried"]
-    return f"no fp16 candidate was measured ({', '.join(failed)})" if failed else "no fp16 candidate was tried"
+    return "no fp16 candidate was measured"

@@ -32,7 +32,7 @@ async function loadPlotly() {
 // A label that would cover another is left to the hover of its mark.
 function hideCovering(plot) {
   const shown = [];
-  for (const label of plot.querySelectorAll(".textpoint text, .annotation-text")) {
+  for (const label of plot.querySelectorAll(".textpoint text")) {
     const box = label.getBoundingClientRect();
     const covers = shown.some(
       (other) =>

@@ -13,20 +13,18 @@ from plotly.subplots import make_subplots
 from autotune_amp.core.text import count, one_line
 from autotune_amp.report.page import document
 from autotune_amp.report.page.document import Section, chart
-from autotune_amp.report.page.marks import LOOKS, framed, said
+from autotune_amp.report.page.marks import LOOKS, framed, marks, rule, said
 from autotune_amp.runtime.run_log import BeginLine, MoveLine, Run, SampleLine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autotune_amp.core.setting import Precision
-    from autotune_amp.runtime.run_log import Line, Run
+    from autotune_amp.core.dimensions import Precision
+    from autotune_amp.runtime.run_log import Line
 
 
-_MAX_NUMBERED = 24  # more moves are in the table without a number here
+_MAX_ROWS = 200  # of the table of moves: a run that goes on skipping for ever stops every ten updates
 _PADDING = 0.04  # of the updates, at both ends: a run that stops does so at its last
-# Of the updates, that a label takes on a phone, where the chart is 220 pixels wide: of each letter, and beside them.
-_LETTER, _GAP = 0.032, 0.05
 _HEADROOM = 0.12  # of the powers of two shown: the marks are this far above the scale, their numbers above them
 _WIDE = 20  # times its least: from there on the loss is drawn on a logarithmic axis
 _SYMBOLS = {"demotion": "triangle-down", "promotion": "triangle-up", "revert": "triangle-up", "stop": "octagon"}
@@ -48,46 +46,58 @@ def course(run: Run) -> Figure:
     exponents = [math.log2(line.scale) for line in run.lines if line.scale]
     low, high = (math.floor(min(exponents)), math.ceil(max(exponents))) if exponents else (0, 1)
     room = _HEADROOM * (high - low + 2)
-    top = high + room
     updates = [line.update for line in run.lines]
     bands = rungs(run)
-    for trace in (*_rows(bands, low - 0.5), _scale(run.lines), *_marks(run, low - 1, top)):
-        figure.add_trace(trace, row=1, col=1)
-    figure.add_trace(
-        Scatter(
-            x=updates,
-            y=[line.num_skips for line in run.lines],
-            name="steps skipped so far",
-            mode="lines",
-            line={"color": "var(--bad)", "width": 2, "shape": "hv", "dash": "dash"},
-            hovertemplate="%{y:,} skipped by update %{x:,}<extra></extra>",
-        ),
-        row=2,
-        col=1,
+    scale = Scatter(
+        x=updates,
+        y=[math.log2(line.scale) if line.scale else None for line in run.lines],
+        customdata=[line.scale for line in run.lines],
+        name="loss scale",
+        mode="lines+markers",
+        line={"color": LOOKS["fp16"].color, "width": 2, "shape": "hv"},
+        marker={"size": 4},
+        hovertemplate="loss scale %{customdata:,} at update %{x:,}<extra></extra>",
     )
-    if losses:
-        figure.add_trace(_loss(run.lines), row=3, col=1)
-    framed(figure, 660 if losses else 480, shapes=_shading(bands), annotations=_names(bands, low - 0.5))
-    step = math.ceil((high - low + 1) / 8)
+    top = [*_names(bands, low - 0.5), scale, *_marks(run, low - 1, high + room)]
+    figure.add_traces(top, rows=1, cols=1)
+    skips = Scatter(
+        x=updates,
+        y=[line.num_skips for line in run.lines],
+        name="steps skipped so far",
+        mode="lines",
+        line={"color": "var(--bad)", "width": 2, "shape": "hv", "dash": "dash"},
+        hovertemplate="%{y:,} skipped by update %{x:,}<extra></extra>",
+    )
+    figure.add_trace(skips, row=2, col=1)
+    framed(figure, 660 if losses else 480, shapes=[_shade(rung) for rung in bands])
     figure.update_yaxes(
         title_text="loss scale",
-        range=[low - 1, top + room],
+        range=[low - 1, high + 2 * room],
         tickprefix="2<sup>",
         ticksuffix="</sup>",
         tick0=low,
-        dtick=step,
+        dtick=math.ceil((high - low + 1) / 8),
         row=1,
         col=1,
     )
     figure.update_yaxes(title_text="skipped", rangemode="tozero", tickformat="~s", row=2, col=1)
-    padding = _PADDING * _length(run)
-    figure.update_xaxes(range=[updates[0] - padding, updates[0] + _length(run) + padding])
-    figure.update_xaxes(title_text="update", tickformat=",d", row=len(heights), col=1)
     if losses:
-        is_wide = 0 < _WIDE * min(losses) < max(losses)
-        figure.update_yaxes(
-            title_text="loss", type="log" if is_wide else "linear", exponentformat="power", row=3, col=1
+        samples = [line for line in run.lines if isinstance(line, SampleLine)]
+        loss = Scatter(
+            x=[line.update for line in samples],
+            y=[line.loss for line in samples],
+            name="loss",
+            mode="lines+markers",
+            line={"color": "var(--ink)", "width": 1.5},
+            marker={"size": 4},
+            hovertemplate="loss %{y:.4g} at update %{x:,}<extra></extra>",
         )
+        figure.add_trace(loss, row=3, col=1)
+        scaling = "log" if 0 < _WIDE * min(losses) < max(losses) else "linear"
+        figure.update_yaxes(title_text="loss", type=scaling, exponentformat="power", row=3, col=1)
+    padding = _PADDING * max(1, updates[-1] - updates[0])
+    figure.update_xaxes(range=[updates[0] - padding, max(updates[-1], updates[0] + 1) + padding])
+    figure.update_xaxes(title_text="update", tickformat=",d", row=len(heights), col=1)
     return figure
 
 
@@ -101,101 +111,35 @@ def rungs(run: Run) -> list[Rung]:
     return [Rung(start.precision, start.update, end) for start, end in zip(starts, ends, strict=True)]
 
 
-def numbers(updates: Sequence[int], length: int) -> list[str]:
-    """The label of each move: its number, or on the first of those too near for one each, "1-4", and "" on the rest.
-
-    `length` is that of the run in updates.
-    """
-    groups: list[list[int]] = []
-    for place, update in enumerate(updates):
-        letters = max(len(_span(groups[-1])), len(str(place + 1))) if groups else 0
-        if groups and update - updates[groups[-1][0]] < length * (_GAP + _LETTER * letters):
-            groups[-1].append(place)
-        else:
-            groups.append([place])
-    return [_span(group) if place == group[0] else "" for group in groups for place in group]
-
-
-def _span(places: Sequence[int]) -> str:
-    first, last = places[0] + 1, places[-1] + 1
-    return str(first) if first == last else f"{first}-{last}"
-
-
-def _length(run: Run) -> int:
-    """Of the run in updates; 1 where it has only begun."""
-    return max(1, run.lines[-1].update - run.lines[0].update)
-
-
-def _scale(lines: Sequence[Line]) -> Scatter:
-    return Scatter(
-        x=[line.update for line in lines],
-        y=[math.log2(line.scale) if line.scale else None for line in lines],
-        customdata=[line.scale for line in lines],
-        name="loss scale",
-        mode="lines+markers",
-        line={"color": LOOKS["fp16"].color, "width": 2, "shape": "hv"},
-        marker={"size": 4},
-        hovertemplate="loss scale %{customdata:,} at update %{x:,}<extra></extra>",
-    )
-
-
-def _loss(lines: Sequence[Line]) -> Scatter:
-    samples = [line for line in lines if isinstance(line, SampleLine)]
-    return Scatter(
-        x=[line.update for line in samples],
-        y=[line.loss for line in samples],
-        name="loss",
-        mode="lines+markers",
-        line={"color": "var(--ink)", "width": 1.5},
-        marker={"size": 4},
-        hovertemplate="loss %{y:.4g} at update %{x:,}<extra></extra>",
-    )
-
-
 def _marks(run: Run, bottom: float, top: float) -> list[Scatter]:
-    """Moves and resumptions: a line across, and at its top a mark that says why."""
-    resumed = [line for line in run.lines if isinstance(line, BeginLine) and line.is_resumed]
-    kinds: list[tuple[str, str, Sequence[Line]]] = [("move", "dot", run.moves), ("resumed", "longdash", resumed)]
+    """Moves, numbered as in the table, and resumptions: a line across, and at its top a mark that says why."""
     traces = []
-    for name, dash, lines in kinds:
+    for name, dash, color, lines in (
+        ("move", "dot", "var(--accent)", run.moves),
+        ("resumed", "longdash", "var(--muted)", _resumptions(run)),
+    ):
         if not lines:
             continue
-        are_moves = name == "move"
-        is_numbered = are_moves and len(lines) <= _MAX_NUMBERED
-        color = "var(--accent)" if are_moves else "var(--muted)"
-        traces.append(
-            Scatter(
-                x=[x for line in lines for x in (line.update, line.update, None)],
-                y=[y for _ in lines for y in (bottom, top, None)],
-                legendgroup=name,
-                showlegend=False,
-                mode="lines",
-                line={"color": color, "width": 1.5, "dash": dash},
-                hoverinfo="skip",
-            )
+        across = [x for line in lines for x in (line.update, line.update, None)]
+        dashed = rule(name, across, [bottom, top, None] * len(lines), None, color=color, dash=dash)
+        dashed.update(legendgroup=name, showlegend=False)
+        symbols = [
+            _SYMBOLS.get(line.kind, "diamond") if isinstance(line, MoveLine) else "star-triangle-up" for line in lines
+        ]
+        numbers = [str(place) if place <= _MAX_ROWS else "" for place in range(1, len(lines) + 1)]
+        mark = marks(
+            name,
+            [line.update for line in lines],
+            [top] * len(lines),
+            [_hover(line) for line in lines],
+            legendgroup=name,
+            mode="markers+text" if name == "move" else "markers",
+            text=numbers,
+            textposition="top center",
+            cliponaxis=False,
+            marker={"symbol": symbols, "size": 11, "color": color},
         )
-        traces.append(
-            Scatter(
-                x=[line.update for line in lines],
-                y=[top] * len(lines),
-                name=name,
-                legendgroup=name,
-                mode="markers+text" if is_numbered else "markers",
-                text=numbers([line.update for line in lines], _length(run)) if is_numbered else None,
-                textposition="top center",
-                cliponaxis=False,
-                marker={
-                    "symbol": [
-                        _SYMBOLS.get(line.kind, "diamond") if isinstance(line, MoveLine) else "star-triangle-up"
-                        for line in lines
-                    ],
-                    "size": 11,
-                    "color": color,
-                },
-                hovertext=[_hover(line) for line in lines],
-                hoverinfo="text",
-            )
-        )
+        traces += [dashed, mark]
     return traces
 
 
@@ -205,64 +149,46 @@ def _hover(line: Line) -> str:
     return said(f"update {line.update:,}: resumed in {line.precision}")
 
 
-def _rows(found: Sequence[Rung], height: float) -> list[Scatter]:
-    """The precision's symbol where each band begins: without colour too, and however short the band is."""
+def _names(found: Sequence[Rung], height: float) -> list[Scatter]:
+    """The precision's symbol and name where each band begins: without colour too, and however short the band is."""
     traces = []
     for precision in dict.fromkeys(rung.precision for rung in found):
         ours = [rung for rung in found if rung.precision == precision]
         traces.append(
-            Scatter(
-                x=[rung.first_update for rung in ours],
-                y=[height] * len(ours),
-                name=precision,
-                mode="markers",
+            marks(
+                precision,
+                [rung.first_update for rung in ours],
+                [height] * len(ours),
+                [f"{precision} from update {rung.first_update:,} to {rung.last_update:,}" for rung in ours],
+                mode="markers+text",
+                text=[precision] * len(ours),
+                textposition="middle right",
                 cliponaxis=False,
                 marker={"symbol": LOOKS[precision].symbol, "size": 9, "color": LOOKS[precision].color},
-                hovertext=[
-                    said(f"{precision} from update {rung.first_update:,} to {rung.last_update:,}") for rung in ours
-                ],
-                hoverinfo="text",
             )
         )
     return traces
 
 
-def _shading(found: Sequence[Rung]) -> list[dict[str, object]]:
-    """A band over the whole height for each rung."""
-    return [
-        {
-            "type": "rect",
-            "xref": "x",
-            "yref": "paper",
-            "x0": rung.first_update,
-            "x1": rung.last_update,
-            "y0": 0,
-            "y1": 1,
-            "layer": "below",
-            "line": {"width": 0},
-            "fillcolor": LOOKS[rung.precision].color,
-            "opacity": 0.13,
-        }
-        for rung in found
-    ]
+def _shade(rung: Rung) -> dict[str, object]:
+    """The band of a rung, over the whole height."""
+    return {
+        "type": "rect",
+        "xref": "x",
+        "yref": "paper",
+        "x0": rung.first_update,
+        "x1": rung.last_update,
+        "y0": 0,
+        "y1": 1,
+        "layer": "below",
+        "line": {"width": 0},
+        "fillcolor": LOOKS[rung.precision].color,
+        "opacity": 0.13,
+    }
 
 
-def _names(found: Sequence[Rung], bottom: float) -> list[dict[str, object]]:
-    """The precision of each band that has room for it, beside its symbol below the lowest loss scale."""
-    length = max(1, found[-1].last_update - found[0].first_update)
-    return [
-        {
-            "text": rung.precision,
-            "x": rung.first_update,
-            "y": bottom,
-            "xanchor": "left",
-            "xshift": 8,
-            "yanchor": "middle",
-            "showarrow": False,
-        }
-        for rung in found
-        if rung.last_update - rung.first_update > 0.18 * length
-    ]
+def _resumptions(run: Run) -> list[BeginLine]:
+    return [line for line in run.lines if isinstance(line, BeginLine) and line.is_resumed]
 
 
 def kind(move: MoveLine) -> str:
@@ -279,9 +205,6 @@ def reason(move: MoveLine) -> str:
     """Its reason, and the modules that it pins."""
     pinned = f"; in fp32 now: {', '.join(move.pinned_modules)}" if move.kind == "pin" else ""
     return one_line(move.reason + pinned)
-
-
-_MAX_ROWS = 200  # of the table of moves: a run that goes on skipping for ever stops every ten updates
 
 
 def run_page(run: Run, name: str) -> str:
@@ -308,8 +231,8 @@ def run_page(run: Run, name: str) -> str:
 
 _CAPTION = (
     "What was seen at every 64th update and wherever the loss scale changed. Bands are the precisions that it ran in, "
-    "each with its symbol where it begins; numbered marks are the moves in the table below, those close together under "
-    "one label. Only fp16 scales the loss."
+    "each with its symbol where it begins; marks are the moves, with their number in the table below where there is "
+    "room. Only fp16 scales the loss."
 )
 
 
@@ -322,17 +245,13 @@ def _lead(run: Run, last: Line) -> str:
     tiles = document.tiles(
         [
             ("precision at the end", last.precision, scale),
-            ("steps skipped", f"{100 * share:.2g} %", f"{last.num_skips:,} of {_updates(num_updates)}"),
+            ("steps skipped", f"{100 * share:.2g} %", f"{last.num_skips:,} of {num_updates:,} updates"),
             ("moves", f"{len(moves):,}", latest),
         ]
     )
     if not (isinstance(last, MoveLine) and last.kind == "stop"):
         return tiles
     return tiles + document.paragraph(f"The run was stopped at update {last.update:,}: {reason(last)}.", "warning")
-
-
-def _updates(num_updates: int) -> str:
-    return f"{num_updates:,} update{'' if num_updates == 1 else 's'}"
 
 
 def _course(found: Sequence[Rung]) -> str:
@@ -358,17 +277,19 @@ def _moves(moves: Sequence[MoveLine]) -> str:
 
 def _about(run: Run) -> str:
     begin, last = run.begin, run.lines[-1]
-    resumed = [line for line in run.lines if isinstance(line, BeginLine) and line.is_resumed]
     lines = [
         ("began", one_line(begin.time)),
         ("device", one_line(begin.device)),
         ("ranks", f"{begin.num_ranks}, logged by rank {begin.rank}"),
         (
             "updates",
-            f"{_updates(last.num_steps + last.num_skips)}: {last.num_steps:,} taken, {last.num_skips:,} skipped",
+            f"{last.num_steps + last.num_skips:,}: {last.num_steps:,} taken, {last.num_skips:,} skipped",
         ),
     ]
-    lines += [("resumed", f"at update {line.update:,} in {line.precision}, {one_line(line.time)}") for line in resumed]
+    lines += [
+        ("resumed", f"at update {line.update:,} in {line.precision}, {one_line(line.time)}")
+        for line in _resumptions(run)
+    ]
     if run.num_other_runs:
         lines.append(("not shown", f"{count(run.num_other_runs, 'other run')} in the same log"))
     if run.num_cut_lines:

@@ -11,43 +11,200 @@ from autotune_amp.core.outcome import Accumulation, Failure, Fidelity
 from autotune_amp.core.text import count, duration, exact, number, one_line, outcome_name, size, times
 from autotune_amp.report import rows
 from autotune_amp.report.page import document
+from autotune_amp.report.page.charts import course, memory, memory_caption, pareto, throughput
 from autotune_amp.report.page.document import Section, chart
 from autotune_amp.report.page.numerics import Calibrated, calibrated, fidelity, foretold, gradients
-from autotune_amp.report.page.search_course import course
-from autotune_amp.report.page.speed_memory import caption, memory, pareto, throughput
-from autotune_amp.report.usage import export_command, python_lines
 from autotune_amp.search import check_results, loss_scales
 from autotune_amp.search.check_results import is_trial
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from autotune_amp.core.hardware import Hardware
-    from autotune_amp.core.outcome import Fidelity, Record
+    from autotune_amp.core.outcome import Record
     from autotune_amp.core.recommendation import Exclusion, Recommendation
 
+_ELSEWHERE = ("config", "reason", "warning", "fidelity")  # facts that have a place of their own
 
-def candidate_table(recommendation: Recommendation) -> str:
-    """Every candidate and what became of it."""
+_THROUGHPUT = (
+    "Large marks are the first trial of each batch size, with the 95 % interval of its step time in that process (one "
+    "over few steps may run out of the chart); small ones are the trials that measured again: confirmations in fresh "
+    "processes, other loader workers, pinned modules. Open marks were cut short as far slower than the best."
+)
+_RINGS = " The rings are medians over processes, with where a new run is expected to land."
+_PARETO = (
+    "One mark for each candidate; those on the line, the baseline and the recommended one are labelled with their "
+    "batch size (x accumulation steps) where there is room. Nothing that may be recommended is above and left of the "
+    "line; open marks were cut short or excluded."
+)
+_COURSE = (
+    "Above: each trial where it ended, and the fastest so far that no check has ruled out. Below: what the time went "
+    "into; confirm measures the recommended one and the baseline again in fresh processes, plain the recommended one "
+    "without its environment variables, fallback what the training steps down to. Loading and probing come before, and "
+    "are not counted."
+)
+_COURSE_ALONE = "Above: each trial where it ended. Below: what the time went into."
+_GRADIENTS = (
+    "Entries of the gradient in fp32 by magnitude. The loss scale moves them to the right: out of the part that fp16 "
+    "flushes to zero, yet no further than where a backward pass overflows, which is on larger numbers than these. The "
+    "bars are the range of each format, hatched where fp16 has fewer digits."
+)
+_FORETOLD = (
+    "GradScaler's own rule, replayed over the length of the training on the largest safe scales that were measured. "
+    "Crosses are steps skipped. A burst of five bad batches is put in: without one a slow recovery would cost nothing."
+)
+_FIDELITY = (
+    "The noise ratio: how far the precision's rounding moves the gradient, in units of how far another batch of the "
+    "same data moves it; of the whole gradient, of each module in the order of the model (where they are many, of the "
+    "larger ones that hold them), and, small, of the five parameters where that is most."
+)
+
+
+def search_page(recommendation: Recommendation, records: Sequence[Record], path: str) -> str:
+    """The HTML document; `path` is that of recommendation.json, for the lines to copy."""
+    facts, hardware = recommendation.facts(), recommendation.hardware
+    precisions = ("precision", "matrix products", "level", "reason"), rows.precisions(hardware)
+    return document.page(
+        f"{recommendation.search.study}: {dict(facts)['config']}",
+        [
+            Section("Use it", _use(recommendation, path)),
+            *_against_batch_size(recommendation, records),
+            Section("Throughput against memory", chart(pareto(recommendation), _PARETO)),
+            Section("The search as it went", chart(course(recommendation, records), _COURSE)),
+            Section("The loss scale of fp16", _loss_scale(recommendation, records)),
+            _fidelity(recommendation.fidelity, recommendation.checks(), records),
+            Section("Evidence", document.facts(pair for pair in facts if pair[0] not in _ELSEWHERE)),
+            Section("All candidates", _candidates(recommendation)),
+            Section("Left out", _left_out(recommendation.excluded, "Nothing was left out.")),
+            Section("Failures", _failures(records)),
+            Section(
+                "Machine and versions",
+                document.facts(rows.machine(hardware))
+                + document.table(*precisions, num_numeric=1)
+                + document.facts(recommendation.versions.items()),
+            ),
+        ],
+        kind="search",
+        lead=_lead(recommendation),
+    )
+
+
+def unfinished_page(name: str, records: Sequence[Record]) -> str:
+    """The HTML document of the study `name`; `records` are of one search, and at least one."""
+    ruled_out = (
+        *check_results.exclusions(check_results.found_fidelity(records)),
+        *loss_scales.exclusions(loss_scales.calibrated(records)),
+    )
+    checks = [record.outcome for record in records if isinstance(record.outcome, Fidelity)]
+    return document.page(
+        f"{name}: nothing was recommended",
+        [
+            Section("Failures", _failures(records)),
+            Section("Ruled out by checks", _left_out(ruled_out, "No check ruled anything out.")),
+            *_against_batch_size(None, records),
+            Section("The search as it went", chart(course(None, records), _COURSE_ALONE)),
+            _fidelity(checks, checks, records),
+        ],
+        kind="search",
+        lead=_lead_without(records),
+    )
+
+
+def _against_batch_size(recommendation: Recommendation | None, records: Sequence[Record]) -> list[Section]:
+    rings = "" if recommendation is None else _RINGS
+    return [
+        Section("Throughput against batch size", chart(throughput(recommendation, records), _THROUGHPUT + rings)),
+        Section(
+            "Memory against batch size", chart(memory(recommendation, records), memory_caption(recommendation, records))
+        ),
+    ]
+
+
+def _lead(recommendation: Recommendation) -> str:
+    evidence, search, hardware = recommendation.evidence, recommendation.search, recommendation.hardware
+    baseline, interval = evidence.baseline, evidence.speedup_interval
+    between = "" if interval is None else f"{times(interval[0])} to {times(interval[1])} "
+    low, high = evidence.samples_per_second_interval
+    landing = f"a new run: {number(low)} to {number(high)}; {duration(evidence.step_seconds)} a step"
+    tiles = [
+        (
+            "speed-up",
+            "unknown" if evidence.speedup is None else times(evidence.speedup),
+            f"{between}over the baseline, {baseline.config.precision} batch {baseline.config.batch_size}",
+        ),
+        ("samples/s", number(evidence.samples_per_second), landing),
+        ("peak memory", size(evidence.peak_memory_bytes), f"of {size(hardware.memory.available)} available"),
+    ]
+    warnings = ["The search was interrupted: this is the best so far."] * search.was_interrupted
+    counted = f"{count(search.num_trials, 'trial')}, {search.num_failures} failed, {duration(search.seconds)}"
+    on = f"{hardware.device} ({one_line(hardware.identity.name)})"
+    return "".join(
+        [
+            document.tiles(tiles),
+            document.paragraph(one_line(recommendation.reason), "reason"),
+            *(document.paragraph(one_line(warning), "warning") for warning in (*warnings, *recommendation.warnings)),
+            document.paragraph(f"{counted} on {on}.", "absent"),
+        ]
+    )
+
+
+def _lead_without(records: Sequence[Record]) -> str:
+    trials = [record for record in records if is_trial(record)]
+    num_failed = sum(isinstance(record.outcome, Failure) for record in trials)
+    if num_failed < len(trials):
+        why = "what ran was ruled out, or the search did not come to choose"
+    else:
+        why = f"none of {count(len(trials), 'trial')} worked" if trials else "no trial has ended"
+    seconds = duration(sum(record.seconds for record in records))
+    counted = f"{count(len(trials), 'trial')}, {num_failed} failed, {seconds} of measuring."
+    return document.paragraph(f"Nothing was recommended: {why}.", "warning") + document.paragraph(counted, "absent")
+
+
+def _use(recommendation: Recommendation, path: str) -> str:
+    exports = export_lines(recommendation.config)
+    config = msgspec.json.format(recommendation.config.to_json(), indent=2)
+    return (
+        (document.code("In the shell, before Python starts", "\n".join(exports)) if exports else "")
+        + document.code("In Python", "\n".join(rows.python_lines(recommendation, path)))
+        + document.code(*rows.export_command(recommendation, path))
+        + document.folded("The config as JSON", document.code("As AmpConfig.from_json reads it", config))
+    )
+
+
+def _loss_scale(recommendation: Recommendation, records: Sequence[Record]) -> str:
+    found = calibrated(recommendation, records)
+    histogram, forecast = gradients(recommendation, found), foretold(found)
+    if isinstance(found, Calibrated):
+        chosen = f" Chosen: from {exact(found.pair[0])}, growth interval {found.pair[1]}."
+        return chart(histogram, f"{_GRADIENTS} This is {found.about}.") + chart(forecast, _FORETOLD + chosen)
+    if isinstance(histogram, str):
+        return chart(f"No gradient histogram and no forecast of the loss scale: {found}.")
+    return chart(histogram, _GRADIENTS) + chart(forecast)
+
+
+def _fidelity(drawn: Sequence[Fidelity], told: Iterable[Fidelity], records: Sequence[Record]) -> Section:
+    """The chart, and what each check of a precision or of accumulation found."""
+    lines = [(found.precision, check_line(found)) for found in told]
+    accumulations = [r.outcome for r in records if isinstance(r.outcome, Accumulation)]
+    checks = lines + [("accumulation", f"{accumulation_line(found)}. {found.reason}") for found in accumulations]
+    return Section("Fidelity to fp32", chart(fidelity(drawn), _FIDELITY) + (document.facts(checks) if checks else ""))
+
+
+def _candidates(recommendation: Recommendation) -> str:
     recommended, baseline = rows.recommended_row(recommendation), rows.baseline_row(recommendation)
     shown, columns = [], ["precision"]
     for row, cells in rows.table(recommendation):
         outcome = ", ".join([*rows.roles(row, recommended, baseline), rows.outcome_words(row)])
-        columns, texts = list(cells), list(cells.values())
-        shown.append([*texts, outcome, rows.reason_words(row)])
+        columns = list(cells)
+        shown.append([*cells.values(), outcome, rows.reason_words(row)])
     return document.table([*columns, "outcome", "reason"], shown, num_numeric=len(columns) - 1)
 
 
-def _left_out(excluded: Iterable[Exclusion]) -> str:
-    """What was left out, by reason."""
+def _left_out(excluded: Iterable[Exclusion], nothing: str) -> str:
     shown = [(", ".join(precisions), sizes, reason) for precisions, sizes, reason in rows.exclusions(excluded)]
-    if not shown:
-        return document.paragraph("Nothing was left out.", "absent")
-    return document.table(("precision", "batch", "reason"), shown)
+    return document.table(("precision", "batch", "reason"), shown) if shown else document.paragraph(nothing, "absent")
 
 
 def _failures(records: Sequence[Record]) -> str:
-    """Every failure with its reason; what it printed last unfolds."""
     failed = [(r, r.outcome) for r in records if isinstance(r.outcome, Failure)]
     if not failed:
         return document.paragraph("No trial and no check failed.", "absent")
@@ -63,179 +220,3 @@ def _failures(records: Sequence[Record]) -> str:
         if found.details
     )
     return document.table(("trial", "candidate", "purpose", "failure", "reason"), shown) + "".join(unfolding)
-
-
-def _checks(made: Iterable[Fidelity], records: Sequence[Record]) -> str:
-    """What the checks of precisions and of accumulation found, a line each."""
-    lines: list[tuple[str, str]] = [(found.precision, check_line(found)) for found in made]
-    found = [r.outcome for r in records if isinstance(r.outcome, Accumulation)]
-    lines += [("accumulation", f"{accumulation_line(check)}. {check.reason}") for check in found]
-    return document.facts(lines) if lines else ""
-
-
-def _machine(hardware: Hardware, versions: dict[str, str]) -> str:
-    """The device, its memory, each precision's level and rate, and the versions of what was measured with."""
-    columns = ("precision", "matrix products", "level", "reason")
-    table = document.table(columns, rows.precisions(hardware), num_numeric=1)
-    return document.facts(rows.machine(hardware)) + table + document.facts(versions.items())
-
-
-_ELSEWHERE = ("config", "reason", "warning", "fidelity")  # facts that have a place of their own
-
-
-def search_page(recommendation: Recommendation, records: Sequence[Record], path: str) -> str:
-    """The HTML document; `path` is that of recommendation.json, for the lines to copy."""
-    told = dict(recommendation.facts())
-    return document.page(
-        f"{recommendation.search.study}: {told['config']}",
-        [
-            Section("Use it", _use(recommendation, path)),
-            Section("Throughput against batch size", chart(throughput(recommendation, records), _THROUGHPUT)),
-            Section(
-                "Memory against batch size", chart(memory(recommendation, records), caption(recommendation, records))
-            ),
-            Section("Throughput against memory", chart(pareto(recommendation), _PARETO)),
-            Section("The search as it went", chart(course(recommendation, records), _COURSE)),
-            Section("The loss scale of fp16", _loss_scale(recommendation, records)),
-            Section("Fidelity to fp32", _fidelity(recommendation, records)),
-            Section("Evidence", document.facts(pair for pair in recommendation.facts() if pair[0] not in _ELSEWHERE)),
-            Section("All candidates", candidate_table(recommendation)),
-            Section("Left out", _left_out(recommendation.excluded)),
-            Section("Failures", _failures(records)),
-            Section("Machine and versions", _machine(recommendation.hardware, recommendation.versions)),
-        ],
-        kind="search",
-        lead=_lead(recommendation),
-    )
-
-
-MARKS = (
-    "Large marks are the first trial of each batch size, with the 95 % interval of its step time in that process (one "
-    "over few steps may run out of the chart); small ones are the trials that measured again: confirmations in fresh "
-    "processes, other loader workers, pinned modules. Open marks were cut short as far slower than the best."
-)
-_THROUGHPUT = f"{MARKS} The rings are medians over processes, with where a new run is expected to land."
-_PARETO = (
-    "One mark for each candidate; those on the line, the baseline and the recommended one are labelled with their "
-    "batch size (x accumulation steps) where there is room. Nothing that may be recommended is above and left of the "
-    "line; open marks were cut short or excluded."
-)
-_COURSE = (
-    "Above: each trial where it ended, and the fastest so far that no check has ruled out. Below: what the time went "
-    "into; confirm measures the recommended one and the baseline again in fresh processes, plain the recommended one "
-    "without its environment variables, fallback what the training steps down to. Loading and probing come before, and "
-    "are not counted."
-)
-_GRADIENTS = (
-    "Entries of the gradient in fp32 by magnitude. The loss scale moves them to the right: out of the part that fp16 "
-    "flushes to zero, yet no further than where a backward pass overflows, which is on larger numbers than these. The "
-    "bars are the range of each format, hatched where fp16 has fewer digits."
-)
-_FORETOLD = (
-    "GradScaler's own rule, replayed over the length of the training on the largest safe scales that were measured. "
-    "Crosses are steps skipped. A burst of five bad batches is put in: without one a slow recovery would cost nothing."
-)
-FIDELITY = (
-    "The noise ratio: how far the precision's rounding moves the gradient, in units of how far another batch of the "
-    "same data moves it; of the whole gradient, of each module in the order of the model (where they are many, of the "
-    "larger ones that hold them), and, small, of the five parameters where that is most."
-)
-
-
-def _lead(recommendation: Recommendation) -> str:
-    evidence, search = recommendation.evidence, recommendation.search
-    baseline, available = evidence.baseline, recommendation.hardware.memory.available
-    over = f"over the baseline, {baseline.config.precision} batch {baseline.config.batch_size}"
-    interval = evidence.speedup_interval
-    low, high = evidence.samples_per_second_interval
-    speedup = "unknown" if evidence.speedup is None else times(evidence.speedup)
-    between = "" if interval is None else f"{times(interval[0])} to {times(interval[1])} "
-    parts = [
-        document.tiles(
-            [
-                ("speed-up", speedup, between + over),
-                (
-                    "samples/s",
-                    number(evidence.samples_per_second),
-                    f"a new run: {number(low)} to {number(high)}; {duration(evidence.step_seconds)} a step",
-                ),
-                ("peak memory", size(evidence.peak_memory_bytes), f"of {size(available)} available"),
-            ]
-        ),
-        document.paragraph(one_line(recommendation.reason), "reason"),
-    ]
-    if search.was_interrupted:
-        parts.append(document.paragraph("The search was interrupted: this is the best so far.", "warning"))
-    parts += [document.paragraph(one_line(warning), "warning") for warning in recommendation.warnings]
-    device = f"{recommendation.hardware.device} ({one_line(recommendation.hardware.identity.name)})"
-    counted = f"{count(search.num_trials, 'trial')}, {search.num_failures} failed, {duration(search.seconds)}"
-    return "".join([*parts, document.paragraph(f"{counted} on {device}.", "absent")])
-
-
-def _use(recommendation: Recommendation, path: str) -> str:
-    exports = export_lines(recommendation.config)
-    config = msgspec.json.format(recommendation.config.to_json(), indent=2)
-    return (
-        (document.code("In the shell, before Python starts", "\n".join(exports)) if exports else "")
-        + document.code("In Python", "\n".join(python_lines(recommendation, path)))
-        + document.code(*export_command(recommendation, path))
-        + document.folded("The config as JSON", document.code("As AmpConfig.from_json reads it", config))
-    )
-
-
-def _loss_scale(recommendation: Recommendation, records: Sequence[Record]) -> str:
-    found = calibrated(recommendation, records)
-    about = f" This is {found.about}." if isinstance(found, Calibrated) else ""
-    histogram, forecast = gradients(recommendation, found), foretold(found)
-    if isinstance(histogram, str) and isinstance(found, str):
-        return chart(f"No gradient histogram and no forecast of the loss scale: {found}.")
-    chosen = (
-        f" Chosen: from {exact(found.pair[0])}, growth interval {found.pair[1]}."
-        if isinstance(found, Calibrated)
-        else ""
-    )
-    return chart(histogram, _GRADIENTS + about) + chart(forecast, _FORETOLD + chosen)
-
-
-def _fidelity(recommendation: Recommendation, records: Sequence[Record]) -> str:
-    return chart(fidelity(recommendation.fidelity), FIDELITY) + _checks(recommendation.checks(), records)
-
-
-_NOTHING_RULED_OUT = document.paragraph("No check ruled anything out.", "absent")
-_COURSE_ALONE = "Above: each trial where it ended. Below: what the time went into."
-
-
-def unfinished_page(name: str, records: Sequence[Record]) -> str:
-    """The HTML document of the study `name`; `records` are of one search, and at least one."""
-    ruled_out = (
-        *check_results.exclusions(check_results.found_fidelity(records)),
-        *loss_scales.exclusions(loss_scales.calibrated(records)),
-    )
-    checks = [record.outcome for record in records if isinstance(record.outcome, Fidelity)]
-    return document.page(
-        f"{name}: nothing was recommended",
-        [
-            Section("Failures", _failures(records)),
-            Section("Ruled out by checks", _left_out(ruled_out) if ruled_out else _NOTHING_RULED_OUT),
-            Section("Throughput against batch size", chart(throughput(None, records), MARKS)),
-            Section("Memory against batch size", chart(memory(None, records), caption(None, records))),
-            Section("The search as it went", chart(course(None, records), _COURSE_ALONE)),
-            Section("Fidelity to fp32", chart(fidelity(checks), FIDELITY) + _checks(checks, records)),
-        ],
-        kind="search",
-        lead=_lead_without(records),
-    )
-
-
-def _lead_without(records: Sequence[Record]) -> str:
-    trials = [record for record in records if is_trial(record)]
-    num_failed = sum(isinstance(record.outcome, Failure) for record in trials)
-    if num_failed < len(trials):
-        why = "what ran was ruled out, or the search did not come to choose"
-    elif trials:
-        why = f"none of {count(len(trials), 'trial')} worked"
-    else:
-        why = "no trial has ended"
-    seconds = duration(sum(record.seconds for record in records))
-    counted = f"{count(len(trials), 'trial')}, {num_failed} failed, {seconds} of measuring."
-    return document.paragraph(f"Nothing was recommended: {why}.", "warning") + document.paragraph(counted, "absent")

@@ -1,0 +1,205 @@
+"""Pages in a real headless Chromium: every mark against the raw outcomes, hover, themes, a phone, hostile text."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import made_study
+import pytest
+from made_run_log import REASON, made_run
+from playwright.sync_api import Browser, Locator, Page, Route, sync_playwright
+
+from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.recommendation import Recommendation
+from autotune_amp.report.files import write_report, write_run_report
+from autotune_amp.report.rows import baseline_row, recommended_row
+from autotune_amp.runtime.run_log import SampleLine, read
+
+STUDIES = Path(__file__).parents[2] / "studies"
+COMMITTED = [STUDIES / "real_training/results/slow_images", STUDIES / "truth/results/idle/transformer_medium_wall"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    executable = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+    if executable is None:
+        pytest.skip("neither chromium nor chromium-headless-shell is on PATH: a real browser is needed for this")
+    with sync_playwright() as playwright:
+        # Without a sandbox, which root may not have.
+        yield playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+
+
+@contextmanager
+def opened(browser: Browser, path: Path, **options: Any) -> Iterator[Page]:
+    """The page at `path`, its charts drawn; at the end it must have asked for nothing else and have had no error."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, **options)
+    problems: list[str] = []
+    asked: list[str] = []
+    own = path.resolve().as_uri()
+
+    def route(found: Route) -> None:
+        asked.append(found.request.url)
+        if found.request.url == own:
+            found.continue_()
+        else:
+            found.abort()
+
+    page = context.new_page()
+    page.on("console", lambda message: problems.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.route("**/*", route)
+    try:
+        page.goto(own)
+        page.wait_for_selector("html[data-drawn]", timeout=60_000)
+        yield page
+        assert problems == []
+        assert asked == [own]
+    finally:
+        context.close()
+
+
+def section(page: Page, title: str) -> Locator:
+    """The part of the page below a heading."""
+    return page.locator("section", has=page.get_by_role("heading", name=title, exact=True))
+
+
+def num_marks(where: Locator) -> int:
+    """The marks of its scatter charts."""
+    return where.locator(".scatterlayer .point").count()
+
+
+def num_rows(where: Locator) -> int:
+    """The rows of its table."""
+    return where.locator("tbody tr").count()
+
+
+def hover(page: Page, mark: Locator) -> str:
+    """What the page shows once the mouse rests on a mark."""
+    mark.scroll_into_view_if_needed()
+    box = mark.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    label = page.locator(".hoverlayer .hovertext").first
+    label.wait_for(timeout=10_000)
+    return label.text_content() or ""
+
+
+def assert_it_fits_a_phone(page: Page) -> None:
+    """Nothing is wider than the window, and no label beside a mark covers another."""
+    page.set_viewport_size({"width": 380, "height": 800})
+    page.wait_for_function("[...document.querySelectorAll('.main-svg')].every((svg) => svg.clientWidth < 380)")
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    for figure in page.locator("figure.chart").all():
+        labels = figure.locator(".textpoint text").filter(visible=True).all()
+        boxes = [box for label in labels if (box := label.bounding_box()) is not None and label.text_content()]
+        for place, a in enumerate(boxes):
+            for b in boxes[:place]:
+                is_beside = a["x"] >= b["x"] + b["width"] or b["x"] >= a["x"] + a["width"]
+                assert is_beside or a["y"] >= b["y"] + b["height"] or b["y"] >= a["y"] + a["height"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Studies with their reports, by name."""
+    out = tmp_path_factory.mktemp("studies")
+    copied = [Path(shutil.copytree(study, out / study.name)) for study in COMMITTED]
+    found = {folder.name: folder for folder in (made_study.write(out), *copied)}
+    for folder in found.values():
+        write_report(folder)
+    return found
+
+
+@pytest.mark.parametrize("name", ["made", *(study.name for study in COMMITTED)])
+def test_every_mark_stands_for_an_outcome_and_a_phone_is_wide_enough(
+    name: str, browser: Browser, folders: dict[str, Path]
+) -> None:
+    shown = Recommendation.load(folders[name] / "recommendation.json")
+    lines = [json.loads(line) for line in (folders[name] / "outcomes.jsonl").read_text().splitlines()]
+    outcomes = [line["outcome"] for line in lines if line["search_id"] == shown.search.search_id]
+    kinds = [outcome["outcome"] for outcome in outcomes]
+    num_measured, num_failed = kinds.count("measurement"), kinds.count("failure")
+    num_oom = sum(outcome.get("kind") == "oom" for outcome in outcomes)
+    with opened(browser, folders[name] / "report.html") as page:
+        speed = section(page, "Throughput against batch size")
+        is_apart = shown.evidence.baseline.config != shown.config
+        assert num_marks(speed) == num_measured + num_failed + 1 + is_apart
+        assert num_marks(section(page, "Memory against batch size")) == num_measured + num_oom
+        num_candidates = sum(row.samples_per_second is not None for row in shown.candidates)
+        is_other_row = baseline_row(shown) is not recommended_row(shown)
+        assert num_marks(section(page, "Throughput against memory")) == num_candidates + 1 + is_other_row
+        course = section(page, "The search as it went")
+        assert num_marks(course) == num_measured + num_failed
+        assert course.locator(".barlayer .point").count() == len(outcomes)
+        noise = sum(1 + len(check.modules) + len(check.worst_parameters) for check in shown.fidelity)
+        assert num_marks(section(page, "Fidelity to fp32")) == noise
+        scale = section(page, "The loss scale of fp16").text_content() or ""
+        assert ("fp16 was not calibrated" in scale) == ("calibration" not in kinds)
+        assert num_rows(section(page, "Failures")) == num_failed
+        assert num_rows(section(page, "All candidates")) == len(shown.candidates)
+        assert_it_fits_a_phone(page)
+
+
+def test_resting_on_a_mark_says_what_it_is_the_config_is_copied_and_foreign_text_is_text(
+    browser: Browser, folders: dict[str, Path]
+) -> None:
+    permissions = ["clipboard-read", "clipboard-write"]
+    with opened(browser, folders["made"] / "report.html", permissions=permissions) as page:
+        speed = section(page, "Throughput against batch size")
+        assert "fp32 batch 64" in hover(page, speed.locator(".scatterlayer .trace").nth(1).locator(".point").nth(1))
+        course = section(page, "The search as it went")
+        assert "fp32 batch 16, accumulation" in hover(page, course.locator(".barlayer .point").first)
+
+        page.get_by_text("The config as JSON").click()
+        block = section(page, "Use it").locator(".code").last
+        block.get_by_role("button").click()
+        block.get_by_role("button", name="Copied").wait_for()
+        assert AmpConfig.from_json(page.evaluate("navigator.clipboard.readText()")) == made_study.made().config
+
+        assert page.title() == "made: fp16, batch size 64"
+        assert page.locator("img").count() == 0
+        assert made_study.HOSTILE in (page.locator("main").text_content() or "")
+        failed = section(page, "Memory against batch size").locator(".scatterlayer .trace").last.locator(".point")
+        assert "</script>" in hover(page, failed.nth(1))
+
+
+def _ground(page: Page) -> tuple[str, str]:
+    body = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    paper = page.evaluate("getComputedStyle(document.querySelector('.main-svg .bg')).fill")
+    return body, paper
+
+
+def test_light_and_dark(browser: Browser, folders: dict[str, Path]) -> None:
+    with opened(browser, folders["slow_images"] / "report.html", color_scheme="light") as page:
+        light = _ground(page)
+        page.emulate_media(color_scheme="dark")
+        page.wait_for_selector("html[data-drawn=dark]")
+        dark = _ground(page)
+        assert (light[0] != dark[0], light[1] != dark[1]) == (True, True)
+        page.get_by_role("button", name="Light").click()
+        page.wait_for_selector("html[data-drawn=light]")
+        assert _ground(page) == light
+
+
+def test_every_line_of_a_run_log_is_a_mark_and_a_move_says_its_reason(browser: Browser, tmp_path: Path) -> None:
+    log = made_run(tmp_path / "run.jsonl")
+    run = read(log)
+    num_scaled = sum(line.scale is not None for line in run.lines)
+    num_losses = sum(isinstance(line, SampleLine) and line.loss is not None for line in run.lines)
+    num_bands, num_resumed = 2, 1  # fp16, then bf16; resumed in that
+    with opened(browser, write_run_report(log)) as page:
+        chart = section(page, "The run as it went")
+        assert num_marks(chart) == num_scaled + num_losses + len(run.moves) + num_resumed + num_bands
+        assert chart.locator(".shapelayer path").count() == num_bands
+        assert num_rows(section(page, "Moves")) == len(run.moves)
+        last_move = chart.locator(".scatterlayer .trace", has=page.locator(".textpoint")).locator(".point").last
+        assert REASON in hover(page, last_move)
+        light = chart.locator(".shapelayer path").first.get_attribute("style")
+        page.get_by_role("button", name="Dark", exact=True).click()
+        page.wait_for_selector("html[data-drawn=dark]")
+        assert chart.locator(".shapelayer path").first.get_attribute("style") != light
+        assert_it_fits_a_phone(page)
