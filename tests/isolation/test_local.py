@@ -347,6 +347,19 @@ def test_a_process_opens_the_workload_for_the_trials_device(monkeypatch: pytest.
     assert [(message["cmd"], message.get("device")) for message in sent][1] == ("open", "cuda:1")
 
 
+@pytest.mark.parametrize(("isolation", "num_loads"), [("forked", 1), ("kept", 2), ("fresh", 2)])
+def test_a_process_in_which_a_job_failed_runs_no_other(
+    isolation: Isolation, num_loads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a failure leaves behind would be measured with the next job; a template only forks."""
+    failed = {"outcome": "failure", "kind": "oom", "message": "full"}
+    answers = [*READY, failed, *(READY if num_loads == 2 else ()), failed]
+    backend, sent = scripted(monkeypatch, isolation, *answers)
+    outcomes = [backend.submit(CUDA_TRIAL).result() for _ in range(2)]
+    assert all(isinstance(outcome, Failure) for outcome in outcomes)
+    assert [message["cmd"] for message in sent].count("load") == num_loads
+
+
 def test_time_that_ends_while_loading_is_a_small_budget_or_the_trials_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     backend, _ = scripted(monkeypatch, "kept", None, OVERDUE)
     with pytest.raises(BudgetTooSmallError):
@@ -366,13 +379,14 @@ def test_a_check_halves_its_batch_in_the_time_that_is_left_and_keeps_what_it_had
     full = {"outcome": "failure", "kind": "oom", "message": "full"}
     backend, sent = scripted(monkeypatch, "forked", *READY, full, full, full, full)
     unchecked = backend.submit(CHECK).result()
-    assert [message["job"]["batch_size"] for message in sent if message["cmd"] == "run"] == [8, 4, 2, 1]
+    assert [message["job"]["candidate"]["batch_size"] for message in sent if message["cmd"] == "run"] == [8, 4, 2, 1]
     assert (getattr(unchecked, "verdict", None), getattr(unchecked, "batch_size", None)) == ("unchecked", 1)
     so_far = msgspec.to_builtins(CHECK.unchecked(Failure(kind="timeout", message="made")))
     ended = ProcessEndedError(Failure(kind="crash", message="it died"), so_far)
     backend, _ = scripted(monkeypatch, "forked", *READY, ended)
     assert getattr(backend.submit(CHECK).result(), "verdict", None) == "unchecked"
-    calibration = msgspec.structs.replace(CHECK, what="calibration", batch_size=1)
+    smallest = Setting(precision="bf16", batch_size=1)
+    calibration = msgspec.structs.replace(CHECK, what="calibration", candidate=smallest)
     backend, _ = scripted(monkeypatch, "forked", *READY, full)
     assert getattr(backend.submit(calibration).result(), "kind", None) == "oom"
 
