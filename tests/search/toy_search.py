@@ -61,7 +61,6 @@ def searched(folder: Path, harmful: str) -> dict[str, Any]:
         options=options,
         environment={},
         workload=about,
-        is_budget_spent=False,
         hardware=device,
         search=SearchSummary(study="toy", num_trials=1, num_failures=0, seconds=1.0),
         fingerprint=Fingerprint(digest="", parts={}),
