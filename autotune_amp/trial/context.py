@@ -177,9 +177,7 @@ def _contents(value: Any) -> Any:
 def _put_back(value: Any, contents: Any) -> None:
     if isinstance(value, torch.Generator):
         value.set_state(contents)
-    elif isinstance(value, list):
-        value[:] = contents
-    elif isinstance(value, deque):
+    elif isinstance(value, list | deque):
         value.clear()
         value.extend(contents)
     elif isinstance(value, set):
@@ -278,9 +276,7 @@ def make_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimize
 
 
 def _made(workload: Workload, model: nn.Module) -> list[torch.optim.Optimizer]:
-    given = workload.optimizer
-    if given is None:
-        return [torch.optim.AdamW(model.parameters())]
+    given: Any = torch.optim.AdamW if workload.optimizer is None else workload.optimizer
     if not isinstance(given, torch.optim.Optimizer) and callable(given):
         return _checked(given(model if isinstance(given, OptimizersOfModel) else model.parameters()))
     several = _checked(given)
@@ -305,8 +301,9 @@ def _like(
     optimizer: torch.optim.Optimizer, given_model: Any, model: nn.Module, *, is_alone: bool
 ) -> torch.optim.Optimizer:
     kind = type(optimizer)
-    accepted = inspect.signature(kind).parameters
-    defaults = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    defaults = {
+        name: optimizer.defaults[name] for name in inspect.signature(kind).parameters.keys() & optimizer.defaults
+    }
     own = {id(parameter): parameter for parameter in model.parameters()}
     if isinstance(given_model, nn.Module):  # which the one at hand may be a copy of
         own |= {id(given): ours for given, ours in zip(given_model.parameters(), model.parameters(), strict=True)}

@@ -139,21 +139,16 @@ def time_steps(
             measuring_seconds=now - started - timer.compiling_seconds,
             training_seconds=now - began,
         )
-    if sum(skips) >= len(groups) * spec.num_steps_per_report:
-        raise NonFiniteError(f"the loss scaler skipped all {len(groups) * spec.num_steps_per_report} measured steps")
+    if sum(skips) >= num_steps:
+        raise NonFiniteError(f"the loss scaler skipped all {num_steps} measured steps")
     num_kept = len(groups) // burst * burst or len(groups)
-    was_cut = reason == "cut"
+    groups, num_skips = groups[:num_kept], sum(skips[:num_kept])
     held_seconds = None
-    if training.device.type != "cpu" and not was_cut and _waits(groups[:num_kept]):
+    if training.device.type != "cpu" and reason != "cut" and _waits(groups):
         held_seconds = timer.time(spec.num_steps_per_report, held=training.next_batch()).seconds
         report(0, held_seconds)
-    found = timer.result(
-        first_step_seconds,
-        groups[:num_kept],
-        num_skips=sum(skips[:num_kept]),
-        was_cut=was_cut,
-        held_seconds=held_seconds,
-    )
+    was_cut = reason == "cut"
+    found = timer.result(first_step_seconds, groups, num_skips=num_skips, was_cut=was_cut, held_seconds=held_seconds)
     if has_worst and spec.is_miniature:
         _step_on_worst(training, timer, enter)
     return found
@@ -235,8 +230,7 @@ class _StepTimer:
     def __init__(self, training: BaseTraining, count_compilations: Callable[[], int]) -> None:
         self._training = training
         self._count_compilations = count_compilations
-        self.num_compiling_steps = 0
-        self.compiling_seconds = 0.0
+        self.num_compiling_steps, self.compiling_seconds = 0, 0.0
         self._num_micro = training.spec.num_timed_micro_batches
         self._repeats = training.spec.candidate.accumulation_steps / self._num_micro
         self._is_split = self._repeats > 1 or training.device.type == "cpu"

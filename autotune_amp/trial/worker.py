@@ -306,14 +306,10 @@ def clean(device: torch.device) -> None:
 
 def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
     memory, context_seconds = prepare(context, spec)
-    is_build_shared = context.is_build_shared
+    building: dict[str, Any] = {"context_seconds": context_seconds, "is_build_shared": context.is_build_shared}
     started = time.perf_counter()
     training = make_training(context.workload, context.model(torch.device(spec.device)), spec)
-    building = {
-        "build_seconds": time.perf_counter() - started,
-        "context_seconds": context_seconds,
-        "is_build_shared": is_build_shared,
-    }
+    building["build_seconds"] = time.perf_counter() - started
     with closing(training):
         return _train(training, memory, tell, building)
 
@@ -354,7 +350,7 @@ def _train(training: BaseTraining, memory: PeakMemory, tell: Tell, building: dic
     found = outcome({})
     if spec.ending_seconds is None or not isinstance(found, Measurement):
         return found
-    return outcome(_Ending(training, spec.ending_seconds, tell, found).run())
+    return outcome(_ending(training, spec.ending_seconds, tell, found))
 
 
 def _measurement(spec: Trial, timing: Timing, **measured: Any) -> Measurement:
@@ -374,59 +370,49 @@ def _energy_counter(device: torch.device) -> Counter | None:
     return counter_of(device.type, cuda.uuid(device) if device.type == "cuda" else None)
 
 
-class _Ending:
+def _ending(training: BaseTraining, limit_seconds: float, tell: Tell, measured: Measurement) -> dict[str, Any]:
     """The end of a miniature of the job: the workload's own evaluation, then its checkpoint into a folder that is
-    removed, `limit_seconds` for both together.
+    removed, `limit_seconds` for both together; what came of them, in the fields of a `Measurement`.
 
     The parent holds them to it: before each it is sent the measurement that holds should it not come back, and the
     folder, for whoever has to remove it then. Running out of memory passes through; what else the user's code raises is
     noted.
     """
+    began = time.perf_counter()
+    taken: dict[str, float] = {}
+    problems: list[str] = []
 
-    def __init__(self, training: BaseTraining, limit_seconds: float, tell: Tell, measured: Measurement) -> None:
-        self._training = training
-        self._limit_seconds = limit_seconds
-        self._tell = tell
-        self._measured = measured
-        self._began = time.perf_counter()
-        self._seconds: dict[str, float | None] = {"evaluation_seconds": None, "checkpoint_seconds": None}
-        self._problems: list[str] = []
+    def fields(seconds: float, *overdue: str) -> dict[str, Any]:
+        return {**taken, "ending_seconds": seconds, "ending_problem": "; ".join([*problems, *overdue]) or None}
 
-    def run(self) -> dict[str, Any]:
-        """Both, as far as the workload has them: what came of them, in the fields of a `Measurement`."""
-        training = self._training
-        if training.workload.evaluate is not None:
-            self._run("evaluate", "evaluation_seconds", training.evaluate, name="evaluating")
-        if training.workload.checkpoint is not None:
-            with tempfile.TemporaryDirectory(prefix="autotune-amp-", ignore_cleanup_errors=True) as folder:
-                write = partial(training.checkpoint, Path(folder))
-                self._run("checkpoint", "checkpoint_seconds", write, name="writing a checkpoint", folder=folder)
-        return self._fields(time.perf_counter() - self._began, self._problems)
-
-    def _run(self, what: str, field: str, action: Callable[[], None], **phase: str) -> None:
+    def attempt(what: str, field: str, action: Callable[[], None], **phase: str) -> None:
         started = time.perf_counter()
-        left_seconds = self._limit_seconds - (started - self._began)
+        left_seconds = limit_seconds - (started - began)
         if left_seconds <= 0:
-            self._problems.append(f"{what} was not run, for want of time")
+            problems.append(f"{what} was not run, for want of time")
             return
         overdue = f"{what} did not end within {left_seconds:.{0 if left_seconds >= 10 else 1}f} s"
-        fields = self._fields(self._limit_seconds, [*self._problems, overdue])
-        so_far = msgspec.structs.replace(self._measured, **fields)
-        self._tell({"event": "so far", "value": msgspec.to_builtins(so_far)})
-        self._tell({"event": "phase", "seconds": left_seconds, **phase})
+        so_far = msgspec.structs.replace(measured, **fields(limit_seconds, overdue))
+        tell({"event": "so far", "value": msgspec.to_builtins(so_far)})
+        tell({"event": "phase", "seconds": left_seconds, **phase})
         try:
             action()
-            synchronize(self._training.device)
+            synchronize(training.device)
         except (Exception, SystemExit) as error:
             failure = classify(error)
             if failure.kind == "oom":
                 raise
-            self._problems.append(f"{what} raised {failure.message}")
+            problems.append(f"{what} raised {failure.message}")
         else:
-            self._seconds[field] = time.perf_counter() - started
+            taken[field] = time.perf_counter() - started
 
-    def _fields(self, seconds: float, problems: list[str]) -> dict[str, Any]:
-        return {**self._seconds, "ending_seconds": seconds, "ending_problem": "; ".join(problems) or None}
+    if training.workload.evaluate is not None:
+        attempt("evaluate", "evaluation_seconds", training.evaluate, name="evaluating")
+    if training.workload.checkpoint is not None:
+        with tempfile.TemporaryDirectory(prefix="autotune-amp-", ignore_cleanup_errors=True) as folder:
+            write = partial(training.checkpoint, Path(folder))
+            attempt("checkpoint", "checkpoint_seconds", write, name="writing a checkpoint", folder=folder)
+    return fields(time.perf_counter() - began)
 
 
 def raise_oom_score() -> None:

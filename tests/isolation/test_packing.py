@@ -69,21 +69,14 @@ def arrived(model: nn.Module, optimizer: Any = torch.optim.SGD) -> Any:
     return unpack(pack(workload_of(model, optimizer)))
 
 
-def test_a_model_compiled_in_place_is_compiled_where_it_arrives(compiled: list[str]) -> None:
-    model = Net()
-    model.compile(backend=Named("whole"))
-    found = arrived(model).model
-    found(torch.ones(2, 4))
-    assert compiled == ["whole"]
-    assert torch.equal(found.linear.weight, model.linear.weight)
-
-
-def test_parts_compiled_in_place_are_too_and_the_others_not(compiled: list[str]) -> None:
+def test_what_is_compiled_in_place_is_compiled_where_it_arrives_and_the_rest_is_not(compiled: list[str]) -> None:
     model = nn.Sequential(Net(), Net(), Net())
     model[0].compile(backend=Named("first"))
     model[2].compile(disable=True)
-    arrived(model).model(torch.ones(2, 4))
+    found = arrived(model).model
+    found(torch.ones(2, 4))
     assert compiled == ["first"]
+    assert torch.equal(found[0].linear.weight, model.state_dict()["0.linear.weight"])
 
 
 def test_a_model_compiled_in_a_way_that_cannot_be_known_is_refused() -> None:
@@ -106,6 +99,8 @@ def test_a_model_arrives_without_the_ddp_around_it_and_the_optimizer_is_its_own(
     assert type(found.model) is nn.Linear
     assert [group["params"] for group in found.optimizer.param_groups] == [[found.model.weight], [found.model.bias]]
     assert torch.equal(found.model.weight, model.module.weight)
+    of_bare, of_wrapped = (workload_parts(SimpleNamespace(model=each)) for each in (model.module, model))
+    assert of_bare == of_wrapped, "the fingerprint is that of the bare model too"
 
 
 @pytest.mark.usefixtures("group")
@@ -117,12 +112,6 @@ def test_ddp_around_a_compiled_model_and_within_one_leaves_it_compiled(compiled:
     for model in models:
         arrived(model).model(torch.ones(2, 4))
     assert compiled == ["inside", "around", "in place"]
-
-
-@pytest.mark.usefixtures("group")
-def test_the_ddp_around_a_model_is_nothing_to_the_fingerprint() -> None:
-    model = nn.Linear(4, 1)
-    assert workload_parts(SimpleNamespace(model=wrapped(model))) == workload_parts(SimpleNamespace(model=model))
 
 
 def sharded(model: nn.Module) -> Any:
