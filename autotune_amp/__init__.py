@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autotune_amp.api import check_fidelity, profile_amp, recommend_config
     from autotune_amp.core.config import AmpConfig, LossScale
-    from autotune_amp.core.fidelity import Fidelity
+    from autotune_amp.core.outcome import Fidelity
     from autotune_amp.core.recommendation import Recommendation
     from autotune_amp.core.workload import Workload
     from autotune_amp.hardware import probe
@@ -33,7 +33,7 @@ __all__ = [
 _HOMES = {
     "AmpConfig": "core.config",
     "AmpProfile": "profile.results",
-    "Fidelity": "core.fidelity",
+    "Fidelity": "core.outcome",
     "LossScale": "core.config",
     "PrecisionController": "runtime.controller",
     "Recommendation": "core.recommendation",

@@ -20,12 +20,12 @@ from autotune_amp.search.progress import Progress
 from autotune_amp.search.source import Source, live, target
 
 if TYPE_CHECKING:
-    from autotune_amp.core.fidelity import Fidelity
+    from autotune_amp.core.outcome import Fidelity
     from autotune_amp.profile.results import AmpProfile
 
 WorkloadArgument: TypeAlias = Workload | Callable[[], Workload] | str | None
 
-DEFAULT_TARGET = "autotune_amp.workloads.transformer:workload"
+DEFAULT_TARGET = "autotune_amp.workloads:workload"
 
 
 def recommend_config(
@@ -145,11 +145,10 @@ def profile_amp(
     """Whether mixed precision pays for `workload` here, and why: fp32 against bf16 and fp16 on the same batches.
 
     `workload` is as `recommend_config` takes it. It runs in processes of its own, on copies, at the user's own batch
-    size unless `batch_size` is given: each precision alone for its memory, then all of them in turns, batch by batch,
-    over `num_batches` training steps each, divided among three processes (one where building the model takes long),
-    then a few steps of each under torch.profiler. What takes more than five times as long as fp32 is cut. `precision`
-    names those to hold against fp32 (TF32 too, by default, where the device has it). `trace` is a file for the
-    profiler's Chrome trace, which https://ui.perfetto.dev opens.
+    size unless `batch_size` is given: all precisions in turns over `num_batches` training steps each, divided among
+    three processes (two where building the model takes long), then a few steps of each under torch.profiler. What takes
+    more than five times as long as fp32 is cut. `precision` names those to hold against fp32 (TF32 too, by default,
+    where the device has it). `trace` is a file for the profiler's Chrome trace, which https://ui.perfetto.dev opens.
 
     A precision that the device lacks, that runs out of memory or that fails has a row with the reason. Raises
     `InvalidRequestError` (a wrong option or device), `WorkloadError` (the workload does not run in fp32 either) and

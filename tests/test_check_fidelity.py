@@ -10,10 +10,10 @@ import pytest
 from conftest import CommandLine
 
 from autotune_amp import check_fidelity
-from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import BudgetTooSmallError, InvalidRequestError, WorkloadError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware, Level
 from autotune_amp.core.outcome import Description
+from autotune_amp.core.setting import Precision
 from autotune_amp.search.check_fidelity import check_job, checked_request
 from autotune_amp.trial.jobs import Check
 

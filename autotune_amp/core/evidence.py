@@ -7,8 +7,8 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.fidelity import Accumulation, Fidelity
 from autotune_amp.core.hardware import LoadEvidence
+from autotune_amp.core.outcome import Accumulation, Fidelity
 
 Objective: TypeAlias = Literal["speed", "memory", "energy"]
 

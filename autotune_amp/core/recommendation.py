@@ -13,12 +13,10 @@ from msgspec import UNSET, UnsetType
 
 from autotune_amp.core import explain
 from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.config_source import export_lines
 from autotune_amp.core.errors import AutotuneAmpError, FormatError, InvalidRequestError, StudyError
 from autotune_amp.core.evidence import Evidence, Job, Objective
-from autotune_amp.core.fidelity import Fidelity
 from autotune_amp.core.hardware import Hardware, MachineLoad
-from autotune_amp.core.outcome import Description
+from autotune_amp.core.outcome import Description, Fidelity
 from autotune_amp.core.setting import Precision, Setting
 from autotune_amp.core.text import one_line
 
@@ -171,7 +169,7 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
 
     def explain(self) -> str:
         """The reason, the evidence and the warnings as a few lines of plain text."""
-        exports = export_lines(self.config)
+        exports = explain.export_lines(self.config)
         lines = [f"{label}: {text}" for label, text in self.facts()]
         return "\n".join([*lines, *(f"before Python starts: {line}" for line in exports)])
 

@@ -14,7 +14,7 @@ from autotune_amp.core.errors import WorkloadError
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from autotune_amp.core.config import Precision
+    from autotune_amp.core.setting import Precision
 
 
 class Workload:
@@ -103,12 +103,12 @@ class Workload:
         trainer is left as it was. Raises `WorkloadError` for one that trains under DeepSpeed or FSDP, has no
         train_dataset, has trained in mixed precision before, or is an AutotuneTrainer.
         """
-        return _adapter("transformers.workload")(trainer)
+        return _adapter("transformers")(trainer)
 
     @classmethod
     def from_lightning(cls, module: Any, data: Any, **options: Any) -> Workload:
         """What ``lightning.Trainer().fit(module, data)`` trains; see `autotune_amp.integrations.lightning.workload`."""
-        return _adapter("lightning.workload")(module, data, **options)
+        return _adapter("lightning")(module, data, **options)
 
     @property
     def is_loop(self) -> bool:

@@ -1,11 +1,14 @@
-"""One rank searches for all of them: the first one; the others wait for its answer. No torch where there is but one."""
+"""One rank searches for all of them: the first one; the others wait for its answer. It comes through
+the store that torch's process groups meet at; no group is made. No torch where there is but one rank."""
 
 from __future__ import annotations
 
 import math
 import os
 import sys
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +29,32 @@ _LATE_SECONDS = 600.0
 
 _MAX_REASONS = 3
 
+# What a launcher puts into the environment of each rank. Mostly exact names: MASTER_KEY or ROLE_ARN are the user's own.
+# torchrun's, and those by which MPI and Slurm, and libraries that ask for them, tell which process this is and whom to
+# report to.
+_NAMES = frozenset(
+    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK"}
+    | {"ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+    | {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS"}
+)
+_FAMILIES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "MPI_LOCAL", "PMI_", "PMIX_")
+_SETTINGS = "PMIX_MCA_"  # the user's own
+
+_HEARD_SECONDS = 30.0
+_POLL_SECONDS = 0.1
+
+_LOST = "See what rank 0 wrote before it ended, and start all ranks again."
+_own_store: Any = None  # open until the process ends: a group that is made later meets at the same server
+_num_calls = 0
+
+
+def is_from_launcher(variable: str) -> bool:
+    """Whether an environment variable of this name says which rank this is, or where the others are.
+
+    A trial is no rank: it sees nothing of it.
+    """
+    return variable in _NAMES or (variable.startswith(_FAMILIES) and not variable.startswith(_SETTINGS))
+
 
 class Place(NamedTuple):
     """Which rank this process is, of how many.
@@ -39,21 +68,15 @@ class Place(NamedTuple):
     is_rerun: bool = False
 
 
-class _Raised(msgspec.Struct, frozen=True, kw_only=True):
-    """An error of ours on its way to another process."""
-
-    name: str
-    message: str
-    next_step: str
-    excluded: tuple[Exclusion, ...] = ()
-    best: Recommendation | None = None
-
-
 class _Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Either of the two."""
+    """Rank 0's answer on its way to the others: a recommendation, or the `error` of ours that was raised."""
 
     recommendation: Recommendation | None = None
-    raised: _Raised | None = None
+    error: str | None = None
+    message: str = ""
+    next_step: str = ""
+    excluded: tuple[Exclusion, ...] = ()
+    best: Recommendation | None = None
 
 
 def place() -> Place:
@@ -85,8 +108,6 @@ def answer_on_first(find: Callable[[], Recommendation], where: Place, budget_sec
     """
     if where.num_ranks == 1:
         return find()
-    from autotune_amp.distributed.rank_store import RankStore
-
     try:
         store = RankStore(where.rank, where.num_ranks, _limit_seconds(budget_seconds))
         if where.rank > 0:
@@ -96,12 +117,12 @@ def answer_on_first(find: Callable[[], Recommendation], where: Place, budget_sec
             f"Rank {where.rank} was interrupted before rank 0 had an answer.", "Start all ranks again.", (), None
         ) from None
     try:
-        found = find()
+        answer = _Answer(recommendation=find())
     except BaseException as error:
-        store.tell(_encoded(_Answer(raised=_closed(error))))
+        store.tell(msgspec.json.encode(_closed(error)).decode())
         raise
-    store.tell(_encoded(_Answer(recommendation=found)))
-    return found
+    store.tell(msgspec.json.encode(answer).decode())
+    return _opened(answer)
 
 
 def left_no_answer(path: Path, cached: Recommendation | None, fingerprint: Fingerprint | None) -> InvalidRequestError:
@@ -138,30 +159,115 @@ def _limit_seconds(budget_seconds: object) -> float:
     return _LATE_SECONDS + (2 * float(budget_seconds) if is_budget else 0.0)  # type: ignore[arg-type]
 
 
-def _encoded(answer: _Answer) -> str:
-    return msgspec.json.encode(answer).decode()
-
-
-def _closed(error: BaseException) -> _Raised:
+def _closed(error: BaseException) -> _Answer:
     if not isinstance(error, AutotuneAmpError):
         message = f"Rank 0 failed: {type(error).__name__}: {error}"
-        return _Raised(name=RunnerError.__name__, message=message, next_step="See the traceback of rank 0.")
-    return _Raised(
-        name=type(error).__name__,
+        return _Answer(error=RunnerError.__name__, message=message, next_step="See the traceback of rank 0.")
+    return _Answer(
+        error=type(error).__name__,
         message=error.message,
         next_step=error.next_step,
-        excluded=error.excluded if isinstance(error, (NothingWorksError, SearchInterruptedError)) else (),
-        best=error.best if isinstance(error, SearchInterruptedError) else None,
+        excluded=getattr(error, "excluded", ()),
+        best=getattr(error, "best", None),
     )
 
 
 def _opened(answer: _Answer) -> Recommendation:
-    raised = answer.raised
-    if raised is None:
-        assert answer.recommendation is not None
+    if answer.recommendation is not None:
         return answer.recommendation
-    if raised.name == NothingWorksError.__name__:
-        raise NothingWorksError(raised.message, raised.next_step, raised.excluded)
-    if raised.name == SearchInterruptedError.__name__:
-        raise SearchInterruptedError(raised.message, raised.next_step, raised.excluded, raised.best)
-    raise vars(errors)[raised.name](raised.message, raised.next_step)
+    if answer.error == NothingWorksError.__name__:
+        raise NothingWorksError(answer.message, answer.next_step, answer.excluded)
+    if answer.error == SearchInterruptedError.__name__:
+        raise SearchInterruptedError(answer.message, answer.next_step, answer.excluded, answer.best)
+    raise vars(errors)[str(answer.error)](answer.message, answer.next_step)
+
+
+class RankStore:
+    """One answer of rank 0 for `num_ranks` ranks; every rank makes as many of these as the others.
+
+    Uses the store of the default process group, or else one at MASTER_ADDR and MASTER_PORT, which a process group made
+    afterwards shares. Waits up to `limit_seconds` for rank 0 to be there. Raises `InvalidRequestError` where there is
+    neither, `RunnerError` where rank 0 cannot be reached.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, limit_seconds: float) -> None:
+        global _num_calls
+        _num_calls += 1
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # its stubs do not export it
+
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the agent's store outlives the ranks
+        self._store = PrefixStore(f"autotune_amp/{attempt}/{_num_calls}", _store(rank, num_ranks, limit_seconds))
+        self._num_ranks = num_ranks
+        self._deadline = time.monotonic() + limit_seconds
+
+    def tell(self, answer: str) -> None:
+        """Give the others their answer; where rank 0 may hold the store, wait a while until they have it."""
+        self._store.set("answer", answer)
+        if _is_held_by_agent():
+            return
+        deadline = time.monotonic() + _HEARD_SECONDS
+        while self._store.add("num_heard", 0) < self._num_ranks - 1 and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+
+    def hear(self) -> str:
+        """Rank 0's answer. Raises `RunnerError` where rank 0 ended without one, or is too late."""
+        from torch.distributed import DistError
+
+        try:
+            while not self._store.check(["answer"]):
+                if time.monotonic() > self._deadline:
+                    raise RunnerError(
+                        "Rank 0 gave no answer in several times its budget: it hangs, died or never searched.",
+                        "Call recommend_config() on all ranks alike; if that is so, see what rank 0 wrote.",
+                    )
+                time.sleep(_POLL_SECONDS)
+            answer = str(self._store.get("answer"), "utf-8")
+            self._store.add("num_heard", 1)
+        except DistError as error:
+            raise RunnerError(f"Rank 0 ended without an answer: {_first_line(error)}.", _LOST) from error
+        return answer
+
+
+def _is_held_by_agent() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _store(rank: int, num_ranks: int, limit_seconds: float) -> Any:
+    global _own_store
+    from torch import distributed
+
+    if distributed.is_initialized():
+        return distributed.distributed_c10d._get_default_store()
+    if _own_store is None:
+        _own_store = _connected(rank, num_ranks, limit_seconds)
+    return _own_store
+
+
+def _connected(rank: int, num_ranks: int, limit_seconds: float) -> Any:
+    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # its stubs do not export it
+
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not address or not port.isdecimal():
+        raise InvalidRequestError(
+            f"This is rank {rank} of {num_ranks}, but MASTER_ADDR and MASTER_PORT do not say where the ranks meet.",
+            "Call init_process_group() before recommend_config(), start the ranks with torchrun, or set both.",
+        )
+    try:
+        # As init_process_group() makes it, which then finds this server; but rank 0 waits for nobody.
+        return TCPStore(
+            address,
+            int(port),
+            num_ranks,
+            is_master=rank == 0 and not _is_held_by_agent(),
+            timeout=timedelta(seconds=limit_seconds),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except DistError as error:
+        raise RunnerError(
+            f"Rank {rank} cannot reach rank 0 at {address}:{port}: {_first_line(error)}.", _LOST
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0].rstrip(".")

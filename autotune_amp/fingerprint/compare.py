@@ -12,7 +12,7 @@ import msgspec
 
 from autotune_amp import __version__
 from autotune_amp.core.recommendation import Fingerprint
-from autotune_amp.distributed.launcher import is_from_launcher
+from autotune_amp.distributed.ranks import is_from_launcher
 from autotune_amp.fingerprint.objects import walk_objects, workload_parts
 from autotune_amp.fingerprint.origin import version
 from autotune_amp.fingerprint.walk import short_hex

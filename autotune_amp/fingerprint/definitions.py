@@ -12,7 +12,7 @@ from pathlib import Path
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from autotune_amp.distributed.launcher import is_from_launcher
+from autotune_amp.distributed.ranks import is_from_launcher
 from autotune_amp.fingerprint.origin import (
     Origin,
     class_dict,

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autotune_amp.hardware.identity import identify
+    from autotune_amp.hardware.device import identify
     from autotune_amp.hardware.measuring import measure
     from autotune_amp.hardware.probing import probe
 
 __all__ = ["identify", "measure", "probe"]
 
-_HOMES = {"identify": "identity", "measure": "measuring", "probe": "probing"}
+_HOMES = {"identify": "device", "measure": "measuring", "probe": "probing"}
 
 
 def __getattr__(name: str) -> object:

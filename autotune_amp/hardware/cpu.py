@@ -10,14 +10,13 @@ import torch
 
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.hardware import host
-from autotune_amp.hardware import identity as identities
-from autotune_amp.hardware.device import only
+from autotune_amp.hardware.device import identify, only
 from autotune_amp.hardware.host import container_cpus, container_memory
 
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
-    from autotune_amp.core.config import Precision
+    from autotune_amp.core.setting import Precision
 
 # Instruction sets that multiply in the format, as cpuinfo (x86, ARM) and torch.cpu.get_capabilities() name them.
 _BF16_ARITHMETIC = ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16")
@@ -61,7 +60,7 @@ def resolve(index: int | None) -> str:
 
 def identity(device: str) -> DeviceIdentity:
     """The same as `identify` says."""
-    return identities.identify(device)
+    return identify(device)
 
 
 def compute_capability(device: str) -> str | None:

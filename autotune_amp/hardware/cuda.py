@@ -16,13 +16,12 @@ import torch
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.hardware import host, nvml
-from autotune_amp.hardware import identity as identities
-from autotune_amp.hardware.device import numbered
+from autotune_amp.hardware.device import cuda_identity, numbered, unknown_identity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autotune_amp.core.config import Precision
+    from autotune_amp.core.setting import Precision
 
 _GET_STARTED = "https://pytorch.org/get-started/locally/"
 _NO_FP8_AUTOCAST = "PyTorch's autocast has no fp8: training in it needs a library such as torchao"
@@ -171,7 +170,7 @@ def uuid(device: str | torch.device) -> str | None:
 def identity(device: str) -> DeviceIdentity:
     """As NVML names the card with the UUID that torch sees, else as torch names it."""
     index, card = torch.device(device).index, uuid(device)
-    found = identities.unknown("cuda", index) if card is None else identities.cuda(index, card)
+    found = unknown_identity("cuda", index) if card is None else cuda_identity(index, card)
     if found.uuid is not None:
         return found
     properties = torch.cuda.get_device_properties(device)

@@ -5,15 +5,24 @@ Another kind is a module with the functions of `Device` and an entry in `DEVICES
 
 from __future__ import annotations
 
+import os
+import platform
 import re
+import sys
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autotune_amp.core.errors import DeviceError
+from autotune_amp.core.hardware import DeviceIdentity
+from autotune_amp.hardware import host, nvml
+from autotune_amp.hardware.host import container_cpus, container_memory
 
 if TYPE_CHECKING:
-    from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
+    from autotune_amp.core.hardware import Capability, DeviceMemory
     from autotune_amp.core.setting import Precision
+
 
 # The module of each kind, in the order in which `auto` tries them.
 DEVICES = {kind: f"autotune_amp.hardware.{kind}" for kind in ("cuda", "xpu", "mps", "cpu")}
@@ -87,3 +96,80 @@ def numbered(kind: str, index: int, num_devices: int) -> str:
             f"Pass {last}, or check the variables that hide devices (CUDA_VISIBLE_DEVICES, ZE_AFFINITY_MASK).",
         )
     return f"{kind}:{index}"
+
+
+def identify(device: str = "auto") -> DeviceIdentity:
+    """The static identity of a device, without importing torch and without touching an accelerator.
+
+    A device that cannot be seen this way (no NVML, ROCm, XPU) is named "unknown" with 0 bytes: what can be used is
+    `measure`'s business. `auto` is the NVIDIA card that this PyTorch is built for and that is visible, else Apple's,
+    else the CPU; ROCm and XPU must be named. A fingerprint is to be made of this on both sides, not of
+    `Hardware.identity`. Raises `DeviceError` only for what is no device name.
+    """
+    kind, index = parse(device)
+    if kind == "auto":
+        kind = _auto()
+    if kind in ("cpu", "mps"):
+        return _host_identity(kind)
+    is_nvidia = kind == "cuda" and not _torch_is_built_for("hip")
+    uuids = nvml.visible_uuids() if is_nvidia else ()
+    index = index or 0
+    return cuda_identity(index, uuids[index]) if index < len(uuids) else unknown_identity(kind, index)
+
+
+def _host_identity(kind: str) -> DeviceIdentity:
+    """The CPU with the memory that this process may use; or Apple's GPU, which has the CPU's name and memory."""
+    is_cpu = kind == "cpu"
+    container = container_memory() if is_cpu else None
+    total = host.total_memory_bytes()
+    return DeviceIdentity(
+        type=kind,
+        name=host.cpu_name(),
+        driver=None if is_cpu else platform.mac_ver()[0] or None,
+        num_cpus=host.num_cpus(),
+        allowed_cpus=container_cpus() if is_cpu else None,
+        total_memory_bytes=total if container is None else min(total, container.limit),
+    )
+
+
+def cuda_identity(index: int, uuid: str) -> DeviceIdentity:
+    """The NVIDIA card of a UUID, as NVML names it."""
+    card = nvml.card(uuid)
+    if card is None:
+        return unknown_identity("cuda", index)
+    return DeviceIdentity(
+        type="cuda",
+        name=card.name,
+        index=index,
+        uuid=card.uuid,
+        driver=card.driver,
+        num_cpus=host.num_cpus(),
+        allowed_cpus=container_cpus(),
+        total_memory_bytes=card.total_memory_bytes,
+    )
+
+
+def unknown_identity(kind: str, index: int) -> DeviceIdentity:
+    """A device that nothing but its own runtime can see."""
+    return DeviceIdentity(type=kind, name="unknown", index=index, num_cpus=host.num_cpus(), total_memory_bytes=0)
+
+
+def _auto() -> str:
+    if _torch_is_built_for("cuda") and nvml.visible_uuids():
+        return "cuda"
+    if sys.platform == "darwin" and os.uname().machine == "arm64":
+        return "mps"
+    return "cpu"
+
+
+def _torch_is_built_for(toolkit: str) -> bool:
+    """By torch's own version file: a CPU build beside an NVIDIA card measures the CPU."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    return names_version(toolkit, Path(spec.origin).with_name("version.py").read_text())
+
+
+def names_version(toolkit: str, version_file: str) -> bool:
+    """Whether the text of torch/version.py names a version of the toolkit, ``cuda`` or ``hip``."""
+    return re.search(rf"^{toolkit}\b[^=]*= *['\"]", version_file, re.MULTILINE) is not None

@@ -9,11 +9,10 @@ import torch
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.hardware import host
-from autotune_amp.hardware import identity as identities
-from autotune_amp.hardware.device import only
+from autotune_amp.hardware.device import identify, only
 
 if TYPE_CHECKING:
-    from autotune_amp.core.config import Precision
+    from autotune_amp.core.setting import Precision
 
 
 def decide(*, is_macos_14: bool) -> dict[Precision, Capability]:
@@ -46,7 +45,7 @@ def resolve(index: int | None) -> str:
 
 def identity(device: str) -> DeviceIdentity:
     """The same as `identify` says."""
-    return identities.identify(device)
+    return identify(device)
 
 
 def compute_capability(device: str) -> str | None:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MethodType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import GradientState
 from accelerate.utils import (
     AutocastKwargs,
     DistributedType,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     convert_to_fp32,
-    recursively_apply,
 )
 from torch import Tensor, nn
 
@@ -27,10 +24,8 @@ from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.integrations.bridge import Window, config_of, has_window_of, other_window_error, refuse_other
-from autotune_amp.integrations.export_settings import accelerate_config
-from autotune_amp.numerics.batches import first_dimensions
+from autotune_amp.integrations.export import SCALER_ARGUMENTS, accelerate_config
 from autotune_amp.runtime.controller import PrecisionController
-from autotune_amp.runtime.status import MoveRecord
 
 __all__ = ["AutotuneAccelerator", "accelerate_config", "grad_scaler_kwargs"]
 
@@ -87,12 +82,12 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
         self._rerun = rerun
         self._holds_loss = False  # in `autocast`
         self._is_last: bool | None = None  # pass of the window in `windows`; None outside of it
-        self._fetched: FetchedBatches | None = None  # in `windows`
+        self._windowed: Iterable[Any] | None = None  # the loader in `windows`
         self._begin()
 
     def _begin(self) -> None:
         self.controller = PrecisionController(self._own_config, self.device, **self._controller_options)
-        self.controller.on_move(self._stop_where_batches_change)
+        self.controller.on_move(lambda _: self._refuse_other_batches())
         self.scaler = self.controller
         self._is_attached = False
         self._window = _Scaler(self)
@@ -135,8 +130,7 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
         if not torch.is_grad_enabled():
             return self.controller.validation()
         self._window.end()
-        plan = self.controller.config
-        self._refuse_other_batches(plan, f"The run goes on in {plan.precision}, its fallback")
+        self._refuse_other_batches()
         return self.controller.autocast()
 
     @contextmanager
@@ -173,10 +167,7 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
                 "Gradients are to be unscaled or clipped in the middle of an accumulation window.",
                 "Write `if accelerator.sync_gradients:` before it.",
             )
-        given = self._optimizers if optimizer is None else optimizer
-        for one in given if isinstance(given, tuple | list) else [given]:
-            while isinstance(one, AcceleratedOptimizer):
-                one = one.optimizer
+        for one in plain_optimizers(self._optimizers if optimizer is None else optimizer):
             self._window.unscale_(one)
 
     def windows(
@@ -184,24 +175,34 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
     ) -> Iterator[Batch]:
         """The passes of a prepared loader, in the batch size and accumulation of the current rung.
 
-        Use ``accumulate`` inside as ever, and ``gather_for_metrics``. `weigh` is as in the controller's `windows`:
-        multiply the loss by ``controller.window_share`` and, since Accelerate divides by them, by
-        ``gradient_accumulation_steps``. A fallback with a smaller batch splits the
-        loader's batches; raises `InvalidRequestError` where they cannot be split.
+        Use ``accumulate`` inside as ever. `weigh` is as in the controller's `windows`: multiply the loss by
+        ``controller.window_share`` and, since Accelerate divides by them, by ``gradient_accumulation_steps``. A
+        fallback with a smaller batch splits the loader's batches; raises `InvalidRequestError` where they cannot be
+        split.
         """
-        self._fetched = fetched = FetchedBatches(self.gradient_state)
+        self._windowed = loader
         try:
-            for batch, is_last in self.controller.windows(fetched.of(loader), weigh):
+            for batch, is_last in self.controller.windows(loader, weigh):
                 self._is_last = is_last
-                with fetched.turn(batch):
-                    yield batch
+                yield batch
         finally:
-            self._is_last = self._fetched = None
+            self._is_last = self._windowed = None
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As the original's; in `windows` too without the samples that only fill up the last batch."""
-        gathered = super().gather_for_metrics(input_data, use_gather_object)
-        return self._fetched.without_filler(gathered, use_gather_object) if self._fetched else gathered
+        """As the original's, for an evaluation loop inside `windows` too.
+
+        Of the loader in `windows` on one device alone: its batches are fetched ahead, and Accelerate knows only of the
+        latest which samples fill it up. Raises `InvalidRequestError` for it on several ranks.
+        """
+        if self._is_last is None or self.gradient_state.active_dataloader not in (None, self._windowed):
+            return super().gather_for_metrics(input_data, use_gather_object)
+        if self.num_processes == 1:
+            return input_data
+        raise InvalidRequestError(
+            "gather_for_metrics was asked for a batch of accelerator.windows(loader) on several ranks, where it cannot "
+            "tell the samples that only fill up the last batch.",
+            "Call accelerator.gather(), or gather_for_metrics in an evaluation loop of its own.",
+        )
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -224,17 +225,11 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
     def gradient_accumulation_steps(self, steps: int) -> None:
         self.gradient_state.plugin_kwargs.update({"num_steps": steps})
 
-    def _stop_where_batches_change(self, record: MoveRecord) -> None:
-        self._refuse_other_batches(
-            record.config, f"The precision went from {record.before} to {record.after}: {record.reason}"
-        )
-
-    def _refuse_other_batches(self, plan: AmpConfig, what: str) -> None:
-        if self._is_last is None and not has_window_of(plan, self._own_config):
+    def _refuse_other_batches(self) -> None:
+        if self._is_last is None and not has_window_of(self.controller.config, self._own_config):
             raise other_window_error(
-                plan,
+                self.controller,
                 self._own_config,
-                what,
                 "the loop takes the latter",
                 "Loop over accelerator.windows(loader), which splits them, or save_state() and start again with the "
                 "error's config.",
@@ -277,12 +272,17 @@ def grad_scaler_kwargs(config: AmpConfig) -> GradScalerKwargs:
     scale = config.loss_scale
     if scale is None:
         return GradScalerKwargs(enabled=False)
-    return GradScalerKwargs(
-        init_scale=scale.init_scale,
-        growth_factor=scale.growth_factor,
-        backoff_factor=scale.backoff_factor,
-        growth_interval=scale.growth_interval,
-    )
+    return GradScalerKwargs(**{name: getattr(scale, name) for name in SCALER_ARGUMENTS})
+
+
+def plain_optimizers(given: Any) -> list[torch.optim.Optimizer]:
+    """One optimizer, or several, out of Accelerate's wrappers."""
+    found = []
+    for one in given if isinstance(given, tuple | list) else [given]:
+        while isinstance(one, AcceleratedOptimizer):
+            one = one.optimizer
+        found.append(one)
+    return found
 
 
 def _accumulation(config: AmpConfig, others: dict[str, Any]) -> GradientAccumulationPlugin:
@@ -301,92 +301,3 @@ def _refuse_contradictions(config: AmpConfig, others: dict[str, Any]) -> None:
                 f"{type(handler).__name__} was given to an accelerator whose controller scales and casts.",
                 "Leave it out and put a loss scale into the config.",
             )
-
-
-class _Fetched(NamedTuple):
-    """A batch, the prepared loader that it came of (None without one), and what that said when it handed it out."""
-
-    batch: Any
-    loader: Any
-    is_end: bool
-    remainder: int
-
-
-class FetchedBatches:
-    """The batches of a loader that were fetched ahead of their turn.
-
-    The passes of a window are fetched before the first of them is trained on. Accelerate asks the loader whether the
-    current batch is its last, and how many samples of that are the data's own and do not only fill it up: by then the
-    loader speaks of the window's last batch, or has ended and no longer counts.
-    """
-
-    def __init__(self, state: GradientState) -> None:
-        self._state = state
-        self._fetched: deque[_Fetched] = deque()
-        self._num_trained = 0  # samples of the first of them, where it is cut
-        self._filled: Any = None  # the loader in whose turn no sample is the data's own
-
-    def of(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The loader's batches, with what it says of each of them."""
-        for batch in loader:
-            state = self._state
-            self._fetched.append(_Fetched(batch, state.active_dataloader, state.end_of_dataloader, state.remainder))
-            yield batch
-
-    @contextmanager
-    def turn(self, passed: Any) -> Iterator[None]:
-        """Let the loader say again what it said at `passed`, the next of the batches or a piece of it."""
-        fetched = self._fetched[0]
-        remainder, is_over = self._remainder(fetched, passed)
-        if is_over:
-            self._fetched.popleft()
-        loader = fetched.loader
-        if loader is None:
-            yield
-            return
-        before = loader.end_of_dataloader, loader.remainder
-        has_ended = loader not in self._state.dataloader_references
-        if has_ended:
-            self._state._add_dataloader(loader)
-        loader.end_of_dataloader, loader.remainder = fetched.is_end, remainder
-        self._filled = loader if fetched.is_end and remainder == 0 < fetched.remainder else None
-        try:
-            yield
-        finally:
-            self._filled = None
-            loader.end_of_dataloader, loader.remainder = before
-            if has_ended:
-                self._state._remove_dataloader(loader)
-
-    def _remainder(self, fetched: _Fetched, passed: Any) -> tuple[int, bool]:
-        """What the loader's remainder comes to in this pass, and whether it is the batch's last."""
-        if passed is fetched.batch:
-            return fetched.remainder, True
-        (batch_size,), (size,) = first_dimensions(fetched.batch), first_dimensions(passed)
-        piece = range(self._num_trained, self._num_trained + size)
-        is_over = piece.stop >= batch_size
-        self._num_trained = 0 if is_over else piece.stop
-        return num_own(fetched.remainder, batch_size, piece) if fetched.remainder > 0 else fetched.remainder, is_over
-
-    def without_filler(self, gathered: Any, are_objects: bool) -> Any:
-        """What ``gather_for_metrics`` has in this turn, but nothing where no sample is the data's own.
-
-        To Accelerate a remainder of 0 is that of a whole batch.
-        """
-        if self._filled is None or self._filled is not self._state.active_dataloader:
-            return gathered
-        if are_objects:
-            return gathered[:0]
-        try:
-            return recursively_apply(lambda tensor: tensor[:0], gathered, error_on_other_type=True)
-        except TypeError:  # a list of objects all the same
-            return gathered[:0]
-
-
-def num_own(remainder: int, batch_size: int, piece: range) -> int:
-    """The data's own samples in a piece gathered from all ranks, where whole batches have `remainder` of them. Pure.
-
-    They come first, rank by rank, and every rank cuts the same piece out of its `batch_size` samples.
-    """
-    num_whole_ranks, rest = divmod(remainder, batch_size)
-    return num_whole_ranks * len(piece) + min(max(rest - piece.start, 0), len(piece))

@@ -1,14 +1,13 @@
-"""What every adapter to a framework needs: its config, contradictions to it, other windows, stops, and readings."""
+"""What every adapter to a framework needs: its config, contradictions to it, other windows, and readings."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan
-from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.status import Status
@@ -33,11 +32,14 @@ def has_window_of(plan: AmpConfig | FallbackPlan, own: AmpConfig) -> bool:
     return (plan.batch_size, plan.accumulation_steps) == (own.batch_size, own.accumulation_steps)
 
 
-def other_window_error(plan: AmpConfig, own: AmpConfig, what: str, why: str, next_step: str) -> DemotedError:
-    """For a rung whose window the framework cannot take up: `what` happened, and `why` that ends the run."""
+def other_window_error(controller: PrecisionController, own: AmpConfig, why: str, next_step: str) -> DemotedError:
+    """For a run that is at a rung whose window the framework cannot take up: `why` that ends it."""
+    plan, history = controller.config, controller.status().history
+    move = next(move for move in reversed(history) if move.before != move.after == plan.precision)
     return DemotedError(
-        f"{what}. It was measured with batch size {plan.batch_size} and {plan.accumulation_steps} accumulation steps, "
-        f"not {own.batch_size} and {own.accumulation_steps}: {why}.",
+        f"The precision went from {move.before} to {move.after}: {move.reason}. It was measured with batch size "
+        f"{plan.batch_size} and {plan.accumulation_steps} accumulation steps, not {own.batch_size} and "
+        f"{own.accumulation_steps}: {why}.",
         next_step,
         plan,
     )
@@ -94,23 +96,3 @@ class Window:
         if self._stepped:
             self.clear()
             self._controller.update()
-
-
-class KeepingController(PrecisionController):
-    """Keeps the error that it would raise, for a framework that has a checkpoint to save before it ends."""
-
-    stopped: TrainingStoppedError | None = None
-
-    def update(self, new_scale: float | Tensor | None = None) -> None:
-        """As the original's."""
-        try:
-            super().update(new_scale)
-        except TrainingStoppedError as error:
-            self.stopped = error
-
-    def synchronize(self) -> None:
-        """As the original's; what was on its way from the device may end the run, too."""
-        try:
-            super().synchronize()
-        except TrainingStoppedError as error:
-            self.stopped = error

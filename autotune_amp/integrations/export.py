@@ -8,39 +8,33 @@ unequally. What of a config a text does not say itself stands in a comment: a fi
 from __future__ import annotations
 
 import json
-import shlex
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import msgspec
 
 from autotune_amp.core.config import AmpConfig, LossScale, training_arguments
-from autotune_amp.core.config_source import (
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.explain import (
     AUTOCAST_DTYPES,
     LOADER_COMMENT,
     LOSS,
     accumulates,
     controlled_loop,
+    export_lines,
     loader_line,
     pass_loss,
     strict_flag_lines,
 )
-from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.integrations.export_settings import (
-    accelerate_config,
-    beyond_plain,
-    deepspeed_config,
-    deepspeed_roundings,
-    to_yaml,
-)
+from autotune_amp.integrations.deepspeed import deepspeed_config, roundings
 
 if TYPE_CHECKING:
     from autotune_amp.core.recommendation import Recommendation
 
 Target: TypeAlias = Literal["lightning", "transformers", "accelerate", "deepspeed", "torch", "env"]
-TARGETS: tuple[Target, ...] = ("lightning", "transformers", "accelerate", "deepspeed", "torch", "env")
+TARGETS: tuple[Target, ...] = get_args(Target)
 _MARK = "autotune-amp export of"  # begins a text's first line, which says where it comes from
 _STEPPING = ("lightning", "transformers", "deepspeed")  # their trainers and engines take the training steps
 
@@ -82,19 +76,17 @@ def export(setting: Exportable, to: str) -> Export:
     target = next((name for name in TARGETS if name == to), None)
     if target is None:
         raise InvalidRequestError(f"There is no export to {to!r}.", f"Name one of {', '.join(TARGETS)}.")
-    if target == "env":
-        return Export(to=target, text=_headed(setting, shell(setting)))
-    if setting.config.precision == "fp8":
-        raise InvalidRequestError("There is no export of fp8.", "Export a config in bf16, fp16, tf32 or fp32.")
+    if target != "env":
+        _refuse_fp8(setting.config)
     if setting.is_loop and target in _STEPPING:
         raise InvalidRequestError(
             f"There is no export to {target} of a training with a train_step of its own: {target} takes the steps.",
             "Export it with --to torch or --to accelerate, which call train_step(state, batch, amp).",
         )
     if target == "deepspeed":
-        document = json.dumps(deepspeed_config(setting.config), indent=2)
-        return Export(to=target, text=f"{document}\n", notes=tuple(beside_deepspeed(setting)))
-    return Export(to=target, text=_headed(setting, _TEXTS[target](setting)))
+        document = json.dumps(deepspeed_config(setting.config), indent=2) + "\n"
+        return Export(to=target, text=document, notes=tuple(beside_deepspeed(setting)))
+    return Export(to=target, text=_TEXTS[target](setting))
 
 
 def accelerate_file(setting: Exportable) -> Export:
@@ -103,19 +95,22 @@ def accelerate_file(setting: Exportable) -> Export:
     `notes` say what a plain Accelerator does not train of it. Raises `InvalidRequestError` for fp8.
     """
     written = accelerate_config(setting.config, setting.device_type)
-    notes: tuple[str, ...] = ()
-    if beyond := beyond_plain(setting.config, setting.device_type):
-        notes = (f"{'; '.join(beyond).capitalize()}: with a plain Accelerator this file trains in fp32.",)
     script = Script(setting, "This file", "the script that `autotune-amp export --to accelerate` prints")
-    if not notes:
+    notes: tuple[str, ...] = ()
+    if setting.config.precision in AUTOCAST_DTYPES and written["mixed_precision"] == "no":
+        kept = f" with {', '.join(pins)} in fp32" if (pins := setting.config.pinned_modules) else ""
+        what = f"{setting.config.precision} on {setting.device_type}{kept}"
+        notes = (f"A plain Accelerator cannot train {what}: under this file it trains all in fp32.",)
+    else:
         script.says("precision")
     script.comments[:0] = [
         f"The script has to make its accelerator with {_ACCELERATOR}, which sets the precision itself.",
         *notes,
         "accelerate launch --config_file THIS_FILE SCRIPT.py",
     ]
-    script.lines.append(to_yaml(written).rstrip())
-    return Export(to="accelerate", text=_headed(setting, script.source()), notes=notes)
+    # JSON's strings, numbers and booleans are YAML's; unquoted, ``NO`` would be false.
+    script.lines += [f"{name}: {json.dumps(value)}" for name, value in written.items()]
+    return Export(to="accelerate", text=script.source(), notes=notes)
 
 
 def is_exported(text: str) -> bool:
@@ -133,9 +128,12 @@ def is_exported(text: str) -> bool:
     return isinstance(document, dict) and document.keys() == keys
 
 
-def _headed(setting: Exportable, text: str) -> str:
-    origin = wrapped(f"{_MARK} {setting.origin}") if setting.origin else []
-    return "".join(f"{line}\n" for line in origin) + text
+def _refuse_fp8(config: AmpConfig) -> None:
+    if config.precision == "fp8":
+        raise InvalidRequestError(
+            "There is no export of fp8, which needs a recipe of its own.",
+            "Export a config in bf16, fp16, tf32 or fp32.",
+        )
 
 
 WIDTH = 100  # of a line, where it can be broken
@@ -165,14 +163,10 @@ class Exportable:
         steps = self.config.accumulation_steps
         if steps == 1 or self.loss == "mean":
             return []
-        if self.loss == "sum":
-            return [
-                f"{framework} divides the loss by the {steps} batches of a step; it is a sum: multiply it by {steps}."
-            ]
-        return [
-            f"{framework} divides the loss by the {steps} batches of a step; multiply it by {steps} and by the batch's "
-            f"share of all {self.share} in them."
-        ]
+        what = f"it is a sum: multiply it by {steps}"
+        if self.loss == "weighted":
+            what = f"multiply it by {steps} and by the batch's share of all {self.share} in them"
+        return [f"{framework} divides the loss by the {steps} batches of a step; {what}."]
 
 
 class Script:
@@ -191,7 +185,7 @@ class Script:
         self._unsaid: list[str] = []
         if setting.config.environment:
             self.comments.append("Before Python starts, in the shell:")
-            self.comments += [f"  {line}" for line in environment_lines(setting.config.environment)]
+            self.comments += [f"  {line}" for line in export_lines(setting.config)]
 
     def source(self) -> str:
         """The whole text."""
@@ -200,7 +194,8 @@ class Script:
         imports = sorted(self._imports, key=lambda line: (line.startswith("from "), line))
         comments = [line for comment in self.comments for line in wrapped(comment)]
         parts = ["\n".join(comments), "\n".join(imports), "\n".join(self.lines)]
-        return "\n\n".join(part for part in parts if part) + "\n"
+        origin = wrapped(f"{_MARK} {self.setting.origin}") if self.setting.origin else []
+        return "\n".join([*origin, "\n\n".join(filter(None, parts)), ""])
 
     def needs(self, *imports: str) -> None:
         """Import these."""
@@ -275,11 +270,6 @@ def wrapped(comment: str) -> list[str]:
     return wrapper.wrap(comment)
 
 
-def environment_lines(variables: Mapping[str, str]) -> list[str]:
-    """A shell line for each variable."""
-    return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-
-
 def _source(value: object, classes: set[str], indent: str = "") -> str:
     """`value` as source, fields at their default left out; adds the classes that it takes to `classes`."""
     inner = f"{indent}    "
@@ -305,18 +295,17 @@ def torch(setting: Exportable) -> str:
     if setting.is_loop:
         return _controlled(script, ["for batch in loader:", "    train_step(state, batch, controller)"])
     if config.pinned_modules:
-        steps_now = _steps_of_rung(config, "controller.window_size")
-        loss = _loss(script, steps_now, "controller.window_share")
-        return _controlled(script, controlled_loop(_passes(setting, steps_now), loss))
+        loss = _loss(script, "controller.window_size", "controller.window_share")
+        return _controlled(script, controlled_loop(_windows(setting), loss))
     steps = config.accumulation_steps
     script.says("accumulation_steps")
     script.add_flags()
     script.add_loader()
-    loss = _loss(script, "1" if steps == 1 else "len(window)", "counted / sum(counts)")
+    loss = LOSS if steps == 1 else _loss(script, "len(window)", "counted / sum(counts)")
     forward = [f"loss = {loss}"]
     if (dtype := AUTOCAST_DTYPES.get(config.precision)) is not None:
         script.needs("import torch")
-        forward = [f'with torch.autocast("{setting.device_type}", dtype={dtype}):', f"    loss = {loss}"]
+        forward = _block(f'with torch.autocast("{setting.device_type}", dtype={dtype}):', forward)
     backward, step = "loss.backward()", ["optimizer.step()"]
     if config.loss_scale is not None:
         arguments = [f'"{setting.device_type}"', *script.scaler_arguments(config.loss_scale)]
@@ -324,18 +313,20 @@ def torch(setting: Exportable) -> str:
         backward, step = "scaler.scale(loss).backward()", ["scaler.step(optimizer)", "scaler.update()"]
     step = [*step, "optimizer.zero_grad()"]
     if steps == 1:
-        return _looped(script, "for batch in loader:", [*forward, backward, *step])
+        script.lines += _block("for batch in loader:", [*forward, backward, *step])
+        return script.source()
     script.needs("from itertools import islice")
-    script.lines.append("batches = iter(loader)")
-    passes = ["for batch in window:", *_indented([*forward, backward])]
+    passes = _block("for batch in window:", [*forward, backward])
     if setting.loss == "weighted":
         passes[:1] = ["counts = [count(batch) for batch in window]", "for batch, counted in zip(window, counts):"]
-    return _looped(script, f"while window := list(islice(batches, {steps})):", [*passes, *step])
+    window = f"while window := list(islice(batches, {steps})):"
+    script.lines += ["batches = iter(loader)", *_block(window, [*passes, *step])]
+    return script.source()
 
 
 def accelerate(setting: Exportable) -> str:
     """A loop with our Accelerator, which trains what was measured: loss under autocast, pins, fallbacks."""
-    script, config = Script(setting), setting.config
+    script = Script(setting)
     script.needs("from autotune_amp.integrations.accelerate import AutotuneAccelerator")
     script.add_config()
     arguments = ["cpu=True"] if setting.device_type == "cpu" else []
@@ -343,15 +334,17 @@ def accelerate(setting: Exportable) -> str:
     script.add_loader()
     if setting.is_loop:
         script.lines.append("loader = accelerator.prepare(loader)")
-        return _looped(script, "for batch in loader:", ["train_step(state, batch, accelerator.controller)"])
+        script.lines += _block("for batch in loader:", ["train_step(state, batch, accelerator.controller)"])
+        return script.source()
     script.lines.append("model, optimizer, loader = accelerator.prepare(model, optimizer, loader)")
-    steps = _steps_of_rung(config, "accelerator.gradient_accumulation_steps")
-    body = [f"loss = {_loss(script, steps, 'accelerator.controller.window_share', is_divided=True)}"]
-    if config.precision in AUTOCAST_DTYPES:
-        body = ["with accelerator.autocast():", *_indented(body)]
+    steps, share = "accelerator.gradient_accumulation_steps", "accelerator.controller.window_share"
+    body = [f"loss = {_loss(script, steps, share, is_divided=True)}"]
+    if setting.config.precision in AUTOCAST_DTYPES:
+        body = _block("with accelerator.autocast():", body)
     body += ["accelerator.backward(loss)", "optimizer.step()", "optimizer.zero_grad()"]
-    head = f"for batch in accelerator.windows({_passes(setting, steps)}):"
-    return _looped(script, head, ["with accelerator.accumulate(model):", *_indented(body)])
+    accumulated = _block("with accelerator.accumulate(model):", body)
+    script.lines += _block(f"for batch in accelerator.windows({_windows(setting)}):", accumulated)
+    return script.source()
 
 
 def lightning(setting: Exportable) -> str:
@@ -391,7 +384,7 @@ def shell(setting: Exportable) -> str:
     """Lines for the shell that starts the training, and a comment on what is not the shell's."""
     script = Script(setting, "The shell", "the script that another --to prints")
     script.comments.clear()
-    script.lines = environment_lines(setting.config.environment) or ["# The config sets no environment variables."]
+    script.lines = export_lines(setting.config) or ["# The config sets no environment variables."]
     return script.source()
 
 
@@ -408,19 +401,12 @@ def beside_deepspeed(setting: Exportable) -> list[str]:
     elif config.precision == "tf32":
         found.append('TF32 has no key: call torch.set_float32_matmul_precision("high") in the script.')
     if config.loss_scale is not None:
-        found += deepspeed_roundings(config.loss_scale)
-    if config.pinned_modules:
-        found.append(
-            f"Nothing keeps {', '.join(config.pinned_modules)} in fp32, and {config.precision} is faithful only with "
-            "that: train with another framework."
-        )
-    if config.plans:
-        found.append(f"Nothing falls back to {', '.join(plan.precision for plan in config.plans)}.")
-    said = ("precision", "batch_size", "accumulation_steps", "loss_scale", "fallback", "pinned_modules", "as_found")
+        found += roundings(config.loss_scale)
+    if pins := config.pinned_modules:
+        found.append(f"Nothing keeps {', '.join(pins)} in fp32, as it has to be: train with another framework.")
+    said = ("precision", "batch_size", "accumulation_steps", "loss_scale", "pinned_modules", "as_found")
     if unsaid := unsaid_of(config, said):
-        found.append(
-            f"The JSON has no place for {'; '.join(unsaid)}: they are the script's, or the shell's (--to env)."
-        )
+        found.append(f"The JSON has no place for {'; '.join(unsaid)}.")
     return [*found, *setting.divided_by("DeepSpeed")]
 
 
@@ -429,6 +415,7 @@ _TEXTS: dict[str, Callable[[Exportable], str]] = {
     "lightning": lightning,
     "torch": torch,
     "transformers": transformers,
+    "env": shell,
 }
 
 
@@ -450,36 +437,52 @@ def _controlled(script: Script, lines: Sequence[str]) -> str:
     return script.source()
 
 
-def _looped(script: Script, head: str, body: Sequence[str]) -> str:
-    script.lines += [head, *_indented(body)]
-    return script.source()
+def _block(head: str, body: Sequence[str]) -> list[str]:
+    return [head, *(f"    {line}" for line in body)]
 
 
-def _indented(lines: Sequence[str]) -> list[str]:
-    return [f"    {line}" for line in lines]
-
-
-def _passes(setting: Exportable, steps: str) -> str:
+def _windows(setting: Exportable) -> str:
     """The arguments of `windows`."""
-    return "loader, weigh=count" if setting.loss == "weighted" and steps != "1" else "loader"
+    return "loader, weigh=count" if setting.loss == "weighted" and accumulates(setting.config) else "loader"
 
 
 def _loss(script: Script, steps: str, share: str, *, is_divided: bool = False) -> str:
-    """The expression to run backward from, `steps` and `share` the source of the accumulation steps and of a batch's
-    part of what counts in its window.
+    """The expression to run backward from, `steps` and `share` the source of the current rung's accumulation steps and
+    of a batch's part of what counts in its window.
 
     `is_divided`: the framework divides it by the steps.
     """
     setting = script.setting
-    if steps == "1":
+    if not accumulates(setting.config):
         return LOSS
     if setting.loss == "weighted":
         script.comments.append(f"count(batch) is yours, of a batch: {setting.share.strip('()')}.")
-    if not is_divided:
-        return pass_loss(setting.loss, steps, share)
-    return LOSS if setting.loss == "mean" else f"{pass_loss(setting.loss, steps, share)} * {steps}"
+    if is_divided:
+        return LOSS if setting.loss == "mean" else f"{pass_loss(setting.loss, steps, share)} * {steps}"
+    return pass_loss(setting.loss, steps, share)
 
 
-def _steps_of_rung(config: AmpConfig, steps: str) -> str:
-    """`steps`, the source of the current rung's accumulation steps, unless no rung accumulates."""
-    return steps if accumulates(config) else "1"
+def accelerate_config(config: AmpConfig, device_type: str = "cuda") -> dict[str, Any]:
+    """What ``accelerate config`` would write for one process on one device; keys as of Accelerate 1.15.
+
+    It holds the precision and the device. Loss scale, batch size, accumulation steps and TF32 belong to the script:
+    Accelerate refuses a file with unknown keys. A plain Accelerator keeps no modules pinned, and on a CPU it neither
+    casts to fp16 nor scales: there the precision is ``"no"``, fp32 rather than what was not measured.
+    `AutotuneAccelerator` sets its own under any file. Raises `InvalidRequestError` for fp8.
+    """
+    _refuse_fp8(config)
+    is_cast = config.precision in AUTOCAST_DTYPES and (device_type, config.precision) != ("cpu", "fp16")
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": "NO",
+        "enable_cpu_affinity": False,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "mixed_precision": config.precision if is_cast and not config.pinned_modules else "no",
+        "num_machines": 1,
+        "num_processes": 1,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": device_type == "cpu",
+    }

@@ -13,15 +13,18 @@ import msgspec
 from autotune_amp.core.errors import AutotuneAmpError, BudgetTooSmallError, WorkloadError
 from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Failure
-from autotune_amp.distributed.launcher import is_from_launcher
+from autotune_amp.distributed.ranks import is_from_launcher
 from autotune_amp.isolation.backend import Ability, Slot
 from autotune_amp.isolation.process import Process, ProcessEndedError, Watcher
 
 Found = TypeVar("Found")
 Isolation: TypeAlias = Literal["forked", "kept", "fresh"]
 
-# Experiment trackers that can be turned off by a variable: a trial is no run of the user's.
-TRACKERS_OFF = {
+_TRIAL_ENVIRONMENT = {
+    "AUTOTUNE_AMP_TRIAL": "1",
+    # User code asks torch.cuda.is_available() on import; answered by the CUDA runtime, no forked child could use it.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    # Experiment trackers that can be turned off by a variable: a trial is no run of the user's.
     "WANDB_MODE": "disabled",
     "COMET_MODE": "DISABLED",
     "NEPTUNE_MODE": "debug",
@@ -30,10 +33,6 @@ TRACKERS_OFF = {
     "DISABLE_MLFLOW_INTEGRATION": "TRUE",
     "TRACKIO_DISABLED": "1",
 }
-
-
-# User code asks torch.cuda.is_available() on import; answered by the CUDA runtime, no forked child could use the card.
-_FORK_SAFE = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 class Payload(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,13 +73,8 @@ class LocalBackend:
         self.isolation: Isolation = isolation or ("forked" if can_fork() else "kept")
         self._payload = payload
         self._watcher = watcher
-        self._environment = {
-            **{name: value for name, value in os.environ.items() if not is_from_launcher(name)},
-            **TRACKERS_OFF,
-            **_FORK_SAFE,
-            "AUTOTUNE_AMP_TRIAL": "1",
-            **(environment or {}),
-        }
+        inherited = {name: value for name, value in os.environ.items() if not is_from_launcher(name)}
+        self._environment = {**inherited, **_TRIAL_ENVIRONMENT, **(environment or {})}
         self._process: Process | None = None
         self._device = "cpu"
         self._num_threads: int | None = None
@@ -124,11 +118,11 @@ class LocalBackend:
 
         Returns why that cannot be, None where it can; after a reason the process is to be closed, or another kept.
         """
-        command = {"cmd": "share", "device": job.device, "torch_state": job.torch_state, "seed": job.seed}
+        command = {"cmd": "share", "device": job.device, "state": job.torch_state, "seed": job.seed}
         until = time.monotonic() + deadline_seconds
         try:
             self._ready_process(until)
-            reason: str | None = self._expect(command, b"", until)
+            reason: str | None = self._expect(command, until)
         except BudgetTooSmallError:
             return f"building it in the process that trials are forked from took more than {deadline_seconds:.0f} s"
         except WorkloadError as error:
@@ -197,25 +191,21 @@ class LocalBackend:
             self._load(until)
             self._open(until)
             if self._share_command is not None:
-                self._expect(self._share_command, b"", until)
+                self._expect(self._share_command, until)
         assert self._process is not None
         return self._process
 
     def _load(self, until: float | None) -> Any:
         self._process = Process(self.isolation, self._environment, self._watcher)
-        command = {
-            "cmd": "load",
-            "target": self._payload.target,
-            "path": self._payload.path,
-            "num_packed_bytes": len(self._payload.packed),
-        }
-        self._expect(None, b"", until)  # ready: what is written to one that never reads would block us
-        return self._expect(command, self._payload.packed, until)
+        packed = self._payload.packed
+        command = {"target": self._payload.target, "path": self._payload.path, "num_packed_bytes": len(packed)}
+        self._expect(None, until)  # ready: what is written to one that never reads would block us
+        return self._expect({"cmd": "load", **command}, until, packed)
 
     def _open(self, until: float | None) -> Any:
-        return self._expect({"cmd": "open", "device": self._device, "num_threads": self._num_threads}, b"", until)
+        return self._expect({"cmd": "open", "device": self._device, "num_threads": self._num_threads}, until)
 
-    def _expect(self, command: dict[str, Any] | None, data: bytes, until: float | None) -> Any:
+    def _expect(self, command: dict[str, Any] | None, until: float | None, data: bytes = b"") -> Any:
         assert self._process is not None
         try:
             if command is not None:
@@ -223,19 +213,19 @@ class LocalBackend:
             value = self._process.wait(until)
         except ProcessEndedError as ended:
             value = ended.failure
-        if isinstance(value, Failure):
-            self.close()
-            if value.kind == "timeout":
-                raise BudgetTooSmallError(
-                    "The budget ended before the workload was loaded.",
-                    "Give a --budget of several times what importing and calling it takes.",
-                )
-            details = f"\n{value.details.rstrip()}" if value.details else ""
-            raise WorkloadError(
-                f"{self._payload.target or 'The workload'} cannot be loaded: {value.message}.{details}",
-                "Mend it until it can be imported and called on its own.",
+        if not isinstance(value, Failure):
+            return value
+        self.close()
+        if value.kind == "timeout":
+            raise BudgetTooSmallError(
+                "The budget ended before the workload was loaded.",
+                "Give a --budget of several times what importing and calling it takes.",
             )
-        return value
+        details = f"\n{value.details.rstrip()}" if value.details else ""
+        raise WorkloadError(
+            f"{self._payload.target or 'The workload'} cannot be loaded: {value.message}.{details}",
+            "Mend it until it can be imported and called on its own.",
+        )
 
 
 class Submitted(Generic[Found]):
@@ -275,11 +265,10 @@ class Submitted(Generic[Found]):
             return self._problem, None
         try:
             return self._backend.wait(self._job, self._until)
-        except AutotuneAmpError as error:
+        except BaseException as error:
             self._backend.close()
-            return error, None
-        except BaseException:
-            self._backend.close()
+            if isinstance(error, AutotuneAmpError):
+                return error, None
             raise
 
 

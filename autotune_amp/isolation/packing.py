@@ -96,10 +96,8 @@ def compiler_of(module: Any) -> Any:
     call = vars(module).get("_compiled_call_impl")
     if call is None or isinstance(call, types.MethodType):  # the latter with disable=True
         return None
-    cells = (
-        dict(zip(call.__code__.co_freevars, call.__closure__ or (), strict=True)) if hasattr(call, "__code__") else {}
-    )
-    context = cells["self"].cell_contents if "self" in cells else None
+    names = call.__code__.co_freevars if hasattr(call, "__code__") else ()
+    context = call.__closure__[names.index("self")].cell_contents if "self" in names else None
     if not callable(context):
         raise _RefusedError(
             module,

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections import deque
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import psutil
@@ -127,9 +127,8 @@ class Process:
             event = message["event"] if message else None
             if event == "first step":
                 phase, allowed = "in the first step", deadlines.first_step_seconds
-            elif event == "compiling":
-                if allowed is not None:
-                    phase, allowed = "compiling", _compiling_seconds(deadlines, until, now)
+            elif event == "compiling" and allowed is not None:
+                phase, allowed = "compiling", _compiling_seconds(deadlines, until, now)
             elif event == "phase":
                 phase, allowed = message["name"], message.get("seconds")
                 self._folders += [message["folder"]] if "folder" in message else []
@@ -151,15 +150,17 @@ class Process:
                 raise ProcessEndedError(self._classify_exit(message["status"], phase), so_far)
             if event is not None and event != "so far":
                 limit = None if allowed is None else now + allowed
-            overdue = _overdue(now, until, limit)
+            overdue = None
+            if until is not None and now > until:
+                overdue = f"it was still {phase} when its time was up"
+            elif limit is not None and now > limit:
+                overdue = f"a step took longer than {allowed:.1f} s ({phase})"
             if overdue is not None:
-                if is_answered:
-                    self._kill_child()
-                    return _raised(answer)
                 if ends_with_exit:
                     self._kill_child()
-                failure = Failure(kind="timeout", message=_overdue_message(overdue, allowed, phase))
-                raise ProcessEndedError(failure, so_far)
+                if is_answered:
+                    return _raised(answer)
+                raise ProcessEndedError(Failure(kind="timeout", message=overdue), so_far)
 
     def _next_message(self) -> dict[str, Any] | None:
         """The next message, an empty one if nothing came within a tick, None at the end of the process."""
@@ -237,18 +238,6 @@ class Process:
             text = chunk.decode(errors="replace")
             self._tail.append(text)
             self._printed.put(text)
-
-
-def _overdue(now: float, until: float | None, limit: float | None) -> Literal["whole", "step"] | None:
-    if until is not None and now > until:
-        return "whole"
-    return "step" if limit is not None and now > limit else None
-
-
-def _overdue_message(overdue: Literal["whole", "step"], allowed: float | None, phase: str) -> str:
-    if overdue == "whole":
-        return f"it was still {phase} when its time was up"
-    return f"a step took longer than {allowed:.1f} s ({phase})"
 
 
 def _compiling_seconds(deadlines: Deadlines, until: float | None, now: float) -> float | None:

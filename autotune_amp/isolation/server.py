@@ -19,11 +19,27 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
 from typing import Any
 
 import msgspec
 import psutil
+import torch
+import torch._dynamo  # optimizers import it, and it takes a second that no trial should pay again
+
+from autotune_amp.core import workload
+from autotune_amp.core.errors import AutotuneAmpError
+from autotune_amp.core.job import find_job
+from autotune_amp.core.outcome import Failure
+from autotune_amp.hardware.measuring import make_current
+from autotune_amp.isolation import packing
+from autotune_amp.precision import torch_state
+from autotune_amp.trial.context import Context
+from autotune_amp.trial.worker import classify, raise_oom_score
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_CANARY_SECONDS, _ACCELERATOR_CANARY_SECONDS = 10.0, 60.0  # the latter starts the driver
 
 
 class Channel:
@@ -68,9 +84,6 @@ class Channel:
         return bytes(parts)
 
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-
-
 class Server:
     """Loads the workload and runs jobs."""
 
@@ -82,80 +95,11 @@ class Server:
         self._context: Any = None
         self._threads: Any = None
 
-    def load(self, command: dict[str, Any]) -> None:
-        """Import or unpack the workload; a function that makes one is not called before `open`."""
-        from autotune_amp.core import workload
-        from autotune_amp.isolation import packing
-        from autotune_amp.isolation.forking import HeldThreads
-        from autotune_amp.trial.context import Context
-
-        sys.path[:] = command["path"]
-        self._origin = command["target"] or "workload"
-        packed = self._channel.read_exactly(command["num_packed_bytes"])
-        if self._is_template:
-            self._threads = HeldThreads()
-        target = command["target"]
-        source = workload.import_target(target) if target else packing.unpack(packed)
-        self._context = Context(source, is_kept=self._mode == "kept", is_template=self._is_template)
-        self._channel.send({"event": "result", "value": self._torch_state()})
-
-    def _torch_state(self) -> dict[str, Any]:
-        from autotune_amp.precision import torch_state
-
-        state = torch_state.capture()
-        return {**state, "num_threads": self._threads.num_threads} if self._is_template else state
-
-    def open(self, device: str, num_threads: int | None) -> None:
-        """Call the user's function once; answers with the torch state after it, and why children could not work.
-
-        `num_threads` is what trials will use; None is what the user's code asked for.
-        """
-        from autotune_amp.hardware.measuring import make_current
-
-        if not self._is_template:  # an accelerator is not for a process that others are forked from
-            make_current(device)
-        self._context.open(self._origin)
-        state = self._torch_state()
-        reason = None
-        if self._is_template:
-            reason = self._why_not_fork(device, num_threads or state["num_threads"])
-        self._channel.send({"event": "result", "value": {"torch_state": state, "why_not_forked": reason}})
-
-    def share(self, device: str, state: dict[str, Any], seed: int) -> None:
-        """Build the model once, as a trial would, for all children; answers with why they could not work after it."""
-        from autotune_amp.isolation.forking import HeldThreads
-        from autotune_amp.precision import torch_state
-
-        self._threads = HeldThreads()
-        torch_state.apply(state)
-        torch_state.seed(seed)
-        self._context.share(self._torch_state)
-        reason = self._why_not_fork(device, self._threads.num_threads, "building")
-        self._channel.send({"event": "result", "value": reason})
-
-    def _why_not_fork(self, device: str, num_threads: int, done: str = "loading") -> str | None:
-        from autotune_amp.isolation import forking
-
-        self._threads.release()
-        reason = forking.why_not_fork(device, num_threads, done)
-        gc.freeze()  # a collection in a child would copy every page that holds an object
-        return reason
-
-    def run(self, kind: str, fields: dict[str, Any]) -> None:
-        """Run a job in this process."""
-        from autotune_amp.core.job import find_job
-
-        value = find_job(kind, fields).run(self._context, self._channel.send)
-        self._channel.send({"event": "result", "value": value})
-
-    def attempt(self, action: Any, *args: Any) -> None:
-        """Do it, or say what went wrong; the user's code may raise anything, SystemExit among it."""
-        from autotune_amp.core.errors import AutotuneAmpError
-        from autotune_amp.core.outcome import Failure
-        from autotune_amp.trial.worker import classify
-
+    def handle(self, command: dict[str, Any]) -> None:
+        """Answer one command in this process, or say what went wrong; the user's code may raise anything."""
+        action = getattr(self, command.pop("cmd"))
         try:
-            action(*args)
+            self._channel.send({"event": "result", "value": action(**command)})
         except AutotuneAmpError as error:
             self._channel.send(
                 {"event": "error", "type": type(error).__name__, "message": error.message, "next_step": error.next_step}
@@ -166,28 +110,124 @@ class Server:
         except Exception as error:
             self._channel.send({"event": "failed", "failure": classify(error)})
 
-    def handle(self, command: dict[str, Any]) -> None:
-        """Answer one command in this process."""
-        if command["cmd"] == "load":
-            self.attempt(self.load, command)
-        elif command["cmd"] == "open":
-            self.attempt(self.open, command["device"], command["num_threads"])
-        elif command["cmd"] == "share":
-            self.attempt(self.share, command["device"], command["torch_state"], command["seed"])
-        else:
-            self.attempt(self.run, command["kind"], command["job"])
+    def load(self, target: str | None, path: list[str], num_packed_bytes: int) -> dict[str, Any]:
+        """Import or unpack the workload, and return the torch state after it; a function that makes one is not called
+        before `open`."""
+        sys.path[:] = path
+        self._origin = target or "workload"
+        packed = self._channel.read_exactly(num_packed_bytes)
+        if self._is_template:
+            self._threads = HeldThreads()
+        source = workload.import_target(target) if target else packing.unpack(packed)
+        self._context = Context(source, is_kept=self._mode == "kept", is_template=self._is_template)
+        return self._torch_state()
+
+    def open(self, device: str, num_threads: int | None) -> dict[str, Any]:
+        """Call the user's function once; returns the torch state after it, and why children could not work.
+
+        `num_threads` is what trials will use; None is what the user's code asked for.
+        """
+        if not self._is_template:  # an accelerator is not for a process that others are forked from
+            make_current(device)
+        self._context.open(self._origin)
+        state = self._torch_state()
+        reason = None
+        if self._is_template:
+            reason = self._why_not_fork(device, num_threads or state["num_threads"], "loading")
+        return {"torch_state": state, "why_not_forked": reason}
+
+    def share(self, device: str, state: dict[str, Any], seed: int) -> str | None:
+        """Build the model once, as a trial would, for all children; returns why they could not work after it."""
+        self._threads = HeldThreads()
+        torch_state.apply(state)
+        torch_state.seed(seed)
+        self._context.share(self._torch_state)
+        return self._why_not_fork(device, self._threads.num_threads, "building")
+
+    def run(self, kind: str, job: dict[str, Any]) -> Any:
+        """Run a job in this process."""
+        return find_job(kind, job).run(self._context, self._channel.send)
+
+    def _torch_state(self) -> dict[str, Any]:
+        state = torch_state.capture()
+        return {**state, "num_threads": self._threads.num_threads} if self._is_template else state
+
+    def _why_not_fork(self, device: str, num_threads: int, done: str) -> str | None:
+        self._threads.release()
+        reason = why_not_fork(device, num_threads, done)
+        gc.freeze()  # a collection in a child would copy every page that holds an object
+        return reason
+
+
+# -- a process that others are forked from -----------------------------------------------------------------------------
+
+
+class HeldThreads:
+    """Keeps this process at one thread while the user's code runs in it, since a thread pool does not survive a fork
+    and children would hang on it. What the user's code asks for is only noted: trials take it over.
+    """
+
+    def __init__(self) -> None:
+        self.num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        self._set_num_threads: Any = torch.set_num_threads
+        torch.set_num_threads = self._note  # type: ignore[assignment]  # the same but for a name
+
+    def _note(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+
+    def release(self) -> None:
+        """Let the next call of `torch.set_num_threads` act."""
+        torch.set_num_threads = self._set_num_threads
+
+
+def why_not_fork(device: str, num_threads: int, done: str) -> str | None:
+    """None if a child of this process can use the accelerator and all threads; found out by trying.
+
+    `done` is what the process did with the workload before.
+    """
+    for device_type in ("cuda", "xpu"):
+        if getattr(torch, device_type).is_initialized():
+            return f"{done} the workload started {device_type} in its process"
+    pid = os.fork()
+    if pid == 0:
+        os._exit(_try_everything(device, num_threads))
+    deadline = time.monotonic() + (_CANARY_SECONDS if device == "cpu" else _ACCELERATOR_CANARY_SECONDS)
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return None if status == 0 else "a forked child could not use the accelerator or all threads"
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return f"{done} the workload started threads in its process, and a forked child hung on them"
+
+
+def _try_everything(device: str, num_threads: int) -> int:
+    """In a forked child: 0 if the thread pool and the accelerator, where there is one, can be used."""
+    try:
+        torch.set_num_threads(num_threads)
+        torch.ones(1 << 20).add_(1).sum()
+        if device != "cpu" and torch.accelerator.is_available():
+            # Another card than the one asked for may be full.
+            wanted = torch.accelerator.current_accelerator() if device == "auto" else torch.device(device)
+            torch.ones(1, device=wanted).add_(1).cpu()
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 def run_template(channel: Channel, server: Server) -> None:
     """Fork a child for each job and watch it and the parent at once."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a trial leaves running becomes ours, to end
     while (command := channel.read_line()) is not None:
-        if command["cmd"] in ("load", "open", "share"):
-            server.handle(command)
-        elif command["cmd"] == "run":
+        if command["cmd"] == "run":
             own = {process.pid for process in psutil.Process().children(recursive=True)}
             if not _watch(channel, _fork(server, command), own):
                 return
+        elif command["cmd"] != "kill":  # of a child that has just ended
+            server.handle(command)
 
 
 def _fork(server: Server, command: dict[str, Any]) -> int:
@@ -217,19 +257,12 @@ def _watch(channel: Channel, pid: int, own: set[int]) -> bool:
     """
     pidfd = os.pidfd_open(pid)
     is_parent_there = True
-    try:
-        while True:
-            ready, _, _ = select.select([pidfd, channel.input], [], [])
-            if pidfd in ready:
-                break
-            command = channel.read_line()
-            is_parent_there = command is not None
-            if command is None or command["cmd"] == "kill":
-                _kill_group(pid)
-                os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
-                break
-    finally:
-        os.close(pidfd)
+    ready, _, _ = select.select([pidfd, channel.input], [], [])
+    if pidfd not in ready:  # the only command now is to kill it
+        is_parent_there = channel.read_line() is not None
+        _kill_group(pid)
+        os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
+    os.close(pidfd)
     _kill_group(pid)  # its loader workers; before it is reaped, so that the number is still its own
     _, status = os.waitpid(pid, 0)
     _end_orphans(own)
@@ -247,6 +280,9 @@ def _end_orphans(own: set[int]) -> None:
     psutil.wait_procs(left, timeout=5)
 
 
+# -- a process that runs jobs itself -----------------------------------------------------------------------------------
+
+
 def run_worker(channel: Channel, server: Server) -> None:
     """Run jobs in this process, while a thread listens for the parent's end."""
     commands: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -254,25 +290,21 @@ def run_worker(channel: Channel, server: Server) -> None:
 
     def listen() -> None:
         while (command := channel.read_line()) is not None:
+            is_load = command["cmd"] == "load"
             commands.put(command)
-            if command["cmd"] == "load":  # its packed bytes follow, and are the main thread's to read
+            if is_load:  # its packed bytes follow, and are the main thread's to read
                 done.wait()
-                done.clear()
         _kill_group(os.getpid())
         os._exit(1)
 
     threading.Thread(target=listen, daemon=True).start()
     _enter_trial()
     while True:
-        command = commands.get()
-        server.handle(command)
-        if command["cmd"] == "load":
-            done.set()
+        server.handle(commands.get())
+        done.set()  # a process loads once, and first of all
 
 
 def _enter_trial() -> None:
-    from autotune_amp.trial.worker import raise_oom_score
-
     raise_oom_score()
     if sys.platform == "linux":
         # A loader's workers cannot pickle classes of the user's __main__, which exists only as our copy.
@@ -301,9 +333,6 @@ def main(mode: str, parent: int) -> None:
     _die_with(parent)
     channel = Channel()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a text stream: nobody replaced it yet
-    import torch
-    import torch._dynamo  # noqa: F401 # optimizers import it, and it takes a second that no trial should pay again
-
     server = Server(channel, mode)
     channel.send({"event": "result", "value": "ready"})
     if mode == "forked":

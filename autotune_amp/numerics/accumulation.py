@@ -9,24 +9,26 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotune_amp.core.fidelity import Accumulation, AccumulationVerdict
+from autotune_amp.core.outcome import Accumulation, AccumulationVerdict
 from autotune_amp.numerics.batches import tensors
 from autotune_amp.numerics.comparison import perturb, signals
-from autotune_amp.numerics.draws import CannotReplayError, RecordedDraws, ReplayedDraws, Samples, without_dropout
 from autotune_amp.numerics.fidelity import REROUNDING, in_fp32
 from autotune_amp.numerics.modules import modules_by_name, unwrap
-from autotune_amp.numerics.passes import Gradients, Pass, Passes, Subject
+from autotune_amp.numerics.passes import Gradients, Pass, Passes, Subject, WithoutDropout
 from autotune_amp.precision import torch_state
-from autotune_amp.precision.mode import clear_override, has_half_weights, override
+from autotune_amp.precision.forward_wrapper import can_be_pinned, clear_override, has_half_weights, override
 from autotune_amp.precision.modes import MODES
+from autotune_amp.precision.torch_state import HALF_DTYPES
 
 IGNORED_LABEL = -100  # torch's own, in cross_entropy
 _MAX_SAMPLES = 16
@@ -35,7 +37,6 @@ _MAX_ENTRIES = 2**16  # of each parameter's gradient: what holds for the whole g
 _ROUNDING_MARGIN = 8.0
 _MAX_TOLERANCE = 0.05  # where rounding alone does more than this to a gradient, nothing can be told from it
 _MAX_LOSS_ERROR = 1e-3
-_MAX_WEIGHT_ERROR = 0.1  # of 1/k: weights found less exactly are no finding
 
 
 def num_micro_batches(num_samples: int) -> int:
@@ -67,10 +68,14 @@ def check(subject: Subject, num_samples: int) -> Accumulation:
     What the model's own code raises comes through; numbers that are not finite never raise.
     """
     started = time.perf_counter()
-    is_half = has_half_weights(subject.model)
-    passes = Passes(subject, in_fp32(subject.model, subject.device.type) if is_half else None)
-    # Compiled code would draw out of sight of the modes, and drop what dropout drops.
-    with torch.compiler.set_stance("force_eager"), _overridden(passes.model, subject.device.type):
+    passes = Passes(subject, in_fp32(subject.model, subject.device.type) if has_half_weights(subject.model) else None)
+    own = unwrap(passes.model)
+    with ExitStack() as stack:
+        # Compiled code would draw out of sight of the modes, and drop what dropout drops.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if can_be_pinned(own):  # in fp32 also under an autocast that the loss function has around it
+            override(own, "fp32", subject.device.type)
+            stack.callback(clear_override, own)
         try:
             found = _checked(passes, num_samples)
         except CannotReplayError as error:
@@ -79,20 +84,6 @@ def check(subject: Subject, num_samples: int) -> Accumulation:
             passes.restore()
             passes.model.zero_grad(set_to_none=True)
     return msgspec.structs.replace(found, num_passes=passes.num_passes, seconds=time.perf_counter() - started)
-
-
-@contextmanager
-def _overridden(model: nn.Module, device_type: str) -> Iterator[None]:
-    """In fp32 also under an autocast that the loss function has around it."""
-    own = unwrap(model)
-    if isinstance(own, torch.jit.ScriptModule):  # whose forward nothing can be put around
-        yield
-        return
-    override(own, "fp32", device_type)
-    try:
-        yield
-    finally:
-        clear_override(own)
 
 
 def _checked(passes: Passes, num_samples: int) -> Accumulation:
@@ -131,7 +122,14 @@ def _checked(passes: Passes, num_samples: int) -> Accumulation:
     passes.restore()
     parts = [again(index + 1, Samples(index * size, size, num_samples)) for index in range(len(pieces))]
     if not all(part.is_finite for part in parts):
-        return _of_not_finite(num_samples, len(pieces))
+        return Accumulation(
+            verdict="inexact",
+            reason=f"The loss of a micro-batch of {size} samples or its gradient is not finite, where that of the "
+            f"whole batch of {num_samples} is: a mean over something of which a micro-batch may hold nothing.",
+            next_step="Keep the batch whole, make the loss finite for such a batch, or leave such samples out.",
+            batch_size=num_samples,
+            num_micro_batches=len(pieces),
+        )
     sums = Sums(
         gram=_gram([whole.gradients, *(part.gradients for part in parts)], names),
         losses=(whole.loss, *(part.loss for part in parts)),
@@ -145,13 +143,12 @@ def _pass(passes: Passes, index: int, draws: AbstractContextManager[object], see
     """Forward and backward, which may compute the forward pass again; only entries of the gradients are kept."""
 
     @contextmanager
-    def replaying(seed: int | None = None) -> Iterator[None]:
-        if seed is not None:
-            torch_state.seed(seed)
-        with without_dropout(), draws:
+    def replaying() -> Iterator[None]:
+        torch_state.seed(seed)
+        with WithoutDropout(), draws:
             yield
 
-    done = passes.run(index, "fp32", restores=False, around_forward=replaying(seed), around_backward=replaying())
+    done = passes.run(index, "fp32", restores=False, around_forward=replaying(), around_backward=draws)
     return Pass(done.loss, {name: _entries(gradient) for name, gradient in done.gradients.items()})
 
 
@@ -164,8 +161,7 @@ def _entries(gradient: Tensor) -> Tensor:
 def _gram(gradients: Sequence[Gradients], names: Sequence[str]) -> Tensor:
     gram = torch.zeros(len(gradients), len(gradients), dtype=torch.float64)
     for name in names:
-        rows = [of_pass.get(name, torch.zeros_like(gradients[0][name])).double() for of_pass in gradients]
-        matrix = torch.stack(rows)
+        matrix = torch.stack([each.get(name, torch.zeros_like(gradients[0][name])).double() for each in gradients])
         gram += matrix @ matrix.T
     return gram
 
@@ -173,8 +169,109 @@ def _gram(gradients: Sequence[Gradients], names: Sequence[str]) -> Tensor:
 def _distance(one: Gradients, other: Gradients, names: Sequence[str]) -> float:
     gram = _gram([one, other], names)
     size = float(gram[0, 0])
-    difference = float(gram[0, 0] + gram[1, 1] - 2 * gram[0, 1])
-    return math.sqrt(max(0.0, difference) / size) if size else 0.0
+    return math.sqrt(max(0.0, float(gram[0, 0] + gram[1, 1] - 2 * gram[0, 1])) / size) if size else 0.0
+
+
+# -- random draws ------------------------------------------------------------------------------------------------------
+
+# Whose numbers do not depend on how many are drawn beside them, in place or not. Not `randperm`: a permutation of the
+# batch's samples has no part that permutes some of them.
+_DRAWING = {
+    f"aten::{name}"
+    for name in (
+        *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "poisson"),
+        *("binomial", "uniform", "exponential", "random", "log_normal", "geometric", "cauchy", "_standard_gamma"),
+    )
+}
+_MULTIPLYING = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "convolution")}
+
+
+class CannotReplayError(Exception):
+    """A pass draws otherwise than the one whose draws it is to be given."""
+
+
+class Samples(NamedTuple):
+    """`num` samples from the `first` on, of `num_all` that the recorded pass had."""
+
+    first: int
+    num: int
+    num_all: int
+
+
+class Draw(NamedTuple):
+    """What a random operation gave; `numbers` are its arguments that are plain numbers, such as bounds."""
+
+    name: str
+    numbers: tuple[float, ...]
+    value: Tensor
+
+
+class RecordedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
+    """Keeps in `draws` what random operations give while it is entered, in their order.
+
+    `has_half` says whether any matrix product or convolution was computed in half precision.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.draws: list[Draw] = []
+        self.has_half = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.has_half |= func._schema.name in _MULTIPLYING and result.dtype in HALF_DTYPES
+            if _draws(func):
+                self.draws.append(Draw(func._schema.name, _numbers(args), result.detach().clone()))
+        return result
+
+
+class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
+    """Gives random operations what the same ones gave when `draws` were recorded, or the part of it of `samples`.
+
+    While it is entered an operation that has nothing to match raises `CannotReplayError`, as does `finish` where draws
+    are left.
+    """
+
+    def __init__(self, draws: Sequence[Draw], samples: Samples) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._left = list(reversed(draws))
+        self._samples = samples
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and _draws(func):
+            draw, name = self._left.pop() if self._left else None, func._schema.name
+            if draw is None or (draw.name, draw.numbers) != (name, _numbers(args)):
+                raise CannotReplayError(f"it draws by {name.removeprefix('aten::')} where the whole batch did not")
+            result.copy_(_part(draw.value, result.shape, self._samples))
+        return result
+
+    def finish(self) -> None:
+        """The pass is over."""
+        if self._left:
+            raise CannotReplayError(f"it makes {len(self._left)} draws fewer than the whole batch")
+
+
+def _part(value: Tensor, shape: torch.Size, samples: Samples) -> Tensor:
+    """The samples' part of `value` along the one dimension in which `shape` is shorter; all of it where none is."""
+    if value.shape == shape:
+        return value
+    shorter = [dim for dim, (whole, part) in enumerate(zip(value.shape, shape, strict=False)) if whole != part]
+    if value.dim() == len(shape) and len(shorter) == 1:
+        (dim,) = shorter
+        per_sample, rest = divmod(value.shape[dim], samples.num_all)
+        if not rest and shape[dim] == per_sample * samples.num:
+            return value.narrow(dim, samples.first * per_sample, shape[dim])
+    raise CannotReplayError(f"its draw of shape {tuple(shape)} is no part of the whole batch's {tuple(value.shape)}")
+
+
+def _draws(func: Any) -> bool:
+    return func._schema.name.removesuffix("_") in _DRAWING
+
+
+def _numbers(args: tuple[Any, ...]) -> tuple[float, ...]:
+    return tuple(argument for argument in args if isinstance(argument, (int, float)))
 
 
 # -- the weights -------------------------------------------------------------------------------------------------------
@@ -207,23 +304,19 @@ class Sums:
         """Whether these weights give the whole batch's gradient."""
         return self.error(weights) <= self.tolerance(weights)
 
-    def best(self) -> tuple[Tensor, float]:
-        """The weights of least error, and how far off they may be: endlessly where micro-batches are too much alike."""
-        parts = self.gram[1:, 1:]
-        weights = torch.linalg.pinv(parts, rtol=1e-12, hermitian=True) @ self.gram[0, 1:]
-        least = float(torch.linalg.eigvalsh(parts)[0])
-        blur = self.tolerance(weights) * math.sqrt(float(self.gram[0, 0]) / least) if least > 0 else math.inf
-        return weights, blur
+    def best(self) -> Tensor:
+        """The weights of least error."""
+        weights: Tensor = torch.linalg.pinv(self.gram[1:, 1:], rtol=1e-12, hermitian=True) @ self.gram[0, 1:]
+        return weights
 
     def do_losses_fit(self, weights: Tensor) -> bool:
-        """Whether these weights give the whole batch's loss too."""
+        """Whether these weights give the whole batch's loss too: few gradients, or like ones, many weights fit."""
         parts = torch.tensor(self.losses[1:], dtype=torch.float64) * weights
         size = max(abs(self.losses[0]), float(parts.abs().sum()))
         return abs(self.losses[0] - float(parts.sum())) <= _MAX_LOSS_ERROR * size
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """`weights` are those found; of *inexact*, the best there are. `share` is what they are proportional to."""
 
     verdict: AccumulationVerdict
@@ -233,18 +326,13 @@ class Finding:
 
 def find_weights(sums: Sums, shares: Sequence[tuple[str, Tensor]]) -> Finding:
     """The simplest combination that fits: of few or collinear gradients many do."""
-    num = len(sums.gram) - 1
-    ones = torch.ones(num, dtype=torch.float64)
-    simple = [Finding("mean", ones / num), Finding("sum", ones)]
+    ones = torch.ones(len(sums.gram) - 1, dtype=torch.float64)
+    simple = [Finding("mean", ones / len(ones)), Finding("sum", ones)]
     for finding in (*simple, *(Finding("weighted", weights, name) for name, weights in shares)):
         if sums.fits(finding.weights):
             return finding
-    best, blur = sums.best()
-    if not sums.fits(best):
-        return Finding("inexact", best)
-    if blur > _MAX_WEIGHT_ERROR / num:
-        return Finding("unchecked", best)
-    return Finding("weighted" if sums.do_losses_fit(best) else "inexact", best)
+    best = sums.best()
+    return Finding("weighted" if sums.fits(best) and sums.do_losses_fit(best) else "inexact", best)
 
 
 def counted_shares(pieces: Sequence[object]) -> list[tuple[str, Tensor]]:
@@ -286,7 +374,6 @@ _ALL = ".numel()"
 # In the order of how telling they are.
 _COUNTS: dict[str, Callable[[Tensor], float]] = {
     f" != {IGNORED_LABEL}": _entries_where(lambda column: column != IGNORED_LABEL),
-    " == 1": _entries_where(lambda column: column == 1),
     " != 0": _entries_where(lambda column: column != 0),
     _ALL: lambda column: float(column.numel()),
     ".sum()": _sum,
@@ -296,26 +383,12 @@ _COUNTS: dict[str, Callable[[Tensor], float]] = {
 # -- in words ----------------------------------------------------------------------------------------------------------
 
 
-def _of_not_finite(num_samples: int, num: int) -> Accumulation:
-    return Accumulation(
-        verdict="inexact",
-        reason=f"The loss of a micro-batch of {num_samples // num} samples or its gradient is not finite, where that "
-        f"of the whole batch of {num_samples} is: a mean over something of which a micro-batch may hold nothing.",
-        next_step="Keep the batch whole, make the loss finite for such a batch, or leave such samples out.",
-        batch_size=num_samples,
-        num_micro_batches=num,
-    )
-
-
 def _report(sums: Sums, found: Finding, passes: Passes, num_samples: int) -> Accumulation:
     num = len(found.weights)
     error, mean_error = sums.error(found.weights), sums.error(torch.full((num,), 1 / num, dtype=torch.float64))
     the_whole = f"the gradient of the whole batch of {num_samples}"
     parts = f"gradients of {num} micro-batches of {num_samples // num} samples"
     apart = f"they part by {error:.1g} of it, and fp32 rounded otherwise by {sums.rounding:.1g}"
-    if found.verdict == "unchecked":
-        reason = f"the {parts} are too much alike to tell with which weights they add up to {the_whole}"
-        return msgspec.structs.replace(unchecked(reason, num_samples), error=error, mean_error=mean_error)
     if found.verdict == "mean":
         next_step = "Divide each micro-batch's loss by the accumulation steps."
     elif found.verdict == "sum":

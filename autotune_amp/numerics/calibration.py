@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autotune_amp.core.config import MIN_LOSS_SCALE
-from autotune_amp.core.fidelity import Calibration
+from autotune_amp.core.outcome import Calibration
 from autotune_amp.numerics.comparison import COUNTS
 from autotune_amp.numerics.modules import watch_forward
 from autotune_amp.numerics.passes import Pass, Passes, Subject

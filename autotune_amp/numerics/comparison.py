@@ -8,20 +8,22 @@ differ by one rounding of the low precision.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
+from operator import attrgetter
 from statistics import fmean, pstdev
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from autotune_amp.core.config import MIN_LOSS_SCALE, Precision
-from autotune_amp.core.fidelity import GradientDamage, LowWeights
+from autotune_amp.core.config import MIN_LOSS_SCALE
+from autotune_amp.core.outcome import GradientDamage, LowWeights
+from autotune_amp.core.setting import Precision
 from autotune_amp.numerics.passes import Gradients, Pass, Passes
-from autotune_amp.precision.mode import HALF_DTYPES
 from autotune_amp.precision.modes import MODES
+from autotune_amp.precision.torch_state import HALF_DTYPES
 
 # Entries so much smaller than the largest of their parameter move nothing: not worth a loss scale.
 COUNTS = 2.0**-12
@@ -52,7 +54,7 @@ class Sums:
     def noise_ratio(self) -> float:
         """Rounding noise over batch noise; over the gradient itself where the batches are all alike."""
         yardstick = self.noise if self.noise > 1e-12 * self.reference else self.reference
-        return math.sqrt(self.difference / yardstick) if yardstick else (math.inf if self.difference else 0.0)
+        return math.sqrt(_ratio(self.difference, yardstick))
 
     @property
     def cosine(self) -> float:
@@ -70,6 +72,16 @@ class Sums:
         """Of the entries that count."""
         return self.num_flushed / self.num_counting if self.num_counting else 0.0
 
+    def damage(self, name: str) -> GradientDamage:
+        """As what is said of the parameter or module of this name."""
+        return GradientDamage(
+            name=name,
+            noise_ratio=self.noise_ratio,
+            cosine=self.cosine,
+            norm_ratio=self.norm_ratio,
+            flushed_share=self.flushed_share,
+        )
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -80,11 +92,11 @@ class Comparison:
 
     def worst(self, num: int) -> tuple[GradientDamage, ...]:
         """The parameters whose rounding noise is largest against their batch noise."""
-        return self._ranked(lambda damage: damage.noise_ratio)[:num]
+        return tuple(sorted(self._damages(), key=attrgetter("noise_ratio"), reverse=True)[:num])
 
     def most_flushed(self) -> GradientDamage | None:
         """The parameter of which the largest share is flushed; None where there is none at all."""
-        return next(iter(self._ranked(lambda damage: damage.flushed_share)), None)
+        return max(self._damages(), key=attrgetter("flushed_share"), default=None)
 
     def modules(self, max_modules: int) -> tuple[GradientDamage, ...]:
         """The modules with parameters of their own, in the order of the model.
@@ -99,33 +111,20 @@ class Comparison:
         for name, sums in self.parameters.items():
             module = joined.setdefault(".".join(paths[name][:depth]), Sums())
             module += sums
-        return _damages(joined)
+        return tuple(sums.damage(name) for name, sums in joined.items())
 
-    def _ranked(self, key: Callable[[GradientDamage], float]) -> tuple[GradientDamage, ...]:
-        return tuple(sorted(_damages(self.parameters), key=key, reverse=True))
-
-
-def _damages(named: Mapping[str, Sums]) -> tuple[GradientDamage, ...]:
-    return tuple(
-        GradientDamage(
-            name=name,
-            noise_ratio=sums.noise_ratio,
-            cosine=sums.cosine,
-            norm_ratio=sums.norm_ratio,
-            flushed_share=sums.flushed_share,
-        )
-        for name, sums in named.items()
-    )
+    def _damages(self) -> list[GradientDamage]:
+        return [sums.damage(name) for name, sums in self.parameters.items()]
 
 
 def signals(gradients: Gradients, perturbed: Gradients) -> set[str]:
     """The parameters whose fp32 gradient survives another rounding, so that it can be held against."""
-    kept = set()
-    for name, gradient in gradients.items():
-        reference = _norm(_dense(gradient))
-        if name in perturbed and _norm(_dense(gradient) - _dense(perturbed[name])) < MAX_OWN_NOISE * reference:
-            kept.add(name)
-    return kept
+    return {
+        name
+        for name, gradient in gradients.items()
+        if name in perturbed
+        and _norm(_dense(gradient) - _dense(perturbed[name])) < MAX_OWN_NOISE * _norm(_dense(gradient))
+    }
 
 
 def compare(low: Sequence[Gradients], reference: Sequence[Gradients], names: Collection[str]) -> Comparison:
@@ -136,13 +135,13 @@ def compare(low: Sequence[Gradients], reference: Sequence[Gradients], names: Col
     """
     parameters: dict[str, Sums] = {}
     whole = Sums()
-    for name in (name for name in dict.fromkeys(chain(*reference, *low)) if name in names):
-        sums = Sums()
-        for index, gradients in enumerate(low):
-            following = reference[(index + 1) % len(reference)]
-            sums += _sums(gradients.get(name), reference[index].get(name), following.get(name))
-        parameters[name] = sums
-        whole += sums
+    for name in dict.fromkeys(chain(*reference, *low)):
+        if name in names:
+            sums = parameters[name] = Sums()
+            for index, gradients in enumerate(low):
+                following = reference[(index + 1) % len(reference)]
+                sums += _sums(gradients.get(name), reference[index].get(name), following.get(name))
+            whole += sums
     return Comparison(whole, parameters)
 
 
@@ -151,9 +150,7 @@ def _sums(low: Tensor | None, reference: Tensor | None, other: Tensor | None) ->
     if some is None:
         return Sums()
     ours, theirs, others = (torch.zeros_like(_dense(some)) if t is None else _dense(t) for t in (low, reference, other))
-    counts = (
-        theirs.abs() > COUNTS * theirs.abs().amax() if theirs.numel() else torch.zeros_like(theirs, dtype=torch.bool)
-    )
+    counts = theirs.abs() > COUNTS * (theirs.abs().amax() if theirs.numel() else 0.0)
     return Sums(
         difference=_norm(ours - theirs) ** 2,
         reference=_norm(theirs) ** 2,
@@ -294,7 +291,7 @@ def lost_updates(model: nn.Module, before: Mapping[str, Tensor], after: Mapping[
         num_lost += int(((update != 0) & (nearest == 0)).sum())
         moved += float(update.square().sum())
         applied += float((update * nearest).sum())
-        variance += float(_stochastic_variance(after[name], parameter.dtype).where(counts.cpu(), 0).sum())
+        variance += float(_rounding_variance(after[name].cpu(), parameter.dtype).where(counts.cpu(), 0).sum())
     if not num_moved or not moved:
         return None
     return LowWeights(
@@ -305,9 +302,8 @@ def lost_updates(model: nn.Module, before: Mapping[str, Tensor], after: Mapping[
     )
 
 
-def _stochastic_variance(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    exact = exact.cpu()  # nextafter in half precision is not there on every accelerator
+def _rounding_variance(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of stochastic rounding; on the CPU, since nextafter in half precision is not there on every accelerator."""
     nearest = exact.to(dtype)
-    toward = torch.where(exact > nearest.float(), math.inf, -math.inf).to(dtype)
-    other = torch.nextafter(nearest, toward)
+    other = torch.nextafter(nearest, torch.where(exact > nearest.float(), math.inf, -math.inf).to(dtype))
     return (exact.double() - nearest.double()).abs() * (other.double() - exact.double()).abs()

@@ -16,8 +16,9 @@ import msgspec
 import torch
 from torch import nn
 
-from autotune_amp.core.config import FP16_MAX, MIN_LOSS_SCALE, Precision
-from autotune_amp.core.fidelity import Fidelity, LowWeights
+from autotune_amp.core.config import FP16_MAX, MIN_LOSS_SCALE
+from autotune_amp.core.outcome import Fidelity, LowWeights
+from autotune_amp.core.setting import Precision
 from autotune_amp.numerics.calibration import FIRST_GUESS, count_octaves, histogram, largest_safe_scale
 from autotune_amp.numerics.comparison import (
     Comparison,
@@ -31,12 +32,11 @@ from autotune_amp.numerics.comparison import (
     train,
 )
 from autotune_amp.numerics.grading import MAX_FORWARD_SHARE, Findings, Grade, grade, next_step
-from autotune_amp.numerics.locate import OUTSIDE, blown_up, local_errors
+from autotune_amp.numerics.locate import OUTSIDE, bad_parameters, blown_up, local_errors
 from autotune_amp.numerics.modules import ForwardWatch, is_inside, modules_by_name, watch_forward
-from autotune_amp.numerics.nonfinite import bad_parameters
 from autotune_amp.numerics.passes import Pass, Passes, Subject
 from autotune_amp.numerics.scaler_replay import starting_scale
-from autotune_amp.precision.mode import can_be_pinned, has_half_weights, override
+from autotune_amp.precision.forward_wrapper import can_be_pinned, has_half_weights, override
 from autotune_amp.precision.modes import MODES
 
 NUM_BATCHES = 3  # held against each other in one step

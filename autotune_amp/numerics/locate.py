@@ -6,20 +6,21 @@ Hooks, so compiled models run eagerly here; nothing else of a check depends on w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from autotune_amp.core.config import Precision
-from autotune_amp.numerics.draws import Generators, generators, set_generators
-from autotune_amp.numerics.modules import modules_by_name
-from autotune_amp.numerics.nonfinite import Recorder
-from autotune_amp.numerics.passes import Passes
-from autotune_amp.precision.mode import HALF_DTYPES, has_half_weights
+from autotune_amp.core.setting import Precision
+from autotune_amp.numerics.modules import modules_by_name, parameters_by_name
+from autotune_amp.numerics.passes import Passes, keep_generators
+from autotune_amp.precision.forward_wrapper import has_half_weights
+from autotune_amp.precision.torch_state import HALF_DTYPES
 
 OUTSIDE = ""  # the code around the modules: the loss function, as a rule
 # A child that is wrong by so large a share of its parent's error explains the parent.
@@ -32,7 +33,7 @@ class _Begun(NamedTuple):
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    generators: Generators
+    put_generators_back: Callable[[], None]
 
 
 class LocalErrors:
@@ -63,21 +64,21 @@ class LocalErrors:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._is_recomputing:
             args, kwargs = tree_map(_as_fp32, (args, kwargs))  # copies, so that an in-place module does no harm
-            self._begun.append(_Begun(module, args, kwargs, generators(self._device)))
+            self._begun.append(_Begun(module, args, kwargs, keep_generators(self._device)))
 
     def _recomputed(self, begun: _Begun) -> list[Tensor] | None:
         self._is_recomputing = True
-        here = generators(self._device)
-        set_generators(self._device, begun.generators)
+        put_back = keep_generators(self._device)
+        begun.put_generators_back()
         try:
             off = torch.autocast(self._device.type, enabled=False, cache_enabled=False)
             with torch.no_grad(), off:
-                return list(_floating(begun.module(*begun.args, **begun.kwargs)))
+                return list(_floats(begun.module(*begun.args, **begun.kwargs)))
         except Exception:  # one that cannot run in fp32, or twice, stays unknown; naming it is all this is for
             return None
         finally:
             self._is_recomputing = False
-            set_generators(self._device, here)
+            put_back()
 
     def _after(self, name: str) -> Callable[..., None]:
         def after(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
@@ -89,7 +90,7 @@ class LocalErrors:
             expected = self._recomputed(begun)
             if expected is None:
                 return
-            pairs = zip(_floating(output), expected, strict=False)
+            pairs = zip(_floats(output), expected, strict=False)
             error = max((_error(given, wanted) for given, wanted in pairs if given.shape == wanted.shape), default=0.0)
             self.by_module[name] = max(error, self.by_module.get(name, 0.0))
 
@@ -146,7 +147,7 @@ def _as_fp32(leaf: Any) -> Any:
     return leaf.detach().float() if is_half else leaf.detach().clone()
 
 
-def _floating(values: Any) -> Iterator[Tensor]:
+def _floats(values: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point())
 
 
@@ -162,3 +163,251 @@ def _error(given: Tensor, wanted: Tensor) -> float:
     whole = float(torch.linalg.vector_norm(wanted))
     size = size if size > 1e-6 * whole else whole  # the same for every sample, as positions are
     return difference / size if size else (math.inf if difference else 0.0)
+
+
+# -- where numbers blow up ---------------------------------------------------------------------------------------------
+
+
+def bad_parameters(model: nn.Module) -> tuple[str, ...]:
+    """The names of the parameters that are not finite."""
+    named = parameters_by_name(model).items()
+    return tuple(name for name, parameter in named if health(parameter) is not Health.FINITE)
+
+
+class Health(IntEnum):
+    """The worst that the floating tensors of an input, output or gradient hold."""
+
+    FINITE = 0
+    MASKED = 1  # -inf and nothing worse: what attention masks are made of
+    BAD = 2
+
+
+def health(values: Any) -> Health:
+    """The worst over all floating tensors anywhere in `values`. Waits for the device."""
+    return max((_look(tensor)[0] for tensor in _floating(values)), default=Health.FINITE)
+
+
+def _floating(values: Any) -> Iterator[Tensor]:
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            tensor = leaf.detach()
+            tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            tensor = tensor._values() if tensor.is_sparse else tensor
+            tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+            if tensor.is_floating_point() and tensor.numel():
+                yield tensor
+
+
+def _look(tensor: Tensor) -> tuple[Health, float]:
+    """The tensor's health and its largest magnitude, masked entries aside."""
+    smallest, largest = tensor.aminmax()  # NaN in the tensor makes both NaN
+    low, high = smallest.item(), largest.item()  # stacked, they could not be: autocast refuses its other half precision
+    if not high < float("inf"):
+        return Health.BAD, high
+    if low == -float("inf"):
+        return Health.MASKED, float(tensor.masked_fill(tensor == low, 0).abs().amax())
+    return Health.FINITE, max(high, -low)
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a module. `key` finds the same call in another pass."""
+
+    key: tuple[str, int]
+    parent: Call | None
+    inputs: Health
+    first_node: int
+    outputs: Health = Health.FINITE
+    end_node: int = 0  # the number of the first autograd node made after the call
+
+    @property
+    def name(self) -> str:
+        """The module's name in the model."""
+        return self.key[0]
+
+    def ancestors(self) -> Iterator[Call]:
+        """The calls around this one, innermost first."""
+        call = self.parent
+        while call is not None:
+            yield call
+            call = call.parent
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where the backward pass went bad: the node's number, and those of the nodes that its gradients go to."""
+
+    node: int
+    next_nodes: tuple[int, ...]
+
+
+class Recorder:
+    """Watches one pass through `modules`: `watching_forward()` around the forward pass, then `watch_backward`.
+
+    `forward_max` is the largest magnitude that a module put out.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.forward_max = 0.0
+        self._modules = modules
+        self._timeline: list[tuple[Call, bool]] = []  # the call, and whether it ended there or began
+        self._running: list[Call] = []
+        self._num_calls: dict[str, int] = {}
+        self._origins: list[_Origin] = []
+        self._first_bad_sum: _Origin | None = None
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def watching_forward(self) -> Iterator[None]:
+        """Record the forward pass inside; what a checkpoint recomputes in the backward pass is none."""
+        with ExitStack() as hooks:
+            for name, module in self._modules.items():
+                beginning = module.register_forward_pre_hook(self._beginning(name), with_kwargs=True)
+                hooks.callback(beginning.remove)
+                hooks.callback(module.register_forward_hook(self._ending(name)).remove)
+            yield
+
+    def _beginning(self, name: str) -> Callable[..., None]:
+        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            num_before = self._num_calls.get(name, 0)
+            self._num_calls[name] = num_before + 1
+            parent = self._running[-1] if self._running else None
+            call = Call((name, num_before), parent, health((args, kwargs)), _next_node())
+            self._running.append(call)
+            self._timeline.append((call, False))
+
+        return begin
+
+    def _ending(self, name: str) -> Callable[..., None]:
+        def end(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+            # A call that raised, inside a module that caught it, never ended.
+            while (call := self._running.pop()).name != name:
+                pass
+            seen = [_look(tensor) for tensor in _floating(output)]
+            call.outputs = max((health for health, _ in seen), default=Health.FINITE)
+            call.end_node = _next_node()
+            # Of the first tensor, as the observers have it: later ones often are masks.
+            self.forward_max = _larger(self.forward_max, seen[0][1] if seen else 0.0)
+            self._timeline.append((call, True))
+
+        return end
+
+    def forward_culprit(self) -> str:
+        """Who made the loss non-finite, in the order of execution."""
+        first_masked = None
+        for call, has_ended in self._timeline:
+            if has_ended and call.outputs > call.inputs:
+                if call.outputs is Health.BAD:
+                    return self._forward_origin(call, first_masked)
+                first_masked = first_masked or call
+            elif not has_ended and call.inputs is Health.BAD:
+                holder = next((outer for outer in call.ancestors() if outer.inputs is not Health.BAD), None)
+                return self._input_of(call) if holder is None else self._forward_origin(holder, first_masked)
+        return "the loss function" if first_masked is None else self._module(first_masked)
+
+    def _forward_origin(self, call: Call, first_masked: Call | None) -> str:
+        if call.inputs is Health.FINITE:
+            return self._module(call)
+        # It was given -inf: by a module before it, or by a mask that hides everything.
+        return self._input_of(call) if first_masked is None else self._module(first_masked)
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def watch_backward(self, loss: Tensor) -> list[Tensor]:
+        """Record the backward pass that follows, and give the leaves whose gradients it will write."""
+        leaves: list[Tensor] = []
+        seen = {loss.grad_fn}
+        pending: list[Any] = [loss.grad_fn]
+        while pending:
+            node = pending.pop()
+            if hasattr(node, "variable"):  # AccumulateGrad: it can outlive the graph, so it gets no hook
+                leaves.append(node.variable)
+                continue
+            next_nodes = [following for following, _ in node.next_functions if following is not None]
+            # The hook must not hold the node itself: a cycle through C++ is never collected.
+            origin = _Origin(node._sequence_nr(), tuple(following._sequence_nr() for following in next_nodes))
+            node.register_hook(self._passing(origin))
+            pending += [following for following in next_nodes if following not in seen]
+            seen.update(next_nodes)
+        return leaves
+
+    def _passing(self, origin: _Origin) -> Callable[[Any, Any], None]:
+        def passed(grad_inputs: Any, grad_outputs: Any) -> None:
+            if health(grad_outputs) is not Health.FINITE:
+                self._first_bad_sum = self._first_bad_sum or origin
+            elif health(grad_inputs) is not Health.FINITE:
+                self._origins.append(origin)
+
+        return passed
+
+    def backward_culprit(self) -> str | None:
+        """Who made the first non-finite gradient; None where no node did, as in a reduction between ranks."""
+        if not (origins := self._backward_origins()):
+            return None
+        call = self._call_of(origins[0].node)
+        return f"{'the loss function' if call is None else self._module(call)}, in its backward pass"
+
+    def _backward_origins(self) -> list[_Origin]:
+        if self._origins or self._first_bad_sum is None:
+            return self._origins
+        # Every node was innocent: finite gradients from several consumers overflowed where they were added up.
+        return [self._first_bad_sum]
+
+    def _call_of(self, node: int) -> Call | None:
+        around = (call for call in self._ended_calls() if call.first_node <= node < call.end_node)
+        return max(around, key=lambda call: call.first_node, default=None)
+
+    # -- against a pass that went well ---------------------------------------------------------------------------------
+
+    def damaged(self, healthy: Recorder | None) -> tuple[list[str], str | None]:
+        """The modules where this pass went bad and `healthy` did not, and the first of them in words.
+
+        Children are taken before the modules that hold them.
+        """
+        before = {} if healthy is None else {call.key: call for call in healthy._ended_calls()}
+        found: list[Call] = []
+        has_found_inside: set[Call] = set()
+        for call in self._ended_calls():
+            reference = before.get(call.key)
+            is_worse_in = call.inputs > (Health.FINITE if reference is None else reference.inputs)
+            is_worse_out = call.outputs > (Health.FINITE if reference is None else reference.outputs)
+            if is_worse_out and not is_worse_in and call not in has_found_inside:
+                found.append(call)
+                has_found_inside.update(call.ancestors())
+        if found:
+            return _names(found), self._module(found[0])
+        return _names(self._backward_calls()), self.backward_culprit()
+
+    def _backward_calls(self) -> Iterator[Call]:
+        for origin in self._backward_origins():
+            call = self._call_of(origin.node)
+            if call is not None and call.name:
+                yield call
+            else:  # As a rule the loss function, in the model or outside, casts a gradient down for the last module.
+                yield from filter(None, map(self._call_of, origin.next_nodes))
+
+    def _ended_calls(self) -> Iterator[Call]:
+        return (call for call, has_ended in self._timeline if has_ended)
+
+    # -- in words ------------------------------------------------------------------------------------------------------
+
+    def _module(self, call: Call) -> str:
+        kind = type(self._modules[call.name]).__name__
+        return f"module {call.name} ({kind})" if call.name else f"the model itself ({kind})"
+
+    def _input_of(self, call: Call) -> str:
+        return f"the input of {self._module(call)}" if call.name else "the input of the model"
+
+
+def _names(calls: Iterable[Call]) -> list[str]:
+    return list(dict.fromkeys(call.name for call in calls))
+
+
+def _larger(one: float, other: float) -> float:
+    return one if one >= other or one != one else other  # NaN wins
+
+
+def _next_node() -> int:
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined] # not exported, as the nodes' own
+    return number

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.precision.mode import Observer, is_cast, observe, stop_observing
+from autotune_amp.precision.forward_wrapper import Observer, is_cast, observe, stop_observing
 
 # Parts of a module's path that wrappers add to what the user wrote.
 _WRAPPER_PARTS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}

@@ -11,8 +11,10 @@ import random
 import sys
 from array import array
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from ctypes import c_float
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -23,7 +25,7 @@ from autotune_amp.precision.modes import MODES
 
 _FLUSHED_LOG2 = math.log2(MODES["fp16"].min_subnormal / 2)  # fp16 rounds to 0 what is at it or under
 _LARGEST_SCALE = 2.0**127  # power of two in float32
-_MAX_CACHED_STEPS = 4_000_000  # of overflow indices, 4 bytes each
+_MAX_CACHED_SCALES = 64
 
 
 def _log2(scale: float) -> float:
@@ -42,28 +44,21 @@ class Trace:
         self._log2_scales = np.array(log2_scales, dtype=np.float64)
         if not len(self._log2_scales) or np.isnan(self._log2_scales).any():
             raise ValueError("A trace needs at least one step, and a number (or -inf, inf) for each.")
-        self._overflows: dict[float, array[int]] = {}
-        self._num_cached = 0
+        # Factors other than 2 meet a new scale at every move.
+        self._overflows = lru_cache(maxsize=_MAX_CACHED_SCALES)(self._find_overflows)
 
     def __len__(self) -> int:
         return len(self._log2_scales)
 
     def next_overflow(self, scale: float, step: int) -> int:
         """The first step from `step` on that overflows at `scale`; the trace's length where none does."""
-        overflows = self._overflows.get(scale)
-        if overflows is None:
-            overflows = self._remember(scale)
+        overflows = self._overflows(scale)
         return overflows[bisect_left(overflows, step)]
 
-    def _remember(self, scale: float) -> array[int]:
+    def _find_overflows(self, scale: float) -> array[int]:
+        """Their steps, and the trace's length at the end."""
         found = np.flatnonzero(self._log2_scales < _log2(scale)).astype(np.intc)
-        if self._num_cached + len(found) > _MAX_CACHED_STEPS:  # factors other than 2 meet a new scale at every move
-            self._overflows.clear()
-            self._num_cached = 0
-        self._num_cached += len(found)
-        overflows = self._overflows[scale] = array("i", found.tobytes())
-        overflows.append(len(self))
-        return overflows
+        return array("i", (*found.tolist(), len(self)))
 
 
 class FlushedShares:
@@ -154,10 +149,10 @@ def replay(
     is the `PrecisionController`'s, as long as that neither diagnoses nor demotes, and with every overflow one of the
     gradients: where the loss itself is not finite the controller skips without backing off.
     """
-    clean_steps: dict[float, int] = {}
+    clean_steps: Counter[float] = Counter()
     num_skips, first_skip, scale = 0, None, loss_scale.init_scale
     for scale, num_clean, skip in stretches(trace, loss_scale, is_bounded=is_bounded):
-        clean_steps[scale] = clean_steps.get(scale, 0) + num_clean
+        clean_steps[scale] += num_clean
         if skip is not None:
             num_skips += 1
             first_skip = skip if first_skip is None else first_skip

@@ -1,48 +1,230 @@
-"""Puts code around one module's forward by swapping the class of that instance for a subclass.
+"""Pins, overrides and observers: what is put around the forward of one module, in trials and in the runtime alike.
 
-Hooks would not do: they break fullgraph compilation, and those registered after compiling are silently ignored. A
-changed class is guarded on, so a compiled model recompiles once, and goes back to its old graph for free.
+It is put there by swapping the class of that instance for a subclass. Hooks would not do: they break fullgraph
+compilation, and those registered after compiling are silently ignored. A changed class is guarded on, so a compiled
+model recompiles once, and goes back to its old graph for free.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.setting import Precision
+from autotune_amp.precision.torch_state import AUTOCAST_DTYPES, HALF_DTYPES, ambient, refuse_untrainable
 
 
-class Player(Protocol):
-    """What to do around a forward: a plain instance attribute of the module, so that compiled graphs guard on it."""
-
-    def play(
-        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call `forward`, with whatever belongs before, around and after it."""
-        ...
-
-    def for_copy(self) -> Player | None:
-        """What a copied or unpickled module keeps."""
-        ...
+def is_cast(module: nn.Module) -> bool:
+    """Whether autocast may run it in half precision: a leaf with a weight matrix. Lookups and norms stay in fp32."""
+    if next(module.children(), None) is not None or isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return False
+    return any(parameter.dim() >= 2 for parameter in module.parameters(recurse=False))
 
 
-_PLAYER = "_autotune_amp_player"
+def has_half_weights(module: nn.Module) -> bool:
+    """Whether any parameter in it is kept in half precision, so that fp32 is out of reach for it."""
+    return any(weight.dtype in HALF_DTYPES for weight in module.parameters())
 
 
-def player_of(module: nn.Module) -> Player | None:
-    """The player set on `module`."""
-    player: Player | None = _uncompiled(module).__dict__.get(_PLAYER)
-    return player
+def can_be_pinned(module: nn.Module) -> bool:
+    """Whether `pin_fp32` takes it."""
+    return not isinstance(module, torch.jit.ScriptModule) and not has_half_weights(module)
 
 
-def set_player(module: nn.Module, player: Player | None) -> None:
-    """Have `player` play around the forward of `module`; None gives back the original class and leaves nothing."""
+def pin_fp32(module: nn.Module, device_type: str) -> None:
+    """Run `module` in fp32 whatever autocast is on around it; inputs in half precision are cast up."""
+    if has_half_weights(module):
+        raise InvalidRequestError(
+            f"A {type(module).__name__} whose weights are in half precision cannot be pinned in fp32.",
+            "Pin a module with fp32 weights, or convert this one with module.float().",
+        )
+    _run_backward_as_eager_does()
+    _change(module, pin=_Forced("fp32", device_type, casts_up=True))
+
+
+def unpin(module: nn.Module) -> None:
+    """Take the pin away; nothing where there is none."""
+    _change(module, pin=None)
+
+
+def is_pinned(module: nn.Module) -> bool:
+    """Whether `pin_fp32` holds."""
+    return roles_of(module).pin is not None
+
+
+def override(module: nn.Module, precision: Precision, device_type: str) -> None:
+    """Run `module` under this precision's autocast, against code that wrote an autocast of its own around it.
+
+    A pin on the same module or one inside it wins. A compiled model recompiles once for each new precision.
+    """
+    refuse_untrainable(precision)
+    _run_backward_as_eager_does()
+    _change(module, override=_Forced(precision, device_type, casts_up=not has_half_weights(module)))
+
+
+def clear_override(module: nn.Module) -> None:
+    """Take the override away; nothing where there is none."""
+    _change(module, override=None)
+
+
+def override_of(module: nn.Module) -> Precision | None:
+    """The precision given to `override`, None where there is none."""
+    forced = roles_of(module).override
+    return None if forced is None else forced.precision
+
+
+def _run_backward_as_eager_does() -> None:
+    """Have compiled backward passes run each operation in the precision of its forward, as eager ones do.
+
+    They would run under the autocast that is on around the whole graph: a pinned module's gradients then go through
+    fp16 after all (pytorch#179804).
+    """
+    import torch._functorch.config as settings
+
+    if hasattr(settings, "backward_pass_autocast"):  # torch before it has no such setting, and no such fault
+        settings.backward_pass_autocast = "off"  # noqa: S105 # a pass, not a password
+
+
+class Observer:
+    """The largest magnitudes that modules put out, one slot for each module, and the switch that samples them.
+
+    In eager mode a module writes only while `is_sampling` is on. A compiled graph always writes: looking at the switch
+    would make two graphs of one. Slots are tensors of their own, so that modules of one class can share a graph.
+    With `only_half` outputs in fp32, and the least number of the format, which masks are made of, do not count.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device | str, *, only_half: bool = False) -> None:
+        self.is_sampling = False
+        self.only_half = only_half
+        self.precisions: set[Precision] = set()  # that modules ran in while sampling, eager and not pinned ones
+        self.maxima = tuple(torch.zeros((), dtype=torch.float32, device=device) for _ in range(num_slots))
+        for maximum in self.maxima:
+            torch._dynamo.mark_static_address(maximum)  # or CUDA graphs are off: they write to no input that may move
+
+    def read(self) -> Tensor:
+        """All slots in one new device tensor, without a synchronisation; NaN where a module put one out."""
+        return torch.stack(self.maxima) if self.maxima else torch.empty(0)
+
+    def reset(self) -> None:
+        """Set every slot to 0."""
+        torch._foreach_zero_(self.maxima)
+
+
+def observe(module: nn.Module, observer: Observer, slot: int) -> None:
+    """Raise `observer.maxima[slot]` to the largest magnitude in the first floating tensor that `module` puts out.
+
+    Only while the module trains. Copies and pickles of the module are not observed.
+    """
+    _change(module, observed=_Observed(observer, observer.maxima[slot]))
+
+
+def stop_observing(module: nn.Module) -> None:
+    """Undo `observe`; nothing where it was not called."""
+    _change(module, observed=None)
+
+
+# -- what is done around a forward -------------------------------------------------------------------------------------
+
+
+class _Forced(NamedTuple):
+    precision: Precision
+    device_type: str
+    casts_up: bool  # whether inputs may be cast up for fp32: not where the weights themselves are in half precision
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        dtype = AUTOCAST_DTYPES.get(self.precision)
+        if dtype is None and self.casts_up:
+            args, kwargs = _cast_up(args), _cast_up(kwargs)
+        # Without the cache: it may hold weights cast to the dtype of an autocast outside.
+        with torch.autocast(self.device_type, dtype=dtype, enabled=dtype is not None, cache_enabled=False):
+            return forward(*args, **kwargs)
+
+
+class _Observed(NamedTuple):
+    observer: Observer
+    maximum: Tensor
+
+    def look_at(self, output: Any, *, is_forced: bool) -> None:
+        is_compiling = torch.compiler.is_compiling()
+        if is_compiling or self.observer.is_sampling:
+            _raise_maximum(self.maximum, output, only_half=self.observer.only_half)
+        if not is_compiling and self.observer.is_sampling and not is_forced:
+            self.observer.precisions.add(ambient(self.maximum.device.type))
+
+
+class Roles(NamedTuple):
+    """What is done around the forward of one module."""
+
+    pin: _Forced | None = None
+    override: _Forced | None = None
+    observed: _Observed | None = None
+
+
+def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Without roles: someone, as Accelerate's wrappers do, kept this forward, and the last role ended since.
+    roles = module.__dict__.get(_ROLES) or Roles()
+    forced = roles.pin or roles.override
+    output = forward(*args, **kwargs) if forced is None else forced.run(forward, args, kwargs)
+    if roles.observed is not None and module.training:
+        roles.observed.look_at(output, is_forced=forced is not None)
+    return output
+
+
+def _cast_up(inputs: Any) -> Any:
+    """Half precision to fp32, in containers too. Other objects stay as they are: a copied key-value cache is lost."""
+    return tree_map(_tensor_cast_up, inputs, is_leaf=lambda node: not isinstance(node, tuple | list | dict))
+
+
+def _tensor_cast_up(leaf: Any) -> Any:
+    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in HALF_DTYPES else leaf
+
+
+def _raise_maximum(maximum: Tensor, output: Any, *, only_half: bool) -> None:
+    tensor = _first_floating(output)
+    if tensor is None or tensor.numel() == 0:  # an expert that no token was sent to
+        return
+    if only_half and tensor.dtype not in HALF_DTYPES:
+        return
+    with torch.no_grad():
+        if only_half:
+            tensor = tensor.masked_fill(tensor <= torch.finfo(tensor.dtype).min, 0)
+        low, high = torch.aminmax(tensor.detach())  # abs() would cost a copy of the whole output
+        maximum.copy_(torch.maximum(maximum, torch.maximum(high, -low).to(maximum)))
+
+
+def _first_floating(output: Any) -> Tensor | None:
+    if type(output) is Tensor:  # subclasses may lack the operations, as DTensor's sharded ones do
+        return output if output.is_floating_point() else None
+    for part in output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ():
+        if (tensor := _first_floating(part)) is not None:
+            return tensor
+    return None
+
+
+# -- the swapped class -------------------------------------------------------------------------------------------------
+
+_ROLES = "_autotune_amp_roles"  # a plain instance attribute, so that compiled graphs guard on it
+
+
+def roles_of(module: nn.Module) -> Roles:
+    """What `set_roles` set on `module`."""
+    return _uncompiled(module).__dict__.get(_ROLES) or Roles()
+
+
+def _change(module: nn.Module, **roles: Any) -> None:
+    set_roles(module, roles_of(module)._replace(**roles))
+
+
+def set_roles(module: nn.Module, roles: Roles) -> None:
+    """Have all of `roles` done around `module`'s forward; none gives the original class back and leaves nothing."""
     module = _uncompiled(module)
-    if player is None:
+    if not any(roles):
         _restore(module)
         return
     if isinstance(module, torch.jit.ScriptModule):
@@ -54,11 +236,11 @@ def set_player(module: nn.Module, player: Player | None) -> None:
     state = module.__dict__
     if "forward" in state and not isinstance(state["forward"], _OwnForward):
         state["forward"] = _OwnForward(module, state["forward"])
-    state[_PLAYER] = player
+    state[_ROLES] = roles
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
-    """What torch.compile wrapped, so that the player stands inside the compiled graph."""
+    """What torch.compile wrapped, so that the roles are played inside the compiled graph."""
     inner: nn.Module = getattr(module, "_orig_mod", module)
     return inner
 
@@ -70,12 +252,16 @@ def _swap(module: nn.Module) -> None:
 
 def _restore(module: nn.Module) -> None:
     state = module.__dict__
-    state.pop(_PLAYER, None)
-    if isinstance(state.get("forward"), _OwnForward):
-        state["forward"] = state["forward"].__wrapped__
-    # A class made from ours since, as FSDP2's fully_shard does, stays: without a player its forward is the original's.
+    state.pop(_ROLES, None)
+    _restore_forward(state)
+    # A class made from ours since, as FSDP2's fully_shard does, stays: without roles its forward is the original's.
     if (original := type(module).__dict__.get("_original")) is not None:
         module.__class__ = original
+
+
+def _restore_forward(state: dict[str, Any]) -> None:
+    if isinstance(state.get("forward"), _OwnForward):
+        state["forward"] = state["forward"].__wrapped__
 
 
 class _Swapped:
@@ -94,11 +280,10 @@ class _Swapped:
         build, arguments, state, *rest = reduced
         arguments = tuple(self._original if argument is swapped else argument for argument in arguments)
         state = dict(state)
-        player = state.pop(_PLAYER).for_copy()
-        if player is not None:
-            return _rebuild, (build, arguments), state | {_PLAYER: player}, *rest
-        if isinstance(state.get("forward"), _OwnForward):
-            state["forward"] = state["forward"].__wrapped__
+        roles: Roles = state.pop(_ROLES)._replace(observed=None)
+        if any(roles):
+            return _rebuild, (build, arguments), state | {_ROLES: roles}, *rest
+        _restore_forward(state)
         return build, arguments, state, *rest
 
 
@@ -112,7 +297,7 @@ def _rebuild(build: Callable[..., nn.Module], arguments: tuple[Any, ...]) -> nn.
 def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return _play(self, original.forward, (self, *args), kwargs)
+        return _run(self, original.forward, (self, *args), kwargs)
 
     body = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     make_class: Any = type(original)
@@ -123,7 +308,7 @@ def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 class _OwnForward:
-    """Plays around a forward that was set on the instance, as Accelerate does: it hides the one of the class."""
+    """Stands for a forward that was set on the instance, as Accelerate does: it hides the one of the class."""
 
     __wrapped__: Callable[..., Any]
 
@@ -132,10 +317,4 @@ class _OwnForward:
         functools.update_wrapper(self, forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _play(self.module, self.__wrapped__, args, kwargs)
-
-
-def _play(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Without a player: someone, as Accelerate's wrappers do, kept this forward, and the last role ended since.
-    player = module.__dict__.get(_PLAYER)
-    return forward(*args, **kwargs) if player is None else player.play(module, forward, args, kwargs)
+        return _run(self.module, self.__wrapped__, args, kwargs)

@@ -1,11 +1,12 @@
-"""What each precision is: one `Mode` for each, plain facts without torch. `precision.mode` has what torch does."""
+"""What each precision is: one `Mode` for each, plain facts without torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from autotune_amp.core.config import FP16_MAX, PRECISIONS, Precision
+from autotune_amp.core.config import FP16_MAX
+from autotune_amp.core.setting import PRECISIONS, Precision
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 from torch.utils._pytree import tree_leaves
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import WorkloadError
-from autotune_amp.precision.mode import scaler_arguments
 from autotune_amp.precision.modes import MODES
+from autotune_amp.precision.torch_state import scaler_arguments
 
 MAX_CALLS_WITHOUT_STEP = 16  # a train_step may accumulate gradients over its calls
 
@@ -24,7 +25,7 @@ class StepAmp(torch.amp.GradScaler):
 
     It notes what train_step does: the losses that its latest call scales, detached, and how often all of its calls ask
     for the rest. `new_autocast` gives a fresh context for a forward pass. Unless it `scales` by the config's loss scale
-    it is as a GradScaler that is disabled.
+    it is as a GradScaler that is disabled. An optimizer without gradients is not stepped, as by the controller.
     """
 
     window_size, window_share = 1, 1.0  # what a loop accumulates over its calls is its own affair
@@ -44,6 +45,8 @@ class StepAmp(torch.amp.GradScaler):
         self.num_calls = self.num_autocasts = self.num_scalings = self.num_steps = self.num_updates = 0
         self.losses: list[Tensor] = []
         self._scale_was_read = False
+        self._stepped: dict[int, Any] = {}  # since the last update, by optimizer
+        self._on_step: list[tuple[Callable[[], object], int | None]] = []
 
     @property
     def config(self) -> AmpConfig:
@@ -119,19 +122,54 @@ class StepAmp(torch.amp.GradScaler):
             self._last_total = torch.stack([loss.to(self.losses[0].device) for loss in self.losses]).sum()
         return self._last_total
 
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """``optimizer.step(*args, **kwargs)`` unless a gradient was not finite; true if it stepped.
+
+        Behind a fused optimizer that is a tensor on its device, so that nobody waits who does not ask.
+        """
+        self.num_steps += 1
+        stepped: bool | Tensor = True
+        if not self._enabled:
+            optimizer.step(*args, **kwargs)
+        elif not has_gradients(optimizer):
+            stepped = False
+        else:
+            super().step(optimizer, *args, **kwargs)
+            stepped = sum(self._found_inf_per_device(optimizer).values()) == 0
+        self._stepped[id(optimizer)] = stepped
+        return stepped
+
     def step_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
-        """Step all of them or none. Waits for the device."""
-        stepped = [bool(self.step(optimizer)) for optimizer in optimizers]
+        """Step all of them or none: a non-finite gradient of one skips every one. Waits for the device."""
+        given = list(optimizers)
+        if self._enabled:
+            for optimizer in filter(has_gradients, given):
+                if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+                    self.unscale_(optimizer)
+            found = [inf for optimizer in given for inf in self._found_inf_per_device(optimizer).values()]
+            if any(found):
+                for inf in found:
+                    inf.fill_(1.0)
+        stepped = [bool(self.step(optimizer)) for optimizer in given]
         return all(stepped)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """The step is over."""
-        self._note_update()
-        super().update(new_scale)
-
-    def _note_update(self) -> None:
+        """End the step: the scale follows from what was found, or is `new_scale`."""
         self.num_updates += 1
         self._scale_was_read = False
+        states = self._per_optimizer_states if self._enabled else {}
+        if self._enabled and new_scale is None and not any(state["found_inf_per_device"] for state in states.values()):
+            states.clear()  # no optimizer had gradients: nothing was learnt of the scale
+        else:
+            super().update(new_scale)
+        for callback, key in self._on_step:
+            if any(self._stepped.values()) if key is None else self._stepped.get(key):
+                callback()
+        self._stepped.clear()
+
+    def on_step(self, callback: Callable[[], object], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Call `callback` in `update` for every step really taken: of `optimizer`, or (None) of any."""
+        self._on_step.append((callback, None if optimizer is None else id(optimizer)))
 
     def status(self) -> SimpleNamespace:
         """Where the run stands, in the fields of the controller's: as if no step was skipped, and nothing watched."""
@@ -152,9 +190,6 @@ class StepAmp(torch.amp.GradScaler):
             history=(),
         )
 
-    def on_step(self, callback: Callable[[], object], optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Not called back here."""
-
     def on_move(self, listener: Callable[[Any], object]) -> None:
         """Nothing moves here."""
 
@@ -163,3 +198,8 @@ class StepAmp(torch.amp.GradScaler):
 
     def synchronize(self) -> None:
         """Nothing is on its way here."""
+
+
+def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether any of its parameters has one."""
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])

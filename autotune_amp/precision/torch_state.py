@@ -1,25 +1,30 @@
-"""The caller's global torch state: read in the caller, taken over by every trial, part of the fingerprint."""
+"""What a precision means in torch's global state: autocast, flags, scaler. The caller's state, taken over by trials."""
 
 from __future__ import annotations
 
 import random
 import sys
-from contextlib import ExitStack
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from operator import attrgetter
 from typing import Any
 
 import torch
 
+from autotune_amp.core.config import LossScale
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.setting import Precision
+from autotune_amp.precision.modes import MODES, mode_of_dtype
+
+AUTOCAST_DTYPES = {
+    mode.precision: getattr(torch, mode.autocast_dtype) for mode in MODES.values() if mode.autocast_dtype is not None
+}
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+CUDA_FLAGS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")  # of how fp32 is computed, below torch.backends
+_ONEDNN_FLAGS = ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 # The leaves of the fp32_precision tree (torch >= 2.9). The parents only hand down to these, and writing the leaf
 # that is read avoids the setter of torch.backends.mkldnn.fp32_precision, which writes another one (torch 2.13).
-FP32_PRECISION_FLAGS = (
-    "cuda.matmul",
-    "cudnn.conv",
-    "cudnn.rnn",
-    "mkldnn.matmul",
-    "mkldnn.conv",
-    "mkldnn.rnn",
-)
+FP32_PRECISION_FLAGS = (*CUDA_FLAGS, *_ONEDNN_FLAGS)
 _BACKEND_FLAGS = (
     "cudnn.enabled",
     "cudnn.benchmark",
@@ -32,6 +37,77 @@ _BACKEND_FLAGS = (
 _ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.bfloat16, torch.float16)}
 _DTYPES["float32"] = torch.float32
+
+
+def autocast(precision: Precision, device_type: str) -> AbstractContextManager[object]:
+    """A fresh context with an explicit dtype: a reused or default one gives stale compiled graphs."""
+    refuse_untrainable(precision)
+    dtype = AUTOCAST_DTYPES.get(precision)
+    return nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype)
+
+
+def refuse_untrainable(precision: Precision) -> None:
+    """Raise `InvalidRequestError` where autocast cannot train in it."""
+    if not MODES[precision].is_trainable:
+        raise InvalidRequestError(f"PyTorch's autocast has no {precision}.", "Use bf16, fp16, tf32 or fp32.")
+
+
+def set_flags(precision: Precision) -> None:
+    """Set this process's TF32 flags to what `precision` means: on everywhere for tf32, off everywhere otherwise.
+
+    The legacy setters keep both TF32 interfaces of torch consistent, so that user code may read either.
+    """
+    is_tf32 = MODES[precision].uses_tf32
+    backends: Any = torch.backends
+    backends.fp32_precision = "none"  # the root of the newer interface: what it says would win over the legacy setters
+    torch.set_float32_matmul_precision("high" if is_tf32 else "highest")
+    backends.cudnn.allow_tf32 = is_tf32
+    # oneDNN's own reduced modes on CPUs are no part of any setting: strict fp32 means fp32.
+    for operation in (backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn):
+        operation.fp32_precision = "ieee"
+
+
+def grad_scaler(loss_scale: LossScale | None, device_type: str) -> torch.amp.GradScaler | None:
+    """The scaler that fp16 needs, None for every other precision."""
+    return None if loss_scale is None else torch.amp.GradScaler(device_type, **scaler_arguments(loss_scale))
+
+
+def scaler_arguments(loss_scale: LossScale | None) -> dict[str, Any]:
+    """What torch's GradScaler is made with; None gives one that is disabled."""
+    if loss_scale is None:
+        return {"enabled": False}
+    names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+    return {name: getattr(loss_scale, name) for name in names}
+
+
+def as_found(torch_state: Mapping[str, Any], device_type: str, idle: Collection[str] = ()) -> tuple[Precision, bool]:
+    """What the caller's own autocast and TF32 flags amount to, and whether they equal that precision's strict flags.
+
+    PyTorch's default on CUDA is a mixture: TF32 in cuDNN's convolutions and RNNs, off in matrix products. Flags that
+    are `idle`, since nothing that they concern runs, do not count.
+    """
+    flags = {
+        name: "off" if torch_state[f"{name}.fp32_precision"] in ("none", "ieee") else "on"
+        for name in (CUDA_FLAGS if device_type == "cuda" else _ONEDNN_FLAGS)
+        if name not in idle
+    }
+    all_off = "on" not in flags.values()
+    around = mode_of_dtype(torch_state.get(f"autocast.{device_type}"))
+    if around.uses_autocast:
+        return around.precision, all_off
+    if device_type == "cuda" and flags and "off" not in flags.values():
+        return "tf32", True
+    return "fp32", all_off
+
+
+def ambient(device_type: str) -> Precision:
+    """The precision that the autocast around here means; fp32 where none is on."""
+    is_on = torch.is_autocast_enabled(device_type)
+    dtype = str(torch.get_autocast_dtype(device_type)).removeprefix("torch.") if is_on else None
+    return mode_of_dtype(dtype).precision
+
+
+# -- the caller's state ------------------------------------------------------------------------------------------------
 
 
 def seed(number: int) -> None:
@@ -82,7 +158,7 @@ def apply(state: dict[str, Any]) -> None:
 
 
 def apply_fp32_flags(state: dict[str, Any]) -> None:
-    """Of `apply` the flags that say how fp32 is computed, which `mode.set_flags` changes."""
+    """Of `apply` the flags that say how fp32 is computed, which `torch_state.set_flags` changes."""
     if _backends().fp32_precision != state["fp32_precision"]:
         _backends().fp32_precision = state["fp32_precision"]  # the root: setting it sets every leaf, so it comes first
     if state["float32_matmul_precision"] is not None:

@@ -7,14 +7,15 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
-from typing import Any, Literal, NamedTuple, TypeAlias
+from statistics import fmean, geometric_mean, median
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from autotune_amp.core.config import Precision
-from autotune_amp.profile.job import LOW, ProfiledStep, Split
-from autotune_amp.profile.results import Gap, NextStep, Part, PartName
+from autotune_amp.core.outcome import Measurement
+from autotune_amp.core.setting import Precision
+from autotune_amp.profile.job import LOW, Profiled, ProfiledStep, Split
+from autotune_amp.profile.results import PART_NAMES, Gap, NextStep, Part, PartName
 
 Kind: TypeAlias = Literal["matrix_products", "casts", "fp32_operations", "optimizer", "other"]
 
@@ -72,21 +73,27 @@ def split(trace: Trace, precision: Precision, numbers: Iterable[int]) -> Split |
     """The profiled steps with these numbers taken apart; None where the trace has none of them."""
     marks = {step_mark(precision, number) for number in numbers}
     spans = sorted((event for event in trace.events if event.ph == "X"), key=_start)
-    steps = [event for event in spans if event.cat == "user_annotation" and event.name in marks]
-    if not steps:
+    marked = [event for event in spans if event.cat == "user_annotation" and event.name in marks]
+    if not marked:
         return None
     has_kernels = any(event.cat in _KERNELS for event in spans)
-    tallies = []
-    for step in steps:
+    steps = []
+    by_name: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for step in marked:
         inside = spans[bisect_left(spans, step.ts, key=_start) : bisect_left(spans, step.end, key=_start)]
-        tallies.append(_tally(inside, step, precision, has_kernels=has_kernels))
-    named: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for tally in tallies:
-        for (kind, name), microseconds in tally.microseconds.items():
-            named[kind][name] += microseconds
+        seconds: dict[str, float] = defaultdict(float)
+        for kind, name, microseconds in (_on_device if has_kernels else _on_host)(inside, step, precision):
+            seconds[kind] += microseconds * _SECONDS
+            by_name[kind][name] += microseconds
+        busy = sum(end - start for start, end in _merged(event for event in inside if event.cat in _KERNELS))
+        steps.append(
+            ProfiledStep(
+                operation_seconds=dict(seconds), step_seconds=step.dur * _SECONDS, busy_seconds=busy * _SECONDS
+            )
+        )
     return Split(
-        steps=tuple(tally.profiled(step) for step, tally in zip(steps, tallies, strict=True)),
-        largest={kind: _largest_names(microseconds) for kind, microseconds in named.items()},
+        steps=tuple(steps),
+        largest={kind: _largest_names(names) for kind, names in by_name.items()},
         is_device=has_kernels,
     )
 
@@ -95,41 +102,33 @@ def _start(event: Event) -> float:
     return event.ts
 
 
-@dataclass
-class _Tally:
-    """Microseconds of one step by kind and name of the operation, and how long the device was busy."""
-
-    microseconds: dict[tuple[Kind, str], float] = field(default_factory=lambda: defaultdict(float))
-    busy: float = 0.0
-
-    def profiled(self, step: Event) -> ProfiledStep:
-        by_kind: dict[str, float] = defaultdict(float)
-        for (kind, _), microseconds in self.microseconds.items():
-            by_kind[kind] += microseconds * _SECONDS
-        return ProfiledStep(
-            operation_seconds=dict(by_kind), step_seconds=step.dur * _SECONDS, busy_seconds=self.busy * _SECONDS
-        )
+def _largest_names(microseconds: Mapping[str, float]) -> tuple[str, ...]:
+    names = [name for name in microseconds if name.startswith("aten::")]  # not the autograd engine's own
+    names.sort(key=lambda name: -microseconds[name])
+    return tuple(name.removeprefix("aten::") for name in names[:NUM_NAMED])
 
 
-def _tally(inside: Sequence[Event], step: Event, precision: Precision, *, has_kernels: bool) -> _Tally:
-    marks = [e for e in inside if e.cat == "user_annotation" and e.name.startswith(_OPTIMIZER_MARKS)]
-    updates = _merged(marks)
-    operations = list(_classified(inside, updates, precision))
-    tally = _Tally()
-    if not has_kernels:
-        for node, kind in operations:
-            # What loader threads do takes none of the step's own time, and all of the optimizer's is known.
-            if node.event.tid == step.tid and kind != "optimizer":
-                tally.microseconds[kind, node.event.name] += node.own_microseconds()
-        tally.microseconds["optimizer", "optimizer"] += sum(end - start for start, end in updates)
-        return tally
-    launchers = {node.event.args.get("External id"): (kind, node.event.name) for node, kind in operations}
-    kernels = [event for event in inside if event.cat in _KERNELS]  # a step ends with a synchronisation
-    for kernel in kernels:
-        launcher = launchers.get(kernel.args.get("External id"), ("other", kernel.name))  # a graph has no operation
-        tally.microseconds[launcher] += kernel.dur
-    tally.busy = sum(end - start for start, end in _merged(kernels))
-    return tally
+def _on_host(inside: Sequence[Event], step: Event, precision: Precision) -> Iterator[tuple[Kind, str, float]]:
+    """Kind, name and own microseconds of the step's operations; all of the optimizer's time is known by its marks."""
+    for node, kind in _classified(inside, precision):
+        if node.event.tid == step.tid and kind != "optimizer":  # loader threads take none of the step's own time
+            yield kind, node.event.name, node.event.dur - sum(child.event.dur for child in node.children)
+    yield "optimizer", "optimizer", sum(end - start for start, end in _updates(inside))
+
+
+def _on_device(inside: Sequence[Event], _: Event, precision: Precision) -> Iterator[tuple[Kind, str, float]]:
+    """Kind and name of what launched each kernel, and the kernel's microseconds; a step ends with a synchronisation."""
+    launchers = {
+        node.event.args.get("External id"): (kind, node.event.name) for node, kind in _classified(inside, precision)
+    }
+    for kernel in inside:
+        if kernel.cat in _KERNELS:
+            # What a CUDA graph launches has no operation.
+            yield *launchers.get(kernel.args.get("External id"), ("other", kernel.name)), kernel.dur
+
+
+def _updates(inside: Sequence[Event]) -> list[tuple[float, float]]:
+    return _merged(e for e in inside if e.cat == "user_annotation" and e.name.startswith(_OPTIMIZER_MARKS))
 
 
 @dataclass
@@ -139,9 +138,6 @@ class _Node:
     event: Event
     children: list[_Node] = field(default_factory=list)
 
-    def own_microseconds(self) -> float:
-        return self.event.dur - sum(child.event.dur for child in self.children)
-
     def converts(self) -> bool:
         """Whether it, or what it calls, copies from one floating format to another."""
         if self.event.name == "aten::copy_":
@@ -150,10 +146,9 @@ class _Node:
         return self.event.name in _CONVERSIONS and any(child.converts() for child in self.children)
 
 
-def _classified(
-    inside: Sequence[Event], updates: Sequence[tuple[float, float]], precision: Precision
-) -> Iterator[tuple[_Node, Kind]]:
+def _classified(inside: Sequence[Event], precision: Precision) -> Iterator[tuple[_Node, Kind]]:
     """Every operation with its kind: its own, else that of the one that called it."""
+    updates = _updates(inside)
 
     def walk(node: _Node, inherited: Kind) -> Iterator[tuple[_Node, Kind]]:
         kind: Kind = inherited if inherited == "optimizer" else _kind(node, precision, inherited)
@@ -195,7 +190,7 @@ def _trees(operations: Iterable[Event]) -> list[_Node]:
 def _merged(events: Iterable[Event]) -> list[tuple[float, float]]:
     """The time that they cover, as spans that do not overlap, in microseconds."""
     merged: list[tuple[float, float]] = []
-    for event in sorted(events, key=lambda event: event.ts):
+    for event in sorted(events, key=_start):
         if merged and event.ts <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(merged[-1][1], event.end)
         else:
@@ -203,76 +198,52 @@ def _merged(events: Iterable[Event]) -> list[tuple[float, float]]:
     return merged
 
 
-def _largest_names(microseconds: dict[str, float]) -> tuple[str, ...]:
-    names = [name for name in microseconds if name.startswith("aten::")]  # not the autograd engine's own
-    names.sort(key=lambda name: -microseconds[name])
-    return tuple(name.removeprefix("aten::") for name in names[:NUM_NAMED])
-
-
 MIN_SHARE = 0.05  # of the step; less is not worth a change of code
+_FROM_PROFILE: tuple[PartName, ...] = ("matrix_products", "casts", "fp32_operations", "optimizer")
 
 
-class Step(NamedTuple):
-    """A step as it was timed, in seconds: the wait for its data, and what came after it, not profiled.
+def gap(processes: Sequence[Measurement], profiled: Profiled, rate: float | None, device_type: str) -> Gap | None:
+    """Take the step of these processes apart: its profile says how to divide the time that it took without one.
 
-    `data_share_range` is the least and the largest share that the wait had in any process.
+    `rate` is the machine's in matrix products, in FLOP/s, None where unknown. On a CPU the profiled operations are
+    stretched or shrunk to the step; on an accelerator the time that no kernel fills is idle. None without a profile.
     """
-
-    data_seconds: float
-    compute_seconds: float
-    data_share_range: tuple[float, float]
-
-
-class Conditions(NamedTuple):
-    """What the advice depends on; see `job.Profiled`."""
-
-    unfused_optimizer: str | None
-    is_compiled: bool
-    num_loader_workers: int | None
-
-
-def gap(step: Step, split: Split, flops: int | None, rate: float | None, device_type: str) -> Gap:
-    """Take a step apart: its profile says how to divide the time that it took without being profiled.
-
-    `flops` are those of its matrix products, `rate` the machine's in FLOP/s; None where unknown. On a CPU the
-    profiled operations are stretched or shrunk to the step; on an accelerator the time that no kernel fills is idle.
-    """
-    whole = step.data_seconds + step.compute_seconds
+    split, flops = profiled.split, profiled.flops_per_step
+    if split is None:
+        return None
+    whole = geometric_mean(process.step_seconds for process in processes)
+    waits = [min(1.0, process.data_seconds / process.step_seconds) for process in processes]
+    wait = whole * fmean(waits)
     is_seen = device_type == "cpu" or split.is_device
 
-    def taken_apart(profiled: ProfiledStep) -> dict[PartName, float]:
-        parts = _compute_parts(step.compute_seconds, profiled, device_type) if is_seen else {}
+    def taken_apart(step: ProfiledStep) -> dict[PartName, float]:
+        parts = _compute_parts(whole - wait, step, device_type) if is_seen else {}
         products = parts.get("matrix_products", 0.0)
         if flops and rate and products:
             parts["matrix_products"] = min(products, flops / rate)
             parts["slow_matrix_products"] = products - parts["matrix_products"]
-        parts["loader"] = step.data_seconds
+        parts["loader"] = wait
         parts["rest"] = max(0.0, whole - sum(parts.values()))
         return parts
 
-    usual, each = taken_apart(_median(split.steps)), [taken_apart(profiled) for profiled in split.steps]
+    usual, each = taken_apart(_median(split.steps)), [taken_apart(step) for step in split.steps]
 
-    def share_range(name: PartName) -> tuple[float, float]:
-        if name == "loader":
-            return step.data_share_range
-        shares = [parts.get(name, 0.0) / whole for parts in (usual, *each)]
-        return min(shares), max(shares)
+    def part(name: PartName) -> Part:
+        shares = waits if name == "loader" else [parts.get(name, 0.0) / whole for parts in (usual, *each)]
+        kind = "other" if name == "rest" else name
+        return Part(
+            name=name,
+            seconds=usual[name],
+            share=usual[name] / whole,
+            share_range=(min(shares), max(shares)),
+            largest=() if name == "optimizer" else split.largest.get(kind, ()),
+        )
 
     return Gap(
         machine_flops_per_second=rate,
         attained_flops_per_second=flops / whole if flops else None,
         flops_per_step=flops,
-        parts=tuple(
-            Part(
-                name=name,
-                seconds=usual[name],
-                share=usual[name] / whole,
-                share_range=share_range(name),
-                largest=_largest(split, name),
-            )
-            for name in _ORDER
-            if name in usual
-        ),
+        parts=tuple(part(name) for name in PART_NAMES if name in usual),
         note=None if is_seen else f"torch.profiler sees no kernels of {device_type}",
     )
 
@@ -289,40 +260,17 @@ def _median(steps: Sequence[ProfiledStep]) -> ProfiledStep:
     )
 
 
-_ORDER: tuple[PartName, ...] = (
-    "matrix_products",
-    "slow_matrix_products",
-    "casts",
-    "fp32_operations",
-    "optimizer",
-    "loader",
-    "idle",
-    "rest",
-)
-_FROM_PROFILE: tuple[PartName, ...] = ("matrix_products", "casts", "fp32_operations", "optimizer")
-
-
-def _compute_parts(seconds: float, profiled: ProfiledStep, device_type: str) -> dict[PartName, float]:
+def _compute_parts(seconds: float, step: ProfiledStep, device_type: str) -> dict[PartName, float]:
     """The parts of `seconds` of computing."""
-    operation_seconds = profiled.operation_seconds
-    if device_type == "cpu":
-        return _scaled(operation_seconds, seconds / profiled.step_seconds)
-    summed = sum(operation_seconds.values())  # kernels that ran side by side count for the time they had together
-    busy = min(profiled.busy_seconds, seconds)
-    return {**_scaled(operation_seconds, busy / summed if summed else 0.0), "idle": seconds - busy}
+    scale, idle = seconds / step.step_seconds, dict[PartName, float]()
+    if device_type != "cpu":
+        summed = sum(step.operation_seconds.values())  # kernels side by side count for the time they had together
+        busy = min(step.busy_seconds, seconds)
+        scale, idle = busy / summed if summed else 0.0, {"idle": seconds - busy}
+    return idle | {name: step.operation_seconds.get(name, 0.0) * scale for name in _FROM_PROFILE}
 
 
-def _scaled(operation_seconds: Mapping[str, float], scale: float) -> dict[PartName, float]:
-    return {name: operation_seconds.get(name, 0.0) * scale for name in _FROM_PROFILE}
-
-
-def _largest(split: Split, name: PartName) -> tuple[str, ...]:
-    if name == "optimizer":
-        return ()
-    return split.largest.get("other" if name == "rest" else name, ())
-
-
-def next_steps(found: Gap, precision: Precision, conditions: Conditions) -> tuple[NextStep, ...]:
+def next_steps(found: Gap, precision: Precision, profiled: Profiled) -> tuple[NextStep, ...]:
     """What is worth trying, the largest gain first; the gain is what would be left of the step without that part.
 
     A part that is small in any of the profiled steps is not worth it, and casts are only where autocast makes them.
@@ -335,7 +283,7 @@ def next_steps(found: Gap, precision: Precision, conditions: Conditions) -> tupl
             share=part.share,
             share_range=part.share_range,
             max_speedup=1 / (1 - part.share),
-            action=_action(part, conditions),
+            action=_action(part, profiled),
         )
         for part in found.parts
         if part.name not in skipped and part.share_range[0] >= MIN_SHARE and part.share < 1
@@ -343,26 +291,21 @@ def next_steps(found: Gap, precision: Precision, conditions: Conditions) -> tupl
     return tuple(sorted(steps, key=lambda step: -step.share))
 
 
-def _action(part: Part, conditions: Conditions) -> str:
-    if part.name == "loader":
-        return _loader_action(conditions.num_loader_workers)
-    if part.name == "optimizer":
-        name = conditions.unfused_optimizer
-        return (f"{name}(..., fused=True), or " if name else "") + "fewer updates: a larger batch"
+def _action(part: Part, profiled: Profiled) -> str:
+    num_workers, unfused = profiled.num_loader_workers, profiled.unfused_optimizer
     chiefly = f" ({', '.join(part.largest)})" if part.largest else ""
-    compiled = "" if conditions.is_compiled else "torch.compile, which fuses them with their neighbours, or "
+    compiled = "" if profiled.is_compiled else "torch.compile, which fuses them with their neighbours, or "
+    loader = f"more num_workers than {num_workers} in the DataLoader, or samples that cost less to load"
+    if num_workers == 0:
+        loader = "num_workers=2 or more in the DataLoader, which load batches while a step computes"
+    elif num_workers is None:
+        loader = "load batches ahead, as a DataLoader with num_workers does"
     return {
+        "loader": loader,
+        "optimizer": (f"{unfused}(..., fused=True), or " if unfused else "") + "fewer updates: a larger batch",
         "slow_matrix_products": "more for each matrix product to do: a larger batch, sizes that are multiples of 8",
         "casts": f"{compiled}a larger batch, over which the weights are cast once",
         "fp32_operations": f"{compiled}fewer of them{chiefly}",
         "idle": 'a larger batch, or torch.compile(mode="reduce-overhead"), which launches kernels together',
         "rest": f"{compiled}fewer small operations{chiefly}",
     }[part.name]
-
-
-def _loader_action(num_workers: int | None) -> str:
-    if num_workers is None:
-        return "load batches ahead, as a DataLoader with num_workers does"
-    if num_workers == 0:
-        return "num_workers=2 or more in the DataLoader, which load batches while a step computes"
-    return f"more num_workers than {num_workers} in the DataLoader, or samples that cost less to load"

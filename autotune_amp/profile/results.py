@@ -6,8 +6,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from autotune_amp.core.config import Precision
 from autotune_amp.core.outcome import FailureKind
+from autotune_amp.core.setting import Precision
 from autotune_amp.core.text import count, duration, flops, one_line, outcome_name, size, times
 
 Verdict: TypeAlias = Literal["excellent", "significant", "modest", "negligible", "slower"]
@@ -15,7 +15,7 @@ PartName: TypeAlias = Literal[
     "matrix_products", "slow_matrix_products", "casts", "fp32_operations", "optimizer", "loader", "idle", "rest"
 ]
 
-PART_NAMES = {
+PART_NAMES: dict[PartName, str] = {
     "matrix_products": "matrix products",
     "slow_matrix_products": "matrix products below the machine's rate",
     "casts": "casts",

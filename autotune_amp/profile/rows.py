@@ -2,241 +2,205 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean
-from typing import NamedTuple
+from statistics import geometric_mean
+from typing import Any, NamedTuple
 
 import msgspec
 
-from autotune_amp.core.config import Precision
 from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.intervals import ratio_interval
-from autotune_amp.core.outcome import Failure, Measurement
-from autotune_amp.profile.gap import Conditions, Step, gap, next_steps
-from autotune_amp.profile.job import CUT_RATIO, LOW, Lane, Profiled, Split
-from autotune_amp.profile.results import AmpProfile, Gap, PrecisionRow, Verdict
-from autotune_amp.search.answer import load_warnings
+from autotune_amp.core.outcome import Failure, Measurement, Outcome
+from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.hardware import machine_load
+from autotune_amp.profile.gap import gap, next_steps
+from autotune_amp.profile.job import LOW, Profiled
+from autotune_amp.profile.results import AmpProfile, PrecisionRow, Verdict
 
-# Alone a step must also be so long that it is worth cutting: the first ones of a small model in another format are many
-# times slower than those that follow, and what else runs on the machine comes and goes.
-LONG_STEP_SECONDS = 1.0
+# A precision whose steps take so many times those of fp32 is left, if they are so long that it is worth it: the first
+# ones of a small model in another format are many times slower than those that follow.
+CUT_RATIO, LONG_STEP_SECONDS = 5.0, 1.0
 DEADLINE_RATIO = 10.0  # one step may take so many times fp32's
 SHORTEST_DEADLINE_SECONDS = 5.0
 FIRST_STEP_RATIO = 3.0  # as a search allows it
 SHORTEST_FIRST_STEP_DEADLINE_SECONDS = 30.0  # it may compile and set up what fp32's did not need
 
+_LEAST_SPEEDUPS: tuple[tuple[float, Verdict], ...] = ((1.2, "significant"), (1.05, "modest"), (0.95, "negligible"))
+
 
 class Found(NamedTuple):
-    """All that was found: `refused` are the precisions that cannot be run with the reason, `alone` what each of the
-    others did in a process of its own, `profiled` what they did in the rounds after that, a block for each process.
-    `rates` are the machine's in matrix products, in FLOP/s, 0 where unknown.
+    """All that was found: `refused` are the precisions that cannot be run with the reason, `outcomes` what each of the
+    others did in each round, up to one that failed or was cut, and `profiled` how its step was taken apart.
     """
 
+    hardware: Hardware
     refused: Mapping[Precision, str]
-    alone: Mapping[Precision, Measurement | Failure]
-    profiled: Profiled
-    rates: Mapping[Precision, float]
-    device_type: str
+    outcomes: Mapping[Precision, Sequence[Outcome]]
+    profiled: Mapping[Precision, Profiled]
 
 
 def verdict(speedup: float) -> Verdict:
     """``excellent`` above 1.5, ``significant`` from 1.2, ``modest`` from 1.05, ``negligible`` from 0.95, ``slower``."""
     if speedup > 1.5:
         return "excellent"
-    if speedup >= 1.2:
-        return "significant"
-    if speedup >= 1.05:
-        return "modest"
-    return "negligible" if speedup >= 0.95 else "slower"
+    return next((name for least, name in _LEAST_SPEEDUPS if speedup >= least), "slower")
 
 
-def is_cut(precision: Precision, alone: Mapping[Precision, Measurement | Failure]) -> bool:
-    """Whether it ran alone, and so slowly that it is not worth running beside the others."""
-    ours, fp32 = alone[precision], alone.get("fp32")
-    if not isinstance(ours, Measurement) or not isinstance(fp32, Measurement):
+def is_cut(outcome: Outcome, fp32: Outcome) -> bool:
+    """Whether a process ran so slowly beside that of fp32 that no other is worth it."""
+    if not isinstance(outcome, Measurement) or not isinstance(fp32, Measurement):
         return False
-    return ours.was_cut or ours.step_seconds > cut_step_seconds(fp32)
+    return outcome.was_cut or outcome.step_seconds > limits(fp32)["cut_step_seconds"]
 
 
-def cut_step_seconds(fp32: Measurement) -> float:
-    """What a step alone may take to be run beside the others."""
-    return max(CUT_RATIO * fp32.step_seconds, LONG_STEP_SECONDS)
-
-
-def step_deadline_seconds(fp32: Measurement) -> float:
-    """What one step of another precision may take."""
-    return max(DEADLINE_RATIO * fp32.step_seconds, SHORTEST_DEADLINE_SECONDS)
-
-
-def first_step_deadline_seconds(fp32: Measurement) -> float:
-    """What the first step of another precision may take."""
-    return max(
-        FIRST_STEP_RATIO * fp32.first_step_seconds + step_deadline_seconds(fp32), SHORTEST_FIRST_STEP_DEADLINE_SECONDS
-    )
+def limits(fp32: Measurement) -> dict[str, float]:
+    """What steps of another precision may take, as fields of a `Trial`."""
+    step = max(DEADLINE_RATIO * fp32.step_seconds, SHORTEST_DEADLINE_SECONDS)
+    first_step = FIRST_STEP_RATIO * fp32.first_step_seconds + step
+    return {
+        "cut_step_seconds": max(CUT_RATIO * fp32.step_seconds, LONG_STEP_SECONDS),
+        "first_step_deadline_seconds": max(first_step, SHORTEST_FIRST_STEP_DEADLINE_SECONDS),
+        "step_deadline_seconds": step,
+    }
 
 
 def rows(asked: Sequence[Precision], found: Found) -> tuple[PrecisionRow, ...]:
     """A row for each precision in the order asked, compared with fp32 where that ran."""
     reference = _row("fp32", found)
     return tuple(
-        reference if precision == "fp32" else _compared(_row(precision, found), reference) for precision in asked
+        reference if precision == "fp32" else _compared(_row(precision, found), reference, found) for precision in asked
     )
 
 
 def _row(precision: Precision, found: Found) -> PrecisionRow:
     if precision in found.refused:
         return PrecisionRow(precision=precision, reason=found.refused[precision])
-    alone = found.alone[precision]
-    if isinstance(alone, Failure):
-        return PrecisionRow(precision=precision, failure=alone.kind, reason=alone.message)
-    peak = alone.peak_memory_bytes
-    if is_cut(precision, found.alone):
-        fp32 = found.alone["fp32"]
-        assert isinstance(fp32, Measurement), "it is cut against fp32 alone"
-        ratio = alone.step_seconds / fp32.step_seconds
-        return PrecisionRow(
-            precision=precision,
-            step_seconds=alone.step_seconds,
-            speedup=1 / ratio,
-            verdict="slower",
-            peak_memory_bytes=peak,
-            was_cut=True,
-            reason=f"cut: at least {_times(ratio)} times slower than fp32",
-        )
-    lane = next(lane for lane in found.profiled.lanes if lane.precision == precision)
-    steps = _steps(lane)
+    outcomes = found.outcomes[precision]
+    measured = [outcome for outcome in outcomes if isinstance(outcome, Measurement)]
+    last = outcomes[-1]
+    failed: dict[str, Any] = {"failure": last.kind, "reason": last.message} if isinstance(last, Failure) else {}
+    if not measured:
+        return PrecisionRow(precision=precision, **failed)
+    steps = tuple(outcome.step_seconds for outcome in measured)
+    profiled = found.profiled.get(precision)
     return PrecisionRow(
         precision=precision,
-        step_seconds=_mean(steps) if steps else None,
-        # Of the geometric mean, as the speed-up's.
-        step_seconds_interval=ratio_interval(steps, [1.0] * len(steps)) if steps else None,
+        step_seconds=geometric_mean(steps),  # as the speed-up: one slow process moves it little
+        step_seconds_interval=ratio_interval(steps, [1.0] * len(steps)),
         process_step_seconds=steps,
-        num_steps=lane.num_steps,
-        peak_memory_bytes=peak,
-        was_cut=lane.was_cut,
-        failure=None if lane.failure is None else lane.failure.kind,
-        reason=None if lane.failure is None else lane.failure.message,
-        gap=_gap(lane, lane.split, found) if steps and lane.split is not None else None,
+        num_steps=sum(outcome.num_steps for outcome in measured),
+        peak_memory_bytes=measured[0].peak_memory_bytes,
+        gap=None
+        if profiled is None
+        else gap(measured, profiled, _rate(precision, found), found.hardware.identity.type),
+        **failed,
     )
 
 
-def _compared(row: PrecisionRow, reference: PrecisionRow) -> PrecisionRow:
+def _rate(precision: Precision, found: Found) -> float | None:
+    """The highest seen: what else runs on the machine only lowers it."""
+    capability, profiled = found.hardware.precisions.get(precision), found.profiled[precision]
+    probed = None if capability is None else capability.matmul_flops_per_second
+    return max(probed or 0.0, profiled.flops_per_second or 0.0) or None
+
+
+def _compared(row: PrecisionRow, reference: PrecisionRow, found: Found) -> PrecisionRow:
     """The row with its speed-up, from processes of one round; without one where either of them failed."""
-    if reference.failure is not None:
-        return msgspec.structs.replace(row, speedup=None, verdict=None)
     pairs = list(zip(reference.process_step_seconds, row.process_step_seconds, strict=False))
-    if not pairs or row.failure is not None:
+    if not pairs or row.failure is not None or reference.failure is not None:
         return row
+    speedup = geometric_mean(fp32 / ours for fp32, ours in pairs)
+    if is_cut(found.outcomes[row.precision][-1], found.outcomes["fp32"][0]):
+        return msgspec.structs.replace(
+            row,
+            step_seconds_interval=None,
+            speedup=speedup,
+            verdict="slower",
+            was_cut=True,
+            reason=f"cut: at least {_times(1 / speedup)} times slower than fp32",
+        )
     interval = ratio_interval(*zip(*pairs, strict=True))
-    speedup = _mean([fp32 / ours for fp32, ours in pairs])
     return msgspec.structs.replace(
         row,
         speedup=speedup,
         speedup_interval=interval,
         verdict=verdict(speedup),
         verdicts=(verdict(interval[0]), verdict(interval[1])),
-        reason=f"cut: {_times(1 / speedup)} times slower than fp32" if row.was_cut else row.reason,
     )
-
-
-def _steps(lane: Lane) -> tuple[float, ...]:
-    """Seconds of a step of each block, with the wait for its data."""
-    return tuple(seconds + wait for seconds, wait in zip(lane.block_seconds, lane.data_seconds, strict=True))
-
-
-def _gap(lane: Lane, split: Split, found: Found) -> Gap:
-    """Of the row's step: the mean wait and the mean computing have their shares of it."""
-    wait, compute = fmean(lane.data_seconds), fmean(lane.block_seconds)
-    scale = _mean(_steps(lane)) / (wait + compute)
-    rate = found.rates.get(lane.precision) or None
-    waits = tuple(wait / (wait + block) for wait, block in zip(lane.data_seconds, lane.block_seconds, strict=True))
-    step = Step(scale * wait, scale * compute, (min(waits), max(waits)))
-    return gap(step, split, found.profiled.flops_per_step, rate, found.device_type)
 
 
 def _times(ratio: float) -> str:
     return f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
 
 
-def _mean(values: Sequence[float]) -> float:
-    """The geometric one: the ratio of two of them is that of their ratios, and one slow step moves it little."""
-    return math.exp(fmean(map(math.log, values)))
-
-
 def answer(
     rows: tuple[PrecisionRow, ...],
-    profiled: Profiled,
+    found: Found,
     *,
     workload: str,
-    hardware: Hardware,
-    batch_size: int,
-    accumulation_steps: int,
+    setting: Setting,
     num_batches: int,
-    trace: str | None,
-    notes: Sequence[str],
+    trace: str | None = None,
+    notes: Sequence[str] = (),
 ) -> AmpProfile:
-    """The profile that these rows make, fp32's first; `notes` are told before those that come of the rows."""
+    """The profile that these rows make, fp32's first; `notes` are told before those that come of the rows.
+
+    `setting` has the batch size and the accumulation steps.
+    """
     compared = [r for r in rows if r.precision in LOW and r.speedup is not None and r.failure is None]
-    best = max(compared, key=_speedup, default=None)
-    conditions = Conditions(
-        unfused_optimizer=profiled.unfused_optimizer,
-        is_compiled=profiled.is_compiled,
-        num_loader_workers=profiled.num_loader_workers,
-    )
-    found = AmpProfile(
+    best = max(compared, key=lambda row: row.speedup or 0.0, default=None)
+    made = AmpProfile(
         workload=workload,
-        device=hardware.device,
-        device_name=hardware.identity.name,
-        batch_size=batch_size,
-        accumulation_steps=accumulation_steps,
+        device=found.hardware.device,
+        device_name=found.hardware.identity.name,
+        batch_size=setting.batch_size,
+        accumulation_steps=setting.accumulation_steps,
         num_batches=num_batches,
         rows=rows,
         best_precision=None if best is None else best.precision,
         speedup=None if best is None else best.speedup,
         verdict=None if best is None else best.verdict,
         next_steps=(),
-        notes=(*notes, *_notes(rows, hardware, profiled)),
+        notes=(*notes, *_notes(rows, found)),
         trace=trace,
     )
-    if found.gap is None:
-        return found
-    return msgspec.structs.replace(found, next_steps=next_steps(found.gap, found.gap_precision, conditions))
+    precision = made.gap_precision
+    if made.gap is None:
+        return made
+    return msgspec.structs.replace(made, next_steps=next_steps(made.gap, precision, found.profiled[precision]))
 
 
-def _speedup(row: PrecisionRow) -> float:
-    return row.speedup or 0.0
-
-
-def _notes(rows: Sequence[PrecisionRow], hardware: Hardware, profiled: Profiled) -> list[str]:
+def _notes(rows: Sequence[PrecisionRow], found: Found) -> list[str]:
     notes = []
     for row in rows:
-        capability = hardware.precisions.get(row.precision)
+        capability = found.hardware.precisions.get(row.precision)
         if row.speedup is not None and capability is not None and capability.level == "emulated":
             notes.append(f"{row.precision} is emulated: {capability.reason}")
-    if profiled.split_problem is not None:
-        notes.append(f"Steps could not be taken apart: {profiled.split_problem}.")
-    if profiled.flops_problem is not None:
-        notes.append(f"The step's floating-point operations could not be counted: {profiled.flops_problem}.")
-    return notes + [f"{row.precision}: {row.gap.note}." for row in rows if row.gap is not None and row.gap.note]
+    for profiled in found.profiled.values():
+        if profiled.split_problem is not None:
+            notes.append(f"Steps could not be taken apart: {profiled.split_problem}.")
+        if profiled.flops_problem is not None:
+            notes.append(f"The step's floating-point operations could not be counted: {profiled.flops_problem}.")
+    notes += [f"{row.precision}: {row.gap.note}." for row in rows if row.gap is not None and row.gap.note]
+    return list(dict.fromkeys(notes))
 
 
 def load_notes(load: MachineLoad) -> list[str]:
     """What others did on the machine while the precisions were timed, where that is worth a word."""
     notes = []
-    if load_warnings.is_busy([load]) and load.others_num_cores is not None:
+    if machine_load.is_busy([load]) and load.others_num_cores is not None:
         notes.append(
-            f"The machine was busy: other processes used {load_warnings.cores(load.others_num_cores, load.num_cpus)}"
-            f"{load_warnings.named(load.busiest)}. That slows precisions unequally: stop them and profile again."
+            f"The machine was busy: other processes used {machine_load.cores(load.others_num_cores, load.num_cpus)}"
+            f"{machine_load.named(load.busiest)}. That slows precisions unequally: stop them and profile again."
         )
-    if load_warnings.is_stolen([load]):
+    if machine_load.is_stolen([load]):
         notes.append(
             f"The hypervisor gave {100 * (load.stolen_share or 0.0):.0f} % of the CPU time to others meanwhile: at "
             "another hour steps may be faster, and not all by the same factor."
         )
     if load.card_processes:
         notes.append(
-            f"The card was not ours alone{load_warnings.on_card(load.card_processes)}: "
+            f"The card was not ours alone{machine_load.on_card(load.card_processes)}: "
             "without other work on it steps may be faster, and not all by the same factor."
         )
     if load.card_slowdowns:

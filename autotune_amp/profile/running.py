@@ -1,48 +1,38 @@
-"""profile_amp() behind its arguments: each precision alone, then side by side, in children; then what came of it."""
+"""profile_amp() behind its arguments: the precisions in turns, in children, then taken apart; and what came of it."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import shutil
+import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import msgspec
 
-from autotune_amp.core.config import LossScale, Precision
+from autotune_amp.core.config import LossScale
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Description, Failure, Measurement, Outcome, Record
 from autotune_amp.core.recommendation import Exclusion, NothingWorksError
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import Precision, Setting
 from autotune_amp.hardware import identify
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.isolation.backend import Backend
 from autotune_amp.isolation.local import LocalBackend
-from autotune_amp.profile.job import LOW, NUM_ROUNDS, Profile, Profiled, num_rounds, timed
+from autotune_amp.precision.modes import MODES
+from autotune_amp.profile.job import LOW, Profile, Profiled
 from autotune_amp.profile.results import AmpProfile
-from autotune_amp.profile.rows import (
-    Found,
-    answer,
-    cut_step_seconds,
-    first_step_deadline_seconds,
-    is_cut,
-    load_notes,
-    rows,
-    step_deadline_seconds,
-)
+from autotune_amp.profile.rows import Found, answer, is_cut, limits, load_notes, rows
 from autotune_amp.search.budget import Budget
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher
+from autotune_amp.search.run import ProgressWatcher, RunsJobs
 from autotune_amp.search.source import Opened, Source, message_of, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
-from autotune_amp.trial.jobs import STEPS_PER_SYNC, Trial
+from autotune_amp.trial.jobs import Trial
 
 _EXAMPLES = {"batches": 10, "batch-size": 32}
 
@@ -96,38 +86,18 @@ def _writable(trace: str | os.PathLike[str]) -> Path:
     return path
 
 
-DEADLINE_SECONDS = 600.0  # of fp32 alone, which says how long the others may take
-NUM_STEPS_ALONE, SECONDS_ALONE = (4, 8), 5.0
-SECONDS_BETWEEN_NOTES = 3.0
-_SLACK = 5.0  # how many times the time foreseen the side-by-side run may take
+DEADLINE_SECONDS = 600.0  # of one process
+NUM_ROUNDS = 3
+MAX_SETUP_SECONDS = 30.0  # that the rounds after the second may spend on building models and on first steps
 # Kineto writes a line to standard error at every start and end; this is above all its levels.
 _ENVIRONMENT = {"KINETO_LOG_LEVEL": "99"}
-
-
-class _Watcher(ProgressWatcher):
-    """Says now and then how many steps the precisions have taken in turns, where it is to `expect` some."""
-
-    def __init__(self, progress: Progress, clock: Budget, meter: LoadMeter) -> None:
-        super().__init__(progress, clock, meter)
-        self._say, self._elapsed = progress.note, clock.elapsed
-        self._num_batches: int | None = None
-        self._said_at = 0.0
-
-    def expect(self, num_batches: int | None) -> None:
-        self._num_batches, self._said_at = num_batches, self._elapsed()
-
-    def step(self, num_steps: int, step_seconds: float) -> None:
-        super().step(num_steps, step_seconds)
-        if self._num_batches is not None and self._elapsed() - self._said_at > SECONDS_BETWEEN_NOTES:
-            self._said_at = self._elapsed()
-            self._say(f"{num_steps} of {self._num_batches} batches")
 
 
 def run_profile(origin: Source, request: Request, progress: Progress) -> AmpProfile:
     """Profile in children; see `autotune_amp.profile_amp`."""
     clock = Budget(math.inf)
     meter = LoadMeter(identify(request.device).uuid)  # before a context of ours is on the card
-    watcher = _Watcher(progress, clock, meter)
+    watcher = ProgressWatcher(progress, clock, meter)
     progress.work_started(None)
     with LocalBackend(origin.payload(), None, watcher, _ENVIRONMENT) as backend:
         watcher.phase("loading the workload")
@@ -138,28 +108,104 @@ def run_profile(origin: Source, request: Request, progress: Progress) -> AmpProf
         space = _space(request, opened, asked)
         refused = {exclusion.precision: exclusion.reason for exclusion in space.excluded}
         trials = {p: _trial(p, space, opened) for p in asked if p not in refused}
-        alone = _alone(backend, trials, clock, progress)
-        ran = [p for p, outcome in alone.items() if isinstance(outcome, Measurement) and not is_cut(p, alone)]
-        if not ran:
-            raise _nothing_works(asked, refused, alone)
+        meter.start()
+        timed = Rounds(backend, trials, request.num_batches, progress)
+        outcomes = timed.run()
+        notes = [*_notes(request, opened.description), *timed.notes, *load_notes(meter.stop())]
+        if not any(isinstance(outcome, Measurement) for of_one in outcomes.values() for outcome in of_one):
+            raise _nothing_works(asked, refused, outcomes)
         with TemporaryDirectory(prefix="autotune_amp-") as folder:
-            spec = _profile_spec([trials[p] for p in ran], request, opened.hardware.device, Path(folder, "trace"))
-            meter.start()
-            profiled, notes = _profiled(backend, spec, alone, watcher, progress)
-            others = load_notes(meter.stop())
-            no_trace = None if request.trace is None else write_trace(sorted(Path(folder).iterdir()), request.trace)
-    found = Found(refused, alone, profiled, _rates(opened.hardware, profiled), opened.hardware.identity.type)
+            watcher.phase("taking steps apart")
+            profiled = {}
+            for precision in timed.running():
+                trace = Path(folder, f"{precision}.json")
+                found = backend.submit(_profile(trials[precision], trace)).result()
+                if isinstance(found, Profiled):
+                    profiled[precision] = found
+                else:
+                    notes.append(f"{precision} could not be taken apart: {found.message}.")
+            parts = [Path(folder, f"{p}.json") for p, found in profiled.items() if found.split is not None]
+            problem = None if request.trace is None else write_trace(parts, request.trace)
+    everything = Found(opened.hardware, refused, outcomes, profiled)
     return answer(
-        rows(asked, found),
-        profiled,
+        rows(asked, everything),
+        everything,
         workload=origin.name,
-        hardware=opened.hardware,
-        batch_size=space.baseline.batch_size,
-        accumulation_steps=space.baseline.accumulation_steps,
+        setting=space.baseline,
         num_batches=request.num_batches,
-        trace=None if request.trace is None or no_trace is not None else str(request.trace),
-        notes=(*_notes(request, opened.description), *notes, *others, *([] if no_trace is None else [no_trace])),
+        trace=None if request.trace is None or problem is not None else str(request.trace),
+        notes=notes if problem is None else [*notes, problem],
     )
+
+
+class Rounds:
+    """The precisions in turns, each time in a process of its own, each round on batches of its own.
+
+    The batches asked for are divided among three rounds; among two where building the models and the first steps take
+    long. A precision that fails or is cut is in no later round.
+    """
+
+    def __init__(
+        self, backend: RunsJobs, trials: Mapping[Precision, Trial], num_batches: int, progress: Progress
+    ) -> None:
+        self.notes: list[str] = []
+        self._backend, self._trials, self._progress = backend, trials, progress
+        self._num_batches = num_batches
+        self._outcomes: dict[Precision, list[Outcome]] = {precision: [] for precision in trials}
+        self._num_trials = 0
+
+    def run(self) -> Mapping[Precision, Sequence[Outcome]]:
+        """What each precision did in each round. Raises `WorkloadError` where the workload does not run in fp32."""
+        self._progress.phase(f"timing {', '.join(self._trials)} in turns on the same batches")
+        num_rounds, num_left = min(NUM_ROUNDS, self._num_batches), self._num_batches
+        number = 0
+        while number < num_rounds:
+            size = -(-num_left // (num_rounds - number))
+            num_left -= size
+            names = self.running()
+            first = number % max(1, len(names))
+            for precision in (*names[first:], *names[:first]):  # another one is first each time
+                self._run(precision, number, size)
+            number += 1
+            if number == 1 and self._setup_seconds() > MAX_SETUP_SECONDS:
+                num_rounds = min(2, num_rounds)
+                self.notes.append("Building and first steps take long: two processes were timed in place of three.")
+        return self._outcomes
+
+    def running(self) -> list[Precision]:
+        """Those that neither failed nor are cut."""
+        fp32 = self._outcomes.get("fp32")
+        return [
+            precision
+            for precision, outcomes in self._outcomes.items()
+            if not outcomes or (isinstance(outcomes[-1], Measurement) and not (fp32 and is_cut(outcomes[-1], fp32[0])))
+        ]
+
+    def _run(self, precision: Precision, number: int, size: int) -> None:
+        trial, fp32 = self._trials[precision], self._outcomes.get("fp32")
+        trial = msgspec.structs.replace(trial, seed=trial.seed + number, num_steps=(size, size))
+        if precision != "fp32" and fp32 and isinstance(fp32[0], Measurement):
+            trial = msgspec.structs.replace(trial, **limits(fp32[0]))
+        self._num_trials += 1
+        self._progress.trial_started(self._num_trials, trial.candidate, trial.purpose)
+        started = time.monotonic()
+        outcome = self._backend.submit(trial).result()
+        record = Record(
+            search_id="profile",
+            number=self._num_trials,
+            candidate=trial.candidate,
+            purpose=trial.purpose,
+            outcome=outcome,
+            seconds=time.monotonic() - started,
+        )
+        self._progress.trial_ended(record, None)
+        if isinstance(outcome, Failure) and outcome.kind == "workload_error" and precision == "fp32":
+            raise WorkloadError(*message_of(outcome))
+        self._outcomes[precision].append(outcome)
+
+    def _setup_seconds(self) -> float:
+        measured = [outcomes[0] for outcomes in self._outcomes.values()]
+        return sum(m.build_seconds + m.first_step_seconds for m in measured if isinstance(m, Measurement))
 
 
 def _asked(request: Request, hardware: Hardware) -> tuple[Precision, ...]:
@@ -185,105 +231,15 @@ def _trial(precision: Precision, space: Space, opened: Opened) -> Trial:
             accumulation_steps=space.baseline.accumulation_steps,
         ),
         device=opened.hardware.device,
-        loss_scale=LossScale() if precision == "fp16" else None,
-        num_steps=NUM_STEPS_ALONE,
-        measure_seconds=SECONDS_ALONE,
+        loss_scale=LossScale() if MODES[precision].takes_scaler else None,
         deadline_seconds=DEADLINE_SECONDS,
         memory_limit_bytes=int(SearchOptions().memory_fraction * opened.hardware.memory.available),
         torch_state=opened.torch_state,
     )
 
 
-def _alone(
-    backend: Backend, trials: Mapping[Precision, Trial], clock: Budget, progress: Progress
-) -> dict[Precision, Measurement | Failure]:
-    """Each in a process of its own: its memory, whether it runs at all, and whether it is worth running longer."""
-    progress.phase("measuring each precision alone")
-    found: dict[Precision, Measurement | Failure] = {}
-    for number, (precision, trial) in enumerate(trials.items(), start=1):
-        progress.trial_started(number, trial.candidate, trial.purpose)
-        started = clock.elapsed()
-        outcome = backend.submit(_limited(trial, found.get("fp32"))).result()
-        progress.trial_ended(
-            Record(
-                search_id="profile",
-                number=number,
-                candidate=trial.candidate,
-                purpose=trial.purpose,
-                outcome=outcome,
-                seconds=clock.elapsed() - started,
-            ),
-            None,
-        )
-        if isinstance(outcome, Failure) and outcome.kind == "workload_error" and precision == "fp32":
-            raise WorkloadError(*message_of(outcome))
-        found[precision] = outcome
-    return found
-
-
-def _limited(trial: Trial, fp32: Outcome | None) -> Trial:
-    """With what its steps may take, going by those of fp32 where that ran."""
-    if not isinstance(fp32, Measurement) or trial.candidate.precision == "fp32":
-        return trial
-    return msgspec.structs.replace(
-        trial,
-        cut_step_seconds=cut_step_seconds(fp32),
-        first_step_deadline_seconds=first_step_deadline_seconds(fp32),
-        step_deadline_seconds=step_deadline_seconds(fp32),
-    )
-
-
-def _profile_spec(trials: Sequence[Trial], request: Request, device: str, trace_file: Path) -> Profile:
-    return Profile(
-        device=device,
-        trials=tuple(trials),
-        num_batches=request.num_batches,
-        num_batches_per_block=1 if device == "cpu" else STEPS_PER_SYNC,
-        trace_file=None if request.trace is None else str(trace_file),
-    )
-
-
-def _profiled(
-    backend: Backend,
-    spec: Profile,
-    alone: Mapping[Precision, Measurement | Failure],
-    watcher: _Watcher,
-    progress: Progress,
-) -> tuple[Profiled, tuple[str, ...]]:
-    """The rounds, and what there is to say of them."""
-    names = [trial.candidate.precision for trial in spec.trials]
-    known = [outcome for name in names if isinstance(outcome := alone[name], Measurement)]
-    num = num_rounds(known, spec.num_batches)
-    joined = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} in turns"
-    progress.phase(f"running {joined} on the same {spec.num_batches} batches, in {_processes(num)}")
-
-    def run(trial: Trial) -> Outcome:
-        return backend.submit(_limited(trial, alone.get("fp32"))).result()
-
-    profiled, notes = timed(partial(_ask, backend, watcher, known), run, spec, num, progress.note)
-    if num < min(NUM_ROUNDS, spec.num_batches):
-        few = "Building and first steps take long: one process was timed, and the intervals rest on how far processes"
-        notes = (*notes, f"{few} usually differ.")
-    return profiled, notes
-
-
-def _processes(num: int) -> str:
-    return "one process" if num == 1 else f"{num} processes"
-
-
-def _ask(backend: Backend, watcher: _Watcher, alone: Sequence[Measurement], spec: Profile) -> Profiled | Failure:
-    """The child's answer; it may take several times what the runs alone foretell, which are all waited for."""
-    watcher.expect(spec.num_batches)
-    foreseen = sum(m.build_seconds + m.first_step_seconds + (spec.num_batches + 10) * m.step_seconds for m in alone)
-    answer = backend.submit(msgspec.structs.replace(spec, deadline_seconds=60.0 + _SLACK * foreseen)).result()
-    watcher.expect(None)
-    return answer
-
-
-def _rates(hardware: Hardware, profiled: Profiled) -> dict[Precision, float]:
-    """The highest seen: what else runs on the machine only lowers it."""
-    probed = {p: c.matmul_flops_per_second or 0.0 for p, c in hardware.precisions.items()}
-    return {precision: max(rate, profiled.rates.get(precision, 0.0)) for precision, rate in probed.items()}
+def _profile(trial: Trial, trace: Path) -> Profile:
+    return Profile(device=trial.device, trial=trial, trace_file=str(trace), deadline_seconds=DEADLINE_SECONDS)
 
 
 def _notes(request: Request, description: Description) -> list[str]:
@@ -301,9 +257,10 @@ def _notes(request: Request, description: Description) -> list[str]:
 
 
 def _nothing_works(
-    asked: Sequence[Precision], refused: Mapping[Precision, str], alone: Mapping[Precision, Measurement | Failure]
+    asked: Sequence[Precision], refused: Mapping[Precision, str], outcomes: Mapping[Precision, Sequence[Outcome]]
 ) -> NothingWorksError:
-    reasons = {**refused, **{p: f"{o.kind}: {o.message}" for p, o in alone.items() if isinstance(o, Failure)}}
+    failures = {p: of_one[0] for p, of_one in outcomes.items() if of_one}
+    reasons = {**refused, **{p: f"{o.kind}: {o.message}" for p, o in failures.items() if isinstance(o, Failure)}}
     return NothingWorksError(
         "No precision could be measured.",
         "Mend what the reasons name, or give a smaller --batch-size.",
@@ -316,16 +273,9 @@ def write_trace(parts: Sequence[Path], trace: Path) -> str | None:
     if not parts:
         return "No trace was written: no precision was taken apart."
     try:
-        if len(parts) == 1:
-            shutil.copyfile(parts[0], trace)
-        else:
-            trace.write_text(json.dumps(_joined(parts)))
+        traces = [json.loads(part.read_text()) for part in parts]
+        events = [event for one in traces for event in one["traceEvents"]]
+        trace.write_text(json.dumps({**traces[0], "traceEvents": events}))
     except (OSError, json.JSONDecodeError) as error:
         return f"No whole trace was written to {trace}: {error}."
     return None
-
-
-def _joined(parts: Sequence[Path]) -> dict[str, Any]:
-    traces = [json.loads(part.read_text()) for part in parts]
-    events = [event for trace in traces for event in trace["traceEvents"]]
-    return {**traces[0], "traceEvents": events}

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from autotune_amp.core import config_source
+from autotune_amp.core import explain
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.explain import names, small
-from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity
-from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.outcome import Accumulation, Calibration, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, duration, flops, number, one_line, outcome_name, rate, size
 
@@ -167,7 +166,7 @@ def python_lines(recommendation: Recommendation, path: str | None = None) -> lis
     """
     config, device_type = recommendation.config, recommendation.hardware.identity.type
     path = path or f"studies/{recommendation.search.study}/recommendation.json"
-    loader = [config_source.LOADER_COMMENT, config_source.loader_line(config)]
+    loader = [explain.LOADER_COMMENT, explain.loader_line(config)]
     loaded = f'autotune_amp.PrecisionController.load({json.dumps(path)}, "{device_type}")'
     if recommendation.workload is not None and recommendation.workload.is_loop:
         return [*loader, f"amp = {loaded}", "train_step(state, batch, amp)"]
@@ -175,10 +174,10 @@ def python_lines(recommendation: Recommendation, path: str | None = None) -> lis
         kept = f"  # keeps {names(config.pinned_modules)} in fp32" if config.pinned_modules else ""
         loop = _controlled_loop(config, recommendation.evidence.accumulation)
         return [*loader, f"controller = {loaded}{kept}", *loop]
-    flags = config_source.strict_flag_lines(config.precision) if device_type == "cuda" else []
+    flags = explain.strict_flag_lines(config.precision) if device_type == "cuda" else []
     if config.as_found:
         flags = ["# the TF32 flags and autocast stay as they are"]
-    loss, dtype = f"loss = {config_source.LOSS}", config_source.AUTOCAST_DTYPES.get(config.precision)
+    loss, dtype = f"loss = {explain.LOSS}", explain.AUTOCAST_DTYPES.get(config.precision)
     if dtype is None:
         return [*flags, *loader, f"{loss}  # no autocast"]
     return [*flags, *loader, f'with torch.autocast("{device_type}", dtype={dtype}):', f"    {loss}"]
@@ -186,16 +185,16 @@ def python_lines(recommendation: Recommendation, path: str | None = None) -> lis
 
 def _controlled_loop(config: AmpConfig, found: Accumulation | None) -> list[str]:
     """The losses of a window add up to that of the whole batch."""
-    if not config_source.accumulates(config):
-        return config_source.controlled_loop("loader", config_source.LOSS)
+    if not explain.accumulates(config):
+        return explain.controlled_loop("loader", explain.LOSS)
     combination = "mean" if found is None or found.verdict not in ("sum", "weighted") else found.verdict
-    loss = config_source.pass_loss(combination, "controller.window_size", "controller.window_share")
+    loss = explain.pass_loss(combination, "controller.window_size", "controller.window_share")
     if combination != "weighted":
-        return config_source.controlled_loop("loader", loss)
+        return explain.controlled_loop("loader", loss)
     counted = (found and found.weighted_by) or "what the loss is a mean over"
     return [
         f"# count(batch) is yours: of a batch, {counted}",
-        *config_source.controlled_loop("loader, weigh=count", loss),
+        *explain.controlled_loop("loader, weigh=count", loss),
     ]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
+
+import msgspec
 
 
 class Signal(NamedTuple):
@@ -17,22 +18,13 @@ class Signal(NamedTuple):
     loss: float | None = None
 
 
-@dataclass(frozen=True)
-class Diagnose:
+class Diagnose(msgspec.Struct, frozen=True):
     """Rerun the batch in fp32 and find out whose fault it is; answer with `Policy.judge`."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class Measure:
-    """Measure in fp32 how much of the gradient fp16 flushes to zero; answer with `Policy.judge_underflow`."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Demote:
+class Demote(msgspec.Struct, frozen=True):
     """Step down to `rung`. Tentative where no rerun could say that precision is at fault: the next steps decide."""
 
     rung: int
@@ -40,32 +32,28 @@ class Demote:
     is_tentative: bool
 
 
-@dataclass(frozen=True)
-class Revert:
+class Revert(msgspec.Struct, frozen=True):
     """Go back to `rung`: the tentative demotion did not help, so it was not precision."""
 
     rung: int
     reason: str
 
 
-@dataclass(frozen=True)
-class Pin:
+class Pin(msgspec.Struct, frozen=True):
     """Keep `modules` in fp32 and stay in this rung."""
 
     modules: tuple[str, ...]
     reason: str
 
 
-@dataclass(frozen=True)
-class Rescale:
+class Rescale(msgspec.Struct, frozen=True):
     """Set the loss scale to `scale`."""
 
     scale: float
     reason: str
 
 
-@dataclass(frozen=True)
-class Blame:
+class Blame(msgspec.Struct, frozen=True):
     """Not precision's fault: skip such steps and hold the loss scale, from before the burst, at `scale`.
 
     A tentative demotion made shortly before is taken back.
@@ -75,36 +63,32 @@ class Blame:
     reason: str
 
 
-@dataclass(frozen=True)
-class Probe:
+class Probe(msgspec.Struct, frozen=True):
     """Try `rung` at `scale` on the current batch without stepping; answer with `Policy.probed`."""
 
     rung: int
     scale: float
 
 
-@dataclass(frozen=True)
-class Promote:
+class Promote(msgspec.Struct, frozen=True):
     """Go back up to `rung`."""
 
     rung: int
     reason: str
 
 
-@dataclass(frozen=True)
-class Stop:
+class Stop(msgspec.Struct, frozen=True):
     """End the run; `is_precision` says whose fault it was."""
 
     reason: str
     is_precision: bool
 
 
-@dataclass(frozen=True)
-class Warn:
+class Warn(msgspec.Struct, frozen=True):
     """Nothing can be done about it, but the user should know."""
 
     reason: str
 
 
 Move: TypeAlias = Demote | Revert | Pin | Rescale | Blame | Promote
-Action: TypeAlias = Move | Diagnose | Measure | Probe | Stop | Warn
+Action: TypeAlias = Move | Diagnose | Probe | Stop | Warn

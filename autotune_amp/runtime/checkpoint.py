@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from autotune_amp.core.config import MIN_LOSS_SCALE, Precision
-from autotune_amp.core.errors import FormatError, InvalidRequestError
+from autotune_amp.core.config import MIN_LOSS_SCALE
+from autotune_amp.core.errors import FormatError
+from autotune_amp.core.setting import Precision
 from autotune_amp.runtime.executor import Executor, Wish
 from autotune_amp.runtime.gradient_check import Window
-from autotune_amp.runtime.metrics import Metrics
 from autotune_amp.runtime.model import SavedStatistics
-from autotune_amp.runtime.policy import PolicyState
-from autotune_amp.runtime.scale_rule import ScaleRule, check_scale
+from autotune_amp.runtime.policy import PolicyState, check_scale
 from autotune_amp.runtime.scaler import Waiting
-from autotune_amp.runtime.status import from_plain, to_plain
+from autotune_amp.runtime.status import Metrics, from_plain, to_plain
 
 KEY = "autotune_amp"
 FORMAT = 1
 _Saved = TypeVar("_Saved")
-_SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_RULE = ("growth_factor", "backoff_factor", "growth_interval")
+_Factor = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 
 
 # What the types of the parts must be.
 class _Scaler(msgspec.Struct):
-    growth_interval: int
+    scale: object
+    growth_factor: _Factor
+    backoff_factor: _Factor
+    growth_interval: Annotated[int, msgspec.Meta(ge=1)]
     growth_tracker: int = msgspec.field(name="_growth_tracker")
 
 
@@ -97,9 +101,7 @@ def save(
     rule, model = executor.policy.scale, executor.model
     return {
         "scale": scale,
-        "growth_factor": rule.growth_factor,
-        "backoff_factor": rule.backoff_factor,
-        "growth_interval": rule.growth_interval,
+        **{name: getattr(rule, name) for name in _RULE},
         "_growth_tracker": growth_tracker,
         KEY: {
             "format": FORMAT,
@@ -136,16 +138,13 @@ def load(executor: Executor, metrics: Metrics, window: Window, state: object) ->
     if not state:  # a disabled GradScaler's
         metrics.resume(None)
         return None
-    missing = [key for key in _SCALER_KEYS if key not in state]
-    if missing:
-        raise FormatError(f"The scaler's state lacks {', '.join(missing)}.", "Load what state_dict() gave.")
-    check_scale(state["scale"])
-    _check_rule(state)
     _converted(state, _Scaler)
+    check_scale(state["scale"])
     own = state.get(KEY)
     if own is None:
         rule = executor.policy.scale
-        _take(rule, state)
+        for name in _RULE:
+            setattr(rule, name, state[name])
         rule.growth_tracker = state["_growth_tracker"]
         rule.set(state["scale"])
         metrics.resume(None)
@@ -159,12 +158,15 @@ def load(executor: Executor, metrics: Metrics, window: Window, state: object) ->
     if executor.model is not None:
         executor.model.check_state(own["pinned"], own["statistics"])
     executor.policy.load_state_dict(own["steering"])  # the last that can fail
-    _take(executor.policy.scale, state)
+    for name in _RULE:
+        setattr(executor.policy.scale, name, state[name])
     executor.history[:] = history
     executor.load_model_state(own["pinned"], own["statistics"])
     executor.is_off = counters.is_off
     metrics.resume(counters.run_id)
     metrics.num_steps, metrics.num_amp_steps = counters.num_steps, counters.num_amp_steps
+    policy = executor.policy  # which once did not count the updates of a run that was disabled
+    policy.num_updates = max(policy.num_updates, metrics.num_steps + policy.num_skips)
     window.num_passes = counters.num_passes
     window.loss_probe = 0.0 if counters.loss_was_finite else math.nan
     window.loss = own["counters"]["loss"]
@@ -176,19 +178,3 @@ def _converted(state: object, what: type[_Saved]) -> _Saved:
         return msgspec.convert(state, what)
     except msgspec.ValidationError as error:
         raise FormatError(f"The controller's state is damaged: {error}.", "Load an earlier checkpoint.") from error
-
-
-def _take(rule: ScaleRule, state: Mapping[str, Any]) -> None:
-    rule.growth_factor = state["growth_factor"]
-    rule.backoff_factor = state["backoff_factor"]
-    rule.growth_interval = state["growth_interval"]
-
-
-def _check_rule(state: Mapping[str, Any]) -> None:
-    for key in ("growth_factor", "backoff_factor", "growth_interval"):
-        value = state[key]
-        if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-            raise InvalidRequestError(
-                f"The scaler's state has {key} {value!r}; it must be a finite number above 0.",
-                "Load a checkpoint from before it was set, or leave the state out.",
-            )

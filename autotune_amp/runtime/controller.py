@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
-from autotune_amp.core.config import AmpConfig, Precision
+from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
+from autotune_amp.core.setting import Precision
 from autotune_amp.runtime import checkpoint, windows
 from autotune_amp.runtime.actions import Signal
 from autotune_amp.runtime.device import Ranks, checked_device, warn_of_missing
@@ -30,13 +31,11 @@ from autotune_amp.runtime.gradient_check import (
     makes_buffers_unread,
     tensors,
 )
-from autotune_amp.runtime.metrics import Metrics
 from autotune_amp.runtime.model import Attachment
-from autotune_amp.runtime.policy import Policy
+from autotune_amp.runtime.policy import Policy, check_scale
 from autotune_amp.runtime.run_log import RunLog
-from autotune_amp.runtime.scale_rule import check_scale
-from autotune_amp.runtime.scaler import LAG_UPDATES, LossScaler, takes_a_scaler
-from autotune_amp.runtime.status import MoveRecord, Status, write_status
+from autotune_amp.runtime.scaler import LAG_UPDATES, LossScaler
+from autotune_amp.runtime.status import Metrics, MoveRecord, Status, write_status
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # torch can be built without
@@ -194,22 +193,18 @@ class PrecisionController(torch.amp.GradScaler):
         if "closure" in kwargs:
             return super().step(optimizer, *args, **kwargs)  # which refuses it
         self._check_scale_growth_tracker("step")
-        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.READY:
-            if is_fused:
+            if getattr(optimizer, "_step_supports_amp_scaling", False):  # a fused one unscales by itself
                 self._check_inf_per_device(optimizer)
             else:
                 self.unscale_(optimizer)
         verdict = check.wait_for(optimizer) if makes_buffers_unread(optimizer) else check.verdict_of(optimizer)
-        # A fused optimizer reads the verdict by itself, but it need not be called where the host knows.
+        # A fused optimizer reads the verdict by itself, too, but it need not be called where the host knows.
         if state["stage"] is not OptState.STEPPED and isinstance(verdict, int) and verdict != CLEAN:
             state["stage"] = OptState.STEPPED
             return Stepped(verdict)
-        if is_fused and not takes_a_scaler(type(optimizer)):  # type: ignore[arg-type] # mypy and hashes of classes
-            value = self._scaler.step_fused(optimizer, state, *args, **kwargs)
-        else:
-            value = super().step(optimizer, *args, **kwargs)
+        value = super().step(optimizer, *args, **kwargs)
         return Stepped(check.verdict_of(optimizer), value)
 
     def step_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
@@ -244,7 +239,11 @@ class PrecisionController(torch.amp.GradScaler):
             return
         if self._enabled:
             self._check_scale_growth_tracker("update")
-            self._check.require_verdicts()
+            if not self._check.window.verdicts:
+                raise InvalidRequestError(
+                    "update() was called before step(): no gradients were checked since the last update().",
+                    "Call step(optimizer), or unscale_(optimizer), for each optimizer first.",
+                )
         self._end_window()
 
     def synchronize(self) -> None:

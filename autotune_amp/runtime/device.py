@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotune_amp.core.errors import DeviceError
-from autotune_amp.hardware.device import numbered, parse
+from autotune_amp.hardware.device import device_of, parse
 
 log = logging.getLogger("autotune_amp.runtime")
 
@@ -22,20 +22,7 @@ def checked_device(device: str | torch.device) -> torch.device:
     kind, index = parse(str(device))
     if kind == "auto":
         raise DeviceError("device='auto' does not say where the model is.", 'Pass its device: device="cuda", for one.')
-    if kind == "cpu":
-        return torch.device("cpu")
-    module = getattr(torch, kind, None)
-    if module is None or not module.is_available():
-        raise DeviceError(
-            f"device={str(device)!r} was asked for, but PyTorch cannot use any {kind} device here.",
-            'Pass the device that the model is on, for example PrecisionController(config, device="cpu").',
-        )
-    if kind == "mps":
-        return torch.device(kind)
-    if index is None:
-        return torch.device(kind, int(module.current_device()))
-    numbered(kind, index, module.device_count())
-    return torch.device(kind, index)
+    return torch.device(device_of(kind).resolve(index))
 
 
 def warn_of_missing(environment: Mapping[str, str]) -> None:
@@ -53,19 +40,20 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The most memory that this process's tensors took on an accelerator; on a CPU, what the process holds now."""
     if device.type in ("cuda", "xpu"):
         return int(getattr(torch, device.type).max_memory_allocated(device))
-    if device.type == "mps":
-        return int(torch.mps.driver_allocated_memory())
-    return int(psutil.Process(os.getpid()).memory_info().rss)
+    return _held_memory_bytes(device)
 
 
 def available_memory_bytes(device: torch.device) -> int:
     """What this process may hold on the device in all: what is free and what it already holds."""
+    return device_of(device.type).memory(str(device)).available + _held_memory_bytes(device)
+
+
+def _held_memory_bytes(device: torch.device) -> int:
     if device.type in ("cuda", "xpu"):
-        module = getattr(torch, device.type)
-        return int(module.mem_get_info(device)[0] + module.memory_reserved(device))
+        return int(getattr(torch, device.type).memory_reserved(device))
     if device.type == "mps":
-        return int(torch.mps.recommended_max_memory())
-    return int(psutil.virtual_memory().available + psutil.Process(os.getpid()).memory_info().rss)
+        return int(torch.mps.driver_allocated_memory())
+    return int(psutil.Process().memory_info().rss)
 
 
 class Ranks:

@@ -11,19 +11,20 @@ import msgspec
 import torch
 from torch import Tensor
 
-from autotune_amp.core.config import FP16_MAX, AmpConfig, DemotedError, FallbackPlan, Precision
+from autotune_amp.core.config import FP16_MAX, AmpConfig, DemotedError, FallbackPlan
 from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
+from autotune_amp.core.setting import Precision
 from autotune_amp.hardware import cuda
-from autotune_amp.precision import mode, torch_state
+from autotune_amp.precision import torch_state
+from autotune_amp.precision.modes import MODES
 from autotune_amp.runtime import actions, diagnosis
 from autotune_amp.runtime.actions import Action, Move
 from autotune_amp.runtime.device import Ranks, available_memory_bytes, peak_memory_bytes
 from autotune_amp.runtime.gradient_check import refuse_half_parameters
-from autotune_amp.runtime.metrics import Metrics
 from autotune_amp.runtime.model import Attachment, SavedStatistics
 from autotune_amp.runtime.policy import Policy
 from autotune_amp.runtime.scaler import LossScaler
-from autotune_amp.runtime.status import MoveRecord, Status
+from autotune_amp.runtime.status import Metrics, MoveRecord, Status
 
 log = logging.getLogger("autotune_amp.runtime")
 
@@ -121,7 +122,7 @@ class Executor:
             precision=plan.precision,
             batch_size=plan.batch_size,
             accumulation_steps=plan.accumulation_steps,
-            loss_scale=self.policy.loss_scale if plan.precision == "fp16" else None,
+            loss_scale=self.policy.loss_scale if MODES[plan.precision].takes_scaler else None,
             fallback=tuple(self.plans[rung + 1 :]),
             pinned_modules=self.model.pinned if self.model else self.own_config.pinned_modules,
         )
@@ -133,7 +134,7 @@ class Executor:
         if self._found is not None and self.precision == self.own_config.precision and not self.is_off:
             torch_state.apply_fp32_flags(self._found)
         else:
-            mode.set_flags(self.precision)
+            torch_state.set_flags(self.precision)
         torch.clear_autocast_cache()
         self._scaler.is_scaling = self.policy.is_scaling and not self.is_off
         self.is_checking = not self.is_off and (self._guards or self._scaler.is_scaling)
@@ -198,8 +199,9 @@ class Executor:
         self.is_advisory = False
         self.policy.can_rerun = model.rerun is not None
         if model.has_frozen_half_weights:
-            for name in ("fp32", "tf32"):
-                self.policy.withdraw(name, "the model's frozen weights are in half precision and would not multiply")
+            for name, its in MODES.items():
+                if not its.uses_autocast:
+                    self.policy.withdraw(name, "the model's frozen weights in half precision would not multiply")
         model.check_state(self.pins_to_come, self._statistics_to_come)
         model.load_state(self.pins_to_come, self._statistics_to_come)
         self.apply()
@@ -222,7 +224,7 @@ class Executor:
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context for a forward pass in the current precision, fresh each time."""
-        return nullcontext() if self.is_off else mode.autocast(self.precision, self._ranks.device.type)
+        return nullcontext() if self.is_off else torch_state.autocast(self.precision, self._ranks.device.type)
 
     @property
     def is_in_own_autocast(self) -> bool:
@@ -252,67 +254,57 @@ class Executor:
         what, name = self.wishes.pop(0)
         if what == "act":
             action, self._action = self._action, None
-            self.act(action)
+            self._act(action)
         elif what == "give_up":
             self._give_up_moving()
         elif what == "set_precision":
-            self._move_by_hand(cast("Precision", name))
+            self._move_by_hand(cast("Precision", name), "asked for")
         else:
             self._turn(off=what == "disable")
 
-    def act(self, action: Action | None) -> None:
-        """Carry out `action` and what follows from it. Raises the errors of `TrainingStoppedError`."""
+    def _act(self, action: Action | None) -> None:
+        """Carry out `action` and what follows from it."""
         while action is not None:
             if isinstance(action, actions.Diagnose):
                 action = self._diagnose(action)
-            elif isinstance(action, actions.Measure):
-                action = self._measure(action)
             elif isinstance(action, actions.Probe):
                 action = self._probe(action)
             elif isinstance(action, actions.Warn):
                 log.warning("%s", action.reason)
-                action = None
+                return
             elif isinstance(action, actions.Stop):
                 self._stop(action)
-                action = None
+                return
             else:
                 action = self._move(action)
 
     def _move(self, move: Move) -> Action | None:
+        policy, before, reason = self.policy, self.policy.precision, move.reason
         if isinstance(move, actions.Demote):
+            plan, own = self.plans[move.rung], self.plans[0]
             if self.is_advisory:
-                self.policy.decline()
-                self._note("advice", self.plans[move.rung].precision, self._advice(move))
+                policy.decline()
+                way_out = f"The precision should be {plan.precision}, but the loop gives no way to change it from here"
+                self._note("advice", plan.precision, f"{reason}. {way_out}")
                 return None
-            reason = self._why_not(self.plans[move.rung])
-            if reasons := self._ranks.union([reason] if reason else []):
-                finite_in = None if move.is_tentative else self._finite_in
-                return self.policy.refuse(move, reasons[0], finite_in)
+            why_not = self._why_not(plan)
+            if reasons := self._ranks.union([why_not] if why_not else []):
+                return policy.refuse(move, reasons[0], None if move.is_tentative else self._finite_in)
+            if (plan.batch_size, plan.accumulation_steps) != (own.batch_size, own.accumulation_steps):
+                reason += f"; batch size {plan.batch_size} with {plan.accumulation_steps} accumulation steps fits"
         if isinstance(move, actions.Pin):
             assert self.model is not None  # a pin comes from a diagnosis
             self.model.pin(move.modules)
-        before = self.policy.precision
-        follows = self.policy.confirm(move)
+        follows = policy.confirm(move)
         self.apply()
-        self._note(_KINDS[type(move)], self.policy.precision, move.reason + self._batch_change(move), before)
+        self._note(_KINDS[type(move)], policy.precision, reason, before)
         if isinstance(move, actions.Demote) and self._on_demotion == "checkpoint_and_stop":
             raise DemotedError(
-                f"The precision was stepped down from {before} to {self.policy.precision}: {move.reason}.",
+                f"The precision was stepped down from {before} to {policy.precision}: {move.reason}.",
                 "Save a checkpoint with the controller's state_dict() and start again with the error's config.",
                 self.config,
             )
         return follows
-
-    def _batch_change(self, move: Move) -> str:
-        own, plan = self.plans[0], self.plans[self.policy.rung]
-        is_same = (plan.batch_size, plan.accumulation_steps) == (own.batch_size, own.accumulation_steps)
-        if is_same or not isinstance(move, actions.Demote):
-            return ""
-        return f"; batch size {plan.batch_size} with {plan.accumulation_steps} accumulation steps is what fits"
-
-    def _advice(self, move: actions.Demote) -> str:
-        wanted = self.plans[move.rung].precision
-        return f"{move.reason}. The precision should be {wanted}, but the loop gives no way to change it from here"
 
     def _why_not(self, plan: FallbackPlan) -> str | None:
         if plan.peak_memory_bytes is None:
@@ -322,32 +314,30 @@ class Executor:
             return None
         return f"it takes {plan.peak_memory_bytes / 2**30:.2f} GiB and {available / 2**30:.2f} GiB can be had"
 
-    def _what_to_rerun(self) -> tuple[Attachment, Callable[[], Tensor]]:
+    def _rerunner(self) -> diagnosis.Rerunner:
         assert self.model is not None and self.model.rerun is not None  # noqa: PT018 # else never asked for
         self.model.observer.is_sampling = False  # a rerun in another precision says nothing of the run
-        return self.model, self.model.rerun
+        return diagnosis.Rerunner(
+            self.model.given,
+            self.model.rerun,
+            current=self.policy.precision,
+            device_type=self._ranks.device.type,
+            agree=self._ranks.any,
+            gather=self._ranks.union,
+        )
 
     def _diagnose(self, asked: actions.Diagnose) -> Action | None:
-        attachment, rerun = self._what_to_rerun()
-        policy = self.policy
-        lower = [
-            plan.precision
-            for index, plan in enumerate(self.plans)
-            if index > policy.rung and plan.precision not in policy.withdrawn
-        ]
+        policy, attachment = self.policy, self.model
+        assert attachment is not None  # what cannot rerun is not asked
+        below = [plan.precision for plan in self.plans[policy.rung + 1 :] if plan.precision not in policy.withdrawn]
         try:
             finding = diagnosis.diagnose(
-                attachment.given,
-                rerun,
-                current=policy.precision,
-                lower=lower,
-                loss_scale=policy.scale_before_burst if policy.is_scaling else 1.0,
-                device_type=self._ranks.device.type,
-                already_pinned=policy.has_pinned,
+                self._rerunner(),
+                below,
+                policy.scale_before_burst if policy.is_scaling else 1.0,
+                finds_pins=not policy.has_pinned,
                 is_whole=not self._ranks.any(attachment.num_window_passes > 1),
                 can_run_fp32=not attachment.has_frozen_half_weights,
-                agree=self._ranks.any,
-                gather=self._ranks.union,
             )
         except InvalidRequestError as error:  # of the closure; it must not end a run that goes on without it
             log.error("%s The run goes on without it: %s", error.message, error.next_step, exc_info=error)
@@ -363,40 +353,23 @@ class Executor:
             pins=finding.pins,
         )
 
-    def _measure(self, asked: actions.Measure) -> Action | None:
-        attachment, rerun = self._what_to_rerun()
-        lost_share = diagnosis.flushed_share(
-            attachment.given,
-            rerun,
-            loss_scale=self.policy.scale.scale,
-            device_type=self._ranks.device.type,
-            agree=self._ranks.any,
-        )
-        return self.policy.judge_underflow(asked.reason, -self._ranks.least(-lost_share))
-
     def _probe(self, probe: actions.Probe) -> Action | None:
-        attachment, rerun = self._what_to_rerun()
         faster = self.plans[probe.rung].precision
+        takes_scaler = MODES[faster].takes_scaler
         here_seconds, there_seconds = (self._metrics.seconds_in(name) for name in (self.policy.precision, faster))
         speedup = self._ranks.least(here_seconds / there_seconds if here_seconds and there_seconds else 0.0)
         if not speedup:
             slower, quicker = (self.plans[rung].slowdown if rung else 1.0 for rung in (self.policy.rung, probe.rung))
             speedup = self._ranks.least(slower / quicker if slower and quicker else 0.0)
-        result = diagnosis.probe(
-            attachment.given,
-            rerun,
-            precision=faster,
-            loss_scale=probe.scale if faster == "fp16" else 1.0,
-            device_type=self._ranks.device.type,
-            agree=self._ranks.any,
-        )
-        is_small = not self._ranks.any(faster == "fp16" and not result.forward_max < MAX_FORWARD)
+        done = self._rerunner().run(faster, probe.scale if takes_scaler else 1.0)
+        forward_max = done.recorder.forward_max
+        is_small = not self._ranks.any(takes_scaler and not forward_max < MAX_FORWARD)
         reason = (
             f"{self.policy.clean_run} clean steps; {faster} is {speedup:.2f} times as fast, "
-            f"{'finite' if result.is_finite else 'not finite'} at scale {probe.scale:g}, "
-            f"largest activation {-self._ranks.least(-result.forward_max):.3g}"
+            f"{'finite' if done.is_finite else 'not finite'} at scale {probe.scale:g}, "
+            f"largest activation {-self._ranks.least(-forward_max):.3g}"
         )
-        fits = result.is_finite and is_small and speedup > MIN_SPEEDUP
+        fits = done.is_finite and is_small and speedup > MIN_SPEEDUP
         if not fits:
             log.info("no promotion: %s", reason)
         return self.policy.probed(probe, fits=fits, reason=reason)
@@ -427,13 +400,10 @@ class Executor:
 
     def _give_up_moving(self) -> None:
         """The loop was seen to run in another precision than it was told to: scale and guard as it is written."""
-        before = self.policy.precision
         self.is_advisory = True
-        self.policy.move_by_hand(self.own_config.precision)
-        self.apply()
         why = "an autocast inside the attached model, or around another method than its forward, keeps its precision. "
         way_out = "Use controller.autocast(), or attach the module that the autocast wraps and the loop calls"
-        self._note("advice", self.policy.precision, why + way_out, before)
+        self._move_by_hand(self.own_config.precision, why + way_out, "advice")
 
     def meet(self, optimizer: torch.optim.Optimizer) -> None:
         """Say before an optimizer's first step what would go wrong later."""
@@ -443,7 +413,7 @@ class Executor:
         if not self._known_optimizers:
             if self.pins_to_come and self.model is None:
                 log.warning("Modules are to be pinned in fp32; without controller.attach(model) nothing is pinned.")
-            if self.is_advisory and self.precision in ("fp16", "bf16"):
+            if self.is_advisory and MODES[self.precision].uses_autocast:
                 log.warning(
                     "The controller is advisory: the loop uses neither controller.autocast() nor "
                     "controller.attach(model), so it scales and guards, but cannot step the precision down."
@@ -459,18 +429,17 @@ class Executor:
                 f"The precision cannot be changed to {name}: the controller is advisory.",
                 "Use controller.autocast() around the forward pass, or controller.attach(model).",
             )
-        if name in ("fp32", "tf32") and self.model is not None and self.model.has_frozen_half_weights:
+        if not MODES[name].uses_autocast and self.model is not None and self.model.has_frozen_half_weights:
             raise InvalidRequestError(
                 f"The model cannot run in {name}: its frozen weights are in half precision.",
                 "Stay in bf16 or fp16, or convert the frozen weights with model.float().",
             )
 
-    def _move_by_hand(self, name: Precision) -> None:
-        """Go to a rung because the user says so."""
+    def _move_by_hand(self, name: Precision, reason: str, kind: str = "by_hand") -> None:
         before = self.policy.precision
         self.policy.move_by_hand(name)
         self.apply()
-        self._note("by_hand", name, "asked for", before)
+        self._note(kind, name, reason, before)
 
     def _turn(self, *, off: bool) -> None:
         """Train in fp32, unscaled and unguarded, or in the policy's rung again."""

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.precision.mode import HALF_DTYPES
+from autotune_amp.core.setting import Precision
+from autotune_amp.precision.modes import MODES
+from autotune_amp.precision.torch_state import HALF_DTYPES
 from autotune_amp.runtime.device import Ranks
 
 # The verdict on one optimizer's gradients. The larger one wins: between optimizers, between ranks.
@@ -112,14 +113,6 @@ class GradientCheck:
         """The verdict on its gradients in this window, `NO_GRADIENTS` where they were not examined."""
         return self.window.verdicts.get(self.number_of(optimizer), NO_GRADIENTS)
 
-    def require_verdicts(self) -> None:
-        """Raise `InvalidRequestError` where no gradients were examined in this window."""
-        if not self.window.verdicts:
-            raise InvalidRequestError(
-                "update() was called before step(): no gradients were checked since the last update().",
-                "Call step(optimizer), or unscale_(optimizer), for each optimizer first.",
-            )
-
     def wait_for(self, optimizer: torch.optim.Optimizer) -> int:
         """`verdict_of` on the host; one wait where it is on the device, which brings the loss too."""
         verdict, window = self.verdict_of(optimizer), self.window
@@ -200,7 +193,7 @@ def makes_buffers_unread(optimizer: torch.optim.Optimizer) -> bool:
 
 def refuse_half_parameters(optimizer: torch.optim.Optimizer, precision: Precision) -> None:
     """Raise `InvalidRequestError` where fp16's scaled gradients could not be unscaled: half precision parameters."""
-    if precision != "fp16":
+    if not MODES[precision].takes_scaler:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.numerics.modules import modules_by_name, unwrap
-from autotune_amp.precision import mode as precision
+from autotune_amp.core.setting import Precision
+from autotune_amp.numerics.modules import named, unwrap
+from autotune_amp.precision import forward_wrapper, torch_state
 
 SavedStatistics: TypeAlias = list[list[float]]
 
@@ -32,21 +32,22 @@ class Attachment:
         self._statistics = RunningStatistics(self.model)
         self._statistics_are_saved = True
         self._statistics_were_loaded = False  # in the window of a checkpoint, whatever is loaded first
+        self.is_forced = True  # by an earlier controller, which may have left pins behind, too
         self.run_in(None)
         for module in self.model.modules():
-            precision.unpin(module)  # what an earlier controller left behind
-        observed = [m for m in self.model.modules() if precision.is_cast(m)]
-        self.observer = precision.Observer(len(observed), device)
+            forward_wrapper.unpin(module)
+        observed = [m for m in self.model.modules() if forward_wrapper.is_cast(m)]
+        self.observer = forward_wrapper.Observer(len(observed), device)
         for slot, module in enumerate(observed):
-            precision.observe(module, self.observer, slot)
+            forward_wrapper.observe(module, self.observer, slot)
         self._hook = self.model.register_load_state_dict_post_hook(_OnLoad(self))  # type: ignore[no-untyped-call]
 
     def detach(self) -> None:
         """Leave the model as it was: nothing in it is pinned, forced into a precision or watched any more."""
         self.run_in(None)
         for module in self.model.modules():
-            precision.unpin(module)
-            precision.stop_observing(module)
+            forward_wrapper.unpin(module)
+            forward_wrapper.stop_observing(module)
         self._hook.remove()
 
     def loaded(self) -> None:
@@ -57,7 +58,7 @@ class Attachment:
     @property
     def has_frozen_half_weights(self) -> bool:
         """Whether frozen weights are in half precision: without autocast no fp32 activation multiplies by them."""
-        return any(p.dtype in precision.HALF_DTYPES and not p.requires_grad for p in self.model.parameters())
+        return any(p.dtype in torch_state.HALF_DTYPES and not p.requires_grad for p in self.model.parameters())
 
     def begin_window(self) -> None:
         """Remember the running statistics, once until the window ends."""
@@ -75,11 +76,11 @@ class Attachment:
 
     def run_in(self, name: Precision | None) -> None:
         """Force the model's forward into a precision, against an autocast of the user's own; None leaves it alone."""
+        if name is not None:
+            forward_wrapper.override(self.model, name, self._device_type)
+        elif self.is_forced:
+            forward_wrapper.clear_override(self.model)
         self.is_forced = name is not None
-        if name is None:
-            precision.clear_override(self.model)
-        else:
-            precision.override(self.model, name, self._device_type)
 
     def begin_verifying(self) -> None:
         """In the next window, watch which precisions the layers run in."""
@@ -89,13 +90,13 @@ class Attachment:
 
     def pin(self, names: Sequence[str]) -> None:
         """Keep these modules in fp32. Raises `InvalidRequestError` for a name that the model does not have."""
-        for module in self._modules_of(names):
-            precision.pin_fp32(module, self._device_type)
+        for module in named(self.model, names):
+            forward_wrapper.pin_fp32(module, self._device_type)
         self.pinned = tuple(dict.fromkeys((*self.pinned, *names)))
 
     def check_state(self, pinned: Sequence[str], statistics: SavedStatistics | None) -> None:
         """Raise `InvalidRequestError` for what cannot be pinned and put back in this model."""
-        self._modules_of(pinned)
+        named(self.model, pinned)
         if statistics is not None and not self._statistics.can_load(statistics):
             raise InvalidRequestError(
                 "The state's running statistics are those of another model.",
@@ -104,8 +105,8 @@ class Attachment:
 
     def load_state(self, pinned: Sequence[str], statistics: SavedStatistics | None) -> None:
         """Pin these modules and no others; `statistics` are those from before the window that was saved."""
-        for module in self._modules_of(self.pinned):
-            precision.unpin(module)
+        for module in named(self.model, self.pinned):
+            forward_wrapper.unpin(module)
         self.pinned = ()
         self.pin(pinned)
         self._statistics.save()
@@ -116,16 +117,6 @@ class Attachment:
     def saved_statistics(self) -> SavedStatistics:
         """The running statistics from before the window, for a checkpoint inside it."""
         return self._statistics.saved()
-
-    def _modules_of(self, names: Sequence[str]) -> list[nn.Module]:
-        modules = modules_by_name(self.model)
-        for name in names:
-            if name not in modules:
-                raise InvalidRequestError(
-                    f"The model has no module {name!r} to pin in fp32.",
-                    "Use names as model.named_modules() gives them, without a wrapper's prefix.",
-                )
-        return [modules[name] for name in names]
 
     def forward_max(self) -> float | None:
         """The largest magnitude that a watched module put out so far, None without any; waits for the device."""
@@ -142,27 +133,16 @@ class Attachment:
 class _OnLoad:
     """The model's hook: a copy or a pickle of the model knows nothing of the controller."""
 
-    def __init__(self, attachment: Attachment) -> None:
-        self._attachment = weakref.ref(attachment)
+    def __init__(self, attachment: Attachment | None = None) -> None:
+        self._attachment = None if attachment is None else weakref.ref(attachment)
 
     def __call__(self, *_: object) -> None:
-        attachment = self._attachment()
+        attachment = None if self._attachment is None else self._attachment()
         if attachment is not None:
             attachment.loaded()
 
-    def __deepcopy__(self, memo: object) -> Callable[..., None]:
-        return _on_load_of_a_copy
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _hook_of_a_pickle, ()
-
-
-def _on_load_of_a_copy(*_: object) -> None:
-    """Nothing to remember."""
-
-
-def _hook_of_a_pickle() -> Callable[..., None]:
-    return _on_load_of_a_copy
+    def __reduce__(self) -> tuple[type[_OnLoad], tuple[()]]:
+        return _OnLoad, ()
 
 
 class RunningStatistics:
@@ -213,14 +193,11 @@ class RunningStatistics:
         pieces = torch.split(flat, [buffer.numel() for buffer in buffers])
         torch._foreach_copy_(buffers, [p.reshape(b.shape) for p, b in zip(pieces, buffers, strict=True)])
 
-    def _layers(self) -> list[nn.Module]:
-        return [m for m in self._model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
-
     def _alike(self) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
         # Read anew each time: model.to() and load_state_dict(assign=True) replace buffers, conversions whole layers.
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for layer in self._layers():
-            for buffer in layer._buffers.values():
-                if buffer is not None:
-                    alike.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+        layers = (m for m in self._model.modules() if isinstance(m, _NormBase) and m.track_running_stats)
+        for buffer in (buffer for layer in layers for buffer in layer._buffers.values()):
+            if buffer is not None:
+                alike.setdefault((buffer.device, buffer.dtype), []).append(buffer)
         return alike

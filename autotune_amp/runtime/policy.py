@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import copy
 import math
+import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from statistics import median
 from typing import Any, TypeAlias
 
-from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale, Precision
+from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
 from autotune_amp.core.errors import FormatError, InvalidRequestError
+from autotune_amp.core.setting import Precision
+from autotune_amp.precision.modes import MODES
 from autotune_amp.runtime import actions
 from autotune_amp.runtime.actions import Action, Move, Signal
-from autotune_amp.runtime.scale_rule import ScaleRule, float32
 
 NUM_SETTLING_STEPS = 4
 NUM_PROBATION_STEPS = 3
@@ -37,6 +39,90 @@ PROMOTION_STEPS, MAX_PROMOTIONS, PROMOTION_HEADROOM = 2000, 3, 2.0**4
 NUM_RECENT_LOSSES = 15
 
 Names: TypeAlias = Collection[str]
+_LARGEST_SCALE = 2.0**127  # power of two in float32
+
+
+def float32(value: float) -> float:
+    """`value` rounded as torch's kernel rounds the new scale: computed in double precision, stored in float32."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+class ScaleRule:
+    """The loss scale and what an optimizer step does to it, bit for bit as devices compute it: GradScaler's rule.
+
+    An overflow multiplies the scale by `backoff_factor` once `hysteresis` overflows were counted since it last grew;
+    `growth_interval` steps without one multiply it by `growth_factor`. It stays within [`floor`, `max_scale`].
+    """
+
+    _STATE = ("scale", "growth_tracker", "hysteresis_left", "floor")
+
+    def __init__(self, loss_scale: LossScale) -> None:
+        self.scale = float32(loss_scale.init_scale)
+        self.growth_tracker = 0
+        self.growth_factor = loss_scale.growth_factor
+        self.backoff_factor = loss_scale.backoff_factor
+        self.growth_interval = loss_scale.growth_interval
+        self.hysteresis = self.hysteresis_left = loss_scale.hysteresis
+        self.floor = float32(MIN_LOSS_SCALE if loss_scale.min_scale is None else loss_scale.min_scale)
+        self.max_scale = float32(min(loss_scale.max_scale, _LARGEST_SCALE))
+
+    @property
+    def would_cross_floor(self) -> bool:
+        """Whether the next overflow is one that the floor alone keeps from lowering the scale in full."""
+        return self.hysteresis_left <= 1 and self.scale * self.backoff_factor < self.floor
+
+    def overflow(self) -> float:
+        """Count an overflow; returns the octaves that it costs, those suppressed by the floor included."""
+        self.growth_tracker = 0
+        self.hysteresis_left -= 1
+        if self.hysteresis_left > 0:
+            return 0.0
+        self.scale = max(self.floor, float32(self.scale * self.backoff_factor))
+        return -math.log2(self.backoff_factor)
+
+    def clean(self) -> float:
+        """Count a step without overflow; returns the octaves gained, 0 where the scale did not grow."""
+        self.growth_tracker += 1
+        if self.growth_tracker < self.growth_interval:
+            return 0.0
+        self.growth_tracker = 0
+        self.hysteresis_left = self.hysteresis
+        before = self.scale
+        self.scale = min(self.max_scale, float32(before * self.growth_factor))
+        return math.log2(self.scale / before)
+
+    def set(self, scale: float) -> None:
+        """Set the scale, within its bounds; the tracker is kept, as GradScaler keeps it."""
+        self.scale = float32(min(self.max_scale, max(self.floor, scale)))
+
+    def state_dict(self) -> dict[str, float | int]:
+        """What changes while training; plain numbers."""
+        return {name: getattr(self, name) for name in self._STATE}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a saved state; raises `InvalidRequestError` for one that lacks a part or cannot work."""
+        _require_parts(state, self._STATE)
+        check_scale(state["scale"])
+        for name in self._STATE:
+            setattr(self, name, state[name])
+        self.set(state["scale"])  # the bounds may be others now
+
+
+def check_scale(scale: object) -> float:
+    """`scale` as a float; raises `InvalidRequestError` unless it is a finite number above 0."""
+    if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not math.isfinite(scale) or scale <= 0:
+        raise InvalidRequestError(
+            f"The loss scale given is {scale!r}; it must be a finite number above 0. At 0 or infinity GradScaler "
+            "turns the weights into NaN or never steps again.",
+            "Load a checkpoint from before the scale collapsed, or leave the controller's state out and start at "
+            "the config's init_scale.",
+        )
+    return float(scale)
+
+
+def _require_parts(state: Mapping[str, Any], names: Names) -> None:
+    if missing := sorted(set(names) - set(state)):
+        raise FormatError(f"The controller's state lacks {', '.join(missing)}.", "Load a state that it saved.")
 
 
 @dataclass
@@ -76,70 +162,6 @@ class PolicyState:
     bad_losses: list[int] = field(default_factory=list)
     octaves: list[list[float]] = field(default_factory=list)
 
-    def save(self) -> dict[str, Any]:
-        """A copy in plain types."""
-        return copy.deepcopy({entry.name: getattr(self, entry.name) for entry in fields(PolicyState)})
-
-    def forget(self) -> None:
-        """What counts towards a trip counts anew."""
-        self.bad_losses.clear()
-        self.octaves.clear()
-        self.bad_run = self.clean_run = 0
-
-    def arrive(self) -> None:
-        """A move was made: to STEADY, unless the move says otherwise."""
-        self.forget()
-        self.dwell = 0
-        self.phase = "STEADY"
-        self.demoted_from = None
-        self.has_raised = self.raise_was_undone = False
-
-    def note_loss(self, loss: float) -> None:
-        """Remember how the loss develops; what is not finite says nothing of that."""
-        if not math.isfinite(loss):
-            return
-        self.recent_losses.append(loss)
-        if len(self.recent_losses) == NUM_RECENT_LOSSES:
-            self.typical_loss = median(self.recent_losses)
-            self.first_loss = self.typical_loss if self.first_loss is None else self.first_loss
-            self.best_loss = self.typical_loss if self.best_loss is None else min(self.best_loss, self.typical_loss)
-            self.recent_losses.clear()
-
-    @property
-    def loss_growth(self) -> float:
-        """How many times its best the loss is lately; 1.0 where it is no higher than at first, or cannot be said."""
-        if self.first_loss is None or self.best_loss is None or self.typical_loss is None or self.best_loss <= 0:
-            return 1.0
-        is_telling = len(self.recent_losses) > NUM_RECENT_LOSSES // 3
-        lately = median(self.recent_losses) if is_telling else self.typical_loss
-        return lately / self.best_loss if lately > self.first_loss else 1.0
-
-    def restore(self, state: Mapping[str, Any], rungs: Sequence[Precision], precision: object) -> None:
-        """Take over what `save` gave; raises `FormatError` where it lacks a part or `precision` is no rung here.
-
-        The rungs may begin further down than those saved: a run goes on from the config of a `DemotedError`.
-        """
-        missing = sorted({entry.name for entry in fields(PolicyState)} - set(state))
-        if missing:
-            raise FormatError(f"The controller's state lacks {', '.join(missing)}.", "Load a state that it saved.")
-        if precision not in rungs:
-            raise FormatError(
-                f"The state was saved in {precision}; this run's rungs are {', '.join(rungs)}.",
-                "Make the controller from the config that the saved run used, or that its DemotedError carried.",
-            )
-        withdrawn = self.withdrawn  # what this machine and model cannot run
-        rung = list(rungs).index(precision)  # type: ignore[arg-type] # it is in
-        num_dropped = state["rung"] - rung
-        for entry in fields(PolicyState):
-            setattr(self, entry.name, copy.deepcopy(state[entry.name]))
-        self.rung = rung
-        if self.demoted_from is not None:
-            self.demoted_from -= num_dropped
-            if self.demoted_from < 0:  # no way back up: what the next steps show is judged as in any other rung
-                self.demoted_from = None
-                self.phase = "STEADY" if self.phase == "PROBATION" else self.phase
-        self.withdrawn = {**withdrawn, **self.withdrawn}
-
 
 class Policy(PolicyState):
     """Where the controller stands and what it does next.
@@ -174,12 +196,46 @@ class Policy(PolicyState):
     @property
     def is_scaling(self) -> bool:
         """Whether the loss is scaled in the current rung."""
-        return self.precision == "fp16"
+        return MODES[self.precision].takes_scaler
 
     @property
     def is_watching(self) -> bool:
         """Whether something went wrong so lately that the next signals should not wait."""
         return self.bad_run > 0 or self.phase in ("PROBATION", "BLAMED") or bool(self.bad_losses)
+
+    def forget(self) -> None:
+        """What counts towards a trip counts anew."""
+        self.bad_losses.clear()
+        self.octaves.clear()
+        self.bad_run = self.clean_run = 0
+
+    def _arrive(self) -> None:
+        """A move was made: to STEADY, unless the move says otherwise."""
+        self.forget()
+        self.dwell = 0
+        self.phase = "STEADY"
+        self.demoted_from = None
+        self.has_raised = self.raise_was_undone = False
+
+    def _note_loss(self, loss: float) -> None:
+        """Remember how the loss develops; what is not finite says nothing of that."""
+        if not math.isfinite(loss):
+            return
+        self.recent_losses.append(loss)
+        if len(self.recent_losses) == NUM_RECENT_LOSSES:
+            self.typical_loss = median(self.recent_losses)
+            self.first_loss = self.typical_loss if self.first_loss is None else self.first_loss
+            self.best_loss = self.typical_loss if self.best_loss is None else min(self.best_loss, self.typical_loss)
+            self.recent_losses.clear()
+
+    @property
+    def _loss_growth(self) -> float:
+        """How many times its best the loss is lately; 1.0 where it is no higher than at first, or cannot be said."""
+        if self.first_loss is None or self.best_loss is None or self.typical_loss is None or self.best_loss <= 0:
+            return 1.0
+        is_telling = len(self.recent_losses) > NUM_RECENT_LOSSES // 3
+        lately = median(self.recent_losses) if is_telling else self.typical_loss
+        return lately / self.best_loss if lately > self.first_loss else 1.0
 
     def withdraw(self, precision: Precision, reason: str) -> None:
         """Never step to `precision`; the rung that the run is in stays."""
@@ -193,7 +249,7 @@ class Policy(PolicyState):
         if self.dwell == DWELL_STEPS:
             self.demoted_from = None
         if signal.loss is not None:
-            self.note_loss(signal.loss)
+            self._note_loss(signal.loss)
         return self._bad(signal) if signal.overflow or signal.loss_nonfinite else self._clean(signal.lost_share)
 
     def _clean(self, lost_share: float | None) -> Action | None:
@@ -284,21 +340,14 @@ class Policy(PolicyState):
         if not (is_held_down or self.raise_was_undone) and self.scale.scale < self.scale.max_scale:
             return actions.Rescale(min(self.scale.max_scale, self.scale.scale * RAISE_FACTOR), reason)
         self._is_failing = False
-        return actions.Measure(reason) if self.can_rerun else self._step_down(reason, None)
-
-    def judge_underflow(self, reason: str, lost_share: float) -> Action:
-        """The answer to `Measure`, from STEADY: the share of the gradient that fp16 flushes, measured in fp32."""
-        if lost_share <= LOST_SHARE_LIMIT:
-            self.decline()
-            return actions.Warn(f"{reason} by estimate, but {lost_share:.1%} as measured in fp32: nothing changed")
-        return self._step_down(f"{reason}, {lost_share:.1%} as measured in fp32", None)
+        return self._step_down(reason, None)
 
     def _trip(self, reason: str, *, is_failing: bool = False, is_descending: bool = False) -> Action | None:
         self._is_failing, self._is_descending = is_failing, is_descending
         if self.num_updates < self.quiet_until:
             return None
-        if self.loss_growth > DIVERGED_GROWTH:
-            growth = f"{self.loss_growth:.3g} times its best, above where it began"
+        if self._loss_growth > DIVERGED_GROWTH:
+            growth = f"{self._loss_growth:.3g} times its best, above where it began"
             return actions.Blame(self.scale_before_burst, f"{reason}, and the loss has grown to {growth}: it diverges")
         return actions.Diagnose(reason) if self.can_rerun else self._step_down(reason, None)
 
@@ -335,7 +384,7 @@ class Policy(PolicyState):
             self.decline()
             return actions.Stop(f"{reason}, and no rung is left that fits{why}", True)
         if self._is_failing:
-            which = "it is not precision" if self.precision in ("fp32", "tf32") else "there is no rung to try"
+            which = "there is no rung to try" if MODES[self.precision].uses_autocast else "it is not precision"
             return actions.Blame(self.scale_before_burst, f"{reason}; {which}")
         self.decline()
         return actions.Warn(f"{reason}; there is no rung to step down to{why}")
@@ -357,37 +406,34 @@ class Policy(PolicyState):
             self.scale.set(move.scale)
             self.has_raised = True
             return None
-        from_rung, demoted_from, was_starting = self.rung, self.demoted_from, self.phase == "STARTUP"
-        self.arrive()
+        from_rung, was_starting = self.rung, self.phase == "STARTUP"
+        rung_to_return_to = from_rung if self.demoted_from is None else self.demoted_from
+        self._arrive()
         if isinstance(move, actions.Pin):
             self.has_pinned = True
             self.scale.set(self.scale_before_burst)
         elif isinstance(move, actions.Blame):
-            self.rung = from_rung if demoted_from is None else demoted_from
-            self._blame(move.scale)
-        elif isinstance(move, actions.Revert):
+            self.rung = rung_to_return_to
+            self.phase = "BLAMED"
+            self.scale.set(move.scale)
+        else:
             self.rung = move.rung
-            self._blame(self.scale_before_burst)
+        if isinstance(move, actions.Revert):
+            self.phase = "BLAMED"
+            self.scale.set(self.scale_before_burst)
         elif isinstance(move, actions.Promote):
-            self.rung = move.rung
             self.num_promotions += 1
             self.was_promoted = True
             self.scale.set(self.scale_before_burst)
-        else:
-            self.rung = move.rung
-            if self.was_promoted:
-                self.num_failures += 1
-                self.was_promoted = False
+        elif isinstance(move, actions.Demote):
+            self.num_failures += self.was_promoted
+            self.was_promoted = False
             if move.is_tentative:
                 self.phase = "PROBATION"
-                self.demoted_from = from_rung if demoted_from is None else demoted_from
+                self.demoted_from = rung_to_return_to
         if was_starting:
             self._settle_floor()
         return actions.Stop(move.reason, False) if isinstance(move, actions.Revert) else None
-
-    def _blame(self, scale: float) -> None:
-        self.phase = "BLAMED"
-        self.scale.set(scale)
 
     def rung_of(self, precision: Precision) -> int:
         """The rung of `precision`; raises `InvalidRequestError` where there is none."""
@@ -403,7 +449,7 @@ class Policy(PolicyState):
         self.rung = self.rung_of(precision)
         if self.phase == "STARTUP":
             self._settle_floor()
-        self.arrive()
+        self._arrive()
 
     def _consider_promotion(self) -> Action | None:
         wait = PROMOTION_STEPS * 2**self.num_failures
@@ -412,7 +458,7 @@ class Policy(PolicyState):
         faster = [index for index in range(self.rung) if self.rungs[index] not in self.withdrawn]
         if not faster:
             return None
-        needed = self.scale_before_burst if self.rungs[faster[-1]] == "fp16" else 1.0
+        needed = self.scale_before_burst if MODES[self.rungs[faster[-1]]].takes_scaler else 1.0
         return actions.Probe(faster[-1], min(self.scale.max_scale, needed * PROMOTION_HEADROOM))
 
     def probed(self, probe: actions.Probe, *, fits: bool, reason: str) -> Action | None:
@@ -425,10 +471,30 @@ class Policy(PolicyState):
 
     def state_dict(self) -> dict[str, Any]:
         """All that it remembers, in plain types."""
-        return {"policy": self.save(), "precision": self.precision, "loss_scale": self.scale.state_dict()}
+        state = copy.deepcopy({entry.name: getattr(self, entry.name) for entry in fields(PolicyState)})
+        return {"policy": state, "precision": self.precision, "loss_scale": self.scale.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved state; raises `FormatError` or `InvalidRequestError` and changes nothing if it cannot."""
-        self.scale.check_state(state["loss_scale"])
-        self.restore(state["policy"], self.rungs, state["precision"])
+        """Take over a saved state; raises `FormatError` or `InvalidRequestError` and changes nothing if it cannot.
+
+        The rungs may begin further down than those saved: a run goes on from the config of a `DemotedError`.
+        """
+        saved, precision = state["policy"], state["precision"]
+        names = [entry.name for entry in fields(PolicyState)]
+        _require_parts(saved, names)
+        if precision not in self.rungs:
+            raise FormatError(
+                f"The state was saved in {precision}; this run's rungs are {', '.join(self.rungs)}.",
+                "Make the controller from the config that the saved run used, or that its DemotedError carried.",
+            )
         self.scale.load_state_dict(state["loss_scale"])
+        withdrawn = self.withdrawn  # what this machine and model cannot run
+        for name in names:
+            setattr(self, name, copy.deepcopy(saved[name]))
+        self.rung = self.rungs.index(precision)
+        self.withdrawn = {**withdrawn, **self.withdrawn}
+        if self.demoted_from is not None:
+            self.demoted_from -= saved["rung"] - self.rung
+            if self.demoted_from < 0:  # no way back up: what the next steps show is judged as in any other rung
+                self.demoted_from = None
+                self.phase = "STEADY" if self.phase == "PROBATION" else self.phase

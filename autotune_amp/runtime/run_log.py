@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import logging
 import os
-import uuid
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
 import msgspec
 
-from autotune_amp.core.config import AmpConfig, Precision
+from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import FormatError, InvalidRequestError
+from autotune_amp.core.setting import Precision
 
 log = logging.getLogger("autotune_amp.runtime")
 
@@ -39,7 +38,7 @@ class _Stand(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
 
 
 class BeginLine(_Stand, frozen=True, kw_only=True, tag="begin"):
-    """A controller begins, or goes on from a checkpoint; `config` is what it was made with, `time` in ISO 8601.
+    """A controller begins, or goes on from a checkpoint; `config` is what it was made with, `time` in ISO 8601, UTC.
 
     `run_id` is kept in the checkpoint; one without it begins a run of its own.
     """
@@ -126,16 +125,6 @@ class RunLog:
         except OSError as error:
             self._is_writing = False
             log.error("The run log %s cannot be written, and ends here: %s.", self.path, error.strerror)
-
-
-def new_run_id() -> str:
-    """A name that no other run has."""
-    return uuid.uuid4().hex
-
-
-def now() -> str:
-    """The time for a `BeginLine`, in UTC."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 
 from autotune_amp.runtime.device import Ranks
 from autotune_amp.runtime.gradient_check import OVERFLOW, Window
-from autotune_amp.runtime.scale_rule import ScaleRule
+from autotune_amp.runtime.policy import ScaleRule
 
 LAG_UPDATES = 4
 Waiting: TypeAlias = Sequence[tuple[Sequence[float], Sequence[int]]]  # (values, label)
@@ -108,21 +105,6 @@ class LossScaler:
             self._inverse = self.scale.double().reciprocal().float() if has_double else self.scale.reciprocal()
         return self._inverse
 
-    def step_fused(self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As GradScaler's own, which looks at the signature of ``optimizer.step`` anew each time."""
-        if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("step() has already been called since the last update().")
-        given = getattr(optimizer, "grad_scale", None)
-        if state["stage"] is OptState.READY:
-            optimizer.grad_scale = self.scale if given is None else self.scale * given
-        else:
-            optimizer.grad_scale = given
-        (optimizer.found_inf,) = state["found_inf_per_device"].values()
-        value = optimizer.step(*args, **kwargs)
-        state["stage"] = OptState.STEPPED
-        del optimizer.grad_scale, optimizer.found_inf
-        return value
-
     def send(self, window: Window, ranks: Ranks) -> Tensor:
         """Follow verdicts that are on the device, and send all that the window found on its way to the host.
 
@@ -163,9 +145,3 @@ class LossScaler:
             self._inverse = None
             self.scale.fill_(self._written)
             self.growth_tracker.fill_(self.rule.growth_tracker)
-
-
-@functools.cache
-def takes_a_scaler(optimizer: type[torch.optim.Optimizer]) -> bool:
-    """Whether its `step` wants the scaler itself, as custom optimizers once did."""
-    return "grad_scaler" in inspect.signature(optimizer.step).parameters

@@ -1,15 +1,30 @@
-"""What the controller tells of itself: its moves, and where a run stands."""
+"""What the controller tells of itself: moves, where a run stands, metrics for TensorBoard and the run log."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import time
+import uuid
+from collections import deque
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from autotune_amp.core.config import AmpConfig, Precision
+from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.recommendation import write_atomically
+from autotune_amp.core.setting import Precision
+from autotune_amp.precision.modes import MODES
+from autotune_amp.runtime.device import Ranks
+from autotune_amp.runtime.policy import Policy
+from autotune_amp.runtime.run_log import BeginLine, MoveLine, RunLog, SampleLine
+from autotune_amp.runtime.scaler import LossScaler
+
+SAMPLE_EVERY = 64  # updates between looks at the gradients' and activations' magnitudes, and between lines
+_SAMPLE_AT = 8  # early in the run, but after the loss scale has settled
 
 
 @dataclass(frozen=True)
@@ -72,3 +87,132 @@ def write_status(status: Status, path: str | os.PathLike[str]) -> None:
     if forward_max is not None and not math.isfinite(forward_max):
         document["forward_max"] = None  # JSON has neither NaN nor infinity
     write_atomically(Path(path), json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+class Metrics:
+    """Of the updates that `policy` counts `num_steps` were taken, `num_amp_steps` of those in bf16 or fp16."""
+
+    def __init__(
+        self,
+        config: AmpConfig,
+        policy: Policy,
+        scaler: LossScaler,
+        ranks: Ranks,
+        *,
+        writer: Any,
+        run_log: RunLog | None,
+    ) -> None:
+        self.num_steps = self.num_amp_steps = 0
+        self.run_id: str | None = None  # as in the log, and in every checkpoint from then on
+        self.run_log = run_log
+        self._config = config
+        self._policy = policy
+        self._scaler = scaler
+        self._ranks = ranks
+        self._writer = writer
+        self._precision = config.precision
+        self._last_update: float | None = None
+        self._seconds: deque[float] = deque(maxlen=101)
+        self._seconds_before: dict[Precision, float] = {}
+
+    def begin_rung(self, precision: Precision) -> None:
+        """From now on updates are in `precision`."""
+        if self._seconds:
+            self._seconds_before[self._precision] = median(self._seconds)
+        self._precision = precision
+        self._seconds.clear()
+        self._last_update = None
+
+    def resume(self, run_id: str | None) -> None:
+        """The run goes on from a checkpoint, which knows its id in the log."""
+        self.run_id = run_id
+        if self.run_log is not None:
+            self.run_log.has_begun = False
+
+    def seconds_in(self, precision: Precision) -> float | None:
+        """The median seconds between updates when the run was last in `precision`; None before two of them."""
+        if precision == self._precision and self._seconds:
+            return median(self._seconds)
+        return self._seconds_before.get(precision)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The median seconds between updates since the last move; None before two of them."""
+        return median(self._seconds) if self._seconds else None
+
+    @property
+    def wants_sample(self) -> bool:
+        """Whether the magnitudes of the next update are looked at."""
+        return self._policy.num_updates % SAMPLE_EVERY == _SAMPLE_AT
+
+    def begin_update(self, *, was_taken: bool) -> None:
+        """An update was judged, before the policy hears of it."""
+        self._begin_log()
+        judged_at = time.perf_counter()
+        if self._last_update is not None:
+            self._seconds.append(judged_at - self._last_update)
+        self._last_update = judged_at
+        self.num_steps += was_taken
+        self.num_amp_steps += was_taken and MODES[self._precision].uses_autocast
+
+    def end_update(self, loss: float | None) -> None:
+        """The policy has counted the update: write what is due. `loss` is None where nobody saw it."""
+        policy = self._policy
+        is_sampled = policy.num_updates % SAMPLE_EVERY == 0
+        if self._writer is not None and is_sampled:
+            named = ("scale", self._scaler.target), ("skips", policy.num_skips), ("rung", policy.rung)
+            for name, value in (*named, ("steps", self.num_steps)):
+                self._writer.add_scalar(f"autotune_amp/{name}", value, policy.num_updates)
+        if self.run_log is not None and (is_sampled or self.run_log.scale != self._scale_in_use):
+            is_known = loss is not None and math.isfinite(loss)
+            self.run_log.write(SampleLine(**self._standing(), loss=loss if is_known else None))
+
+    def log_move(self, record: MoveRecord) -> None:
+        """Write a move."""
+        if self.run_log is None:
+            return
+        self._begin_log()
+        self.run_log.write(
+            MoveLine(
+                **self._standing(),
+                kind=record.kind,
+                before=record.before,
+                after=record.after,
+                reason=record.reason,
+                pinned_modules=record.config.pinned_modules,
+            )
+        )
+
+    @property
+    def _scale_in_use(self) -> float | None:
+        return self._scaler.rule.scale if self._scaler.is_scaling else None
+
+    def _standing(self) -> dict[str, Any]:
+        return {
+            "update": self._policy.num_updates,
+            "num_steps": self.num_steps,
+            "num_skips": self._policy.num_skips,
+            "precision": self._precision,
+            "scale": self._scale_in_use,
+        }
+
+    def _begin_log(self) -> None:
+        """Only now: by its first update a run knows its ranks and has loaded its checkpoint."""
+        run_log, ranks = self.run_log, self._ranks
+        if run_log is None or run_log.has_begun:
+            return
+        if ranks.rank != 0:
+            run_log.begin(None)
+            return
+        self.run_id = self.run_id or uuid.uuid4().hex
+        begin = BeginLine(
+            **self._standing(),
+            run_id=self.run_id,
+            is_resumed=self._policy.num_updates > 0,
+            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            device=str(ranks.device),
+            rank=ranks.rank,
+            num_ranks=ranks.num_ranks,
+            config=self._config,
+        )
+        run_log.begin(begin)

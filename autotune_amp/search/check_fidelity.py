@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
-from autotune_amp.core.fidelity import Fidelity
 from autotune_amp.core.hardware import Hardware
-from autotune_amp.core.outcome import Description, Failure
+from autotune_amp.core.outcome import Description, Failure, Fidelity
+from autotune_amp.core.setting import Precision
 from autotune_amp.isolation.local import LocalBackend
 from autotune_amp.search.budget import Budget
 from autotune_amp.search.check_results import MAX_BATCH_SIZE

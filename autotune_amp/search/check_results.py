@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from autotune_amp.core.config import Precision  # msgspec and NamedTuple read it
-from autotune_amp.core.fidelity import Accumulation, Fidelity
-from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Measurement
 from autotune_amp.core.recommendation import Exclusion
+from autotune_amp.core.setting import Precision  # msgspec and NamedTuple read it
 from autotune_amp.core.text import sentence
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from autotune_amp.core.config import LossScale
 from autotune_amp.core.evidence import Objective
-from autotune_amp.core.fidelity import Accumulation, Fidelity
-from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
+from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Measurement, Outcome, Record
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.numerics.scaler_replay import Replay

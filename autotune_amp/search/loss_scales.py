@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from autotune_amp.core.config import FP16_MAX, LossScale
 from autotune_amp.core.evidence import LossScaleEvidence
-from autotune_amp.core.fidelity import Calibration
-from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.outcome import Calibration, Failure, Measurement
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.text import exact
 from autotune_amp.numerics.grading import MAX_FLUSHED_SHARE, MAX_FORWARD_SHARE

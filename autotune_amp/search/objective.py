@@ -11,8 +11,8 @@ from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from autotune_amp.core.config import PRECISIONS
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.setting import PRECISIONS
 from autotune_amp.search.space import SAME_MEMORY
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from autotune_amp.core.config import PRECISIONS, Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import Objective
+from autotune_amp.core.setting import PRECISIONS, Precision
 
 SEED_LIMIT = 2**32 - 10_000  # numpy's, with room for resumed trials, which add their number to the seed
 DEFAULT_NUM_STEPS = 10_000

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from autotune_amp.core.config import PRECISIONS
 from autotune_amp.core.errors import BudgetTooSmallError
 from autotune_amp.core.hardware import MachineLoad
 from autotune_amp.core.outcome import Failure
@@ -19,15 +18,16 @@ from autotune_amp.core.recommendation import (
     SearchInterruptedError,
     SearchSummary,
 )
+from autotune_amp.core.setting import PRECISIONS
 from autotune_amp.core.text import size
 from autotune_amp.distributed.ranks import alone
 from autotune_amp.fingerprint import versions
-from autotune_amp.hardware import identify
+from autotune_amp.hardware import identify, machine_load
 from autotune_amp.hardware.host import load_notes
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.backend import Backend
 from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
-from autotune_amp.search.answer import explain, load_warnings
+from autotune_amp.search.answer import explain
 from autotune_amp.search.answer.decide import recommend
 from autotune_amp.search.budget import Budget
 from autotune_amp.search.folder import StudyFolder
@@ -269,7 +269,7 @@ class _Search:
     def _look_around(self) -> MachineLoad:
         """Say what others did on the machine while the workload was loaded and probed."""
         found = self._meter.stop()
-        said = load_warnings.before_first_trial(found)
+        said = machine_load.before_first_trial(found)
         if found.others_num_cores is None:
             said += self._load_notes
         for line in said:

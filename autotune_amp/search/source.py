@@ -78,7 +78,7 @@ class _Target(Source):
 
     def __init__(self, target: str) -> None:
         self._target = target
-        self.name = "embedded" if target.startswith("autotune_amp.workloads.transformer:") else study_name(target)
+        self.name = "embedded" if target.startswith("autotune_amp.workloads:") else study_name(target)
 
     def payload(self) -> Payload:
         from autotune_amp.isolation.local import Payload

@@ -19,10 +19,9 @@ from autotune_amp.core.text import sentence
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from autotune_amp.core.config import Precision
-    from autotune_amp.core.fidelity import Accumulation
     from autotune_amp.core.hardware import Hardware
-    from autotune_amp.core.outcome import Description, Outcome
+    from autotune_amp.core.outcome import Accumulation, Description, Outcome
+    from autotune_amp.core.setting import Precision
     from autotune_amp.search.options import SearchOptions
 
 ASSUMED_BATCH_SIZE = 32

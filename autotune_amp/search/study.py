@@ -28,9 +28,9 @@ from optuna.storages import RDBStorage
 from optuna.trial import TrialState
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-from autotune_amp.core.config import PRECISIONS
 from autotune_amp.core.errors import StudyError
 from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.setting import PRECISIONS
 from autotune_amp.search.loss_scales import DEFAULT_PAIR, LOG2_INIT_SCALES, Pair, scales_of, snapped
 
 if TYPE_CHECKING:

@@ -1,39 +1,44 @@
 """Child side of a check of a precision, of its loss scale, or of accumulation, on the user's own model and batches.
 
-The numbers come from numerics/; here the workload is built for them, and what it raises is told apart.
+The numbers come from numerics/; here the workload is built for them, a whole batch is cut into micro-batches, and what
+the user's code raises is told apart.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import random
+import statistics
 import traceback
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import islice
-from typing import Any
+from itertools import chain, islice, zip_longest
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
-from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import AutotuneAmpError
-from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity
 from autotune_amp.core.job import Tell
-from autotune_amp.core.outcome import CheckOutcome, Failure
-from autotune_amp.core.workload import Workload
-from autotune_amp.numerics import accumulation, calibration, fidelity
+from autotune_amp.core.outcome import MIN_CUT_SAMPLES, Accumulation, Calibration, CheckOutcome, Failure, Fidelity
+from autotune_amp.core.setting import Precision
+from autotune_amp.numerics import accumulation, batches, calibration, fidelity
+from autotune_amp.numerics.accumulation import IGNORED_LABEL, num_micro_batches
 from autotune_amp.numerics.passes import Loop, NoStepError, Passes, Subject, no_loss
-from autotune_amp.precision.mode import has_half_weights
+from autotune_amp.precision import torch_state
+from autotune_amp.precision.forward_wrapper import has_half_weights
 from autotune_amp.trial import data
-from autotune_amp.trial.context import Context, LoopState
+from autotune_amp.trial.context import Context, LoopState, make_optimizer
+from autotune_amp.trial.data import MAX_SCANNED_SAMPLES, copied, looked_at
 from autotune_amp.trial.jobs import Check
-from autotune_amp.trial.micro_batches import LOOK_SECONDS, CannotCutError, whole_and_parts
-from autotune_amp.trial.optimizers import make_optimizer
 from autotune_amp.trial.training import checked_loss
 from autotune_amp.trial.worker import classify, guarded, prepare
 
-LOOK_SHARE = 0.2  # of a check's seconds, at most, for unequal samples
+LOOK_SECONDS, LOOK_SHARE = 1.0, 0.2  # for unequal samples, at most; the latter of a check's seconds
+MAX_SAMPLES_SEEN = 2048  # what is rarer than one of so many is in few windows, and weighs little there
 _PHASES = {
     "fidelity": "checking {} against fp32",
     "calibration": "calibrating the loss scale",
@@ -78,16 +83,23 @@ def _attributed(failure: Failure, subject: Subject, spec: Check) -> Failure:
     return msgspec.structs.replace(failure, kind="crash", details=traceback.format_exc()[-8000:])
 
 
+def _runs(passes: Passes, precision: Precision) -> bool:
+    try:
+        passes.run(0, precision)
+    except Exception:  # the user's code may raise anything
+        return False
+    return True
+
+
 def _found(subject: Subject, spec: Check, tell: Tell) -> Fidelity | Calibration | Accumulation:
     if spec.what == "accumulation":
         return accumulation.check(subject, accumulation.num_checked(spec.batch_size))
     if spec.what == "calibration":
         return calibration.calibrate(subject, batch_size=spec.batch_size, pinned_modules=spec.pinned_modules)
     if subject.loop is not None and has_half_weights(subject.model):
+        reason = "a loop that keeps weights in half precision cannot be run in fp32"
         return _unchecked(
-            spec,
-            "a loop that keeps weights in half precision cannot be run in fp32",
-            "Compare a few hundred of its steps with those of the same loop whose weights are in fp32.",
+            spec, reason, "Compare a few hundred of its steps with those of the same loop whose weights are in fp32."
         )
     return fidelity.check(
         subject,
@@ -114,39 +126,34 @@ def _subject(context: Context, spec: Check) -> Subject:
     device = torch.device(spec.device)
     workload = context.workload
     model = context.model(device)
-    batches = _batches(workload.data, spec)
+    given = _batches(workload.data, spec)
     if device.type != "cpu":
-        batches = [data.move(batch, device) for batch in batches]
+        given = [data.move(batch, device) for batch in given]
+    # Each pass gets a copy: what the user's code takes out of its batch, or changes in it, is there for the next one.
     if isinstance(model, LoopState):
-        return _loop_subject(workload, model, batches, spec)
+        train_step = workload.train_step
+        assert train_step is not None
+        return Subject(
+            model=model,
+            loss=no_loss,
+            batches=given,
+            make_optimizer=lambda _: model.first_optimizer(),
+            device=device,
+            seed=spec.seed,
+            loop=Loop(
+                step=lambda state, batch, amp: train_step(state.held, copy.deepcopy(batch), amp),
+                forget=LoopState.forget_steps,
+                batch_size=spec.batch_size,
+            ),
+        )
     loss = checked_loss(workload.loss)
     return Subject(
         model=model,
-        # Of a copy: what the user's code takes out of its batch, or changes in it, is there for the next pass.
         loss=lambda model, batch: loss(model, copy.deepcopy(batch)),
-        batches=batches,
+        batches=given,
         make_optimizer=partial(make_optimizer, workload),
         device=device,
         seed=spec.seed,
-    )
-
-
-def _loop_subject(workload: Workload, model: LoopState, batches: list[Any], spec: Check) -> Subject:
-    train_step = workload.train_step
-    assert train_step is not None
-    loop = Loop(
-        step=lambda state, batch, amp: train_step(state.held, copy.deepcopy(batch), amp),
-        forget=LoopState.forget_steps,
-        batch_size=spec.batch_size,
-    )
-    return Subject(
-        model=model,
-        loss=no_loss,
-        batches=batches,
-        make_optimizer=lambda _: model.first_optimizer(),
-        device=torch.device(spec.device),
-        seed=spec.seed,
-        loop=loop,
     )
 
 
@@ -158,9 +165,129 @@ def _batches(user_data: Any, spec: Check) -> list[Any]:
         return list(islice(stream, spec.num_batches))
 
 
-def _runs(passes: Passes, precision: Precision) -> bool:
-    try:
-        passes.run(0, precision)
-    except Exception:  # the user's code may raise anything
-        return False
-    return True
+# -- a whole batch and its micro-batches -------------------------------------------------------------------------------
+
+Counts: TypeAlias = dict[str, int]
+
+
+class CannotCutError(Exception):
+    """Why there are no micro-batches; no error of the user's."""
+
+
+def whole_and_parts(user_data: Any, num_samples: int, seed: int, seconds: float = LOOK_SECONDS) -> list[Any]:
+    """A batch of `num_samples`, and then its micro-batches, equal in size and in its order.
+
+    The samples of a map-style dataset are picked after a look of at most `seconds`, so that the parts are unequal:
+    where nearly all are cut to one length, sixteen that are drawn are often all of it, and a mean over tokens then
+    looks like one over samples. They are collated twice, so that padding is what it really is. Elsewhere the first
+    batch is cut along the first dimension of its tensors, as is one whose collating draws at random. Raises
+    `CannotCutError` where that cannot be done, and what the user's data raises.
+    """
+    if num_samples < MIN_CUT_SAMPLES:
+        raise CannotCutError(f"fewer than {MIN_CUT_SAMPLES} samples cannot be cut into micro-batches of two at least")
+    stream, loader = data.opened(user_data, num_samples)
+    with closing(stream):
+        # Where there is nothing to pick from, the dataset gives ready batches, or a stream.
+        if loader is None or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
+            return _cut_batch(next(stream), num_samples)
+    return _collated(loader.collate_fn, _samples(loader, num_samples, seed, seconds), seed)
+
+
+def _samples(loader: DataLoader[Any], num_samples: int, seed: int, seconds: float) -> list[Any]:
+    """Picked out of what the loader draws from; by a worker process if it has them, as there the dataset may differ."""
+    sampler = loader.sampler if loader.batch_size is not None else chain.from_iterable(loader.batch_sampler or ())
+    drawn = list(islice(sampler, MAX_SCANNED_SAMPLES))
+    # Not the first, as a loader may go from the longest to the shortest.
+    order = random.Random(seed).sample(drawn, min(len(drawn), MAX_SAMPLES_SEEN))  # noqa: S311 - no secret
+    # A collate function may want more than one sample, and raise: then they are taken as drawn.
+    seen, _ = looked_at(loader, order, partial(_counts_of_each, loader.collate_fn), seconds)
+    positions = picked(seen, num_samples)
+    rest = [position for position in range(len(order)) if position not in positions]
+    torch_state.seed(seed)  # however many were looked at
+    alone = data.rebuilt(
+        loader,
+        min(loader.num_workers, 1),
+        batch_size=None,
+        sampler=[order[position] for position in (positions + rest)[:num_samples]],
+        collate_fn=copied,
+        generator=torch.Generator(),
+        pin_memory=False,
+    )
+    samples = list(alone)
+    if len(samples) < num_samples:
+        raise CannotCutError(f"the data holds {len(samples)} samples, fewer than the {num_samples} of a batch")
+    return samples
+
+
+def _counts_of_each(collate: Callable[[Any], Any], samples: list[Any]) -> list[Counts]:
+    return [counts(collate([copied(sample)])) for sample in samples]
+
+
+def counts(batch: Any) -> Counts:
+    """What a loss may average over: how many entries each tensor has, and how many of them count."""
+    found: Counts = {}
+    for name, tensor in batches.tensors(batch):
+        found |= {
+            f"{name} != {IGNORED_LABEL}": int((tensor != IGNORED_LABEL).sum()),
+            f"{name} != 0": int(tensor.count_nonzero()),
+            name: tensor.numel(),
+        }
+    return found
+
+
+def picked(seen: Sequence[Mapping[str, int]], num: int) -> list[int]:
+    """Which `num` of the samples seen to take: first half of them unlike most others, then ordinary ones.
+
+    Of each count those below its median, or above where there are many more of these; the counts take turns, since in
+    one of them all samples may be alike, and in another they differ by chance. Samples without any label come last: a
+    micro-batch of nothing else has no mean, which in a training hardly happens.
+    """
+    unlabelled = {
+        index
+        for index, of_sample in enumerate(seen)
+        if any(name.endswith(f" != {IGNORED_LABEL}") and not count for name, count in of_sample.items())
+    }
+    beside = [_beside_median([of_sample.get(name, 0) for of_sample in seen]) for name in dict.fromkeys(chain(*seen))]
+    in_turn = dict.fromkeys(index for turn in zip_longest(*beside) for index in turn if index is not None)
+    unlike = [index for index in in_turn if index not in unlabelled][: num // 2]
+    others = [index for index in range(len(seen)) if index not in unlike]
+    groups = [set(group) for group in beside]
+    ordinary = sorted(others, key=lambda index: (index in unlabelled, sum(index in group for group in groups)))
+    return unlike + ordinary[: num - len(unlike)]
+
+
+def _beside_median(column: list[int]) -> list[int]:
+    median = statistics.median_low(column)
+    below = [index for index, count in enumerate(column) if count < median]
+    above = [index for index, count in enumerate(column) if count > median]
+    return below if 2 * len(below) >= len(above) else above  # the shorter ones take less memory
+
+
+def _collated(collate: Callable[[Any], Any], samples: list[Any], seed: int) -> list[Any]:
+    def of(part: list[Any], with_seed: int = seed) -> Any:
+        torch_state.seed(with_seed)
+        return collate(copied(part))
+
+    whole = of(samples)
+    num_samples = len(samples)
+    if not _are_equal(whole, of(samples, seed + 1)):  # it masks or augments at random: micro-batches differ from it
+        return _cut_batch(whole, num_samples)
+    size = num_samples // num_micro_batches(num_samples)
+    return [whole, *(of(samples[start : start + size]) for start in range(0, num_samples, size))]
+
+
+def _cut_batch(batch: Any, num_samples: int) -> list[Any]:
+    found = batches.first_dimensions(batch)
+    if len(found) != 1 or min(found) < num_samples:
+        dimensions = f"tensors with first dimensions {sorted(found)}" if found else "no tensors"
+        raise CannotCutError(f"a batch of {num_samples} samples has {dimensions} and cannot be cut into smaller ones")
+    whole = batches.cut(batch, num_samples)[0]
+    return [whole, *batches.cut(whole, num_samples // num_micro_batches(num_samples))]
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    ours, theirs = dict(batches.tensors(one)), dict(batches.tensors(other))
+    return ours.keys() == theirs.keys() and all(
+        ours[name].shape == theirs[name].shape and torch.equal(ours[name].nan_to_num(), theirs[name].nan_to_num())
+        for name in ours
+    )

@@ -1,12 +1,20 @@
-"""The user's data as an endless stream of batches of one size, from places all over an epoch, and its worst batch."""
+"""The user's data: an endless stream of batches of one size from places all over an epoch, its worst batch, and how
+large its samples are."""
 
 from __future__ import annotations
 
+import copy
+import heapq
+import math
+import operator
 import random
+import statistics
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
 from itertools import chain, cycle, islice, repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch.utils.data import (
@@ -18,98 +26,32 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    default_collate,
 )
 
 from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.outcome import SampleSizes
+from autotune_amp.core.workload import Workload
 from autotune_amp.numerics.batches import tensors
+from autotune_amp.numerics.passes import keep_generators
+
+Stream: TypeAlias = Generator[Any, None, None]
+Seen = TypeVar("Seen")
 
 # In these orders the first batches are as good as any.
 _SHUFFLED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 # Any few batches in a row come from all over an epoch: one from each of so many parts of it.
 _NUM_PARTS = 8
 # An epoch is listed as far as that, and not at all where its sampler takes long over it, as one that opens files does.
-_MAX_LISTED_INDICES, _LISTING_SECONDS, _NUM_LISTED_AT_ONCE = 1_000_000, 1.0, 64
+_MAX_LISTED, _LISTING_SECONDS = 1_000_000, 1.0
 _MAX_PLACES = 100_000
 
 
-def is_ordered(loader: DataLoader[Any]) -> bool:
-    """Whether its batches come in an order that can be listed and that does not shuffle them."""
-    if isinstance(loader.dataset, IterableDataset):
-        return False
-    own: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    return type(own.sampler if type(own) is BatchSampler else own) not in _SHUFFLED
+class Opened(NamedTuple):
+    """The data opened for batches of one size: their endless stream, and the DataLoader behind it, None without one."""
 
-
-def shares() -> Iterator[float]:
-    """Random places as shares of an epoch, always the same ones."""
-    chance = random.Random(0)  # noqa: S311 - no secret
-    while True:
-        for part in chance.sample(range(_NUM_PARTS), _NUM_PARTS):
-            yield (part + chance.random()) / _NUM_PARTS
-
-
-class Spread(Sampler[Any]):
-    """What `sampler` draws in an epoch, each once, from the places that `shares` says.
-
-    The same shares give candidates alike batches, whatever their batch sizes. Of a very long epoch only some are drawn.
-    Where listing it takes long, the order is the sampler's own.
-    """
-
-    def __init__(self, sampler: Iterable[Any], shares: Iterator[float]) -> None:
-        self.sampler = sampler
-        self._shares = shares
-
-    def __iter__(self) -> Iterator[Any]:
-        order = _order(self.sampler)
-        if not isinstance(order, _Order):
-            yield from order
-            return
-        num_places = min(order.num, _MAX_PLACES)
-        left = list(range(num_places))
-        while left:
-            place = left.pop(int(next(self._shares) * len(left)))
-            yield order.at(place * order.num // num_places)
-
-
-class _Order(NamedTuple):
-    """What a sampler draws, listed: how many there are, and each by its place."""
-
-    num: int
-    at: Callable[[int], Any]
-
-
-def _order(sampler: Iterable[Any]) -> _Order | Iterator[Any]:
-    if type(sampler) is not BatchSampler:
-        listed = _listed(sampler)
-        return _Order(len(listed), listed.__getitem__) if isinstance(listed, Sequence) else listed
-    size, indices = sampler.batch_size, _listed(sampler.sampler)
-    if not isinstance(indices, Sequence):
-        return iter(BatchSampler(indices, size, sampler.drop_last))
-    known = indices
-    num = len(known) // size if sampler.drop_last else -(-len(known) // size)
-    return _Order(num, lambda place: list(known[place * size : (place + 1) * size]))
-
-
-def _listed(sampler: Iterable[Any]) -> Sequence[Any] | Iterator[Any]:
-    """All it draws, or the drawing itself where that takes long."""
-    if type(sampler) is SequentialSampler:
-        return range(len(sampler))
-    began = time.monotonic()
-    drawing = iter(sampler)
-    listed: list[Any] = []
-    num_indices = 0
-    while num_indices < _MAX_LISTED_INDICES:
-        more = list(islice(drawing, _NUM_LISTED_AT_ONCE))
-        if not more:
-            break
-        listed += more
-        num_indices += sum(len(item) if isinstance(item, list) else 1 for item in more)
-        if time.monotonic() - began > _LISTING_SECONDS:
-            return chain(listed, drawing)
-    return listed
-
-
-Stream = Generator[Any, None, None]
+    stream: Stream
+    loader: DataLoader[Any] | None
 
 
 def describe(data: Any) -> tuple[str, int | None, int | None]:
@@ -120,17 +62,13 @@ def describe(data: Any) -> tuple[str, int | None, int | None]:
                 "The DataLoader has no batch_size (it uses a batch sampler, or yields ready batches).",
                 "Pass data=make_loader, a function of the batch size that returns such a loader.",
             )
-        return f"DataLoader, {data.num_workers} workers", data.batch_size, _num_drawn(data)
+        # A sampler may draw some of the dataset, as a rank's share, or some twice.
+        num_drawn = None if isinstance(data.dataset, IterableDataset) else _length(data.sampler)
+        num_samples = _length(data.dataset) if num_drawn is None else num_drawn
+        return f"DataLoader, {data.num_workers} workers", data.batch_size, num_samples
     if _is_dataset(data):
-        return "Dataset", None, length(data)
+        return "Dataset", None, _length(data)
     return "function of the batch size", None, None
-
-
-class Opened(NamedTuple):
-    """The data opened for batches of one size: their endless stream, and the DataLoader behind it, None without one."""
-
-    stream: Stream
-    loader: DataLoader[Any] | None
 
 
 def stream(data: Any, batch_size: int) -> Stream:
@@ -160,26 +98,26 @@ def worst_batches(
     samples: Sequence[int],
     batch_size: int,
     num_batches: int,
-    *,
-    is_exact: bool,
 ) -> Stream:
     """What `named` gives for the batch size, else the `samples` collated by the loader, again and again if too few.
 
-    The same batch anew, `num_batches` times; none where there is neither. `WorkloadError` where it has too few
-    samples, or `named` gives too many and the data `is_exact`: its batches have as many samples as asked.
+    The same batch anew, `num_batches` times; none where there is neither. Raises `WorkloadError` where it has too few
+    samples.
     """
     if named is not None:
         origin = "Workload(worst_batch=...)"
         made: Iterator[Any] = map(named, repeat(batch_size, num_batches))
     elif samples and loader is not None:
         origin = "The data's own collate_fn"
-        made = collated(loader, [list(islice(cycle(samples), batch_size))] * num_batches)
+        # From a worker process if the loader has them, since a dataset opened here may not survive their start; with a
+        # generator of its own, so that what the loader draws next stays the same.
+        settings = {"batch_sampler": [list(islice(cycle(samples), batch_size))] * num_batches}
+        made = iter(rebuilt(loader, min(loader.num_workers, 1), generator=torch.Generator(), **settings))
     else:
         return
     for batch in made:
         found = 0 if batch is None else num_samples(batch, batch_size)
-        is_more = named is not None and is_exact
-        if found is not None and (found < batch_size or (is_more and found > batch_size)):
+        if found is not None and found < batch_size:
             raise WorkloadError(
                 f"{origin} was asked for the worst batch of {batch_size} samples and gave {found}.",
                 "Give Workload(worst_batch=...) a function of the batch size that returns a batch of so many samples.",
@@ -216,115 +154,83 @@ def move(batch: Any, device: torch.device) -> Any:
     return batch
 
 
+def copied(sample: Any) -> Any:
+    """A deep copy, for a collate function that takes apart what it is given.
+
+    Tensors are cloned: deepcopy, and a worker's queue, would take the whole storage of one that is a row of it.
+    """
+    return copy.deepcopy(sample, {id(tensor): tensor.clone() for _, tensor in tensors(sample)})
+
+
+def rebuilt(loader: DataLoader[Any], num_workers: int | None = None, **settings: Any) -> DataLoader[Any]:
+    """The user's loader with these `settings` and, unless None, another number of worker processes."""
+    num_workers = loader.num_workers if num_workers is None else num_workers
+    names = ["collate_fn", "pin_memory", "worker_init_fn", "generator"]
+    if num_workers > 0:  # without workers, anything but the default is refused
+        names += ["timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers", "in_order"]
+    kept = {name: getattr(loader, name) for name in names}
+    return DataLoader(loader.dataset, **{**kept, "num_workers": num_workers, **settings})
+
+
 def _is_dataset(data: Any) -> bool:
     return hasattr(data, "__getitem__") or isinstance(data, IterableDataset)
 
 
-def length(dataset: Any) -> int | None:
-    """Its number of samples, None where it has none, as a stream."""
+def _length(dataset: Any) -> int | None:
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):
         return None
 
 
-def _num_drawn(loader: DataLoader[Any]) -> int | None:
-    """How many samples an epoch draws: a sampler may draw some of the dataset, as a rank's share, or some twice."""
-    num_drawn = None if isinstance(loader.dataset, IterableDataset) else length(loader.sampler)
-    return length(loader.dataset) if num_drawn is None else num_drawn
-
-
 def _resized(loader: DataLoader[Any], batch_size: int, num_workers: int | None) -> DataLoader[Any]:
     """The user's loader with another batch size; incomplete batches are dropped, everything else is kept."""
     if isinstance(loader.dataset, IterableDataset):
         return rebuilt(loader, num_workers, batch_size=batch_size, drop_last=True)
-    if not is_ordered(loader):
+    if not _is_ordered(loader):
         return rebuilt(loader, num_workers, batch_size=batch_size, drop_last=True, sampler=loader.sampler)
-    resized = BatchSampler(loader.sampler, batch_size, drop_last=True)
-    return rebuilt(loader, num_workers, batch_sampler=Spread(resized, shares()))
-
-
-def _with_workers(loader: DataLoader[Any], num_workers: int) -> DataLoader[Any]:
-    """The user's loader with another number of worker processes; it draws what it drew before."""
-    if loader.batch_size is None and loader.batch_sampler is not None:
-        return rebuilt(loader, num_workers, batch_sampler=loader.batch_sampler)
-    sampling = {} if isinstance(loader.dataset, IterableDataset) else {"sampler": loader.sampler}
-    return rebuilt(loader, num_workers, batch_size=loader.batch_size, drop_last=loader.drop_last, **sampling)
-
-
-def _spread(loader: DataLoader[Any], num_workers: int | None, at: Iterator[float]) -> DataLoader[Any]:
-    """A loader that draws its batches in an order, drawing them from all over the epoch."""
-    if loader.batch_sampler is None:
-        return rebuilt(loader, num_workers, batch_size=None, sampler=Spread(loader.sampler, at))
-    return rebuilt(loader, num_workers, batch_sampler=Spread(loader.batch_sampler, at))
-
-
-def collated(loader: DataLoader[Any], batches: Sequence[Sequence[int]]) -> Iterator[Any]:
-    """The batches of these samples; from one worker process if the loader has them, since a dataset opened here may
-    not survive their start. What the loader draws next stays the same."""
-    return iter(rebuilt(loader, min(loader.num_workers, 1), batch_sampler=batches, generator=torch.Generator()))
-
-
-def rebuilt(loader: DataLoader[Any], num_workers: int | None = None, **settings: Any) -> DataLoader[Any]:
-    """The user's loader with these `settings` and, unless None, another number of worker processes."""
-    kept: dict[str, Any] = {
-        "num_workers": loader.num_workers if num_workers is None else num_workers,
-        "collate_fn": loader.collate_fn,
-        "pin_memory": loader.pin_memory,
-        "worker_init_fn": loader.worker_init_fn,
-        "generator": loader.generator,
-    }
-    if kept["num_workers"] > 0:  # without workers, anything but the default is refused
-        kept |= {
-            "timeout": loader.timeout,
-            "multiprocessing_context": loader.multiprocessing_context,
-            "prefetch_factor": loader.prefetch_factor,
-            "persistent_workers": loader.persistent_workers,
-            "in_order": loader.in_order,
-        }
-    return DataLoader(loader.dataset, **(kept | settings))
+    batches = BatchSampler(loader.sampler, batch_size, drop_last=True)
+    return rebuilt(loader, num_workers, batch_sampler=_Spread(batches, _shares()))
 
 
 def _from_function(make: Callable[[int], Any], batch_size: int, num_workers: int | None) -> Opened:
-    places = shares()
+    shares = _shares()
 
     def remake() -> Any:
         made = make(batch_size)
+        if not isinstance(made, DataLoader):
+            return made
         # One of 1 may hold ready batches; what those hold is seen in the stream.
-        if isinstance(made, DataLoader) and made.batch_size not in (None, 1, batch_size):
+        if made.batch_size not in (None, 1, batch_size):
             raise WorkloadError(
                 f"The data function was asked for batches of {batch_size} samples and returned a DataLoader with "
                 f"batch_size={made.batch_size}.",
                 "Make it pass its argument on: DataLoader(dataset, batch_size=batch_size, ...).",
             )
-        if isinstance(made, DataLoader) and type(made).__iter__ is DataLoader.__iter__ and is_ordered(made):
-            return _spread(made, num_workers, places)
-        return made if num_workers is None or not isinstance(made, DataLoader) else _with_workers(made, num_workers)
+        return _rearranged(made, num_workers, shares)
 
     first = remake()
-    loader = first if isinstance(first, DataLoader) else None
-    if loader is None and not isinstance(first, Iterator):
-        return Opened(_single_batches(make, first, batch_size), None)
-    return Opened(_cycle(_first_then(first, remake), batch_size), loader)
+    waiting = [first]  # what was made already comes before another
+
+    def made() -> Any:
+        return waiting.pop() if waiting else remake()
+
+    if isinstance(first, DataLoader | Iterator):
+        return Opened(_cycle(made, batch_size), first if isinstance(first, DataLoader) else None)
+    return Opened(_cycle(lambda: [made()], batch_size), None)
 
 
-def _first_then(first: Any, make: Callable[[], Any]) -> Callable[[], Any]:
-    """Hand out what was made already before making another."""
-    waiting = [first]
-    return lambda: waiting.pop() if waiting else make()
-
-
-def _single_batches(make: Callable[[int], Any], first: Any, batch_size: int) -> Stream:
-    batch = first
-    while True:
-        found = num_samples(batch, batch_size)
-        if found is not None and found < batch_size:
-            raise WorkloadError(
-                f"The data function was asked for {batch_size} samples and gave {found}.",
-                "Make it return as many samples as its argument says.",
-            )
-        yield batch
-        batch = make(batch_size)
+def _rearranged(loader: DataLoader[Any], num_workers: int | None, shares: Iterator[float]) -> DataLoader[Any]:
+    """A loader of the right batch size: its batches from all over the epoch, where their order can be listed."""
+    is_spread = type(loader).__iter__ is DataLoader.__iter__ and _is_ordered(loader)
+    if num_workers is None and not is_spread:
+        return loader
+    if isinstance(loader.dataset, IterableDataset):
+        return rebuilt(loader, num_workers, batch_size=loader.batch_size, drop_last=loader.drop_last)
+    batches, samples = loader.batch_sampler, loader.sampler
+    if batches is None:
+        return rebuilt(loader, num_workers, batch_size=None, sampler=_Spread(samples, shares) if is_spread else samples)
+    return rebuilt(loader, num_workers, batch_sampler=_Spread(batches, shares) if is_spread else batches)
 
 
 def _cycle(make_loader: Callable[[], Any], batch_size: int) -> Stream:
@@ -341,5 +247,236 @@ def _cycle(make_loader: Callable[[], Any], batch_size: int) -> Stream:
             given = f"its largest batch held {largest}" if largest else "it yielded no batch"
             raise WorkloadError(
                 f"The data was asked for batches of {batch_size} samples, but {given}.",
-                "Give it more samples, or limit --batch-size to what it can yield.",
+                "Give it more samples, have a function of the batch size return as many as it is asked for, or limit "
+                "--batch-size.",
             )
+
+
+# -- places all over an epoch ------------------------------------------------------------------------------------------
+
+
+def _is_ordered(loader: DataLoader[Any]) -> bool:
+    """Whether its batches come in an order that can be listed and that does not shuffle them."""
+    if isinstance(loader.dataset, IterableDataset):
+        return False
+    own: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    return type(own.sampler if type(own) is BatchSampler else own) not in _SHUFFLED
+
+
+def _shares() -> Iterator[float]:
+    """Random places as shares of an epoch, always the same ones."""
+    chance = random.Random(0)  # noqa: S311 - no secret
+    while True:
+        for part in chance.sample(range(_NUM_PARTS), _NUM_PARTS):
+            yield (part + chance.random()) / _NUM_PARTS
+
+
+class _Spread(Sampler[Any]):
+    """What `sampler` draws in an epoch, each once, from the places that `shares` says.
+
+    The same shares give settings alike batches, whatever their batch sizes. Of a very long epoch only some are drawn.
+    Where listing it takes long, the order is the sampler's own.
+    """
+
+    def __init__(self, sampler: Iterable[Any], shares: Iterator[float]) -> None:
+        self.sampler = sampler
+        self._shares = shares
+
+    def __iter__(self) -> Iterator[Any]:
+        own: Any = self.sampler
+        is_cut = type(own) is BatchSampler  # whose indices are listed, which takes less than its batches
+        drawn = _listed(own.sampler if is_cut else own)
+        if not isinstance(drawn, Sequence):
+            yield from BatchSampler(drawn, own.batch_size, own.drop_last) if is_cut else drawn
+            return
+        num = len(drawn)
+        if is_cut:
+            num = num // own.batch_size if own.drop_last else -(-num // own.batch_size)
+        left = list(range(min(num, _MAX_PLACES)))
+        num_places = len(left)
+        while left:
+            place = left.pop(int(next(self._shares) * len(left))) * num // num_places
+            yield list(drawn[place * own.batch_size : (place + 1) * own.batch_size]) if is_cut else drawn[place]
+
+
+def _listed(sampler: Iterable[Any]) -> Sequence[Any] | Iterator[Any]:
+    """All it draws, or the drawing itself where that takes long."""
+    if type(sampler) is SequentialSampler:
+        return range(len(sampler))
+    began = time.monotonic()
+    drawing = iter(sampler)
+    listed: list[Any] = []
+    for item in islice(drawing, _MAX_LISTED):
+        listed.append(item)
+        if time.monotonic() - began > _LISTING_SECONDS:
+            return chain(listed, drawing)
+    return listed
+
+
+# -- how large samples are ---------------------------------------------------------------------------------------------
+
+SCAN_SECONDS, DRAW_SECONDS = 1.5, 1.0
+SAMPLES_AT_ONCE = 4  # a worker's answer costs as much as a small sample, and the clock is looked at between answers
+MAX_SCANNED_SAMPLES, MAX_DRAWN_BATCHES = 200_000, 32
+# The batch sizes searched go up to sixteen times the baseline's.
+NUM_LARGEST_BATCHES, MIN_NUM_LARGEST = 16, 512
+NUM_SMALLEST = 64
+# Samples are alike whose sizes differ by no more: as the length of an image's file name does.
+ALIKE_SHARE = 0.01
+MAX_PROBLEM_LENGTH = 200
+
+
+class Look(NamedTuple):
+    """What was seen: the sizes of samples that differ; the least and the largest of batches that differ, where their
+    samples cannot be looked at; the loader's number of workers, None where that cannot be changed. `scan_problem` is
+    what ended it before its time."""
+
+    num_workers: int | None = None
+    sample_sizes: SampleSizes | None = None
+    batch_sizes_seen: tuple[int, int] | None = None
+    scan_problem: str | None = None
+
+
+def look(workload: Workload, batch_size: int) -> Look:
+    """Look at the data as it is opened for `batch_size`; not at its sizes if the workload names its worst batch.
+
+    What the user's code raises ends the look. The generators stand where they stood.
+    """
+    put_back = keep_generators(torch.device("cpu"))
+    found = Look()
+    try:
+        batches, loader = opened(workload.data, batch_size)
+        with closing(batches):
+            if loader is not None:
+                # A stream with one worker or none need not be made for several: then each would give all of it.
+                is_stream = isinstance(loader.dataset, IterableDataset)
+                found = Look(None if is_stream and loader.num_workers <= 1 else loader.num_workers)
+            if workload.worst_batch is not None:
+                return found
+            sizes, problem, num = ([], None, 0) if loader is None else _sample_sizes(loader)
+            if sizes:
+                num_largest = max(MIN_NUM_LARGEST, NUM_LARGEST_BATCHES * batch_size)
+                return found._replace(sample_sizes=_summary(sizes, num, num_largest), scan_problem=problem)
+            drawn = _sizes_drawn(batches)
+            return found._replace(batch_sizes_seen=None if _are_alike(drawn) else (min(drawn), max(drawn)))
+    except Exception as error:  # the user's code may raise anything
+        return found._replace(scan_problem=_one_line(error))
+    finally:
+        put_back()
+
+
+def looked_at(
+    loader: DataLoader[Any], order: Sequence[Any], look_at: Callable[[list[Any]], list[Seen]], seconds: float
+) -> tuple[list[Seen], str | None]:
+    """What `look_at` says of each of these samples until `seconds` are over, and what the next one raised, in one line.
+
+    They pass through worker processes if the loader has them: a dataset opened here may not survive their start.
+    """
+    found: list[Seen] = []
+    deadline = None
+    settings: dict[str, Any] = {"generator": torch.Generator(), "pin_memory": False}
+    looking = rebuilt(loader, batch_size=SAMPLES_AT_ONCE, sampler=order, collate_fn=look_at, **settings)
+    try:
+        for several in looking:
+            found += several
+            # From the first sample on: starting the workers takes its own time.
+            deadline = deadline or time.monotonic() + seconds
+            if time.monotonic() > deadline:
+                break
+    except Exception as error:  # the user's code may raise anything
+        return found, _one_line(error)
+    return found, None
+
+
+def _sample_sizes(loader: DataLoader[Any]) -> tuple[list[tuple[int, int]], str | None, int]:
+    """Sizes of samples with their indices, in random order; what ended the look; and how many samples there are.
+
+    A sample is as large as the loader collates it alone: that may make what takes the memory, as of a file's name.
+    Nothing of a stream, of ready batches, and of samples that cannot be collated alone.
+    """
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    if is_stream or loader.batch_sampler is None or _length(loader.dataset) is None:
+        return [], None, 0
+    indices = _indices(loader)
+    order = random.Random(0).sample(indices, min(len(indices), MAX_SCANNED_SAMPLES))  # noqa: S311 - no secret
+    collate = None if loader.collate_fn is default_collate else loader.collate_fn
+    sizes, problem = looked_at(loader, order, partial(_sizes, collate), SCAN_SECONDS)
+    return list(zip(sizes, order, strict=False)), problem, len(indices)
+
+
+def _sizes(collate: Callable[[list[Any]], Any] | None, samples: list[Any]) -> list[int]:
+    return [size(sample if collate is None else collate([copied(sample)])) for sample in samples]
+
+
+def _summary(sizes: list[tuple[int, int]], num_samples: int, num_largest: int) -> SampleSizes | None:
+    """What a description holds of samples, None where they are alike."""
+    numbers = [number for number, _ in sizes]
+    if _are_alike(numbers):
+        return None
+    return SampleSizes(
+        num_seen=len(sizes),
+        num_samples=num_samples,
+        smallest_size=min(numbers),
+        median_size=statistics.median_low(numbers),
+        largest_size=max(numbers),
+        largest=tuple(index for _, index in heapq.nlargest(num_largest, sizes)),
+        smallest=tuple(index for _, index in heapq.nsmallest(NUM_SMALLEST, sizes)),
+    )
+
+
+def _indices(loader: DataLoader[Any]) -> Sequence[int]:
+    """What the loader may draw where its sampler lists it, else the whole dataset."""
+    own: Any = loader.batch_sampler if loader.batch_size is None else loader.sampler
+    own = own.sampler if isinstance(own, _Spread) else own
+    sampler = getattr(own, "sampler", own)
+    listed = getattr(sampler, "indices", sampler)
+    if hasattr(listed, "__getitem__"):
+        try:
+            return [operator.index(index) for index in listed]
+        except TypeError:  # of something else, such as whole batches
+            pass
+    return range(len(loader.dataset))  # type: ignore[arg-type]  # it has a length
+
+
+def _sizes_drawn(batches: Iterable[Any]) -> list[int]:
+    sizes: list[int] = []
+    deadline = time.monotonic() + DRAW_SECONDS
+    for batch in islice(batches, MAX_DRAWN_BATCHES):
+        sizes.append(size(batch))
+        if time.monotonic() > deadline:
+            break
+    return sizes
+
+
+def _are_alike(sizes: list[int]) -> bool:
+    return max(sizes) - min(sizes) <= ALIKE_SHARE * max(sizes)
+
+
+def size(value: Any) -> int:
+    """How many numbers it holds: the elements of tensors and arrays, the pixels of images, the characters of text."""
+    if isinstance(value, (int, float)):  # most of what a list holds
+        return 1
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(size, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(size, value))
+    own = getattr(value, "size", None)
+    if isinstance(own, int):  # an array's
+        return own
+    if isinstance(own, tuple):  # an image's width and height
+        return math.prod(own)
+    if hasattr(value, "__dict__") and not callable(value):
+        return sum(map(size, vars(value).values()))
+    return 1
+
+
+def _one_line(error: Exception) -> str:
+    """What it says; of what a worker process caught, the last line of the traceback."""
+    name, lines = type(error).__name__, str(error).strip().splitlines()
+    if lines and lines[0].startswith("Caught "):
+        return lines[-1][:MAX_PROBLEM_LENGTH]
+    return (f"{name}: {lines[0]}" if lines else name)[:MAX_PROBLEM_LENGTH]

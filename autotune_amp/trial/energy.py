@@ -73,16 +73,14 @@ def require_counter(device_type: str, uuid: str | None, powercap: Path = POWERCA
     """Raise `InvalidRequestError`, saying why and what to do, where `counter_of` finds none."""
     if counter_of(device_type, uuid, powercap) is not None:
         return
-    why = f"{device_type} devices have no energy counter that can be read"
     what_to_do = "Use --objective speed or memory."
-    if device_type == "cuda":
-        why = "the driver gives no energy counter for this card (MIG instances and cards before Volta have none)"
-    elif device_type == "cpu" and _packages(powercap):
+    if device_type != "cpu":
+        why = f"there is no energy counter of this {device_type} device (MIG instances and older cards have none)"
+    elif _packages(powercap):
         why = f"this user may not read the CPU's energy counter ({powercap}/intel-rapl:*/energy_uj)"
         what_to_do = f"Run `chmod a+r {powercap}/intel-rapl:*/energy_uj` as root, or search as root."
-    elif device_type == "cpu":
-        why = f"this machine shows no energy counter of its CPU: {powercap} has no intel-rapl package"
-        what_to_do = "Search outside of the virtual machine or container, or use --objective speed or memory."
+    else:
+        why = f"this machine shows no energy counter of its CPU ({powercap} has no intel-rapl package), as in most VMs"
     raise InvalidRequestError(f"--objective is 'energy', which cannot be measured here: {why}.", what_to_do)
 
 

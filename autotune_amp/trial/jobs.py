@@ -9,15 +9,25 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from autotune_amp.core.config import LossScale, Precision
+from autotune_amp.core.config import LossScale
 from autotune_amp.core.errors import AutotuneAmpError, BudgetTooSmallError
-from autotune_amp.core.fidelity import MIN_CUT_SAMPLES, Accumulation, Calibration, Fidelity
 from autotune_amp.core.hardware import DeviceIdentity, Hardware
 from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.job import Deadlines, Job, Tell
-from autotune_amp.core.outcome import CheckOutcome, Description, Failure, FailureKind, Measurement, Purpose
+from autotune_amp.core.outcome import (
+    MIN_CUT_SAMPLES,
+    Accumulation,
+    Calibration,
+    CheckOutcome,
+    Description,
+    Failure,
+    FailureKind,
+    Fidelity,
+    Measurement,
+    Purpose,
+)
 from autotune_amp.core.recommendation import Fingerprint
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import Precision, Setting
 
 CheckKind: TypeAlias = Literal["fidelity", "calibration", "accumulation"]
 

@@ -55,7 +55,6 @@ class PeakMemory:
     ) -> None:
         self._device = device
         self._template_file_bytes = template_file_bytes
-        self._limit_bytes = limit_bytes
         self._polled = 0
         self._resident_bytes_before = 0
         self._build_peak_bytes = 0
@@ -67,13 +66,12 @@ class PeakMemory:
             self._resident_bytes_before = psutil.Process().memory_info().rss - built
             if limit_bytes is not None and sys.platform == "linux":
                 _limit_data(max(0, limit_bytes - built))
-        else:
-            if device.type in ("cuda", "xpu"):
-                backend = getattr(torch, device.type)
-                backend.reset_peak_memory_stats(device)
-                if limit_bytes is not None:
-                    total = backend.get_device_properties(device).total_memory
-                    backend.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
+        elif device.type in ("cuda", "xpu"):
+            backend = getattr(torch, device.type)
+            backend.reset_peak_memory_stats(device)
+            if limit_bytes is not None:
+                total = backend.get_device_properties(device).total_memory
+                backend.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
 
     def poll(self) -> None:
         """Note the present use where the device keeps no peak of its own (MPS)."""
@@ -91,10 +89,6 @@ class PeakMemory:
             return self._polled, self._polled
         stats = getattr(torch, self._device.type).memory_stats(self._device)
         return stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
-
-    def is_over_limit(self) -> bool:
-        """Whether the limit was passed, whether or not anything raised."""
-        return self._limit_bytes is not None and self.peak_bytes()[1] > self._limit_bytes
 
     def num_allocator_retries(self) -> int:
         """CUDA's count of flushes to make room: throughput collapses as it rises (composer#1998)."""

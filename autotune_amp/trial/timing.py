@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.convert_frame import input_codes
 
-from autotune_amp.hardware.matmul import synchronize
+from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.trial.jobs import is_hopeless, stop
 from autotune_amp.trial.training import BaseTraining
 

@@ -3,92 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import OptState
 
 from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.workload import Workload, type_name
 from autotune_amp.numerics.modules import named
-from autotune_amp.precision import mode as precision
-from autotune_amp.precision.step_amp import StepAmp
+from autotune_amp.precision import forward_wrapper, torch_state
+from autotune_amp.precision.modes import MODES
+from autotune_amp.precision.step_amp import StepAmp, has_gradients
 from autotune_amp.precision.torch_state import as_found_autocast
 from autotune_amp.trial import data
-from autotune_amp.trial.context import LoopState
+from autotune_amp.trial.context import LoopState, Optimizers, each, make_optimizer
 from autotune_amp.trial.jobs import Trial
-from autotune_amp.trial.optimizers import Optimizers, each, make_optimizer
-
-
-class TrialAmp(StepAmp):
-    """Trains as torch's GradScaler does; an optimizer without gradients is not stepped, as by the controller."""
-
-    def __init__(
-        self,
-        new_autocast: Callable[[], AbstractContextManager[object]],
-        device_type: str,
-        config: AmpConfig,
-    ) -> None:
-        super().__init__(new_autocast, device_type, config)
-        self._stepped: dict[int, Any] = {}  # since the last update, by optimizer
-        self._on_step: list[tuple[Callable[[], object], int | None]] = []
-
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """``optimizer.step(*args, **kwargs)`` unless a gradient was not finite; true if it stepped.
-
-        Behind a fused optimizer that is a tensor on its device, so that nobody waits who does not ask.
-        """
-        self.num_steps += 1
-        stepped: bool | Tensor = True
-        if not self.is_enabled():
-            optimizer.step(*args, **kwargs)
-        elif not has_gradients(optimizer):
-            stepped = False
-        else:
-            super().step(optimizer, *args, **kwargs)
-            stepped = sum(self._found_inf_per_device(optimizer).values()) == 0
-        self._stepped[id(optimizer)] = stepped
-        return stepped
-
-    def step_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
-        """Step all of them or none: a non-finite gradient of one skips every one. Waits for the device."""
-        given = list(optimizers)
-        if self.is_enabled():
-            for optimizer in filter(has_gradients, given):
-                if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
-                    self.unscale_(optimizer)
-            found = [inf for optimizer in given for inf in self._found_inf_per_device(optimizer).values()]
-            if any(found):
-                for inf in found:
-                    inf.fill_(1.0)
-        return super().step_together(given)
-
-    def update(self, new_scale: float | Tensor | None = None) -> None:
-        """End the step: the scale follows from what was found, or is `new_scale`."""
-        states = self._per_optimizer_states.values() if self.is_enabled() else ()
-        if self.is_enabled() and new_scale is None and not any(state["found_inf_per_device"] for state in states):
-            self._note_update()  # no optimizer had gradients: nothing was learnt of the scale
-            self._per_optimizer_states.clear()
-        else:
-            super().update(new_scale)
-        for callback, key in self._on_step:
-            if any(self._stepped.values()) if key is None else self._stepped.get(key):
-                callback()
-        self._stepped.clear()
-
-    def on_step(self, callback: Callable[[], object], optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Call `callback` in `update` for every step really taken: of `optimizer`, or (None) of any."""
-        self._on_step.append((callback, None if optimizer is None else id(optimizer)))
-
-
-def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether any of its parameters has one."""
-    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
 
 
 class BaseTraining(ABC):
@@ -112,15 +45,15 @@ class BaseTraining(ABC):
         self._taken: list[Any] = []
         self._last_batch: Any = None
         self._worst: data.Stream | None = None
-        if not spec.candidate.as_found:
-            precision.set_flags(spec.candidate.precision)
+        if not candidate.as_found:
+            torch_state.set_flags(candidate.precision)
         self._pinned: list[nn.Module] = []
-        if spec.candidate.precision in ("bf16", "fp16"):
+        if MODES[candidate.precision].uses_autocast:
             # What the user's own model has pinned already stays so after `unpin`.
-            found = named(model, spec.candidate.pinned_modules)
-            self._pinned = [module for module in found if not precision.is_pinned(module)]
+            found = named(model, candidate.pinned_modules)
+            self._pinned = [module for module in found if not forward_wrapper.is_pinned(module)]
             for module in self._pinned:
-                precision.pin_fp32(module, self.device.type)
+                forward_wrapper.pin_fp32(module, self.device.type)
 
     @property
     @abstractmethod
@@ -130,15 +63,9 @@ class BaseTraining(ABC):
     def start_loading(self) -> None:
         """Take the first batch, which starts the loader's workers, and keep it for `next_batch`."""
         self._taken.append(next(self.batches))
-        spec, asked = self.spec, self.spec.candidate.batch_size
-        self._worst = data.worst_batches(
-            self.workload.worst_batch,
-            self._loader,
-            spec.worst_samples,
-            asked,
-            spec.num_worst_batches,
-            is_exact=data.num_samples(self._taken[0], asked) == asked,
-        )
+        spec, size = self.spec, self.spec.candidate.batch_size
+        named = self.workload.worst_batch
+        self._worst = data.worst_batches(named, self._loader, spec.worst_samples, size, spec.num_worst_batches)
 
     def next_batch(self) -> Any:
         """The next batch as the loader gives it; the one before is let go only now, as in any loop."""
@@ -197,7 +124,7 @@ class BaseTraining(ABC):
         candidate = self.spec.candidate
         if candidate.as_found:
             return as_found_autocast(self.spec.torch_state, self.device.type)
-        return precision.autocast(candidate.precision, self.device.type)
+        return torch_state.autocast(candidate.precision, self.device.type)
 
     def loss_scale(self) -> float | None:
         """The current scale; waits for the device."""
@@ -209,7 +136,7 @@ class BaseTraining(ABC):
         if self._worst is not None:
             self._worst.close()
         for module in self._pinned:
-            precision.unpin(module)
+            forward_wrapper.unpin(module)
 
     def _on_device(self, batch: Any) -> Any:
         return batch if self.device.type == "cpu" else data.move(batch, self.device)
@@ -225,7 +152,7 @@ class Training(BaseTraining):
         # A loop's own variable holds the last graph until the next is there. Blocks that large tensors leave free
         # cannot be joined over it: a heap without it peaks up to 5 % lower than a training's (studies/peak_memory).
         self._last_loss: Tensor | None = None
-        self.scaler = precision.grad_scaler(spec.loss_scale, self.device.type)
+        self.scaler = torch_state.grad_scaler(spec.loss_scale, self.device.type)
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -240,8 +167,7 @@ class Training(BaseTraining):
             loss = self.loss(self.model, batch)
         divisor = 1 if self.spec.is_loss_sum else self.spec.candidate.accumulation_steps
         scaled = loss / divisor if divisor > 1 else loss
-        to_go_back_from: Tensor = scaled if self.scaler is None else self.scaler.scale(scaled)
-        to_go_back_from.backward()  # type: ignore[no-untyped-call]  # torch does not type it
+        torch.autograd.backward(scaled if self.scaler is None else self.scaler.scale(scaled))
         self._last_loss = loss
         # Under CUDA graphs each pass of a compiled loss overwrites what the one before it returned.
         return loss.detach().clone().reshape(())
@@ -271,7 +197,9 @@ class LoopTraining(BaseTraining):
         assert workload.train_step is not None
         self._train_step = workload.train_step
         self._state = model.held
-        self._amp = TrialAmp(self.autocast, self.device.type, _config(spec))
+        candidate = spec.candidate
+        loss_scale = (spec.loss_scale or LossScale()) if MODES[candidate.precision].takes_scaler else None
+        self._amp = StepAmp(self.autocast, self.device.type, AmpConfig.of(candidate, loss_scale=loss_scale))
         self.scaler = self._amp if self._amp.is_enabled() else None
 
     @property
@@ -285,19 +213,13 @@ class LoopTraining(BaseTraining):
         self._amp.begin()
         self._train_step(self._state, batch, self._amp)
         candidate = self.spec.candidate
-        needs_autocast = candidate.precision in ("bf16", "fp16") and not candidate.as_found
+        needs_autocast = MODES[candidate.precision].uses_autocast and not candidate.as_found
         loss = self._amp.total_loss(needs_autocast=needs_autocast)
         self.has_stepped = self._amp.has_stepped
         return loss
 
     def update(self) -> None:
         """Taken already."""
-
-
-def _config(spec: Trial) -> AmpConfig:
-    candidate = spec.candidate
-    loss_scale = (spec.loss_scale or LossScale()) if candidate.precision == "fp16" else None
-    return AmpConfig.of(candidate, loss_scale=loss_scale)
 
 
 def make_training(workload: Workload, model: nn.Module, spec: Trial) -> BaseTraining:

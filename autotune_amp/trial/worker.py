@@ -5,40 +5,38 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import inspect
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotune_amp.core.config import Precision
-from autotune_amp.core.errors import AutotuneAmpError
+from autotune_amp.core.errors import AutotuneAmpError, WorkloadError
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import Description, Failure, FailureKind, Measurement, Outcome
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import Precision, Setting
 from autotune_amp.core.workload import Workload
 from autotune_amp.hardware import cuda, measure
-from autotune_amp.precision import mode as precision
+from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.precision import torch_state
-from autotune_amp.precision.mode import CUDA_FLAGS
+from autotune_amp.precision.torch_state import CUDA_FLAGS
 from autotune_amp.trial import data
-from autotune_amp.trial.context import Context, LoopState
+from autotune_amp.trial.context import Context, LoopState, make_optimizer
 from autotune_amp.trial.energy import Counter, EnergyMeter, counter_of
-from autotune_amp.trial.full_run import Ending, Finish, check_signatures
 from autotune_amp.trial.heap import hold_heap
 from autotune_amp.trial.jobs import Check, Describe, Probe, Trial
 from autotune_amp.trial.memory import PeakMemory, is_memory_short
-from autotune_amp.trial.optimizers import make_optimizer
-from autotune_amp.trial.sizes import Look, look
 from autotune_amp.trial.timing import CompileWatch, NonFiniteError, Timing, forget_compiled, time_steps
 from autotune_amp.trial.training import BaseTraining, make_training
 
@@ -70,6 +68,9 @@ _UNSUPPORTED_TEXTS = (
     "out of resource: shared memory",  # a Triton kernel that wants more of it than the card has
 )
 _OWN_FILES = Path(__file__).parents[1]
+_FLAG_OPERATORS = {"cudnn.conv": "convolution", "cudnn.rnn": "_rnn"}  # cuDNN's RNN and MIOpen's
+
+Result = TypeVar("Result")
 
 
 def classify(error: BaseException) -> Failure:
@@ -79,7 +80,7 @@ def classify(error: BaseException) -> Failure:
         return Failure(kind="workload_error", message=error.message, details=error.next_step)
     if isinstance(error, NonFiniteError):
         return Failure(kind="nonfinite", message=str(error))
-    return Failure(kind=_kind(error), message=message[:500], details=user_traceback(error))
+    return Failure(kind=_kind(error), message=message[:500], details=_user_traceback(error))
 
 
 def _kind(error: BaseException) -> FailureKind:
@@ -96,7 +97,7 @@ def _kind(error: BaseException) -> FailureKind:
     return "workload_error"
 
 
-def user_traceback(error: BaseException) -> str:
+def _user_traceback(error: BaseException) -> str:
     """The traceback without this package's own frames, which tell the user nothing; its last 8,000 characters."""
     summary = traceback.TracebackException.from_exception(error, capture_locals=False)
     kept = [f for f in summary.stack if not Path(f.filename).is_relative_to(_OWN_FILES) or "workloads" in f.filename]
@@ -109,70 +110,7 @@ def _printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-# Matrix products are taken to run always.
-_MODULES: dict[str, type[nn.Module]] = {"cudnn.conv": _ConvNd, "cudnn.rnn": nn.RNNBase}
-_OPERATORS = {"cudnn.conv": "convolution", "cudnn.rnn": "_rnn"}  # cuDNN's RNN and MIOpen's
-
-
-def as_run(
-    workload: Workload,
-    model: nn.Module,
-    device: torch.device,
-    state: Mapping[str, Any],
-    batch_size: int | None,
-    *,
-    has_tf32: bool,
-) -> tuple[Precision, bool]:
-    """`mode.as_found` of the flags that concern a step of `batch_size`; a precision of the workload's own is so.
-
-    One step is taken where that alone can tell; with None for `batch_size` none is, and all flags count.
-    """
-    if workload.precision is not None:
-        return workload.precision, True
-    if not has_tf32:
-        return precision.as_found(state, device.type, CUDA_FLAGS)
-    found = precision.as_found(state, device.type)
-    absent = [flag for flag, kind in _MODULES.items() if not any(isinstance(part, kind) for part in model.modules())]
-    _, could_be_strict = precision.as_found(state, device.type, absent)
-    if batch_size is None or found[1] or not could_be_strict:
-        return found
-    candidate = Setting(precision=found[0], batch_size=batch_size, as_found=True)
-    spec = Trial(candidate=candidate, device=str(device), torch_state=dict(state))
-    used = used_flags(workload, model, spec)
-    return precision.as_found(state, device.type, [flag for flag in absent if flag not in used])
-
-
-def used_flags(workload: Workload, model: nn.Module, spec: Trial) -> frozenset[str]:
-    """Which of cuDNN's flags concern an operator of a step, taken as `spec` says; all of them where it cannot be known.
-
-    It cannot where the step fails, and where an operator that is not PyTorch's own may call any other.
-    """
-    watch = _Watch()
-    try:
-        with closing(make_training(workload, model, spec)) as training:
-            training.start_loading()
-            batch = training.next_batch()
-            # Compiled code hides its operators, and compiling takes long.
-            with torch.compiler.set_stance("force_eager"), watch:
-                training.forward_backward(batch)
-    except Exception as error:  # the user's code may raise anything
-        traceback.clear_frames(error.__traceback__)
-        return frozenset(_OPERATORS)
-    return frozenset(watch.used)
-
-
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
-        self.used: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_own = func.namespace in ("aten", "profiler")  # an optimizer tells the profiler of its steps
-        self.used |= {flag for flag, name in _OPERATORS.items() if not is_own or name in func.name()}
-        return func(*args, **(kwargs or {}))
-
-
-Result = TypeVar("Result")
+# -- what is asked before the first trial ------------------------------------------------------------------------------
 
 
 def probe(context: Context, job: Probe, tell: Tell) -> Hardware:  # noqa: ARG001 - it takes no steps to tell of
@@ -185,27 +123,27 @@ def probe(context: Context, job: Probe, tell: Tell) -> Hardware:  # noqa: ARG001
 
 def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noqa: ARG001 - it takes no steps to tell of
     """What the workload is, from building it once."""
-    device, state = torch.device(job.device), job.torch_state
+    workload, device, state = context.workload, torch.device(job.device), job.torch_state
     torch_state.apply(state)
-    check_signatures(context.workload)
+    _check_signatures(workload)
     context_seconds = _start_accelerator(device)
-    kind, batch_size, num_samples = data.describe(context.workload.data)
+    kind, batch_size, num_samples = data.describe(workload.data)
     started = time.perf_counter()
     model = context.model(device)
     parameters = list(model.parameters())
     if isinstance(model, LoopState):
         trained = model.trained()
     else:
-        make_optimizer(context.workload, model)
+        make_optimizer(workload, model)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
     build_seconds = time.perf_counter() - started
     seen_batch_size = job.baseline_batch_size and (batch_size or job.baseline_batch_size)
-    as_found, is_strict = as_run(context.workload, model, device, state, seen_batch_size, has_tf32=job.has_tf32)
+    as_found, is_strict = as_run(workload, model, device, state, seen_batch_size, has_tf32=job.has_tf32)
     if context.is_kept:
         clean(device)
-    seen = Look() if seen_batch_size is None else look(context.workload, seen_batch_size)
+    seen = data.Look() if seen_batch_size is None else data.look(workload, seen_batch_size)
     return Description(
-        name=context.workload.name,
+        name=workload.name,
         batch_size=batch_size,
         num_samples=num_samples,
         data=kind,
@@ -216,16 +154,100 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
         is_as_found_strict=is_strict,
         build_seconds=build_seconds,
         context_seconds=context_seconds,
-        num_workers=seen.num_workers,
-        sample_sizes=seen.sample_sizes,
-        batch_sizes_seen=seen.batch_sizes_seen,
-        scan_problem=seen.scan_problem,
-        has_worst_batch=context.workload.worst_batch is not None,
-        has_ending=context.workload.evaluate is not None or context.workload.checkpoint is not None,
-        is_loop=context.workload.is_loop,
-        accumulation_steps=context.workload.accumulation_steps,
-        weighs_passes=context.workload.weighs_passes,
+        has_worst_batch=workload.worst_batch is not None,
+        has_ending=workload.evaluate is not None or workload.checkpoint is not None,
+        is_loop=workload.is_loop,
+        accumulation_steps=workload.accumulation_steps,
+        weighs_passes=workload.weighs_passes,
+        **seen._asdict(),
     )
+
+
+def _check_signatures(workload: Workload) -> None:
+    """Raises `WorkloadError` where evaluate or checkpoint cannot be called with what they will be given."""
+    parts = ("state",) if workload.is_loop else ("model", "optimizer")
+    for name, given in (("evaluate", parts[:1]), ("checkpoint", (*parts, "folder"))):
+        function = getattr(workload, name)
+        if function is None:
+            continue
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # of a function that is not written in Python nobody knows
+            continue
+        try:
+            signature.bind(*given)
+        except TypeError as error:
+            call = f"{name}({', '.join(given)})"
+            raise WorkloadError(
+                f"Workload({name}=...) takes {signature} and is called as {call}: {error}.",
+                f"Write `def {call}: ...`.",
+            ) from error
+
+
+def as_run(
+    workload: Workload,
+    model: nn.Module,
+    device: torch.device,
+    state: Mapping[str, Any],
+    batch_size: int | None,
+    *,
+    has_tf32: bool,
+) -> tuple[Precision, bool]:
+    """`torch_state.as_found` of the flags that concern a step of `batch_size`; a precision of the workload's own is so.
+
+    One step is taken where that can make a difference; with None for `batch_size` none is, and all flags count.
+    """
+    if workload.precision is not None:
+        return workload.precision, True
+    if not has_tf32:
+        return torch_state.as_found(state, device.type, CUDA_FLAGS)
+    found = torch_state.as_found(state, device.type)
+    _, could_be_strict = torch_state.as_found(state, device.type, _FLAG_OPERATORS)
+    if batch_size is None or found[1] or not could_be_strict:
+        return found
+    candidate = Setting(precision=found[0], batch_size=batch_size, as_found=True)
+    used = used_flags(workload, model, Trial(candidate=candidate, device=str(device), torch_state=dict(state)))
+    return torch_state.as_found(state, device.type, _FLAG_OPERATORS.keys() - used)
+
+
+def used_flags(workload: Workload, model: nn.Module, spec: Trial) -> frozenset[str]:
+    """Which of cuDNN's flags concern an operator of a step, taken as `spec` says; all of them where it cannot be known.
+
+    It cannot where the step fails, and where an operator that is not PyTorch's own may call any other.
+    """
+    watch = _OperatorWatch()
+    try:
+        with closing(make_training(workload, model, spec)) as training:
+            training.start_loading()
+            batch = training.next_batch()
+            # Compiled code hides its operators, and compiling takes long.
+            with torch.compiler.set_stance("force_eager"), watch:
+                training.forward_backward(batch)
+    except Exception as error:  # the user's code may raise anything
+        traceback.clear_frames(error.__traceback__)
+        return frozenset(_FLAG_OPERATORS)
+    return frozenset(watch.used)
+
+
+class _OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
+        self.used: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_own = func.namespace in ("aten", "profiler")  # an optimizer tells the profiler of its steps
+        self.used |= {flag for flag, name in _FLAG_OPERATORS.items() if not is_own or name in func.name()}
+        return func(*args, **(kwargs or {}))
+
+
+def _weights(parameters: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]) -> Any:
+    for dtype, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
+        if any(p.dtype == dtype for p in trained):
+            return name
+    return "frozen_low" if any(p.dtype in torch_state.HALF_DTYPES for p in parameters) else "fp32"
+
+
+# -- a trial -----------------------------------------------------------------------------------------------------------
 
 
 def run(context: Context, spec: Trial, tell: Tell) -> Outcome:
@@ -259,6 +281,18 @@ def prepare(context: Context, spec: Trial | Check) -> tuple[PeakMemory, float]:
     return memory, context_seconds
 
 
+def _start_accelerator(device: torch.device) -> float:
+    """Seconds to bring the device up, which no step should pay for; from then on "cuda" in the user's code means it."""
+    if device.type == "cpu":
+        return 0.0
+    started = time.perf_counter()
+    if device.index is not None:
+        torch.accelerator.set_device_index(device)
+    torch.ones(1, device=device).add_(1)
+    torch.accelerator.synchronize(device)
+    return time.perf_counter() - started
+
+
 def clean(device: torch.device) -> None:
     """Let go what a kept worker must not carry into its next trial: what was compiled, whose graphs hold memory, and
     the allocator's cache, which would count as that one's."""
@@ -279,13 +313,13 @@ def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
         "context_seconds": context_seconds,
         "is_build_shared": is_build_shared,
     }
-    with contextlib.closing(training):
+    with closing(training):
         return _train(training, memory, tell, building)
 
 
 def _train(training: BaseTraining, memory: PeakMemory, tell: Tell, building: dict[str, Any]) -> Outcome:
     spec = training.spec
-    meter = EnergyMeter(_energy_counter(torch.device(spec.device)))
+    meter = EnergyMeter(_energy_counter(training.device))
     tell({"event": "first step"})
 
     def report(number: int, seconds: float) -> None:
@@ -293,18 +327,15 @@ def _train(training: BaseTraining, memory: PeakMemory, tell: Tell, building: dic
         memory.poll()
         tell({"event": "step", "number": number, "seconds": seconds})
 
-    def enter(name: str) -> None:
-        tell({"event": "phase", "name": name})
-
     retries = memory.num_allocator_retries()
     with CompileWatch(lambda: tell({"event": "compiling"})) as compiling:
-        timing = time_steps(training, report, enter, compiling.count)
+        timing = time_steps(training, report, lambda name: tell({"event": "phase", "name": name}), compiling.count)
 
-    def outcome(ending: Ending) -> Outcome:
+    def outcome(ending: dict[str, Any]) -> Outcome:
         memory.poll()
         peak, reserved = memory.peak_bytes()
-        if memory.is_over_limit():
-            limit = _mib(spec.memory_limit_bytes)
+        if spec.memory_limit_bytes is not None and reserved > spec.memory_limit_bytes:
+            limit = f"{spec.memory_limit_bytes / 2**20:.0f} MiB"
             return Failure(kind="oom", message=f"it took {reserved / 2**20:.0f} MiB, over the limit of {limit}")
         if memory.num_allocator_retries() > retries:
             return Failure(kind="oom", message="the allocator had to flush its cache to make room: memory is full")
@@ -316,19 +347,13 @@ def _train(training: BaseTraining, memory: PeakMemory, tell: Tell, building: dic
             joules_per_sample=meter.joules_per_sample(spec.candidate.batch_size * spec.num_timed_micro_batches),
             num_steps_taken=training.num_steps_taken,
             **building,
-            **ending._asdict(),
+            **ending,
         )
 
-    found = outcome(Ending())
-    if spec.ending_seconds is not None and isinstance(found, Measurement):
-        measured = found
-
-        def keep(ending: Ending) -> None:
-            value = msgspec.structs.replace(measured, **ending._asdict())
-            tell({"event": "so far", "value": msgspec.to_builtins(value)})
-
-        found = outcome(Finish(training, spec.ending_seconds, tell, keep, classify).run())
-    return found
+    found = outcome({})
+    if spec.ending_seconds is None or not isinstance(found, Measurement):
+        return found
+    return outcome(_Ending(training, spec.ending_seconds, tell, found).run())
 
 
 def _measurement(spec: Trial, timing: Timing, **measured: Any) -> Measurement:
@@ -339,15 +364,7 @@ def _measurement(spec: Trial, timing: Timing, **measured: Any) -> Measurement:
         step_seconds=step_seconds,
         step_seconds_interval=trimmed_interval(steps),
         samples_per_second=spec.candidate.effective_batch_size / step_seconds,
-        data_seconds=timing.data_seconds,
-        raw_step_seconds=steps,
-        num_steps_together=timing.num_steps_together,
-        first_step_seconds=timing.first_step_seconds,
-        num_skips=timing.num_skips,
-        last_loss=timing.last_loss,
-        was_cut=timing.was_cut,
-        update_seconds=timing.update_seconds,
-        num_compiling_steps=timing.num_compiling_steps,
+        **msgspec.structs.asdict(timing),
         **measured,
     )
 
@@ -356,28 +373,59 @@ def _energy_counter(device: torch.device) -> Counter | None:
     return counter_of(device.type, cuda.uuid(device) if device.type == "cuda" else None)
 
 
-def _start_accelerator(device: torch.device) -> float:
-    """Seconds to bring the device up, which no step should pay for; from then on "cuda" in the user's code means it."""
-    if device.type == "cpu":
-        return 0.0
-    started = time.perf_counter()
-    if device.index is not None:
-        torch.accelerator.set_device_index(device)
-    torch.ones(1, device=device).add_(1)
-    torch.accelerator.synchronize(device)
-    return time.perf_counter() - started
+class _Ending:
+    """The end of a miniature of the job: the workload's own evaluation, then its checkpoint into a folder that is
+    removed, `limit_seconds` for both together.
 
+    The parent holds them to it: before each it is sent the measurement that holds should it not come back, and the
+    folder, for whoever has to remove it then. Running out of memory passes through; what else the user's code raises is
+    noted.
+    """
 
-def _weights(parameters: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]) -> Any:
-    low = precision.HALF_DTYPES
-    for dtype, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
-        if any(p.dtype == dtype for p in trained):
-            return name
-    return "frozen_low" if any(p.dtype in low for p in parameters) else "fp32"
+    def __init__(self, training: BaseTraining, limit_seconds: float, tell: Tell, measured: Measurement) -> None:
+        self._training = training
+        self._limit_seconds = limit_seconds
+        self._tell = tell
+        self._measured = measured
+        self._began = time.perf_counter()
+        self._seconds: dict[str, float | None] = {"evaluation_seconds": None, "checkpoint_seconds": None}
+        self._problems: list[str] = []
 
+    def run(self) -> dict[str, Any]:
+        """Both, as far as the workload has them: what came of them, in the fields of a `Measurement`."""
+        training = self._training
+        if training.workload.evaluate is not None:
+            self._run("evaluate", "evaluation_seconds", training.evaluate, name="evaluating")
+        if training.workload.checkpoint is not None:
+            with tempfile.TemporaryDirectory(prefix="autotune-amp-", ignore_cleanup_errors=True) as folder:
+                write = partial(training.checkpoint, Path(folder))
+                self._run("checkpoint", "checkpoint_seconds", write, name="writing a checkpoint", folder=folder)
+        return self._fields(time.perf_counter() - self._began, self._problems)
 
-def _mib(num_bytes: int | None) -> str:
-    return "none" if num_bytes is None else f"{num_bytes / 2**20:.0f} MiB"
+    def _run(self, what: str, field: str, action: Callable[[], None], **phase: str) -> None:
+        started = time.perf_counter()
+        left_seconds = self._limit_seconds - (started - self._began)
+        if left_seconds <= 0:
+            self._problems.append(f"{what} was not run, for want of time")
+            return
+        overdue = f"{what} did not end within {left_seconds:.{0 if left_seconds >= 10 else 1}f} s"
+        fields = self._fields(self._limit_seconds, [*self._problems, overdue])
+        so_far = msgspec.structs.replace(self._measured, **fields)
+        self._tell({"event": "so far", "value": msgspec.to_builtins(so_far)})
+        self._tell({"event": "phase", "seconds": left_seconds, **phase})
+        try:
+            action()
+            synchronize(self._training.device)
+        except (Exception, SystemExit) as error:
+            failure = classify(error)
+            if failure.kind == "oom":
+                raise
+            self._problems.append(f"{what} raised {failure.message}")
+        else:
+            self._seconds[field] = time.perf_counter() - started
+
+    def _fields(self, seconds: float, problems: list[str]) -> dict[str, Any]:
+        return {**self._seconds, "ending_seconds": seconds, "ending_problem": "; ".join(problems) or None}
 
 
 def raise_oom_score() -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from autotune_amp import AmpConfig, LossScale
-from autotune_amp.precision.mode import autocast
+from autotune_amp.precision.torch_state import autocast
 from autotune_amp.runtime.controller import PrecisionController
 
 HERE = Path(__file__).parent

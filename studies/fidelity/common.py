@@ -16,12 +16,11 @@ import torch
 from case import Case
 
 import autotune_amp
-from autotune_amp.core.config import Precision
+from autotune_amp.core.setting import Precision
 from autotune_amp.numerics.passes import Subject
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import data
-from autotune_amp.trial.context import make_model
-from autotune_amp.trial.optimizers import make_optimizer
+from autotune_amp.trial.context import make_model, make_optimizer
 
 RAW = Path(__file__).parent / "raw"
 ZOOS = {  # the module, and the cases in it

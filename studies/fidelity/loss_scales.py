@@ -19,7 +19,7 @@ from case import Case
 from training import train
 
 from autotune_amp.core.config import LossScale
-from autotune_amp.core.fidelity import Calibration
+from autotune_amp.core.outcome import Calibration
 from autotune_amp.numerics.calibration import calibrate
 from autotune_amp.numerics.passes import Passes, Subject
 from autotune_amp.numerics.scaler_replay import Burst, extend, skips

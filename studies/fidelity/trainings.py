@@ -19,9 +19,9 @@ from case import Case
 from checks import precisions
 from training import Trained, train
 
-from autotune_amp.core.config import Precision
+from autotune_amp.core.setting import Precision
 from autotune_amp.numerics.calibration import calibrate
-from autotune_amp.precision.mode import has_half_weights
+from autotune_amp.precision.forward_wrapper import has_half_weights
 from autotune_amp.precision.modes import MODES
 
 LONG = ("gpt2", "resnet", "bert_classes", "large_offset", "t5_feed_forward")  # the last two are sick

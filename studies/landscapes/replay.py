@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import msgspec
 from landscape import Header, Landscape, Process
 
-from autotune_amp.core.config import Precision
-from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity
 from autotune_amp.core.intervals import trimmed_interval
-from autotune_amp.core.outcome import CheckOutcome, Failure, Measurement, Outcome
+from autotune_amp.core.outcome import Accumulation, Calibration, CheckOutcome, Failure, Fidelity, Measurement, Outcome
+from autotune_amp.core.setting import Precision
 from autotune_amp.isolation.backend import Ability, Slot
 from autotune_amp.search.budget import Budget
 from autotune_amp.trial.jobs import Check, Trial, is_hopeless, stop

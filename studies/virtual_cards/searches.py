@@ -10,12 +10,12 @@ from landscape import Landscape
 from replay import play
 from search_replay import search_replay
 
-from autotune_amp.core.config import Precision
-from autotune_amp.core.outcome import Failure, Measurement
-from autotune_amp.core.setting import Setting
-from autotune_amp.profile.job import LOW, NUM_ROUNDS, Lane, Profiled
+from autotune_amp.core.outcome import Outcome
+from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.profile.job import LOW
 from autotune_amp.profile.results import AmpProfile
 from autotune_amp.profile.rows import Found, answer, rows
+from autotune_amp.profile.running import NUM_ROUNDS
 from autotune_amp.trial.jobs import Trial
 
 CHECKS = ("fidelity", "calibration", "accumulation")
@@ -65,27 +65,17 @@ def grid_seconds(landscape: Landscape) -> float:
 def profiled(landscape: Landscape) -> AmpProfile:
     """What `profile_amp` says of the processes that the landscape has at today's batch."""
     header = landscape.header
-    today = header.todays_batch_size
-    alone: dict[Precision, Measurement | Failure] = {}
+    outcomes: dict[Precision, list[Outcome]] = {}
     for precision in header.precisions:
-        (process,) = landscape.cells[Setting(precision=precision, batch_size=today)]
-        alone[precision] = process.outcome
-    lanes = tuple(
-        Lane(precision=p, block_seconds=(o.step_seconds,) * NUM_ROUNDS, data_seconds=(0.0,) * NUM_ROUNDS)
-        for p, o in alone.items()
-        if isinstance(o, Measurement)
-    )
-    whole = Profiled(lanes=lanes)
+        (process,) = landscape.cells[Setting(precision=precision, batch_size=header.todays_batch_size)]
+        outcomes[precision] = [process.outcome] * NUM_ROUNDS
+    found = Found(header.hardware, {}, outcomes, {})
     return answer(
-        rows(header.precisions, Found({}, alone, whole, {}, header.hardware.identity.type)),
-        whole,
+        rows(header.precisions, found),
+        found,
         workload=header.workload,
-        hardware=header.hardware,
-        batch_size=today,
-        accumulation_steps=1,
+        setting=Setting(precision="fp32", batch_size=header.todays_batch_size),
         num_batches=NUM_ROUNDS,
-        trace=None,
-        notes=(),
     )
 
 

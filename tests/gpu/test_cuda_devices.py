@@ -137,7 +137,7 @@ def test_a_library_that_cannot_start_is_out_of_memory_only_near_the_trials_limit
 def test_a_card_that_is_taken_does_not_speak_against_forking_for_another(virtual_machine: VirtualMachine) -> None:
     code = """
 import subprocess, sys
-from autotune_amp.isolation.forking import why_not_fork
+from autotune_amp.isolation.server import why_not_fork
 
 hold = "import torch; held = torch.ones(1, device='cuda:0'); print(flush=True); input()"
 holder = subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -183,8 +183,8 @@ def test_a_caller_that_has_used_the_card_is_no_stranger_there() -> None:
 
 MEASURE_ALL = """
 import json, torch
-from autotune_amp.hardware import cuda, matmul, measure
-matmul.flops_per_second = lambda *arguments, **options: 1e12
+from autotune_amp.hardware import cuda, measure, measuring
+measuring.flops_per_second = lambda *arguments, **options: 1e12
 found = [measure(f"cuda:{index}") for index in range(torch.cuda.device_count())]
 print(json.dumps([[h.compute_capability, [p for p, c in h.precisions.items() if c.level == "native"]] for h in found]))
 """

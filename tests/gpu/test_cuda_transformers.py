@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from autotune_amp import LossScale, Workload
-from autotune_amp.core.config import Precision
-from autotune_amp.core.fidelity import Fidelity
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.outcome import Fidelity
+from autotune_amp.core.setting import Precision, Setting
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import checks
 from autotune_amp.trial.context import Context

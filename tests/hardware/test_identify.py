@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from autotune_amp.core.errors import DeviceError
+from autotune_amp.hardware import device as identities
 from autotune_amp.hardware import host, identify, nvml
-from autotune_amp.hardware import identity as identities
 from autotune_amp.hardware.host import ContainerMemory
 
 if TYPE_CHECKING:

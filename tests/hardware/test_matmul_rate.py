@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune_amp.hardware import matmul
+from autotune_amp.hardware import measuring
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from autotune_amp.core.config import Precision
+    from autotune_amp.core.setting import Precision
 
 
 class MadeDevice:
@@ -39,10 +39,10 @@ class MadeDevice:
 
     def measured(self, *, seconds: float, max_bytes: int) -> float:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(matmul, "perf_counter", self.clock)
-            patch.setattr(matmul, "_product", self.product)
-            patch.setattr(matmul, "_time", self.time)
-            return matmul.flops_per_second("cpu", "fp16", seconds=seconds, max_bytes=max_bytes)
+            patch.setattr(measuring, "perf_counter", self.clock)
+            patch.setattr(measuring, "_product", self.product)
+            patch.setattr(measuring, "_time", self.time)
+            return measuring.flops_per_second("cpu", "fp16", seconds=seconds, max_bytes=max_bytes)
 
 
 @given(log_rate=st.floats(8, 16))
@@ -65,14 +65,14 @@ def test_it_keeps_within_the_memory_given() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])
 def test_real_products_have_a_rate(precision: Precision) -> None:
-    assert matmul.flops_per_second("cpu", precision, seconds=0.02, max_bytes=2**20) > 0
+    assert measuring.flops_per_second("cpu", precision, seconds=0.02, max_bytes=2**20) > 0
 
 
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )
 def test_a_product_is_computed_in_its_precision(precision: Precision, dtype: torch.dtype) -> None:
-    result = matmul._product("cpu", precision, 16)()
+    result = measuring._product("cpu", precision, 16)()
     assert result.dtype is dtype
     assert result.float().std() > 1  # random data, not zeros
 
@@ -81,16 +81,16 @@ def test_a_product_is_computed_in_its_precision(precision: Precision, dtype: tor
 def test_fp32_mode_is_set_and_put_back(monkeypatch: pytest.MonkeyPatch, precision: Precision, mode: str) -> None:
     flags = torch.backends.cuda.matmul
     seen: list[str] = []
-    real = matmul._product
+    real = measuring._product
 
     def spy(device: str, precision: Precision, size: int) -> Callable[[], torch.Tensor]:
         seen.append(flags.fp32_precision)
         return real(device, precision, size)
 
-    monkeypatch.setattr(matmul, "_product", spy)
+    monkeypatch.setattr(measuring, "_product", spy)
     for found in ("tf32", "ieee", "none"):  # "none" is how torch starts: leave it so
         flags.fp32_precision = found
-        matmul.flops_per_second("cpu", precision, seconds=0.0, max_bytes=0)
+        measuring.flops_per_second("cpu", precision, seconds=0.0, max_bytes=0)
         assert flags.fp32_precision == found
     assert seen == [mode] * 3
 
@@ -99,8 +99,8 @@ def test_fp32_mode_is_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -
     def refuse(*_: object) -> None:
         raise RuntimeError("not implemented")
 
-    monkeypatch.setattr(matmul, "_product", refuse)
+    monkeypatch.setattr(measuring, "_product", refuse)
     before = torch.backends.cuda.matmul.fp32_precision
     with pytest.raises(RuntimeError, match="not implemented"):
-        matmul.flops_per_second("cpu", "tf32", seconds=0.0, max_bytes=0)
+        measuring.flops_per_second("cpu", "tf32", seconds=0.0, max_bytes=0)
     assert torch.backends.cuda.matmul.fp32_precision == before != "tf32"

@@ -4,10 +4,10 @@ import psutil
 import pytest
 import torch
 
-from autotune_amp.core.config import PRECISIONS
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.hardware import DeviceMemory
-from autotune_amp.hardware import cpu, cuda, host, identify, matmul, measure, nvml
+from autotune_amp.core.setting import PRECISIONS
+from autotune_amp.hardware import cpu, cuda, host, identify, measure, measuring, nvml
 from autotune_amp.hardware.device import DEVICES
 from autotune_amp.hardware.host import ContainerMemory
 
@@ -44,7 +44,7 @@ def test_what_torch_cannot_multiply_is_unsupported_in_its_own_words(monkeypatch:
         del arguments, options
         raise RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'\nand a stack trace")
 
-    monkeypatch.setattr(matmul, "flops_per_second", refuse)
+    monkeypatch.setattr(measuring, "flops_per_second", refuse)
     capability = measure("cpu").precisions["fp16"]
     assert capability.level == "unsupported"
     assert capability.reason.endswith("not implemented for 'Half'")
@@ -55,7 +55,7 @@ def test_a_full_device_keeps_its_level_without_a_rate(monkeypatch: pytest.Monkey
         del arguments, options
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(matmul, "flops_per_second", refuse)
+    monkeypatch.setattr(measuring, "flops_per_second", refuse)
     capability = measure("cpu").precisions["fp32"]
     assert (capability.level, capability.matmul_flops_per_second) == ("native", None)
     assert "too little memory is free" in capability.reason
@@ -113,7 +113,7 @@ def test_auto_takes_no_other_device_for_a_card_that_is_there_and_cannot_be_used(
 ) -> None:
     """What is measured would be filed under the card, which `identify` names."""
     TooOld(monkeypatch)
-    monkeypatch.setattr("autotune_amp.hardware.identity._torch_is_built_for", lambda toolkit: toolkit == "cuda")
+    monkeypatch.setattr("autotune_amp.hardware.device._torch_is_built_for", lambda toolkit: toolkit == "cuda")
     monkeypatch.setattr(nvml, "visible_uuids", lambda: ("GPU-a",))
     with pytest.raises(DeviceError, match="too old"):
         measure("auto")
@@ -153,7 +153,7 @@ def test_the_benchmark_takes_a_tenth_of_what_is_available(monkeypatch: pytest.Mo
         return 1.0
 
     monkeypatch.setattr(cpu, "memory", lambda device: DeviceMemory(total=1000, free=900, available=100))
-    monkeypatch.setattr(matmul, "flops_per_second", rate)
+    monkeypatch.setattr(measuring, "flops_per_second", rate)
     assert measure("cpu").memory.available == 100
     assert set(given) == {10}
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune_amp.hardware import nvml
-from autotune_amp.hardware.identity import identify, names_version
+from autotune_amp.hardware.device import identify, names_version
 
 UUIDS = ("GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3")
 OTHER_PID = 2**22 + 1  # above the kernel's largest
@@ -81,7 +81,7 @@ class MadeNvml:
 def made(monkeypatch: pytest.MonkeyPatch) -> MadeNvml:
     library = MadeNvml()
     monkeypatch.setattr(nvml, "_library", lambda: library)
-    monkeypatch.setattr("autotune_amp.hardware.identity._torch_is_built_for", lambda toolkit: toolkit == "cuda")
+    monkeypatch.setattr("autotune_amp.hardware.device._torch_is_built_for", lambda toolkit: toolkit == "cuda")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return library
 
@@ -210,14 +210,14 @@ def test_auto_identifies_something_else_where_no_card_is_visible(monkeypatch: py
 
 @pytest.mark.usefixtures("made")
 def test_auto_passes_over_a_card_that_this_torch_is_not_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune_amp.hardware.identity._torch_is_built_for", lambda toolkit: False)
+    monkeypatch.setattr("autotune_amp.hardware.device._torch_is_built_for", lambda toolkit: False)
     assert identify("auto").type != "cuda"
     assert identify("cuda").name == "NVIDIA A"
 
 
 @pytest.mark.usefixtures("made")
 def test_a_card_under_rocm_is_no_nvidia_card_that_is_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune_amp.hardware.identity._torch_is_built_for", lambda toolkit: toolkit == "hip")
+    monkeypatch.setattr("autotune_amp.hardware.device._torch_is_built_for", lambda toolkit: toolkit == "hip")
     assert identify("cuda:0").name == "unknown"
     assert identify("auto").type != "cuda"
 

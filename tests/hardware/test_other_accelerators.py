@@ -13,7 +13,7 @@ from autotune_amp import Workload
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.setting import Setting
-from autotune_amp.hardware import cuda, host, identify, identity, matmul, measure, nvml
+from autotune_amp.hardware import cuda, device, host, identify, measure, measuring, nvml
 from autotune_amp.hardware.measuring import make_current
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import worker
@@ -25,7 +25,7 @@ GIB = 2**30
 
 @pytest.fixture(autouse=True)
 def _rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul, "flops_per_second", lambda *given, **options: 1.0)
+    monkeypatch.setattr(measuring, "flops_per_second", lambda *given, **options: 1.0)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def rocm(monkeypatch: pytest.MonkeyPatch) -> None:
         name="AMD Instinct MI250X", major=9, minor=0, gcnArchName="gfx90a:sramecc+", uuid="a", total_memory=64 * GIB
     )
     monkeypatch.setattr(nvml, "_library", asked)
-    monkeypatch.setattr(identity, "_torch_is_built_for", lambda toolkit: toolkit == "hip")
+    monkeypatch.setattr(device, "_torch_is_built_for", lambda toolkit: toolkit == "hip")
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.version, "cuda", None)
     for name, answer in {

@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,9 @@ import lightning_samples
 import torch
 import torch.distributed as dist
 import trainer_samples
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
-from autotune_amp.core.config import AmpConfig, FallbackPlan
 from autotune_amp.integrations.accelerate import AutotuneAccelerator
 from autotune_amp.runtime.controller import PrecisionController
 
@@ -55,25 +53,6 @@ def accelerate(folder: Path) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
     return seen(accelerator.controller, net, net.dtypes, accelerator.num_processes)
-
-
-def gathered(folder: Path) -> dict[str, Any]:
-    """The numbers of 20 samples as the plain loop gathers them, as `windows` does, and in pieces there."""
-    plan = FallbackPlan(precision="fp32", batch_size=4, accumulation_steps=6)
-    config = AmpConfig(precision="bf16", batch_size=8, accumulation_steps=3, fallback=[plan])
-    accelerator = AutotuneAccelerator(config, cpu=True)
-    samples: Any = torch.arange(20)  # of the last two batches 4 samples are the data's own, all on rank 0
-    loader = accelerator.prepare(DataLoader(samples, batch_size=8))
-
-    def numbers(passes: Iterable[Tensor]) -> list[int]:
-        return [number for batch in passes for number in accelerator.gather_for_metrics(batch).tolist()]
-
-    found = {"plain": numbers(loader), "windows": numbers(accelerator.windows(loader))}
-    for _ in accelerator.windows(loader):  # a window is not split once it was begun
-        accelerator.controller.set_precision("fp32")
-    found["pieces"] = numbers(accelerator.windows(loader))
-    found["passes"] = [len(batch) for batch in accelerator.windows(loader)]
-    return found
 
 
 def trainer(folder: Path) -> dict[str, Any]:
@@ -127,7 +106,7 @@ def main(folder: Path, rank: int) -> None:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=60)
     )
     found = {}
-    for train in (accelerate, gathered, trainer, lightning):
+    for train in (accelerate, trainer, lightning):
         with accelerate_training.fresh_accelerate():
             found[train.__name__] = train(folder)
     (folder / f"{rank}.json").write_text(json.dumps(found, allow_nan=False))

@@ -21,8 +21,7 @@ from accelerate_training import Net, batches_of, fresh_accelerate, inputs, loss_
 from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan, LossScale
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.integrations.accelerate import AutotuneAccelerator, grad_scaler_kwargs
-from autotune_amp.precision.forward_wrapper import player_of
-from autotune_amp.precision.mode import is_pinned
+from autotune_amp.precision.forward_wrapper import is_pinned, roles_of
 from autotune_amp.runtime.controller import PrecisionController
 
 
@@ -204,7 +203,7 @@ def test_what_is_prepared_after_free_memory_begins_anew() -> None:
         assert (status.precision, len(status.history)) == (("bf16", 1) if overflowing else ("fp16", 0))
         accelerator.free_memory()
         assert [type(module) for module in net.modules()] == [Net, nn.Linear, nn.Linear]
-        assert not any(map(player_of, net.modules()))
+        assert not any(any(roles_of(module)) for module in net.modules())
         del net, model, optimizer
         gc.collect()
         assert reference() is None
@@ -231,7 +230,7 @@ def test_resuming_at_a_fallback_in_another_batch_takes_windows(tmp_path: Path) -
     resumed = Run(config)
     loader = resumed.prepared(inputs(4))
     resumed.accelerator.load_state(str(tmp_path))
-    with pytest.raises(DemotedError, match=r"goes on in fp32, .* batch size 2 and 2 .*, not 4 and 1") as raised:
+    with pytest.raises(DemotedError, match=r"to fp32: .* batch size 2 and 2 .*, not 4 and 1") as raised:
         resumed.train(loader)
     assert (raised.value.config.precision, raised.value.config.batch_size) == ("fp32", 2)
     assert resumed.net.batch_sizes == []
@@ -281,6 +280,25 @@ def test_clipping_inside_an_accumulation_window_is_refused() -> None:
     with run.accelerator.accumulate(run.model), pytest.raises(InvalidRequestError, match="sync_gradients"):
         run.accelerator.clip_grad_norm_(run.model.parameters(), 1.0)
     assert len(loader) == 4
+
+
+def test_metrics_are_gathered_in_windows_on_one_device_and_in_an_evaluation_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accelerator = AutotuneAccelerator(AmpConfig(precision="fp32", batch_size=4, accumulation_steps=2), cpu=True)
+    training: Any = inputs(5)[:18]  # Accelerate itself would cut batches that are fetched ahead to the last one's 2
+    evaluated: Any = inputs(3)[:10]
+    loader, evaluation = accelerator.prepare(DataLoader(training, batch_size=4), DataLoader(evaluated, batch_size=4))
+    gathered = []
+    for batch in accelerator.windows(loader):
+        gathered.append(accelerator.gather_for_metrics(batch))
+        assert [len(accelerator.gather_for_metrics(some)) for some in evaluation] == [4, 4, 2]
+    assert torch.equal(torch.cat(gathered), training)
+    monkeypatch.setattr(AutotuneAccelerator, "num_processes", 2)
+    for batch in accelerator.windows(loader):
+        with pytest.raises(InvalidRequestError, match="gather_for_metrics") as raised:
+            accelerator.gather_for_metrics(batch)
+        assert "gather()" in raised.value.next_step
 
 
 def test_a_plain_accelerator_takes_the_scaler_arguments() -> None:

@@ -32,8 +32,14 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.integrations import export_settings
-from autotune_amp.integrations.export import TARGETS, Exportable, accelerate_file, export, is_exported
+from autotune_amp.integrations.deepspeed import deepspeed_config
+from autotune_amp.integrations.export import (
+    TARGETS,
+    Exportable,
+    accelerate_file,
+    export,
+    is_exported,
+)
 
 ORIGIN = "# autotune-amp export of studies/train: measured"
 
@@ -256,7 +262,7 @@ def test_where_the_frameworks_module_holds_the_model_the_text_says_what_becomes_
 def test_a_launch_file_says_what_a_plain_accelerator_would_do_under_it() -> None:
     pinned = accelerate_file(Exportable(PINNED, "cpu"))
     (note,) = pinned.notes
-    assert re.search("neither casts .*does not keep second .*trains in fp32", note)
+    assert re.search("cannot train fp16 on cpu with second in fp32.*trains all in fp32", note)
     assert "AutotuneAccelerator" in comments(pinned.text)
     assert 'mixed_precision: "no"\n' in pinned.text
     plain = accelerate_file(Exportable(msgspec.structs.replace(PINNED, pinned_modules=())))
@@ -295,7 +301,7 @@ def test_deepspeeds_json_and_what_it_rounds() -> None:
     assert "min_scale 0.015625 becomes 1" in deepspeed_said(init_scale=64.0)[1]  # its floor
     with pytest.raises(InvalidRequestError, match="its least scale is 1"):
         deepspeed_said(init_scale=2.0**-10)
-    assert export_settings.deepspeed_config(ACCUMULATED)["bf16"] == {"enabled": True}
+    assert deepspeed_config(ACCUMULATED)["bf16"] == {"enabled": True}
 
 
 @pytest.mark.parametrize("config", [CONFIGS[0], ACCUMULATED, PINNED], ids=precision_of)
@@ -303,7 +309,7 @@ def test_deepspeeds_own_classes_read_it(config: AmpConfig) -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeed has no wheel; pip install 'autotune_amp[deepspeed]' builds it")
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    read = DeepSpeedConfig(export_settings.deepspeed_config(config))
+    read = DeepSpeedConfig(deepspeed_config(config))
     sizes = (read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps, read.train_batch_size)
     assert sizes == (config.batch_size, config.accumulation_steps, config.batch_size * config.accumulation_steps)
     enabled = (read.float16_config.enabled, read.bfloat16_config.enabled)

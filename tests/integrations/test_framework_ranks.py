@@ -1,4 +1,4 @@
-"""Two ranks in each framework: an overflow on one of them moves both, and metrics hold each sample once."""
+"""Two ranks in each framework: an overflow on one of them moves both."""
 
 from __future__ import annotations
 
@@ -23,13 +23,3 @@ def test_an_overflow_on_one_rank_demotes_both(found: list[dict[str, Any]], frame
     assert first["moves"] == [[4, "demotion", "fp16", "bf16"]]
     assert "float16" in first["dtypes"][0]
     assert "bfloat16" in first["dtypes"][1]
-
-
-def test_what_only_fills_up_the_ranks_last_batch_is_gathered_neither_whole_nor_in_pieces(
-    found: list[dict[str, Any]],
-) -> None:
-    numbers = found[0]["gathered"]
-    assert numbers["plain"] == list(range(20))
-    assert numbers["windows"] == numbers["plain"]
-    assert len(numbers["passes"]) == 4
-    assert sorted(numbers["pieces"]) == numbers["plain"]

@@ -9,7 +9,7 @@ import sys
 import pytest
 from conftest import CommandLine
 
-from autotune_amp.distributed.launcher import is_from_launcher
+from autotune_amp.distributed.ranks import is_from_launcher
 
 SCRIPT = """
 import json, os, sys

@@ -16,11 +16,10 @@ from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.workload import make_workload
 from autotune_amp.integrations.lightning import trainer_arguments
 from autotune_amp.isolation.packing import pack, unpack
-from autotune_amp.precision import mode as precision
+from autotune_amp.precision import torch_state
+from autotune_amp.precision.step_amp import StepAmp
 from autotune_amp.trial import data
-from autotune_amp.trial.context import LoopState, make_model
-from autotune_amp.trial.optimizers import each, make_optimizer
-from autotune_amp.trial.training import TrialAmp
+from autotune_amp.trial.context import LoopState, each, make_model, make_optimizer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers which may be a bottleneck"),  # tiny data on purpose
@@ -172,7 +171,7 @@ def test_a_module_with_manual_optimization_becomes_a_loop(tmp_path: Any) -> None
     state = make_model(workload)
     assert isinstance(state, LoopState)
     config = AmpConfig(precision="bf16", batch_size=4)
-    amp = TrialAmp(lambda: precision.autocast("bf16", "cpu"), "cpu", config)
+    amp = StepAmp(lambda: torch_state.autocast("bf16", "cpu"), "cpu", config)
     assert workload.train_step is not None
     for batch in batches:
         amp.begin()

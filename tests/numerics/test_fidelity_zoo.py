@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from autotune_amp.core.config import Precision
-from autotune_amp.core.fidelity import Fidelity
+from autotune_amp.core.outcome import Fidelity
+from autotune_amp.core.setting import Precision
 from autotune_amp.numerics.fidelity import check
 from autotune_amp.numerics.passes import Subject
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import data
-from autotune_amp.trial.context import make_model
-from autotune_amp.trial.optimizers import make_optimizer
+from autotune_amp.trial.context import make_model, make_optimizer
 
 pytestmark = pytest.mark.slow
 

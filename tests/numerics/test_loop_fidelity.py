@@ -12,9 +12,8 @@ from loop_samples import LOOPS, batches, mlp
 from torch import Tensor, nn
 
 from autotune_amp import Workload
-from autotune_amp.core.config import Precision
-from autotune_amp.core.fidelity import Calibration, Fidelity
-from autotune_amp.core.outcome import CheckOutcome, Failure
+from autotune_amp.core.outcome import Calibration, CheckOutcome, Failure, Fidelity
+from autotune_amp.core.setting import Precision
 from autotune_amp.numerics.passes import Passes, Subject
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import checks

@@ -2,25 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
-import torch
 from torch import Tensor, nn
-
-from autotune_amp.core.config import Precision
-from autotune_amp.precision.mode import (
-    Observer,
-    clear_override,
-    observe,
-    override,
-    pin_fp32,
-    stop_observing,
-    unpin,
-)
-
-HALF: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Block(nn.Module):
@@ -56,43 +38,3 @@ class Model(nn.Module):
         block = self.blocks[index]
         assert isinstance(block, Block)
         return block.linear
-
-
-class Pair(NamedTuple):
-    left: Tensor
-    right: Tensor
-
-
-class Recorder(nn.Module):
-    """Keeps what its forward was given, and whether autocast was on; gives out what it is told to."""
-
-    def __init__(self, output: Any = None) -> None:
-        super().__init__()
-        self.output = output
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.args, self.kwargs = args, kwargs
-        self.autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        return self.output
-
-
-def give_roles(module: nn.Module) -> None:
-    pin_fp32(module, "cpu")
-    override(module, "fp16", "cpu")
-    observe(module, Observer(1, "cpu"), 0)
-
-
-def take_roles(module: nn.Module) -> None:
-    unpin(module)
-    clear_override(module)
-    stop_observing(module)
-
-
-def doubled(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    return forward(*args, **kwargs) * 2
-
-
-def wrap_as_accelerate(module: nn.Module) -> None:
-    """What Accelerate does: the class's function taken out, wrapped, and put on the instance."""
-    inner = module.forward.__func__  # type: ignore[attr-defined] # mypy does not know a bound method here
-    module.forward = functools.update_wrapper(functools.partial(doubled, inner, module), module.forward)

@@ -1,32 +1,237 @@
-"""A module whose class is swapped is in everything else as it was."""
+"""Pins, overrides and observers: what they do, and that the module is in everything else as it was."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import pickle
-from collections.abc import Iterator
-from typing import Any
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
+import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
-from swap_samples import Block, Model, doubled, give_roles, wrap_as_accelerate
+from hypothesis import strategies
+from swap_samples import Block, Model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from autotune_amp.precision.mode import (
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.setting import Precision
+from autotune_amp.precision.forward_wrapper import (
     Observer,
-    autocast,
     clear_override,
     is_pinned,
     observe,
     override,
     override_of,
     pin_fp32,
+    stop_observing,
     unpin,
 )
+from autotune_amp.precision.torch_state import autocast
+
+HALF: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
+class Recorder(nn.Module):
+    """Keeps what its forward was given, and whether autocast was on; gives out what it is told to."""
+
+    def __init__(self, output: Any = None) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.args, self.kwargs = args, kwargs
+        self.autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        return self.output
+
+
+@pytest.fixture
+def x() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(4, 8)
+
+
+@pytest.mark.parametrize("outside", ["bf16", "fp16"])
+def test_a_pinned_module_runs_in_fp32(outside: Precision, x: Tensor) -> None:
+    module = nn.Linear(8, 8)
+    with autocast(outside, "cpu"):
+        assert module(x).dtype == HALF[outside]
+        pin_fp32(module, "cpu")
+        assert module(x.to(HALF[outside])).dtype == torch.float32
+        unpin(module)
+        assert module(x).dtype == HALF[outside]
+
+
+@pytest.mark.parametrize("role", [lambda m: pin_fp32(m, "cpu"), lambda m: override(m, "fp32", "cpu")])
+def test_inputs_are_cast_up_anywhere_in_containers(role: Callable[[nn.Module], None]) -> None:
+    module, half, double = Recorder(), torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.float64)
+    role(module)
+    indices, kept = torch.arange(2), deque([half])
+    module(half, [half, (indices, {"a": half})], "text", pair=Pair(half, double), more=OrderedDict(b=half), kept=kept)
+    first, (second, (third, inner)), text = module.args
+    assert [t.dtype for t in (first, second, inner["a"], module.kwargs["more"]["b"])] == [torch.float32] * 4
+    assert third is indices
+    assert text == "text"
+    assert isinstance(module.kwargs["pair"], Pair)
+    assert module.kwargs["pair"].left.dtype == torch.float32
+    assert module.kwargs["pair"].right is double
+    assert isinstance(module.kwargs["more"], OrderedDict)
+    assert module.kwargs["kept"] is kept  # a module may write into it, as into a key-value cache
+    assert kept[0] is half
+
+
+@pytest.mark.parametrize("low", HALF.values())
+def test_half_precision_weights_cannot_be_pinned(low: torch.dtype, x: Tensor) -> None:
+    module = nn.Linear(8, 8).to(low)
+    with pytest.raises(InvalidRequestError, match="half precision"):
+        pin_fp32(module, "cpu")
+    assert type(module) is nn.Linear
+    override(module, "fp32", "cpu")  # but fp32 may be asked of a model kept in half precision: as it is
+    assert module(x.to(low)).dtype == low
+
+
+@pytest.mark.parametrize("inside", ["fp32", "tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("outside", ["fp32", "bf16", "fp16"])
+def test_an_override_wins_over_the_autocast_around_it(inside: Precision, outside: Precision) -> None:
+    module = Recorder()
+    override(module, inside, "cpu")
+    assert override_of(module) == inside
+    with autocast(outside, "cpu"):
+        module()
+        assert module.autocast == HALF.get(inside)
+        assert torch.is_autocast_enabled("cpu") == (outside != "fp32")
+    clear_override(module)
+    assert override_of(module) is None
+
+
+def test_a_pin_wins_over_an_override_on_and_around_it() -> None:
+    around, inner = Recorder(), Recorder()
+    outer = nn.Sequential(around, inner)
+    override(outer, "bf16", "cpu")
+    override(inner, "fp16", "cpu")
+    pin_fp32(inner, "cpu")
+    outer(torch.ones(1))
+    assert around.autocast == torch.bfloat16
+    assert inner.autocast is None
+
+
+def test_an_override_does_not_use_casts_cached_outside(x: Tensor) -> None:
+    module = nn.Linear(8, 8)
+    with autocast("fp16", "cpu"):
+        module(x)  # caches the weight in fp16
+        override(module, "bf16", "cpu")
+        assert module(x).dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # newer torch has deprecated it
+def test_what_cannot_be_is_refused() -> None:
+    module = nn.Linear(8, 8)
+    with pytest.raises(InvalidRequestError, match="fp8"):
+        override(module, "fp8", "cpu")
+    assert type(module) is nn.Linear
+    with pytest.raises(InvalidRequestError, match="TorchScript"):
+        pin_fp32(torch.jit.script(nn.Linear(8, 8)), "cpu")
+
+
+def observed(output: Any, times: int = 1) -> float:
+    module, observer = Recorder(output), Observer(2, "cpu")
+    observer.is_sampling = True
+    observe(module, observer, 1)
+    for _ in range(times):
+        module()
+    assert observer.maxima[0] == 0
+    assert not observer.maxima[1].requires_grad
+    return float(observer.read()[1])
+
+
+def test_an_observer_keeps_the_largest_magnitude() -> None:
+    assert observed(torch.tensor([1.0, -3.0, 2.0], requires_grad=True)) == 3
+    assert observed(torch.tensor([-1.0, 66246.0])) == 66246
+    assert observed(torch.tensor([-(2.0**-24), 0.0], dtype=torch.float16)) == 2.0**-24
+    assert observed(torch.tensor([300.0], dtype=torch.bfloat16), times=2) == 300
+    assert observed(torch.tensor([1.0, -torch.inf])) == torch.inf
+    assert torch.tensor(observed(torch.tensor([torch.inf, torch.nan, 1.0]))).isnan()
+
+
+def test_an_observer_looks_at_the_first_floating_tensor() -> None:
+    one, two = torch.ones(1), torch.full((1,), 2.0)
+    assert observed((None, torch.arange(9), [two], one)) == 2
+    assert observed({"logits": two, "hidden": one}) == 2
+    assert observed(torch.empty(0, 8)) == 0
+    assert observed("nothing") == 0
+
+
+def test_eager_modules_write_only_while_sampling_and_training() -> None:
+    module, observer = nn.Identity(), Observer(1, "cpu")
+    observe(module, observer, 0)
+    module(torch.ones(1))
+    observer.is_sampling = True
+    module.eval()(torch.ones(1))
+    assert observer.read().tolist() == [0]
+    module.train()(torch.ones(1))
+    for value in (torch.nan, 2.0):
+        module(torch.tensor(value))
+        assert observer.read().isnan().all()
+    observer.reset()
+    module(torch.ones(1))
+    assert observer.read().tolist() == [1]
+    stop_observing(module)
+    module(torch.full((1,), 5.0))
+    assert observer.read().tolist() == [1]
+
+
+ROLES: dict[str, Callable[[nn.Module], None]] = {
+    "pin": lambda module: pin_fp32(module, "cpu"),
+    "unpin": unpin,
+    "override fp32": lambda module: override(module, "fp32", "cpu"),
+    "override bf16": lambda module: override(module, "bf16", "cpu"),
+    "clear": clear_override,
+    "observe": lambda module: observe(module, Observer(1, "cpu"), 0),
+    "stop": stop_observing,
+}
+
+
+@hypothesis.given(strategies.lists(strategies.sampled_from(sorted(ROLES))), strategies.booleans())
+def test_any_order_of_changes_ends_as_it_should(changes: list[str], has_own_forward: bool) -> None:
+    module = Recorder(torch.ones(1))
+    if has_own_forward:
+        module.forward = functools.partial(module.forward, 7)  # type: ignore[method-assign] # as Accelerate does
+    before = dict(module.__dict__)
+    pinned, precision, is_observed = False, None, False
+    for change in changes:
+        ROLES[change](module)
+        pinned = {"pin": True, "unpin": False}.get(change, pinned)
+        precision = {"override fp32": "fp32", "override bf16": "bf16", "clear": None}.get(change, precision)
+        is_observed = {"observe": True, "stop": False}.get(change, is_observed)
+        assert is_pinned(module) == pinned
+        assert override_of(module) == precision
+        assert (type(module) is Recorder) == (not pinned and precision is None and not is_observed)
+    with autocast("fp16", "cpu"):
+        module()
+    expected = None if pinned else {"fp32": None, "bf16": torch.bfloat16, None: torch.float16}[precision]
+    assert module.autocast == expected
+    assert module.args == ((7,) if has_own_forward else ())
+    for end in (unpin, clear_override, stop_observing):
+        end(module)
+    for name in ("args", "kwargs", "autocast"):
+        del module.__dict__[name]
+    assert type(module) is Recorder
+    assert module.__dict__ == before
+
+
+# -- the module is as it was -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -36,18 +241,13 @@ def _one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.fixture
-def x() -> Tensor:
-    torch.manual_seed(0)
-    return torch.randn(4, 8)
-
-
 def test_a_module_with_roles_looks_like_itself(x: Tensor) -> None:
     class Local(Block):
         """A local class: its qualified name is not its name."""
 
     module, plain, registered = Local(), Local(), list(Block.registry)
-    give_roles(module)
+    for role in ("pin", "override bf16", "observe"):
+        ROLES[role](module)
     assert isinstance(module, Local)
     assert repr(module) == repr(plain)
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
@@ -79,9 +279,11 @@ def test_copies_and_pickles_keep_pin_and_override_but_not_the_observer(x: Tensor
     override(model, "bf16", "cpu")
     observe(model, Observer(1, "cpu"), 0)
     observe(model.blocks[1], Observer(1, "cpu"), 0)
+    assert b"Observer" not in pickle.dumps(model)
     for twin in duplicates(model):
         assert is_pinned(twin.linear(0))
         assert override_of(twin) == "bf16"
+        assert twin.blocks[1] is model.blocks[1] or type(twin.blocks[1]) is Block
         assert torch.equal(twin(x)[0], model(x)[0])
         unpin(twin.linear(0))
         clear_override(twin)
@@ -92,13 +294,14 @@ def test_copies_and_pickles_keep_pin_and_override_but_not_the_observer(x: Tensor
     assert override_of(model) == "bf16"
 
 
-def test_a_copy_of_a_module_that_is_only_observed_is_plain() -> None:
-    module = Block()
-    observe(module, Observer(1, "cpu"), 0)
-    assert b"autotune_amp" not in pickle.dumps(module)
-    for twin in duplicates(module):
-        assert type(twin) is Block
-        assert twin.__dict__.keys() == Block().__dict__.keys()
+def doubled(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    return forward(*args, **kwargs) * 2
+
+
+def wrap_as_accelerate(module: nn.Module) -> None:
+    """What Accelerate does: the class's function taken out, wrapped, and put on the instance."""
+    inner = module.forward.__func__  # type: ignore[attr-defined] # mypy does not know a bound method here
+    module.forward = functools.update_wrapper(functools.partial(doubled, inner, module), module.forward)
 
 
 def test_a_forward_set_on_the_instance_plays_the_roles(x: Tensor) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from autotune_amp.precision.mode import CUDA_FLAGS, as_found
 from autotune_amp.precision.modes import MODES
-from autotune_amp.precision.torch_state import FP32_PRECISION_FLAGS
+from autotune_amp.precision.torch_state import CUDA_FLAGS, FP32_PRECISION_FLAGS, as_found
 
 # In a process of its own, where every flag is as PyTorch begins with it.
 PROGRAM = """
@@ -20,7 +19,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 from autotune_amp import AmpConfig, PrecisionController
-from autotune_amp.precision import mode, torch_state
+from autotune_amp.precision import torch_state
 
 changes, precisions = json.loads(sys.argv[1])
 first = torch_state.capture()
@@ -49,7 +48,7 @@ for precision in precisions:
         elif before == "bf16 in oneDNN":
             for operation in ("matmul", "conv", "rnn"):
                 getattr(torch.backends.mkldnn, operation).fp32_precision = "bf16"
-        mode.set_flags(precision)
+        torch_state.set_flags(precision)
         strict[f"{precision}, {before}"] = flags()
 torch_state.apply(first)
 

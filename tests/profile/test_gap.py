@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from profile_samples import host_step, measured, profiled
 
-from autotune_amp.core.config import Precision
-from autotune_amp.profile.gap import Conditions, Event, Step, Trace, gap, next_steps, split, step_mark
-from autotune_amp.profile.job import ProfiledStep, Split
+from autotune_amp.core.setting import Precision
+from autotune_amp.profile.gap import Event, Trace, gap, next_steps, split, step_mark
+from autotune_amp.profile.job import Profiled, ProfiledStep, Split
 from autotune_amp.profile.results import Gap
 
-KNOWN = Conditions(unfused_optimizer="AdamW", is_compiled=False, num_loader_workers=0)
 
-
-def timed(data_seconds: float, compute_seconds: float) -> Step:
-    share = data_seconds / (data_seconds + compute_seconds)
-    return Step(data_seconds, compute_seconds, (share, share))
-
-
-def host_step(step_seconds: float = 2.0, **operation_seconds: float) -> ProfiledStep:
-    return ProfiledStep(operation_seconds=operation_seconds, step_seconds=step_seconds)
-
-
-def host_split(step_seconds: float = 2.0, **operation_seconds: float) -> Split:
-    return Split(steps=(host_step(step_seconds, **operation_seconds),), largest={})
-
-
-def device_split(busy_seconds: float, **operation_seconds: float) -> Split:
-    step = ProfiledStep(operation_seconds=operation_seconds, step_seconds=9.0, busy_seconds=busy_seconds)
-    return Split(steps=(step,), largest={}, is_device=True)
+def apart(data_seconds: float, compute_seconds: float, found: Profiled, *, device_type: str = "cpu") -> Gap:
+    """A step of which so much is the wait for its data; the machine's rate is 400 FLOP/s."""
+    process = measured(data_seconds + compute_seconds, data_seconds=data_seconds)
+    made = gap([process], found, 400.0, device_type)
+    assert made is not None
+    assert sum(part.share for part in made.parts) == pytest.approx(1)
+    return made
 
 
 def seconds(found: Gap) -> dict[str, float]:
-    assert sum(part.share for part in found.parts) == pytest.approx(1)
     return {part.name: round(part.seconds, 6) for part in found.parts if part.seconds}
 
 
 def test_on_a_cpu_the_profile_is_stretched_to_the_step_that_was_timed() -> None:
-    split = host_split(matrix_products=1.0, casts=0.2, fp32_operations=0.4, optimizer=0.2)
-    found = gap(timed(data_seconds=0.5, compute_seconds=1.0), split, flops=100, rate=400.0, device_type="cpu")
+    step = host_step(2.0, matrix_products=1.0, casts=0.2, fp32_operations=0.4, optimizer=0.2)
+    found = apart(0.5, 1.0, profiled(step, flops_per_step=100))
     assert seconds(found) == {
-        "matrix_products": 0.25,
+        "matrix_products": 0.25,  # 100 FLOPs at 400 a second
         "slow_matrix_products": 0.25,
         "casts": 0.1,
         "fp32_operations": 0.2,
@@ -51,49 +38,31 @@ def test_on_a_cpu_the_profile_is_stretched_to_the_step_that_was_timed() -> None:
     }
     assert found.attained_flops_per_second == pytest.approx(100 / 1.5)
     assert found.share("idle") == 0
-
-
-@pytest.mark.parametrize(("flops", "rate"), [(None, 50.0), (100, None)])
-def test_without_a_rate_or_a_count_products_are_one_part(flops: int | None, rate: float | None) -> None:
-    found = gap(timed(0.0, 1.0), host_split(1.0, matrix_products=0.5), flops=flops, rate=rate, device_type="cpu")
-    assert seconds(found) == {"matrix_products": 0.5, "rest": 0.5}
-    assert "slow_matrix_products" not in [part.name for part in found.parts]
+    uncounted = apart(0.5, 1.0, profiled(step))
+    assert uncounted.share("matrix_products") == pytest.approx(1 / 3)
+    assert uncounted.share("slow_matrix_products") == 0
 
 
 def test_on_an_accelerator_what_no_kernel_fills_is_idle() -> None:
-    split = device_split(0.6, matrix_products=0.3, optimizer=0.1, other=0.2)
-    found = gap(timed(0.2, 1.0), split, flops=None, rate=None, device_type="cuda")
+    operations = {"matrix_products": 0.3, "optimizer": 0.1, "other": 0.2}
+    step = ProfiledStep(operation_seconds=operations, step_seconds=9.0, busy_seconds=0.6)
+    found = apart(0.2, 1.0, profiled(step, is_device=True), device_type="cuda")
     assert seconds(found) == {"matrix_products": 0.3, "optimizer": 0.1, "loader": 0.2, "idle": 0.4, "rest": 0.2}
-
-
-def test_kernels_side_by_side_and_slower_for_being_profiled_fit_into_the_step() -> None:
-    found = gap(timed(0.0, 1.0), device_split(2.0, matrix_products=3.0, casts=1.0), None, None, "cuda")
+    # Kernels side by side, slower for being profiled, fit into the step.
+    step = ProfiledStep(operation_seconds={"matrix_products": 3.0, "casts": 1.0}, step_seconds=9.0, busy_seconds=2.0)
+    found = apart(0.0, 1.0, profiled(step, is_device=True), device_type="cuda")
     assert seconds(found) == {"matrix_products": 0.75, "casts": 0.25}
+    assert "no kernels of mps" in (apart(0.0, 1.0, profiled(host_step()), device_type="mps").note or "")
 
 
-def test_what_could_not_be_told_is_said() -> None:
-    assert gap(timed(0.0, 1.0), host_split(1.0), None, None, "mps").note == "torch.profiler sees no kernels of mps"
-
-
-def test_the_largest_gain_comes_first_and_small_parts_are_left_alone() -> None:
-    split = host_split(1.0, matrix_products=0.1, casts=0.02, optimizer=0.3, fp32_operations=0.5)
-    found = gap(timed(1.0, 1.0), split, None, None, "cpu")
-    steps = next_steps(found, "bf16", KNOWN)
-    assert [step.part for step in steps] == ["loader", "fp32_operations", "optimizer"]
-    assert [step.max_speedup for step in steps] == pytest.approx([2.0, 1 / 0.75, 1 / 0.85])
-    assert "num_workers=2" in steps[0].action
-    assert "torch.compile" in steps[1].action
-    assert "AdamW(..., fused=True)" in steps[2].action
-
-
-def test_what_is_done_already_is_not_advised() -> None:
-    split = host_split(1.0, optimizer=0.3, fp32_operations=0.5)
-    found = gap(timed(1.0, 1.0), split, None, None, "cpu")
-    conditions = Conditions(unfused_optimizer=None, is_compiled=True, num_loader_workers=4)
-    loader, kept, optimizer, *_ = (step.action for step in next_steps(found, "bf16", conditions))
-    assert loader.startswith("more num_workers than 4")
-    assert "torch.compile" not in kept
-    assert "fused" not in optimizer
+def test_the_wait_is_the_mean_share_of_the_processes_with_the_least_and_the_largest() -> None:
+    processes = [measured(2.0, data_seconds=1.0), measured(4.0, data_seconds=1.0)]
+    found = gap(processes, profiled(host_step(4.0, casts=1.0)), None, "cpu")
+    assert found is not None
+    (loader,) = (part for part in found.parts if part.name == "loader")
+    assert loader.share == pytest.approx(3 / 8)
+    assert loader.share_range == (1 / 4, 1 / 2)
+    assert sum(part.seconds for part in found.parts) == pytest.approx(8**0.5)  # the geometric mean
 
 
 UNEVEN = [  # one of three steps was disturbed in its casts, another in its optimizer
@@ -104,30 +73,44 @@ UNEVEN = [  # one of three steps was disturbed in its casts, another in its opti
 
 
 def test_parts_are_medians_over_the_profiled_steps_with_their_least_and_largest_share() -> None:
-    found = gap(timed(1.0, 1.0), Split(steps=tuple(UNEVEN), largest={}), None, None, "cpu")
+    found = apart(1.0, 1.0, profiled(*UNEVEN))
     assert seconds(found) == {"matrix_products": 0.5, "casts": 0.1, "optimizer": 0.2, "loader": 1.0, "rest": 0.2}
     ranges = {part.name: part.share_range for part in found.parts}
     assert ranges["casts"] == pytest.approx((0.1 / 2.4, 1.0 / 3.8))
     assert ranges["optimizer"] == pytest.approx((0.2 / 3.8, 0.4 / 2.4))
-    assert ranges["loader"] == (0.5, 0.5)
 
 
-def test_a_part_that_its_spread_undoes_is_not_advised() -> None:
-    found = gap(timed(0.0, 1.0), Split(steps=tuple(UNEVEN), largest={}), None, None, "cpu")
-    assert [step.part for step in next_steps(found, "bf16", KNOWN)] == ["optimizer", "rest", "casts"]
-    quiet = host_step(1.0, matrix_products=0.7, casts=0.01, optimizer=0.2)
-    less = gap(timed(0.0, 1.0), Split(steps=(*UNEVEN, quiet), largest={}), None, None, "cpu")
-    optimizer, rest = next_steps(less, "bf16", KNOWN)
-    assert less.share("casts") > 0.05
-    assert optimizer.share_range == pytest.approx((0.2 / 1.9, 0.4 / 1.2))
-    assert rest.part == "rest"
+def test_the_largest_gain_comes_first_and_what_is_small_in_any_step_is_left_alone() -> None:
+    made = profiled(
+        host_step(matrix_products=0.1, casts=0.02, optimizer=0.3, fp32_operations=0.5),
+        unfused_optimizer="AdamW",
+        num_loader_workers=0,
+    )
+    steps = next_steps(apart(1.0, 1.0, made), "bf16", made)
+    assert [step.part for step in steps] == ["loader", "fp32_operations", "optimizer"]
+    assert [step.max_speedup for step in steps] == pytest.approx([2.0, 1 / 0.75, 1 / 0.85])
+    for step, advised in zip(steps, ("num_workers=2", "torch.compile", "AdamW(..., fused=True)"), strict=True):
+        assert advised in step.action
+    quiet = profiled(*UNEVEN, host_step(1.0, matrix_products=0.7, casts=0.01, optimizer=0.2))
+    found = apart(0.0, 1.0, quiet)
+    assert found.share("casts") > 0.05
+    assert [step.part for step in next_steps(found, "bf16", quiet)] == ["optimizer", "rest"]
+
+
+def test_what_is_done_already_is_not_advised() -> None:
+    made = profiled(host_step(optimizer=0.3, fp32_operations=0.5), is_compiled=True, num_loader_workers=4)
+    loader, kept, optimizer, *_ = (step.action for step in next_steps(apart(1.0, 1.0, made), "bf16", made))
+    assert "num_workers than 4" in loader
+    assert "torch.compile" not in kept
+    assert "fused" not in optimizer
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 def test_where_autocast_makes_no_casts_there_is_no_advice_on_casts(precision: Precision) -> None:
-    found = gap(timed(0.0, 1.0), host_split(1.0, casts=0.5, optimizer=0.3), None, None, "cpu")
-    assert [step.part for step in next_steps(found, "bf16", KNOWN)] == ["casts", "optimizer", "rest"]
-    assert [step.part for step in next_steps(found, precision, KNOWN)] == ["optimizer", "rest"]
+    made = profiled(host_step(casts=0.5, optimizer=0.3))
+    found = apart(0.0, 1.0, made)
+    assert [step.part for step in next_steps(found, "bf16", made)] == ["casts", "optimizer", "rest"]
+    assert [step.part for step in next_steps(found, precision, made)] == ["optimizer", "rest"]
 
 
 FP32, BF16 = "float", "c10::BFloat16"
@@ -149,7 +132,7 @@ def mark(name: str, ts: float, dur: float) -> Event:
     return Event(ph="X", name=name, cat="user_annotation", ts=ts, dur=dur, tid=1)
 
 
-def kernel(ts: float, dur: float, number: int, **changes: Any) -> Event:
+def kernel(ts: float, dur: float, number: int) -> Event:
     return Event(ph="X", name="gemm", cat="kernel", ts=ts, dur=dur, tid=7, args={"External id": number})
 
 
@@ -198,17 +181,11 @@ def test_a_step_on_the_host() -> None:
     assert not answer.is_device
 
 
-def test_in_fp32_nothing_is_kept_in_fp32() -> None:
+def test_what_is_kept_in_fp32_is_so_beside_a_low_precision_alone() -> None:
     answer = found([op("addmm", 10, 60, FP32, FP32), *SOFTMAX], "fp32")
     assert microseconds(only(answer)) == {"matrix_products": 60, "other": 200}
-
-
-def test_a_matrix_product_left_in_fp32_is_one_of_the_operations_kept_there() -> None:
     assert microseconds(only(found([op("mm", 10, 60, FP32, FP32)]))) == {"fp32_operations": 60}
-
-
-def test_threads_of_the_loader_take_none_of_the_step() -> None:
-    assert microseconds(only(found([op("stack", 10, 400, FP32, tid=2)]))) == {}
+    assert microseconds(only(found([op("stack", 10, 400, FP32, tid=2)]))) == {}, "a thread of the loader's"
 
 
 def test_every_one_of_the_steps_asked_for() -> None:

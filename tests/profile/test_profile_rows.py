@@ -6,154 +6,81 @@ import math
 from typing import Any
 
 import pytest
+from profile_samples import HARDWARE, host_step, measured, profiled
 
-from autotune_amp.core.config import Precision
-from autotune_amp.core.hardware import (
-    BusyProcess,
-    Capability,
-    CardProcess,
-    DeviceIdentity,
-    DeviceMemory,
-    Hardware,
-    MachineLoad,
-)
-from autotune_amp.core.outcome import Failure, FailureKind, Measurement
-from autotune_amp.profile.job import Lane, Profiled, ProfiledStep, Split
-from autotune_amp.profile.results import AmpProfile, Gap, Part, PrecisionRow
-from autotune_amp.profile.rows import (
-    Found,
-    answer,
-    cut_step_seconds,
-    first_step_deadline_seconds,
-    load_notes,
-    rows,
-    step_deadline_seconds,
-    verdict,
-)
+from autotune_amp.core.hardware import BusyProcess, CardProcess, MachineLoad
+from autotune_amp.core.outcome import Failure, FailureKind, Outcome
+from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.profile.job import Profiled
+from autotune_amp.profile.results import AmpProfile, PrecisionRow
+from autotune_amp.profile.rows import Found, answer, load_notes, rows, verdict
 
 
-def measured(step_seconds: float, **changes: Any) -> Measurement:
-    fields: dict[str, Any] = {
-        "step_seconds": step_seconds,
-        "step_seconds_interval": (step_seconds, step_seconds),
-        "samples_per_second": 8 / step_seconds,
-        "data_seconds": 0.0,
-        "peak_memory_bytes": 1000,
-        "reserved_memory_bytes": 1000,
-        "raw_step_seconds": (step_seconds,),
-        "build_seconds": 0.1,
-        "context_seconds": 0.0,
-        "first_step_seconds": 2 * step_seconds,
-    }
-    return Measurement(**{**fields, **changes})
+def failure(kind: FailureKind = "oom") -> Failure:
+    return Failure(kind=kind, message="too much")
 
 
-def lane(precision: Precision, *block_seconds: float, **changes: Any) -> Lane:
-    fields: dict[str, Any] = {"data_seconds": (1.0,) * len(block_seconds)}
-    return Lane(precision=precision, block_seconds=block_seconds, **{**fields, **changes})
+def found(*fp32: Outcome, taken_apart: dict[Precision, Profiled] | None = None, **others: Any) -> Found:
+    """What came of the precisions, a process each round."""
+    return Found(HARDWARE, {}, {"fp32": fp32, **others}, taken_apart or {})  # type: ignore[dict-item]
 
 
-def profiled(*lanes: Lane) -> Profiled:
-    return Profiled(lanes=lanes)
+def bf16(*fp32: Outcome, ours: list[Outcome], **changes: Any) -> PrecisionRow:
+    return rows(("fp32", "bf16"), found(*fp32, bf16=ours, **changes))[1]
 
 
-def second_row(alone: Measurement | Failure, beside: Profiled) -> PrecisionRow:
-    found = Found({}, {"fp32": measured(4.0), "bf16": alone}, beside, {}, "cpu")
-    reference, row = rows(("fp32", "bf16"), found)
-    assert reference.precision == "fp32"
-    assert reference.speedup is None
-    return row
-
-
-def test_the_speedup_is_that_of_processes_of_one_round_with_the_wait_for_their_data() -> None:
-    row = second_row(measured(9.0), profiled(lane("fp32", 3.0, 7.0, num_steps=6), lane("bf16", 1.0, 3.0, num_steps=6)))
-    assert row.speedup == pytest.approx(2.0)  # (3 + 1) / (1 + 1) and (7 + 1) / (3 + 1)
+def test_the_speedup_is_that_of_processes_of_one_round() -> None:
+    row = bf16(measured(4.0), measured(8.0), ours=[measured(2.0), measured(4.0)])
+    assert row.speedup == pytest.approx(2.0)
     # Alike in both, they leave the prior: 0.05 sqrt(2) on 3 degrees of 4, t(4) = 2.776, over two processes.
     half = 2.776 * 0.05 * 2**0.5 * (3 / 4) ** 0.5 / 2**0.5
     assert row.speedup_interval == pytest.approx((2 * math.exp(-half), 2 * math.exp(half)))
     assert (row.verdict, row.verdicts) == ("excellent", ("excellent", "excellent"))
     assert row.step_seconds == pytest.approx(8**0.5)
     assert row.process_step_seconds == (2.0, 4.0)
-    assert row.num_steps == 6
-    assert row.peak_memory_bytes == 1000
-
-
-def test_the_parts_of_a_step_add_up_to_the_rows_step() -> None:
-    split = Split(steps=(ProfiledStep(operation_seconds={"casts": 1.0}, step_seconds=4.0),), largest={})
-    row = second_row(measured(9.0), profiled(lane("fp32", 3.0, 7.0), lane("bf16", 1.0, 3.0, split=split)))
-    assert row.gap is not None
-    assert row.step_seconds == pytest.approx(sum(part.seconds for part in row.gap.parts))
-    assert row.gap.share("loader") == pytest.approx(1 / 3)
-    (loader,) = (part for part in row.gap.parts if part.name == "loader")
-    assert loader.share_range == (1 / 4, 1 / 2), "of the two processes"
-    assert row.gap.share("casts") == pytest.approx(2 / 3 / 4)
+    assert (row.num_steps, row.peak_memory_bytes) == (6, 1000)
+    assert rows(("fp32",), found(measured(4.0)))[0].speedup is None
 
 
 @pytest.mark.parametrize("failing", ["fp32", "bf16"])
-def test_there_is_no_speedup_where_one_of_the_two_failed_in_mid_run(failing: str) -> None:
-    failure = Failure(kind="nonfinite", message="the loss is not finite")
-    fp32 = lane("fp32", 3.0, 3.0, failure=failure if failing == "fp32" else None)
-    bf16 = lane("bf16", 1.0, failure=failure if failing == "bf16" else None)
-    row = second_row(measured(9.0), profiled(fp32, bf16))
+def test_there_is_no_speedup_where_one_of_the_two_failed_in_a_later_round(failing: str) -> None:
+    fp32, ours = (
+        [measured(s), failure("nonfinite") if name == failing else measured(s)]
+        for s, name in ((4.0, "fp32"), (2.0, "bf16"))
+    )
+    row = bf16(*fp32, ours=ours)
     assert (row.speedup, row.speedup_interval, row.verdict, row.verdicts) == (None, None, None, None)
     assert row.failure == ("nonfinite" if failing == "bf16" else None)
     assert row.step_seconds == pytest.approx(2.0)
-    if failing == "fp32":
-        cut = second_row(measured(20.0, was_cut=True), profiled(fp32))
-        assert (cut.speedup, cut.verdict, cut.was_cut) == (None, None, True)
 
 
-@pytest.mark.parametrize("kind", ["oom", "timeout"])
-def test_what_fails_alone_is_a_row_with_its_reason_and_no_speedup(kind: FailureKind) -> None:
-    row = second_row(Failure(kind=kind, message="too much"), profiled(lane("fp32", 3.0)))
-    assert (row.failure, row.reason, row.speedup, row.verdict) == (kind, "too much", None, None)
-    beside = profiled(lane("fp32", 3.0), lane("bf16", failure=Failure(kind=kind, message="too much")))
-    row = second_row(measured(9.0), beside)
-    assert (row.step_seconds, row.step_seconds_interval, row.reason) == (None, None, "too much")
+def test_what_fails_refuses_or_has_nothing_to_be_compared_with_is_a_row_without_a_speedup() -> None:
+    row = bf16(measured(4.0), ours=[failure()])
+    assert (row.failure, row.reason, row.speedup, row.step_seconds) == ("oom", "too much", None, None)
+    reference, row = rows(("fp32", "bf16"), found(failure(), bf16=[measured(4.0)]))
+    assert (reference.failure, row.speedup) == ("oom", None)
+    assert row.step_seconds == pytest.approx(4.0)
+    refused = found(measured(4.0))._replace(refused={"tf32": "a CPU has none"})
+    assert rows(("fp32", "tf32"), refused)[1] == PrecisionRow(precision="tf32", reason="a CPU has none")
 
 
-def test_what_is_hopelessly_slow_is_cut_with_how_slow_at_least() -> None:
-    cut = second_row(measured(20.0, was_cut=True), profiled(lane("fp32", 3.0)))
-    assert cut.was_cut
-    assert cut.speedup == pytest.approx(0.2)
-    assert cut.reason == "cut: at least 5 times slower than fp32"
-    beside = profiled(lane("fp32", 3.0, 3.0), lane("bf16", 31.0, was_cut=True))
-    later = second_row(measured(5.0), beside)
-    assert later.was_cut
-    assert later.reason == "cut: 8 times slower than fp32"
-    too_slow = second_row(measured(21.0), profiled(lane("fp32", 3.0)))
-    assert too_slow.was_cut, "a trial that was short enough not to be cut"
+@pytest.mark.parametrize("ours", [measured(20.0, was_cut=True), measured(20.1)])
+def test_what_is_hopelessly_slow_is_cut_with_how_slow_at_least(ours: Outcome) -> None:
+    row = bf16(measured(4.0), ours=[ours])
+    assert (row.was_cut, row.verdict, row.speedup_interval) == (True, "slower", None)
+    assert row.speedup == pytest.approx(0.2, rel=0.01)
+    assert row.reason == "cut: at least 5 times slower than fp32"
 
 
-def test_how_long_a_step_of_another_precision_may_take_goes_by_fp32s() -> None:
-    assert [cut_step_seconds(measured(seconds)) for seconds in (4.0, 0.02)] == [20.0, 1.0]
-    assert [step_deadline_seconds(measured(seconds)) for seconds in (4.0, 0.02)] == [40.0, 5.0]
-    assert first_step_deadline_seconds(measured(4.0)) == 3 * 8.0 + 40.0
-    assert first_step_deadline_seconds(measured(0.02, first_step_seconds=0.1)) == 30.0
-
-
-def test_a_precision_that_the_device_lacks_has_the_hardwares_reason() -> None:
-    found = Found({"tf32": "a CPU has none"}, {"fp32": measured(4.0)}, profiled(lane("fp32", 3.0)), {}, "cpu")
-    _, row = rows(("fp32", "tf32"), found)
-    assert row == PrecisionRow(precision="tf32", reason="a CPU has none")
-
-
-def test_without_fp32_there_is_no_speedup() -> None:
-    alone: dict[Precision, Measurement | Failure] = {
-        "fp32": Failure(kind="oom", message="too much"),
-        "bf16": measured(1.0),
-    }
-    reference, row = rows(("fp32", "bf16"), Found({}, alone, profiled(lane("bf16", 3.0)), {}, "cpu"))
-    assert reference.failure == "oom"
-    assert row.speedup is None
-    assert row.step_seconds is not None
-    assert math.isclose(row.step_seconds, 4.0)
+def test_a_step_that_is_many_times_slower_but_short_is_not_cut() -> None:
+    row = bf16(measured(0.01), ours=[measured(0.1)])
+    assert (row.was_cut, row.verdict) == (False, "slower")
+    assert row.speedup_interval is not None
 
 
 @pytest.mark.parametrize(
     ("speedup", "expected"),
     [
-        (2.0, "excellent"),
         (1.501, "excellent"),
         (1.5, "significant"),
         (1.2, "significant"),
@@ -162,67 +89,44 @@ def test_without_fp32_there_is_no_speedup() -> None:
         (1.049, "negligible"),
         (0.95, "negligible"),
         (0.949, "slower"),
-        (0.02, "slower"),
     ],
 )
 def test_what_a_speedup_is_called(speedup: float, expected: str) -> None:
     assert verdict(speedup) == expected
 
 
-HARDWARE = Hardware(
-    device="cpu",
-    identity=DeviceIdentity(type="cpu", name="test", num_cpus=2, total_memory_bytes=1 << 30),
-    memory=DeviceMemory(total=1 << 30, free=1 << 30, available=1000),
-    precisions={
-        "fp32": Capability(level="native", reason="Every CPU."),
-        "bf16": Capability(level="native", reason="amx_bf16."),
-        "fp16": Capability(level="emulated", reason="No fp16 arithmetic."),
-    },
-)
-
-
-def made_gap(optimizer: float) -> Gap:
-    parts = (
-        Part(name="matrix_products", seconds=1 - optimizer, share=1 - optimizer, share_range=(0.1, 0.9)),
-        Part(name="optimizer", seconds=optimizer, share=optimizer, share_range=(optimizer, optimizer)),
-    )
-    return Gap(machine_flops_per_second=None, attained_flops_per_second=None, flops_per_step=None, parts=parts)
-
-
-FP32 = PrecisionRow(precision="fp32", step_seconds=1.0, gap=made_gap(0.2))
-
-
-def answered(*rows: PrecisionRow) -> AmpProfile:
+def answered(optimizer_shares: dict[Precision, float], **step_seconds: float) -> AmpProfile:
+    """Of steps of these seconds, in fp32 of 1.0, with so much of each in the optimizer."""
+    seconds = {"fp32": 1.0, **step_seconds}
+    taken_apart = {
+        name: profiled(host_step(matrix_products=1 - share, optimizer=share))
+        for name, share in optimizer_shares.items()
+    }
+    made = Found(HARDWARE, {}, {name: [measured(s)] for name, s in seconds.items()}, taken_apart)  # type: ignore[misc]
     return answer(
-        (FP32, *rows),
-        Profiled(),
+        rows(tuple(made.outcomes), made),
+        made,
         workload="made",
-        hardware=HARDWARE,
-        batch_size=8,
-        accumulation_steps=1,
+        setting=Setting(precision="fp32", batch_size=8),
         num_batches=10,
-        trace=None,
         notes=("First.",),
     )
 
 
 def test_the_faster_of_bf16_and_fp16_is_the_answer_and_its_step_is_what_to_mend() -> None:
-    bf16 = PrecisionRow(precision="bf16", speedup=1.3, verdict="significant", gap=made_gap(0.5))
-    fp16 = PrecisionRow(precision="fp16", speedup=1.2, verdict="significant", gap=made_gap(0.9))
-    tf32 = PrecisionRow(precision="tf32", speedup=2.0, verdict="excellent", gap=made_gap(0.9))
-    found = answered(tf32, bf16, fp16)
-    assert (found.best_precision, found.speedup, found.verdict) == ("bf16", 1.3, "significant")
-    assert found.gap == made_gap(0.5)
-    assert [(step.precision, step.part, step.max_speedup) for step in found.next_steps] == [("bf16", "optimizer", 2.0)]
-    assert found.notes == ("First.", "fp16 is emulated: No fp16 arithmetic.")
+    shares: dict[Precision, float] = {"fp32": 0.2, "tf32": 0.9, "bf16": 0.5, "fp16": 0.9}
+    made = answered(shares, tf32=0.5, bf16=0.8, fp16=0.9)
+    assert (made.best_precision, made.speedup, made.verdict) == ("bf16", 1.25, "significant")
+    assert made.gap is made.row("bf16").gap is not None
+    assert [(step.precision, step.part, step.max_speedup) for step in made.next_steps] == [("bf16", "optimizer", 2.0)]
+    assert made.notes == ("First.", "fp16 is emulated: No fp16 arithmetic.")
 
 
 def test_where_mixed_precision_does_not_pay_it_is_fp32s_step_that_is_to_be_mended() -> None:
-    found = answered(PrecisionRow(precision="bf16", speedup=0.9, verdict="slower", gap=made_gap(0.5)))
-    assert found.speedup == 0.9
-    assert (found.gap_precision, found.gap) == ("fp32", FP32.gap)
-    assert [(step.precision, step.max_speedup) for step in found.next_steps] == [("fp32", 1.25)]
-    gaps = [line for line in found.explain().splitlines() if line.startswith(("gap", "next step"))]
+    made = answered({"fp32": 0.2, "bf16": 0.5}, bf16=1.25)
+    assert (made.speedup, made.gap_precision) == (0.8, "fp32")
+    assert [(step.precision, step.max_speedup) for step in made.next_steps] == [("fp32", 1.25)]
+    gaps = [line for line in made.explain().splitlines() if line.startswith(("gap", "next step"))]
     assert [line.partition(": ")[2] for line in gaps] == [
         "fp32: 20 % optimizer",
         "bf16: 50 % optimizer",  # why it does not
@@ -231,15 +135,36 @@ def test_where_mixed_precision_does_not_pay_it_is_fp32s_step_that_is_to_be_mende
 
 
 def test_of_the_faster_one_that_could_not_be_taken_apart_there_is_no_gap_and_no_advice() -> None:
-    found = answered(PrecisionRow(precision="bf16", speedup=1.3, verdict="significant"))
-    assert (found.gap_precision, found.gap, found.next_steps) == ("bf16", None, ())
+    made = answered({"fp32": 0.2}, bf16=0.8)
+    assert (made.gap_precision, made.gap, made.next_steps) == ("bf16", None, ())
 
 
 def test_what_failed_is_never_the_answer_whatever_it_reached_before() -> None:
-    failed = PrecisionRow(precision="fp16", speedup=3.0, verdict="excellent", failure="nonfinite", reason="NaN")
-    assert answered(failed).best_precision is None
-    found = answered(PrecisionRow(precision="bf16", speedup=0.9, verdict="slower"), failed)
-    assert (found.best_precision, found.speedup, found.verdict) == ("bf16", 0.9, "slower")
+    made = found(measured(1.0), measured(1.0), bf16=[measured(1.25), measured(1.25)], fp16=[measured(0.3), failure()])
+    best = answer(
+        rows(("fp32", "bf16", "fp16"), made),
+        made,
+        workload="made",
+        setting=Setting(precision="fp32", batch_size=8),
+        num_batches=10,
+    )
+    assert (best.best_precision, best.speedup, best.verdict) == ("bf16", 0.8, "slower")
+
+
+def test_the_machines_rate_is_the_highest_seen_and_what_could_not_be_told_is_noted_once() -> None:
+    probed = HARDWARE.precisions["fp32"]
+    hardware = HARDWARE.__class__(
+        device="cpu",
+        identity=HARDWARE.identity,
+        memory=HARDWARE.memory,
+        precisions={"fp32": probed.__class__(level="native", reason="", matmul_flops_per_second=5e9)},
+    )
+    for seen, expected in ((4e9, 5e9), (6e9, 6e9), (None, 5e9)):
+        taken_apart = {"fp32": profiled(host_step(casts=0.5), flops_per_second=seen, flops_problem="no")}
+        made = Found(hardware, {}, {"fp32": [measured(1.0)]}, taken_apart)  # type: ignore[arg-type]
+        (row,) = rows(("fp32",), made)
+        assert row.gap is not None
+        assert row.gap.machine_flops_per_second == expected
 
 
 def test_what_others_did_is_said_where_it_is_worth_a_word() -> None:
@@ -254,8 +179,7 @@ def test_what_others_did_is_said_where_it_is_worth_a_word() -> None:
         card_processes=(CardProcess(pid=8, name="python", memory_bytes=2**30),),
         card_slowdowns=("power cap",),
     )
-    busy, stolen, card, clocks = load_notes(loaded)
-    assert busy.startswith("The machine was busy: other processes used 1.0 of 2 cores (ffmpeg, pid 7: 0.90).")
-    assert stolen.startswith("The hypervisor gave 10 % of the CPU time")
-    assert card.startswith("The card was not ours alone (python, pid 8: 1.0 GiB)")
-    assert clocks == "The card lowered its clocks meanwhile: power cap."
+    for said, word in zip(
+        load_notes(loaded), ("ffmpeg, pid 7", "hypervisor gave 10 %", "python, pid 8", "power cap"), strict=True
+    ):
+        assert word in said

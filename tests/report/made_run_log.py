@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from autotune_amp.core.config import AmpConfig, LossScale, Precision
+from autotune_amp.core.config import AmpConfig, LossScale
+from autotune_amp.core.setting import Precision
 from autotune_amp.runtime.run_log import BeginLine, Line, MoveLine, RunLog, SampleLine
 
 CONFIG = AmpConfig(precision="fp16", batch_size=8, loss_scale=LossScale(), fallback=["bf16", "fp32"])

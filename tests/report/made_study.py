@@ -10,8 +10,7 @@ import msgspec
 from report_samples import MIB, evidence, hardware, measurement, recommendation, row
 
 from autotune_amp.core.config import AmpConfig, LossScale
-from autotune_amp.core.fidelity import Accumulation, Calibration, Fidelity, GradientDamage
-from autotune_amp.core.outcome import Failure, Record
+from autotune_amp.core.outcome import Accumulation, Calibration, Failure, Fidelity, GradientDamage, Record
 from autotune_amp.core.recommendation import Exclusion, Recommendation, SearchSummary
 from autotune_amp.core.setting import Setting
 

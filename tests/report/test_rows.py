@@ -10,8 +10,7 @@ import pytest
 from report_samples import measurement, recommendation, record, row
 
 from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.fidelity import Accumulation, Fidelity
-from autotune_amp.core.outcome import Failure
+from autotune_amp.core.outcome import Accumulation, Failure, Fidelity
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.report import rows
 from autotune_amp.report.progress import trial_line

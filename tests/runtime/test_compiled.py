@@ -12,14 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from training import Batch, batches, fp16, same
+from training import MODES as WAYS
+from training import Batch, Loop, batches, fp16, same
 
-from autotune_amp.core.config import AmpConfig, LossScale, Precision
-from autotune_amp.precision import mode as precision
+from autotune_amp.core.config import AmpConfig, LossScale
+from autotune_amp.core.setting import Precision
+from autotune_amp.precision import torch_state
 from autotune_amp.runtime.controller import PrecisionController
 
 MOVES: list[Precision] = ["fp16", "bf16", "fp32", "fp16", "bf16", "fp32"]
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+LEVEL = 66246.0
 INDUCTOR_WARNS = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # importing inductor
 
 
@@ -90,40 +93,25 @@ def test_each_new_precision_compiles_once_comes_back_for_free_and_is_never_stale
     assert same(mine.model, fresh.model)
 
 
-@pytest.mark.parametrize("attached", ["before", pytest.param("after", marks=pytest.mark.slow)])
-def test_code_with_an_autocast_of_its_own_recompiles_as_often_and_is_never_stale(attached: str) -> None:
-    """Compared with a run that starts in each of the precisions; the forward pass also with plain eager code."""
+def test_code_with_an_autocast_of_its_own_recompiles_as_often_and_runs_in_the_precision_asked_for() -> None:
     model = small()
     given = batches(len(MOVES))
     own = torch.autocast("cpu", dtype=torch.float16)
     mine = Training(model, "aot_eager")
     controller = PrecisionController(fp16(), device="cpu")
-    if attached == "after":
-        with own:
-            mine.compiled(given[0][0])
     controller.attach(mine.compiled)
-    weights = model.state_dict()
-    mine.counter.frame_count = 0
     counts = []
-    for name, batch in zip(MOVES, given, strict=True):
+    for name, (inputs, targets) in zip(MOVES, given, strict=True):
         controller.set_precision(name)
-        mine.step(controller, own, batch)
+        plain = copy.deepcopy(model)
+        plain.load_state_dict(mine.model.state_dict())
+        with torch_state.autocast(name, "cpu"):
+            expected = plain(inputs)
+        with own:
+            assert torch.equal(mine.compiled(inputs), expected)
+        mine.step(controller, own, (inputs, targets))
         counts.append(mine.counter.frame_count)
     assert counts == [1, 2, 3, 3, 3, 3]
-    for name, batch in zip(MOVES, given, strict=True):
-        torch._dynamo.reset()
-        fresh = Training(small(), "aot_eager")
-        fresh.model.load_state_dict(weights)
-        other = PrecisionController(fp16(), device="cpu")
-        other.attach(fresh.model)
-        other.set_precision(name)
-        with own:
-            output = fresh.compiled(batch[0])
-        with precision.autocast(name, "cpu"):
-            assert torch.equal(output, copy.deepcopy(fresh.model)(batch[0]))
-        fresh.step(other, own, batch)
-        weights = fresh.model.state_dict()
-    assert same(mine.model, fresh.model)
 
 
 def test_code_with_an_autocast_of_its_own_has_its_backward_pass_in_the_lower_rung_too() -> None:
@@ -145,52 +133,10 @@ def test_code_with_an_autocast_of_its_own_has_its_backward_pass_in_the_lower_run
     assert all(map(torch.equal, gradients[0], gradients[2]))  # type: ignore[arg-type]
 
 
-@INDUCTOR_WARNS
-@pytest.mark.parametrize(
-    ("backend", "name"),
-    [
-        ("aot_eager", "fp16"),
-        pytest.param("inductor", "fp16", marks=pytest.mark.slow),
-    ],
-)
-def test_attached_before_or_after_compiling_graphs_and_numerics_stay_as_they_were(
-    backend: str, name: Precision
-) -> None:
-    model = small()
-    given = batches(10)
-    config = fp16() if name == "fp16" else AmpConfig(precision=name, batch_size=4)
-    trained, counts, maxima = [], [], []
-    for attached in ("never", "before", "after"):
-        torch._dynamo.reset()
-        training = Training(model, backend)
-        controller = PrecisionController(config, device="cpu")
-        if attached == "before":
-            controller.attach(training.model)
-        if attached == "after":
-            training.step(controller, controller.autocast(), given[0])
-            controller.attach(training.compiled)
-            training.counter.frame_count = 0  # of the graph from before it was attached
-        for batch in given[1:] if attached == "after" else given:
-            training.step(controller, controller.autocast(), batch)
-        trained.append(training.model)
-        counts.append(training.counter.frame_count)
-        maxima.append(controller.status().forward_max)
-    assert counts == [1, 1, 1]
-    assert same(trained[0], trained[1])
-    assert same(trained[0], trained[2])
-    assert maxima[0] is None
-    assert isinstance(maxima[1], float)
-    plain = Training(model, backend)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=name == "fp16")
-    for batch in given:
-        plain.plain(scaler, name, batch)
-    assert same(trained[0], plain.model)
-
-
 class Spiky(nn.Module):
     """A hidden activation of 66246 and more, which no output shows; T5's feed-forward put out as much."""
 
-    def __init__(self, level: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.wi = nn.Linear(8, 8)
         self.wo = nn.Linear(8, 8)
@@ -198,40 +144,19 @@ class Spiky(nn.Module):
         self.head = nn.Linear(8, 1)
         with torch.no_grad():
             self.wo.weight.zero_()
-            self.wo.bias.copy_(torch.linspace(-level, level / 2, 8))
+            self.wo.bias.copy_(torch.linspace(-LEVEL, LEVEL / 2, 8))
         self.wo.requires_grad_(False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(self.norm(self.wo(torch.relu(self.wi(inputs)))))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    ("mode", "name"), [("eager", "fp16"), ("attached, then compiled", "bf16"), ("compiled, then attached", "fp32")]
-)
+@pytest.mark.parametrize(("mode", "name"), list(zip(WAYS, ["fp16", "bf16", "fp32"], strict=True)))
 def test_the_largest_activation_is_seen_also_beyond_what_fp16_holds(mode: str, name: Precision) -> None:
-    level = 66246.0
     config = AmpConfig(precision=name, batch_size=4, loss_scale=LossScale() if name == "fp16" else None)
-    model = Spiky(level)
-    controller = PrecisionController(config, device="cpu")
-    compiled: Any = model
-    if mode == "attached, then compiled":
-        controller.attach(model)
-    if mode != "eager":
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    if mode != "attached, then compiled":
-        controller.attach(compiled)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    controller = PrecisionController(config, device="cpu", halt=False)
     # Eager modules are looked at early in the run, and from then on every 64 updates.
-    for inputs, targets in batches(11):
-        with controller.autocast():
-            loss = nn.functional.mse_loss(compiled(inputs), targets)
-        controller.backward(loss)
-        controller.step(optimizer)
-        controller.update()
-        optimizer.zero_grad()
+    Loop(Spiky(), controller, mode=mode, reruns=False, learning_rate=0.01, backend="aot_eager").run(batches(11))
     seen = controller.status().forward_max
     assert seen is not None
-    if name == "fp16":
-        assert not math.isfinite(seen)
-    else:
-        assert seen == pytest.approx(level, rel=0.0 if name == "fp32" else 2**-8)
+    assert seen == pytest.approx(LEVEL, rel=2**-8) if name != "fp16" else not math.isfinite(seen)

@@ -1,252 +1,125 @@
-"""Whose fault it is, and which module's: real fp16 autocast on the CPU."""
+"""Whose fault it is, which module's, and that a rerun leaves nothing behind: real fp16 autocast on the CPU."""
 
 from __future__ import annotations
 
-import math
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from diagnosis_models import WIDTH, FeedForward, Model, Written, batch, find, find_rerun, square
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch._C._distributed_c10d import HashStore
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-from autotune_amp.runtime.diagnosis import Finding, flushed_share, probe
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.precision import torch_state
+from autotune_amp.precision.forward_wrapper import is_pinned, override, override_of, pin_fp32
+from autotune_amp.runtime.diagnosis import Finding, Rerunner, diagnose
 
+WIDTH = 4
+BEYOND_FP16 = 66246.0
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
 
+class FeedForward(nn.Module):
+    """Puts out about `level` in every element, a sum that is large where no term of it is."""
 
-# -- precision's fault -------------------------------------------------------------------------------------------------
+    def __init__(self, level: float = 1.0) -> None:
+        super().__init__()
+        self.wi = nn.Linear(WIDTH, 8)
+        self.wo = nn.Linear(8, WIDTH, bias=False)
+        with torch.no_grad():
+            self.wi.weight.mul_(1e-3)
+            self.wi.bias.fill_(level / 8)
+            self.wo.weight.fill_(1.0)
 
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.wo(self.wi(hidden))  # type: ignore[no-any-return]
 
-def test_a_finite_batch_is_run_once_and_finds_nothing() -> None:
-    assert find(Model(FeedForward())) == Finding(False, (), None, (), 1)
 
+class Leaf(nn.Module):
+    """A module without children whose forward computes `function`."""
 
-def test_the_feed_forward_that_overflows_fp16_is_named_and_pinned() -> None:
-    assert find(Model(FeedForward(), FeedForward(66246.0))) == Finding(
-        True, ("bf16", "fp32"), "module blocks.1.ff.wo (Linear)", ("blocks.1.ff.wo",), num_passes=4, is_precision=True
-    )
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
 
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.function(hidden)
 
-@pytest.mark.parametrize("own", [torch.float16, torch.bfloat16])
-def test_the_precision_is_forced_on_code_with_an_autocast_of_its_own(own: torch.dtype) -> None:
-    model = Model(FeedForward(66246.0))
 
-    def rerun() -> Tensor:
-        with torch.autocast("cpu", dtype=own):
-            return square(model(batch()))
+class Written(Leaf):
+    """A module whose forward computes `function` between two children that are innocent."""
 
-    finding = find_rerun(model, rerun, already_pinned=True)
-    assert (finding.reproduced, finding.finite_in) == (True, ("bf16", "fp32"))
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(function)
+        self.first = nn.Identity()
+        self.last = nn.Linear(WIDTH, WIDTH)
 
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.last(self.function(self.first(hidden)))  # type: ignore[no-any-return]
 
-def test_pins_that_are_there_already_are_not_added_to() -> None:
-    finding = find(Model(FeedForward(66246.0)), already_pinned=True)
-    assert (finding.pins, finding.finite_in, finding.num_passes) == ((), ("bf16", "fp32"), 3)
 
+class Block(nn.Module):
+    def __init__(self, ff: nn.Module) -> None:
+        super().__init__()
+        self.ff = ff
+        self.norm = nn.LayerNorm(WIDTH)
 
-def test_two_bad_modules_one_behind_the_other_are_both_pinned() -> None:
-    finding = find(Model(FeedForward(66246.0), FeedForward(70000.0), num_idle=40))
-    assert finding.pins == ("blocks.0.ff.wo", "blocks.1.ff.wo")
-    assert finding.culprit == "module blocks.0.ff.wo (Linear)"
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden + self.ff(hidden))  # type: ignore[no-any-return]
 
 
-def test_more_than_a_twentieth_of_the_modules_is_not_pinned() -> None:
-    finding = find(Model(FeedForward(66246.0), FeedForward(70000.0)))
-    assert (finding.pins, finding.finite_in) == ((), ("bf16", "fp32"))
+class Model(nn.Module):
+    """Blocks around `inner`, and a head; `num_idle` modules do nothing but count."""
 
+    def __init__(self, *inner: nn.Module, num_idle: int = 0) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*map(Block, inner or (FeedForward(),)))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.idle = nn.ModuleList(nn.Identity() for _ in range(num_idle))
 
-def test_an_overflow_between_the_children_of_a_module_is_the_modules() -> None:
-    def overflow(hidden: Tensor) -> Tensor:
-        large = hidden @ torch.zeros(WIDTH, WIDTH) + 300
-        return (large @ large.mT)[:, :1].expand(-1, WIDTH) / 360000
-
-    finding = find(Model(Written(overflow)))
-    assert (finding.culprit, finding.pins) == ("module blocks.0.ff (Written)", ("blocks.0.ff",))
-
-
-def test_a_module_with_weights_in_half_precision_is_never_pinned() -> None:
-    ff = FeedForward(66246.0)
-    ff.wo.half()
-    finding = find(Model(ff), can_run_fp32=False, lower=("bf16",))
-    assert (finding.culprit, finding.pins) == ("module blocks.0.ff.wo (Linear)", ())
-    assert (finding.finite_in, finding.num_passes) == (("bf16",), 2)  # fp32 was not tried
-
-
-def test_a_gradient_that_overflows_where_the_loss_casts_it_down_is_precisions_fault() -> None:
-    finding = find(Model(FeedForward()), loss_scale=2.0**24)
-    assert finding.culprit == "the loss function, in its backward pass"
-    assert (finding.pins, finding.finite_in) == ((), ("bf16", "fp32"))  # one pin does not do at such a scale
-
-
-def test_a_loss_inside_the_model_is_no_different() -> None:
-    class WithLoss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-            self.head = nn.Linear(WIDTH, 1, bias=False)
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            output: Tensor = self.head(self.layers[1](self.layers[0](hidden)) * 1e-4)
-            return output.float().sum()  # the gradient of every output is the loss scale
-
-    finding = find(WithLoss(), loss_fn=lambda loss: loss, loss_scale=2.0**17)
-    assert finding.culprit == "the model itself (WithLoss), in its backward pass"
-    assert finding.pins == ("head",)
-
-
-def test_a_module_that_overflows_in_its_backward_pass_alone_is_pinned() -> None:
-    class Amplifier(nn.Module):
-        def forward(self, hidden: Tensor) -> Tensor:
-            return (hidden * 1e-6) @ (torch.eye(WIDTH) * 3e4)
-
-    finding = find(Model(FeedForward(), Amplifier()), loss_scale=2.0**14)
-    assert finding.culprit == "module blocks.1.ff (Amplifier), in its backward pass"
-    assert finding.pins == ("blocks.1.ff",)
-
-
-def test_gradients_that_overflow_where_they_are_added_up_are_laid_on_what_put_out_the_tensor() -> None:
-    def add(output: Tensor) -> Tensor:
-        return (output * 1.0).sum() + (output * 1.0).sum()
-
-    finding = find(nn.Sequential(nn.Linear(WIDTH, WIDTH)), loss_fn=add, loss_scale=40000.0)
-    assert (finding.culprit, finding.pins) == ("module 0 (Linear), in its backward pass", ("0",))
-
-
-def test_a_precision_that_overflows_as_well_is_left_out() -> None:
-    nearly_largest = 3.4e38  # rounds to infinity in bf16
-
-    def wide(hidden: Tensor) -> Tensor:
-        return hidden.clamp(-0.5, 0.5) @ (nearly_largest * torch.eye(WIDTH)) / nearly_largest
-
-    assert find(Model(Written(wide)), already_pinned=True).finite_in == ("fp32",)
-
-
-def test_a_precision_that_does_not_fit_is_told_apart_from_one_that_overflows() -> None:
-    model = Model(FeedForward(66246.0))
-
-    def rerun() -> Tensor:
-        output = model(batch())
-        if output.dtype == torch.float32:
-            raise torch.OutOfMemoryError("no room for fp32")
-        return square(output)
-
-    finding = find_rerun(model, rerun)
-    assert (finding.finite_in, finding.not_run) == (("bf16",), ("fp32",))
-    assert finding.pins == ("blocks.0.ff.wo",)
-
-
-def test_a_verdict_without_any_other_precision_is_left_to_the_pins() -> None:
-    finding = find(Model(FeedForward(66246.0)), can_run_fp32=False, lower=())
-    assert (finding.finite_in, finding.pins) == ((), ("blocks.0.ff.wo",))
-
-
-# -- not precision's fault ---------------------------------------------------------------------------------------------
-
-
-def not_precision(culprit: str, num_passes: int = 2) -> Finding:
-    return Finding(True, (), culprit, (), num_passes, is_precision=False)
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_bad_batch(value: float) -> None:
-    inputs = batch()
-    inputs[1, 1] = value
-    assert find(Model(FeedForward()), inputs) == not_precision("the input of the model")
-
-
-def test_a_bad_batch_in_a_rung_of_fp32_needs_no_second_pass() -> None:
-    finding = find(Model(FeedForward()), batch() * torch.nan, current="fp32", lower=(), loss_scale=1.0)
-    assert finding == not_precision("the input of the model", num_passes=1)
-
-
-def test_a_bad_parameter() -> None:
-    model = Model(FeedForward(), FeedForward())
-    with torch.no_grad():
-        model.get_parameter("blocks.1.ff.wi.weight")[0, 0] = torch.nan
-    assert find(model) == not_precision("parameter blocks.1.ff.wi.weight")
-
-
-def test_a_leaf_that_makes_nan() -> None:
-    class Logarithm(nn.Module):
-        def forward(self, hidden: Tensor) -> Tensor:
-            return torch.log(hidden - 10)
-
-    assert find(Model(FeedForward(), Logarithm())) == not_precision("module blocks.1.ff (Logarithm)")
-
-
-def test_nan_between_the_children_of_a_module_is_the_modules() -> None:
-    model = Model(Written(lambda hidden: (hidden - 10).log()))
-    assert find(model) == not_precision("module blocks.0.ff (Written)")
-
-
-def test_a_square_root_at_zero_is_named_in_the_backward_pass() -> None:
-    model = Model(FeedForward(), Written(lambda hidden: (hidden - hidden).sqrt()), FeedForward())
-    assert find(model) == not_precision("module blocks.1.ff (Written), in its backward pass")
-
-
-def test_a_square_root_at_zero_in_a_leaf_with_an_activation_in_place_around_it() -> None:
-    class Norm(nn.Module):
-        def forward(self, hidden: Tensor) -> Tensor:
-            none = hidden - hidden
-            output: Tensor = hidden - torch.linalg.vector_norm(none, dim=0) - none.sqrt()
-            return output
-
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), Norm(), nn.ReLU(inplace=True))
-    assert find(model) == not_precision("module 2 (Norm), in its backward pass")
-
-
-def test_a_loss_that_is_not_finite_although_the_model_is() -> None:
-    assert find(Model(FeedForward()), loss_fn=lambda output: (output * 0).log().sum()) == not_precision(
-        "the loss function"
-    )
-
-
-def test_a_loss_whose_gradient_alone_is_not_finite() -> None:
-    assert find(Model(FeedForward()), loss_fn=lambda output: (output * 0).sqrt().sum()) == not_precision(
-        "the loss function, in its backward pass"
-    )
-
-
-def test_minus_infinity_made_inside_the_model_is_followed_back_to_its_module() -> None:
-    class Logarithm(nn.Module):
-        def forward(self, hidden: Tensor) -> Tensor:
-            return (hidden * 0).log()
-
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Logarithm(), nn.Softmax(-1))
-    assert find(model) == not_precision("module 1 (Logarithm)")
-    assert find(model[:2]) == not_precision("module 1 (Logarithm)")
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.head(self.blocks(hidden))  # type: ignore[no-any-return]
 
 
 class Attention(nn.Module):
-    def __init__(self, ff: nn.Module) -> None:
+    def __init__(self, ff: nn.Module, num_hidden: int) -> None:
         super().__init__()
         self.softmax = nn.Softmax(-1)
         self.ff = ff
+        self.mask = torch.full((3, 3), -torch.inf).triu(num_hidden)
 
-    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        output: Tensor = self.ff(self.softmax(hidden @ hidden.mT + mask) @ hidden)
-        return output / 66246
-
-
-def test_a_mask_of_minus_infinity_is_innocent() -> None:
-    mask = torch.full((3, 3), -torch.inf).triu(1)
-    finding = find(Attention(FeedForward(66246.0)), batch(), mask)
-    assert (finding.culprit, finding.pins) == ("module ff.wo (Linear)", ("ff.wo",))
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.ff(self.softmax(hidden @ hidden.mT + self.mask) @ hidden) / BEYOND_FP16  # type: ignore[no-any-return]
 
 
-def test_a_mask_that_hides_everything_is_not() -> None:
-    mask = torch.full((3, 3), -torch.inf)
-    assert find(Attention(FeedForward()), batch(), mask) == not_precision("the input of module softmax (Softmax)")
+class WithLoss(nn.Module):
+    """Its head's gradient, of every output, is the loss scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+        self.head = nn.Linear(WIDTH, 1, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.head(self.layers(hidden) * 1e-4).float().sum()  # type: ignore[no-any-return]
 
 
-# -- several ranks -----------------------------------------------------------------------------------------------------
+def batch() -> Tensor:
+    return torch.linspace(-1, 1, 3 * WIDTH).reshape(3, WIDTH)
 
 
-class OtherRank:
-    """A rank whose passes end as told; every pass asks for an error, for memory and for whether it went bad."""
+def square(output: Tensor) -> Tensor:
+    return output.float().square().mean()
+
+
+class Ranks:
+    """This rank, and another whose passes end as told: each asks for an error, for memory, whether it went bad."""
 
     def __init__(self, *is_bad: bool, names: tuple[str, ...] = ()) -> None:
         self.answers = [answer for bad in is_bad for answer in (False, False, bad)]
@@ -259,49 +132,391 @@ class OtherRank:
         return (*names, *(name for name in self.names if name not in names))
 
 
-def test_a_rank_whose_own_batch_is_fine_goes_along_with_the_other() -> None:
-    other = OtherRank(True, False, False, False, names=("blocks.0.ff",))
-    finding = find(Model(FeedForward()), agree=other.agree, gather=other.gather)
-    assert finding == Finding(True, ("bf16", "fp32"), "blocks.0.ff", ("blocks.0.ff",), num_passes=4, is_precision=True)
-    assert other.answers == []
+def find(
+    model: nn.Module,
+    rerun: Callable[[], Tensor] | None = None,
+    *,
+    inputs: Tensor | None = None,
+    loss: Callable[[Tensor], Tensor] = square,
+    current: Any = "fp16",
+    lower: Any = ("bf16", "fp32"),
+    loss_scale: float = 16.0,
+    ranks: Any = None,
+    **options: Any,
+) -> Finding:
+    """The finding for one batch, at a scale that leaves room."""
+    given = batch() if inputs is None else inputs
+    asked = {} if ranks is None else {"agree": ranks.agree, "gather": ranks.gather}
+    rerunner = Rerunner(model, rerun or (lambda: loss(model(given))), current=current, device_type="cpu", **asked)
+    return diagnose(rerunner, lower, loss_scale, **options)
 
 
-def test_a_bad_batch_on_another_rank_is_not_precisions_fault_here_either() -> None:
-    other = OtherRank(True, True)
-    assert find(Model(FeedForward(66246.0)), agree=other.agree, gather=other.gather).finite_in == ()
-    assert other.answers == []
+# -- precision's fault -------------------------------------------------------------------------------------------------
 
 
-# -- before a promotion ------------------------------------------------------------------------------------------------
+def test_a_finite_batch_finds_nothing_and_an_earlier_pass_may_be_what_was_not() -> None:
+    assert find(Model(FeedForward())) == Finding(False)
+    in_window = find(Model(FeedForward()), is_whole=False)
+    assert in_window.reproduced
+    assert "earlier pass" in str(in_window.culprit)
 
 
-def test_a_probe_tells_how_much_room_there_is() -> None:
-    def look(level: float, loss_scale: float) -> tuple[bool, float]:
-        model = Model(FeedForward(level))
-        found = probe(model, lambda: square(model(batch())), precision="fp16", loss_scale=loss_scale, device_type="cpu")
-        return found.is_finite, found.forward_max
-
-    is_finite, forward_max = look(1000.0, 16.0)
-    assert is_finite
-    assert forward_max == pytest.approx(1000.0, rel=0.01)
-    is_finite, forward_max = look(66246.0, 16.0)
-    assert not is_finite
-    assert not math.isfinite(forward_max)
-    assert not look(1000.0, 2.0**40)[0]
+def overflow(hidden: Tensor) -> Tensor:
+    large = hidden @ torch.zeros(WIDTH, WIDTH) + 300
+    return (large @ large.mT)[:, :1].expand(-1, WIDTH) / 360000
 
 
-# -- what underflows ---------------------------------------------------------------------------------------------------
+def two_bad(num_idle: int) -> nn.Module:
+    """A twentieth of the modules may be pinned."""
+    return Model(FeedForward(BEYOND_FP16), FeedForward(70000.0), num_idle=num_idle)
 
 
-def test_the_share_of_the_gradient_that_fp16_flushes_depends_on_the_scale() -> None:
-    model = nn.Linear(2, 1, bias=False)
-    inputs = torch.tensor([[1.0, 2.0**-10]])
+def amplify(hidden: Tensor) -> Tensor:
+    return (hidden * 1e-6) @ (torch.eye(WIDTH) * 3e4)
 
-    def share(loss_scale: float) -> float:
-        return flushed_share(model, lambda: (model(inputs) * 2.0**-26).sum(), loss_scale=loss_scale, device_type="cpu")
 
-    # Gradients of 2^-26 and 2^-36; up to 2^-25 is flushed.
-    assert [share(2.0**exponent) for exponent in (1, 2, 11, 12)] == [1.0, 0.5, 0.5, 0.0]
-    assert share(1.0) == 1.0
-    inputs.mul_(torch.nan)
-    assert share(1.0) == 0.0
+def twice(output: Tensor) -> Tensor:
+    return (output * 1.0).sum() + (output * 1.0).sum()
+
+
+BACKWARD = ", in its backward pass"
+BAD, WO = lambda: Model(FeedForward(BEYOND_FP16)), "module blocks.0.ff.wo (Linear)"
+Make = Callable[[], nn.Module]
+# The model, how it is looked at, the culprit and what is pinned; bf16 and fp32 are finite in each.
+PRECISION: dict[str, tuple[Make, dict[str, Any], str, tuple[str, ...]]] = {
+    "a feed-forward": (BAD, {}, WO, ("blocks.0.ff.wo",)),
+    "pinned already": (BAD, {"finds_pins": False}, WO, ()),
+    "two of many": (lambda: two_bad(num_idle=40), {}, WO, ("blocks.0.ff.wo", "blocks.1.ff.wo")),
+    "two of few": (lambda: two_bad(num_idle=0), {}, WO, ()),
+    "between children": (lambda: Model(Written(overflow)), {}, "module blocks.0.ff (Written)", ("blocks.0.ff",)),
+    "the loss": (Model, {"loss_scale": 2.0**24}, f"the loss function{BACKWARD}", ()),
+    "a loss in the model": (
+        WithLoss,
+        {"loss": lambda loss: loss, "loss_scale": 2.0**17},
+        f"the model itself (WithLoss){BACKWARD}",
+        ("head",),
+    ),
+    "backward": (
+        lambda: Model(FeedForward(), Leaf(amplify)),
+        {"loss_scale": 2.0**14},
+        f"module blocks.1.ff (Leaf){BACKWARD}",
+        ("blocks.1.ff",),
+    ),
+    "a sum": (
+        lambda: nn.Sequential(nn.Linear(4, 4)),
+        {"loss": twice, "loss_scale": 40000.0},
+        f"module 0 (Linear){BACKWARD}",
+        ("0",),
+    ),
+    "behind a mask": (lambda: Attention(FeedForward(BEYOND_FP16), 1), {}, "module ff.wo (Linear)", ("ff.wo",)),
+}
+
+
+@pytest.mark.parametrize("name", PRECISION)
+def test_what_overflows_fp16_is_named_and_pinned(name: str) -> None:
+    make, options, culprit, pins = PRECISION[name]
+    assert find(make(), **options) == Finding(True, ("bf16", "fp32"), culprit, pins, is_precision=True)
+
+
+@pytest.mark.parametrize("own", [torch.float16, torch.bfloat16])
+def test_the_precision_is_forced_on_code_with_an_autocast_of_its_own(own: torch.dtype) -> None:
+    model = Model(FeedForward(BEYOND_FP16))
+
+    def rerun() -> Tensor:
+        with torch.autocast("cpu", dtype=own):
+            return square(model(batch()))
+
+    finding = find(model, rerun, finds_pins=False)
+    assert (finding.reproduced, finding.finite_in) == (True, ("bf16", "fp32"))
+
+
+def test_a_module_with_weights_in_half_precision_is_never_pinned_nor_run_in_fp32() -> None:
+    ff = FeedForward(BEYOND_FP16)
+    ff.wo.half()
+    seen: list[torch.dtype] = []
+    ff.wi.register_forward_hook(lambda _, __, output: seen.append(output.dtype))
+    finding = find(Model(ff), can_run_fp32=False, lower=("bf16",))
+    assert (finding.culprit, finding.pins) == ("module blocks.0.ff.wo (Linear)", ())
+    assert finding.finite_in == ("bf16",)
+    assert seen == [torch.float16, torch.bfloat16]
+
+
+def test_a_precision_that_overflows_as_well_is_left_out() -> None:
+    nearly_largest = 3.4e38  # rounds to infinity in bf16
+
+    def wide(hidden: Tensor) -> Tensor:
+        return hidden.clamp(-0.5, 0.5) @ (nearly_largest * torch.eye(WIDTH)) / nearly_largest
+
+    assert find(Model(Written(wide)), finds_pins=False).finite_in == ("fp32",)
+
+
+def test_a_precision_that_does_not_fit_is_told_apart_from_one_that_overflows() -> None:
+    model = Model(FeedForward(BEYOND_FP16))
+
+    def rerun() -> Tensor:
+        output = model(batch())
+        if output.dtype == torch.float32:
+            raise torch.OutOfMemoryError("no room for fp32")
+        return square(output)
+
+    finding = find(model, rerun)
+    assert (finding.finite_in, finding.not_run, finding.pins) == (("bf16",), ("fp32",), ("blocks.0.ff.wo",))
+    alone = find(model, can_run_fp32=False, lower=())
+    assert (alone.finite_in, alone.pins, alone.is_precision) == ((), ("blocks.0.ff.wo",), True)
+
+
+# -- not precision's fault ---------------------------------------------------------------------------------------------
+
+
+def spoilt() -> nn.Module:
+    model = Model(FeedForward(), FeedForward())
+    with torch.no_grad():
+        model.get_parameter("blocks.1.ff.wi.weight")[0, 0] = torch.nan
+    return model
+
+
+def log(hidden: Tensor) -> Tensor:
+    return (hidden - 1e3).log()
+
+
+def root(hidden: Tensor) -> Tensor:
+    return hidden - (hidden - hidden).sqrt()
+
+
+def minus_infinity() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), Leaf(lambda hidden: (hidden * 0).log()), nn.Softmax(-1))
+
+
+def root_in_place() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), Leaf(root), nn.ReLU(inplace=True))
+
+
+ONE_NAN = torch.where(torch.arange(12).reshape(3, WIDTH) == 5, torch.nan, batch())
+NOT_PRECISION: dict[str, tuple[Make, dict[str, Any], str]] = {
+    "a batch": (Model, {"inputs": ONE_NAN}, "the input of the model"),
+    "in fp32": (Model, {"inputs": ONE_NAN, "current": "fp32", "lower": ()}, "the input of the model"),
+    "a parameter": (spoilt, {}, "parameter blocks.1.ff.wi.weight"),
+    "a leaf": (lambda: Model(FeedForward(), Leaf(log)), {}, "module blocks.1.ff (Leaf)"),
+    "between children": (lambda: Model(Written(log)), {}, "module blocks.0.ff (Written)"),
+    "a root": (lambda: Model(FeedForward(), Written(root)), {}, f"module blocks.1.ff (Written){BACKWARD}"),
+    "a root in place": (root_in_place, {}, f"module 2 (Leaf){BACKWARD}"),
+    "the loss": (Model, {"loss": lambda output: log(output).sum()}, "the loss function"),
+    "its gradient": (Model, {"loss": lambda output: root(output).sum()}, f"the loss function{BACKWARD}"),
+    "minus infinity": (minus_infinity, {}, "module 1 (Leaf)"),
+    "a mask": (lambda: Attention(FeedForward(), -3), {}, "the input of module softmax (Softmax)"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_PRECISION)
+def test_what_is_not_finite_in_fp32_either_is_not_precision(name: str) -> None:
+    make, options, culprit = NOT_PRECISION[name]
+    assert find(make(), **options) == Finding(True, culprit=culprit, is_precision=False)
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+def test_ranks_find_the_same_whosever_batch_it_was() -> None:
+    theirs = Ranks(True, False, False, False, names=("blocks.0.ff",))
+    finding = find(Model(FeedForward()), ranks=theirs)
+    assert finding == Finding(True, ("bf16", "fp32"), "blocks.0.ff", ("blocks.0.ff",), is_precision=True)
+    both = Ranks(True, True)
+    assert find(Model(FeedForward(BEYOND_FP16)), ranks=both).finite_in == ()
+    assert theirs.answers == both.answers == []
+
+
+def test_every_rank_hears_of_a_closure_that_raised_on_one() -> None:
+    ranks = Ranks()
+    ranks.answers = [True]
+    with pytest.raises(InvalidRequestError, match="another rank"):
+        find(Model(FeedForward()), ranks=ranks)
+
+
+# -- nothing changes ---------------------------------------------------------------------------------------------------
+
+
+class Busy(nn.Module):
+    """Buffers of every kind, dropout, and an overflow where `level` asks for it."""
+
+    none: Tensor | None
+    replaced: Tensor
+
+    def __init__(self, level: float = BEYOND_FP16) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.drop = nn.Dropout(0.5)
+        self.ff = FeedForward(level)
+        self.register_buffer("none", None)
+        self.register_buffer("replaced", torch.zeros(2))
+        self.frozen = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.replaced = self.replaced + 1
+        self.none = torch.ones(1)
+        output: Tensor = self.ff(self.drop(self.norm(hidden))) / BEYOND_FP16
+        return output
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    return {
+        "state": copy.deepcopy(model.state_dict()),
+        "objects": [*(p.grad for p in model.parameters()), *(b for m in model.modules() for b in m._buffers.values())],
+        "gradients": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+        "modes": [module.training for module in model.modules()],
+        "classes": [type(module) for module in model.modules()],
+        "keys": [set(module.__dict__) for module in model.modules()],
+        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
+        "rng": torch.get_rng_state(),
+        "torch": torch_state.capture(),
+    }
+
+
+def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
+    pairs = zip(before.pop("objects"), after.pop("objects"), strict=True)
+    assert all(one is other for one, other in pairs)
+    for key in before:
+        assert _plain(after[key]) == _plain(before[key]), key
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list) else value
+
+
+def batch_with_gradients(model: nn.Module) -> None:
+    torch.autograd.backward(square(model(batch())))
+
+
+def test_nothing_of_the_model_changes() -> None:
+    model = Busy()
+    batch_with_gradients(model)
+    model.drop.eval()
+    before = snapshot(model)
+    assert find(model).pins == ("ff.wo",)
+    assert_same(before, snapshot(model))
+
+
+@pytest.mark.parametrize("num_good", [0, 2])
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda loss: 1 // 0, "ZeroDivisionError"),
+        (lambda loss: loss.detach(), "without a gradient"),
+        (lambda loss: loss.expand(2), r"shape \(2,\)"),
+        (lambda loss: loss.item(), "a float"),
+    ],
+)
+def test_a_closure_that_fails_is_told_of_and_nothing_changes(
+    spoil: Callable[[Tensor], Any], told: str, num_good: int
+) -> None:
+    model = Busy()
+    batch_with_gradients(model)
+    before = snapshot(model)
+    calls: list[None] = []
+
+    def rerun() -> Any:
+        calls.append(None)
+        loss = square(model(batch()))
+        return loss if len(calls) <= num_good else spoil(loss)
+
+    with pytest.raises(InvalidRequestError, match=told):
+        find(model, rerun)
+    assert_same(before, snapshot(model))
+
+
+def test_every_pass_draws_the_same_numbers() -> None:
+    model = Busy()
+    seen: list[list[float]] = []
+
+    def rerun() -> Tensor:
+        seen.append(torch.rand(3).tolist())
+        return square(model(batch()))
+
+    find(model, rerun)
+    assert seen == [seen[0]] * 4
+
+
+def test_pins_and_an_override_that_are_there_stay() -> None:
+    model = Model(FeedForward(BEYOND_FP16), FeedForward())
+    override(model, "bf16", "cpu")
+    pin_fp32(model.get_submodule("blocks.1.ff"), "cpu")
+    assert find(model).pins == ("blocks.0.ff.wo",)
+    assert override_of(model) == "bf16"
+    assert [name for name, module in model.named_modules() if is_pinned(module)] == ["blocks.1.ff"]
+
+
+def test_gradients_of_a_loss_function_with_weights_of_its_own_are_put_back() -> None:
+    model, criterion = Model(FeedForward(BEYOND_FP16)), nn.Linear(WIDTH, 1)
+    criterion.weight.grad = kept = torch.full_like(criterion.weight, 7.0)
+    find(model, loss=lambda output: square(criterion(output)))
+    assert criterion.weight.grad is kept
+    assert kept.tolist() == [[7.0] * WIDTH]
+    assert criterion.bias.grad is None
+
+
+def test_no_graph_is_left_alive() -> None:
+    model = Model(FeedForward(BEYOND_FP16))
+    nodes: list[weakref.ref[Any]] = []
+
+    def rerun() -> Tensor:
+        output = model(batch())
+        output.grad_fn.metadata["alive"] = alive = nn.Identity()
+        nodes.append(weakref.ref(alive))
+        return square(output)
+
+    find(model, rerun)
+    gc.collect()
+    assert [node() for node in nodes] == [None] * 4
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_blocks(use_reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+            self.ff = FeedForward(BEYOND_FP16)
+            self.norm = nn.LayerNorm(WIDTH)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            output: Tensor = checkpoint(self.ff, self.first(hidden), use_reentrant=use_reentrant)
+            normed: Tensor = self.norm(output)
+            return normed
+
+    finding = find(Checkpointed())
+    assert (finding.culprit, finding.pins) == ("module ff.wo (Linear)", ("ff.wo",))
+
+
+def test_a_compiled_model_is_diagnosed_and_not_compiled_again() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    inner = Model(FeedForward(BEYOND_FP16))
+    model: Any = torch.compile(inner, backend=counter)
+    override(inner, "bf16", "cpu")
+    batch_with_gradients(model)
+    num_graphs = counter.frame_count
+    assert find(model).pins == ("blocks.0.ff.wo",)
+    batch_with_gradients(model)
+    assert counter.frame_count == num_graphs > 0
+    torch.compiler.reset()
+
+
+def test_ddp_with_gradients_in_its_buckets() -> None:
+    distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        inner = Model(FeedForward(BEYOND_FP16))
+        model = DistributedDataParallel(inner, gradient_as_bucket_view=True)
+        batch_with_gradients(model)
+        model.zero_grad()
+        batch_with_gradients(model)  # DDP sorts its buckets anew at the second forward pass
+        before, could_sync = snapshot(model), model.require_forward_param_sync
+        assert find(model).pins == ("blocks.0.ff.wo",)
+        assert_same(before, snapshot(model))
+        assert model.require_forward_param_sync is could_sync
+        batch_with_gradients(model)  # added up in the buckets, as before
+        assert inner.head.weight.grad is not None
+        assert torch.equal(inner.head.weight.grad, 2 * before["gradients"][-2])
+    finally:
+        distributed.destroy_process_group()

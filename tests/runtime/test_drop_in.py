@@ -14,24 +14,23 @@ import torch
 from amp_examples import (
     EXAMPLES,
     INIT_SCALE,
-    NUM_STEPS,
     OPTIMIZERS,
-    MakeOptimizer,
+    Iteration,
     Scaler,
     Trace,
-    autocast,
     data,
     grad_scaler,
     loss_fn,
     mlp,
     noted,
+    run,
     several_models_losses_and_optimizers,
     typical_training,
 )
 from torch import Tensor
 
 from autotune_amp import AmpConfig, LossScale
-from autotune_amp.core.config import Precision
+from autotune_amp.core.setting import Precision
 from autotune_amp.runtime.controller import PrecisionController
 
 
@@ -48,21 +47,18 @@ def assert_same(got: Trace, expected: Trace) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_the_documented_examples_end_with_the_same_weights(
-    example: Callable[[Scaler, MakeOptimizer], Trace], name: str
-) -> None:
-    expected = example(grad_scaler(), OPTIMIZERS[name])
+def test_the_documented_examples_end_with_the_same_weights(example: Iteration, name: str) -> None:
+    expected = run(grad_scaler(), OPTIMIZERS[name], example)
     scales = [scale for _, scale in expected]
     assert any(after < before for before, after in pairwise(scales)), "no overflow to compare"
     assert any(after > before for before, after in pairwise(scales)), "no growth to compare"
     assert not torch.equal(expected[0][0][0], expected[-1][0][0]), "no step to compare"
-    assert_same(example(controller(), OPTIMIZERS[name]), expected)
+    assert_same(run(controller(), OPTIMIZERS[name], example), expected)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_its_own_interface_does_what_gradscalers_does(name: str) -> None:
-    model = mlp()
-    scaler, optimizer = controller(), OPTIMIZERS[name](model.parameters())
+def test_its_own_interface_does_what_gradscalers_does_and_step_says_whether_it_was_taken() -> None:
+    model, other = mlp(0), mlp(1)
+    scaler, optimizer = controller(), OPTIMIZERS["SGD"](model.parameters())
     trace: Trace = []
     for inputs, targets in data():
         before = [p.detach().clone() for p in model.parameters()]
@@ -73,8 +69,9 @@ def test_its_own_interface_does_what_gradscalers_does(name: str) -> None:
         stepped = scaler.step(optimizer)
         scaler.update()
         assert bool(stepped) == any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-        trace.append(noted(scaler, model))
-    assert_same(trace, typical_training(grad_scaler(), OPTIMIZERS[name]))
+        trace.append(noted(scaler, model, other))
+    assert not scaler.status().is_advisory
+    assert_same(trace, run(grad_scaler(), OPTIMIZERS["SGD"], typical_training))
 
 
 # -- the rest of the interface -----------------------------------------------------------------------------------------
@@ -107,53 +104,40 @@ def test_scale_refuses_what_gradscaler_refuses(outputs: Any) -> None:
 
 
 def test_the_accessors_change_the_rule_as_gradscalers_do() -> None:
-    def run(scaler: Scaler) -> Trace:
+    def changed(scaler: Scaler) -> Trace:
         scaler.set_growth_factor(4.0)
         scaler.set_backoff_factor(0.25)
         scaler.set_growth_interval(2)
-        assert scaler.get_growth_factor() == 4.0
-        assert scaler.get_backoff_factor() == 0.25
+        assert (scaler.get_growth_factor(), scaler.get_backoff_factor()) == (4.0, 0.25)
         assert scaler.get_growth_interval() == 2
-        return typical_training(scaler, OPTIMIZERS["SGD"])
+        return run(scaler, OPTIMIZERS["SGD"], typical_training)
 
-    assert_same(run(controller()), run(grad_scaler()))
+    assert_same(changed(controller()), changed(grad_scaler()))
 
 
 @pytest.mark.parametrize("name", ["SGD", "fused SGD"])
-@pytest.mark.parametrize("at", range(1, NUM_STEPS, 2))
 @pytest.mark.parametrize("value", [2.0**12, torch.tensor(2.0**12)], ids=["float", "tensor"])
-def test_update_takes_a_new_scale_and_keeps_the_growth_tracker(value: float | Tensor, at: int, name: str) -> None:
-    def run(scaler: Scaler) -> Trace:
-        model = mlp()
-        optimizer, trace = OPTIMIZERS[name](model.parameters()), []
-        for step, (inputs, targets) in enumerate(data()):
-            optimizer.zero_grad()
-            with autocast():
-                loss = loss_fn(model(inputs), targets)
-            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-            scaler.step(optimizer)
-            scaler.update(value if step == at else None)
-            trace.append(noted(scaler, model))
-        return trace
-
-    assert_same(run(controller()), run(grad_scaler()))
+def test_update_takes_a_new_scale_and_keeps_the_growth_tracker(value: float | Tensor, name: str) -> None:
+    for at in (1, 4, 5, 6, 12):
+        mine, theirs = (
+            run(scaler, OPTIMIZERS[name], typical_training, {at: value}) for scaler in (controller(), grad_scaler())
+        )
+        assert_same(mine, theirs)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
 def test_a_copy_between_two_updates_goes_on_as_gradscalers_does(copied: Callable[[Scaler], Scaler]) -> None:
-    def run(scaler: Scaler) -> tuple[Trace, Trace]:
-        first = typical_training(scaler, OPTIMIZERS["SGD"])
-        return first, typical_training(copied(scaler), OPTIMIZERS["SGD"])
-
-    mine, theirs = run(controller()), run(grad_scaler())
-    assert_same(mine[0], theirs[0])
-    assert_same(mine[1], theirs[1])
+    scalers = [controller(), grad_scaler()]
+    for _ in range(2):
+        mine, theirs = (run(scaler, OPTIMIZERS["SGD"], typical_training) for scaler in scalers)
+        assert_same(mine, theirs)
+        scalers = [copied(scaler) for scaler in scalers]
 
 
 def test_a_copy_is_on_its_own() -> None:
     original = controller()
     other = copy.deepcopy(original)
-    typical_training(other, OPTIMIZERS["SGD"])
+    run(other, OPTIMIZERS["SGD"], typical_training)
     assert original.get_scale() == INIT_SCALE
     assert original.status().num_updates == 0
 
@@ -172,30 +156,15 @@ def test_without_a_way_to_change_the_precision_it_says_once_that_it_is_advisory(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING, logger="autotune_amp.runtime")
-    several_models_losses_and_optimizers(controller(), OPTIMIZERS["SGD"])
+    run(controller(), OPTIMIZERS["SGD"], several_models_losses_and_optimizers)
     assert [record.getMessage()[:27] for record in caplog.records] == ["The controller is advisory:"]
-
-
-@pytest.mark.parametrize("way", ["autocast", "attach"])
-def test_with_autocast_or_attach_it_is_not_advisory(way: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, logger="autotune_amp.runtime")
-    scaler, model = controller(), mlp()
-    if way == "attach":
-        scaler.attach(model)
-    with scaler.autocast() if way == "autocast" else autocast():
-        loss = model(torch.ones(1, 8)).sum()
-    scaler.backward(loss)
-    scaler.step(OPTIMIZERS["SGD"](model.parameters()))
-    scaler.update()
-    assert caplog.records == []
-    assert not scaler.status().is_advisory
 
 
 # -- bf16 and fp32, with and without the guard -------------------------------------------------------------------------
 
 
-def train(precision: Precision, name: str, scaler: PrecisionController | None, poisoned: int | None) -> list[Tensor]:
-    """The parameters after every step; at step `poisoned` a gradient is NaN while the loss is finite."""
+def train(precision: Precision, name: str, scaler: PrecisionController | None) -> list[Tensor]:
+    """The parameters after every step; at the sixth a gradient is NaN while the loss is finite."""
     model = mlp()
     optimizer = OPTIMIZERS[name](model.parameters())
     flat = []
@@ -205,7 +174,7 @@ def train(precision: Precision, name: str, scaler: PrecisionController | None, p
         with plain if scaler is None else scaler.autocast():
             loss = loss_fn(model(inputs), targets)
         (loss if scaler is None else scaler.scale(loss)).backward()
-        if step == poisoned:
+        if step == 5:
             next(model.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
         if scaler is None:
             optimizer.step()
@@ -218,25 +187,15 @@ def train(precision: Precision, name: str, scaler: PrecisionController | None, p
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("guard", [True, False])
-def test_bf16_and_fp32_train_as_a_plain_loop(guard: bool, precision: Precision, name: str) -> None:
-    scaler = PrecisionController(AmpConfig(precision=precision, batch_size=4), device="cpu", guard=guard)
-    assert scaler.is_enabled() == guard
-    expected, got = train(precision, name, None, None), train(precision, name, scaler, None)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    assert scaler.get_scale() == 1.0
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_without_the_guard_a_nan_step_is_taken_and_with_it_skipped(precision: Precision, name: str) -> None:
+def test_bf16_and_fp32_train_as_a_plain_loop_and_the_guard_skips_a_nan_step(precision: Precision, name: str) -> None:
     config = AmpConfig(precision=precision, batch_size=4)
-    expected = train(precision, name, None, 5)
-    unguarded = train(precision, name, PrecisionController(config, device="cpu", guard=False), 5)
-    assert all(torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0)) for a, b in zip(unguarded, expected, strict=True))
+    plain = train(precision, name, None)
+    guard, off = PrecisionController(config, "cpu"), PrecisionController(config, "cpu", guard=False)
+    assert (guard.is_enabled(), off.is_enabled(), off.get_scale()) == (True, False, 1.0)
+    unguarded, guarded = train(precision, name, off), train(precision, name, guard)
+    assert all(torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0)) for a, b in zip(unguarded, plain, strict=True))
     assert unguarded[5].isnan().any()
-    guarded = train(precision, name, PrecisionController(config, device="cpu"), 5)
-    assert all(torch.equal(a, b) for a, b in zip(guarded[:5], expected[:5], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(guarded[:5], plain[:5], strict=True))
     assert torch.equal(guarded[5], guarded[4])
     assert guarded[-1].isfinite().all()
     assert not torch.equal(guarded[-1], guarded[5])

@@ -1,48 +1,139 @@
-"""When the policy trips, and the phases it goes through: one example each."""
+"""When the policy trips, what it makes of the answers that it asks for, and what it remembers.
+
+A rung is an index: 0 fp16, 1 bf16, 2 fp32 unless a test says.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+from typing import Any
 from unittest.mock import ANY
 
 import pytest
-from policy_steps import BAD_LOSS, CLEAN, LOST, OVERFLOW, START, after, blamed, confirmed, judged, policy_of
 
-from autotune_amp.core.config import LossScale, Precision
-from autotune_amp.runtime.actions import Blame, Demote, Diagnose, Measure, Rescale, Revert, Signal, Stop, Warn
-from autotune_amp.runtime.policy import Policy
+from autotune_amp.core.config import LossScale
+from autotune_amp.core.errors import FormatError, InvalidRequestError
+from autotune_amp.core.setting import Precision
+from autotune_amp.runtime.actions import (
+    Action,
+    Blame,
+    Demote,
+    Diagnose,
+    Pin,
+    Probe,
+    Promote,
+    Rescale,
+    Revert,
+    Signal,
+    Stop,
+    Warn,
+)
+from autotune_amp.runtime.policy import DWELL_STEPS, MAX_PROMOTIONS, NUM_BLAMED_STEPS, PROMOTION_STEPS, Policy
 
-# -- T1: the loss ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_settled", [False, True])
-def test_two_bad_losses_running_trip(is_settled: bool) -> None:
-    policy = policy_of(is_settled=is_settled)
-    assert after(policy, [BAD_LOSS, CLEAN, BAD_LOSS, BAD_LOSS]) == Demote(1, ANY, is_tentative=True)
-
-
-def test_three_bad_losses_in_50_steps_trip() -> None:
-    spread = [BAD_LOSS, *23 * [CLEAN], BAD_LOSS, *24 * [CLEAN], BAD_LOSS]
-    assert len(spread) == 50
-    tripped = after(policy_of(can_rerun=True), spread)
-    assert tripped == Diagnose(ANY)
-    assert after(policy_of(), [*spread[:-1], CLEAN, BAD_LOSS]) is None, "three in 51"
-
-
-def test_a_bad_loss_leaves_the_scale_as_it_was() -> None:
-    policy = policy_of()
-    assert after(policy, [BAD_LOSS]) is None
-    assert policy.scale.scale == policy.scale_before_burst == START
-    assert (policy.num_updates, policy.num_skips) == (5, 1)
-
-
-@pytest.mark.parametrize("rung", ["bf16", "fp32"])
-def test_bad_gradients_count_as_bad_losses_where_there_is_no_scale(rung: Precision) -> None:
-    tripped = after(policy_of(rung, can_rerun=True), 2 * [OVERFLOW])
-    assert tripped == Diagnose(ANY)
+CLEAN = Signal()
+OVERFLOW = Signal(overflow=True)
+BAD_LOSS = Signal(overflow=True, loss_nonfinite=True)  # the gradients of such a loss are not finite either
+LOST = Signal(lost_share=0.02)
+START = 65536.0
+TENTATIVE = Demote(1, ANY, is_tentative=True)
+STARTING = {"is_settled": False}
+RERUNS = {"can_rerun": True}
 
 
-def test_something_bad_is_watched_until_it_is_long_past() -> None:
+def policy_of(*rungs: Precision, is_settled: bool = True, loss_scale: LossScale | None = None, **more: Any) -> Policy:
+    policy = Policy(rungs or ("fp16", "bf16", "fp32"), loss_scale, **more)
+    if is_settled:
+        assert after(policy, 4 * [CLEAN]) is None
+        assert policy.phase == "STEADY"
+    return policy
+
+
+def after(policy: Policy, signals: list[Signal]) -> Action | None:
+    """What the last of `signals` calls for; those before it call for nothing."""
+    for signal in signals[:-1]:
+        assert policy.observe(signal) is None
+    return policy.observe(signals[-1])
+
+
+def confirmed(policy: Policy, action: Action | None) -> Action | None:
+    assert isinstance(action, Demote | Revert | Pin | Rescale | Blame | Promote)
+    return policy.confirm(action)
+
+
+def judged(policy: Policy, signals: list[Signal], **more: Any) -> Action | None:
+    """What follows from `signals` and a rerun that puts the fault on precision."""
+    diagnose = after(policy, signals)
+    assert isinstance(diagnose, Diagnose)
+    return policy.judge(diagnose.reason, **{"reproduced": True, "is_precision": True, "finite_in": ("fp32",), **more})
+
+
+def blamed(policy: Policy) -> Policy:
+    """After two bad losses and a rerun that says that it is not precision."""
+    assert confirmed(policy, judged(policy, 2 * [BAD_LOSS], is_precision=False, finite_in=())) is None
+    assert policy.phase == "BLAMED"
+    return policy
+
+
+def losses(*values: float) -> list[Signal]:
+    return [Signal(loss=value) for value in values]
+
+
+# -- what trips, and what only just does not ---------------------------------------------------------------------------
+
+SPREAD = [BAD_LOSS, *23 * [CLEAN], BAD_LOSS, *24 * [CLEAN], BAD_LOSS]  # three in 50
+EIGHT = [*7 * [OVERFLOW, *27 * [CLEAN]], *3 * [CLEAN], OVERFLOW]  # in 200
+FLOOR = {"loss_scale": LossScale(init_scale=4.0, min_scale=1.0)}
+HELD = {"loss_scale": LossScale(init_scale=2.0, min_scale=1.0, max_scale=2.0)}
+GROWN = losses(*15 * [2.0], *8 * [9.0])
+CASES: dict[str, tuple[tuple[Precision, ...], dict[str, Any], list[Signal], Action | None]] = {
+    "two bad losses running": ((), {}, [BAD_LOSS, CLEAN, BAD_LOSS, BAD_LOSS], TENTATIVE),
+    "two bad losses at the start": ((), STARTING, [BAD_LOSS, CLEAN, BAD_LOSS, BAD_LOSS], TENTATIVE),
+    "three bad losses in 50 steps": ((), RERUNS, SPREAD, Diagnose(ANY)),
+    "three bad losses in 51 steps": ((), {}, [*SPREAD[:-1], CLEAN, BAD_LOSS], None),
+    "gradients in bf16, which has no scale": (("bf16",), RERUNS, 2 * [OVERFLOW], Diagnose(ANY)),
+    "bad losses in the last rung": (("fp32",), {}, 2 * [BAD_LOSS], Blame(START, ANY)),
+    "an overflow across the floor": ((), FLOOR, 3 * [OVERFLOW], TENTATIVE),
+    "eight skips that cost three octaves": ((), RERUNS, 8 * [OVERFLOW], Diagnose(ANY)),
+    "eight skips in 200 steps": ((), {}, EIGHT, TENTATIVE),
+    "eight skips in 201 steps": ((), {}, [*EIGHT[:-1], CLEAN, OVERFLOW], None),
+    "no rung below": (("fp16",), {}, 8 * [OVERFLOW], Warn(ANY)),
+    "skips grown back from": ((), {"loss_scale": LossScale(growth_interval=1)}, 100 * [OVERFLOW, CLEAN], None),
+    "skips that hysteresis forgives": ((), {"loss_scale": LossScale(hysteresis=8)}, 9 * [OVERFLOW], None),
+    "three octaves past hysteresis": ((), {"loss_scale": LossScale(hysteresis=8)}, 10 * [OVERFLOW], TENTATIVE),
+    "the first descent": ((), STARTING, [*10 * [OVERFLOW], *3 * [CLEAN], *10 * [OVERFLOW], *4 * [CLEAN]], None),
+    "the first descent, forgotten": ((), STARTING, [*20 * [OVERFLOW], *4 * [CLEAN], *7 * [OVERFLOW]], None),
+    "a first descent to nothing": ((), STARTING, 41 * [OVERFLOW], TENTATIVE),
+    "underflow raises the scale": ((), {}, [LOST], Rescale(START * 64, ANY)),
+    "to its cap at most": ((), {"loss_scale": LossScale(max_scale=START * 2)}, [LOST], Rescale(START * 2, ANY)),
+    "underflow where overflows hold it down": ((), {}, [OVERFLOW, *198 * [CLEAN], LOST], TENTATIVE),
+    "underflow long after an overflow": ((), {}, [OVERFLOW, *199 * [CLEAN], LOST], Rescale(START * 32, ANY)),
+    "little is lost": ((), {}, [Signal(lost_share=0.01)], None),
+    "underflow at the start": ((), STARTING, [LOST], None),
+    "underflow in bf16": (("bf16", "fp32"), {}, [LOST], None),
+    "underflow with no rung below": (("fp16",), HELD, [OVERFLOW, LOST], Warn(ANY)),
+    "a loss that has grown": ((), RERUNS, [*GROWN, *2 * [BAD_LOSS]], Blame(START, ANY)),
+    "4 times": ((), RERUNS, [*losses(*15 * [2.0], *15 * [8.0]), *2 * [BAD_LOSS]], Diagnose(ANY)),
+    "not yet typical": ((), RERUNS, [*losses(*15 * [2.0], *5 * [1e9]), *2 * [BAD_LOSS]], Diagnose(ANY)),
+    "lower than at first": (
+        (),
+        RERUNS,
+        [*losses(*15 * [2.0], *15 * [1e-7], *15 * [1e-6]), *2 * [BAD_LOSS]],
+        Diagnose(ANY),
+    ),
+    "too short": ((), RERUNS, [*losses(*14 * [2.0], 1e9), *2 * [BAD_LOSS]], Diagnose(ANY)),
+    "never above zero": ((), RERUNS, [*losses(*15 * [0.0], *15 * [9.0]), *2 * [BAD_LOSS]], Diagnose(ANY)),
+    "not finite": ((), RERUNS, [*losses(*15 * [2.0], *15 * [math.inf, math.nan]), *2 * [BAD_LOSS]], Diagnose(ANY)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_last_of_these_signals_calls_for(name: str) -> None:
+    rungs, options, signals, expected = CASES[name]
+    assert after(policy_of(*rungs, **options), signals) == expected
+
+
+def test_a_bad_loss_leaves_the_scale_as_it_was_and_is_watched_until_it_is_long_past() -> None:
     policy = policy_of()
     assert not policy.is_watching
     watched = []
@@ -50,207 +141,61 @@ def test_something_bad_is_watched_until_it_is_long_past() -> None:
         policy.observe(signal)
         watched.append(policy.is_watching)
     assert watched == 50 * [True] + [False]
+    assert policy.scale.scale == policy.scale_before_burst == START
+    assert (policy.num_updates, policy.num_skips) == (55, 1)
 
 
-# -- T2, T3, and the allowance at the start ----------------------------------------------------------------------------
-
-
-def test_an_overflow_that_would_cross_the_floor_trips() -> None:
-    policy = policy_of(loss_scale=LossScale(init_scale=4.0, min_scale=1.0))
-    assert after(policy, 3 * [OVERFLOW]) == Demote(1, ANY, is_tentative=True)
-    assert policy.scale.scale == 1.0
-
-
-def test_the_floor_is_12_octaves_below_the_scale_that_the_run_settled_at() -> None:
+def test_the_floor_is_12_octaves_below_where_the_run_settled_however_the_start_ends() -> None:
     policy = policy_of(is_settled=False)
     assert after(policy, [*20 * [OVERFLOW], *4 * [CLEAN]]) is None
-    assert policy.scale.scale == 2.0**-4
-    assert policy.scale.floor == 2.0**-16
-
-
-def test_the_floor_is_settled_however_the_start_ends() -> None:
-    policy = blamed(policy_of(is_settled=False, can_rerun=True))
-    assert after(policy, 300 * [CLEAN]) is None
-    assert (policy.phase, policy.scale.scale, policy.scale.floor) == ("STEADY", START, 1.0)
-
-
-def test_the_floor_is_settled_when_a_hand_ends_the_start() -> None:
+    assert (policy.scale.scale, policy.scale.floor) == (2.0**-4, 2.0**-16)
     policy = policy_of(is_settled=False)
     policy.move_by_hand("fp16")
     assert (policy.phase, policy.scale.floor) == ("STEADY", 1.0)
+    assert blamed(policy_of(is_settled=False, can_rerun=True)).scale.floor == 1.0
 
 
-def test_eight_skips_in_200_steps_that_cost_three_octaves_trip() -> None:
-    policy = policy_of(can_rerun=True)
-    assert after(policy, 8 * [OVERFLOW]) == Diagnose(ANY)
-    assert policy.scale_before_burst == START
-    assert policy.scale.scale == START / 2**8
-
-
-def test_eight_skips_in_more_than_200_steps_do_not_trip() -> None:
-    in_time = [*7 * [OVERFLOW, *27 * [CLEAN]], *3 * [CLEAN], OVERFLOW]
-    assert len(in_time) == 200
-    assert isinstance(after(policy_of(), in_time), Demote)
-    assert after(policy_of(), [*in_time[:-1], CLEAN, OVERFLOW]) is None
-
-
-def test_skips_that_the_scale_grows_back_after_do_not_trip() -> None:
-    policy = policy_of(loss_scale=LossScale(growth_interval=1))
-    assert after(policy, 100 * [OVERFLOW, CLEAN]) is None
-    assert policy.num_skips == 100
-
-
-def test_skips_that_hysteresis_forgives_cost_no_octaves() -> None:
-    policy = policy_of(loss_scale=LossScale(hysteresis=8))
-    assert after(policy, 9 * [OVERFLOW]) is None
-    assert isinstance(after(policy, [OVERFLOW]), Demote), "the third octave"
-
-
-def test_the_first_descent_is_no_fault_however_long() -> None:
-    policy = policy_of(is_settled=False)
-    assert after(policy, [*10 * [OVERFLOW], *3 * [CLEAN], *10 * [OVERFLOW], CLEAN]) is None
-    assert policy.phase == "STEADY"
-    assert after(policy, 7 * [OVERFLOW]) is None, "what was lost before is forgotten"
-    assert isinstance(after(policy, [OVERFLOW]), Demote)
-
-
-def test_a_first_descent_to_nothing_trips() -> None:
-    policy = policy_of(is_settled=False)
-    assert after(policy, 40 * [OVERFLOW]) is None
-    assert policy.scale.scale == 2.0**-24
-    assert isinstance(after(policy, [OVERFLOW]), Demote)
-
-
-def test_a_first_descent_below_its_usual_end_is_diagnosed_once_and_cleared() -> None:
+@pytest.mark.parametrize("is_precision", [True, None])
+def test_a_first_descent_below_its_usual_end_is_diagnosed_once(is_precision: bool | None) -> None:
     policy = policy_of(is_settled=False, can_rerun=True)
-    assert judged(policy, 17 * [OVERFLOW], pins=("layer",)) is None
-    assert policy.startup_was_cleared
+    answer = judged(policy, [BAD_LOSS, *17 * [OVERFLOW]], pins=("layer",), is_precision=is_precision)
+    assert answer is None
     assert after(policy, 23 * [OVERFLOW]) is None
     assert judged(policy, [OVERFLOW]) == Demote(2, ANY, False)
-
-
-def test_a_bad_loss_does_not_make_a_descent_a_fault() -> None:
-    policy = policy_of(is_settled=False, can_rerun=True)
-    assert judged(policy, [BAD_LOSS, *17 * [OVERFLOW]]) is None
-
-
-def test_a_descent_that_a_rerun_could_not_judge_goes_on_as_without_a_rerun() -> None:
-    policy = policy_of(is_settled=False, can_rerun=True)
-    assert judged(policy, 17 * [OVERFLOW], is_precision=None) is None
-
-
-# -- T4: silent underflow ----------------------------------------------------------------------------------------------
-
-
-def test_underflow_raises_the_scale_first() -> None:
-    policy = policy_of()
-    rescale = after(policy, [LOST])
-    assert rescale == Rescale(START * 64, ANY)
-    assert confirmed(policy, rescale) is None
-    assert (policy.scale.scale, policy.rung, policy.phase) == (START * 64, 0, "STEADY")
-
-
-def test_the_scale_is_raised_to_its_cap_at_most_and_underflow_there_trips() -> None:
-    policy = policy_of(loss_scale=LossScale(max_scale=START * 2))
-    assert confirmed(policy, after(policy, [LOST])) is None
-    assert policy.scale.scale == START * 2
-    assert after(policy, [LOST]) == Demote(1, ANY, is_tentative=True)
-
-
-def test_underflow_where_overflows_hold_the_scale_down_trips() -> None:
-    policy = policy_of()
-    assert after(policy, [OVERFLOW, *198 * [CLEAN]]) is None
-    assert isinstance(after(policy, [LOST]), Demote)
-    assert isinstance(after(policy, [LOST]), Rescale), "the overflow is long past"
 
 
 def test_overflows_that_undo_a_raise_are_no_octaves_lost() -> None:
     policy = policy_of()
     assert confirmed(policy, after(policy, [LOST])) is None
+    assert (policy.scale.scale, policy.rung, policy.phase) == (START * 64, 0, "STEADY")
     assert after(policy, 8 * [OVERFLOW]) is None
-    assert isinstance(after(policy, [OVERFLOW]), Demote), "three below where it was"
+    assert after(policy, [OVERFLOW]) == TENTATIVE, "three below where it was"
 
 
-def test_a_raise_that_an_overflow_undid_is_not_tried_again_however_long_ago_that_was() -> None:
+def test_a_raise_that_an_overflow_undid_is_not_tried_again_until_a_move() -> None:
     policy = policy_of()
     assert confirmed(policy, after(policy, [LOST])) is None
     assert after(policy, [OVERFLOW, *250 * [CLEAN]]) is None
-    assert isinstance(after(policy, [LOST]), Demote)
-
-
-def test_after_a_move_the_scale_may_be_raised_again() -> None:
-    policy = policy_of()
-    assert confirmed(policy, after(policy, [LOST])) is None
-    assert after(policy, [OVERFLOW, *250 * [CLEAN]]) is None
+    assert after(policy, [LOST]) == TENTATIVE, "however long ago that was"
     policy.move_by_hand("fp16")
     assert isinstance(after(policy, [LOST]), Rescale)
-
-
-@pytest.mark.parametrize("signal", [CLEAN, Signal(lost_share=0.01)])
-def test_little_lost_is_nothing_lost(signal: Signal) -> None:
-    assert after(policy_of(), [signal]) is None
-
-
-def test_underflow_does_not_count_at_the_start_nor_where_there_is_no_scale() -> None:
-    assert after(policy_of(is_settled=False), [LOST]) is None
-    assert after(policy_of("bf16", "fp32"), [LOST]) is None
-
-
-def test_underflow_is_measured_where_it_can_be() -> None:
-    policy = policy_of(can_rerun=True)
-    measure = after(policy, [OVERFLOW, LOST])
-    assert isinstance(measure, Measure)
-    step_down = policy.judge_underflow(measure.reason, 0.5)
-    assert step_down == Demote(1, ANY, is_tentative=True)
-
-
-def test_underflow_that_measuring_denies_is_left_alone_for_the_dwell() -> None:
-    policy = policy_of(can_rerun=True)
-    measure = after(policy, [OVERFLOW, LOST])
-    assert isinstance(measure, Measure)
-    assert isinstance(policy.judge_underflow(measure.reason, 0.01), Warn)
-    assert after(policy, 198 * [LOST]) is None
-    assert policy.rung == 0
-
-
-@pytest.mark.parametrize("first", [OVERFLOW, BAD_LOSS])
-def test_underflow_without_a_rung_below_warns_and_is_nobody_elses_fault(first: Signal) -> None:
-    policy = policy_of("fp16", loss_scale=LossScale(init_scale=2.0, min_scale=1.0, max_scale=2.0))
-    assert isinstance(after(policy, [first, LOST]), Warn)
-    assert policy.phase == "STEADY"
 
 
 # -- PROBATION: stepped down with nothing to rerun ---------------------------------------------------------------------
 
 
-def on_probation() -> Policy:
-    policy = policy_of()
-    assert confirmed(policy, after(policy, 2 * [BAD_LOSS])) is None
-    assert (policy.rung, policy.phase) == (1, "PROBATION")
-    return policy
-
-
 @pytest.mark.parametrize("first", [[], [OVERFLOW], [BAD_LOSS, OVERFLOW]])
-def test_a_clean_step_accepts_a_tentative_demotion(first: list[Signal]) -> None:
-    policy = on_probation()
-    assert after(policy, [*first, CLEAN]) is None
-    assert (policy.rung, policy.phase) == (1, "STEADY")
-
-
-def test_three_bad_steps_revert_a_tentative_demotion_and_stop() -> None:
-    policy = on_probation()
-    revert = after(policy, 3 * [BAD_LOSS])
+def test_a_tentative_demotion_stands_with_a_clean_step_and_falls_with_three_bad_ones(first: list[Signal]) -> None:
+    accepted, reverted = policy_of(), policy_of()
+    for policy in (accepted, reverted):
+        assert confirmed(policy, after(policy, 2 * [BAD_LOSS])) is None
+        assert (policy.rung, policy.phase) == (1, "PROBATION")
+    assert after(accepted, [*first, CLEAN]) is None
+    assert (accepted.rung, accepted.phase) == (1, "STEADY")
+    revert = after(reverted, [*first, *(3 - len(first)) * [BAD_LOSS]])
     assert revert == Revert(0, ANY)
-    assert confirmed(policy, revert) == Stop(revert.reason, is_precision=False)
-    assert (policy.rung, policy.phase, policy.scale.scale) == (0, "BLAMED", START)
-
-
-def test_a_demotion_on_evidence_needs_no_probation() -> None:
-    policy = policy_of(can_rerun=True)
-    demote = judged(policy, 2 * [BAD_LOSS])
-    assert demote == Demote(2, ANY, is_tentative=False)
-    assert confirmed(policy, demote) is None
-    assert (policy.rung, policy.phase) == (2, "STEADY")
+    assert confirmed(reverted, revert) == Stop(ANY, is_precision=False)
+    assert (reverted.rung, reverted.phase, reverted.scale.scale) == (0, "BLAMED", START)
 
 
 # -- BLAMED: not precision ---------------------------------------------------------------------------------------------
@@ -258,11 +203,11 @@ def test_a_demotion_on_evidence_needs_no_probation() -> None:
 
 def test_the_scale_from_before_the_burst_is_given_back_and_held() -> None:
     policy = policy_of(can_rerun=True, loss_scale=LossScale(growth_interval=3))
-    assert isinstance(after(policy, [CLEAN, OVERFLOW, OVERFLOW, BAD_LOSS, BAD_LOSS]), Diagnose)
-    before = policy.scale_before_burst
-    assert policy.scale.scale == before / 4
-    blame = policy.judge("NaN", reproduced=True, is_precision=False, finite_in=())
+    signals = [CLEAN, OVERFLOW, OVERFLOW, BAD_LOSS, BAD_LOSS]
+    before = policy.scale.scale
+    blame = judged(policy, signals, is_precision=False, finite_in=())
     assert blame == Blame(before, ANY)
+    assert policy.scale.scale == before / 4
     assert confirmed(policy, blame) is None
     assert after(policy, [OVERFLOW, *10 * [CLEAN], BAD_LOSS]) is None
     assert policy.scale.scale == before
@@ -271,70 +216,221 @@ def test_the_scale_from_before_the_burst_is_given_back_and_held() -> None:
 def test_ten_bad_steps_in_a_row_stop_a_blamed_run() -> None:
     policy = blamed(policy_of(can_rerun=True))
     assert after(policy, [*9 * [BAD_LOSS], CLEAN, *9 * [OVERFLOW]]) is None
-    stop = after(policy, [BAD_LOSS])
-    assert isinstance(stop, Stop)
-    assert not stop.is_precision
+    assert after(policy, [BAD_LOSS]) == Stop(ANY, is_precision=False)
     assert after(policy, 180 * [BAD_LOSS]) is None, "said once; the caller may not halt"
     assert policy.rung == 0
 
 
 def test_a_clean_step_after_the_dwell_ends_the_blame() -> None:
     policy = blamed(policy_of(can_rerun=True))
-    assert after(policy, 199 * [CLEAN]) is None
-    assert policy.phase == "BLAMED"
-    assert after(policy, [BAD_LOSS]) is None
+    assert after(policy, [*199 * [CLEAN], BAD_LOSS]) is None
     assert policy.phase == "BLAMED"
     assert after(policy, [CLEAN]) is None
     assert policy.phase == "STEADY"
 
 
-def test_a_demotion_made_shortly_before_was_in_error() -> None:
-    policy = policy_of("fp16", "bf16", "tf32", "fp32", can_rerun=True)
-    for rung in ("bf16", "tf32"):
-        assert confirmed(policy, judged(policy, 2 * [BAD_LOSS], is_precision=None, finite_in=())) is None
-        assert policy.precision == rung
-        assert after(policy, [CLEAN]) is None
-    assert after(policy, 196 * [CLEAN]) is None
-    assert blamed(policy).precision == "fp16"
-
-
-def test_a_demotion_made_on_evidence_stays_whatever_comes_after_it() -> None:
-    policy = policy_of(can_rerun=True)
-    assert confirmed(policy, judged(policy, 2 * [BAD_LOSS], finite_in=("bf16",))) is None
-    assert after(policy, 100 * [CLEAN]) is None
-    assert blamed(policy).precision == "bf16"
-
-
-def test_a_demotion_that_the_run_has_dwelt_in_stays() -> None:
-    policy = policy_of(can_rerun=True)
-    assert confirmed(policy, judged(policy, 2 * [BAD_LOSS], is_precision=None)) is None
-    assert after(policy, 198 * [CLEAN]) is None
-    assert blamed(policy).precision == "bf16"
-
-
-def losses(*values: float) -> list[Signal]:
-    return [Signal(loss=value) for value in values]
-
-
-def test_a_run_whose_loss_has_grown_diverges_and_no_precision_mends_that() -> None:
-    policy = policy_of(can_rerun=True)
-    blame = after(policy, [*losses(*15 * [2.0], *8 * [9.0]), *2 * [BAD_LOSS]])
-    assert blame == Blame(START, ANY)
-    assert "4.5 times its best" in blame.reason
-
-
 @pytest.mark.parametrize(
-    "history",
+    ("num_clean", "more", "ends_in"),
     [
-        losses(*15 * [2.0], *15 * [8.0]),
-        losses(*15 * [2.0], *5 * [1e9]),
-        losses(*15 * [2.0], *15 * [1e-7], *15 * [1e-6]),
-        losses(*14 * [2.0], 1e9),
-        losses(*15 * [-2.0], *15 * [9.0]),
-        losses(*15 * [0.0], *15 * [9.0]),
-        losses(*15 * [2.0], *15 * [math.inf, math.nan]),
+        (196, {"is_precision": None, "finite_in": ()}, "fp16"),
+        (199, {"is_precision": None, "finite_in": ()}, "bf16"),
+        (100, {"finite_in": ("bf16",)}, "bf16"),
     ],
-    ids=["4 times", "not yet typical", "lower than at first", "too short", "negative", "zero", "not finite"],
+    ids=["shortly before", "dwelt in", "on evidence"],
 )
-def test_a_loss_that_has_not_clearly_grown_says_nothing(history: list[Signal]) -> None:
-    assert isinstance(after(policy_of(can_rerun=True), [*history, *2 * [BAD_LOSS]]), Diagnose)
+def test_a_tentative_demotion_made_shortly_before_was_in_error(
+    num_clean: int, more: dict[str, Any], ends_in: str
+) -> None:
+    policy = policy_of(can_rerun=True)
+    assert confirmed(policy, judged(policy, 2 * [BAD_LOSS], **more)) is None
+    assert policy.precision == "bf16"
+    assert after(policy, num_clean * [CLEAN]) is None
+    assert blamed(policy).precision == ends_in
+
+
+# -- Diagnose ----------------------------------------------------------------------------------------------------------
+
+ANSWERS: list[tuple[dict[str, Any], Action]] = [
+    ({"finite_in": ("bf16", "fp32")}, Demote(1, ANY, False)),
+    ({}, Demote(2, ANY, False)),
+    ({"finite_in": ()}, Stop(ANY, is_precision=True)),
+    ({"is_precision": None, "finite_in": (), "pins": ["ff.wo"]}, TENTATIVE),
+    ({"pins": ["ff.wo"]}, Pin(("ff.wo",), ANY)),
+    ({"is_precision": False}, Blame(START, ANY)),
+    ({"reproduced": False}, Warn(ANY)),
+]
+
+
+@pytest.mark.parametrize(("answer", "expected"), ANSWERS)
+def test_what_follows_from_a_rerun(answer: dict[str, Any], expected: Action) -> None:
+    assert judged(policy_of(can_rerun=True), 2 * [BAD_LOSS], **answer) == expected
+
+
+def test_modules_are_pinned_once_and_then_it_steps_down() -> None:
+    policy = policy_of(can_rerun=True)
+    pin = judged(policy, [OVERFLOW, BAD_LOSS, BAD_LOSS], pins=["ff.wo"])
+    assert policy.scale.scale == START / 2
+    assert confirmed(policy, pin) is None
+    assert (policy.rung, policy.phase, policy.scale.scale) == (0, "STEADY", START)
+    assert isinstance(judged(policy, 2 * [BAD_LOSS], pins=["ff.wi"]), Demote)
+
+
+def test_what_the_rerun_does_not_show_twice_without_a_clean_step_is_stepped_down_from_on_trial() -> None:
+    policy = policy_of(can_rerun=True)
+    for _ in range(3):
+        assert isinstance(judged(policy, 2 * [BAD_LOSS], reproduced=False), Warn)
+        assert after(policy, NUM_BLAMED_STEPS * [CLEAN]) is None
+    assert isinstance(judged(policy, 2 * [BAD_LOSS], reproduced=False), Warn)
+    assert after(policy, (NUM_BLAMED_STEPS - 1) * [BAD_LOSS]) is None
+    assert judged(policy, [BAD_LOSS], reproduced=False) == TENTATIVE
+
+
+def test_a_declined_trip_is_not_repeated_before_the_dwell_is_over() -> None:
+    policy = policy_of()
+    assert after(policy, 2 * [BAD_LOSS]) == TENTATIVE
+    policy.decline()
+    assert after(policy, (DWELL_STEPS - 1) * [BAD_LOSS]) is None
+    assert policy.observe(BAD_LOSS) == TENTATIVE
+
+
+def test_withdrawn_and_refused_rungs_are_passed_over_and_the_reasons_told_in_the_end() -> None:
+    policy = policy_of("fp16", "bf16", "tf32", "fp32")
+    policy.withdraw("bf16", "emulated")
+    policy.withdraw("fp16", "the run is in it")
+    demote = after(policy, 2 * [BAD_LOSS])
+    assert demote == Demote(2, ANY, True)
+    demote = policy.refuse(demote, "out of memory")
+    assert demote == Demote(3, ANY, True)
+    stop = policy.refuse(demote, "too slow")
+    assert stop == Stop(ANY, is_precision=True)
+    assert stop.reason.endswith("bf16: emulated; tf32: out of memory; fp32: too slow")
+
+
+def test_a_rung_refused_after_a_rerun_leaves_the_reruns_evidence_standing() -> None:
+    policy = policy_of(can_rerun=True)
+    demote = judged(policy, 2 * [BAD_LOSS], finite_in=("bf16",))
+    assert isinstance(demote, Demote)
+    assert policy.refuse(demote, "out of memory", ("bf16",)) == Stop(ANY, is_precision=True)
+
+
+# -- Promote -----------------------------------------------------------------------------------------------------------
+
+
+def stepped_down(**more: Any) -> Policy:
+    """In bf16, on evidence, after a burst that took the scale from 65536 to 256."""
+    policy = policy_of(**{"can_rerun": True, "promotes": True, **more})
+    assert confirmed(policy, judged(policy, 8 * [OVERFLOW], finite_in=("bf16",))) is None
+    assert (policy.precision, policy.scale.scale) == ("bf16", 256)
+    return policy
+
+
+def probe_after(policy: Policy, num_clean: int) -> Probe:
+    probe = after(policy, num_clean * [CLEAN])
+    assert isinstance(probe, Probe)
+    return probe
+
+
+def test_after_2000_clean_steps_a_probe_that_fits_promotes() -> None:
+    policy = stepped_down()
+    assert after(policy, [*(PROMOTION_STEPS - 1) * [CLEAN], OVERFLOW]) is None
+    probe = probe_after(policy, PROMOTION_STEPS)
+    assert probe == Probe(0, START * 16), "bad steps below do not change what scale it needs"
+    promote = policy.probed(probe, fits=True, reason="twice as fast")
+    assert promote == Promote(0, "twice as fast")
+    assert confirmed(policy, promote) is None
+    assert (policy.precision, policy.phase, policy.scale.scale) == ("fp16", "STEADY", START)
+
+
+@pytest.mark.parametrize("options", [{"promotes": False}, {"can_rerun": False}, {"withdrawn": {"fp16": "too slow"}}])
+def test_nobody_is_promoted_unasked_untried_or_to_what_is_withdrawn(options: dict[str, Any]) -> None:
+    policy = stepped_down()
+    for name, value in options.items():
+        setattr(policy, name, value)
+    assert after(policy, 3 * PROMOTION_STEPS * [CLEAN]) is None
+
+
+def test_each_failure_doubles_the_wait_and_three_promotions_are_the_most() -> None:
+    policy = stepped_down()
+    assert policy.probed(probe_after(policy, PROMOTION_STEPS), fits=False, reason="not faster") is None
+    for num_failures in range(1, MAX_PROMOTIONS + 1):
+        probe = probe_after(policy, PROMOTION_STEPS * 2**num_failures)
+        assert confirmed(policy, policy.probed(probe, fits=True, reason="")) is None
+        assert confirmed(policy, judged(policy, 2 * [BAD_LOSS], finite_in=("bf16",))) is None
+    assert after(policy, 40 * PROMOTION_STEPS * [CLEAN]) is None
+
+
+def test_a_probe_stays_below_the_cap_and_needs_no_scale_but_in_fp16() -> None:
+    policy = stepped_down(loss_scale=LossScale(max_scale=2 * START))
+    assert probe_after(policy, PROMOTION_STEPS).scale == 2 * START
+    policy.move_by_hand("fp32")
+    assert probe_after(policy, PROMOTION_STEPS) == Probe(1, 16.0)
+
+
+# -- by hand, and what is saved ----------------------------------------------------------------------------------------
+
+
+def test_a_hand_moves_to_any_rung_there_is_and_ends_what_was_going_on() -> None:
+    policy = blamed(policy_of(can_rerun=True))
+    policy.move_by_hand("fp32")
+    assert (policy.rung, policy.phase, policy.precision) == (2, "STEADY", "fp32")
+    policy.move_by_hand("fp16")
+    assert (policy.rung, policy.is_scaling, policy.scale.scale) == (0, True, START)
+    with pytest.raises(InvalidRequestError, match="tf32") as refused:
+        policy.move_by_hand("tf32")
+    assert 'fallback=["tf32"]' in refused.value.next_step
+    assert policy.rung == 0
+
+
+def test_a_refused_rung_stays_refused_after_a_save_and_load() -> None:
+    policy, resumed = policy_of(), policy_of()
+    demote = after(policy, 2 * [BAD_LOSS])
+    assert isinstance(demote, Demote)
+    assert confirmed(policy, policy.refuse(demote, "out of memory")) is None
+    resumed.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    resumed.promotes = resumed.can_rerun = True
+    assert probe_after(resumed, PROMOTION_STEPS).rung == 0, "promoted to a rung that does not fit"
+
+
+@pytest.mark.parametrize("part", ["policy", "loss_scale"])
+def test_a_state_that_lacks_something_is_refused_and_nothing_is_changed(part: str) -> None:
+    saved = stepped_down().state_dict()
+    for name in saved[part]:
+        policy = policy_of(is_settled=False)
+        before = policy.state_dict()
+        lacking = {**saved, part: {key: value for key, value in saved[part].items() if key != name}}
+        with pytest.raises(FormatError, match=name):
+            policy.load_state_dict(lacking)
+        assert policy.state_dict() == before
+
+
+def test_a_state_of_other_rungs_is_refused() -> None:
+    policy = policy_of("fp16", "fp32")
+    before = policy.state_dict()
+    with pytest.raises(FormatError, match="saved in bf16"):
+        policy.load_state_dict(stepped_down().state_dict())
+    assert policy.state_dict() == before
+
+
+def test_a_run_goes_on_without_the_rungs_above_the_one_that_was_saved() -> None:
+    saved = policy_of("fp16", "bf16", "tf32", "fp32")
+    saved.move_by_hand("bf16")
+    assert confirmed(saved, after(saved, 2 * [BAD_LOSS])) is None
+    assert (saved.precision, saved.phase) == ("tf32", "PROBATION")
+    with_a_way_back, without = policy_of("bf16", "tf32", "fp32"), policy_of("tf32", "fp32")
+    with_a_way_back.load_state_dict(saved.state_dict())
+    assert after(with_a_way_back, 3 * [BAD_LOSS]) == Revert(0, ANY)
+    without.load_state_dict(saved.state_dict())
+    assert (without.precision, without.phase) == ("tf32", "STEADY")
+    assert isinstance(after(without, 2 * [BAD_LOSS]), Demote)
+
+
+def test_what_was_saved_is_a_copy_both_ways() -> None:
+    policy, other = policy_of(), policy_of()
+    assert after(policy, [OVERFLOW, BAD_LOSS]) is None
+    saved = policy.state_dict()
+    text = json.dumps(saved)
+    other.load_state_dict(saved)
+    for either in (policy, other):
+        assert after(either, [OVERFLOW, CLEAN]) is None
+        either.decline()
+    assert json.dumps(saved) == text

@@ -11,7 +11,8 @@ from typing import Any, get_args
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale, Precision
+from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
+from autotune_amp.core.setting import Precision
 from autotune_amp.runtime import actions
 from autotune_amp.runtime.actions import Action, Move, Signal
 from autotune_amp.runtime.policy import DWELL_STEPS, MAX_PROMOTIONS, NUM_PROBATION_STEPS, PROMOTION_STEPS, Policy
@@ -115,10 +116,8 @@ class Driver:
         if isinstance(action, actions.Probe):
             assert all(self.options.values()), "promoted unasked"
             return self.both("probed", action, fits=draw() < 0.9, reason="tried")
-        if isinstance(action, actions.Diagnose | actions.Measure):
+        if isinstance(action, actions.Diagnose):
             assert self.options["can_rerun"]
-            if isinstance(action, actions.Measure):
-                return self.both("judge_underflow", action.reason, draw() ** 6)
             return self.both(
                 "judge",
                 action.reason,

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 from resumable import BEYOND_FP16, CLEAN, LARGE_GRADIENT, Run
-from test_status import BAD_LOSS, Scripted, scripted
 from test_status import CLEAN as STEP
+from test_status import scripted
 from torch import nn
 from training import fp16
 
 from autotune_amp import LossScale, PrecisionController
 from autotune_amp.core.errors import FormatError, InvalidRequestError
 from autotune_amp.runtime import run_log
-from autotune_amp.runtime.metrics import SAMPLE_EVERY
 from autotune_amp.runtime.run_log import BeginLine, SampleLine
+from autotune_amp.runtime.status import SAMPLE_EVERY
 
 
 @pytest.fixture
@@ -69,18 +69,6 @@ def test_a_provoked_overflow_and_the_demotion_after_it_stand_in_the_log(path: Pa
     assert found.moves[0].scale is None, "bf16 is not scaled"
 
 
-def test_it_samples_where_the_writer_does(path: Path) -> None:
-    trained = scripted(run_log=path).run(*STEP * (2 * SAMPLE_EVERY))
-    trained.assert_trained_on(2 * SAMPLE_EVERY)
-    lines = documents(path)
-    assert [line["event"] for line in lines] == ["begin", "sample", "sample"]
-    assert [(line["update"], line["num_steps"], line["scale"]) for line in lines[1:]] == [
-        (SAMPLE_EVERY, SAMPLE_EVERY, 1024.0),
-        (2 * SAMPLE_EVERY, 2 * SAMPLE_EVERY, 1024.0),
-    ]
-    assert lines[0]["format"] == 1
-
-
 def test_a_loss_that_is_not_finite_is_null_and_what_is_off_is_said_once(path: Path) -> None:
     trained = scripted(fp16(fallback=["fp32"]), run_log=path, halt=False)
     trained.run(*STEP * (SAMPLE_EVERY - 1), "bad loss")
@@ -92,17 +80,6 @@ def test_a_loss_that_is_not_finite_is_null_and_what_is_off_is_said_once(path: Pa
         ("move", SAMPLE_EVERY, "fp32", None),
     ]
     assert lines[0]["loss"] is None
-
-
-def test_moves_by_hand_and_stops_are_lines_too(path: Path) -> None:
-    trained = scripted(fp16(fallback=["bf16", "fp32"]), run_log=path, halt=False)
-    trained.controller.autocast()
-    trained.run("clean")
-    trained.controller.set_precision("bf16")
-    trained.run(*BAD_LOSS * 20)
-    kinds = [(move.kind, move.after) for move in run_log.read(path).moves]
-    assert kinds[0] == ("by_hand", "bf16")
-    assert kinds[-1][0] == "stop"
 
 
 def test_a_resumed_run_says_so_and_what_it_trains_again_counts_once(path: Path) -> None:
@@ -125,14 +102,6 @@ def test_a_resumed_run_says_so_and_what_it_trains_again_counts_once(path: Path) 
     assert [line["event"] for line in documents(path)] == ["begin", "move", "begin", "sample"], "nothing was taken out"
 
 
-def test_the_last_of_several_runs_is_read(path: Path) -> None:
-    scripted(run_log=path).run("clean", "overflow")
-    scripted(run_log=path).run("clean")
-    found = run_log.read(path)
-    assert [type(line) for line in found.lines] == [BeginLine]
-    assert found.num_other_runs == 1
-
-
 def test_a_resumed_run_goes_on_with_its_own_lines_past_another_run(path: Path) -> None:
     first = scripted(run_log=path).run("overflow", "clean")
     file = io.BytesIO()
@@ -151,15 +120,6 @@ def test_a_resumed_run_goes_on_with_its_own_lines_past_another_run(path: Path) -
         (SampleLine, 3, 256.0),
     ]
     assert (found.begin.config.batch_size, found.num_other_runs) == (4, 1)
-
-
-def test_a_plain_gradscalers_state_begins_a_run_of_its_own(path: Path) -> None:
-    first = scripted(run_log=path).run("overflow")
-    first.controller.load_state_dict(torch.amp.GradScaler("cpu", init_scale=64.0).state_dict())
-    first.run("overflow")
-    found = run_log.read(path)
-    assert [(type(line), line.scale) for line in found.lines] == [(BeginLine, 64.0), (SampleLine, 32.0)]
-    assert found.num_other_runs == 1
 
 
 @pytest.mark.parametrize("num_left", [1, 40, 200])
@@ -229,14 +189,3 @@ def test_a_log_that_can_no_longer_be_written_does_not_end_the_training(
     assert [record.getMessage() for record in caplog.records] == [
         f"The run log {path} cannot be written, and ends here: Is a directory."
     ]
-
-
-def test_the_folder_may_change_during_training(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    trained: Scripted = scripted(run_log=path.name)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)
-    trained.run("clean")
-    assert list(elsewhere.iterdir()) == []
-    assert path.exists()

@@ -1,37 +1,90 @@
-"""`windows`, `validation`, `disable` and `enable`: compared with loops written by hand."""
+"""`windows`, `validation`, `disable` and `enable`, measured plans: compared with loops written by hand."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from training import batches, fp16, same, weights
-from window_loop import HALVED, WindowLoop, controller, eights, small
+from training import Batch, batches, fp16, same, weights
 
-from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
-from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan, LossScale
+from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.runtime import windows
 from autotune_amp.runtime.controller import PrecisionController
 
+HALVED = FallbackPlan(precision="bf16", batch_size=4, accumulation_steps=2, peak_memory_bytes=1, slowdown=1.5)
+NEVER_FITS = 2**60  # bytes
+TOO_BIG = FallbackPlan(precision="bf16", batch_size=8, peak_memory_bytes=NEVER_FITS)
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
+
+def controller(config: AmpConfig, **options: Any) -> PrecisionController:
+    return PrecisionController(config, device="cpu", **options)
 
 
-def test_a_partial_last_window_steps_with_what_is_left() -> None:
+def eights(num_batches: int, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
+    """Batches of eight samples."""
+    fours = batches(2 * num_batches, seed=seed)
+    return [(torch.cat([a, b]), torch.cat([c, d])) for (a, c), (b, d) in zip(fours[::2], fours[1::2], strict=True)]
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+class WindowLoop:
+    """The loop that `windows` is made for."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        controller: PrecisionController,
+        loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.mse_loss,
+    ) -> None:
+        self.model = model
+        self.loss = loss
+        self.controller = controller
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        self.seen: list[Tensor] = []
+        self.sizes: list[int] = []
+
+    def run(self, loader: Iterable[tuple[Tensor, Tensor]]) -> WindowLoop:
+        steered = self.controller
+        for (inputs, targets), is_last in steered.windows(loader):
+            self.seen.append(inputs)
+            self.sizes.append(steered.window_size)
+            with steered.autocast():
+                loss = self.loss(self.model(inputs), targets) / steered.window_size
+            steered.backward(loss)
+            if is_last:
+                steered.step(self.optimizer)
+                self.optimizer.zero_grad()
+                steered.update()
+        return self
+
+
+def fours(given: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """The same samples in batches of four."""
+    return [
+        pair for inputs, targets in given for pair in zip(torch.split(inputs, 4), torch.split(targets, 4), strict=True)
+    ]
+
+
+def test_a_partial_last_window_steps_with_what_is_left_and_a_loop_left_early_leaves_nothing() -> None:
     model = small()
     twin = copy.deepcopy(model)
     given = batches(8)
     steered = controller(AmpConfig(precision="bf16", batch_size=4, accumulation_steps=3))
+    for _, is_last in steered.windows(given[:2]):
+        assert (is_last, steered.window_size) == (False, 2)
+        break
+    assert steered.window_size == 3
     loop = WindowLoop(model, steered).run(given)
     assert loop.sizes == [3, 3, 3, 3, 3, 3, 2, 2]
-    assert steered.window_size == 3
     assert steered.status().num_steps == 3
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.05)
     for window in (given[:3], given[3:6], given[6:]):
@@ -44,155 +97,67 @@ def test_a_partial_last_window_steps_with_what_is_left() -> None:
     assert same(model, twin)
 
 
-def test_a_loop_left_early_leaves_no_window_behind() -> None:
-    steered = controller(AmpConfig(precision="fp32", batch_size=4, accumulation_steps=3))
-    for _, is_last in steered.windows(batches(2)):
-        assert not is_last
-        assert steered.window_size == 2
-        break
-    assert steered.window_size == 3
-    assert list(steered.windows([])) == []
-
-
 def test_a_move_asked_for_in_mid_window_changes_the_very_next_windows_shape() -> None:
     model = small()
-    twin = copy.deepcopy(model)
-    given = eights(4)
-    steered = controller(AmpConfig(precision="fp16", batch_size=8, loss_scale=LossScale(), fallback=[HALVED]))
-    loop = WindowLoop(model, steered)
+    steered = controller(fp16(batch_size=8, fallback=[HALVED]))
     calls: list[int] = []
 
-    def ask(module: nn.Module, inputs: object, output: object) -> None:
+    def ask(*_: object) -> None:
         calls.append(1)
         if len(calls) == 2:  # inside the second window's forward pass
             steered.set_precision("bf16")
 
     model.register_forward_hook(ask)
-    loop.run(given)
+    loop = WindowLoop(model, steered).run(eights(4))
     assert [len(inputs) for inputs in loop.seen] == [8, 8, 4, 4, 4, 4]
-    scaler = torch.amp.GradScaler("cpu")
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.05)
-    for inputs, targets in given[:2]:
-        with torch.autocast("cpu", torch.float16):
-            loss = nn.functional.mse_loss(twin(inputs), targets)
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        scaler.step(optimizer)
-        optimizer.zero_grad()
-        scaler.update()
-    for inputs, targets in given[2:]:
-        for some_inputs, some_targets in zip(torch.split(inputs, 4), torch.split(targets, 4), strict=True):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = nn.functional.mse_loss(twin(some_inputs), some_targets) / 2
-            loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-    assert same(model, twin)
 
 
-def tensors(piece: Any) -> list[Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(piece) if isinstance(leaf, Tensor)]
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda x, y: x,
-        lambda x, y: (x, y),
-        lambda x, y: [x, y],
-        lambda x, y: {"inputs": x, "targets": y},
-        lambda x, y: {"inputs": {"ids": x, "more": [y, (x, "text")]}, "epoch": 3, "nothing": None},
-    ],
-)
-@pytest.mark.parametrize("num_samples", [8, 7, 5, 3, 1])
-def test_batches_of_any_nesting_are_split_and_every_sample_is_seen_once(
-    wrap: Callable[[Tensor, Tensor], Any], num_samples: int
-) -> None:
+@pytest.mark.parametrize("num_samples", [8, 7, 3, 1])
+def test_every_sample_of_a_split_batch_is_seen_once(num_samples: int) -> None:
     x, y = torch.randn(num_samples, 3), torch.arange(num_samples)
-    batch = wrap(x, y)
-    pieces = list(windows.split(batch, 4))
+    pieces = list(windows.split({"inputs": {"ids": x, "more": [y, (x, "text")]}, "epoch": 3}, 4))
     assert 1 <= len(pieces) <= 4
-    assert all(type(piece) is type(batch) for piece in pieces)
-    for parts, whole in zip(zip(*map(tensors, pieces), strict=True), tensors(batch), strict=True):
-        assert torch.equal(torch.cat(parts), whole)
-        assert max(map(len, parts)) <= 2
-    if isinstance(batch, dict) and "epoch" in batch:
-        assert all(piece["epoch"] == 3 and piece["inputs"]["more"][1][1] == "text" for piece in pieces)
+    assert torch.equal(torch.cat([piece["inputs"]["ids"] for piece in pieces]), x)
+    assert torch.equal(torch.cat([piece["inputs"]["more"][0] for piece in pieces]), y)
+    assert all(len(piece["inputs"]["more"][0]) <= 2 and piece["epoch"] == 3 for piece in pieces)
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [
-        (torch.zeros(4, 2), torch.zeros(3)),
-        {"inputs": torch.zeros(4, 2), "weight": torch.tensor(1.0)},
-        "a string",
-        object(),
-        torch.tensor(1.0),
-        torch.zeros(0, 2),
-    ],
-)
+@pytest.mark.parametrize("batch", [(torch.zeros(4, 2), torch.zeros(3)), torch.tensor(1.0), torch.zeros(0, 2), "text"])
 def test_what_cannot_be_split_is_refused_with_a_way_out(batch: Any) -> None:
-    steered = controller(AmpConfig(precision="fp16", batch_size=8, loss_scale=LossScale(), fallback=[HALVED]))
+    steered = controller(fp16(batch_size=8, fallback=[HALVED]))
     steered.set_precision("bf16")
     with pytest.raises(InvalidRequestError, match="cannot be split") as caught:
         list(steered.windows([batch]))
     assert "checkpoint_and_stop" in caught.value.next_step
 
 
-@pytest.mark.parametrize(
-    ("plan", "expected"),
-    [((8, 1), (1, 1)), ((4, 2), (1, 2)), ((2, 4), (1, 4)), ((8, 3), (3, 1)), ((4, 4), (2, 2)), ((1, 16), (2, 8))],
-)
-def test_the_shape_of_a_window(plan: tuple[int, int], expected: tuple[int, int]) -> None:
-    assert windows.shape(8, *plan) == expected
-
-
-@pytest.mark.parametrize("plan", [(4, 1), (4, 3), (3, 3), (16, 1), (5, 8)])
-def test_a_plan_that_is_no_whole_number_of_the_loaders_batches_is_refused(plan: tuple[int, int]) -> None:
-    batch_size, accumulation_steps = plan
-    halved = FallbackPlan(precision="bf16", batch_size=batch_size, accumulation_steps=accumulation_steps)
-    steered = controller(AmpConfig(precision="fp16", batch_size=8, loss_scale=LossScale(), fallback=[halved]))
-    steered.set_precision("bf16")
-    with pytest.raises(InvalidRequestError, match="cannot be made") as caught:
-        list(steered.windows(eights(2)))
-    assert "checkpoint_and_stop" in caught.value.next_step
+def test_the_shape_of_a_window_or_that_it_is_no_whole_number_of_the_loaders_batches() -> None:
+    shapes = {(8, 1): (1, 1), (4, 2): (1, 2), (2, 4): (1, 4), (8, 3): (3, 1), (4, 4): (2, 2), (1, 16): (2, 8)}
+    assert {plan: windows.shape(8, *plan) for plan in shapes} == shapes
+    for plan in [(4, 1), (4, 3), (3, 3), (16, 1), (5, 8)]:
+        with pytest.raises(InvalidRequestError, match="cannot be made") as caught:
+            windows.shape(8, *plan)
+        assert "checkpoint_and_stop" in caught.value.next_step
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "fp32"])
 def test_validation_leaves_the_scaler_and_batch_norm_alone(name: Any) -> None:
-    """In mid-window, with infinite inputs: the run goes on as if it had not been."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
-    twin = copy.deepcopy(model)
-    config = fp16(accumulation_steps=2) if name == "fp16" else AmpConfig(precision=name, batch_size=4)
-    given = batches(12)
-
-    def run(model: nn.Module, *, validates: bool) -> PrecisionController:
-        steered = controller(config)
-        steered.attach(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for index, (inputs, targets) in enumerate(given):
-            with steered.autocast():
-                loss = nn.functional.mse_loss(model(inputs), targets)
-            steered.backward(loss)
-            if validates:
-                before, state = weights(model), steered.state_dict()
-                model.eval()
-                with steered.validation():
-                    output = model(inputs * math.inf)
-                    nn.functional.mse_loss(output, targets)
-                model.train()
-                assert not output.requires_grad
-                assert output.dtype == {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[name]
-                assert steered.state_dict() == state
-                assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-            if index % 2:
-                steered.step(optimizer)
-                steered.update()
-                optimizer.zero_grad()
-        return steered
-
-    one, other = run(model, validates=True), run(twin, validates=False)
-    assert same(model, twin)
-    assert one.state_dict() == other.state_dict()
+    """In mid-window, with infinite inputs."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    steered = controller(fp16(accumulation_steps=2) if name == "fp16" else AmpConfig(precision=name, batch_size=4))
+    steered.attach(model)
+    ((inputs, targets),) = batches(1)
+    with steered.autocast():
+        loss = nn.functional.mse_loss(model(inputs), targets)
+    steered.backward(loss)
+    before, state = weights(model), steered.state_dict()
+    model.eval()
+    with steered.validation():
+        output = model(inputs * math.inf)
+    assert not output.requires_grad
+    assert output.dtype == {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[name]
+    assert repr(steered.state_dict()) == repr(state)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("own_autocast", [False, True])
@@ -271,3 +236,99 @@ def test_unweighed_passes_have_equal_shares_and_a_window_that_counts_nothing_has
     assert steered.window_share == 0.5
     assert [steered.window_share for _ in steered.windows(batches(3))] == [0.5, 0.5, 1.0]
     assert [steered.window_share for _ in steered.windows(batches(2), weigh=lambda _: 0)] == [0.0, 0.0]
+
+
+# -- demotions to measured plans, compared with runs that had the plan from the start ----------------------------------
+
+
+def bad_first(given: list[Batch]) -> list[Batch]:
+    """Two batches without a finite loss, which trip."""
+    return [*((inputs * math.inf, targets) for inputs, targets in given[:2]), *given]
+
+
+def test_after_a_demotion_the_loaders_batches_are_split_as_the_plan_says() -> None:
+    model = small()
+    planned = copy.deepcopy(model)
+    samples = eights(5)
+    steered = controller(fp16(batch_size=8, fallback=[HALVED, "fp32"]))
+    moves: list[AmpConfig] = []
+    steered.on_move(lambda record: moves.append(record.config))
+    loop = WindowLoop(model, steered).run(bad_first(samples))
+    assert moves == [steered.config]
+    assert (moves[0].precision, moves[0].batch_size, moves[0].accumulation_steps) == ("bf16", 4, 2)
+    assert loop.sizes == [1, 1] + [2] * 10
+    assert torch.equal(torch.cat(loop.seen[2:]), torch.cat([inputs for inputs, _ in samples]))
+    WindowLoop(planned, controller(AmpConfig(precision="bf16", batch_size=4, accumulation_steps=2))).run(fours(samples))
+    assert same(model, planned)
+
+
+@pytest.mark.parametrize("restarts_with", ["the error's config", "the same config"])
+def test_checkpoint_and_stop_can_be_gone_on_with(restarts_with: str) -> None:
+    """The parameters after the restart equal those of a run that had been told to continue."""
+    samples = eights(5)
+    model = small()
+    continued_model = copy.deepcopy(model)
+    config = fp16(batch_size=8, fallback=[HALVED, "fp32"])
+    continued = controller(config)
+    WindowLoop(continued_model, continued).run(bad_first(samples))
+    stopping = controller(config, on_demotion="checkpoint_and_stop")
+    with pytest.raises(DemotedError) as caught:
+        WindowLoop(model, stopping).run(bad_first(samples))
+    assert "state_dict()" in caught.value.next_step
+    is_same = restarts_with == "the same config"
+    resumed = controller(config if is_same else caught.value.config)
+    resumed.load_state_dict(stopping.state_dict())
+    assert resumed.config == stopping.config
+    WindowLoop(model, resumed).run(samples if is_same else fours(samples))
+    assert same(model, continued_model)
+    one, other = resumed.status(), continued.status()
+    assert (one.num_updates, one.num_steps, one.history) == (other.num_updates, other.num_steps, other.history)
+
+
+@pytest.mark.parametrize(
+    ("unfit", "options"), [(HALVED, {"max_slowdown": 1.45}), (TOO_BIG, {})], ids=["too slow", "too big"]
+)
+def test_a_plan_that_is_too_slow_or_does_not_fit_is_passed_over(unfit: FallbackPlan, options: dict[str, Any]) -> None:
+    model = small()
+    twin = copy.deepcopy(model)
+    samples = eights(4)
+    faster = FallbackPlan(precision="fp32", batch_size=8, slowdown=1.4)
+    steered = controller(fp16(batch_size=8, fallback=[unfit, faster]), **options)
+    WindowLoop(model, steered).run(bad_first(samples))
+    assert steered.status().precision == "fp32"
+    WindowLoop(twin, controller(AmpConfig(precision="fp32", batch_size=8))).run(samples)
+    assert same(model, twin)
+
+
+def beyond_fp16(output: Tensor, targets: Tensor) -> Tensor:
+    """A loss that fp16 alone cannot hold, in no module that could be pinned."""
+    return nn.functional.mse_loss(torch.mm(output, torch.full((1, 1), 1e6)).float() * 1e-6, targets)
+
+
+@pytest.mark.parametrize("reruns", [True, False])
+@pytest.mark.parametrize("last_fits", [True, False])
+def test_where_no_plan_fits_the_run_stops_and_else_the_evidence_holds_for_the_next(
+    reruns: bool, last_fits: bool
+) -> None:
+    model = small()
+    before = copy.deepcopy(model)
+    last = FallbackPlan(precision="fp32", batch_size=8, peak_memory_bytes=None if last_fits else NEVER_FITS)
+    steered = controller(fp16(batch_size=8, fallback=[TOO_BIG, last]))
+    (only,) = eights(1)
+
+    def rerun() -> Tensor:
+        with steered.autocast():
+            return beyond_fp16(model(only[0]), only[1])
+
+    steered.attach(model, rerun if reruns else None)
+    loop = WindowLoop(model, steered, beyond_fp16)
+    if last_fits:
+        loop.run([only] * 2)
+        # What a rerun showed is not left to probation.
+        assert (steered.status().precision, steered._policy.phase) == ("fp32", "STEADY" if reruns else "PROBATION")
+        return
+    with pytest.raises(TrainingStoppedError):
+        loop.run([only] * 20)
+    assert steered.status().precision == "fp16"
+    assert "GiB can be had" in "".join(record.reason for record in steered.status().history)
+    assert same(model, before)

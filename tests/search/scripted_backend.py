@@ -9,12 +9,22 @@ from typing import Any
 
 from replay import Done, ReplayBudget
 
-from autotune_amp.core.config import Precision
 from autotune_amp.core.evidence import Objective
-from autotune_amp.core.fidelity import Accumulation, AccumulationVerdict, Calibration, Fidelity, Verdict
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware
-from autotune_amp.core.outcome import CheckOutcome, Description, Failure, Measurement, Outcome, Record
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.outcome import (
+    Accumulation,
+    AccumulationVerdict,
+    Calibration,
+    CheckOutcome,
+    Description,
+    Failure,
+    Fidelity,
+    Measurement,
+    Outcome,
+    Record,
+    Verdict,
+)
+from autotune_amp.core.setting import Precision, Setting
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.backend import Ability, Slot
 from autotune_amp.search.answer.decide import Decision, decide

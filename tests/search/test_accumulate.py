@@ -15,8 +15,7 @@ from test_whole_search import HELD, Machine
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.core.fidelity import Accumulation
-from autotune_amp.core.outcome import CheckOutcome, Failure, Record
+from autotune_amp.core.outcome import Accumulation, CheckOutcome, Failure, Record
 from autotune_amp.search import loss_scales
 from autotune_amp.search.answer.decide import Decision, decide
 from autotune_amp.search.answer.explain import accumulation_warnings

@@ -12,9 +12,9 @@ from scripted_backend import calibration, candidate, fidelity, ledger_of, shortl
 from test_decide import HEAP, Log, at, decided, measured
 from test_whole_search import Machine, space
 
-from autotune_amp.core.config import LossScale, Precision
+from autotune_amp.core.config import LossScale
 from autotune_amp.core.outcome import Failure, FailureKind
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import Precision, Setting
 from autotune_amp.search.check_results import CheckKey, found_fidelity, verdict_on
 from autotune_amp.search.loss_scales import DEFAULT_PAIR, calibrated
 from autotune_amp.search.search import nothing_works

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_backend import accumulation, fidelity, ledger_of, shortlist
 
-from autotune_amp.core.config import PRECISIONS, AmpConfig, FallbackPlan, LossScale, Precision
+from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.core.evidence import PlainEnvironment
 from autotune_amp.core.outcome import CheckOutcome, Failure, FailureKind, Measurement, Outcome, Purpose, Record
 from autotune_amp.core.recommendation import Exclusion
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import PRECISIONS, Precision, Setting
 from autotune_amp.core.text import rate
 from autotune_amp.search.answer.decide import Decision, decide
 from autotune_amp.search.check_results import check_key, found_fidelity

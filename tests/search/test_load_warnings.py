@@ -15,8 +15,8 @@ from scripted_backend import ScriptedSearch, candidate, measured
 from autotune_amp.core.hardware import BusyProcess, CardProcess, MachineLoad
 from autotune_amp.core.outcome import Record
 from autotune_amp.core.setting import Setting
+from autotune_amp.hardware import machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.search.answer import load_warnings
 from autotune_amp.search.answer.decide import Decision
 from autotune_amp.search.budget import Budget
 from autotune_amp.search.ledger import Shortlist
@@ -64,7 +64,7 @@ def searched(loads: list[MachineLoad]) -> tuple[Decision, Sequence[Record]]:
 
 
 def about_load(decision: Decision) -> list[str]:
-    said = load_warnings.doubts(decision.evidence.load)
+    said = machine_load.doubts(decision.evidence.load)
     assert set(said) <= set(decision.warnings)
     return said
 
@@ -112,11 +112,11 @@ def test_a_load_that_comes_and_goes_widens_the_lower_end() -> None:
 def test_a_process_whose_load_is_not_known_is_no_idle_one() -> None:
     unknown = load(None, None)
     assert (
-        load_warnings.interval_factors([HOGGED, unknown, unknown])
-        == load_warnings.interval_factors([HOGGED])
+        machine_load.interval_factors([HOGGED, unknown, unknown])
+        == machine_load.interval_factors([HOGGED])
         == (1.0, 2.0)
     )
-    assert load_warnings.interval_factors([unknown]) == (1.0, 1.0)
+    assert machine_load.interval_factors([unknown]) == (1.0, 1.0)
 
 
 def test_what_widens_the_interval_is_said_where_only_the_winner_met_it() -> None:
@@ -134,10 +134,10 @@ def test_what_widens_the_interval_is_said_where_only_the_winner_met_it() -> None
         )
         for number, seen in enumerate([*own, *[load(0.05, 1.9)] * 6])
     ]
-    found = load_warnings.evidence(records, own)
+    found = machine_load.evidence(records, own)
     assert found is not None
     assert found.interval_factors != (1.0, 1.0)
-    assert any("interval is widened" in line for line in load_warnings.doubts(found))
+    assert any("interval is widened" in line for line in machine_load.doubts(found))
 
 
 def test_steal_clocks_and_the_card_are_named() -> None:
@@ -176,7 +176,7 @@ def test_steal_clocks_and_the_card_are_named() -> None:
     ],
 )
 def test_what_is_said_before_the_first_trial(seen: MachineLoad, words: tuple[str, ...]) -> None:
-    said = load_warnings.before_first_trial(seen)
+    said = machine_load.before_first_trial(seen)
     assert len(said) == len(words)
     assert all(word in line for word, line in zip(words, said, strict=True))
 
@@ -196,7 +196,7 @@ def test_what_is_said_before_the_first_trial(seen: MachineLoad, words: tuple[str
     ],
 )
 def test_how_much_others_may_have_slowed_a_step(seen: MachineLoad, slowdown: float) -> None:
-    assert load_warnings.others_slowdown(seen) == pytest.approx(slowdown)
+    assert machine_load.others_slowdown(seen) == pytest.approx(slowdown)
 
 
 loads = st.builds(
@@ -209,9 +209,9 @@ loads = st.builds(
 
 @given(st.lists(loads, max_size=6))
 def test_an_interval_is_only_ever_widened(seen: list[MachineLoad]) -> None:
-    low, high = load_warnings.interval_factors(seen)
+    low, high = machine_load.interval_factors(seen)
     assert 0 < low <= 1 <= high
-    if not load_warnings.is_busy(seen) and not load_warnings.is_stolen(seen):
+    if not machine_load.is_busy(seen) and not machine_load.is_stolen(seen):
         assert (low, high) == (1.0, 1.0)
 
 

@@ -6,9 +6,8 @@ import msgspec
 import pytest
 from scripted_backend import ScriptedSearch, candidate, described, fidelity, hardware, measured
 
-from autotune_amp.core.config import Precision
 from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome, Record
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import Precision, Setting
 from autotune_amp.search.answer.decide import Decision
 from autotune_amp.search.answer.evidence import Runs, is_waiting, loader_evidence
 from autotune_amp.search.space import Space

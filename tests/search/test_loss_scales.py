@@ -11,8 +11,7 @@ import pytest
 from scripted_backend import accumulation, calibration, candidate
 
 from autotune_amp.core.config import LossScale
-from autotune_amp.core.fidelity import Calibration
-from autotune_amp.core.outcome import Failure, FailureKind, Measurement, Record
+from autotune_amp.core.outcome import Calibration, Failure, FailureKind, Measurement, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.numerics.scaler_replay import extend, replay, skips
 from autotune_amp.search import loss_scales

@@ -17,9 +17,8 @@ from conftest import CommandLine
 from autotune_amp import Workload, recommend_config
 from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, RunnerError, WorkloadError
 from autotune_amp.core.recommendation import Exclusion, NothingWorksError, Recommendation, SearchInterruptedError
-from autotune_amp.distributed import rank_store
-from autotune_amp.distributed.launcher import is_from_launcher
-from autotune_amp.distributed.ranks import Place, alone, answer_on_first, place
+from autotune_amp.distributed import ranks
+from autotune_amp.distributed.ranks import Place, alone, answer_on_first, is_from_launcher, place
 
 TRAIN = """
 import json, os, sys
@@ -144,11 +143,11 @@ def test_without_an_agent_too_and_an_error_or_a_death_on_rank_0_reaches_the_othe
 def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], Recommendation]], Recommendation]:
     """One call of each rank, one rank after the other in this process."""
     store = dist.HashStore()  # type: ignore[attr-defined]  # its stubs do not export it
-    monkeypatch.setattr(rank_store, "_store", lambda *_: store)
+    monkeypatch.setattr(ranks, "_store", lambda *_: store)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # rank 0 waits for nobody
 
     def call(rank: int, find: Callable[[], Recommendation]) -> Recommendation:
-        monkeypatch.setattr(rank_store, "_num_calls", 0)
+        monkeypatch.setattr(ranks, "_num_calls", 0)
         return answer_on_first(find, Place(rank, 2), 1.0)
 
     return call
@@ -196,7 +195,7 @@ def test_waiting_for_rank_0_has_an_end(as_rank: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_ctrl_c_on_a_waiting_rank_is_an_interrupted_search(as_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune_amp.distributed.rank_store.time.sleep", lambda _: raising(KeyboardInterrupt())())
+    monkeypatch.setattr("autotune_amp.distributed.ranks.time.sleep", lambda _: raising(KeyboardInterrupt())())
     with pytest.raises(SearchInterruptedError, match="Rank 1 was interrupted"):
         as_rank(1, raising(AssertionError()))
 

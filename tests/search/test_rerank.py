@@ -10,12 +10,10 @@ import msgspec
 import pytest
 from scripted_backend import ScriptedSearch, all_well, hardware, measured
 
-from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import InvalidRequestError, StudyError
-from autotune_amp.core.fidelity import Calibration
-from autotune_amp.core.outcome import CheckOutcome, Description, Outcome
+from autotune_amp.core.outcome import Calibration, CheckOutcome, Description, Outcome
 from autotune_amp.core.recommendation import Fingerprint, Recommendation, SearchSummary
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import Precision, Setting
 from autotune_amp.search.answer.decide import ranked_again, recommend, rerank
 from autotune_amp.search.cache import cached_answer
 from autotune_amp.search.folder import StudyFolder

@@ -23,7 +23,7 @@ from autotune_amp.search.stages.seeding import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from autotune_amp.core.config import Precision
+    from autotune_amp.core.setting import Precision
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16")
 SIZES = (4, 8, 16, 32, 64, 128, 256, 512)

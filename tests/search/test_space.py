@@ -7,12 +7,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from autotune_amp.core.config import PRECISIONS, Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware, Level
 from autotune_amp.core.outcome import Description
 from autotune_amp.core.recommendation import Exclusion
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import PRECISIONS, Precision, Setting
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.space import (
     MAX_BATCH_SIZES,

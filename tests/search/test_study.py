@@ -16,10 +16,10 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
-from autotune_amp.core.config import LossScale, Precision
+from autotune_amp.core.config import LossScale
 from autotune_amp.core.errors import StudyError
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Purpose, Record
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import Precision, Setting
 from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.loss_scales import Pair

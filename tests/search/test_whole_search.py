@@ -10,9 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scripted_backend import ScriptedSearch, all_well, candidate, measured, out_of_memory
 
-from autotune_amp.core.config import PRECISIONS, Precision
 from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import PRECISIONS, Precision, Setting
 from autotune_amp.search.answer.decide import Decision, decide
 from autotune_amp.search.budget import CONFIRM_SHARE
 from autotune_amp.search.ledger import Ledger, Shortlist

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController
-from autotune_amp.core.config import Precision
+from autotune_amp.core.setting import Precision
 from autotune_amp.numerics.passes import CatchingAmp
-from autotune_amp.precision.mode import autocast
-from autotune_amp.trial.training import TrialAmp
+from autotune_amp.precision.step_amp import StepAmp
+from autotune_amp.precision.torch_state import autocast
 
 # Left out, with the reason; GradScaler's own state_dict and load_state_dict are there.
 NOT_IN_A_STEP = {
@@ -33,7 +33,7 @@ def public(kind: type) -> set[str]:
     return {name for name in dir(kind) if not name.startswith("_")}
 
 
-@pytest.mark.parametrize("kind", [TrialAmp, CatchingAmp])
+@pytest.mark.parametrize("kind", [StepAmp, CatchingAmp])
 def test_it_has_the_controllers_methods_with_the_same_parameters(kind: type) -> None:
     wanted = public(PrecisionController) - NOT_IN_A_STEP.keys()
     assert wanted <= public(kind)
@@ -65,7 +65,7 @@ def test_a_step_can_read_the_config_and_the_status(precision: Precision) -> None
 def scalers(precision: Precision) -> list[Any]:
     loss_scale = LossScale(init_scale=2.0**14, growth_interval=2) if precision == "fp16" else None
     config = AmpConfig(precision=precision, batch_size=4, loss_scale=loss_scale)
-    return [PrecisionController(config, "cpu"), TrialAmp(lambda: autocast(precision, "cpu"), "cpu", config)]
+    return [PrecisionController(config, "cpu"), StepAmp(lambda: autocast(precision, "cpu"), "cpu", config)]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

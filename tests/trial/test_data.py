@@ -1,13 +1,19 @@
+"""The user's data: batches of every size without end from all over an epoch, the worst one, and what a look finds."""
+
 from __future__ import annotations
 
 import os
+import random
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -15,15 +21,20 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
+    SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
 
+from autotune_amp import Workload
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.trial import data
+from autotune_amp.trial.data import Look, look
 
 Pair = namedtuple("Pair", ["inputs", "targets"])
+NUM_SAMPLES = 8000
 
 
 def pairs(size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,59 +46,55 @@ class Counting(IterableDataset[torch.Tensor]):
         return iter(torch.arange(10.0))
 
 
+class Sorted(Dataset[int]):
+    """The value of a sample is its place in the dataset."""
+
+    def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
 @pytest.mark.parametrize(
     "given",
     [
         TensorDataset(*pairs(50)),
         DataLoader(TensorDataset(*pairs(50)), batch_size=7),
-        DataLoader(TensorDataset(*pairs(50)), batch_size=7, shuffle=True, generator=torch.Generator()),
         DataLoader(TensorDataset(*pairs(50)), batch_size=7, sampler=WeightedRandomSampler([1.0] * 50, 50)),
-        Counting(),
+        DataLoader(TensorDataset(*pairs(5)), sampler=RandomSampler(range(5), replacement=True, num_samples=20)),
         DataLoader(Counting(), batch_size=2),
         pairs,
-        lambda size: {"inputs": torch.randn(size, 3)},
         lambda size: DataLoader(TensorDataset(*pairs(50)), batch_size=size),
         lambda size: iter([pairs(size), pairs(size)]),
         lambda size: [torch.randn(5) for _ in range(size)],
         lambda size: torch.randn(12, size, 3),
     ],
 )
-@pytest.mark.parametrize("size", [1, 4, 8])
+@pytest.mark.parametrize("size", [1, 8])
 def test_batches_have_the_size_asked_for_without_end(given: Any, size: int) -> None:
     batches = list(islice(data.stream(given, size), 30))
     assert len(batches) == 30
     assert all(data.num_samples(batch, size) == size for batch in batches)
 
 
-def test_a_loader_keeps_its_settings_with_another_batch_size() -> None:
-    def collate(samples: list[Any]) -> tuple[str, torch.Tensor]:
-        return "collated", torch.stack([sample[0] for sample in samples])
-
-    loader = DataLoader(TensorDataset(torch.arange(12.0)), batch_size=3, shuffle=False, collate_fn=collate)
-    word, values = next(data.stream(loader, 4))
-    assert word == "collated"
-    assert values.tolist() == [values[0] + index for index in range(4)]
-    assert values[0] % 4 == 0
-
-
 @pytest.mark.parametrize(
     ("given", "word"),
     [
-        (lambda size: iter([]), "yielded no batch"),
-        (lambda size: pairs(size - 1), "asked for 8 samples and gave 7"),
-        (lambda size: iter([pairs(3)]), "largest batch held 3"),
-        (TensorDataset(*pairs(5)), "yielded no batch"),
+        (lambda size: iter([]), "no batch"),
+        (lambda size: pairs(size - 1), "held 7"),
+        (lambda size: iter([pairs(3)]), "held 3"),
+        (lambda size: DataLoader(Sorted(5), batch_size=size), "held 5"),
+        (TensorDataset(*pairs(5)), "no batch"),
+        (lambda size: DataLoader(Sorted(50), batch_size=16), "batch_size=16"),
     ],
 )
-def test_no_batch_or_too_few_samples(given: Any, word: str) -> None:
+def test_no_batch_too_few_samples_or_a_batch_size_that_is_ignored(given: Any, word: str) -> None:
     with pytest.raises(WorkloadError, match=word):
         next(data.stream(given, 8))
-
-
-def test_a_batch_sampler_needs_a_function() -> None:
-    sampler = torch.utils.data.BatchSampler(range(8), 2, False)
-    with pytest.raises(WorkloadError, match="no batch_size"):
-        data.describe(DataLoader(TensorDataset(*pairs(8)), batch_sampler=sampler))
 
 
 @pytest.mark.parametrize(
@@ -96,20 +103,15 @@ def test_a_batch_sampler_needs_a_function() -> None:
         (DataLoader(TensorDataset(*pairs(50)), batch_size=7), ("DataLoader, 0 workers", 7, 50)),
         (DataLoader(Counting(), batch_size=2), ("DataLoader, 0 workers", 2, None)),
         (
-            DataLoader(TensorDataset(*pairs(50)), batch_size=7, sampler=SubsetRandomSampler(range(10))),
+            DataLoader(Sorted(50), batch_size=7, sampler=SubsetRandomSampler(range(10))),
             ("DataLoader, 0 workers", 7, 10),
         ),
         (
-            DataLoader(
-                TensorDataset(*pairs(50)),
-                batch_size=7,
-                sampler=DistributedSampler(TensorDataset(*pairs(50)), num_replicas=4, rank=0),
-            ),
+            DataLoader(Sorted(50), batch_size=7, sampler=DistributedSampler(Sorted(50), num_replicas=4, rank=0)),
             ("DataLoader, 0 workers", 7, 13),
         ),
-        (DataLoader(TensorDataset(*pairs(50)), batch_size=7, sampler=iter(range(9))), ("DataLoader, 0 workers", 7, 50)),
+        (DataLoader(Sorted(50), batch_size=7, sampler=iter(range(9))), ("DataLoader, 0 workers", 7, 50)),
         (TensorDataset(*pairs(9)), ("Dataset", None, 9)),
-        ([1, 2, 3], ("Dataset", None, 3)),
         (pairs, ("function of the batch size", None, None)),
     ],
 )
@@ -117,16 +119,20 @@ def test_what_is_said_of_the_data(given: Any, expected: tuple[str, int | None, i
     assert data.describe(given) == expected
 
 
+def test_a_batch_sampler_needs_a_function() -> None:
+    with pytest.raises(WorkloadError, match="no batch_size") as caught:
+        data.describe(DataLoader(Sorted(8), batch_sampler=BatchSampler(range(8), 2, False)))
+    assert "function of the batch size" in caught.value.next_step
+
+
 @pytest.mark.parametrize(
     ("batch", "expected"),
     [
         ((torch.zeros(8, 8), torch.zeros(8)), 8),
         ((torch.zeros(4, 8), torch.zeros(4, 1)), 4),
-        ((torch.zeros(20, 8, 3), torch.zeros(8)), 8),
         (torch.zeros(20, 8, 3), 8),
         ({"mask": torch.zeros(5, 5), "inputs": torch.zeros(8, 2)}, 8),
         (torch.tensor(1.0), None),
-        ("text", None),
     ],
 )
 def test_how_many_samples_a_batch_holds(batch: Any, expected: int | None) -> None:
@@ -137,8 +143,7 @@ def test_moving_keeps_the_shape_of_the_batch() -> None:
     device = torch.device("meta")
     moved = data.move({"pair": Pair(torch.zeros(2), [torch.zeros(3)]), "name": "x"}, device)
     assert isinstance(moved["pair"], Pair)
-    assert moved["pair"].inputs.device == device
-    assert moved["pair"].targets[0].device == device
+    assert {moved["pair"].inputs.device, moved["pair"].targets[0].device} == {device}
     assert moved["name"] == "x"
 
 
@@ -159,8 +164,7 @@ LOADER = DataLoader(
     [
         TensorDataset(torch.arange(40.0)),
         LOADER,
-        DataLoader(LOADER.dataset, batch_size=5),
-        lambda size: DataLoader(LOADER.dataset, batch_size=size, drop_last=True, num_workers=1, prefetch_factor=3),
+        lambda size: DataLoader(LOADER.dataset, batch_size=size, shuffle=True, num_workers=1, prefetch_factor=3),
         lambda size: DataLoader(LOADER.dataset, batch_sampler=BatchSampler(range(20), size, True), num_workers=1),
         lambda size: DataLoader(Counting(), batch_size=size),
         lambda size: DataLoader([torch.zeros(size, 2)] * 3, batch_size=None),  # type: ignore[arg-type]
@@ -168,6 +172,7 @@ LOADER = DataLoader(
 )
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_another_number_of_workers_keeps_everything_else(given: Any, num_workers: int) -> None:
+    before = dict(vars(LOADER))
     opened = data.opened(given, 4, num_workers)
     assert opened.loader is not None
     assert opened.loader.num_workers == num_workers
@@ -176,36 +181,22 @@ def test_another_number_of_workers_keeps_everything_else(given: Any, num_workers
     if given is LOADER and num_workers:
         assert (opened.loader.prefetch_factor, opened.loader.persistent_workers, opened.loader.timeout) == (4, True, 30)
         assert opened.loader.collate_fn is LOADER.collate_fn
+    assert vars(LOADER) == before
 
 
-def test_what_has_no_loader_has_no_workers() -> None:
-    assert data.opened(pairs, 4, 2).loader is None
-    assert data.opened(lambda size: iter([pairs(size)]), 4, 2).loader is None
+def worst(named: Any, loader: Any, samples: tuple[int, ...], size: int) -> list[Any]:
+    return list(data.worst_batches(named, loader, samples, size, 2))
 
 
-def test_the_worst_batch_is_of_the_samples_named_collated_by_the_loader() -> None:
-    numbers: Any = list(range(100))
-    loader: DataLoader[int] = DataLoader(numbers, batch_size=3, shuffle=True, collate_fn=tuple)
+def test_the_worst_batch_is_of_the_samples_named_collated_by_one_worker_of_the_loader() -> None:
+    loader: DataLoader[int] = DataLoader(Sorted(100), batch_size=3, shuffle=True, collate_fn=tuple)
     assert worst(None, loader, (7, 42), 5) == [(7, 42, 7, 42, 7)] * 2
     assert worst(lambda size: list(range(size)), loader, (7,), 2) == [[0, 1]] * 2
-    assert worst(None, loader, (), 2) == []
-    assert worst(None, None, (1, 2), 2) == []
-
-
-def worst(named: Any, loader: Any, samples: tuple[int, ...], size: int, *, is_exact: bool = True) -> list[Any]:
-    return list(data.worst_batches(named, loader, samples, size, 2, is_exact=is_exact))
-
-
-def process_id(samples: list[Any]) -> torch.Tensor:
-    return torch.tensor([[os.getpid(), int(sample[0][0])] for sample in samples])
-
-
-def test_one_worker_makes_all_worst_batches() -> None:
-    loader = data.rebuilt(LOADER, batch_size=5, collate_fn=process_id)
+    assert worst(None, loader, (), 2) == worst(None, None, (1, 2), 2) == []
+    loader = data.rebuilt(LOADER, batch_size=5, collate_fn=lambda samples: torch.tensor([[os.getpid()]] * len(samples)))
     first, second = worst(None, loader, (7, 3), 2)
-    assert first[:, 1].tolist() == second[:, 1].tolist() == [14, 6]
-    assert len({os.getpid(), *first[:, 0].tolist()}) == 2
     assert torch.equal(first, second)
+    assert os.getpid() not in first
 
 
 @pytest.mark.parametrize("given", [None, torch.zeros(3, 2)])
@@ -214,35 +205,344 @@ def test_a_worst_batch_of_too_few_samples_is_refused(given: Any) -> None:
         worst(lambda size: given, None, (), 8)
 
 
-def test_a_worst_batch_of_too_many_samples_is_refused_where_others_have_what_was_asked() -> None:
-    def too_many(size: int) -> torch.Tensor:
-        return torch.zeros(100, 2)
-
-    with pytest.raises(WorkloadError, match="worst batch of 8 samples and gave 100"):
-        worst(too_many, None, (), 8)
-    assert len(worst(too_many, None, (), 8, is_exact=False)) == 2
+# -- places all over an epoch ------------------------------------------------------------------------------------------
 
 
-def test_a_function_that_ignores_the_batch_size_is_refused() -> None:
-    def make(size: int) -> Any:
-        return DataLoader(TensorDataset(*pairs(50)), batch_size=16)
+class LongestFirst(Sampler[int]):
+    """Groups of 800 samples in a random order, the last of the dataset among the first, as a length-grouped sampler."""
 
-    with pytest.raises(WorkloadError, match=r"batches of 8 samples .* batch_size=16"):
-        data.opened(make, 8)
-    assert data.opened(make, 16).loader is not None
-
-
-class Unsized(Dataset[int]):
-    def __getitem__(self, index: int) -> int:
-        return index
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(NUM_SAMPLES).tolist()
+        groups = [sorted(order[start : start + 800], reverse=True) for start in range(0, NUM_SAMPLES, 800)]
+        groups.sort(key=lambda group: group[0], reverse=True)
+        return (index for group in groups for index in group)
 
 
-def test_a_dataset_without_a_length() -> None:
-    assert data.describe(Unsized()) == ("Dataset", None, None)
+class OwnBatches(Sampler[list[int]]):
+    def __init__(self, order: Iterable[int], batch_size: int) -> None:
+        self.order, self.batch_size = order, batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(BatchSampler(self.order, self.batch_size, drop_last=True))
 
 
-def test_a_sampler_that_draws_more_than_the_dataset_holds_is_kept() -> None:
-    dataset = TensorDataset(*pairs(5))
-    loader = DataLoader(dataset, batch_size=2, sampler=RandomSampler(dataset, replacement=True, num_samples=20))
-    assert data.describe(loader) == ("DataLoader, 0 workers", 2, 20)
-    assert data.num_samples(next(data.stream(loader, 16)), 16) == 16
+class OwnLoader(DataLoader[Any]):
+    """Its batches are not those of a DataLoader."""
+
+    def __iter__(self) -> Any:
+        return (batch + 1 for batch in super().__iter__())
+
+
+class Counted(Sampler[int]):
+    """Says how many it was asked for."""
+
+    def __init__(self, num: int) -> None:
+        self.num, self.num_asked = num, 0
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(self.num):
+            self.num_asked += 1
+            yield index
+
+
+def drawn(given: Any, batch_size: int, num: int) -> list[list[int]]:
+    torch.manual_seed(0)
+    return [batch.tolist() for batch in islice(data.stream(given, batch_size), num)]
+
+
+def mean_place(batches: list[list[int]], num_samples: int = NUM_SAMPLES) -> float:
+    """As a share of the epoch."""
+    return sum(map(sum, batches)) / sum(map(len, batches)) / num_samples
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        DataLoader(Sorted(), batch_size=16),
+        DataLoader(Sorted(), batch_size=16, sampler=LongestFirst()),
+        lambda size: DataLoader(Sorted(), batch_size=size),
+        lambda size: DataLoader(Sorted(), batch_sampler=OwnBatches(range(NUM_SAMPLES), size)),
+        lambda size: DataLoader([torch.full((size,), i) for i in range(NUM_SAMPLES)], batch_size=None),  # type: ignore[arg-type]
+    ],
+)
+def test_the_first_batches_are_like_the_epoch_for_every_batch_size_and_the_same_every_time(given: Any) -> None:
+    few, many = (drawn(given, size, 24) for size in (4, 32))
+    assert mean_place(few) == pytest.approx(0.5, abs=0.1)
+    assert mean_place(many) == pytest.approx(mean_place(few), abs=0.03)
+    assert drawn(given, 4, 24) == few
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_an_epoch_draws_each_batch_once_as_its_sampler_makes_it(batch_size: int) -> None:
+    batches = drawn(DataLoader(Sorted(40), batch_size=8, drop_last=False), batch_size, 2 * 40 // batch_size)
+    expected = list(BatchSampler(range(40), batch_size, drop_last=True))
+    first, second = batches[: len(expected)], batches[len(expected) :]
+    assert sorted(first) == sorted(second) == expected
+    assert len({str(order) for order in (first, second, expected)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "start"),
+    [
+        (DataLoader(Counting(), batch_size=4), 0),
+        (lambda size: DataLoader(Counting(), batch_size=size), 0),
+        (lambda size: OwnLoader(Sorted(), batch_size=size), 1),
+    ],
+)
+def test_what_cannot_be_listed_keeps_its_order(given: Any, start: int) -> None:
+    assert drawn(given, 4, 1) == [[start, start + 1, start + 2, start + 3]]
+
+
+@pytest.mark.parametrize("shuffling", [RandomSampler, SubsetRandomSampler])
+def test_what_shuffles_draws_as_it_does(shuffling: Any) -> None:
+    orders = []
+    for _ in range(2):
+        sampler = shuffling(range(1000), generator=torch.Generator())
+        orders.append(list(islice(BatchSampler(sampler, 4, drop_last=True), 3)))
+    opened = data.opened(DataLoader(Sorted(), sampler=shuffling(range(1000), generator=torch.Generator())), 4)
+    assert opened.loader is not None
+    assert list(islice(opened.loader.batch_sampler, 3)) == orders[0] == orders[1]  # type: ignore[arg-type]
+
+
+def test_an_epoch_without_end_is_listed_as_far_as_it_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "_MAX_LISTED", 1000)
+    sampler = Counted(10**9)
+    batches = drawn(DataLoader(Sorted(), batch_size=16, sampler=sampler), 4, 24)
+    assert mean_place(batches, 1000) == pytest.approx(0.5, abs=0.1)
+    assert sampler.num_asked == 1000
+    monkeypatch.setattr(data, "_LISTING_SECONDS", -1.0)
+    sampler = Counted(NUM_SAMPLES)
+    in_order = [list(range(start, start + 4)) for start in range(0, 400, 4)]
+    assert drawn(DataLoader(Sorted(), batch_size=16, sampler=sampler), 4, 100) == in_order
+    assert sampler.num_asked < 500
+    huge = DataLoader(Sorted(10**11), batch_size=16, sampler=SequentialSampler(Sorted(10**11)))
+    assert mean_place(drawn(huge, 4, 24), 10**11) == pytest.approx(0.5, abs=0.1), "its own order needs no list"
+
+
+# -- how large samples are ---------------------------------------------------------------------------------------------
+
+
+class Texts(Dataset[dict[str, Any]]):
+    """Sample i has i + 1 tokens; every look at one draws from each generator. The one of `broken` cannot be loaded."""
+
+    def __init__(self, broken: int = -1) -> None:
+        self.seen: list[int] = []
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == self.broken:
+            raise ValueError("corrupt sample\nof a file")
+        self.seen.append(index)
+        torch.rand(())
+        random.random()
+        np.random.rand()
+        return {"tokens": [7] * (index + 1), "label": 1}
+
+
+class Batches(Dataset[torch.Tensor]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.zeros(self.size, index + 1)
+
+
+def padded(samples: list[dict[str, Any]]) -> torch.Tensor:
+    longest = max(len(sample["tokens"]) for sample in samples)
+    taken = [sample.pop("tokens") for sample in samples]  # as many do: the dataset must keep what it holds
+    return torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in taken])
+
+
+def seen_in(given: Any, batch_size: int = 4, **parts: Any) -> Look:
+    return look(Workload(nn.Linear(1, 1), lambda model, batch: batch, given, **parts), batch_size)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (torch.zeros(2, 3), 6),
+        (np.zeros((4, 5)), 20),
+        ("words", 5),
+        ({"ids": [1, 2, 3], "label": 0}, 4),
+        ((3, torch.zeros(7)), 8),
+        (SimpleNamespace(x=torch.zeros(9), y=None), 10),
+        (SimpleNamespace(size=(32, 16)), 512),
+        (2.5, 1),
+    ],
+)
+def test_how_many_numbers_a_sample_holds(value: Any, expected: int) -> None:
+    assert data.size(value) == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda size, workers: DataLoader(Texts(), batch_size=size, num_workers=workers),
+        lambda size, workers: DataLoader(
+            [Texts()[i] for i in range(100)],  # type: ignore[arg-type]
+            batch_size=size, shuffle=True, collate_fn=padded, num_workers=workers,
+        ),
+        lambda size, workers: DataLoader(
+            Texts(), batch_sampler=BatchSampler(range(100), size, False), collate_fn=padded, num_workers=workers
+        ),
+    ],
+)  # fmt: skip
+def test_every_sample_of_a_small_dataset_is_looked_at(make: Any, num_workers: int) -> None:
+    for _ in range(2):  # a look leaves the samples as they were
+        found = seen_in(lambda size: make(size, num_workers))
+        assert (found.num_workers, found.batch_sizes_seen, found.scan_problem) == (num_workers, None, None)
+        sizes = found.sample_sizes
+        assert sizes is not None
+        assert (sizes.num_seen, sizes.num_samples) == (100, 100)
+        assert sizes.largest_size - sizes.smallest_size == 99
+        assert sizes.largest == tuple(range(99, -1, -1))
+        assert sizes.smallest == tuple(range(64))
+
+
+def test_a_large_dataset_is_looked_at_in_random_order_until_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(1000))
+    monkeypatch.setattr(data, "time", SimpleNamespace(monotonic=lambda: next(ticks) / 10))
+    found = seen_in(Sorted(1_000_000))
+    assert found == Look(num_workers=0), "numbers are alike"
+    looked_at: list[int] = []
+
+    class Words(Sorted):
+        def __getitem__(self, index: int) -> Any:
+            looked_at.append(index)
+            return "x" * index
+
+    sizes = seen_in(Words(1_000_000)).sample_sizes
+    assert sizes is not None
+    assert sizes.num_samples == 1_000_000
+    assert data.SAMPLES_AT_ONCE < sizes.num_seen == len(set(looked_at)) < 100
+    assert looked_at != sorted(looked_at)
+    assert sizes.largest == tuple(sorted(looked_at, reverse=True))
+
+
+def test_as_many_of_the_largest_are_kept_as_the_largest_batch_may_need() -> None:
+    words = ["x" * length for length in range(2000)]
+    small, large = (seen_in(words, size).sample_sizes for size in (4, 64))
+    assert small is not None
+    assert large is not None
+    assert (len(small.largest), len(large.largest)) == (512, 1024)
+
+
+@pytest.mark.parametrize("indices", [[3, 1, 8], torch.tensor([3, 1, 8])])
+def test_only_what_the_loader_may_draw_is_looked_at(indices: Any) -> None:
+    found = seen_in(DataLoader(Texts(), batch_size=2, sampler=SubsetRandomSampler(indices))).sample_sizes
+    assert found is not None
+    assert (found.num_seen, found.num_samples, found.largest) == (3, 3, (8, 3, 1))
+
+
+class Names(Dataset[str]):
+    """Sample i is the name of file i."""
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> str:
+        return f"clip-{index:09d}"
+
+
+def clip(name: str) -> torch.Tensor:
+    index = int(name[5:])
+    return torch.zeros(5000 if index == 77 else 100 + index)
+
+
+def decoded(names: list[str]) -> torch.Tensor:
+    return nn.utils.rnn.pad_sequence([clip(name) for name in names], batch_first=True)
+
+
+def test_samples_are_sized_as_they_are_collated_and_what_is_cut_to_one_length_is_alike() -> None:
+    found = seen_in(DataLoader(Names(), batch_size=8, shuffle=True, collate_fn=decoded))
+    assert found.sample_sizes is not None
+    assert (found.sample_sizes.largest_size, found.sample_sizes.smallest_size) == (5000, 100)
+    assert found.sample_sizes.largest[:3] == (77, 199, 198)
+    cut = DataLoader(Names(), batch_size=8, collate_fn=lambda names: torch.stack([clip(name)[:90] for name in names]))
+    assert seen_in(cut) == Look(num_workers=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (DataLoader(Texts(broken=98), batch_size=4), "ValueError: corrupt sample"),
+        (DataLoader(Texts(broken=98), batch_size=4, num_workers=1), "of a file"),
+        (lambda size: 1 / 0, "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_ends_the_look_is_told_with_what_was_seen_before(given: Any, problem: str) -> None:
+    found = seen_in(given)
+    assert found.scan_problem == problem
+    if isinstance(given, DataLoader):
+        assert found.sample_sizes is not None
+        assert 0 < found.sample_sizes.num_seen < 100
+        assert 98 not in found.sample_sizes.largest
+
+
+@pytest.mark.parametrize(
+    ("given", "num_workers"),
+    [
+        ([torch.zeros(1000 + index % 3) for index in range(50)], 0),
+        (lambda size: torch.zeros(size, 3), None),
+        (DataLoader(Counting(), batch_size=1, num_workers=1), None),
+        (DataLoader(Counting(), batch_size=1, num_workers=2), 2),
+    ],
+)
+def test_nothing_is_said_of_what_is_alike(given: Any, num_workers: int | None) -> None:
+    assert seen_in(given, 1) == Look(num_workers)
+
+
+def pairs_only(names: list[str]) -> torch.Tensor:
+    if len(names) < 2:
+        raise ValueError("no pair")
+    return decoded(names)
+
+
+@pytest.mark.parametrize(
+    ("given", "smallest", "largest"),
+    [
+        (lambda size: iter([torch.zeros(size, length) for length in range(1, 33)]), 4, 4 * 32),
+        (lambda size: DataLoader(Batches(size), batch_size=None), 4, 4 * 32),
+        (DataLoader(Names(), batch_size=4, collate_fn=pairs_only), 4 * 103, 4 * 5000),
+    ],
+)
+def test_batches_are_drawn_where_samples_cannot_be_looked_at_one_by_one(
+    given: Any, smallest: int, largest: int
+) -> None:
+    found = seen_in(given)
+    assert (found.sample_sizes, found.scan_problem) == (None, None)
+    assert found.batch_sizes_seen is not None
+    assert smallest <= found.batch_sizes_seen[0] < found.batch_sizes_seen[1] <= largest
+
+
+def test_a_named_worst_batch_needs_no_look() -> None:
+    dataset = Texts()
+    found = seen_in(DataLoader(dataset, batch_size=4), worst_batch=lambda size: torch.zeros(size, 512))
+    assert found == Look(num_workers=0)
+    assert dataset.seen == []
+
+
+def test_what_is_drawn_next_stays_the_same() -> None:
+    generator = torch.Generator().manual_seed(1)
+    loader = DataLoader(Texts(), batch_size=4, shuffle=True, generator=generator)
+    workload = Workload(nn.Linear(1, 1), lambda model, batch: batch, loader)
+
+    def draws() -> list[Any]:
+        torch.manual_seed(3)
+        random.seed(3)
+        np.random.seed(3)
+        if is_looked_at:
+            assert look(workload, 4).sample_sizes is not None
+        return [torch.rand(()).item(), random.random(), np.random.rand(), generator.get_state().tolist()]
+
+    is_looked_at = False
+    expected = draws()
+    is_looked_at = True
+    assert draws() == expected

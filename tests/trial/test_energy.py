@@ -58,17 +58,15 @@ def test_the_packages_of_a_cpu_are_added_up_across_their_turnover(tmp_path: Path
 @pytest.mark.parametrize("device_type", ["cpu", "mps"])
 def test_a_device_without_a_counter_says_so(device_type: str, tmp_path: Path) -> None:
     assert counter_of(device_type, None, tmp_path) is None
-    said = "has no intel-rapl package" if device_type == "cpu" else "mps devices have no energy counter"
+    said = "no intel-rapl package" if device_type == "cpu" else "no energy counter of this mps"
     with pytest.raises(InvalidRequestError, match=said):
         require_counter(device_type, None, tmp_path)
-
-
-def test_a_counter_that_may_not_be_read_says_what_to_do(tmp_path: Path) -> None:
     zone(tmp_path, "intel-rapl:0", "package-0", 1).unlink()  # root reads everything: the file is taken away instead
-    assert counter_of("cpu", None, tmp_path) is None
-    with pytest.raises(InvalidRequestError, match="may not read") as caught:
-        require_counter("cpu", None, tmp_path)
-    assert "chmod a+r" in caught.value.next_step
+    assert counter_of(device_type, None, tmp_path) is None
+    if device_type == "cpu":
+        with pytest.raises(InvalidRequestError, match="may not read") as caught:
+            require_counter("cpu", None, tmp_path)
+        assert "chmod a+r" in caught.value.next_step
 
 
 class MadeNvml:
@@ -101,7 +99,7 @@ def test_a_card_is_asked_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     made.millijoules = None
     assert counter() is None
     assert counter_of("cuda", UUID) is None
-    with pytest.raises(InvalidRequestError, match="no energy counter for this card"):
+    with pytest.raises(InvalidRequestError, match="no energy counter of this cuda"):
         require_counter("cuda", UUID)
 
 
@@ -113,18 +111,6 @@ def test_only_measured_steps_count_and_none_that_compiled(monkeypatch: pytest.Mo
         joules += drawn
         meter.step(number, num_compilations)
     assert meter.joules_per_sample(10) == pytest.approx((4 + 8) / (4 * 10))
-
-
-def test_what_is_shorter_than_the_counters_updates_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    meter = EnergyMeter(lambda: 100 * clock.now)
-    meter.step(0)
-    clock.now += 0.09
-    meter.step(1)
-    assert meter.joules_per_sample(1) is None
-    clock.now += 0.02
-    meter.step(2)
-    assert meter.joules_per_sample(1) == pytest.approx(100 * 0.11 / 2)
 
 
 def test_measured_steps_do_not_pay_for_more_readings_than_the_counter_has_news(
@@ -140,6 +126,7 @@ def test_measured_steps_do_not_pay_for_more_readings_than_the_counter_has_news(
     for number in (0, 0, *range(1, 401)):  # warm-up steps, then steps of 5 ms
         meter.step(number)
         clock.now += 0.005
+        assert number > 10 or meter.joules_per_sample(1) is None, "too short for the counter"
     assert len(readings) <= 2 + 400 * 0.005 / energy.MIN_SECONDS
     assert meter.joules_per_sample(1) == pytest.approx(100 * 0.005)
 

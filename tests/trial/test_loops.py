@@ -22,11 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController, Workload
-from autotune_amp.core.config import Precision
 from autotune_amp.core.errors import WorkloadError
-from autotune_amp.core.fidelity import Fidelity
-from autotune_amp.core.outcome import Description, Failure, Measurement
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
+from autotune_amp.core.setting import Precision, Setting
 from autotune_amp.isolation.local import LocalBackend, Payload
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.precision import torch_state
@@ -177,11 +175,9 @@ def test_a_loop_is_described_measured_and_checked_in_processes(name: str) -> Non
         assert (described.num_parameters, described.num_trainable_parameters) == (2 * num_parameters, num_parameters)
 
 
-# -- a kept worker starts from the first state -------------------------------------------------------------------------
-
-
-def test_a_kept_worker_trains_each_time_from_the_beginning() -> None:
-    context = Context(LOOPS["gan"](), is_kept=True)
+@pytest.mark.parametrize("workload", [LOOPS["gan"], loop_samples.sharing])
+def test_a_kept_worker_trains_each_time_from_the_beginning(workload: Callable[[], Workload]) -> None:
+    context = Context(workload(), is_kept=True)
     runs = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -245,13 +241,6 @@ def test_a_shared_module_is_there_once_and_tensors_outside_of_modules_are_too() 
     assert [name for name, _ in state.named_buffers()] == ["noise"]
 
 
-@pytest.mark.parametrize("nothing", [None, {}, {"lr": 0.1}, 3])
-def test_a_state_without_modules_and_optimizers(nothing: Any) -> None:
-    with pytest.raises(WorkloadError, match="without any module or optimizer") as caught:
-        training(Workload(build=lambda: nothing, train_step=lambda *_: None, data=batches))
-    assert "Return everything" in caught.value.next_step
-
-
 def test_moving_a_state_keeps_the_objects_that_the_loop_knows() -> None:
     net, table = nn.Linear(2, 2), torch.ones(3)
     optimizer = torch.optim.Adagrad(net.parameters())
@@ -264,41 +253,28 @@ def test_moving_a_state_keeps_the_objects_that_the_loop_knows() -> None:
 
 
 def test_steps_can_be_forgotten() -> None:
+    first = (torch.zeros(2), 1.0)
     generator = torch.Generator().manual_seed(0)
     held: dict[str, Any] = {
-        "net": nn.Linear(2, 2), "number": 0, "seen": [], "average": torch.zeros(2), "generator": generator,
-        "more": Holder(best=None),
-    }  # fmt: skip
-    state, average = LoopState(held), held["average"]
-    drawn = torch.rand(1, generator=generator)
-    held["number"] += 1
-    held["seen"].append(1)
-    held["average"] = torch.ones(2)
-    held["more"].best = 3.0
-    state.forget_steps()
-    assert (held["number"], held["seen"], held["more"].best) == (0, [], None)
-    assert held["average"] is average
-    assert torch.equal(torch.rand(1, generator=generator), drawn)
-
-
-def test_what_a_replay_buffer_holds_is_forgotten() -> None:
-    first = (torch.zeros(2), 1.0)
-    held: dict[str, Any] = {
         "net": nn.Linear(2, 2), "replay": deque([first], maxlen=2), "episodes": {7}, "more": Holder(scores=[1.0]),
-        "counts": {"train": 1},
+        "counts": {"train": 1}, "number": 0, "average": torch.zeros(2), "generator": generator,
     }  # fmt: skip
-    state, replay, scores = LoopState(held), held["replay"], held["more"].scores
+    state, replay, average, scores = LoopState(held), held["replay"], held["average"], held["more"].scores
+    drawn = torch.rand(1, generator=generator)
     replay.extend([(torch.ones(2), 2.0)] * 2)
     held["episodes"] |= {8}
+    held["average"] = torch.ones(2)
     held["more"].scores = [2.0]
     held["more"].best = 3.0
-    held["counts"]["test"] = held["num_steps"] = 1
+    held["counts"]["test"] = held["num_steps"] = held["number"] = 1
     state.forget_steps()
     assert list(replay) == [first]
     assert held["more"].scores is scores
     assert vars(held["more"]) == {"scores": [1.0]}
-    assert (held["episodes"], held["counts"]) == ({7}, {"train": 1})
+    assert (held["episodes"], held["counts"], held["number"]) == ({7}, {"train": 1}, 0)
     assert "num_steps" not in held
+    assert held["average"] is average
+    assert torch.equal(torch.rand(1, generator=generator), drawn)
 
 
 def test_who_waits_for_whom_is_not_put_back() -> None:
@@ -374,6 +350,26 @@ def test_a_step_that_leaves_a_call_out_says_which(call: str, num_calls: int) -> 
     assert "with amp.autocast():" in caught.value.next_step
 
 
+def test_a_call_that_has_no_loss_is_given_the_one_before_and_fp32_needs_no_autocast() -> None:
+    def step(state: dict[str, Any], batch: Tensor, amp: Any) -> None:
+        if state.setdefault("calls", 0) % 2 == 0:
+            faulty_step("autocast")(state, batch, amp)
+        state["calls"] += 1
+
+    made = training(Workload(build=net_and_optimizer, train_step=step, data=batches))
+    batch = made.next_batch()
+    expected = copy.deepcopy(made.parts[0]["net"])(batch).square().mean().item()
+    first, second, third = (made.forward_backward(given).item() for given in (batch, batch, made.next_batch()))
+    assert first == second == pytest.approx(expected) != third
+
+
+@pytest.mark.parametrize("nothing", [None, {"lr": 0.1}])
+def test_a_state_without_modules_and_optimizers(nothing: Any) -> None:
+    with pytest.raises(WorkloadError, match="without any module or optimizer") as caught:
+        training(Workload(build=lambda: nothing, train_step=lambda *_: None, data=batches))
+    assert "Return everything" in caught.value.next_step
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_loop_that_steps_every_fourth_call_is_warmed_up_to_its_first_step(precision: Precision) -> None:
     workload = loop_samples.accumulating()
@@ -383,34 +379,6 @@ def test_a_loop_that_steps_every_fourth_call_is_warmed_up_to_its_first_step(prec
     assert lengths[:4] == [0] * 4
     held: Any = made.parts[0]
     assert held["num_steps"] == held["num_calls"] // 4 > 0
-
-
-def test_a_call_that_has_no_loss_is_given_the_one_before() -> None:
-    def step(state: dict[str, Any], batch: Tensor, amp: Any) -> None:
-        if state.setdefault("calls", 0) % 2 == 0:
-            faulty_step()(state, batch, amp)
-        state["calls"] += 1
-
-    made = training(Workload(build=net_and_optimizer, train_step=step, data=batches), "bf16")
-    first, second, third = (made.forward_backward(made.next_batch()).item() for _ in range(3))
-    assert first == second != third
-
-
-def test_optimizers_may_share_a_parameter_and_start_again_together() -> None:
-    context = Context(loop_samples.sharing(), is_kept=True)
-    runs = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        model = context.model(torch.device("cpu"))
-        runs.append(trained(make_training(context.workload, model, spec())))
-    torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=0)
-
-
-def test_fp32_does_not_need_autocast_and_the_loss_is_what_amp_saw() -> None:
-    made = training(Workload(build=net_and_optimizer, train_step=faulty_step("autocast"), data=batches))
-    batch = made.next_batch()
-    expected = copy.deepcopy(made.parts[0]["net"])(batch).square().mean()
-    assert made.forward_backward(batch).item() == pytest.approx(expected.item())
 
 
 def penalty_step(state: dict[str, Any], batch: Tensor, amp: Any) -> None:
@@ -438,22 +406,3 @@ def test_a_penalty_that_overflows_is_a_step_to_skip_and_no_broken_loss() -> None
     assert loss.isfinite()
     assert made.loss_scale() == 2.0**15
     torch.testing.assert_close(everything(made.model), before, rtol=0, atol=0)
-
-
-def test_modules_of_a_state_are_pinned_by_their_names() -> None:
-    seen = []
-
-    def step(state: dict[str, Any], batch: Tensor, amp: Any) -> None:
-        with amp.autocast():
-            output = state["net"](batch)
-            seen.append(output.dtype)
-        amp.backward(output.float().square().mean())
-        amp.step(state["optimizer"])
-        amp.update()
-
-    made = training(Workload(build=net_and_optimizer, train_step=step, data=batches), "bf16", pinned_modules=("net.2",))
-    batch = made.next_batch()
-    made.forward_backward(batch)
-    made.close()
-    made.forward_backward(batch)
-    assert seen == [torch.float32, torch.bfloat16]

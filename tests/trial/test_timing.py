@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Iterator
@@ -82,8 +83,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def constant(seconds: float) -> Iterator[float]:
-    while True:
-        yield seconds
+    return itertools.repeat(seconds)
 
 
 def run(clock: SimpleNamespace, training: Scripted) -> timing.Timing:
@@ -95,39 +95,30 @@ def run(clock: SimpleNamespace, training: Scripted) -> timing.Timing:
     )
 
 
-def test_steady_steps_end_at_the_least_number(clock: SimpleNamespace) -> None:
-    training = Scripted(constant(0.5))
+UNEVEN = [0.1, 0.9, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("steps", "fields", "num_measured", "was_cut"),
+    [
+        ([60.0, *[0.5] * 99], {}, 8, False),  # steady: the least number, the first step apart
+        (UNEVEN * 99, {}, 40, False),  # the largest number
+        ([2.0] * 99, {"measure_seconds": 5.0}, 3, False),
+        ([2.0] * 99, {"deadline_seconds": 10.0}, 1, False),  # of which the warm-up took most
+        ([1.3] * 99, {"cut_step_seconds": 1.25}, 5, True),
+        ([1.2] * 99, {"cut_step_seconds": 1.25}, 8, False),
+        ([30.0] * 99, {"cut_step_seconds": 1.25}, 2, True),  # hopeless: those of the warm-up
+        ([1.0, 30.0, *[1.0] * 99], {"cut_step_seconds": 1.25}, 8, False),  # one stall
+    ],
+)
+def test_how_long_is_measured(
+    clock: SimpleNamespace, steps: list[float], fields: dict[str, Any], num_measured: int, was_cut: bool
+) -> None:
+    training = Scripted(iter(steps), **fields)
     found = run(clock, training)
-    assert found.raw_step_seconds == (0.5,) * 8
-    assert found.first_step_seconds == 0.5
-    assert training.num_updates == 3 + 8
-    assert training.num_batches == 3 + 8
-
-
-def test_unsteady_steps_go_on_to_the_largest_number(clock: SimpleNamespace) -> None:
-    def uneven() -> Iterator[float]:
-        while True:
-            yield from (0.1, 0.9, 0.5)
-
-    assert len(run(clock, Scripted(uneven())).raw_step_seconds) == 40
-
-
-def test_a_slow_first_step_is_reported_apart(clock: SimpleNamespace) -> None:
-    def compiling() -> Iterator[float]:
-        yield 60.0
-        yield from constant(0.5)
-
-    found = run(clock, Scripted(compiling()))
-    assert found.first_step_seconds == 60.0
-    assert max(found.raw_step_seconds) == 0.5
-
-
-def test_measuring_ends_when_its_time_is_up(clock: SimpleNamespace) -> None:
-    assert len(run(clock, Scripted(constant(2.0), measure_seconds=5.0)).raw_step_seconds) == 3
-
-
-def test_a_deadline_that_comes_near_ends_measuring_with_what_there_is(clock: SimpleNamespace) -> None:
-    assert len(run(clock, Scripted(constant(2.0), deadline_seconds=10.0)).raw_step_seconds) == 1
+    assert (len(found.raw_step_seconds), found.was_cut) == (num_measured, was_cut)
+    assert found.first_step_seconds == steps[0]
+    assert found.raw_step_seconds == pytest.approx(steps[training.num_updates - num_measured : training.num_updates])
 
 
 def test_seconds_of_compiling_are_not_measured_seconds(clock: SimpleNamespace) -> None:
@@ -165,34 +156,6 @@ def test_what_a_deadline_cuts_off_a_burst_is_dropped_with_its_skips(clock: Simpl
     assert (len(found.raw_step_seconds), found.num_skips) == (4, 0)
 
 
-def test_a_slower_candidate_is_cut_after_five_steps(clock: SimpleNamespace) -> None:
-    found = run(clock, Scripted(constant(1.3), cut_step_seconds=1.25))
-    assert found.was_cut
-    assert len(found.raw_step_seconds) == 5
-
-
-def test_an_equal_candidate_is_not_cut(clock: SimpleNamespace) -> None:
-    found = run(clock, Scripted(constant(1.2), cut_step_seconds=1.25))
-    assert not found.was_cut
-    assert len(found.raw_step_seconds) == 8
-
-
-def test_a_hopeless_candidate_is_cut_in_its_warm_up(clock: SimpleNamespace) -> None:
-    training = Scripted(constant(30.0), cut_step_seconds=1.25)
-    found = run(clock, training)
-    assert found.was_cut
-    assert training.num_updates == 3
-    assert found.raw_step_seconds == (30.0, 30.0)
-
-
-def test_one_stall_in_the_warm_up_does_not_cut(clock: SimpleNamespace) -> None:
-    def stalling() -> Iterator[float]:
-        yield from (1.0, 30.0)
-        yield from constant(1.0)
-
-    assert not run(clock, Scripted(stalling(), cut_step_seconds=1.25)).was_cut
-
-
 @pytest.mark.parametrize("num_ready", [0, 8, 40])
 def test_what_was_loaded_ahead_in_the_slow_first_step_does_not_hide_the_wait(
     clock: SimpleNamespace, num_ready: int
@@ -201,7 +164,11 @@ def test_what_was_loaded_ahead_in_the_slow_first_step_does_not_hide_the_wait(
     training.data_seconds, training.num_loaded_ahead, training.num_ready = 0.3, num_ready, num_ready
     found = run(clock, training)
     assert found.data_seconds == pytest.approx(0.3)
-    assert training.num_ready == 0
+    assert found.raw_step_seconds == pytest.approx((0.4,) * 8)
+    training.num_ready = 1000
+    run(clock, training)
+    dropped = num_ready + 1 if num_ready else 0  # no more than the workers may hold, and the step after it
+    assert training.num_ready == 1000 - 3 - dropped - 8
 
 
 def test_the_loaders_start_is_a_part_of_the_first_step_and_no_wait_for_data(clock: SimpleNamespace) -> None:
@@ -317,32 +284,6 @@ def test_what_the_device_computes_meanwhile_is_no_wait_for_data(
     assert run(clock, training).data_seconds == pytest.approx(wait)
 
 
-def test_of_a_loader_that_keeps_up_no_more_is_dropped_than_it_may_hold(clock: SimpleNamespace) -> None:
-    training = Scripted(constant(0.1), num_steps=(8, 8))
-    training.num_loaded_ahead, training.num_ready = 4, 1000
-    run(clock, training)
-    assert training.num_ready == 1000 - 3 - (4 + 1) - 8
-
-
-def test_waiting_for_data_counts_and_is_reported_apart(clock: SimpleNamespace) -> None:
-    training = Scripted(constant(0.5))
-    training.data_seconds = 0.25
-    found = run(clock, training)
-    assert found.raw_step_seconds == (0.75,) * 8
-    assert found.data_seconds == pytest.approx(0.25)
-
-
-def test_the_optimizers_part_is_told_apart_where_it_is_one(clock: SimpleNamespace) -> None:
-    training = Scripted(constant(0.5))
-    training.update_seconds = 0.125
-    found = run(clock, training)
-    assert found.raw_step_seconds == (0.625,) * 8
-    assert found.update_seconds == pytest.approx(0.125)
-    loop = Scripted(constant(0.5))
-    loop.is_update_apart = False
-    assert run(clock, loop).update_seconds is None
-
-
 @pytest.mark.parametrize("purpose", ["search", "confirm"])
 def test_the_worst_batch_is_trained_on_and_is_no_measured_step(clock: SimpleNamespace, purpose: Any) -> None:
     training = Scripted(constant(0.5), purpose=purpose)
@@ -358,22 +299,6 @@ def test_the_worst_batch_is_trained_on_and_is_no_measured_step(clock: SimpleName
     assert found.update_seconds == 0.0
 
 
-def test_the_worst_batch_comes_last_in_its_window_where_the_other_gradients_are_there(clock: SimpleNamespace) -> None:
-    training = Scripted(constant(0.5), accumulation_steps=3, num_steps=(2, 2))
-    training.worst = "worst"
-    run(clock, training)
-    assert training.batches[:3] == ["typical", "typical", "worst"]
-    assert training.batches.count("worst") == 2
-
-
-def test_the_worst_batch_must_have_a_finite_loss(clock: SimpleNamespace) -> None:
-    training = Scripted(constant(0.5))
-    training.worst, training.loss = "worst", math.nan
-    with pytest.raises(timing.NonFiniteError):
-        run(clock, training)
-    assert training.batches == ["worst"]
-
-
 @pytest.mark.parametrize("window", [2, 4, 8, 64])
 def test_long_windows_are_composed_from_a_few_micro_batches(clock: SimpleNamespace, window: int) -> None:
     training = Scripted(constant(0.5), accumulation_steps=window)
@@ -382,22 +307,25 @@ def test_long_windows_are_composed_from_a_few_micro_batches(clock: SimpleNamespa
     found = run(clock, training)
     assert found.raw_step_seconds == pytest.approx((window * 0.75 + 3.0,) * 8)
     assert found.data_seconds == pytest.approx(window * 0.25)
+    assert found.update_seconds == pytest.approx(3.0)
     assert training.num_batches == 11 * min(window, MAX_TIMED_MICRO_BATCHES)
-
-
-def test_the_confirmation_runs_whole_windows(clock: SimpleNamespace) -> None:
-    training = Scripted(constant(0.5), accumulation_steps=16, purpose="confirm", num_steps=(2, 2))
-    found = run(clock, training)
-    assert found.raw_step_seconds == (8.0, 8.0)
-    assert training.num_batches == 5 * 16
+    loop = Scripted(constant(0.5), accumulation_steps=window, purpose="confirm", num_steps=(2, 2))
+    loop.is_update_apart, loop.worst = False, "worst"
+    assert run(clock, loop).update_seconds is None
+    assert loop.num_batches == 7 * window, "a confirmation runs whole windows"
+    assert {index % window for index, batch in enumerate(loop.batches) if batch == "worst"} == {window - 1}, (
+        "the worst batch comes where the other gradients are there"
+    )
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_ends_the_trial(clock: SimpleNamespace, loss: float) -> None:
-    training = Scripted(constant(0.5))
-    training.loss = loss
-    with pytest.raises(timing.NonFiniteError, match=str(loss)):
-        run(clock, training)
+    for worst in (None, "worst"):
+        training = Scripted(constant(0.5))
+        training.loss, training.worst = loss, worst
+        with pytest.raises(timing.NonFiniteError, match=str(loss)):
+            run(clock, training)
+        assert training.num_batches == 1
 
 
 def test_warm_up_goes_on_while_the_loss_scale_comes_down(clock: SimpleNamespace) -> None:
@@ -407,11 +335,6 @@ def test_warm_up_goes_on_while_the_loss_scale_comes_down(clock: SimpleNamespace)
     found = run(clock, training)
     assert found.num_skips == 0
     assert training.num_updates == 10 + 1 + 8
-
-
-def test_a_scale_that_never_settles_is_a_failure(clock: SimpleNamespace) -> None:
-    training = Scripted(constant(0.5))
-    training.scaler = SimpleNamespace(get_backoff_factor=lambda: 0.5)
     training.scales = [2.0**k for k in range(16, -200, -1)]
     with pytest.raises(timing.NonFiniteError, match="still overflow"):
         run(clock, training)

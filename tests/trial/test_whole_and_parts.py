@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from autotune_amp import Workload
+from autotune_amp.core.outcome import Accumulation, CheckOutcome, Failure
 from autotune_amp.numerics import batches
-from autotune_amp.trial.micro_batches import (
-    CannotCutError,
-    copied,
-    counts,
-    counts_of_samples,
-    picked,
-    whole_and_parts,
-)
+from autotune_amp.precision import torch_state
+from autotune_amp.trial import checks
+from autotune_amp.trial.checks import CannotCutError, counts, picked, whole_and_parts
+from autotune_amp.trial.context import Context
+from autotune_amp.trial.data import copied, looked_at
+from autotune_amp.trial.jobs import Check
 
 
 def numbered(num_samples: int) -> Tensor:
@@ -75,101 +75,54 @@ def loader(dataset: Any = None, **settings: Any) -> DataLoader[Any]:
     return DataLoader(TensorDataset(numbered(40), torch.arange(40)) if dataset is None else dataset, **settings)
 
 
+def in_pairs(samples: list[dict[str, Any]]) -> Tensor:
+    first, second, *others = [sample.pop("x") for sample in samples]
+    return torch.stack([first, second, *others])
+
+
+PAIRED = [{"x": row} for row in numbered(40)]
+
+
 @pytest.mark.parametrize(
     "data",
     [
-        loader(batch_size=32),
         loader(batch_size=2, shuffle=True, drop_last=True),
         loader(batch_size=30, drop_last=True, sampler=range(20, 40)),
+        loader(batch_size=4, num_workers=2, persistent_workers=True),
+        loader(PAIRED, batch_size=4, collate_fn=in_pairs),
         TensorDataset(numbered(40), torch.arange(40)),
-        Stream(),
         loader(Stream(), batch_size=3),
         lambda size: (numbered(size), torch.arange(size)),
         lambda size: iter([{"x": numbered(size)}] * 2),
-        lambda size: loader(batch_size=size, shuffle=True),
         lambda size: loader(batch_sampler=[list(range(start, start + 5)) for start in range(0, 40, 5)]),
         lambda size: loader(ReadyBatches(), batch_size=None),
     ],
 )
-@pytest.mark.parametrize(("num_samples", "sizes"), [(16, [4] * 4), (8, [2] * 4), (6, [3, 3]), (4, [2, 2])])
-def test_the_pieces_are_the_whole_in_its_order(data: Any, num_samples: int, sizes: list[int]) -> None:
-    whole, *pieces = whole_and_parts(data, num_samples, seed=0)
-    assert [len(numbers(piece)) for piece in pieces] == sizes
+@pytest.mark.parametrize(("num_samples", "sizes"), [(16, [4] * 4), (6, [3, 3])])
+def test_the_micro_batches_are_the_whole_in_its_order(data: Any, num_samples: int, sizes: list[int]) -> None:
+    whole, *parts = whole_and_parts(data, num_samples, seed=0)
+    assert [len(numbers(part)) for part in parts] == sizes
     assert len(numbers(whole)) == num_samples
-    assert numbers(whole) == [number for piece in pieces for number in numbers(piece)]
+    assert numbers(whole) == [number for part in parts for number in numbers(part)]
+    assert all("x" in sample for sample in PAIRED), "the dataset keeps what it has"
 
 
-def test_each_piece_is_padded_as_the_loader_pads_it() -> None:
+def test_each_part_is_padded_as_the_loader_pads_it_and_they_are_unequal() -> None:
     for data in (
         loader(Words(), batch_size=4, collate_fn=padded),
         lambda n: loader(Words(), batch_size=n, collate_fn=padded),
     ):
-        whole, *pieces = whole_and_parts(data, 8, seed=0, seconds=60)
+        whole, *parts = whole_and_parts(data, 8, seed=0, seconds=60)
         lengths = [number + 1 for number in numbers(whole)]
-        assert max(lengths[:4]) < min(lengths[4:]), "the micro-batches are unequal"
+        assert max(lengths[:4]) < min(lengths[4:])
         assert whole["ids"].shape == (8, max(lengths))
-        assert [piece["ids"].shape[1] for piece in pieces] == [max(lengths[i : i + 2]) for i in (0, 2, 4, 6)]
+        assert [part["ids"].shape[1] for part in parts] == [max(lengths[i : i + 2]) for i in (0, 2, 4, 6)]
 
 
-class Texts(Dataset[Tensor]):
-    """Of at most 32 tokens, which `share` of them have."""
-
-    def __init__(self, share: float, *, longest_first: bool = False) -> None:
-        generator = torch.Generator().manual_seed(0)
-        lengths = torch.where(
-            torch.rand(1000, generator=generator) < share, 32, torch.randint(4, 32, (1000,), generator=generator)
-        )
-        self.lengths = (lengths.sort(descending=True).values if longest_first else lengths).tolist()
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.ones(self.lengths[index], dtype=torch.long)
-
-
-def to_full_length(samples: list[Tensor]) -> dict[str, Tensor]:
-    """As a tokenizer pads to its maximum: every sample is as large as every other."""
-    lengths = torch.tensor([len(sample) for sample in samples])
-    labels = torch.where(torch.arange(32) < lengths[:, None], 1, -100)
-    return {"ids": torch.ones(len(samples), 32, dtype=torch.long), "labels": labels}
-
-
-@pytest.mark.parametrize(("share", "longest_first"), [(0.95, False), (0.98, False), (0.998, False), (0.3, True)])
-def test_micro_batches_are_unequal_also_where_nearly_all_samples_are_alike(share: float, longest_first: bool) -> None:
-    texts = Texts(share, longest_first=longest_first)
-    for seed in range(4):
-        data = loader(texts, batch_size=32, shuffle=not longest_first, collate_fn=to_full_length)
-        _, *pieces = whole_and_parts(data, 16, seed, seconds=60)
-        tokens = [int((piece["labels"] != -100).sum()) for piece in pieces]
-        assert min(tokens[:2]) < min(tokens[2:])
-
-
-def test_what_nobody_asked_for_may_raise_and_the_dataset_keeps_what_it_has() -> None:
-    def in_pairs(samples: list[dict[str, Any]]) -> Tensor:
-        first, second, *others = [sample.pop("x") for sample in samples]
-        return torch.stack([first, second, *others])
-
-    def one_batch(size: int) -> Iterator[Tensor]:
-        yield numbered(size)
-        raise ValueError("no more")
-
-    samples = [{"x": row} for row in numbered(20)]
-    for data in (loader(samples, batch_size=4, collate_fn=in_pairs), one_batch):
-        whole, *pieces = whole_and_parts(data, 8, seed=0)
-        assert numbers(whole) == [number for piece in pieces for number in numbers(piece)]
-    assert all("x" in sample for sample in samples)
-
-
-def test_samples_come_from_a_worker_where_the_loader_has_them() -> None:
-    whole, *pieces = whole_and_parts(loader(batch_size=4, num_workers=2, persistent_workers=True), 4, seed=0)
-    assert numbers(whole) == numbers(pieces[0]) + numbers(pieces[1])
-
-
-def test_what_a_collate_function_draws_is_the_same_in_its_pieces() -> None:
-    whole, *pieces = whole_and_parts(loader(Words(), batch_size=8, collate_fn=masked), 8, seed=0)
+def test_what_a_collate_function_draws_is_the_same_in_its_parts() -> None:
+    whole, *parts = whole_and_parts(loader(Words(), batch_size=8, collate_fn=masked), 8, seed=0)
     assert (whole["ids"] == -1).any()
-    assert torch.equal(torch.cat([piece["ids"] for piece in pieces]), whole["ids"])
+    assert torch.equal(torch.cat([part["ids"] for part in parts]), whole["ids"])
 
 
 class Graph(NamedTuple):
@@ -180,14 +133,14 @@ class Graph(NamedTuple):
 @pytest.mark.parametrize(
     ("data", "num_samples", "message"),
     [
-        (loader(batch_size=2), 2, "fewer than 4 samples cannot be cut"),
-        (TensorDataset(numbered(5)), 8, "the data holds 5 samples, fewer than the 8"),
+        (loader(batch_size=2), 2, "fewer than 4 samples"),
+        (TensorDataset(numbered(5)), 8, "holds 5 samples"),
         (lambda size: Graph(numbered(size * 3), numbered(2)), 8, r"first dimensions \[2, 24\]"),
         (lambda size: numbered(size).T, 8, r"first dimensions \[3\]"),  # time or features first
         (lambda size: ["text"] * size, 8, "no tensors"),
     ],
 )
-def test_why_there_are_no_pieces(data: Any, num_samples: int, message: str) -> None:
+def test_why_there_are_no_micro_batches(data: Any, num_samples: int, message: str) -> None:
     with pytest.raises(CannotCutError, match=message):
         whole_and_parts(data, num_samples, seed=0)
 
@@ -212,7 +165,6 @@ def encoding(x: Tensor) -> Any:
 @pytest.mark.parametrize(
     "wrap",
     [
-        lambda x: x,
         lambda x: Graph(x, x + 1),
         lambda x: MappingProxyType({"x": x}),
         lambda x: Example(x, [str(int(row[0])) for row in x]),
@@ -223,43 +175,34 @@ def encoding(x: Tensor) -> Any:
 )
 def test_batches_of_many_types_are_cut_and_keep_their_type(wrap: Any) -> None:
     batch = wrap(numbered(8))
-    pieces = batches.cut(batch, 3)
-    assert [numbers(piece) for piece in pieces] == [[0, 3, 6], [9, 12, 15], [18, 21]]
-    assert all(isinstance(piece, Mapping if isinstance(batch, Mapping) else type(batch)) for piece in pieces)
+    parts = batches.cut(batch, 3)
+    assert [numbers(part) for part in parts] == [[0, 3, 6], [9, 12, 15], [18, 21]]
+    assert all(isinstance(part, Mapping if isinstance(batch, Mapping) else type(batch)) for part in parts)
     assert numbers(batch) == list(range(0, 24, 3))
     if isinstance(batch, Example):
-        assert [piece.names for piece in pieces] == [["0", "3", "6"], ["9", "12", "15"], ["18", "21"]]
-        assert {piece.epoch for piece in pieces} == {3}
+        assert [part.names for part in parts] == [["0", "3", "6"], ["9", "12", "15"], ["18", "21"]]
+        assert {part.epoch for part in parts} == {3}
 
 
 def test_tensors_are_named_as_the_batch_names_them() -> None:
     x = torch.zeros(2)
     nested = {"inputs": {"ids": x, "rest": [x, (x,)]}, "graph": Graph(x, x), "example": Example(x, [])}
-    assert [name for name, _ in batches.tensors(nested)] == [
-        "inputs.ids",
-        "inputs.rest[0]",
-        "inputs.rest[1][0]",
-        "graph.nodes",
-        "graph.edges",
-        "example.x",
-    ]
+    expected = ["inputs.ids", "inputs.rest[0]", "inputs.rest[1][0]", "graph.nodes", "graph.edges", "example.x"]
+    assert [name for name, _ in batches.tensors(nested)] == expected
     assert [name for name, _ in batches.tensors((x, [x]))] == ["batch[0]", "batch[1][0]"]
+
+
+# -- which samples -----------------------------------------------------------------------------------------------------
 
 
 def test_all_that_a_loss_may_average_over_is_counted() -> None:
     batch = {"labels": torch.tensor([[-100, 0, 3, 4]]), "mask": torch.tensor([[True, False]]), "text": ["a b"]}
-    assert counts(batch) == {
-        "labels != -100": 3,
-        "mask != -100": 2,
-        "labels != 0": 3,
-        "mask != 0": 1,
-        "labels": 4,
-        "mask": 2,
-    }
+    labels = {"labels": 4, "labels != -100": 3, "labels != 0": 3}
+    assert counts(batch) == {**labels, "mask": 2, "mask != -100": 2, "mask != 0": 1}
 
 
 @pytest.mark.parametrize("other", [3, 40])
-@pytest.mark.parametrize("num_unlike", [1, 5, 50])
+@pytest.mark.parametrize("num_unlike", [1, 50])
 def test_half_are_unlike_the_most_and_come_first(num_unlike: int, other: int) -> None:
     """Few short ones among full ones, or few long ones among short ones; as many as there are."""
     lengths = [other] * num_unlike + [32] * (1000 - num_unlike)
@@ -268,12 +211,6 @@ def test_half_are_unlike_the_most_and_come_first(num_unlike: int, other: int) ->
     assert len(set(positions)) == 16
     num_first = min(8, num_unlike)
     assert [lengths[position] for position in positions] == [other] * num_first + [32] * (16 - num_first)
-
-
-def test_the_shorter_half_comes_before_the_longer_one() -> None:
-    lengths = random.Random(0).sample(range(1000), 100)
-    taken = [lengths[position] for position in picked([{"ids": length} for length in lengths], 16)]
-    assert max(taken[:8]) < min(taken[8:])
 
 
 def test_samples_without_a_label_come_last() -> None:
@@ -285,7 +222,7 @@ def test_samples_without_a_label_come_last() -> None:
     assert [few[position]["labels != -100"] for position in picked(few, 6)] == [5, 20, 20, 0, 0, 0]
 
 
-def test_every_count_has_its_turn() -> None:
+def test_counts_take_turns() -> None:
     """By chance the numbers of pixels and of their zeros differ, far more than that of the boxes."""
     rng = random.Random(0)
     seen = [
@@ -305,26 +242,121 @@ def test_where_all_are_alike_or_few_were_seen_any_will_do() -> None:
 
 def test_a_copy_of_a_row_is_not_one_of_the_whole_storage() -> None:
     row = torch.arange(1000)[5:8]
-    sample: Any = {"x": row, "more": [row, "text"]}
-    copy = copied(sample)
+    copy = copied({"x": row, "more": [row, "text"]})
     copy["x"] += 1
-    copy["more"].pop()
     assert copy["x"].untyped_storage().nbytes() == 3 * 8
-    assert sample["x"].tolist() == [5, 6, 7]
-    assert len(sample["more"]) == 2
+    assert row.tolist() == [5, 6, 7]
 
 
 def test_the_look_ends_by_the_clock_and_where_the_users_code_raises() -> None:
-    class Samples:
-        def __len__(self) -> int:
-            return 100
+    def lengths(samples: list[Tensor]) -> list[int]:
+        return [40 // (50 - len(sample)) and len(sample) for sample in samples]
 
-        def __getitem__(self, index: int) -> torch.Tensor:
-            if index == 50:
-                raise ValueError("a broken sample")
-            return torch.zeros(index)
+    samples: Any = [torch.zeros(index) for index in range(100)]
+    given = loader(samples, batch_size=2)
+    assert looked_at(given, range(8), lengths, 60)[1] is None
+    assert len(looked_at(given, range(40), lengths, 0)[0]) == 4
+    seen, problem = looked_at(given, range(100), lengths, 60)
+    assert (len(seen), (problem or "").partition(":")[0]) == (48, "ZeroDivisionError")
 
-    loader: DataLoader[Any] = DataLoader(Samples(), batch_size=2)  # type: ignore[arg-type]  # it has what it takes
-    assert [seen["batch"] for seen in counts_of_samples(loader, range(40), 60)] == list(range(40))
-    assert len(counts_of_samples(loader, range(40), 0)) == 4
-    assert len(counts_of_samples(loader, range(100), 60)) == 48
+
+# -- the check ---------------------------------------------------------------------------------------------------------
+
+
+class Texts:
+    def __init__(self, *, are_mostly_full: bool) -> None:
+        self.are_mostly_full = are_mostly_full
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < 64:
+            raise IndexError(index)
+        generator = torch.Generator().manual_seed(index)
+        length = int(torch.randint(3, 20, (), generator=generator))
+        if self.are_mostly_full and index not in (5, 50):
+            length = 20
+        return {"ids": torch.randint(1, 20, (length,), generator=generator)}
+
+
+def with_labels(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    tokens = nn.utils.rnn.pad_sequence([sample.pop("ids") for sample in samples], batch_first=True)
+    return {"ids": tokens, "labels": tokens.masked_fill(tokens == 0, -100)}
+
+
+def joined(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    ids = [sample.pop("ids") for sample in samples]
+    return {"nodes": torch.cat(ids), "first": torch.tensor([len(part) for part in ids]).cumsum(0)}
+
+
+class Model(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 16)
+        self.norm = norm
+        self.dropout = nn.Dropout(0.5)
+        self.head = nn.Linear(16, 20, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Any:
+        hidden = self.words(ids)
+        return self.head(self.dropout(self.norm(hidden.flatten(0, -2)).view_as(hidden)))
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+    if "nodes" in batch:
+        return model(batch["nodes"]).square().mean()
+    labels = batch.pop("labels")  # as many do: the next pass needs them again
+    return nn.functional.cross_entropy(model(batch["ids"]).flatten(0, 1), labels.flatten())
+
+
+def checked(
+    batch_size: int = 32,
+    seed: int = 0,
+    *,
+    norm: Any = nn.LayerNorm,
+    collate: Any = with_labels,
+    loss: Any = loss,
+    are_mostly_full: bool = False,
+) -> CheckOutcome:
+    texts: Any = Texts(are_mostly_full=are_mostly_full)
+    given: DataLoader[Any] = DataLoader(texts, batch_size=32, shuffle=True, collate_fn=collate)
+    state = torch_state.capture()
+    spec = Check(
+        what="accumulation", precision="fp32", batch_size=batch_size, seed=seed, device="cpu", torch_state=state
+    )
+    context = Context(Workload(lambda: Model(norm(16)), loss, given), is_kept=False)
+    return checks.check(context, spec, lambda event: None)
+
+
+@pytest.mark.parametrize("are_mostly_full", [False, True])
+def test_padded_texts_are_weighted_by_their_tokens(are_mostly_full: bool) -> None:
+    for seed in range(2):
+        found = checked(seed=seed, are_mostly_full=are_mostly_full)
+        assert isinstance(found, Accumulation)
+        assert (found.verdict, found.weighted_by) == ("weighted", "labels != -100"), found.reason
+        assert (found.batch_size, found.num_micro_batches) == (16, 4)
+
+
+def test_batch_norm_is_found_in_the_users_own_model_and_joined_samples_are_cut_before_they_are() -> None:
+    found = checked(norm=nn.BatchNorm1d)
+    assert isinstance(found, Accumulation)
+    assert found.verdict == "inexact"
+    assert "(norm)" in found.reason
+    found = checked(collate=joined)
+    assert isinstance(found, Accumulation)
+    assert (found.verdict, found.weighted_by) == ("weighted", "nodes.numel()"), found.reason
+
+
+def test_what_cannot_be_cut_is_unchecked_and_what_the_user_raises_is_told() -> None:
+    found = checked(batch_size=3)
+    assert isinstance(found, Accumulation)
+    assert (found.verdict, found.batch_size) == ("unchecked", 3)
+
+    def wrong(model: nn.Module, batch: Any) -> Tensor:
+        raise ValueError("no good")
+
+    failed = checked(loss=wrong)
+    assert isinstance(failed, Failure)
+    assert (failed.kind, "no good" in failed.message) == ("workload_error", True)

@@ -1,19 +1,227 @@
-"""What a trial makes of what was timed, and what it does to its process."""
+"""What a process does for its jobs: errors told apart, what a step runs, the mean step, a miniature of the job."""
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import conv2d
+from torch.utils.data import DataLoader
 
 from autotune_amp import Workload
-from autotune_amp.core.outcome import Measurement
+from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.outcome import Failure, FailureKind, Measurement, Outcome
 from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.local import LocalBackend, Payload
+from autotune_amp.isolation.process import Watcher
 from autotune_amp.precision import torch_state
-from autotune_amp.trial import worker
-from autotune_amp.trial.context import Context
-from autotune_amp.trial.jobs import Trial
+from autotune_amp.trial import memory, worker
+from autotune_amp.trial.context import Context, make_model
+from autotune_amp.trial.jobs import Describe, Trial
 from autotune_amp.trial.timing import Timing
+from autotune_amp.trial.worker import as_run, classify, used_flags
+
+GIB = 2**30
+# Triton's own errors are no RuntimeErrors, unless the compiler of PyTorch wraps them.
+OutOfResources = type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})
+
+
+def described(workload: Workload, **fields: Any) -> Any:
+    asked = Describe(device="cpu", torch_state=torch_state.capture(), **fields)
+    return worker.describe(Context(workload, is_kept=False), asked, lambda event: None)
+
+
+# -- what an exception amounts to --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "oom"),
+        (MemoryError(), "oom"),
+        (OSError(12, "Cannot allocate memory"), "oom"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "oom"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"), "oom"),
+        (RuntimeError("\"addmm_cuda\" not implemented for 'Half'"), "unsupported"),
+        (RuntimeError("CUDA error: no kernel image is available for execution on the device"), "unsupported"),
+        (RuntimeError("FlashAttention only support fp16 and bf16 data type"), "unsupported"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx`"), "unsupported"),
+        (OutOfResources("out of resource: shared memory, Required: 131072, Hardware limit: 101376."), "unsupported"),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), "workload_error"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasLtMatmul`"), "workload_error"),
+        (ValueError("No available kernel"), "workload_error"),
+        # What libraries also say for other reasons is out of memory only where memory is short.
+        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"), None),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"), None),
+        (RuntimeError("GET was unable to find an engine to execute this computation"), None),
+    ],
+)
+@pytest.mark.parametrize("is_short", [False, True])
+def test_what_an_exception_amounts_to(
+    error: Exception, kind: FailureKind | None, is_short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "is_memory_short", lambda: is_short)
+    assert classify(error).kind == kind or ("oom" if is_short else "workload_error")
+
+
+@pytest.mark.parametrize(
+    ("free", "reserved", "fraction", "is_short"),
+    [
+        (30, 8, 1.0, False),
+        (3, 8, 1.0, True),  # others hold the rest
+        (30, 37, 1.0, True),  # at its peak
+        (20, 19, 0.5, True),  # of what the trial may have
+        (20, 17, 0.5, False),
+        (None, 37, 1.0, False),  # an error of the card itself
+    ],
+)
+def test_memory_is_short_where_less_than_a_tenth_of_what_one_may_have_is_left(
+    free: int | None, reserved: int, fraction: float, is_short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def left() -> tuple[int, int]:
+        if free is None:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return free * GIB, 40 * GIB
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", left)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: reserved * GIB)
+    monkeypatch.setattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda: fraction)
+    assert not memory.is_memory_short(), "a card that was not used"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert memory.is_memory_short() is is_short
+
+
+# -- whether a step runs what cuDNN's TF32 flags concern ---------------------------------------------------------------
+
+SPEC = Trial(
+    candidate=Setting(precision="fp32", batch_size=4, as_found=True), device="cpu", torch_state=torch_state.capture()
+)
+CONV, NONE = {"cudnn.conv"}, set[str]()
+OFF = {f"{flag}.fp32_precision": "ieee" for flag in ("cuda.matmul", "cudnn.conv", "cudnn.rnn")} | {
+    "autocast.cuda": None
+}
+DEFAULT = OFF | {"cudnn.conv.fp32_precision": "tf32", "cudnn.rnn.fp32_precision": "tf32"}
+
+
+class Functional(nn.Module):
+    """A convolution that no module tells of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3, 3, 3))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return conv2d(images, self.weight)
+
+
+def images(batch_size: int) -> Tensor:
+    return torch.randn(batch_size, 3, 8, 8)
+
+
+def squared(model: nn.Module, batch: Tensor) -> Tensor:
+    found: Tensor = model(batch).square().mean()
+    return found
+
+
+def of(model: Callable[[], nn.Module], loss: Callable[..., Tensor] = squared) -> Workload:
+    return Workload(model, loss, images, lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+
+
+def loop() -> Workload:
+    def build() -> dict[str, Any]:
+        made = Functional()
+        return {"net": made, "optimizer": torch.optim.AdamW(made.parameters())}
+
+    def step(state: dict[str, Any], batch: Tensor, amp: Any) -> None:
+        with amp.autocast():
+            loss = squared(state["net"], batch)
+        amp.backward(loss)
+        amp.step(state["optimizer"])
+
+    return Workload(build=build, train_step=step, data=images)
+
+
+def compiled() -> nn.Module:
+    return cast("nn.Module", torch.compile(Functional(), backend="eager"))
+
+
+def loss_that_fails(model: nn.Module, batch: Tensor) -> Tensor:
+    raise ValueError("no step")
+
+
+def loss_of_an_operator_not_torchs_own(model: nn.Module, batch: Tensor) -> Tensor:
+    return squared(model, torch.ops.autotune_amp_tests.unknown(batch))
+
+
+@torch.library.custom_op("autotune_amp_tests::unknown", mutates_args=())
+def unknown(batch: Tensor) -> Tensor:
+    return batch * 2
+
+
+@pytest.mark.parametrize(
+    ("workload", "expected"),
+    [
+        (of(Functional), CONV),
+        (of(compiled), CONV),
+        (loop(), CONV),
+        (of(lambda: nn.Linear(8, 8)), NONE),
+        (of(Functional, loss_that_fails), CONV | {"cudnn.rnn"}),
+        (of(lambda: nn.Linear(8, 8), loss_of_an_operator_not_torchs_own), CONV | {"cudnn.rnn"}),
+    ],
+)
+def test_the_flags_that_concern_a_step_are_seen_in_it(workload: Workload, expected: set[str]) -> None:
+    assert used_flags(workload, make_model(workload), SPEC) == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "used", "expected"),
+    [
+        (DEFAULT, NONE, ("fp32", True)),
+        (DEFAULT, CONV, ("fp32", False)),
+        (DEFAULT | {"cuda.matmul.fp32_precision": "tf32"}, None, ("tf32", True)),
+        (OFF, None, ("fp32", True)),
+    ],
+)
+def test_a_step_is_taken_where_that_alone_can_tell(
+    state: dict[str, Any], used: set[str] | None, expected: tuple[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_steps = []
+    model, card = nn.Linear(2, 2), torch.device("cuda")
+
+    def seen(*_: object) -> set[str]:
+        num_steps.append(1)
+        return used or set()
+
+    monkeypatch.setattr(worker, "used_flags", seen)
+    assert as_run(of(lambda: model), model, card, state, 4, has_tf32=True) == expected
+    assert len(num_steps) == (used is not None)
+    assert as_run(of(lambda: model), model, card, DEFAULT, None, has_tf32=True) == ("fp32", False)
+    assert as_run(of(lambda: model), model, card, DEFAULT, 4, has_tf32=False) == ("fp32", True)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "fp16"), (torch.bfloat16, "bf16"), (None, "fp32")])
+def test_a_description_tells_the_format_of_weights_and_looks_at_the_data_only_when_asked(
+    dtype: torch.dtype | None, name: str
+) -> None:
+    words: Any = ["x" * length for length in range(1, 101)]
+    model = nn.Linear(2, 2).to(dtype)
+    workload = Workload(model, squared, DataLoader(words, batch_size=4))
+    assert described(workload).sample_sizes is None
+    found = described(workload, baseline_batch_size=32)
+    assert (found.weights, found.num_workers, found.sample_sizes.largest_size) == (name, 0, 100)
+    if dtype is not None:
+        model.requires_grad_(requires_grad=False)
+        trained = Workload(nn.Sequential(model, nn.Linear(2, 2)), squared, DataLoader(words, batch_size=4))
+        assert described(trained).weights == "frozen_low"
+
+
+# -- a trial -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hold_heap", [True, False])
@@ -35,14 +243,202 @@ def test_the_heap_is_held_only_where_that_is_asked_for_and_the_rate_is_of_the_me
     )
     monkeypatch.setattr(worker, "hold_heap", lambda: held.append(True))
     monkeypatch.setattr(worker, "time_steps", lambda *_: timed)
-    spec = Trial(
-        candidate=Setting(precision="fp32", batch_size=8, accumulation_steps=2),
-        device="cpu",
-        hold_heap=hold_heap,
-        torch_state=torch_state.capture(),
-    )
-    workload = Workload(nn.Linear(4, 1), lambda model, batch: model(batch).mean(), lambda size: torch.ones(size, 4))
-    found = worker.run(Context(workload, is_kept=False), spec, lambda event: None)
+    found = Job().run("search", accumulation_steps=2, hold_heap=hold_heap)
     assert isinstance(found, Measurement)
-    assert (found.step_seconds, found.samples_per_second) == (2.0, 8.0)
+    assert (found.step_seconds, found.samples_per_second) == (2.0, 2.0)
     assert held == [True] * hold_heap
+
+
+class Job:
+    """A workload that notes what is done to it; sample i is as long as i says."""
+
+    def __init__(self, **parts: Any) -> None:
+        self.lengths: list[int] = []
+        self.phases: list[str] = []
+        samples: Any = [torch.ones(length, 4) for length in (1, 1, 1, 50, 1, 70)]
+        self.workload = Workload(
+            **{
+                "model": nn.Sequential(nn.Linear(4, 1), nn.Dropout()),
+                "loss": self.loss,
+                "data": DataLoader(samples, batch_size=2, collate_fn=nn.utils.rnn.pad_sequence),
+                **parts,
+            }
+        )
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        self.lengths.append(batch.shape[0])
+        return squared(model, batch)
+
+    def run(self, purpose: Any = "confirm", accumulation_steps: int = 1, **fields: Any) -> Outcome:
+        spec = Trial(
+            candidate=Setting(precision="bf16", batch_size=2, accumulation_steps=accumulation_steps),
+            device="cpu",
+            purpose=purpose,
+            num_steps=(2, 2),
+            torch_state=torch_state.capture(),
+            **({"ending_seconds": 60.0 if purpose == "confirm" else None} | fields),
+        )
+        return worker.run(Context(self.workload, is_kept=False), spec, self._hear)
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if message["event"] == "phase":
+            self.phases.append(message["name"])
+
+
+def never(*_: Any) -> None:
+    raise AssertionError
+
+
+def test_the_largest_samples_come_first_and_last_and_the_jobs_own_functions_after_them() -> None:
+    noted: dict[str, Any] = {}
+
+    def evaluate(model: nn.Module) -> None:
+        model.eval()
+        noted["dtype"] = model(torch.ones(1, 4)).dtype
+
+    def checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+        noted["modes"] = [module.training for module in model.modules()]
+        noted["folder"] = folder
+        torch.save((model.state_dict(), optimizer.state_dict()), folder / "last.pt")
+
+    model = nn.Sequential(nn.Linear(4, 1), nn.Dropout(), nn.Identity().eval())
+    job = Job(model=model, evaluate=evaluate, checkpoint=checkpoint)
+    outcome = job.run(worst_samples=(5,))
+    assert isinstance(outcome, Measurement)
+    assert [job.lengths[step] for step in (0, 3, 6)] == [70] * 3
+    assert sorted(job.lengths[step] for step in (1, 2, 4)) == [1, 50, 70]  # an epoch
+    assert len(job.lengths) == 7
+    assert noted["dtype"] == torch.bfloat16
+    assert noted["modes"] == [True, True, True, False]
+    assert not noted["folder"].exists()
+    assert None not in (outcome.evaluation_seconds, outcome.checkpoint_seconds)
+    assert job.phases[-2:] == ["evaluating", "writing a checkpoint"]
+
+
+def test_a_trial_of_the_search_takes_the_worst_batch_that_the_workload_names_and_nothing_more() -> None:
+    job = Job(worst_batch=lambda size: torch.ones(99, size, 4), evaluate=never, checkpoint=never)
+    outcome = job.run("search", worst_samples=(5,))
+    assert isinstance(outcome, Measurement)
+    assert (job.lengths.count(99), job.lengths[0]) == (2, 99)
+    assert (outcome.evaluation_seconds, outcome.ending_seconds) == (None, None)
+
+
+def test_what_the_jobs_own_functions_raise_is_noted_and_the_measurement_stands() -> None:
+    folders: list[Path] = []
+
+    def evaluate(model: nn.Module) -> None:
+        sys.exit("no data")
+
+    def checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+        folders.append(folder)
+        (folder / "half.pt").write_text("half")
+        raise ValueError("disk of glass")
+
+    outcome = Job(evaluate=evaluate, checkpoint=checkpoint).run()
+    assert isinstance(outcome, Measurement)
+    assert re.search(r"evaluate .*no data; checkpoint .*disk of glass", outcome.ending_problem or "")
+    assert (outcome.evaluation_seconds, outcome.checkpoint_seconds) == (None, None)
+    assert outcome.ending_seconds is not None
+    assert not folders[0].exists()
+    late = Job(evaluate=never).run(ending_seconds=0.0)
+    assert isinstance(late, Measurement)
+    assert "want of time" in (late.ending_problem or "")
+
+
+@pytest.mark.parametrize(
+    ("parts", "call"),
+    [
+        ({"evaluate": lambda: None}, "evaluate(model)"),
+        ({"checkpoint": lambda model, folder: None}, "checkpoint(model, optimizer, folder)"),
+    ],
+)
+def test_functions_that_cannot_be_called_so_are_refused_before_anything_is_run(
+    parts: dict[str, Any], call: str
+) -> None:
+    with pytest.raises(WorkloadError, match=re.escape(call)) as caught:
+        described(Job(**parts).workload)
+    assert f"def {call}" in caught.value.next_step
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process start its peak memory anew")
+@pytest.mark.parametrize("where", ["worst_batch", "evaluate", "checkpoint"])
+def test_memory_above_the_limit_is_out_of_memory_wherever_it_was_taken(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_limit_data", lambda limit_bytes: None)  # nothing raises, and the tests go on
+
+    def take(*_: Any) -> Tensor:
+        torch.ones(1 << 26)  # 256 MiB
+        return torch.ones(1, 2, 4)
+
+    def refuse(*_: Any) -> None:
+        raise MemoryError
+
+    limit = 128 << 20
+    assert isinstance(Job().run(memory_limit_bytes=limit), Measurement)
+    outcomes = [Job(**{where: take}).run(memory_limit_bytes=limit), Job(**{where: refuse}).run()]
+    assert [outcome.kind for outcome in outcomes if isinstance(outcome, Failure)] == ["oom", "oom"]
+
+
+ENDINGS = """
+import os, time
+import torch
+from torch import nn
+from autotune_amp import Workload
+
+size = 0
+
+def data(n):
+    global size
+    size = n
+    return torch.ones(n, 4)
+
+def evaluate(model):
+    print("evaluating")
+    time.sleep({1: 0, 2: 0.8, 3: 1000}[size])
+
+def checkpoint(model, optimizer, folder):
+    print("folder", folder)
+    (folder / "half.pt").write_text("half")
+    if size == 1:
+        os._exit(7)
+
+def workload():
+    loss = lambda model, batch: model(batch).square().mean()
+    return Workload(nn.Linear(4, 1), loss, data, evaluate=evaluate, checkpoint=checkpoint)
+"""
+
+
+class Listener(Watcher):
+    def __init__(self) -> None:
+        self.text = ""
+
+    def output(self, text: str) -> None:
+        self.text += text
+
+
+def test_how_a_process_may_end_after_it_measured(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ENDINGS)
+    payload = Payload(target="train:workload", path=(str(tmp_path), *sys.path))
+    listener = Listener()
+    with LocalBackend(payload, "forked", listener) as runner:
+        state = runner.load(60)
+        runner.open("cpu", None, 60)
+
+        def run(batch_size: int, **fields: Any) -> Outcome:
+            candidate = Setting(precision="fp32", batch_size=batch_size)
+            fields = {"ending_seconds": 60.0, "torch_state": state, **fields}
+            return runner.submit(Trial(candidate=candidate, device="cpu", purpose="confirm", **fields)).result()
+
+        died = run(1)
+        long = run(2, step_deadline_seconds=0.4)
+        endless = run(3, ending_seconds=1.5)
+    assert isinstance(died, Failure)
+    assert (died.kind, "status 7" in died.message) == ("crash", True)
+    folders = [Path(line.split()[1]) for line in listener.text.splitlines() if line.startswith("folder")]
+    assert [folder.exists() for folder in folders] == [False, False]
+    assert isinstance(long, Measurement), "no step's deadline holds for an evaluation"
+    assert (long.evaluation_seconds or 0) > 0.7
+    assert isinstance(endless, Measurement), "it was measured before its time was up"
+    assert (endless.evaluation_seconds, endless.ending_seconds) == (None, 1.5)
+    assert "1.5 s" in (endless.ending_problem or "")

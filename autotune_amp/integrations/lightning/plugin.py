@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -132,28 +132,14 @@ class AutotunePrecision(Precision):
 
     def _refuse_other_batches(self) -> None:
         """Raise `DemotedError` in a rung that was measured with another batch size or accumulation."""
-        plan = self.controller.config
-        if has_window_of(plan, self.config):
-            return
-        history = self.controller.status().history
-        move = next(record for record in reversed(history) if record.before != record.after == plan.precision)
-        raise other_window_error(
-            plan,
-            self.config,
-            f"The precision went from {move.before} to {move.after}: {move.reason}",
-            "a running Trainer cannot change its DataLoader",
-            "Resume the checkpoint with a Trainer and a DataLoader made from the error's config; AutotuneCallback "
-            "saves one.",
-        )
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        try:
-            context = self.controller.autocast()
-            self._refuse_other_batches()
-        except TrainingStoppedError as error:  # of a move that waited for the end of a manual training_step
-            self._hand_over(error)
-            context = self.controller.autocast()
-        return context
+        if not has_window_of(self.controller.config, self.config):
+            raise other_window_error(
+                self.controller,
+                self.config,
+                "a running Trainer cannot change its DataLoader",
+                "Resume the checkpoint with a Trainer and a DataLoader made from the error's config; AutotuneCallback "
+                "saves one.",
+            )
 
     def handing_over(self, action: Callable[[], object]) -> None:
         """Do what may move the controller; where that ends the run, the `stop_handler` gets the error, if there is one.
@@ -164,17 +150,15 @@ class AutotunePrecision(Precision):
             action()
             self._refuse_other_batches()
         except TrainingStoppedError as error:
-            self._hand_over(error)
-
-    def _hand_over(self, error: TrainingStoppedError) -> None:
-        if self.stop_handler is None:
-            raise error
-        self.stop_handler(error)
+            if self.stop_handler is None:
+                raise
+            self.stop_handler(error)
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
         """The forward pass of training; with manual optimization all of the step."""
-        with self._autocast():
+        self.handing_over(self.controller.autocast)  # a move that waited for the end of a manual training_step
+        with self.controller.autocast():
             yield
         self._end_window()
 

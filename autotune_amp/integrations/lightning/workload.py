@@ -26,7 +26,7 @@ from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.workload import OptimizersOfModel, Workload, type_name
 from autotune_amp.integrations.bridge import Window
 from autotune_amp.integrations.lightning.plugin import AutotunePrecision, loss_of, mute, takes_batch_idx
-from autotune_amp.numerics.learning_rates import raise_learning_rates
+from autotune_amp.trial.context import raise_learning_rates
 
 # What schedules that ask the Trainer are made for. The epochs are Lightning's own where it is told nothing.
 _MAX_EPOCHS, _MAX_STEPS = 1000, 10_000

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from plotly.graph_objects import Bar, Figure, Scatter
 from plotly.subplots import make_subplots
 
-from autotune_amp.core.config import PRECISIONS
 from autotune_amp.core.outcome import Failure, Measurement
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import PRECISIONS, Setting
 from autotune_amp.core.text import count, duration, number, one_line, outcome_name, rate, size
 from autotune_amp.report.page.marks import (
     LOOKS,
@@ -34,9 +33,10 @@ from autotune_amp.search.stages.seeding import MemoryModel, fit_memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from autotune_amp.core.config import AmpConfig, Precision
+    from autotune_amp.core.config import AmpConfig
     from autotune_amp.core.outcome import Record
     from autotune_amp.core.recommendation import CandidateRow, Recommendation
+    from autotune_amp.core.setting import Precision
     from autotune_amp.report.page.marks import Points
 
 

@@ -18,10 +18,9 @@ from autotune_amp.search.options import DEFAULT_NUM_STEPS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autotune_amp.core.config import Precision
-    from autotune_amp.core.fidelity import Fidelity, GradientDamage
-    from autotune_amp.core.outcome import Record
+    from autotune_amp.core.outcome import Fidelity, GradientDamage, Record
     from autotune_amp.core.recommendation import Recommendation
+    from autotune_amp.core.setting import Precision
 
 
 _WHOLE, _OUTSIDE = "whole gradient", "outside of modules"

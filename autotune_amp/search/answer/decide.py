@@ -16,8 +16,7 @@ import msgspec
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import InvalidRequestError, StudyError
 from autotune_amp.core.evidence import Evidence, Job
-from autotune_amp.core.fidelity import Fidelity
-from autotune_amp.core.outcome import Description, Measurement, Record
+from autotune_amp.core.outcome import Description, Fidelity, Measurement, Record
 from autotune_amp.core.recommendation import CandidateRow, Exclusion, Recommendation
 from autotune_amp.core.setting import Setting
 from autotune_amp.search import check_results, loss_scales

@@ -20,7 +20,7 @@ from autotune_amp.core.evidence import (
 )
 from autotune_amp.core.intervals import prediction_interval, ratio_interval
 from autotune_amp.core.outcome import Failure, Measurement, Record
-from autotune_amp.search.answer import load_warnings
+from autotune_amp.hardware import machine_load
 from autotune_amp.search.check_results import BEFORE_CONFIRMATION, failures
 from autotune_amp.search.ledger import LOSS_SCALE
 from autotune_amp.search.objective import joules_per_sample
@@ -141,7 +141,7 @@ def gather(
         evaluation_seconds=_median(m.evaluation_seconds for m in chosen.measurements),
         checkpoint_seconds=_median(m.checkpoint_seconds for m in chosen.measurements),
         accumulation=ledger.accumulation,
-        load=load_warnings.evidence(records, chosen.loads),
+        load=machine_load.evidence(records, chosen.loads),
     )
 
 
@@ -189,7 +189,7 @@ def _promise(runs: Runs, records: Sequence[Record]) -> tuple[float, float]:
     if ours in others:
         others.remove(ours)
     low, high = prediction_interval(ours, others)
-    low_factor, high_factor = load_warnings.interval_factors(runs.loads)
+    low_factor, high_factor = machine_load.interval_factors(runs.loads)
     return low_factor * min(low, runs.speed), high_factor * max(high, runs.speed)
 
 

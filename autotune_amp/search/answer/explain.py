@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from autotune_amp.core.config import PRECISIONS, AmpConfig
+from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.evidence import MIN_PROCESSES, Evidence
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import CandidateRow, Exclusion
+from autotune_amp.core.setting import PRECISIONS
 from autotune_amp.core.text import number, rate, sentence
-from autotune_amp.search.answer import load_warnings
+from autotune_amp.hardware import machine_load
 from autotune_amp.search.answer.evidence import MAX_DATA_SHARE, Runs, best_runs, confirm_runs, share_seen
 from autotune_amp.search.check_results import failures
 from autotune_amp.search.objective import joules_per_sample, least_speed
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from autotune_amp.core.evidence import LoaderEvidence, Objective
-    from autotune_amp.core.fidelity import Accumulation, Fidelity
-    from autotune_amp.core.outcome import Description
+    from autotune_amp.core.outcome import Accumulation, Description, Fidelity
     from autotune_amp.core.setting import Setting
     from autotune_amp.search.ledger import Ledger
     from autotune_amp.search.objective import Merit
@@ -87,7 +87,7 @@ def warnings(
     `why_uncalibrated` is what became of fp16's calibration, where one was tried and did not come to an end.
     """
     found = [*space.notes, *_doubts(chosen, evidence, why_uncalibrated), *_missing_plans(space, config, evidence)]
-    found += load_warnings.doubts(evidence.load) + memory_doubts(description) + ending_doubts(chosen)
+    found += machine_load.doubts(evidence.load) + memory_doubts(description) + ending_doubts(chosen)
     found += accumulation_warnings(space, chosen.candidate, config, evidence.accumulation)
     return tuple(dict.fromkeys(found))
 

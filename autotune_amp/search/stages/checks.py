@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
 
-from autotune_amp.core.fidelity import Fidelity
-from autotune_amp.core.outcome import Failure
+from autotune_amp.core.outcome import Failure, Fidelity
 from autotune_amp.core.setting import Setting
 from autotune_amp.search import check_results, loss_scales
 from autotune_amp.search.budget import Budget

@@ -21,9 +21,8 @@ from autotune_amp.search.stages.trials import is_hopeless
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from autotune_amp.core.config import Precision
     from autotune_amp.core.hardware import Hardware
-    from autotune_amp.core.setting import Setting
+    from autotune_amp.core.setting import Precision, Setting
 
 MIN_GAIN = 0.01  # a doubled batch that gains less ends the climb (studies/README.md)
 MEMORY_MARGIN = 1.1  # the memory model is within 2 to 19 % (studies/README.md), so it may skip but never exclude

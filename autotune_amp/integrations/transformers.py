@@ -1,28 +1,38 @@
-"""Transformers: a Trainer whose scaler is the PrecisionController, and the callback that reports it."""
+"""Transformers: a Trainer whose scaler is the PrecisionController, its callback, and a workload from a Trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from autotune_amp.core.config import AmpConfig, DemotedError, training_arguments
-from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError, WorkloadError
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.integrations.bridge import KeepingController, config_of, other_window_error, readings
+from autotune_amp.core.setting import Precision
+from autotune_amp.core.workload import Workload, type_name
+from autotune_amp.integrations.accelerate import plain_optimizers
+from autotune_amp.integrations.bridge import config_of, other_window_error, readings
 from autotune_amp.numerics import batches
 from autotune_amp.numerics.modules import unwrap
+from autotune_amp.precision.modes import MODES
 from autotune_amp.runtime import windows
-from autotune_amp.runtime.status import MoveRecord
+from autotune_amp.runtime.controller import PrecisionController
+
+__all__ = ["AutotuneCallback", "AutotuneTrainer", "workload"]
 
 _NEXT_TRAINER = (
     "a new AutotuneTrainer(amp_config=error.config, args=error.config.to_training_arguments(like=trainer.args))"
@@ -84,7 +94,7 @@ class AutotuneTrainer(Trainer):
         self.accelerator.unscale_gradients = self._unscale_gradients
 
     def _make_controller(self) -> None:
-        self.controller = KeepingController(self._amp_config, self.args.device, **self._controller_options)
+        self.controller = _KeepingController(self._amp_config, self.args.device, **self._controller_options)
         self.accelerator.scaler = self.controller
         self._attached = None
 
@@ -100,9 +110,8 @@ class AutotuneTrainer(Trainer):
         plan = self.controller.config
         if not can_follow(self._amp_config, plan.batch_size, plan.accumulation_steps):
             raise other_window_error(
-                plan,
+                self.controller,
                 self._amp_config,
-                f"The run is in {plan.precision} by now",
                 "the Trainer's loop keeps to one window",
                 f"Go on with {_NEXT_TRAINER}.",
             )
@@ -114,9 +123,8 @@ class AutotuneTrainer(Trainer):
 
     def _unscale_gradients(self, optimizer: Any = None) -> None:
         """In the place of the accelerator's, which unscales in its own fp16 alone."""
-        given = self.accelerator._optimizers if optimizer is None else optimizer
-        for one in given if isinstance(given, tuple | list) else [given]:
-            self.controller.unscale_(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
+        for one in plain_optimizers(self.accelerator._optimizers if optimizer is None else optimizer):
+            self.controller.unscale_(one)
 
     def autocast_smart_context_manager(
         self,
@@ -193,6 +201,26 @@ class AutotuneTrainer(Trainer):
         ) from stopped
 
 
+class _KeepingController(PrecisionController):
+    """Keeps the error that it would raise: the Trainer has a checkpoint to save before it ends."""
+
+    stopped: TrainingStoppedError | None = None
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """As the original's."""
+        self._keeping(functools.partial(super().update, new_scale))
+
+    def synchronize(self) -> None:
+        """As the original's; what was on its way from the device may end the run, too."""
+        self._keeping(super().synchronize)
+
+    def _keeping(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except TrainingStoppedError as error:
+            self.stopped = error
+
+
 class AutotuneCallback(TrainerCallback):
     """Reports where the trainer's controller stands, and ends the training once that asks for it.
 
@@ -213,7 +241,10 @@ class AutotuneCallback(TrainerCallback):
         """Add the controller's state to the logs and to the last entry of the history."""
         status = self._trainer.controller.status()
         found = {f"amp/{name}": value for name, value in readings(self._trainer._amp_config, status).items()}
-        moves = [_line(record) for record in status.history[self._num_logged :]]
+        moves = [
+            f"{move.kind} at update {move.update}, {move.before} -> {move.after}: {move.reason}"
+            for move in status.history[self._num_logged :]
+        ]
         self._num_logged = len(status.history)
         kwargs["logs"].update(found)
         state.log_history[-1].update(found, **{"amp/precision": status.precision, "amp/moves": moves})
@@ -247,46 +278,34 @@ def refuse_baked_autocast(trainer: Trainer, error: type[InvalidRequestError]) ->
         )
 
 
-def _line(record: MoveRecord) -> str:
-    return f"{record.kind} at update {record.update}, {record.before} -> {record.after}: {record.reason}"
-
-
 def refuse_contradictions(args: Any, config: AmpConfig) -> None:
     """Raise `InvalidRequestError` for TrainingArguments that say something else than the config."""
     wanted = training_arguments(config)
-    wrong = [
-        name
-        for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
-        if getattr(args, name) != wanted[name]
-    ]
-    if args.tf32 is not None and args.tf32 != wanted["tf32"]:
-        wrong.append("tf32")
+    names = ["per_device_train_batch_size", "gradient_accumulation_steps", *(["tf32"] if args.tf32 is not None else [])]
+    wrong = [name for name in names if getattr(args, name) != wanted[name]]
+    made_from = "Make them with amp_config.to_training_arguments(like=args), which keeps the others."
+    problem = None
     if wrong:
-        given, asked = (
-            ", ".join(f"{name}={value(name)!r}" for name in wrong) for value in (vars(args).get, wanted.get)
-        )
-        raise InvalidRequestError(
-            f"TrainingArguments has {given}; the config says {asked}.",
-            "Make them with amp_config.to_training_arguments(like=args), which keeps the others.",
-        )
-    # None asked for is no contradiction: the controller sets the precision.
-    if args.mixed_precision not in ("no", config.precision):
-        raise InvalidRequestError(
+        given, asked = (", ".join(f"{name}={of(name)!r}" for name in wrong) for of in (vars(args).get, wanted.get))
+        problem = f"TrainingArguments has {given}; the config says {asked}.", made_from
+    elif args.mixed_precision not in ("no", config.precision):  # none asked for is none: the controller sets it
+        problem = (
             f"TrainingArguments, or `accelerate launch`, asks for {args.mixed_precision}; the config's precision is "
             f"{config.precision}.",
-            "Make the arguments with amp_config.to_training_arguments(like=args), and leave --mixed_precision out: the "
-            "config names the precision.",
+            f"{made_from} Leave --mixed_precision out: the config names the precision.",
         )
-    if args.auto_find_batch_size:
-        raise InvalidRequestError(
+    elif args.auto_find_batch_size:
+        problem = (
             f"auto_find_batch_size would leave the config's batch size of {config.batch_size}.",
             "Leave it out: the config's batch size was measured.",
         )
-    if args.n_gpu > 1:
-        raise InvalidRequestError(
+    elif args.n_gpu > 1:
+        problem = (
             f"The Trainer sees {args.n_gpu} GPUs in one process: nn.DataParallel does not keep to a bf16 autocast.",
             "Start it with torchrun, or let it see one GPU (CUDA_VISIBLE_DEVICES=0).",
         )
+    if problem is not None:
+        raise InvalidRequestError(*problem)
 
 
 def refuse_other_windows(config: AmpConfig) -> None:
@@ -308,3 +327,168 @@ def can_follow(config: AmpConfig, batch_size: int, accumulation_steps: int) -> b
     except InvalidRequestError:
         return False
     return num_batches == config.accumulation_steps
+
+
+# What training_step has no part in, and what reports, writes or cannot leave this process.
+_LEFT_BEHIND = (
+    "accelerator",
+    "gather_function",
+    "eval_dataset",
+    "compute_metrics",
+    "lr_scheduler",
+    "optimizer",
+    "model_init",  # train() would make another model
+)
+_QUIET = {"report_to": [], "push_to_hub": False, "output_dir": "", "auto_find_batch_size": False, "debug": []}
+
+
+def workload(trainer: Trainer) -> Workload:
+    """See `Workload.from_trainer`."""
+    _refuse(trainer)
+    return Workload(
+        model=trainer.model,
+        loss=_Step(_travelling(trainer)),
+        data=_loader(trainer),
+        optimizer=_optimizer(trainer),
+        name=type(trainer.model).__name__,
+        accumulation_steps=trainer.args.gradient_accumulation_steps,
+        precision=_precision(trainer),
+        weighs_passes=_weighs_passes(trainer),
+    )
+
+
+def _refuse(trainer: Trainer) -> None:
+    if isinstance(trainer, AutotuneTrainer):
+        raise WorkloadError(
+            f"{type_name(trainer)} is an AutotuneTrainer, which sets the precision that is to be searched.",
+            "Give the Trainer that it is made from, with the same arguments.",
+        )
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise WorkloadError(
+            "The Trainer trains under DeepSpeed or FSDP, and a trial on one device alone.",
+            "Give a Trainer without them whose model fits on one device.",
+        )
+    if trainer.train_dataset is None:
+        raise WorkloadError("The Trainer has no train_dataset.", "Pass train_dataset= to it.")
+    refuse_baked_autocast(trainer, WorkloadError)
+
+
+def _precision(trainer: Trainer) -> Precision | None:
+    """That of Accelerate's autocast where it sets one (fp16 on a CPU does not); else torch's flags say it."""
+    mode = MODES.get(trainer.accelerator.mixed_precision)
+    return mode.precision if trainer.accelerator.native_amp and mode is not None and mode.uses_autocast else None
+
+
+def _weighs_passes(trainer: Trainer) -> bool:
+    """Whether a loss is divided by the items of all passes of its step, as ``training_step`` sees it.
+
+    Items are counted under "labels" alone; without them a mean loss is divided by the number of passes.
+    """
+    if trainer.loss_is_scaled_for_ga is not None:
+        return trainer.loss_is_scaled_for_ga
+    counts_items = trainer.model_accepts_loss_kwargs and "labels" in trainer.label_names
+    return counts_items or trainer.compute_loss_func is not None
+
+
+class _Unprepared:
+    """In the place of an accelerator while a loader is made, which is wanted as it is."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def prepare(self, loader: Any) -> Any:
+        return loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+
+def _loader(trainer: Trainer) -> DataLoader[Any]:
+    """The trainer's own train loader, its collator and sampler, at the batch size of one device."""
+    maker = copy.copy(trainer)
+    maker.accelerator = _Unprepared(trainer.accelerator)
+    maker._train_batch_size = trainer.args.per_device_train_batch_size
+    if type(trainer)._remove_unused_columns is Trainer._remove_unused_columns:
+        vars(maker)["_remove_unused_columns"] = functools.partial(_with_used_columns, maker)
+    return maker.get_train_dataloader()
+
+
+def _with_used_columns(trainer: Trainer, dataset: Any, description: str | None = None) -> Any:
+    """Without the unused columns, in one order: the Trainer's is a set's, and the dataset's own digest counts it."""
+    if trainer.args.remove_unused_columns:
+        trainer._set_signature_columns_if_needed()
+        unused = sorted(set(dataset.column_names) - set(trainer._signature_columns or ()))
+        if len(unused) < len(dataset.column_names):  # otherwise the Trainer raises
+            dataset = dataset.remove_columns(unused)
+    return Trainer._remove_unused_columns(trainer, dataset, description)
+
+
+def _optimizer(trainer: Trainer) -> torch.optim.Optimizer:
+    """The trainer's own, or one as it would make it; only its class and hyperparameters are taken."""
+    maker = copy.copy(trainer)
+    optimizer = maker.create_optimizer()
+    return getattr(optimizer, "optimizer", optimizer)  # out of Accelerate's wrapper, after a training
+
+
+def _travelling(trainer: Trainer) -> Trainer:
+    """A copy, which shares the model and the dataset, without what only this process can have."""
+    left = copy.copy(trainer)
+    left.__dict__.update(dict.fromkeys(_LEFT_BEHIND))
+    left.args = copy.copy(trainer.args)
+    left.args.__dict__.update(_QUIET, distributed_state=None, gradient_accumulation_steps=1)
+    left.args.__dict__.pop("_setup_devices", None)  # found again where it runs
+    flow = [DefaultFlowCallback()]
+    left.callback_handler = CallbackHandler(flow, left.model, left.processing_class, None, None)  # type: ignore[no-untyped-call] # transformers does not type it
+    left.state, left.control = TrainerState(), TrainerControl()
+    return left
+
+
+class _Step:
+    """``loss(model, batch)``: the loss that the trainer's training_step would go back from."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._made_ready: WeakSet[nn.Module] | None = None  # in the process that runs it
+        self._prepared: tuple[nn.Module, nn.Module] | None = None  # the latest model, and as Accelerate has it
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """That of one pass over `batch`, as if it were all of an optimizer step."""
+        trainer = self._trainer
+        if self._made_ready is None:
+            self._arrive(next(model.parameters()).device)
+            self._made_ready = WeakSet()
+        if self._prepared is None or self._prepared[0] is not model:
+            if model not in self._made_ready:
+                self._made_ready.add(model)
+                self._make_ready(model)
+            self._prepared = model, trainer.accelerator.prepare_model(model)
+        (inputs,), num_items = trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)
+        trainer.current_gradient_accumulation_steps = 1
+        with caught_losses(trainer.accelerator) as losses:
+            trainer.training_step(self._prepared[1], inputs, num_items)
+        if not losses:
+            raise WorkloadError(
+                f"{type_name(trainer)}.training_step did not call self.accelerator.backward(loss).",
+                "Call it in place of loss.backward(), as the Trainer's own training_step does.",
+            )
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _arrive(self, device: torch.device) -> None:
+        """Where the trials run, on `device`."""
+        args = self._trainer.args
+        args.use_cpu = device.type == "cpu"
+        found = args.device
+        if found.type != device.type or (found.index or 0) != (device.index or 0):
+            raise WorkloadError(
+                f"The Trainer would train on {found}, the trial on {device}.",
+                f"Search with device={str(found)!r}, and choose among several by CUDA_VISIBLE_DEVICES.",
+            )
+        args._n_gpu = min(1, args.n_gpu)
+        args.mixed_precision = "no"  # the precision is the trial's
+        self._trainer.create_accelerator_and_postprocess()
+
+    def _make_ready(self, model: nn.Module) -> None:
+        """All that ``train()`` does to a model before its loop: activation checkpointing, NEFTune, Liger kernels."""
+        self._trainer.model = self._trainer.model_wrapped = model
+        vars(self._trainer)["_inner_training_loop"] = lambda **_: None
+        Trainer.train(self._trainer)

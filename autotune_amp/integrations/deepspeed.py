@@ -1,8 +1,7 @@
-"""What a framework takes of a config as plain settings. Pure, and without importing the framework."""
+"""DeepSpeed: its JSON from a config, and what that rounds. Pure, and without importing the framework."""
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -18,10 +17,8 @@ def deepspeed_config(config: AmpConfig) -> dict[str, Any]:
     scale is a power of two there, so `init_scale` is rounded down to one; the least scale is a whole number from 1 up.
     The scale doubles and halves, whatever the growth and backoff factors, and has no upper bound.
 
-    Raises `InvalidRequestError` for fp8, and for an initial loss scale below 1, which DeepSpeed cannot go on from.
+    Raises `InvalidRequestError` for an initial loss scale below 1, which DeepSpeed cannot go on from.
     """
-    if config.precision == "fp8":
-        raise InvalidRequestError("DeepSpeed has no fp8 section.", "Export a config in bf16, fp16, tf32 or fp32.")
     return {
         "train_micro_batch_size_per_gpu": config.batch_size,
         "gradient_accumulation_steps": config.accumulation_steps,
@@ -46,7 +43,7 @@ def _scaler(scale: LossScale) -> dict[str, Any]:
     }
 
 
-def deepspeed_roundings(scale: LossScale) -> list[str]:
+def roundings(scale: LossScale) -> list[str]:
     """What DeepSpeed's JSON makes of a loss scale where it is not the same, a sentence each."""
     found, written = [], _scaler(scale)
     if (power := 2.0 ** written["initial_scale_power"]) != scale.init_scale:
@@ -58,49 +55,3 @@ def deepspeed_roundings(scale: LossScale) -> list[str]:
             found.append(f"{name} {given!r} has no key: it is {fixed!r}.")
     found.append(f"max_scale {scale.max_scale!r} has no key: the scale is unbounded.")
     return found
-
-
-MIXED_PRECISION = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
-
-
-def accelerate_config(config: AmpConfig, device_type: str = "cuda") -> dict[str, Any]:
-    """What ``accelerate config`` would write for one process on one device; keys as of Accelerate 1.15.
-
-    It holds the precision and the device. Loss scale, batch size, accumulation steps and TF32 belong to the script:
-    Accelerate refuses a file with unknown keys. Where a plain Accelerator cannot train the config (`beyond_plain`) the
-    precision is ``"no"``: fp32 rather than what was not measured. `AutotuneAccelerator` sets its own under any file.
-    Raises `InvalidRequestError` for fp8.
-    """
-    if config.precision not in MIXED_PRECISION:
-        raise InvalidRequestError(
-            f"Accelerate's {config.precision} needs a recipe of its own.", "Export a config in bf16, fp16 or fp32."
-        )
-    return {
-        "compute_environment": "LOCAL_MACHINE",
-        "debug": False,
-        "distributed_type": "NO",
-        "enable_cpu_affinity": False,
-        "machine_rank": 0,
-        "main_training_function": "main",
-        "mixed_precision": "no" if beyond_plain(config, device_type) else MIXED_PRECISION[config.precision],
-        "num_machines": 1,
-        "num_processes": 1,
-        "rdzv_backend": "static",
-        "same_network": True,
-        "use_cpu": device_type == "cpu",
-    }
-
-
-def beyond_plain(config: AmpConfig, device_type: str) -> list[str]:
-    """What of the config only an `AutotuneAccelerator` trains, a clause each."""
-    found = []
-    if device_type == "cpu" and config.precision == "fp16":
-        found.append("on a CPU Accelerate itself neither casts to fp16 nor scales")
-    if config.pinned_modules:
-        found.append(f"Accelerate itself does not keep {', '.join(config.pinned_modules)} in fp32")
-    return found
-
-
-def to_yaml(settings: dict[str, Any]) -> str:
-    """A flat mapping as YAML. JSON's strings, numbers and booleans are YAML's; unquoted, ``NO`` would be false."""
-    return "".join(f"{name}: {json.dumps(value)}\n" for name, value in settings.items())

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from autotune_amp.isolation import forking
+from autotune_amp.isolation import server
 
 
 @pytest.mark.parametrize(("device", "tried"), [("cuda:1", "cuda:1"), ("cuda", "cuda"), ("auto", "cuda"), ("cpu", None)])
@@ -23,5 +23,5 @@ def test_the_accelerator_that_is_tried_is_the_one_asked_for(
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch, "ones", made)
-    assert forking._try_everything(device, torch.get_num_threads()) == 0
+    assert server._try_everything(device, torch.get_num_threads()) == 0
     assert devices[1:] == ([] if tried is None else [torch.device(tried)])
