@@ -100,6 +100,7 @@ def test_nothing_that_may_be_recommended_lies_above_and_left_of_the_front() -> N
     front = trace(figure, "front")
     steps = list(zip(front.x, front.y, strict=True))
     assert steps == sorted(steps)
+    assert 1200.0 not in front.y, "it is excluded"
     for candidate in MADE.candidates:
         if candidate.samples_per_second is not None and candidate.peak_memory_bytes is not None:
             reached = [y for x, y in steps if x <= candidate.peak_memory_bytes / MIB]
@@ -166,6 +167,14 @@ def test_the_forecast_is_of_the_chosen_scale_and_of_gradscalers_defaults() -> No
     assert (chosen.y[0], defaults.y[0]) == (12, 16)
     assert set(least.y) == {min(filter(None, made_study.CALIBRATION.log2_scales))}
     assert math.isclose(max(chosen.x), 10_000)
+
+
+def test_the_calibration_is_that_of_the_config_and_not_the_last_one() -> None:
+    own = next(r for r in RECORDS if r.purpose == "calibration")
+    other = msgspec.structs.replace(own, candidate=msgspec.structs.replace(own.candidate, batch_size=8))
+    found = calibrated(MADE, [own, other])
+    assert isinstance(found, Calibrated)
+    assert (found.about, found.pair) == ("fp16 batch 64", (2.0**12, 200))
 
 
 def test_a_fidelity_check_gives_the_histogram_where_nothing_was_calibrated() -> None:
