@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
+from autotune_amp.core.dimensions import PRECISIONS as PRECISIONS
+from autotune_amp.core.dimensions import Precision as Precision
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
-from autotune_amp.core.setting import PRECISIONS as PRECISIONS
-from autotune_amp.core.setting import Precision as Precision
 from autotune_amp.core.setting import Setting
 
 # The least number above 0 that fp16 holds: the gradient of an fp16 loss begins as the scale itself, so that below

@@ -9,6 +9,7 @@ import msgspec
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.hardware import LoadEvidence
 from autotune_amp.core.outcome import Accumulation, Fidelity
+from autotune_amp.core.setting import Setting
 
 Objective: TypeAlias = Literal["speed", "memory", "energy"]
 
@@ -103,6 +104,18 @@ class MemoryEvidence(msgspec.Struct, frozen=True, kw_only=True):
     has_evaluation: bool = False
     has_checkpoint: bool = False
     processes: tuple[ProcessPeak, ...] = ()
+
+
+class Outlook(Setting, frozen=True, kw_only=True):
+    """The fastest setting with a larger effective batch size than the one that is kept, measured by one process.
+
+    It is shown and never recommended: it would ask for another learning rate. `speedup` is over the baseline, None
+    where that was not measured.
+    """
+
+    samples_per_second: float
+    peak_memory_bytes: int
+    speedup: float | None
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

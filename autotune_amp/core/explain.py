@@ -9,14 +9,16 @@ from collections.abc import Sequence
 from typing import Literal
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.evidence import (
     MIN_PROCESSES,
     Evidence,
     Job,
     LossScaleEvidence,
+    Outlook,
 )
 from autotune_amp.core.outcome import Accumulation, Fidelity
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, duration, exact, number, one_line, rate, size, times
 
 _NO_LIMIT = 1e30  # what only fp16 is below: nothing comes near the range that bf16 shares with fp32
@@ -107,6 +109,17 @@ def job_line(job: Job) -> str:
         low, high = job.price_interval
         text += f", {job.price:,.2f} ({low:,.2f} to {high:,.2f}) at {job.price_per_hour:g} an hour"
     return text if job.baseline_hours is None else f"{text}; {_figure(job.baseline_hours)} h as it runs today"
+
+
+def outlook_line(outlook: Outlook) -> str:
+    """What another effective batch size would reach, and what it would ask for."""
+    reached = [rate(outlook.samples_per_second), size(outlook.peak_memory_bytes)]
+    if outlook.speedup is not None:
+        reached.insert(0, f"{outlook.speedup:.1f} times today's")
+    return (
+        f"with another effective batch size: {outlook}, {', '.join(reached)}; "
+        "the learning rate would have to be looked at"
+    )
 
 
 def _figure(hours: float) -> str:

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from autotune_amp.core.setting import Precision
+from autotune_amp.core.dimensions import Precision
 
 Level: TypeAlias = Literal["native", "emulated", "unsupported"]
 

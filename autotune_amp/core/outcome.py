@@ -7,13 +7,16 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from autotune_amp.core.config import LossScale
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import MachineLoad
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.setting import Setting
 
 # search: a candidate tried; fallback: a plan for a lower rung; confirm: again in a fresh process in the recommended
 # environment (the baseline: in the user's own); plain: the winner once in the user's own environment. The others are no
 # trials but checks: of what a precision or accumulation does to the gradient.
-Purpose: TypeAlias = Literal["search", "fallback", "confirm", "plain", "fidelity", "calibration", "accumulation"]
+Purpose: TypeAlias = Literal[
+    "search", "fallback", "confirm", "plain", "outlook", "fidelity", "calibration", "accumulation"
+]
 FailureKind: TypeAlias = Literal["oom", "timeout", "nonfinite", "unsupported", "crash", "workload_error"]
 
 

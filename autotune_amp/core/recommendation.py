@@ -13,11 +13,12 @@ from msgspec import UNSET, UnsetType
 
 from autotune_amp.core import explain
 from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import AutotuneAmpError, FormatError, InvalidRequestError, StudyError
-from autotune_amp.core.evidence import Evidence, Job, Objective
+from autotune_amp.core.evidence import Evidence, Job, Objective, Outlook
 from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.outcome import Description, Fidelity
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import one_line
 
 FORMAT = 1
@@ -105,25 +106,35 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
         return (*lines, *dict.fromkeys((*now.unknown, *self.unknown)))
 
 
-class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
-    """A config, the evidence behind it, and what it was measured on. `fidelity` holds every check against fp32.
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """What the records of a search come to: a config, the evidence behind it, and what became of all the others.
 
-    `objective` is what the config was chosen for; `job` is there where the length of the training was given. `workload`
-    and `options` (a `SearchOptions`) are what a finished search is ranked again with.
+    `fidelity` holds every check against fp32; `outlook` is what another effective batch size would reach, None where
+    that was not measured or is no faster.
     """
 
-    format: int = FORMAT
     config: AmpConfig
     evidence: Evidence
     reason: str
     warnings: tuple[str, ...]
     excluded: tuple[Exclusion, ...]
     candidates: tuple[CandidateRow, ...]
+    fidelity: tuple[Fidelity, ...] = ()
+    outlook: Outlook | None = None
+
+
+class Recommendation(Decision, frozen=True, kw_only=True):
+    """A decision, and what it was measured on.
+
+    `objective` is what the config was chosen for; `job` is there where the length of the training was given. `workload`
+    and `options` (a `SearchOptions`) are what a finished search is ranked again with.
+    """
+
+    format: int = FORMAT
     search: SearchSummary
     hardware: Hardware
     versions: dict[str, str]
     fingerprint: Fingerprint
-    fidelity: tuple[Fidelity, ...] = ()
     workload: Description | None = None
     options: dict[str, Any] = {}
     objective: Objective = "speed"
@@ -188,6 +199,7 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
             ("energy", None if joules is None else f"{joules:.3g} J a sample"),
             ("job", None if self.job is None else explain.job_line(self.job)),
             ("reason", one_line(self.reason)),
+            ("outlook", None if self.outlook is None else explain.outlook_line(self.outlook)),
             ("pauses", explain.pauses_line(evidence)),
             ("loss scale", None if scale is None else explain.loss_scale_line(scale, evidence.loss_scale)),
             ("accumulation", None if accumulation is None else explain.accumulation_line(accumulation)),

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from autotune_amp.core.dimensions import (
+    ACCUMULATION_STEPS,
+    AS_FOUND,
+    BATCH_SIZE,
+    NUM_WORKERS,
+    PINNED_MODULES,
+    PRECISION,
+    Dimension,
+    Precision,
+)
+
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from typing_extensions import Self
 
-Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
-
-# From the one with least to go wrong at run time to the one with most.
-PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16", "fp8")
+# One for each field of `Setting`, in the order of its name; risks are compared in it too.
+DIMENSIONS: Final[tuple[Dimension[Any], ...]] = (
+    PRECISION,
+    BATCH_SIZE,
+    ACCUMULATION_STEPS,
+    PINNED_MODULES,
+    NUM_WORKERS,
+    AS_FOUND,
+)
+NUMERIC: Final = tuple(dimension for dimension in DIMENSIONS if "numerics" in dimension.affects)
+VARIANTS: Final = tuple(dimension for dimension in DIMENSIONS if dimension.found_by == "variants")
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +71,11 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         return Setting.of(self) == self.ordinary
 
     @property
+    def numerics(self) -> Setting:
+        """The ordinary setting with each dimension that affects numerics: what is alike in these computes alike."""
+        return msgspec.structs.replace(self.ordinary, **{d.name: getattr(self, d.name) for d in NUMERIC})
+
+    @property
     def with_own_workers(self) -> Setting:
         """The setting with the user's own number of loader workers."""
         return msgspec.structs.replace(self, num_workers=None)
@@ -60,13 +85,14 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         """Samples behind one optimizer step on this device."""
         return self.batch_size * self.accumulation_steps
 
+    @property
+    def risks(self) -> tuple[int, ...]:
+        """What there is to go wrong, dimension by dimension: the least comes first among what is about as good."""
+        return tuple(dimension.risk(getattr(self, dimension.name)) for dimension in DIMENSIONS)
+
+    def labelled(self, dimensions: Iterable[Dimension[Any]]) -> str:
+        """The labels of these dimensions' values."""
+        return " ".join(filter(None, (dimension.label(getattr(self, dimension.name)) for dimension in dimensions)))
+
     def __str__(self) -> str:
-        name = f"{self.precision} batch {self.batch_size}"
-        if self.accumulation_steps > 1:
-            name += f" x {self.accumulation_steps}"
-        if self.pinned_modules:
-            num_pinned = len(self.pinned_modules)
-            name += f" with {num_pinned} module{'s' if num_pinned > 1 else ''} pinned"
-        if self.num_workers is not None:
-            name += f" with {self.num_workers} loader worker{'' if self.num_workers == 1 else 's'}"
-        return name + (" as found" if self.as_found else "")
+        return self.labelled(DIMENSIONS)

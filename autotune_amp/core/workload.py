@@ -14,7 +14,7 @@ from autotune_amp.core.errors import WorkloadError
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from autotune_amp.core.setting import Precision
+    from autotune_amp.core.dimensions import Precision
 
 
 class Workload:

@@ -16,7 +16,7 @@ from autotune_amp.hardware.host import container_cpus, container_memory
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
-    from autotune_amp.core.setting import Precision
+    from autotune_amp.core.dimensions import Precision
 
 # Instruction sets that multiply in the format, as cpuinfo (x86, ARM) and torch.cpu.get_capabilities() name them.
 _BF16_ARITHMETIC = ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16")

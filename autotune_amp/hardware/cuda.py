@@ -21,7 +21,7 @@ from autotune_amp.hardware.device import cuda_identity, numbered, unknown_identi
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autotune_amp.core.setting import Precision
+    from autotune_amp.core.dimensions import Precision
 
 _GET_STARTED = "https://pytorch.org/get-started/locally/"
 _NO_FP8_AUTOCAST = "PyTorch's autocast has no fp8: training in it needs a library such as torchao"

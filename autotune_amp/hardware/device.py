@@ -20,8 +20,8 @@ from autotune_amp.hardware import host, nvml
 from autotune_amp.hardware.host import container_cpus, container_memory
 
 if TYPE_CHECKING:
-    from autotune_amp.core.hardware import Capability, DeviceMemory
-    from autotune_amp.core.setting import Precision
+    from autotune_amp.core.dimensions import Precision
+    from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 
 
 # The module of each kind, in the order in which `auto` tries them.

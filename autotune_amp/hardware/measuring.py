@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
+from autotune_amp.core.dimensions import PRECISIONS
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.hardware import Capability, Hardware
-from autotune_amp.core.setting import PRECISIONS
 from autotune_amp.hardware.device import DEVICES, device_of, identify, parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from autotune_amp.core.setting import Precision
+    from autotune_amp.core.dimensions import Precision
     from autotune_amp.hardware.device import Device
 
 

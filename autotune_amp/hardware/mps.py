@@ -12,7 +12,7 @@ from autotune_amp.hardware import host
 from autotune_amp.hardware.device import identify, only
 
 if TYPE_CHECKING:
-    from autotune_amp.core.setting import Precision
+    from autotune_amp.core.dimensions import Precision
 
 
 def decide(*, is_macos_14: bool) -> dict[Precision, Capability]:

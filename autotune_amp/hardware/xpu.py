@@ -12,7 +12,7 @@ from autotune_amp.hardware import host
 from autotune_amp.hardware.device import numbered
 
 if TYPE_CHECKING:
-    from autotune_amp.core.setting import Precision
+    from autotune_amp.core.dimensions import Precision
 
 
 def decide(*, has_fp16: bool, has_bf16: bool, can_hold_bf16: bool) -> dict[Precision, Capability]:

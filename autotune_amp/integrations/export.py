@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import msgspec
@@ -28,6 +28,7 @@ from autotune_amp.core.explain import (
     pass_loss,
     strict_flag_lines,
 )
+from autotune_amp.core.setting import DIMENSIONS
 from autotune_amp.integrations.deepspeed import deepspeed_config, roundings
 
 if TYPE_CHECKING:
@@ -84,9 +85,9 @@ def export(setting: Exportable, to: str) -> Export:
             "Export it with --to torch or --to accelerate, which call train_step(state, batch, amp).",
         )
     if target == "deepspeed":
-        document = json.dumps(deepspeed_config(setting.config), indent=2) + "\n"
-        return Export(to=target, text=document, notes=tuple(beside_deepspeed(setting)))
-    return Export(to=target, text=_TEXTS[target](setting))
+        document = json.dumps(deepspeed_config(setting.config), indent=2)
+        return Export(to=target, text=f"{document}\n", notes=tuple(beside_deepspeed(setting)))
+    return Export(to=target, text=_TEXTS[target](replace(setting, target=target)))
 
 
 def accelerate_file(setting: Exportable) -> Export:
@@ -149,6 +150,7 @@ class Exportable:
     share: in words, what a batch's weight is a share of, where `loss` is "weighted".
     is_loop: the training has a ``train_step(state, batch, amp)`` of its own.
     origin: a line that says where the config comes from.
+    target: what it is exported to.
     """
 
     config: AmpConfig
@@ -157,6 +159,7 @@ class Exportable:
     share: str = ""
     is_loop: bool = False
     origin: str = ""
+    target: str = ""
 
     def divided_by(self, framework: str) -> list[str]:
         """What to know of the loss where the framework divides it by the accumulation steps, and that is not all."""
@@ -183,6 +186,11 @@ class Script:
         self._imports: set[str] = set()
         self._said = {"environment"}
         self._unsaid: list[str] = []
+        for dimension in DIMENSIONS:
+            lines = dimension.export(getattr(setting.config, dimension.name), setting.target)
+            if lines is not None:
+                self.says(dimension.name)
+                self.lines += lines
         if setting.config.environment:
             self.comments.append("Before Python starts, in the shell:")
             self.comments += [f"  {line}" for line in export_lines(setting.config)]

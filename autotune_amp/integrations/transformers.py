@@ -20,9 +20,9 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from autotune_amp.core.config import AmpConfig, DemotedError, training_arguments
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError, WorkloadError
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.core.setting import Precision
 from autotune_amp.core.workload import Workload, type_name
 from autotune_amp.integrations.accelerate import plain_optimizers
 from autotune_amp.integrations.bridge import config_of, other_window_error, readings

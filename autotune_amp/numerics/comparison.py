@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from autotune_amp.core.config import MIN_LOSS_SCALE
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import GradientDamage, LowWeights
-from autotune_amp.core.setting import Precision
 from autotune_amp.numerics.passes import Gradients, Pass, Passes
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.torch_state import HALF_DTYPES

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from autotune_amp.core.config import FP16_MAX, MIN_LOSS_SCALE
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Fidelity, LowWeights
-from autotune_amp.core.setting import Precision
 from autotune_amp.numerics.calibration import FIRST_GUESS, count_octaves, histogram, largest_safe_scale
 from autotune_amp.numerics.comparison import (
     Comparison,

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import GradientDamage, Verdict
-from autotune_amp.core.setting import Precision
 
 FAITHFUL_NOISE, UNFAITHFUL_NOISE = 0.2, 0.3  # rounding noise over the noise between batches
 MAX_PARAMETER_NOISE = 1.0  # the same of any one parameter

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from autotune_amp.core.setting import Precision
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.numerics.modules import modules_by_name, parameters_by_name
 from autotune_amp.numerics.passes import Passes, keep_generators
 from autotune_amp.precision.forward_wrapper import has_half_weights

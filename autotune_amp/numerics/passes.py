@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from autotune_amp.core.config import AmpConfig, LossScale
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import WorkloadError
-from autotune_amp.core.setting import Precision
 from autotune_amp.numerics.modules import named, parameters_by_name
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import is_pinned, pin_fp32, unpin

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.core.setting import Precision
 from autotune_amp.precision.torch_state import AUTOCAST_DTYPES, HALF_DTYPES, ambient, refuse_untrainable
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from autotune_amp.core.config import FP16_MAX
-from autotune_amp.core.setting import PRECISIONS, Precision
+from autotune_amp.core.dimensions import PRECISIONS, Precision
 
 
 @dataclass(frozen=True, kw_only=True)

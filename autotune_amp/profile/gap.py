@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Measurement
-from autotune_amp.core.setting import Precision
 from autotune_amp.profile.job import LOW, Profiled, ProfiledStep, Split
 from autotune_amp.profile.results import PART_NAMES, Gap, NextStep, Part, PartName
 

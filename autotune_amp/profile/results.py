@@ -6,8 +6,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import FailureKind
-from autotune_amp.core.setting import Precision
 from autotune_amp.core.text import count, duration, flops, one_line, outcome_name, size, times
 
 Verdict: TypeAlias = Literal["excellent", "significant", "modest", "negligible", "slower"]

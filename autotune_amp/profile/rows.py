@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.intervals import ratio_interval
 from autotune_amp.core.outcome import Failure, Measurement, Outcome
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.setting import Setting
 from autotune_amp.hardware import machine_load
 from autotune_amp.profile.gap import gap, next_steps
 from autotune_amp.profile.job import LOW, Profiled

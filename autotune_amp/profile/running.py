@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from autotune_amp.core.config import LossScale
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Description, Failure, Measurement, Outcome, Record
 from autotune_amp.core.recommendation import Exclusion, NothingWorksError
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.setting import Setting
 from autotune_amp.hardware import identify
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.local import LocalBackend

@@ -146,7 +146,7 @@ def _finished(source: Path) -> str:
     from autotune_amp.report.page.search import search_page  # plotly is imported only where something is drawn
 
     recommendation, folder = Recommendation.load(source), source.parent
-    records = StudyFolder(str(folder.parent), folder.name).peek(recommendation.search.search_id)
+    records = StudyFolder(str(folder.parent), folder.name).records(recommendation.search.search_id)
     return search_page(recommendation, records, source.as_posix())
 
 
@@ -155,7 +155,7 @@ def _unfinished(source: Path) -> str:
     from autotune_amp.report.page.search import unfinished_page
 
     folder = source.parent
-    records = StudyFolder(str(folder.parent), folder.name).peek()
+    records = StudyFolder(str(folder.parent), folder.name).records()
     if not records:
         raise FormatError(
             f"{source} holds no outcome yet.", "Run `autotune-amp search`, or name another study's folder."

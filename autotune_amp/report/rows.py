@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from autotune_amp.core import explain
+from autotune_amp.core.dimensions import PRECISION
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.outcome import Accumulation, Calibration, Failure, Fidelity, Measurement
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import VARIANTS, Setting
 from autotune_amp.core.text import count, duration, flops, number, one_line, outcome_name, rate, size
 
 if TYPE_CHECKING:
@@ -59,7 +60,9 @@ def table(recommendation: Recommendation) -> list[tuple[CandidateRow, dict[str, 
 
 def _cells(row: CandidateRow) -> dict[str, str]:
     return {
-        "precision": row.precision + " as found" * row.as_found + " pinned" * bool(row.pinned_modules),
+        "precision": row.labelled((PRECISION, *VARIANTS))
+        + " as found" * row.as_found
+        + " pinned" * bool(row.pinned_modules),
         "batch": str(row.batch_size),
         "accum": str(row.accumulation_steps),
         "workers": "-" if row.num_workers is None else str(row.num_workers),

@@ -10,8 +10,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from autotune_amp.core.config import MIN_LOSS_SCALE
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import FormatError
-from autotune_amp.core.setting import Precision
 from autotune_amp.runtime.executor import Executor, Wish
 from autotune_amp.runtime.gradient_check import Window
 from autotune_amp.runtime.model import SavedStatistics

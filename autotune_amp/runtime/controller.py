@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.core.setting import Precision
 from autotune_amp.runtime import checkpoint, windows
 from autotune_amp.runtime.actions import Signal
 from autotune_amp.runtime.device import Ranks, checked_device, warn_of_missing

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.core.setting import Precision
 from autotune_amp.numerics.locate import Health, Recorder, bad_parameters, health
 from autotune_amp.numerics.modules import modules_by_name, unwrap
 from autotune_amp.precision import torch_state

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from autotune_amp.core.config import FP16_MAX, AmpConfig, DemotedError, FallbackPlan
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
-from autotune_amp.core.setting import Precision
 from autotune_amp.hardware import cuda
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.modes import MODES

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.core.setting import Precision
 from autotune_amp.numerics.modules import named, unwrap
 from autotune_amp.precision import forward_wrapper, torch_state
 

@@ -20,8 +20,8 @@ from statistics import median
 from typing import Any, TypeAlias
 
 from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import FormatError, InvalidRequestError
-from autotune_amp.core.setting import Precision
 from autotune_amp.precision.modes import MODES
 from autotune_amp.runtime import actions
 from autotune_amp.runtime.actions import Action, Move, Signal

@@ -16,8 +16,8 @@ from typing import BinaryIO, TypeAlias
 import msgspec
 
 from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import FormatError, InvalidRequestError
-from autotune_amp.core.setting import Precision
 
 log = logging.getLogger("autotune_amp.runtime")
 

@@ -15,8 +15,8 @@ from statistics import median
 from typing import Any
 
 from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.recommendation import write_atomically
-from autotune_amp.core.setting import Precision
 from autotune_amp.precision.modes import MODES
 from autotune_amp.runtime.device import Ranks
 from autotune_amp.runtime.policy import Policy

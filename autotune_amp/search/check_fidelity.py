@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Description, Failure, Fidelity
-from autotune_amp.core.setting import Precision
+from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import LocalBackend
 from autotune_amp.search.budget import Budget
 from autotune_amp.search.check_results import MAX_BATCH_SIZE
@@ -66,7 +67,7 @@ def run_check(source: Source, request: Request, progress: Progress) -> Fidelity:
         backend.load(budget.left())
         opened = open_workload(backend, source, request.options.device, watcher)
         check = check_job(request, opened.hardware, opened.description, opened.torch_state, max(0.0, budget.left()))
-        watcher.phase(f"checking {check.precision} against fp32")
+        watcher.phase(f"checking {check.candidate.precision} against fp32")
         outcome = backend.submit(check).result()
     if isinstance(outcome, Fidelity):
         return outcome
@@ -88,10 +89,12 @@ def check_job(
         batch_size = max(1, min(batch_size, description.num_samples // 2))
     return Check(
         what="fidelity",
-        precision=request.precision,
-        batch_size=request.batch_size or batch_size,
+        candidate=Setting(
+            precision=request.precision,
+            batch_size=request.batch_size or batch_size,
+            pinned_modules=request.pinned_modules,
+        ),
         device=hardware.device,
-        pinned_modules=request.pinned_modules,
         seed=request.options.seed,
         deadline_seconds=seconds,
         memory_limit_bytes=int(request.options.memory_fraction * hardware.memory.available),

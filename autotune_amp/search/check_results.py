@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Measurement
 from autotune_amp.core.recommendation import Exclusion
-from autotune_amp.core.setting import Precision  # msgspec and NamedTuple read it
 from autotune_amp.core.text import sentence
 
 if TYPE_CHECKING:
@@ -31,12 +32,13 @@ def is_trial(record: Record) -> bool:
 def disqualifying(record: Record, records: Sequence[Record]) -> Failure | None:
     """The failure that speaks against a record's candidate, if it is one; `records` are what else is known of it.
 
-    A confirmation cut off by the budget does not, nor does the one run without the recommended environment, nor a
-    search trial that overran its time where another of its candidate did not: the machine stalled. What a check's
-    failure says is for `found_fidelity`, `found_accumulation` and `loss_scales` to tell.
+    A confirmation cut off by the budget does not, nor does the one run without the recommended environment, nor what
+    is no more than an outlook, nor a search trial that overran its time where another of its candidate did not: the
+    machine stalled. What a check's failure says is for `found_fidelity`, `found_accumulation` and `loss_scales` to
+    tell.
     """
     failure = record.outcome
-    if not isinstance(failure, Failure) or record.purpose == "plain" or not is_trial(record):
+    if not isinstance(failure, Failure) or record.purpose in ("plain", "outlook") or not is_trial(record):
         return None
     if failure.kind != "timeout":
         return failure
@@ -56,18 +58,13 @@ def failures(records: Sequence[Record]) -> dict[Setting, Failure]:
     return found
 
 
-class CheckKey(NamedTuple):
-    """What one check is of; its verdict holds for every batch size."""
+def check_key(candidate: Setting) -> Setting:
+    """The check whose verdict holds for a candidate at every batch size: its numerics at batch 1.
 
-    precision: Precision
-    pinned_modules: tuple[str, ...] = ()
-
-
-def check_key(candidate: Setting) -> CheckKey:
-    """The check whose verdict holds for a candidate. fp32 as found is fp32 with TF32 in parts of it."""
-    if candidate.as_found and candidate.precision == "fp32":
-        return CheckKey("tf32")
-    return CheckKey(candidate.precision, candidate.pinned_modules)
+    fp32 as found is fp32 with TF32 in parts of it.
+    """
+    precision = "tf32" if candidate.as_found and candidate.precision == "fp32" else candidate.precision
+    return replace(candidate.numerics, precision=precision, batch_size=1, accumulation_steps=1)
 
 
 def needs_check(candidate: Setting, space: Space) -> bool:
@@ -80,14 +77,14 @@ def can_check(candidate: Setting, space: Space) -> bool:
     return needs_check(candidate, space) and (check_key(candidate).precision != "tf32" or space.has_tf32)
 
 
-def found_fidelity(records: Sequence[Record]) -> dict[CheckKey, Fidelity]:
+def found_fidelity(records: Sequence[Record]) -> dict[Setting, Fidelity]:
     """The latest verdict of each check that was made, one that failed too."""
-    found: dict[CheckKey, Fidelity] = {}
+    found: dict[Setting, Fidelity] = {}
     for record in records:
         if record.purpose == "fidelity":
             outcome = record.outcome
             judged = outcome if isinstance(outcome, Fidelity) else _of_failure(record)
-            found[CheckKey(record.candidate.precision, record.candidate.pinned_modules)] = judged
+            found[check_key(record.candidate)] = judged
     return found
 
 
@@ -110,7 +107,7 @@ def found_accumulation(records: Sequence[Record]) -> Accumulation | None:
     )
 
 
-def verdict_on(candidate: Setting, space: Space, known: Mapping[CheckKey, Fidelity]) -> Fidelity | None:
+def verdict_on(candidate: Setting, space: Space, known: Mapping[Setting, Fidelity]) -> Fidelity | None:
     """The verdict on a candidate, *unchecked* where no check was made; None for fp32, which the others are held to."""
     if not needs_check(candidate, space):
         return None
@@ -122,7 +119,7 @@ def verdict_on(candidate: Setting, space: Space, known: Mapping[CheckKey, Fideli
     return known.get(check_key(candidate)) or _unchecked(candidate, *unmade)
 
 
-def unfaithful(known: Mapping[CheckKey, Fidelity], candidate: Setting) -> Fidelity | None:
+def unfaithful(known: Mapping[Setting, Fidelity], candidate: Setting) -> Fidelity | None:
     """The verdict against a candidate, if there is one."""
     found = known.get(check_key(candidate))
     return found if found is not None and found.verdict == "unfaithful" else None
@@ -133,7 +130,7 @@ def tier(found: Fidelity | None) -> int:
     return 0 if found is None else {"unchecked": 1, "doubtful": 2}.get(found.verdict, 0)
 
 
-def exclusions(known: Mapping[CheckKey, Fidelity]) -> tuple[Exclusion, ...]:
+def exclusions(known: Mapping[Setting, Fidelity]) -> tuple[Exclusion, ...]:
     """The precisions that the verdicts rule out, at every batch size; with their pins they are candidates apart."""
     return tuple(
         Exclusion(precision=check.precision, batch_size=None, reason=harm(found))

@@ -73,6 +73,9 @@ class StudyFolder:
             self._lock.acquire(blocking=False)
             for half_written in (*self.path.glob(".recommendation.json.*"), *self.path.glob(".report.html.*")):
                 half_written.unlink()  # left by a kill between writing and renaming; nobody else writes here now
+            if self._outcomes_path.exists():
+                whole, newline, _ = self._outcomes_path.read_bytes().rpartition(b"\n")
+                os.truncate(self._outcomes_path, len(whole + newline))  # a last line that a kill cut short
         except filelock.Timeout as error:
             raise StudyBusyError(
                 f"Another search is running in {self.path}.", "Wait for it, or give this one a name with --study."
@@ -101,24 +104,11 @@ class StudyFolder:
         return f"{prefix}-{number}"
 
     def records(self, search_id: str | None = None) -> list[Record]:
-        """What was measured, of one search or of all; a last line that a kill cut short is dropped from the file."""
+        """What was measured, of one search or of all. Another search may be writing: half a line is left out."""
         if not self._outcomes_path.exists():
             return []
-        data = self._outcomes_path.read_bytes()
-        whole, _, rest = data.rpartition(b"\n")
-        if rest:
-            with self._outcomes_path.open("r+b") as file:
-                file.truncate(len(data) - len(rest))
-        return self._parsed(whole, search_id)
-
-    def peek(self, search_id: str | None = None) -> list[Record]:
-        """The same without touching the file: another search may be writing to it."""
-        if not self._outcomes_path.exists():
-            return []
-        return self._parsed(self._outcomes_path.read_bytes().rpartition(b"\n")[0], search_id)
-
-    def _parsed(self, whole_lines: bytes, search_id: str | None) -> list[Record]:
-        records = [self._record(line, number) for number, line in enumerate(whole_lines.splitlines(), start=1)]
+        lines = self._outcomes_path.read_bytes().rpartition(b"\n")[0].splitlines()
+        records = [self._record(line, number) for number, line in enumerate(lines, start=1)]
         return [r for r in records if search_id is None or r.search_id == search_id]
 
     def _record(self, line: bytes, number: int) -> Record:

@@ -12,9 +12,9 @@ from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Measureme
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.numerics.scaler_replay import Replay
+from autotune_amp.precision.modes import MODES
 from autotune_amp.search import check_results, loss_scales
-from autotune_amp.search.check_results import CheckKey
-from autotune_amp.search.loss_scales import Answer, Key, Pair
+from autotune_amp.search.loss_scales import Answer, Pair
 from autotune_amp.search.objective import Merit, least_speed, merit, rank_for
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
 from autotune_amp.search.space import Space, excluded_by_outcomes, with_accumulation_checked
@@ -50,7 +50,7 @@ class Ledger:
         self.objective = objective
         self.search_id = search_id
         self.records = tuple(records)
-        self.scales: dict[Key, Answer] = loss_scales.calibrated(records, num_steps)
+        self.scales: dict[Setting, Answer] = loss_scales.calibrated(records, num_steps)
         self._whole_space = space
         self._num_steps = num_steps
         self._write = write
@@ -67,10 +67,8 @@ class Ledger:
 
     def with_only(self, records: Sequence[Record]) -> Ledger:
         """The ledger with these of its records alone, and with the loss scales that were asked for."""
-        before = Ledger(self._whole_space, objective=self.objective, num_steps=self._num_steps)
-        before.records = tuple(records)
-        calibrated = {loss_scales.key_of(r.candidate) for r in before.records if r.purpose == "calibration"}
-        before.scales = {key: found for key, found in self.scales.items() if key in calibrated}
+        before = Ledger(self._whole_space, records, objective=self.objective, num_steps=self._num_steps)
+        before.scales = {key: self.scales[key] for key in before.scales}
         return before
 
     def _forget(self) -> None:
@@ -102,11 +100,11 @@ class Ledger:
         return self.space.accumulation_withheld is None and found is not None and found.is_exact
 
     @cached_property
-    def fidelity(self) -> dict[CheckKey, Fidelity]:
+    def fidelity(self) -> dict[Setting, Fidelity]:
         """What the checks against fp32 found."""
         return check_results.found_fidelity(self.records)
 
-    def fidelity_of(self, setting: Setting) -> Fidelity | None:
+    def verdict(self, setting: Setting) -> Fidelity | None:
         """The verdict on a setting, *unchecked* where no check was made; None for fp32 itself."""
         return check_results.verdict_on(setting, self.space, self.fidelity)
 
@@ -146,21 +144,16 @@ class Ledger:
     @cached_property
     def best(self) -> Record | None:
         """The fastest trial so far, without what the checks rule out."""
-        allowed = [
-            (r.outcome.samples_per_second, r)
-            for r in self.records
-            if self._may_be_chosen(r) and isinstance(r.outcome, Measurement) and self._harm(r.candidate) is None
-        ]
+        allowed = [(outcome.samples_per_second, r) for r, outcome in self._choices if self._harm(r.candidate) is None]
         return max(allowed, key=lambda pair: pair[0])[1] if allowed else None
 
     @cached_property
     def measurements(self) -> dict[Setting, list[Measurement]]:
         """What was measured before the confirmation, whatever for, without what failed in any process since."""
         found: dict[Setting, list[Measurement]] = {}
-        for record in self.records:
-            is_ours = self._may_be_chosen(record) and record.candidate not in self.failures
-            if is_ours and isinstance(record.outcome, Measurement):
-                found.setdefault(record.candidate, []).append(record.outcome)
+        for record, outcome in self._choices:
+            if record.candidate not in self.failures:
+                found.setdefault(record.candidate, []).append(outcome)
         return found
 
     @cached_property
@@ -195,7 +188,7 @@ class Ledger:
     @cached_property
     def tiers(self) -> dict[Setting, int]:
         """The same once the checks are over: what has none by now is *unchecked*."""
-        return {c: check_results.tier(self.fidelity_of(c)) for c in self.merits}
+        return {c: check_results.tier(self.verdict(c)) for c in self.merits}
 
     @cached_property
     def shortlist(self) -> Shortlist | None:
@@ -232,20 +225,16 @@ class Ledger:
         return loss_scales.loss_scale(self.scales, setting, LOSS_SCALE)
 
     def awaits_calibration(self, setting: Setting) -> bool:
-        """Whether fp16 was measured within 10 % of the best so far, and not calibrated: what is slower does not
-        matter.
-        """
+        """Whether what takes a scaler was measured within 10 % of the best so far, and not calibrated."""
         best, outcome = self.best, self.outcomes.get(setting)
-        if setting.precision != "fp16" or best is None or not isinstance(outcome, Measurement):
+        if not MODES[setting.precision].takes_scaler or best is None or not isinstance(outcome, Measurement):
             return False
         assert isinstance(best.outcome, Measurement)
         is_rival = outcome.samples_per_second >= (1 - RIVAL) * best.outcome.samples_per_second
         return is_rival and loss_scales.key_of(setting) not in self.scales
 
     def judged(self, setting: Setting, outcome: Outcome, pair: Pair | None) -> tuple[Outcome, Replay | None]:
-        """What a setting with a pair of loss scale and growth interval comes to: the outcome, or the failure that it
-        amounts to, and the replay of the pair.
-        """
+        """The outcome of a setting with a pair of loss scale and growth interval, and the replay of the pair."""
         if isinstance(outcome, Failure) or pair is None:
             return outcome, None
         refusal = loss_scales.refusal(self.scales, setting)
@@ -263,11 +252,16 @@ class Ledger:
             self._forget()
         return None if scales is None else scales.replay(pair)
 
-    def _may_be_chosen(self, record: Record) -> bool:
-        """Whether it is a trial of what was asked for: a fallback may be of a batch size outside it."""
-        if record.purpose == "fallback":
-            return record.candidate.with_own_workers in self.space.candidates
-        return record.purpose == "search"
+    @cached_property
+    def _choices(self) -> list[tuple[Record, Measurement]]:
+        """The measurements of what was asked for: a fallback may be of a batch size outside it."""
+        known = [(r, r.outcome) for r in self.records if r.purpose in check_results.BEFORE_CONFIRMATION]
+        return [
+            (r, outcome)
+            for r, outcome in known
+            if isinstance(outcome, Measurement)
+            and (r.purpose == "search" or r.candidate.with_own_workers in self.space.candidates)
+        ]
 
     def _harm(self, setting: Setting) -> str | None:
         found = check_results.unfaithful(self.fidelity, setting)

@@ -156,21 +156,13 @@ class Scales:
         return sum(start <= step < start + num_measured for step in steps)
 
 
-class Key(NamedTuple):
-    """What a calibration holds for."""
-
-    batch_size: int
-    accumulation_steps: int
-    pinned_modules: tuple[str, ...]
-
-
 Answer: TypeAlias = Scales | Refused | Uncalibrated
-AllScales: TypeAlias = "Mapping[Key, Answer]"
+AllScales: TypeAlias = "Mapping[Setting, Answer]"
 
 
-def key_of(candidate: Setting) -> Key:
-    """The calibration that holds for an fp16 candidate."""
-    return Key(candidate.batch_size, candidate.accumulation_steps, candidate.pinned_modules)
+def key_of(candidate: Setting) -> Setting:
+    """The calibration that holds for an fp16 candidate: that of all whose numbers are the same."""
+    return candidate.numerics
 
 
 def snapped(init_scale: float) -> float:
@@ -178,7 +170,7 @@ def snapped(init_scale: float) -> float:
     return float(2.0 ** round(math.log2(init_scale)))
 
 
-def calibrated(records: Sequence[Record], num_steps: int = DEFAULT_NUM_STEPS) -> dict[Key, Answer]:
+def calibrated(records: Sequence[Record], num_steps: int = DEFAULT_NUM_STEPS) -> dict[Setting, Answer]:
     """What the calibrations among the records say, over a horizon of `num_steps` optimizer steps."""
     found = found_accumulation(records)
     is_sum = found is not None and found.verdict == "sum"

@@ -7,12 +7,11 @@ joules per sample, and within 3 % the precision with the least to go wrong, then
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.core.setting import PRECISIONS
+from autotune_amp.precision.modes import MODES
 from autotune_amp.search.space import SAME_MEMORY
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def rank(measured: Mapping[Setting, float], tiers: Mapping[Setting, int] | None 
     Lower tiers come first, 0 where `tiers` does not say; in each, candidates as found come last, since a config cannot
     express them.
     """
-    return _ranking(measured, lambda left: _fastest({c: measured[c] for c in left}), tiers or {})
+    return rank_for("speed", {c: Merit(speed, 0, None) for c, speed in measured.items()}, tiers=tiers)
 
 
 def rank_for(
@@ -80,10 +79,18 @@ def rank_for(
         if objective == "energy":
             joules = {c: j for c in left if (j := merits[c].joules_per_sample) is not None}
             close = [c for c, j in joules.items() if (1 - PLATEAU) * j <= min(joules.values())]
-            return min(close, key=_risk) if close else _fastest(speeds)
+            return min(close, key=lambda c: c.risks) if close else _fastest(speeds)
         return _fastest(speeds)
 
-    return _ranking(merits, winner, tiers or {})
+    groups: dict[tuple[int, bool], list[Setting]] = {}
+    for candidate in merits:
+        groups.setdefault(((tiers or {}).get(candidate, 0), candidate.as_found), []).append(candidate)
+    ranking: list[Setting] = []
+    for _, left in sorted(groups.items(), key=lambda item: item[0]):
+        while left:
+            ranking.append(winner(left))
+            left.remove(ranking[-1])
+    return ranking
 
 
 def least_speed(objective: Objective, baseline: Merit | None) -> float:
@@ -103,7 +110,7 @@ def keeps_baseline(
         return False
     if candidate.as_found:
         return True
-    is_safer = PRECISIONS.index(candidate.precision) < PRECISIONS.index(baseline.precision)
+    is_safer = MODES[candidate.precision].risk < MODES[baseline.precision].risk
     if objective == "memory":
         if found.samples_per_second < least_speed(objective, today):
             return True
@@ -127,26 +134,6 @@ def check_measured(objective: Objective, merits: Iterable[Merit]) -> None:
         )
 
 
-def _ranking(
-    candidates: Iterable[Setting], winner: Callable[[list[Setting]], Setting], tiers: Mapping[Setting, int]
-) -> list[Setting]:
-    groups: dict[tuple[int, bool], list[Setting]] = {}
-    for candidate in candidates:
-        groups.setdefault((tiers.get(candidate, 0), candidate.as_found), []).append(candidate)
-    ranking: list[Setting] = []
-    for _, left in sorted(groups.items(), key=lambda item: item[0]):
-        while left:
-            ranking.append(winner(left))
-            left.remove(ranking[-1])
-    return ranking
-
-
 def _fastest(speeds: Mapping[Setting, float]) -> Setting:
     close = [c for c, speed in speeds.items() if speed >= (1 - PLATEAU) * max(speeds.values())]
-    return min(close, key=_risk)
-
-
-def _risk(candidate: Setting) -> tuple[int, int, int]:
-    """What there is to go wrong, then the batch size, then the loader's workers, the user's own number first."""
-    workers = -1 if candidate.num_workers is None else candidate.num_workers
-    return PRECISIONS.index(candidate.precision), candidate.batch_size, workers
+    return min(close, key=lambda c: c.risks)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
+from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import Objective
-from autotune_amp.core.setting import PRECISIONS, Precision
 
 SEED_LIMIT = 2**32 - 10_000  # numpy's, with room for resumed trials, which add their number to the seed
 DEFAULT_NUM_STEPS = 10_000
@@ -20,6 +20,7 @@ MAX_STEPS = 1_000_000  # a replay holds a number for each, and takes up to 0.1 s
 # What changes nothing of what is measured, only what is chosen and said: a finished search is ranked again for these.
 RANKING = ("objective", "num_steps", "num_samples", "price_per_hour")
 
+Name = TypeVar("Name")
 _DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 _NAME = re.compile(r"[\w.-]+")
 _RANGE = re.compile(r"(\d+):(\d+)")
@@ -105,13 +106,12 @@ def _effective(given: str | int | None, num_ranks: int) -> int | Literal["free"]
     return number
 
 
-def _objective(given: object) -> Objective:
-    for objective in get_args(Objective):
-        if objective == given:
-            found: Objective = objective
-            return found
+def _one_of(option: str, given: object, names: Sequence[Name]) -> Name:
+    for name in names:
+        if name == given:
+            return name
     raise InvalidRequestError(
-        f"--objective is {given!r}; it must be one of {', '.join(get_args(Objective))}.", "Pick one of the names given."
+        f"--{option} is {given!r}; it must be one of {', '.join(map(str, names))}.", "Pick one of the names given."
     )
 
 
@@ -119,8 +119,8 @@ def _is_whole(given: object) -> bool:
     return isinstance(given, int) and not isinstance(given, bool)
 
 
-def _is_number(given: object) -> bool:
-    return isinstance(given, float) or _is_whole(given)
+def _is_number(given: Any) -> bool:
+    return (isinstance(given, float) or _is_whole(given)) and math.isfinite(given)
 
 
 def _is_count(given: Any) -> bool:
@@ -138,21 +138,12 @@ def _pair(pattern: re.Pattern[str], given: object) -> re.Match[str] | None:
     return pattern.fullmatch(given) if isinstance(given, str) else None
 
 
-def _precision(option: str, name: str) -> Precision:
-    for precision in PRECISIONS:
-        if precision == name:
-            return precision
-    raise InvalidRequestError(
-        f"--{option} is {name!r}; it must be one of {', '.join(get_args(Precision))}.", "Pick one of the names given."
-    )
-
-
 def _precisions(given: Sequence[str] | str | None) -> tuple[Precision, ...] | None:
     names = (given,) if isinstance(given, str) else given
     if names is None or (isinstance(names, Sequence) and not names):
         return None
     _check(isinstance(names, Sequence), "precision", given, "a name, or several in a list")
-    return tuple(dict.fromkeys(_precision("precision", name) for name in names))
+    return tuple(dict.fromkeys(_one_of("precision", name, PRECISIONS) for name in names))
 
 
 def _batch_range(given: str | tuple[int, int] | None) -> tuple[int, int] | None:
@@ -172,7 +163,7 @@ def _baseline(given: str | tuple[str, int] | None) -> tuple[Precision, int] | No
         raise InvalidRequestError(
             f"--baseline is {given!r}; it must be PRECISION:BATCH.", "Give for example --baseline fp32:32."
         )
-    return _precision("baseline", match[1]), int(match[2])
+    return _one_of("baseline", match[1], PRECISIONS), int(match[2])
 
 
 _FIELDS = {
@@ -184,14 +175,14 @@ _FIELDS = {
 }
 # Of each option a test of what was given, and what would do.
 _WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "budget": (lambda given: _is_number(given) and 0 < given < math.inf, "a number of seconds above 0"),
+    "budget": (lambda given: _is_number(given) and given > 0, "a number of seconds above 0"),
     "trials": (_is_count, "a whole number from 1 up"),
     "device": (lambda given: _matches(_DEVICE, given), "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N"),
     "memory_fraction": (lambda given: _is_number(given) and 0 < given <= 1, "a share above 0 and at most 1"),
     "steps": (lambda given: _is_count(given) and (given or 1) <= MAX_STEPS, f"a whole number from 1 to {MAX_STEPS}"),
     "samples": (_is_count, "a whole number from 1 up"),
     "price_per_hour": (
-        lambda given: given is None or (_is_number(given) and 0 <= given < math.inf),
+        lambda given: given is None or (_is_number(given) and given >= 0),
         "an amount of money from 0 up",
     ),
     "study": (
@@ -207,7 +198,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "budget": float,
     "memory_fraction": float,
     "price_per_hour": lambda given: None if given is None else float(given),
-    "objective": _objective,
+    "objective": lambda given: _one_of("objective", given, get_args(Objective)),
     "precision": _precisions,
     "batch_size": _batch_range,
     "baseline": _baseline,

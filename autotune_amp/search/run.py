@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from autotune_amp.core.outcome import Record
+from msgspec.structs import replace
+
+from autotune_amp.core.outcome import Purpose, Record
+from autotune_amp.core.setting import NUMERIC, Setting
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.backend import Handle
 from autotune_amp.isolation.process import Watcher
@@ -68,9 +71,9 @@ class ProgressWatcher(Watcher):
 def run(stage: Stage, backend: RunsJobs, ledger: Ledger, budget: Budget, watcher: ProgressWatcher) -> Iterator[Record]:
     """Run what the stage asks for, one job after the other, until it asks for none; every record is in the ledger."""
     while (job := stage.next(ledger, budget)) is not None:
-        watcher.phase(_phase(job))
-        number = 1 + max((r.number for r in ledger.records), default=0)
         purpose = job.purpose if isinstance(job, Trial) else job.what
+        watcher.phase(_phase(job.candidate, purpose))
+        number = 1 + max((r.number for r in ledger.records), default=0)
         watcher.progress.trial_started(number, job.candidate, purpose)
         meter = watcher.meter if isinstance(job, Trial) else None
         if meter is not None:
@@ -101,26 +104,21 @@ def run(stage: Stage, backend: RunsJobs, ledger: Ledger, budget: Budget, watcher
         yield record
 
 
-def _phase(job: Trial | Check) -> str:
-    if isinstance(job, Check):
-        if job.what == "accumulation":
-            return "checking whether gradients accumulate"
-        if job.what == "calibration":
-            return "calibrating the loss scale"
-        return f"checking {_precision(job)} against fp32"
-    if job.purpose == "fallback":
-        return "measuring fallbacks"
-    if job.purpose in ("confirm", "plain"):
-        return "confirming in fresh processes"
-    if job.candidate.num_workers is not None:
-        return f"trying {job.candidate}"
-    return f"measuring {job.candidate}" if job.candidate.pinned_modules else "searching"
+_PHASES = {
+    "accumulation": "checking whether gradients accumulate",
+    "calibration": "calibrating the loss scale",
+    "fallback": "measuring fallbacks",
+    "outlook": "looking beyond the effective batch size",
+    "confirm": "confirming in fresh processes",
+    "plain": "confirming in fresh processes",
+}
 
 
-def _precision(job: Check) -> str:
-    num_pinned = len(job.pinned_modules)
-    return (
-        f"{job.precision} with {num_pinned} module{'s' if num_pinned > 1 else ''} pinned"
-        if num_pinned
-        else job.precision
-    )
+def _phase(setting: Setting, purpose: Purpose) -> str:
+    if purpose == "fidelity":
+        return f"checking {setting.labelled(NUMERIC)} against fp32"
+    if purpose != "search":
+        return _PHASES[purpose]
+    if setting.pinned_modules:
+        return f"measuring {setting}"
+    return "searching" if replace(setting, as_found=False).is_ordinary else f"trying {setting}"

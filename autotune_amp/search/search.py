@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from autotune_amp.core.errors import BudgetTooSmallError
+from autotune_amp.core.dimensions import PRECISIONS
+from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.hardware import MachineLoad
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import (
@@ -18,7 +19,6 @@ from autotune_amp.core.recommendation import (
     SearchInterruptedError,
     SearchSummary,
 )
-from autotune_amp.core.setting import PRECISIONS
 from autotune_amp.core.text import size
 from autotune_amp.distributed.ranks import alone
 from autotune_amp.fingerprint import versions
@@ -34,21 +34,18 @@ from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher, run
-from autotune_amp.search.sharing import (
-    LONG_BUILD_SECONDS,
-    confirming_processes,
-    share_where_it_pays,
-    shares_processes,
-)
+from autotune_amp.search.run import ProgressWatcher, Stage, run
+from autotune_amp.search.sharing import LONG_BUILD_SECONDS, confirming_processes, share_where_it_pays, shares_processes
 from autotune_amp.search.source import Opened, Source, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
-from autotune_amp.search.stages.checks import AccumulationCheck, Checks
+from autotune_amp.search.stages.checks import AccumulationCheck, Checks, LossScales
 from autotune_amp.search.stages.confirm import Confirm, reserved_seconds
-from autotune_amp.search.stages.explore import Explore, left_to_explore
+from autotune_amp.search.stages.explore import EXPLORING, left_to_explore
 from autotune_amp.search.stages.fallbacks import Fallbacks
+from autotune_amp.search.stages.larger_batches import LargerBatches
 from autotune_amp.search.stages.loader_workers import LoaderWorkers
 from autotune_amp.search.stages.trials import MIN_TRIAL_SECONDS, Conditions
+from autotune_amp.search.stages.variants import Variants
 from autotune_amp.search.study import Study
 from autotune_amp.trial.energy import require_counter
 from autotune_amp.trial.heap import recommended_environment
@@ -112,52 +109,55 @@ class _Search:
         self._progress = progress
         self._warnings: list[str] = []
         self._is_spent = False
-        self._was_interrupted = False
 
     def run(self, backend: LocalBackend, payload: Payload, fingerprint: Fingerprint, search_id: str) -> Recommendation:
         """Open, say what can be tried, explore, check, confirm, decide and save."""
         opened = self._open(backend)
         load_before = self._look_around()
-        space = build_space(opened.hardware, opened.description, self._options)
-        ledger, conditions = self._ledger(space, search_id), self._conditions(opened)
+        ledger = self._ledger(build_space(opened.hardware, opened.description, self._options), search_id)
         environment = recommended_environment(opened.hardware.device)
-        # What a fresh process pays before its first step: importing torch, loading, calling, building, the accelerator.
-        start_seconds = opened.ready_seconds + conditions.setup_seconds
-        if shares_processes(opened.hardware.device):
-            self.budget.confirm_seconds = reserved_seconds(self.budget.seconds, start_seconds)
+        conditions = Conditions(
+            hardware=opened.hardware,
+            memory_limit_bytes=int(self._options.memory_fraction * opened.hardware.memory.available),
+            torch_state=opened.torch_state,
+            holds_heap=bool(environment),
+            seed=self._options.seed,
+            description=opened.description,
+        )
+        was_interrupted = False
         try:
-            self._search(backend, ledger, conditions)
-            self._confirm(backend, payload, ledger, conditions, environment, start_seconds)
+            self._search(backend, ledger, conditions, opened)
+            self._confirm(backend, payload, ledger, conditions, environment, opened)
         except KeyboardInterrupt:
-            self._was_interrupted = True
+            was_interrupted = True
         finally:
             backend.close()
         if ledger.finalists is None:
-            raise self._nothing_to_choose(ledger)
+            raise self._nothing_to_choose(ledger, was_interrupted)
         unknown = [f"This answer cannot be cached: {part}." for part in fingerprint.unknown]
+        summary = SearchSummary(
+            study=self.folder.path.name,
+            num_trials=len(ledger.trials),
+            num_failures=sum(isinstance(r.outcome, Failure) for r in ledger.trials),
+            seconds=self.budget.elapsed(),
+            was_interrupted=was_interrupted,
+            search_id=search_id,
+            is_budget_spent=self._is_spent or was_interrupted,
+            warnings=(*self._warnings, *unknown),
+            load=load_before,
+        )
         recommendation = recommend(
             ledger,
             options=self._options,
             environment=environment,
             workload=opened.description,
-            is_budget_spent=self._is_spent or self._was_interrupted,
+            search=summary,
             hardware=opened.hardware,
-            search=SearchSummary(
-                study=self.folder.path.name,
-                num_trials=len(ledger.trials),
-                num_failures=sum(isinstance(r.outcome, Failure) for r in ledger.trials),
-                seconds=self.budget.elapsed(),
-                was_interrupted=self._was_interrupted,
-                search_id=search_id,
-                is_budget_spent=self._is_spent or self._was_interrupted,
-                warnings=(*self._warnings, *unknown),
-                load=load_before,
-            ),
             fingerprint=fingerprint,
             versions=versions(),
         )
         self.folder.save(recommendation)
-        if self._was_interrupted:
+        if was_interrupted:
             raise SearchInterruptedError(
                 f"Interrupted after {len(ledger.trials)} trials; the best so far is in "
                 f"{self.folder.recommendation_path}.",
@@ -167,25 +167,39 @@ class _Search:
             )
         return recommendation
 
-    def _search(self, backend: Backend, ledger: Ledger, conditions: Conditions) -> None:
+    def _search(self, backend: Backend, ledger: Ledger, conditions: Conditions, opened: Opened) -> None:
         """The stages before the confirmation."""
-        self._share_building(backend, ledger, conditions)
-        for _ in run(AccumulationCheck(conditions), backend, ledger, self.budget, self.watcher):
-            pass
+        if shares_processes(opened.hardware.device):
+            start_seconds = opened.ready_seconds + conditions.setup_seconds
+            self.budget.confirm_seconds = reserved_seconds(self.budget.seconds, start_seconds)
+
+        def share_building() -> None:
+            left = left_to_explore(conditions, ledger, self.budget)
+            trial = conditions.search_trial(ledger, self.budget, ledger.space.baseline, left)
+            share_where_it_pays(backend, conditions, ledger, trial, left, self._progress)
+
+        def go(*stages: Stage) -> None:
+            for stage in stages:
+                for _ in run(stage, backend, ledger, self.budget, self.watcher):
+                    share_building()
+
+        share_building()
+        go(AccumulationCheck(conditions))  # before the study: it may take settings out of the space
         storage, max_trials = self._options.storage or self.folder.path / "study.db", self._options.max_trials
         owner = str(self.folder.path.resolve())
         with Study.open(storage, self.folder.path.name, ledger, owner=owner, seed=self._options.seed) as study:
             self.watcher.phase("searching")
-            checks = Checks(conditions, study)
-            self._share_building(backend, ledger, conditions)
-            for _ in run(Explore(conditions, study, max_trials), backend, ledger, self.budget, self.watcher):
-                self._share_building(backend, ledger, conditions)
+            share_building()
+            seeds, looks, suggestions = (stage(conditions, study, max_trials) for stage in EXPLORING)
+            checks, scales = Checks(conditions, study), LossScales(study)
+            variants, fallbacks = Variants(conditions, checks, max_trials), Fallbacks(conditions)
+            workers = LoaderWorkers(conditions, checks, max_trials)
+            # A check at the end may come too late, and what it rules out leaves its place to others.
+            go(seeds, checks, seeds, looks, suggestions)
             self._is_spent = left_to_explore(conditions, ledger, self.budget) <= MIN_TRIAL_SECONDS
             # A fallback may turn out faster than what it is one of: then it is a contender, and checked like any other.
-            workers, fallbacks = LoaderWorkers(conditions, checks, max_trials), Fallbacks(conditions)
-            for stage in (checks, workers, fallbacks, checks, fallbacks):
-                for _ in run(stage, backend, ledger, self.budget, self.watcher):
-                    pass
+            go(checks, scales, variants, workers, fallbacks, checks, scales, fallbacks)
+            study.catch_up(ledger, is_over=True)
 
     def _confirm(
         self,
@@ -194,12 +208,12 @@ class _Search:
         ledger: Ledger,
         conditions: Conditions,
         environment: dict[str, str],
-        start_seconds: float,
+        opened: Opened,
     ) -> None:
+        """The stages in fresh processes."""
         chosen = ledger.finalists
         if chosen is None:
             return
-        can_share = "share_build" in backend.abilities
         backend.close()  # its memory and threads are not there in the user's own run either
 
         def make(isolation: Isolation, variables: dict[str, str]) -> Backend:
@@ -213,13 +227,17 @@ class _Search:
             self.budget,
             chosen.winner,
             environment,
-            start_seconds,
+            opened.ready_seconds + conditions.setup_seconds,
             self._progress,
-            can_share=can_share,
+            can_share="share_build" in backend.abilities,
         ) as fresh:
-            stage = Confirm(conditions, chosen, environment, fresh.start_seconds, are_shared=fresh.are_shared)
-            for _ in run(stage, fresh, ledger, self.budget, self.watcher):
-                pass
+            confirm = Confirm(conditions, chosen, environment, fresh.start_seconds, are_shared=fresh.are_shared)
+            beyond = LargerBatches(conditions, environment, fresh.start_seconds)
+            is_range_free = self._options.batch_size is None and self._options.max_trials is None
+            stages: tuple[Stage, ...] = (confirm, beyond) if is_range_free else (confirm,)
+            for stage in stages:
+                for _ in run(stage, fresh, ledger, self.budget, self.watcher):
+                    pass
 
     def _open(self, backend: LocalBackend) -> Opened:
         baseline_batch_size = self._options.baseline[1] if self._options.baseline else ASSUMED_BATCH_SIZE
@@ -290,24 +308,9 @@ class _Search:
             self._progress.note(f"Going on with {len(ledger.trials)} trials that were measured before.")
         return ledger
 
-    def _conditions(self, opened: Opened) -> Conditions:
-        return Conditions(
-            hardware=opened.hardware,
-            memory_limit_bytes=int(self._options.memory_fraction * opened.hardware.memory.available),
-            torch_state=opened.torch_state,
-            holds_heap=bool(recommended_environment(opened.hardware.device)),
-            seed=self._options.seed,
-            description=opened.description,
-        )
-
-    def _share_building(self, backend: Backend, ledger: Ledger, conditions: Conditions) -> None:
-        left = left_to_explore(conditions, ledger, self.budget)
-        trial = conditions.search_trial(ledger, self.budget, ledger.space.baseline, left)
-        share_where_it_pays(backend, conditions, ledger, trial, left, self._progress)
-
-    def _nothing_to_choose(self, ledger: Ledger) -> NothingWorksError | BudgetTooSmallError | SearchInterruptedError:
+    def _nothing_to_choose(self, ledger: Ledger, was_interrupted: bool) -> AutotuneAmpError:
         excluded = explain.excluded(ledger, is_budget_spent=True)
-        if self._was_interrupted:
+        if was_interrupted:
             return SearchInterruptedError(
                 "Interrupted before anything was measured.", "Run the same command again.", excluded, None
             )

@@ -58,8 +58,11 @@ def share_where_it_pays(
     """
     if "share_build" not in backend.abilities or backend.is_build_shared:
         return
+    known = conditions.description
     measured = _own_builds(ledger)
-    costs = measured or _foreseen(conditions, trial)
+    costs = measured
+    if costs is None and known is not None and trial.measure_seconds is not None:
+        costs = Costs(known.build_seconds, known.context_seconds, trial.measure_seconds)
     if costs is None or costs.way is None or left_seconds <= 2 * costs.building:
         return
     text = f"Building the workload takes {costs.building + costs.context:.1f} s"
@@ -137,22 +140,21 @@ def confirming_processes(
     than `WORTH_SHARING` on building and time and memory allow, one fresh template for each environment builds once.
     """
     are_shared = shares_processes(conditions.hardware.device)
+    known = conditions.description
     with ExitStack() as stack:
         templates: dict[_Variables, Backend] = {}
         environments = [environment, {}] if environment else [{}]
-        if can_share and not are_shared:
-            process_seconds = start_seconds + run_seconds(ledger, winner)
-            if _pays_in_confirmation(conditions, budget, len(environments), start_seconds, process_seconds):
-                progress.note(
-                    "Building is much of a fresh process: the confirmation shares models that are built once."
-                )
-                templates, reason = _templates(
-                    stack, make, environments, conditions.trial(ledger, winner), start_seconds, budget
-                )
-                if reason is not None:
-                    progress.note(f"They cannot be shared: {reason}.")
-        if templates and conditions.description is not None:
-            start_seconds = conditions.description.context_seconds
+        least_seconds = max(MIN_SHARED_SECONDS, WORTH_SHARING * (start_seconds + run_seconds(ledger, winner)))
+        is_worth_it = can_share and not are_shared and known is not None and known.build_seconds > least_seconds
+        is_in_time = len(environments) * start_seconds <= min(budget.confirm_seconds, budget.left()) / 2
+        if is_worth_it and is_in_time and _has_room(conditions, num_copies=len(environments)):
+            progress.note("Building is much of a fresh process: the confirmation shares models that are built once.")
+            trial = conditions.trial(ledger, winner)
+            templates, reason = _templates(stack, make, environments, trial, start_seconds, budget)
+            if reason is not None:
+                progress.note(f"They cannot be shared: {reason}.")
+        if templates and known is not None:
+            start_seconds = known.context_seconds
         processes = ConfirmingProcesses(make, start_seconds, templates, are_shared=are_shared)
         stack.callback(processes.close)
         yield processes
@@ -178,20 +180,6 @@ def _templates(
     return templates, None
 
 
-def _pays_in_confirmation(
-    conditions: Conditions, budget: Budget, num_templates: int, start_seconds: float, process_seconds: float
-) -> bool:
-    known = conditions.description
-    if known is None:
-        return False
-    left = min(budget.confirm_seconds, budget.left())
-    return (
-        known.build_seconds > max(MIN_SHARED_SECONDS, WORTH_SHARING * process_seconds)
-        and num_templates * start_seconds <= left / 2
-        and _has_room(conditions, num_copies=num_templates)
-    )
-
-
 def _deadline_seconds(expected_seconds: float, left_seconds: float) -> float:
     return min(left_seconds, _SLACK_RATIO * expected_seconds + _SLACK_SECONDS)
 
@@ -208,14 +196,6 @@ def _own_builds(ledger: Ledger) -> Costs | None:
             rest = found.first_step_seconds + found.num_steps * found.step_seconds
             return Costs(found.build_seconds, found.context_seconds, rest)
     return None
-
-
-def _foreseen(conditions: Conditions, trial: Trial) -> Costs | None:
-    """The same of a trial that measures for as long as it may."""
-    known = conditions.description
-    if known is None or trial.measure_seconds is None:
-        return None
-    return Costs(known.build_seconds, known.context_seconds, trial.measure_seconds)
 
 
 def _has_room(conditions: Conditions, *, num_copies: int) -> bool:

@@ -1,6 +1,6 @@
 """The study: what the sampler is told and asked, and the only file that imports Optuna.
 
-One study, four parameters: `precision`, `batch_size` (an int on a log scale, snapped to the nearest legal size: an
+The parameters are the dimensions that the sampler finds (numbers on a log scale, snapped to the nearest legal one: an
 int range may change later and a category may not) and, under fp16, `init_scale` (snapped to a power of two) and
 `growth_interval`. An fp16 batch size is measured once; what is told of its pairs of the two comes from a replay. User
 attributes say the rest, since they are what optuna-dashboard shows: the setting that was run, why it failed, its
@@ -21,27 +21,30 @@ from urllib.parse import quote
 import msgspec
 import optuna
 import sqlalchemy
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.exceptions import DuplicatedStudyError, StorageInternalError, UpdateFinishedTrialError
 from optuna.samplers import TPESampler
 from optuna.storages import RDBStorage
 from optuna.trial import TrialState
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.exc import SQLAlchemyError
 
 from autotune_amp.core.errors import StudyError
 from autotune_amp.core.outcome import Failure, Measurement
-from autotune_amp.core.setting import PRECISIONS
+from autotune_amp.core.setting import DIMENSIONS
+from autotune_amp.precision.modes import MODES
 from autotune_amp.search.loss_scales import DEFAULT_PAIR, LOG2_INIT_SCALES, Pair, scales_of, snapped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator, Sequence
 
+    from autotune_amp.core.dimensions import Dimension
     from autotune_amp.core.outcome import Outcome
     from autotune_amp.core.setting import Setting
     from autotune_amp.numerics.scaler_replay import Replay
     from autotune_amp.search.budget import Budget
     from autotune_amp.search.ledger import Ledger
 
+SAMPLED = tuple(dimension for dimension in DIMENSIONS if dimension.found_by == "sampler")
 GROWTH_INTERVALS = (10, 20_000)
 
 # TPE learns from a violated constraint and ignores a trial told as FAIL (studies/README.md).
@@ -71,12 +74,11 @@ class Study:
         self._study = study
         self._ledger = ledger
         self._asked: Asked | None = None  # the last that was asked for, and not told yet
-        self._told = {r.number for r in ledger.records}
+        self._told: set[int] = set()  # the records of finished trials
         self._calibrated: set[Setting] = set()
         self._cleanup = contextlib.ExitStack()
         self._legal = (*space.candidates, space.baseline)
-        self._precisions = [p for p in PRECISIONS if any(c.precision == p for c in self._legal)]
-        self._sizes = min(c.batch_size for c in self._legal), max(c.batch_size for c in self._legal)
+        self._distributions = {dimension.name: _distribution(dimension, self._legal) for dimension in SAMPLED}
 
     @classmethod
     def open(
@@ -106,7 +108,9 @@ class Study:
                 study.sampler = TPESampler(seed=seed + len(study.trials))  # resumed, it must not draw the same again
                 opened = cls(storage, study, ledger)
                 opened._fail_left_behind()
-                opened._add_missing()
+                finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+                opened._told = {t.user_attrs["record"] for t in finished if "record" in t.user_attrs}
+                opened.catch_up(ledger)
             opened._cleanup = cleanup.pop_all()
         return opened
 
@@ -140,19 +144,18 @@ class Study:
         with _storage_errors(self._storage):
             if setting is not None:
                 self._study.enqueue_trial(_parameters(setting, pair), user_attrs=_described(setting))
-            trial = self._study.ask()
             try:
-                precision = trial.suggest_categorical("precision", self._precisions)
-                size = trial.suggest_int("batch_size", *self._sizes, log=True)
-                suggested = self._suggested_pair(trial) if precision == "fp16" else None
-                if setting is None or (precision, size) != (setting.precision, setting.batch_size):
-                    setting = self._nearest(precision, size)
-                    _set_attributes(trial, _described(setting))
+                trial = self._study.ask(self._distributions)
             except ValueError as error:
                 raise StudyError(
-                    f"Trial {trial.number}, which somebody enqueued in study {self.name}, cannot be run: {error}.",
-                    f"Enqueue {', '.join(self._precisions)} only; the same command again goes on without that trial.",
+                    f"A trial that somebody enqueued in study {self.name} cannot be run: {error}.",
+                    "The same command again goes on without that trial; enqueue legal values only.",
                 ) from error
+            asked_for = {dimension.name: trial.params[dimension.name] for dimension in SAMPLED}
+            suggested = self._suggested_pair(trial) if MODES[asked_for["precision"]].takes_scaler else None
+            if setting is None or asked_for != _parameters(setting, None):
+                setting = self._nearest(asked_for)
+                _set_attributes(trial, _described(setting))
             self._asked = Asked(setting, trial, suggested)
             return self._asked
 
@@ -172,16 +175,16 @@ class Study:
                 asked.trial.set_constraint(_RUNS, 1.0)
                 self._study.tell(asked.trial, state=TrialState.PRUNED)
 
-    def catch_up(self, ledger: Ledger) -> None:
+    def catch_up(self, ledger: Ledger, *, is_over: bool = False) -> None:
         """Tell every trial that the ledger has and the study lacks, and how the first pairs of what was calibrated do.
 
-        fp16 that is about to be calibrated is told when it was.
+        fp16 that is about to be calibrated is told when it was, or when the search `is_over`.
         """
         self._ledger = ledger
         for record in ledger.records:
             setting, outcome = record.candidate, record.outcome
             is_due = record.purpose == "search" and record.number not in self._told and self._is_legal(setting)
-            if is_due and not ledger.awaits_calibration(setting):
+            if is_due and (is_over or not ledger.awaits_calibration(setting)):
                 assert isinstance(outcome, (Measurement, Failure)), "a check is no trial"
                 is_asked = self._asked is not None and self._asked.setting == setting
                 asked = self._asked if is_asked else self.ask(setting)
@@ -233,20 +236,18 @@ class Study:
             trial.suggest_int("growth_interval", *GROWTH_INTERVALS, log=True),
         )
 
-    def _distributions(self, names: Iterable[str]) -> dict[str, BaseDistribution]:
-        low, high = (2.0**log2_scale for log2_scale in LOG2_INIT_SCALES)
-        known: dict[str, BaseDistribution] = {
-            "precision": CategoricalDistribution(self._precisions),
-            "batch_size": IntDistribution(*self._sizes, log=True),
-            "init_scale": FloatDistribution(low, high, log=True),
-            "growth_interval": IntDistribution(*GROWTH_INTERVALS, log=True),
-        }
-        return {name: known[name] for name in names}
+    def _nearest(self, parameters: dict[str, Any]) -> Setting:
+        """The legal candidate that is nearest to them; strict flags before as found where both are."""
 
-    def _nearest(self, precision: str, size: int) -> Setting:
-        """The legal candidate with the nearest batch size; strict flags before as found where both have it."""
-        ours = (c for c in self._legal if c.precision == precision)
-        return min(ours, key=lambda c: (abs(math.log(c.batch_size / size)), c.as_found))
+        def distance(value: Any, wanted: Any) -> float:
+            if isinstance(wanted, int):
+                return abs(math.log(value / wanted))
+            return 0.0 if value == wanted else math.inf
+
+        return min(
+            self._legal,
+            key=lambda c: (sum(distance(getattr(c, name), parameters[name]) for name in parameters), c.as_found),
+        )
 
     def _fail_left_behind(self) -> None:
         """Heartbeats belong to `study.optimize`: with ask and tell, the next search marks the dead trials itself."""
@@ -262,28 +263,13 @@ class Study:
         """Whether it is one of the space's, with or without pins; other numbers of loader workers are none."""
         return msgspec.structs.replace(setting, pinned_modules=()) in self._legal
 
-    def _add_missing(self) -> None:
-        finished = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
-        known = {trial.user_attrs.get("record") for trial in finished}
-        for record in self._ledger.records:
-            setting, outcome = record.candidate, record.outcome
-            if record.purpose != "search" or record.number in known or not self._is_legal(setting):
-                continue
-            assert isinstance(outcome, (Measurement, Failure))
-            pair = DEFAULT_PAIR if setting.precision == "fp16" else None
-            parameters = _parameters(setting, pair)
-            outcome, replay = self._ledger.judged(setting, outcome, pair)
-            is_measured = isinstance(outcome, Measurement)
-            self._study.add_trial(
-                optuna.create_trial(
-                    state=TrialState.COMPLETE if is_measured else TrialState.PRUNED,
-                    value=_value(outcome, replay) if isinstance(outcome, Measurement) else None,
-                    params=parameters,
-                    distributions=self._distributions(parameters),
-                    user_attrs=_described(setting) | _explained(outcome, record.number, pair, replay),
-                    constraints=None if is_measured else {_RUNS: 1.0},
-                )
-            )
+
+def _distribution(dimension: Dimension[Any], settings: Sequence[Setting]) -> BaseDistribution:
+    """Over the values that the settings have."""
+    values = sorted({getattr(setting, dimension.name) for setting in settings}, key=dimension.risk)
+    if all(isinstance(value, int) for value in values):
+        return IntDistribution(min(values), max(values), log=True)
+    return CategoricalDistribution(values)
 
 
 def _set_attributes(owner: optuna.Trial | optuna.Study, attributes: dict[str, Any]) -> None:
@@ -310,15 +296,6 @@ def _create_or_load(storage: RDBStorage, name: str, search_id: str, owner: str) 
 @contextlib.contextmanager
 def connected(storage: str | Path) -> Iterator[RDBStorage]:
     """An Optuna storage by its URL, or a search's own file. Raises `StudyError` where it cannot be used."""
-    database = _connect(storage)
-    try:
-        yield database
-    finally:
-        database.remove_session()
-        database.engine.dispose()
-
-
-def _connect(storage: str | Path) -> RDBStorage:
     # Without a pool no SQLite connection outlives its session, not even one that Optuna's constructor failed on.
     options: dict[str, Any] = {}
     if isinstance(storage, Path):
@@ -326,19 +303,21 @@ def _connect(storage: str | Path) -> RDBStorage:
     elif storage.startswith("sqlite") and ":memory:" not in storage and storage != "sqlite://":
         options["poolclass"] = sqlalchemy.NullPool
     try:
-        return RDBStorage("sqlite://" if isinstance(storage, Path) else storage, engine_kwargs=options)
+        database = RDBStorage("sqlite://" if isinstance(storage, Path) else storage, engine_kwargs=options)
     except Exception as error:  # a wrong URL, driver, host, password, file or schema: each has a type of its own
-        cause = error.__cause__ if isinstance(error, StorageInternalError) else None
-        raise _study_error(storage, cause or error) from error
+        raise _study_error(storage, error) from error
+    try:
+        yield database
+    finally:
+        database.remove_session()
+        database.engine.dispose()
 
 
 @contextlib.contextmanager
 def _storage_errors(storage: str | Path) -> Iterator[None]:
     try:
         yield
-    except StorageInternalError as error:
-        raise _study_error(storage, error.__cause__ or error) from error
-    except SQLAlchemyError as error:
+    except (StorageInternalError, SQLAlchemyError) as error:
         raise _study_error(storage, error) from error
     except UpdateFinishedTrialError as error:
         raise StudyError(
@@ -349,8 +328,8 @@ def _storage_errors(storage: str | Path) -> Iterator[None]:
 
 def _parameters(setting: Setting, pair: Pair | None) -> dict[str, Any]:
     """The parameters of a setting's trial; without `pair` those of the loss scale are left out."""
-    found: dict[str, Any] = {"precision": setting.precision, "batch_size": setting.batch_size}
-    if setting.precision == "fp16" and pair is not None:
+    found = {dimension.name: getattr(setting, dimension.name) for dimension in SAMPLED}
+    if MODES[setting.precision].takes_scaler and pair is not None:
         found["init_scale"], found["growth_interval"] = pair
     return found
 
@@ -404,23 +383,20 @@ def _open_file(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _study_error(storage: str | Path, error: BaseException) -> StudyError:
+def _study_error(storage: str | Path, error: Exception) -> StudyError:
     """What went wrong with the storage in our words, its password left out."""
-    what = str(getattr(error, "orig", None) or error).strip().split("\n")[0].rstrip(".") or type(error).__name__
+    cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
+    what = str(getattr(cause, "orig", None) or cause).strip().split("\n")[0].rstrip(".") or type(cause).__name__
     if isinstance(storage, Path):
         return StudyError(
             f"The study's file {storage} cannot be used: {what}.",
             "Check that its folder can be written and has space; a damaged file can be moved away, "
             "the search makes it again.",
         )
-    try:
-        url = sqlalchemy.make_url(storage)
-    except ArgumentError:
-        shown = re.sub(r"(?<=:)[^/:@][^:@]*(?=@)", "***", storage)
-    else:
-        shown = url.render_as_string(hide_password=True)
-        what = what.replace(str(url.password), "***") if url.password else what
+    password = re.search(r":([^:/]*)@", storage)
+    if password is not None and password[1]:
+        storage, what = storage.replace(f":{password[1]}@", ":***@"), what.replace(password[1], "***")
     return StudyError(
-        f"The storage {shown} cannot be used: {what}.",
+        f"The storage {storage} cannot be used: {what}.",
         "Check that it is there and can be written, or leave --storage out to use a file in the study's folder.",
     )

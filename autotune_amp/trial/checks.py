@@ -21,10 +21,11 @@ import msgspec
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import MIN_CUT_SAMPLES, Accumulation, Calibration, CheckOutcome, Failure, Fidelity
-from autotune_amp.core.setting import Precision
+from autotune_amp.core.setting import NUMERIC
 from autotune_amp.numerics import accumulation, batches, calibration, fidelity
 from autotune_amp.numerics.accumulation import IGNORED_LABEL, num_micro_batches
 from autotune_amp.numerics.passes import Loop, NoStepError, Passes, Subject, no_loss
@@ -39,6 +40,8 @@ from autotune_amp.trial.worker import classify, guarded, prepare
 
 LOOK_SECONDS, LOOK_SHARE = 1.0, 0.2  # for unequal samples, at most; the latter of a check's seconds
 MAX_SAMPLES_SEEN = 2048  # what is rarer than one of so many is in few windows, and weighs little there
+# Dimensions that change numbers, and that the passes of numerics/ do not know.
+_UNSEEN = [d.name for d in NUMERIC if d.name not in ("precision", "pinned_modules")]
 _PHASES = {
     "fidelity": "checking {} against fp32",
     "calibration": "calibrating the loss scale",
@@ -56,8 +59,8 @@ def _check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
     try:
         subject = _subject(context, spec)
     except CannotCutError as error:
-        return accumulation.unchecked(str(error), spec.batch_size)
-    tell({"event": "phase", "name": _PHASES[spec.what].format(spec.precision)})
+        return accumulation.unchecked(str(error), spec.candidate.batch_size)
+    tell({"event": "phase", "name": _PHASES[spec.what].format(spec.candidate.precision)})
     try:
         return _found(subject, spec, tell)
     except NoStepError:
@@ -77,8 +80,8 @@ def _attributed(failure: Failure, subject: Subject, spec: Check) -> Failure:
     passes = Passes(subject)
     if not _runs(passes, "fp32"):
         return msgspec.structs.replace(failure, kind="workload_error")
-    with passes.pinned(spec.pinned_modules):
-        if not _runs(passes, spec.precision):
+    with passes.pinned(spec.candidate.pinned_modules):
+        if not _runs(passes, spec.candidate.precision):
             return msgspec.structs.replace(failure, kind="unsupported")
     return msgspec.structs.replace(failure, kind="crash", details=traceback.format_exc()[-8000:])
 
@@ -92,10 +95,14 @@ def _runs(passes: Passes, precision: Precision) -> bool:
 
 
 def _found(subject: Subject, spec: Check, tell: Tell) -> Fidelity | Calibration | Accumulation:
+    asked = spec.candidate
     if spec.what == "accumulation":
-        return accumulation.check(subject, accumulation.num_checked(spec.batch_size))
+        return accumulation.check(subject, accumulation.num_checked(asked.batch_size))
     if spec.what == "calibration":
-        return calibration.calibrate(subject, batch_size=spec.batch_size, pinned_modules=spec.pinned_modules)
+        return calibration.calibrate(subject, batch_size=asked.batch_size, pinned_modules=asked.pinned_modules)
+    if unseen := [name for name in _UNSEEN if getattr(asked, name) != getattr(asked.ordinary, name)]:
+        reason = f"no check looks at what {' and '.join(unseen)} does to the numbers"
+        return _unchecked(spec, reason, "Compare a few hundred steps of a training with it and of one without.")
     if subject.loop is not None and has_half_weights(subject.model):
         reason = "a loop that keeps weights in half precision cannot be run in fp32"
         return _unchecked(
@@ -103,9 +110,9 @@ def _found(subject: Subject, spec: Check, tell: Tell) -> Fidelity | Calibration 
         )
     return fidelity.check(
         subject,
-        spec.precision,
-        pinned_modules=spec.pinned_modules,
-        batch_size=spec.batch_size,
+        asked.precision,
+        pinned_modules=asked.pinned_modules,
+        batch_size=asked.batch_size,
         find_pins=spec.find_pins and subject.loop is None,
         on_bad_verdict=lambda found: tell({"event": "so far", "value": msgspec.to_builtins(found)}),
     )
@@ -113,11 +120,11 @@ def _found(subject: Subject, spec: Check, tell: Tell) -> Fidelity | Calibration 
 
 def _unchecked(spec: Check, reason: str, next_step: str) -> Fidelity:
     return Fidelity(
-        precision=spec.precision,
-        batch_size=spec.batch_size,
-        pinned_modules=spec.pinned_modules,
+        precision=spec.candidate.precision,
+        batch_size=spec.candidate.batch_size,
+        pinned_modules=spec.candidate.pinned_modules,
         verdict="unchecked",
-        reason=f"{spec.precision} is unchecked: {reason}.",
+        reason=f"{spec.candidate.precision} is unchecked: {reason}.",
         next_step=next_step,
     )
 
@@ -143,7 +150,7 @@ def _subject(context: Context, spec: Check) -> Subject:
             loop=Loop(
                 step=lambda state, batch, amp: train_step(state.held, copy.deepcopy(batch), amp),
                 forget=LoopState.forget_steps,
-                batch_size=spec.batch_size,
+                batch_size=spec.candidate.batch_size,
             ),
         )
     loss = checked_loss(workload.loss)
@@ -160,8 +167,8 @@ def _subject(context: Context, spec: Check) -> Subject:
 def _batches(user_data: Any, spec: Check) -> list[Any]:
     if spec.what == "accumulation":
         seconds = min(LOOK_SECONDS, LOOK_SHARE * (spec.deadline_seconds or math.inf))
-        return whole_and_parts(user_data, accumulation.num_checked(spec.batch_size), spec.seed, seconds)
-    with closing(data.stream(user_data, spec.batch_size)) as stream:
+        return whole_and_parts(user_data, accumulation.num_checked(spec.candidate.batch_size), spec.seed, seconds)
+    with closing(data.stream(user_data, spec.candidate.batch_size)) as stream:
         return list(islice(stream, spec.num_batches))
 
 

@@ -27,7 +27,7 @@ from autotune_amp.core.outcome import (
     Purpose,
 )
 from autotune_amp.core.recommendation import Fingerprint
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.setting import Setting
 
 CheckKind: TypeAlias = Literal["fidelity", "calibration", "accumulation"]
 
@@ -125,37 +125,24 @@ class Trial(Job[Measurement], frozen=True, kw_only=True):
 
 
 class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=True):
-    """One check in a process of its own: of `precision` against fp32, of the loss scales that are safe, or of whether
-    accumulated gradients equal those of the whole batch (in fp32).
+    """One check of `candidate` in a process of its own: of its numbers against fp32, of the loss scales that are safe,
+    or of whether accumulated gradients equal those of the whole batch (in fp32).
 
-    `num_batches` different batches of `batch_size` samples are used, fewer samples where they do not fit into memory.
-    `find_pins`: look for modules that make the precision faithful when they run in fp32. `pinned_modules` do so during
-    the check. `deadline_seconds` is for all of it; the parent enforces it by killing the process.
+    `num_batches` different batches of its size are used, fewer samples where they do not fit into memory. `find_pins`:
+    look for modules that make the precision faithful when they run in fp32. `deadline_seconds` is for all of it; the
+    parent enforces it by killing the process.
     """
 
     answer: ClassVar[Any] = Fidelity | Calibration | Accumulation
     work: ClassVar[str] = "autotune_amp.trial.checks:check"
 
     what: CheckKind
-    precision: Precision
-    batch_size: int
-    accumulation_steps: int = 1
-    pinned_modules: tuple[str, ...] = ()
+    candidate: Setting
     find_pins: bool = True
     seed: int = 0
     num_batches: int = 12
     memory_limit_bytes: int | None = None
     hold_heap: bool = False
-
-    @property
-    def candidate(self) -> Setting:
-        """What it is of."""
-        return Setting(
-            precision=self.precision,
-            batch_size=self.batch_size,
-            accumulation_steps=self.accumulation_steps,
-            pinned_modules=self.pinned_modules,
-        )
 
     def after(
         self, problem: Failure | AutotuneAmpError, so_far: Fidelity | Calibration | Accumulation | None
@@ -167,20 +154,20 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
         failure = _failure(problem)
         if failure.kind != "oom":
             return failure
-        smaller = self.batch_size // 2
+        smaller = self.candidate.batch_size // 2
         if smaller >= (MIN_CUT_SAMPLES if self.what == "accumulation" else 1):
-            return msgspec.structs.replace(self, batch_size=smaller)
+            return msgspec.structs.replace(self, candidate=msgspec.structs.replace(self.candidate, batch_size=smaller))
         return self.unchecked(failure) if self.what == "fidelity" else failure
 
     def unchecked(self, failure: Failure) -> Fidelity:
         """What it says of its precision where it could not be made: nothing, with the reason."""
         return Fidelity(
-            precision=self.precision,
-            batch_size=self.batch_size,
+            precision=self.candidate.precision,
+            batch_size=self.candidate.batch_size,
             verdict="unchecked",
-            reason=f"{self.precision} is unchecked ({failure.kind}): {failure.message.rstrip('.')}.",
+            reason=f"{self.candidate.precision} is unchecked ({failure.kind}): {failure.message.rstrip('.')}.",
             next_step=_NEXT_STEPS[failure.kind],
-            pinned_modules=self.pinned_modules,
+            pinned_modules=self.candidate.pinned_modules,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from autotune_amp.core.config import AmpConfig, LossScale
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.setting import DIMENSIONS
 from autotune_amp.core.workload import Workload, type_name
 from autotune_amp.numerics.modules import named
 from autotune_amp.precision import forward_wrapper, torch_state
@@ -45,13 +47,18 @@ class BaseTraining(ABC):
         self._taken: list[Any] = []
         self._last_batch: Any = None
         self._worst: data.Stream | None = None
-        if not candidate.as_found:
-            torch_state.set_flags(candidate.precision)
         self._pinned: list[nn.Module] = []
-        if MODES[candidate.precision].uses_autocast:
+
+    def set_precision(self, wanted: Precision) -> None:
+        """Set its strict flags, unless the setting keeps the caller's own."""
+        if not self.spec.candidate.as_found:
+            torch_state.set_flags(wanted)
+
+    def pin(self, names: Sequence[str]) -> None:
+        """Keep the modules of these names in fp32 under autocast until `close`."""
+        if MODES[self.spec.candidate.precision].uses_autocast:
             # What the user's own model has pinned already stays so after `unpin`.
-            found = named(model, candidate.pinned_modules)
-            self._pinned = [module for module in found if not forward_wrapper.is_pinned(module)]
+            self._pinned = [module for module in named(self.model, names) if not forward_wrapper.is_pinned(module)]
             for module in self._pinned:
                 forward_wrapper.pin_fp32(module, self.device.type)
 
@@ -223,10 +230,16 @@ class LoopTraining(BaseTraining):
 
 
 def make_training(workload: Workload, model: nn.Module, spec: Trial) -> BaseTraining:
-    """The training of a `model` made by `make_model`. Raises `WorkloadError` for what cannot train."""
-    if isinstance(model, LoopState):
-        return LoopTraining(workload, model, spec)
-    return Training(workload, model, spec)
+    """The training of a `model` made by `make_model`, as each dimension of the setting has it.
+
+    Raises `WorkloadError` for what cannot train.
+    """
+    training: BaseTraining = (
+        LoopTraining(workload, model, spec) if isinstance(model, LoopState) else Training(workload, model, spec)
+    )
+    for dimension in DIMENSIONS:
+        dimension.apply(training, getattr(spec.candidate, dimension.name))
+    return training
 
 
 def checked_loss(loss: Callable[[nn.Module, Any], Any] | None) -> Callable[[nn.Module, Any], Tensor]:

@@ -20,12 +20,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import AutotuneAmpError, WorkloadError
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import Description, Failure, FailureKind, Measurement, Outcome
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.setting import Setting
 from autotune_amp.core.workload import Workload
 from autotune_amp.hardware import cuda, measure
 from autotune_amp.hardware.measuring import synchronize

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from case import Case
 
-from autotune_amp.core.setting import Precision
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.numerics.fidelity import check
 
 NUM_BATCHES = 8

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from autotune_amp.core.setting import Precision
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.numerics.comparison import perturb
 from autotune_amp.numerics.modules import named
 from autotune_amp.numerics.passes import Subject

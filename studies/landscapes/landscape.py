@@ -13,9 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import DeviceIdentity, Hardware
 from autotune_amp.core.outcome import Description, Failure, Measurement
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.setting import Setting
 
 PROCESSES_A_CELL = 5  # of an exhaustive grid
 

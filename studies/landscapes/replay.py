@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import msgspec
 from landscape import Header, Landscape, Process
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.outcome import Accumulation, Calibration, CheckOutcome, Failure, Fidelity, Measurement, Outcome
-from autotune_amp.core.setting import Precision
 from autotune_amp.isolation.backend import Ability, Slot
 from autotune_amp.search.budget import Budget
 from autotune_amp.trial.jobs import Check, Trial, is_hopeless, stop
@@ -240,8 +240,8 @@ def check_seconds(landscape: Landscape, spec: Check) -> float:
     num_fp32 = NUM_HISTOGRAM_PASSES if spec.what == "calibration" else NUM_CHECK_PASSES / 2
     num_passes = NUM_CALIBRATION_PASSES if spec.what == "calibration" else NUM_CHECK_PASSES
     return (
-        num_fp32 * _step_seconds(landscape, "fp32", spec.batch_size)
-        + (num_passes - num_fp32) * _step_seconds(landscape, spec.precision, spec.batch_size)
+        num_fp32 * _step_seconds(landscape, "fp32", spec.candidate.batch_size)
+        + (num_passes - num_fp32) * _step_seconds(landscape, spec.candidate.precision, spec.candidate.batch_size)
         + max(map(_setup_seconds, landscape.cells[landscape.baseline]))
     )
 
@@ -263,22 +263,22 @@ def _step_seconds(landscape: Landscape, precision: Precision, batch_size: int) -
 def _all_well(spec: Check) -> CheckOutcome:
     said: dict[str, Any] = {"reason": "It was replayed.", "next_step": "Check a real workload."}
     if spec.what == "accumulation":
-        return Accumulation(verdict="mean", num_micro_batches=4, batch_size=spec.batch_size, **said)
+        return Accumulation(verdict="mean", num_micro_batches=4, batch_size=spec.candidate.batch_size, **said)
     if spec.what == "fidelity":
         return Fidelity(
-            precision=spec.precision,
-            batch_size=spec.batch_size,
+            precision=spec.candidate.precision,
+            batch_size=spec.candidate.batch_size,
             verdict="faithful",
-            pinned_modules=spec.pinned_modules,
+            pinned_modules=spec.candidate.pinned_modules,
             num_passes=NUM_CHECK_PASSES,
             **said,
         )
     return Calibration(
-        batch_size=spec.batch_size,
+        batch_size=spec.candidate.batch_size,
         log2_scales=(14.5,) * 12,
         bisected_log2_scales={},
         gradient_histogram=((-11, 500), (-10, 1000)),
         init_scale=2.0**13,
         forward_max=3.0,
-        pinned_modules=spec.pinned_modules,
+        pinned_modules=spec.candidate.pinned_modules,
     )

@@ -16,18 +16,19 @@ from landscape import Landscape
 from replay import ReplayBackend, ReplayBudget
 
 from autotune_amp.core.outcome import Record
+from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
 from autotune_amp.search import study as studies
-from autotune_amp.search.answer.decide import Decision, decide
+from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher, run
 from autotune_amp.search.sharing import ConfirmingProcesses, shares_processes
 from autotune_amp.search.space import Space, build_space
-from autotune_amp.search.stages.checks import Checks
+from autotune_amp.search.stages.checks import Checks, LossScales
 from autotune_amp.search.stages.confirm import Confirm, reserved_seconds
-from autotune_amp.search.stages.explore import Explore
+from autotune_amp.search.stages.explore import EXPLORING
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.stages.trials import Conditions
 
@@ -81,8 +82,9 @@ def search_replay(
     if are_shared:
         budget.confirm_seconds = reserved_seconds(budget_seconds, header.start_seconds)
     study = _study(ledger, seed)
-    checks, fallbacks = Checks(conditions, study), Fallbacks(conditions)
-    for stage in (Explore(conditions, study), checks, fallbacks, checks, fallbacks):
+    explore = [stage(conditions, study) for stage in EXPLORING]
+    checks, scales, fallbacks = Checks(conditions, study), LossScales(study), Fallbacks(conditions)
+    for stage in (explore[0], checks, *explore, checks, scales, fallbacks, checks, scales, fallbacks):
         for _ in run(stage, backend, ledger, budget, watcher):
             pass
     searched_seconds = budget.now

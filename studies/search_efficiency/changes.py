@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Measurement, Outcome
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.setting import Setting
 from autotune_amp.search.stages import seeding
 from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.trial.jobs import Trial

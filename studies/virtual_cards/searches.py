@@ -10,8 +10,9 @@ from landscape import Landscape
 from replay import play
 from search_replay import search_replay
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Outcome
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.setting import Setting
 from autotune_amp.profile.job import LOW
 from autotune_amp.profile.results import AmpProfile
 from autotune_amp.profile.rows import Found, answer, rows

@@ -14,7 +14,8 @@ from named_cards import CARDS
 from run import WORKLOADS
 from searches import best_rate, grid_seconds, landscape_of, low, profiled, true_speedup
 
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.setting import Setting
 
 Row = Sequence[str]
 

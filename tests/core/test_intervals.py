@@ -53,6 +53,11 @@ def test_one_sample_says_nothing_and_none_is_an_error() -> None:
         trimmed_interval([])
 
 
+def test_no_time_is_below_zero() -> None:
+    low, high = trimmed_interval([0.01, 5.0])
+    assert (low, high > 5.0) == (0.0, True)
+
+
 def test_one_process_gives_the_prior_alone() -> None:
     half = t_quantile(3) * SPREAD_PRIOR
     assert prediction_interval([100.0]) == pytest.approx(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController
-from autotune_amp.core.setting import Precision
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.runtime import run_log
 from autotune_amp.runtime.scaler import LAG_UPDATES
 

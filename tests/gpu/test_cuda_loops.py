@@ -7,8 +7,9 @@ import torch
 from loop_samples import LOOPS
 
 from autotune_amp import LossScale
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Fidelity
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import checks
 from autotune_amp.trial.context import Context, LoopState
@@ -38,7 +39,10 @@ def test_a_loop_built_on_the_cpu_trains_on_the_device_and_is_checked_there(name:
     assert all(not torch.equal(old, new) for old, new in zip(before, model.trained(), strict=True))
     if precision != "fp32":
         check = Check(
-            what="fidelity", precision=precision, batch_size=32, device="cuda", torch_state=torch_state.capture()
+            what="fidelity",
+            candidate=Setting(precision=precision, batch_size=32),
+            device="cuda",
+            torch_state=torch_state.capture(),
         )
         found = checks.check(context, check, lambda _: None)
         assert isinstance(found, Fidelity)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from autotune_amp import LossScale, Workload
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Fidelity
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import checks
 from autotune_amp.trial.context import Context
@@ -79,6 +80,8 @@ def test_a_transformer_trains_in_every_precision_and_is_checked(make: Any) -> No
         timing = time_steps(training, lambda *_: None, lambda _: None)
         assert (timing.num_steps_together, len(timing.raw_step_seconds)) == (4, 1)
         assert 0 < timing.last_loss < 10
-    found = checks.check(context, Check(what="fidelity", precision="fp16", batch_size=8, **common), lambda _: None)
+    found = checks.check(
+        context, Check(what="fidelity", candidate=Setting(precision="fp16", batch_size=8), **common), lambda _: None
+    )
     assert isinstance(found, Fidelity)
     assert found.verdict in ("faithful", "doubtful")  # draws differ between devices

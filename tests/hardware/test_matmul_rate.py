@@ -12,7 +12,7 @@ from autotune_amp.hardware import measuring
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from autotune_amp.core.setting import Precision
+    from autotune_amp.core.dimensions import Precision
 
 
 class MadeDevice:

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune_amp.core.setting import PRECISIONS
+from autotune_amp.core.dimensions import PRECISIONS
 from autotune_amp.hardware import cpu, cuda, mps, xpu
 
 if TYPE_CHECKING:
+    from autotune_amp.core.dimensions import Precision
     from autotune_amp.core.hardware import Capability, Level
-    from autotune_amp.core.setting import Precision
 
 N: Level = "native"
 E: Level = "emulated"

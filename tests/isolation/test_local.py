@@ -105,7 +105,9 @@ class Opened:
 
     @property
     def made(self) -> Made:
-        check = Check(what="fidelity", precision="bf16", batch_size=8, device="cpu", torch_state=self.state)
+        check = Check(
+            what="fidelity", candidate=Setting(precision="bf16", batch_size=8), device="cpu", torch_state=self.state
+        )
         return Made(self.backend, self.trial(), self.trial(3), "workload_error", check)
 
 
@@ -351,7 +353,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, isolation: Isolation, *answers: An
 
 
 CUDA_TRIAL = Trial(candidate=Setting(precision="fp32", batch_size=4), device="cuda:1", deadline_seconds=60.0)
-CHECK = Check(what="fidelity", precision="bf16", batch_size=8, device="cpu")
+CHECK = Check(what="fidelity", candidate=Setting(precision="bf16", batch_size=8), device="cpu")
 
 
 def test_a_process_opens_the_workload_for_the_trials_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from landscape import Cell, Header, Landscape, Process
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware
 from autotune_amp.core.outcome import Description, Failure, Measurement, Outcome
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.setting import Setting
 
 SIZES = (4, 8, 16, 32, 64)
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")

@@ -11,8 +11,8 @@ import torch
 from fp16_subjects import mean_square, subject
 from torch import Tensor, nn
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Fidelity
-from autotune_amp.core.setting import Precision
 from autotune_amp.numerics.fidelity import NUM_PAIRED_STEPS, check
 from autotune_amp.numerics.passes import Subject
 from autotune_amp.precision.forward_wrapper import is_pinned

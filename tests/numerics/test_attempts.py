@@ -12,7 +12,7 @@ from fidelity_subjects import Applied
 from fp16_subjects import Batch, Transformer, build, mean_square, mlp, subject
 from torch import Tensor, nn
 
-from autotune_amp.core.setting import Precision
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.numerics.fidelity import NUM_BATCHES, NUM_PAIRED_STEPS, Experiment
 from autotune_amp.numerics.modules import watch_forward
 from autotune_amp.numerics.passes import Passes, Subject

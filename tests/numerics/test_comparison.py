@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import LowWeights
-from autotune_amp.core.setting import Precision
 from autotune_amp.numerics.comparison import Comparison, Run, Sums, compare, gap, lost_updates, perturb, signals, train
 from autotune_amp.numerics.passes import Gradients, Passes
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.outcome import Fidelity
-from autotune_amp.core.setting import Precision
 from autotune_amp.numerics.fidelity import NUM_PAIRED_STEPS, check
 from autotune_amp.numerics.passes import Subject
 from autotune_amp.precision.forward_wrapper import is_pinned, pin_fp32

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.outcome import GradientDamage, Verdict
-from autotune_amp.core.setting import PRECISIONS, Precision
 from autotune_amp.numerics.grading import Findings, grade, next_step
 
 ORDER: tuple[Verdict, ...] = ("faithful", "doubtful", "unfaithful")

@@ -12,8 +12,9 @@ from loop_samples import LOOPS, batches, mlp
 from torch import Tensor, nn
 
 from autotune_amp import Workload
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Calibration, CheckOutcome, Failure, Fidelity
-from autotune_amp.core.setting import Precision
+from autotune_amp.core.setting import Setting
 from autotune_amp.numerics.passes import Passes, Subject
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import checks
@@ -22,7 +23,13 @@ from autotune_amp.trial.jobs import Check, CheckKind
 
 
 def spec(precision: Precision, what: CheckKind = "fidelity") -> Check:
-    return Check(what=what, precision=precision, batch_size=32, device="cpu", seed=3, torch_state=torch_state.capture())
+    return Check(
+        what=what,
+        candidate=Setting(precision=precision, batch_size=32),
+        device="cpu",
+        seed=3,
+        torch_state=torch_state.capture(),
+    )
 
 
 def checked(workload: Workload, precision: Precision, what: CheckKind = "fidelity") -> CheckOutcome:

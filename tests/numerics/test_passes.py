@@ -14,8 +14,8 @@ from fp16_subjects import CPU, SUBJECTS, Batch, build, dense, mean_square, mlp, 
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.core.setting import Precision
 from autotune_amp.numerics.passes import Passes, WithoutDropout, comparable_draws, keep_generators
 from autotune_amp.precision.forward_wrapper import is_pinned
 

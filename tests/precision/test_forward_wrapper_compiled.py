@@ -13,7 +13,7 @@ from swap_samples import Block, Model
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from autotune_amp.core.setting import Precision
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.precision.forward_wrapper import Observer, observe, override, override_of, pin_fp32, unpin
 from autotune_amp.precision.torch_state import autocast
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autotune_amp.core.setting import Precision
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.precision.forward_wrapper import Observer, observe, override, pin_fp32, unpin
 from autotune_amp.precision.torch_state import autocast
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from profile_samples import host_step, measured, profiled
 
-from autotune_amp.core.setting import Precision
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.profile.gap import Event, Trace, gap, next_steps, split, step_mark
 from autotune_amp.profile.job import Profiled, ProfiledStep, Split
 from autotune_amp.profile.results import Gap

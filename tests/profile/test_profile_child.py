@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from autotune_amp import Workload
 from autotune_amp.core.config import LossScale
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Failure
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
 from autotune_amp.profile import child
 from autotune_amp.profile.child import count_flops

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from profile_samples import HARDWARE, host_step, measured, profiled
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import BusyProcess, CardProcess, MachineLoad
 from autotune_amp.core.outcome import Failure, FailureKind, Outcome
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.setting import Setting
 from autotune_amp.profile.job import Profiled
 from autotune_amp.profile.results import AmpProfile, PrecisionRow
 from autotune_amp.profile.rows import Found, answer, load_notes, rows, verdict

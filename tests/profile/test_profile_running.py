@@ -14,9 +14,10 @@ import pytest
 from profile_samples import HARDWARE, measured
 
 from autotune_amp import profile_amp
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.outcome import Failure, FailureKind, Outcome
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.setting import Setting
 from autotune_amp.profile.rows import Found, rows
 from autotune_amp.profile.running import Rounds, checked_request, write_trace
 from autotune_amp.search.progress import Progress

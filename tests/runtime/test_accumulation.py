@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from training import Batch, batches, fp16, same, weights
 
-from autotune_amp.core.setting import Precision
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.runtime.controller import PrecisionController
 
 ACCUMULATION_STEPS = 4

@@ -16,7 +16,7 @@ from training import MODES as WAYS
 from training import Batch, Loop, batches, fp16, same
 
 from autotune_amp.core.config import AmpConfig, LossScale
-from autotune_amp.core.setting import Precision
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.precision import torch_state
 from autotune_amp.runtime.controller import PrecisionController
 

@@ -30,7 +30,7 @@ from amp_examples import (
 from torch import Tensor
 
 from autotune_amp import AmpConfig, LossScale
-from autotune_amp.core.setting import Precision
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.runtime.controller import PrecisionController
 
 

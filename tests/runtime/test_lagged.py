@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autotune_amp import AmpConfig, LossScale
-from autotune_amp.core.setting import Precision
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.gradient_check import GradientCheck
 from autotune_amp.runtime.scaler import LAG_UPDATES

@@ -13,8 +13,8 @@ from unittest.mock import ANY
 import pytest
 
 from autotune_amp.core.config import LossScale
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import FormatError, InvalidRequestError
-from autotune_amp.core.setting import Precision
 from autotune_amp.runtime.actions import (
     Action,
     Blame,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
-from autotune_amp.core.setting import Precision
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.runtime import actions
 from autotune_amp.runtime.actions import Action, Move, Signal
 from autotune_amp.runtime.policy import DWELL_STEPS, MAX_PROMOTIONS, NUM_PROBATION_STEPS, PROMOTION_STEPS, Policy

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autotune_amp import AmpConfig, LossScale
 from autotune_amp.core.config import FallbackPlan
-from autotune_amp.core.setting import Precision
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.runtime import policy
 from autotune_amp.runtime import status as metrics
 from autotune_amp.runtime.controller import PrecisionController

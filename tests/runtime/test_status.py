@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController
 from autotune_amp.core.config import DemotedError
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import NotPrecisionError
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.core.setting import Precision
 from autotune_amp.runtime import run_log
 from autotune_amp.runtime import status as metrics
 from autotune_amp.runtime.status import MoveRecord

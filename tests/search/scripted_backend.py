@@ -9,6 +9,7 @@ from typing import Any
 
 from replay import Done, ReplayBudget
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.evidence import Objective
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware
 from autotune_amp.core.outcome import (
@@ -24,10 +25,11 @@ from autotune_amp.core.outcome import (
     Record,
     Verdict,
 )
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.recommendation import Decision
+from autotune_amp.core.setting import Setting
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.backend import Ability, Slot
-from autotune_amp.search.answer.decide import Decision, decide
+from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.budget import Budget
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.ledger import Ledger, Shortlist
@@ -36,9 +38,9 @@ from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher, Stage, run
 from autotune_amp.search.sharing import share_where_it_pays
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.checks import Checks
+from autotune_amp.search.stages.checks import Checks, LossScales
 from autotune_amp.search.stages.confirm import Confirm
-from autotune_amp.search.stages.explore import Explore, left_to_explore
+from autotune_amp.search.stages.explore import EXPLORING, left_to_explore
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.search.study import Study
@@ -173,10 +175,10 @@ def accumulation(
 def all_well(spec: Check) -> CheckOutcome:
     """Every precision is faithful, every loss scale up to 2^14.5 safe, and gradients accumulate."""
     if spec.what == "accumulation":
-        return accumulation(batch_size=spec.batch_size)
+        return accumulation(batch_size=spec.candidate.batch_size)
     if spec.what == "calibration":
-        return calibration(batch_size=spec.batch_size, pins=spec.pinned_modules)
-    return fidelity(spec.precision, pins=spec.pinned_modules, batch_size=spec.batch_size)
+        return calibration(batch_size=spec.candidate.batch_size, pins=spec.candidate.pinned_modules)
+    return fidelity(spec.candidate.precision, pins=spec.candidate.pinned_modules, batch_size=spec.candidate.batch_size)
 
 
 def measured(
@@ -279,11 +281,12 @@ class ScriptedSearch:
         """With the sharing of what is built between trials, as a real search has it."""
         with Study.open(self.storage, "scripted", self.ledger) as study:
             self.share_building()
-            stage = Explore(self.conditions, study, max_trials)
-            for _ in run(stage, self.backend, self.ledger, self.budget, self.watcher):
-                self.share_building()
-            if is_checked:
-                self.run(Checks(self.conditions, study))
+            explore = [stage(self.conditions, study, max_trials) for stage in EXPLORING]
+            checks = [Checks(self.conditions, study)] if is_checked else []
+            scales = [LossScales(study)] if is_checked else []
+            for stage in (explore[0], *checks, *explore, *checks, *scales):
+                for _ in run(stage, self.backend, self.ledger, self.budget, self.watcher):
+                    self.share_building()
 
     def share_building(self) -> None:
         left = left_to_explore(self.conditions, self.ledger, self.budget)

@@ -7,8 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from scripted_backend import accumulation, calibration, candidate, ledger_of
 from test_space import space as built
 from test_whole_search import HELD, Machine
@@ -16,10 +14,10 @@ from test_whole_search import HELD, Machine
 from autotune_amp.core.config import AmpConfig, FallbackPlan
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.outcome import Accumulation, CheckOutcome, Failure, Record
+from autotune_amp.core.recommendation import Decision
 from autotune_amp.search import loss_scales
-from autotune_amp.search.answer.decide import Decision, decide
+from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.answer.explain import accumulation_warnings
-from autotune_amp.search.check_results import found_accumulation
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import AccumulationCheck
 from autotune_amp.search.stages.trials import ACCUMULATION_SHARE
@@ -66,7 +64,7 @@ def test_an_exact_accumulation_is_offered_and_checked_once(tmp_path: Path) -> No
     assert judged(on, where) == where
     assert judged(on, where) == where, "a resumed search reads its records"
     (spec,) = on.searched.backend.checks
-    assert (spec.what, spec.precision, spec.batch_size) == ("accumulation", "fp32", 16)
+    assert (spec.what, spec.candidate.precision, spec.candidate.batch_size) == ("accumulation", "fp32", 16)
     assert spec.deadline_seconds == pytest.approx(ACCUMULATION_SHARE * on.searched.budget.seconds)
     assert on.ledger.trials == [], "a check is no trial"
     on.oom_from = {"fp32": 64, "bf16": 64}
@@ -133,13 +131,6 @@ def test_a_baseline_that_accumulates_stays_and_is_warned_of(tmp_path: Path) -> N
     assert decision.config.accumulation_steps == 2
     assert decision.reason.startswith("Keep what you have")
     assert any("fp32 batch 32 x 2, accumulates: what runs today does not learn" in w for w in decision.warnings)
-
-
-def test_a_baseline_that_may_or_may_not_learn_the_same(tmp_path: Path) -> None:
-    on = machine(tmp_path, accumulation("unchecked"))
-    where = judged(on, built(effective_batch_size=64, batch_size="64:64"))
-    assert any("may not learn what a batch of 64 learns" in note for note in where.notes)
-    assert not any("left out" in note for note in where.notes), "it cost nothing"
 
 
 @pytest.mark.parametrize(
@@ -226,60 +217,12 @@ def test_a_changed_effective_batch_speaks_of_the_learning_rate_and_of_the_way_ba
     assert "--effective-batch-size 64 keeps them" in warning, "of two ranks with 32 each"
 
 
-def test_few_divisors_are_said_with_the_neighbours_that_have_more() -> None:
-    where = built(precision="fp32", about={"batch_size": 97}, num_ranks=2)
-    config = AmpConfig(precision="fp32", batch_size=97)
-    (warning,) = accumulation_warnings(where, where.baseline, config, None)
-    assert "194 (97 on each of 2 ranks)" in warning
-    assert "--effective-batch-size 192 or --effective-batch-size 200" in warning
-    withheld = ledger_of([record(accumulation("inexact"))], built(about={"batch_size": 94})).space
-    assert accumulation_warnings(withheld, withheld.baseline, config, None) == [], "other divisors would not help"
-
-
 def test_no_time_is_no_finding(tmp_path: Path) -> None:
     on = machine(tmp_path).on(built(effective_batch_size="free"))
     on.budget.now = on.budget.seconds
     on.measure_fallbacks()
     assert not on.ledger.may_add_accumulation
     assert on.records == ()
-
-
-def test_exploring_begins_at_the_baselines_batch_and_goes_down_by_divisors(tmp_path: Path) -> None:
-    """As kept batches go: nothing is larger than the baseline."""
-    on = machine(tmp_path)
-    on.base["fp16"] = 150.0  # each precision at 64 only once, and rates fall below it
-    where = built(precision=["fp32", "bf16", "fp16"], about={"batch_size": 64})
-    on.explore(where)
-    tried = [str(r.candidate) for r in on.ledger.records if r.purpose == "search"]
-    assert tried[:3] == ["fp32 batch 64", "bf16 batch 64", "fp16 batch 64"]
-    assert "bf16 batch 32 x 2" in tried[3:], "the half of the best"
-    assert all(spec.candidate.effective_batch_size == 64 for spec in on.searched.backend.specs)
-
-
-@given(
-    batch_size=st.integers(1, 300),
-    verdict=st.sampled_from(["mean", "sum", "weighted", "inexact", "unchecked"]),
-    is_loop=st.booleans(),
-    num_ranks=st.integers(1, 4),
-)
-def test_a_loaders_batch_is_the_effective_batch_of_every_candidate(
-    batch_size: int, verdict: Any, is_loop: bool, num_ranks: int
-) -> None:
-    where = built(about={"batch_size": batch_size, "is_loop": is_loop}, num_ranks=num_ranks)
-    left = ledger_of([record(accumulation(verdict))], where).space
-    assert {c.effective_batch_size for c in (*left.candidates, left.baseline)} == {batch_size}
-    is_withheld = is_loop or verdict in ("inexact", "unchecked")
-    assert left.candidates
-    assert not (is_withheld and accumulating(left))
-    assert len(left.excluded) <= len(where.excluded) + 4
-    assert msgspec.json.decode(msgspec.json.encode(left), type=Space) == left
-
-
-def test_a_search_that_was_not_asked_has_no_finding() -> None:
-    assert found_accumulation([]) is None
-    found = found_accumulation([record(Failure(kind="timeout", message="too long")), record(accumulation("sum"))])
-    assert isinstance(found, Accumulation)
-    assert found.verdict == "sum", "the latest counts"
 
 
 def test_a_finished_search_is_judged_from_its_records_alone(tmp_path: Path) -> None:

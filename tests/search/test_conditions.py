@@ -11,7 +11,7 @@ from scripted_backend import candidate, described, hardware, ledger_of, measured
 from autotune_amp.core.outcome import SampleSizes
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.answer.evidence import Runs, gather, memory_evidence
-from autotune_amp.search.answer.explain import ending_doubts, memory_doubts
+from autotune_amp.search.answer.explain import memory_doubts
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.trial.jobs import Trial
@@ -76,16 +76,6 @@ def test_what_the_confirmation_ran_beside_the_steps_is_told() -> None:
     assert found.memory is not None
     assert (found.memory.has_evaluation, found.memory.has_checkpoint) == (True, False)
     assert (found.evaluation_seconds, found.checkpoint_seconds) == (2.0, None)
-
-
-def test_an_ending_that_did_not_end_is_told() -> None:
-    tried = candidate("fp32", 8)
-    found = measured(spec(tried), 100.0)
-    noted = msgspec.structs.replace(found, ending_seconds=12.0, ending_problem="evaluate did not end within 12 s")
-    assert ending_doubts(Runs(candidate=tried, measurements=(found, found))) == []
-    (said,) = ending_doubts(Runs(candidate=tried, measurements=(noted, found)))
-    assert "evaluate did not end within 12 s. " in said
-    assert "--budget" in said
 
 
 def spec(tried: Setting) -> Trial:

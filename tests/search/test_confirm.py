@@ -1,4 +1,4 @@
-"""Evaluations and checkpoints in the confirmation: once for each, in a bounded share of its time."""
+"""What the confirmation runs in its time, evaluations and checkpoints among it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from scripted_backend import (
     measured,
 )
 
-from autotune_amp.core.outcome import Outcome
+from autotune_amp.core.outcome import Outcome, Record
 from autotune_amp.search.answer.evidence import confirm_runs
 from autotune_amp.search.budget import CONFIRM_SHARE
 from autotune_amp.search.ledger import Shortlist
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.confirm import ENDING_SHARE, MIN_ROUNDS
+from autotune_amp.search.stages.confirm import ENDING_SHARE, MIN_ROUNDS, Confirm, run_seconds, start_seconds
 from autotune_amp.trial.jobs import Trial
 
 BF16, FP32 = candidate("bf16", 32), candidate("fp32", 32)
@@ -32,6 +32,7 @@ class Machine:
     def __init__(self, evaluation_seconds: float | None) -> None:
         self.evaluation_seconds = evaluation_seconds
         self.process_seconds = 0.0
+        self.speeds = {BF16: 2000.0, FP32: 1000.0}
         space = Space(candidates=(BF16, FP32), baseline=FP32)
         description = described(has_ending=evaluation_seconds is not None)
         self.searched = ScriptedSearch(space, self.answered, BUDGET_SECONDS, description=description)
@@ -39,7 +40,7 @@ class Machine:
         self.ledger, self.budget = self.searched.ledger, self.searched.budget
 
     def answered(self, spec: Trial) -> Outcome:
-        found = measured(spec, 2000.0 if spec.candidate == BF16 else 1000.0)
+        found = measured(spec, self.speeds[spec.candidate])
         self.searched.budget.now += self.process_seconds
         if spec.ending_seconds is None:
             return found
@@ -78,11 +79,6 @@ def test_what_went_wrong_once_is_not_tried_again_by_a_search_that_goes_on() -> N
     assert all(spec.ending_seconds is None for spec in machine.confirm())
 
 
-def test_a_workload_without_either_is_asked_for_neither() -> None:
-    specs = Machine(None).confirm()
-    assert {spec.ending_seconds for spec in specs} == {None}
-
-
 def test_what_the_search_left_over_confirms_both_and_no_more() -> None:
     machine = Machine(None)
     machine.process_seconds = 0.1 * BUDGET_SECONDS  # their share holds four processes, of the seven that it takes
@@ -90,3 +86,42 @@ def test_what_the_search_left_over_confirms_both_and_no_more() -> None:
     for tried, environment in ((BF16, HEAP), (FP32, {})):
         assert confirm_runs(machine.ledger.records, tried, environment).num_confirming == MIN_ROUNDS
     assert CONFIRM_SHARE * BUDGET_SECONDS < machine.budget.now <= BUDGET_SECONDS
+
+
+@pytest.mark.parametrize(("margin", "runs"), [(1.05, False), (1.15, True)])
+def test_a_process_is_started_where_a_tenth_more_than_its_time_is_left(margin: float, runs: bool) -> None:
+    machine = Machine(None)
+    stage = Confirm(machine.searched.conditions, Shortlist(FP32, None, FP32), {}, start_seconds=3.0)
+    machine.budget.now = BUDGET_SECONDS - margin * (3.0 + run_seconds(machine.ledger, FP32))
+    assert (stage.next(machine.ledger, machine.budget) is not None) == runs
+
+
+def test_what_processes_took_is_the_mean_of_what_was_seen() -> None:
+    machine = Machine(None)
+    for seconds in (4.0, 10.0):
+        found = msgspec.structs.replace(measured(Trial(candidate=FP32, device="cpu"), 1000.0), build_seconds=1.0)
+        machine.ledger.append(
+            Record(
+                search_id="s",
+                number=9,
+                candidate=FP32,
+                purpose="confirm",
+                round=0,
+                outcome=found,
+                seconds=seconds,
+                start_seconds=seconds / 4,
+            )
+        )
+    assert start_seconds(machine.ledger.records, 100.0) == pytest.approx((2.0 + 3.5) / 2)
+    assert run_seconds(machine.ledger, FP32) == pytest.approx((2.0 + 6.5) / 2)
+
+
+@pytest.mark.parametrize(("speed", "is_run"), [(390.0, False), (410.0, True)])
+def test_a_runner_up_five_times_slower_costs_no_process(speed: float, is_run: bool) -> None:
+    machine, slow = Machine(None), candidate("fp32", 8)
+    machine.speeds[slow] = speed
+    machine.searched.measure(slow)
+    machine.searched.confirm(Shortlist(BF16, slow, FP32), HEAP, start_seconds=0.1)
+    confirming = [spec for spec in machine.searched.backend.specs if spec.is_miniature]
+    assert (slow in {spec.candidate for spec in confirming}) == is_run
+    assert {spec.hold_heap for spec in confirming} == {False}, "its process starts with the variables, or without"

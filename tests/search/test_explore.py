@@ -40,16 +40,6 @@ def test_the_fastest_are_measured_again_one_after_the_other() -> None:
     assert sorted(again) == [32, 64, 128]
 
 
-def test_one_that_was_only_lucky_gives_way_to_another() -> None:
-    sizes = {8: 100.0, 16: 90.0, 32: 80.0, 64: 70.0}
-    records = tried([(candidate("fp32", size), rate) for size, rate in sizes.items()])
-    records += tried([(candidate("fp32", 8), 10.0)])  # a median of 55
-    assert next_repeat(known(records)) in {candidate("fp32", size) for size in (16, 32, 64)}
-    assert next_repeat(known([*records, *tried([(candidate("fp32", size), sizes[size]) for size in (16, 32)])])) == (
-        candidate("fp32", 64)
-    )
-
-
 def test_what_is_far_slower_is_left_alone() -> None:
     records = tried([(candidate("fp32", 32), 100.0), (candidate("bf16", 32), 40.0)])
     assert next_repeat(known(records)) == candidate("fp32", 32)
@@ -60,12 +50,6 @@ def test_what_failed_or_ran_as_found_is_not_measured_again() -> None:
     as_found = Setting(precision="fp32", batch_size=64, as_found=True)
     records = tried([(as_found, 100.0), (candidate("fp32", 32), 90.0)])
     records.append(record(9, candidate("fp32", 32), Failure(kind="crash", message="it died")))
-    assert next_repeat(known(records)) is None
-
-
-def test_other_numbers_of_loader_workers_are_not_measured_again() -> None:
-    with_workers = Setting(precision="fp32", batch_size=32, num_workers=2)
-    records = tried([(candidate("fp32", 32), 100.0), (candidate("fp32", 32), 90.0), (with_workers, 300.0)])
     assert next_repeat(known(records)) is None
 
 

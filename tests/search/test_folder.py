@@ -40,6 +40,7 @@ def test_a_line_cut_anywhere_costs_only_itself(tmp_path_factory: pytest.TempPath
         data = path.read_bytes()
         path.write_bytes(data[: -min(cut, len(data) // 2 - 1)])
         assert folder.records() == [record(1)]
+    with folder:
         folder.append(record(3))
         assert folder.records() == [record(1), record(3)]
 

@@ -18,10 +18,6 @@ def made(**options: Any) -> Any:
     return cost_of_training(DECISION.config, DECISION.evidence, SearchOptions.from_user(**options))
 
 
-def test_without_a_length_there_is_no_job() -> None:
-    assert made() is None
-
-
 def test_steps_are_those_of_the_recommended_config() -> None:
     found = made(steps=1000)
     assert (found.num_steps, found.num_samples) == (1000, 64_000)
@@ -44,11 +40,3 @@ def test_samples_over_several_ranks_end_in_a_whole_step() -> None:
         f"0.35 h ({low:.2g} to {high:.2g}) for 3,907 steps, 1.04 ({3 * low:.2f} to {3 * high:.2f}) at 3 an hour; "
         "0.69 h as it runs today"
     )
-
-
-def test_a_baseline_without_a_number_has_no_hours() -> None:
-    alone = decided(Log().add(at("bf16", 64), 200.0))
-    found = cost_of_training(alone.config, alone.evidence, SearchOptions.from_user(steps=10))
-    assert found is not None
-    assert found.baseline_hours is None
-    assert "as it runs today" not in job_line(found)

@@ -14,10 +14,10 @@ from scripted_backend import ScriptedSearch, candidate, measured
 
 from autotune_amp.core.hardware import BusyProcess, CardProcess, MachineLoad
 from autotune_amp.core.outcome import Record
+from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware import machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.search.answer.decide import Decision
 from autotune_amp.search.budget import Budget
 from autotune_amp.search.ledger import Shortlist
 from autotune_amp.search.progress import Progress

@@ -6,13 +6,14 @@ import msgspec
 import pytest
 from scripted_backend import ScriptedSearch, candidate, described, fidelity, hardware, measured
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome, Record
-from autotune_amp.core.setting import Precision, Setting
-from autotune_amp.search.answer.decide import Decision
+from autotune_amp.core.recommendation import Decision
+from autotune_amp.core.setting import Setting
 from autotune_amp.search.answer.evidence import Runs, is_waiting, loader_evidence
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Checks
-from autotune_amp.search.stages.explore import LOADER_SHARE, Explore, left_to_explore
+from autotune_amp.search.stages.explore import EXPLORING, LOADER_SHARE, left_to_explore
 from autotune_amp.search.stages.loader_workers import LoaderWorkers, ladder, next_to_try
 from autotune_amp.search.stages.trials import DEADLINE_RATIO
 from autotune_amp.search.study import Study
@@ -58,13 +59,14 @@ class LoadingMachine:
         return measured(spec, rate, data_share=1 - rate / alone)
 
     def check(self, spec: Check) -> CheckOutcome:
-        return fidelity(spec.precision, "faithful" if self.is_bf16_faithful else "unfaithful")
+        return fidelity(spec.candidate.precision, "faithful" if self.is_bf16_faithful else "unfaithful")
 
     def search(self, max_trials: int | None = None) -> Decision:
         with Study.open("sqlite://", "scripted", self.ledger) as study:
             checks = Checks(self.searched.conditions, study)
-            self.searched.run(Explore(self.searched.conditions, study, max_trials))
-            self.searched.run(checks)
+            for stage in EXPLORING:
+                self.searched.run(stage(self.searched.conditions, study, max_trials))
+                self.searched.run(checks)
             self.searched.run(LoaderWorkers(self.searched.conditions, checks, max_trials))
             told = [trial.user_attrs["candidate"] for trial in study._study.trials]
         assert not any("worker" in name for name in told), "other workers are not in the study's space"
@@ -132,25 +134,6 @@ def test_workers_that_do_not_help_are_not_recommended() -> None:
     (warning,) = [w for w in decision.warnings if "loader" in w]
     assert warning.startswith("The data loader sets the speed: ")
     assert "was tried with 1 worker" in warning
-
-
-def test_workers_that_fail_are_a_row_like_any_other() -> None:
-    machine = LoadingMachine(load_rate=60.0, num_cpus=16)
-    machine.failure = Failure(kind="crash", message="a DataLoader worker was killed")
-    decision = machine.search()
-    assert machine.tried() == [("bf16", 1)]
-    assert decision.config.num_workers is None
-    assert [row.status for row in decision.candidates if row.num_workers] == ["crash"]
-    assert not decision.excluded, "without workers that batch size runs"
-    assert any("with 1 worker (failed)" in warning for warning in decision.warnings)
-
-
-def test_a_precision_that_is_out_gets_no_workers() -> None:
-    machine = LoadingMachine(load_rate=60.0, num_cpus=2)
-    machine.is_bf16_faithful = False
-    decision = machine.search()
-    assert {precision for precision, _ in machine.tried()} == {"fp32"}
-    assert (decision.config.precision, decision.config.num_workers) == ("fp32", 2)
 
 
 @pytest.mark.parametrize(("load_rate", "own"), [(1e6, 0), (60.0, None), (120.0, 2)])

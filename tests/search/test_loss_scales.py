@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +14,7 @@ from autotune_amp.core.outcome import Calibration, Failure, FailureKind, Measure
 from autotune_amp.core.setting import Setting
 from autotune_amp.numerics.scaler_replay import extend, replay, skips
 from autotune_amp.search import loss_scales
-from autotune_amp.search.loss_scales import DEFAULT_PAIR, Refused, Scales, calibrated, key_of, snapped
+from autotune_amp.search.loss_scales import DEFAULT_PAIR, Refused, Scales, calibrated, key_of
 
 FP16 = candidate("fp16", 16)
 REACHING_DOWN = dict.fromkeys(range(-34, -4), 100)  # a hundredth below 2^-33, a thirtieth below 2^-32 ...
@@ -160,13 +159,6 @@ def test_a_window_of_passes_divides_the_loss_and_so_the_scale() -> None:
     assert four.replay(four.preferred)[:3] == one.scored[one.preferred][:3]
     assert four.flushed_share((2.0**10, 1)) == one.flushed_share((2.0**8, 1))
     assert min(four.finite_log2_scales) == min(one.finite_log2_scales) + 2
-
-
-@pytest.mark.parametrize("scale", [2.0**-24, 0.7, 1.5, 65536.0, 90_000.0, 2.0**24])
-def test_snapping_is_to_the_nearest_power_of_two(scale: float) -> None:
-    exponent = math.log2(snapped(scale))
-    assert exponent.is_integer()
-    assert abs(exponent - math.log2(scale)) <= 0.5
 
 
 def test_what_a_process_should_have_skipped_is_counted_as_the_trial_counts() -> None:

@@ -46,15 +46,11 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_option(name: str, given: An
         ("precision", "bf16"),
         ("storage", "sqlite://"),
         ("effective_batch_size", "free"),
+        ("effective_batch_size", "64"),
     ],
 )
 def test_what_makes_sense_is_taken(name: str, given: Any) -> None:
     assert isinstance(SearchOptions.from_user(**{name: given}), SearchOptions)
-
-
-def test_the_command_lines_number_is_a_number() -> None:
-    assert SearchOptions.from_user(effective_batch_size="64").effective_batch_size == 64
-    assert SearchOptions.from_user(effective_batch_size=64).effective_batch_size == 64
 
 
 def test_ranks_share_the_effective_batch_evenly() -> None:

@@ -10,10 +10,11 @@ import msgspec
 import pytest
 from scripted_backend import ScriptedSearch, all_well, hardware, measured
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError, StudyError
 from autotune_amp.core.outcome import Calibration, CheckOutcome, Description, Outcome
 from autotune_amp.core.recommendation import Fingerprint, Recommendation, SearchSummary
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.setting import Setting
 from autotune_amp.search.answer.decide import ranked_again, recommend, rerank
 from autotune_amp.search.cache import cached_answer
 from autotune_amp.search.folder import StudyFolder
@@ -78,7 +79,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recommendation, 
         environment=HELD,
         hardware=device,
         workload=WORKLOAD,
-        is_budget_spent=False,
         search=SearchSummary(
             study="scripted",
             num_trials=len(ours.ledger.trials),
@@ -200,18 +200,6 @@ def test_a_cached_answer_is_ranked_again_only_where_another_is_asked_for(
     stopped = msgspec.structs.replace(found, search=msgspec.structs.replace(found.search, was_interrupted=True))
     assert cached_answer(stopped, asked(objective="memory"), folder, notes, found.fingerprint) is None
     assert cached_answer(found, OPTIONS, folder, notes, Fingerprint(digest="other", parts={})) is None
-
-
-def test_a_line_that_is_being_written_is_left_alone(finished: tuple[Recommendation, StudyFolder]) -> None:
-    found, folder = finished
-    log = folder.path / "outcomes.jsonl"
-    whole = log.read_bytes()
-    try:
-        log.write_bytes(whole + b'{"half')
-        assert rerank(found, OPTIONS, folder).config == found.config
-        assert log.read_bytes() == whole + b'{"half'
-    finally:
-        log.write_bytes(whole)
 
 
 def test_a_plain_cached_answer_imports_nothing_for_it() -> None:

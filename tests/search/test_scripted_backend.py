@@ -8,6 +8,7 @@ from replay import ReplayBudget
 from scripted_backend import ScriptedBackend, candidate, measured, out_of_memory
 
 from autotune_amp.core.outcome import Outcome
+from autotune_amp.core.setting import Setting
 from autotune_amp.trial.jobs import Check, Trial
 
 
@@ -23,5 +24,5 @@ class TestScripted(BackendContract):
             Trial(candidate=candidate("fp32", 8), device="cpu"),
             Trial(candidate=candidate("fp32", 16), device="cpu"),
             "oom",
-            Check(what="fidelity", precision="bf16", batch_size=8, device="cpu"),
+            Check(what="fidelity", candidate=Setting(precision="bf16", batch_size=8), device="cpu"),
         )

@@ -18,7 +18,6 @@ from autotune_amp.search.progress import Progress
 from autotune_amp.search.sharing import Costs, confirming_processes
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.confirm import NUM_ROUNDS, Confirm
-from autotune_amp.search.stages.explore import left_to_explore
 from autotune_amp.trial.jobs import Trial
 
 FP32, BF16 = candidate("fp32", 32), candidate("bf16", 32)
@@ -106,13 +105,6 @@ def test_the_first_trial_shows_what_building_costs() -> None:
     assert shared == [False, True, True]
 
 
-def test_long_building_is_shared_from_the_first_trial_on() -> None:
-    machine = Machine(build_seconds=12.0)
-    machine.explore(max_trials=3)
-    assert machine.notes.lines == ["Building the workload takes 12.0 s: it is built once and shared by the trials."]
-    assert machine.num_builds == 1
-
-
 def test_a_resumed_search_shares_at_once(tmp_path: Path) -> None:
     Machine(build_seconds=3.1, folder=tmp_path).explore(max_trials=1)
     resumed = Machine(build_seconds=3.1, folder=tmp_path)
@@ -128,14 +120,6 @@ def test_one_worker_is_kept_where_forks_cannot_share() -> None:
     assert machine.notes.lines[-1].endswith(
         "one process is kept instead: building the workload started cuda in its process."
     )
-
-
-def test_one_worker_is_kept_where_starting_the_accelerator_costs_more() -> None:
-    machine = Machine(build_seconds=0.5)
-    machine.context_seconds = 3.0
-    machine.explore(max_trials=2)
-    assert not machine.backend.is_forking
-    assert machine.num_builds == 2, "what was kept would have to be scripted"
 
 
 def test_nothing_is_shared_where_memory_or_time_for_one_model_more_is_missing() -> None:
@@ -155,15 +139,6 @@ def test_a_budget_that_is_mostly_building_still_gives_an_answer(budget: float) -
     machine.explore()
     assert any(isinstance(record.outcome, Measurement) for record in machine.records)
     assert machine.budget.now <= budget
-
-
-def test_the_first_trial_may_have_all_that_is_left() -> None:
-    machine = Machine(build_seconds=4.0, budget_seconds=10.0)
-    machine.budget.now = 5.0
-    assert left_to_explore(machine.conditions, machine.ledger, machine.budget) == 5.0
-    assert machine.conditions.search_trial(machine.ledger, machine.budget, FP32, 5.0).deadline_seconds == pytest.approx(
-        4.0 + 2 / 3
-    )
 
 
 def confirmed(machine: Machine, start_seconds: float, *, can_share: bool = True) -> tuple[list[Isolation], int]:
@@ -202,14 +177,6 @@ def test_the_confirmation_builds_once_for_each_environment_where_building_is_muc
     evidence = gather(machine.ledger, runs, baseline, HEAP, machine.conditions.description)
     assert evidence.is_build_shared
     assert machine.share_deadlines[1:] == [41.0, 41.0], "time is left for processes of their own"
-
-
-def test_a_short_build_is_not_shared_by_the_confirmation_however_much_of_a_process_it_is() -> None:
-    machine = Machine(build_seconds=0.4, budget_seconds=300.0)
-    machine.rate = 1e5
-    made, num_builds = confirmed(machine, start_seconds=0.5)
-    assert set(made) == {"fresh"}
-    assert len(made) == num_builds
 
 
 @pytest.mark.parametrize(

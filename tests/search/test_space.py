@@ -1,28 +1,20 @@
 from __future__ import annotations
 
-import itertools
 from typing import Any, get_args
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
+from scripted_backend import measured
 
+from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware, Level
-from autotune_amp.core.outcome import Description
-from autotune_amp.core.recommendation import Exclusion
-from autotune_amp.core.setting import PRECISIONS, Precision, Setting
+from autotune_amp.core.outcome import Description, Failure, Outcome
+from autotune_amp.core.setting import Setting
 from autotune_amp.search.options import SearchOptions
-from autotune_amp.search.space import (
-    MAX_BATCH_SIZES,
-    Space,
-    build_space,
-    divisors,
-    excluded_by_oom,
-    has_few_batch_sizes,
-    neighbours,
-    without,
-)
+from autotune_amp.search.space import MAX_BATCH_SIZES, Space, build_space, divisors, excluded_by_outcomes
+from autotune_amp.trial.jobs import Trial
 
 FREE = {"effective_batch_size": "free"}
 IDENTITY = DeviceIdentity(type="cpu", name="test", num_cpus=2, total_memory_bytes=1 << 30)
@@ -154,10 +146,6 @@ def test_what_is_assumed_is_said(about: dict[str, Any], options: dict[str, Any],
     assert note in said
 
 
-def test_nothing_is_assumed_of_a_plain_workload() -> None:
-    assert space().notes == ()
-
-
 @pytest.mark.parametrize(
     ("levels", "about", "options", "legal", "excluded"),
     [
@@ -272,37 +260,6 @@ def test_every_candidate_is_legal(
         assert {low, min(high, num_samples or high)} <= set(sizes(found))
 
 
-@given(st.integers(1, 5000), st.integers(1, 100_000), st.integers(1, 300))
-def test_a_range_is_covered_without_wide_gaps(low: int, ratio: int, base: int) -> None:
-    assume(low * ratio >= base)
-    about = {"batch_size": base, "num_samples": None}
-    found = sizes(space(about=about, batch_size=(low, low * ratio), effective_batch_size="free"))
-    even = max(4.0, ratio ** (2 / (MAX_BATCH_SIZES - 2)) * 2)
-    assert all(above <= even * below + 1 for below, above in itertools.pairwise(found))
-
-
-@pytest.mark.parametrize(
-    ("effective", "expected"),
-    [(97, [96, 100]), (94, [90, 96]), (49, [48]), (53, [48, 54]), (13, [12, 14]), (7, []), (2, []), (1, [])],
-)
-def test_an_effective_batch_with_few_divisors_has_neighbours_with_more(effective: int, expected: list[int]) -> None:
-    assert has_few_batch_sizes(effective)
-    assert neighbours(effective) == expected
-
-
-@pytest.mark.parametrize("effective", [4, 8, 10, 12, 32, 50, 64, 96, 100, 1000, 4096])
-def test_the_usual_effective_batches_have_divisors_enough(effective: int) -> None:
-    assert not has_few_batch_sizes(effective)
-
-
-@given(st.integers(1, 5000))
-def test_a_neighbour_is_near_and_leaves_a_choice(effective: int) -> None:
-    for neighbour in neighbours(effective):
-        assert 0 < abs(neighbour - effective) <= 0.1 * effective
-        assert len(sizes(space(about={"batch_size": neighbour}))) >= 4
-        assert not has_few_batch_sizes(neighbour)
-
-
 def test_a_loop_says_why_nothing_accumulates() -> None:
     found = space(about={"is_loop": True}, precision=["fp32", "bf16"])
     assert [(e.precision, e.batch_size) for e in found.excluded] == [("fp32", 16), ("bf16", 16)]
@@ -314,61 +271,59 @@ def test_a_loop_says_why_nothing_accumulates() -> None:
     assert free.accumulation_withheld == found.accumulation_withheld
 
 
-def test_a_space_is_json() -> None:
-    import msgspec
-
-    found = space()
-    assert msgspec.json.decode(msgspec.json.encode(found), type=Space) == found
+OOM, SLOW, MISSING = (Failure(kind=kind, message="the device says so") for kind in ("oom", "timeout", "unsupported"))
 
 
-def peaks_of(**peaks: dict[int, int]) -> dict[Setting, int]:
+def outcomes_of(**by_size: dict[int, int | Failure]) -> dict[Setting, Outcome]:
+    """What became of each precision at each batch size: a peak in bytes, or a failure."""
+    found = {Setting(precision=p, batch_size=b): o for p, sizes in by_size.items() for b, o in sizes.items()}  # type: ignore[arg-type]
     return {
-        Setting(precision=p, batch_size=b): peak  # type: ignore[arg-type]
-        for p, by_size in peaks.items()
-        for b, peak in by_size.items()
+        c: o if isinstance(o, Failure) else measured(Trial(candidate=c, device="cpu"), 100.0, o)
+        for c, o in found.items()
     }
 
 
 @pytest.mark.parametrize(
-    ("peaks", "failed", "expected"),
+    ("outcomes", "expected"),
     [
-        # Nothing measured: only the same precision's larger batches.
-        ({}, ("fp32", 128), {("fp32", 256), ("fp32", 512)}),
+        # Nothing else measured: only the same precision's larger batches.
+        ({"fp32": {128: OOM}}, {("fp32", 256), ("fp32", 512)}),
         # bf16 needs less than fp32: what fp32 could not do says nothing of bf16.
-        ({"fp32": {32: 100}, "bf16": {32: 60}}, ("fp32", 256), {("fp32", 512)}),
+        ({"fp32": {32: 100, 256: OOM}, "bf16": {32: 60}}, {("fp32", 512)}),
         # fp32 needs as much as bf16: the same batch is out too.
-        (
-            {"fp32": {32: 100}, "bf16": {32: 60}},
-            ("bf16", 256),
-            {("bf16", 512), ("fp32", 256), ("fp32", 512)},
-        ),
+        ({"fp32": {32: 100}, "bf16": {32: 60, 256: OOM}}, {("bf16", 512), ("fp32", 256), ("fp32", 512)}),
         # One shared size at which it needs less is enough to keep it.
-        ({"fp32": {32: 100, 64: 90}, "bf16": {32: 100, 64: 100}}, ("bf16", 256), {("bf16", 512)}),
+        ({"fp32": {32: 100, 64: 90}, "bf16": {32: 100, 64: 100, 256: OOM}}, {("bf16", 512)}),
         # No shared size: unknown, so kept.
-        ({"fp32": {32: 100}, "bf16": {64: 60}}, ("bf16", 256), {("bf16", 512)}),
-        # Two percent less is the same.
-        ({"fp32": {32: 98}, "bf16": {32: 100}}, ("bf16", 512), {("fp32", 512)}),
-        # What ran is never excluded.
-        ({"fp32": {512: 100}}, ("fp32", 128), {("fp32", 256)}),
+        ({"fp32": {32: 100}, "bf16": {64: 60, 256: OOM}}, {("bf16", 512)}),
+        # Two percent less is the same, three are not.
+        ({"fp32": {32: 98}, "bf16": {32: 100, 512: OOM}}, {("fp32", 512)}),
+        ({"fp32": {32: 97}, "bf16": {32: 100, 512: OOM}}, set()),
+        # What ran is never excluded, whatever failed below it.
+        ({"fp32": {128: OOM, 512: 100}}, {("fp32", 256)}),
+        ({"fp32": {128: SLOW, 512: 100}}, {("fp32", 256)}),
+        ({"bf16": {256: SLOW}}, {("bf16", 512)}),
+        # What is not supported at one size only says nothing of the others.
+        ({"bf16": {256: MISSING}}, {("bf16", None)}),
+        ({"bf16": {32: 100, 256: MISSING}}, set()),
     ],
 )
-def test_out_of_memory_excludes_what_needs_at_least_as_much(
-    peaks: dict[str, dict[int, int]], failed: tuple[Precision, int], expected: set[tuple[str, int]]
+def test_what_a_failure_rules_out(
+    outcomes: dict[str, dict[int, int | Failure]], expected: set[tuple[str, int]]
 ) -> None:
-    candidate = Setting(precision=failed[0], batch_size=failed[1])
     where = space(precision=["fp32", "bf16"], effective_batch_size="free")
-    found = excluded_by_oom(where, peaks_of(**peaks), candidate)
-    assert {(e.precision, e.batch_size) for e in found} == expected
-    assert all(str(candidate) in e.reason for e in found)
+    assert {(e.precision, e.batch_size) for e in excluded_by_outcomes(where, outcomes_of(**outcomes))} == expected
 
 
-def test_an_exclusion_without_a_batch_size_covers_its_precision() -> None:
-    found = space(precision=["fp32", "bf16"], batch_size="32:64", effective_batch_size="free")
-    left = without(
-        found.candidates,
-        [
-            Exclusion(precision="fp32", batch_size=None, reason=""),
-            Exclusion(precision="bf16", batch_size=64, reason=""),
-        ],
-    )
-    assert left == (Setting(precision="bf16", batch_size=32),)
+def test_unsupported_as_found_leaves_the_strict_one() -> None:
+    found = Setting(precision="bf16", batch_size=32, as_found=True)
+    assert excluded_by_outcomes(space(), {found: MISSING}) == ()
+
+
+@pytest.mark.parametrize(("rate", "is_hopeless"), [(19.9, True), (20.1, False)])
+def test_five_times_slower_at_the_same_batch_is_hopeless(rate: float, is_hopeless: bool) -> None:
+    slow = Setting(precision="bf16", batch_size=32)
+    spec = Trial(candidate=slow, device="cpu")
+    fast = {Setting(precision="fp32", batch_size=b): measured(spec, 100.0 * b / 32) for b in (32, 64)}
+    excluded = excluded_by_outcomes(space(), {**fast, slow: measured(spec, rate)})
+    assert [(e.precision, e.batch_size) for e in excluded] == [("bf16", None)] * is_hopeless

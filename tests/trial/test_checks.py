@@ -121,8 +121,9 @@ def kept(folder: Folder) -> Iterator[tuple[LocalBackend, dict[str, Any], Listene
 
 
 def spec(state: dict[str, Any], **fields: Any) -> Check:
-    asked = {"what": "fidelity", "precision": "bf16", "batch_size": 8, "device": "cpu", "torch_state": state}
-    return Check(**{**asked, **fields})
+    names = set(fields) & set(Setting.__struct_fields__)
+    candidate = Setting(**{"precision": "bf16", "batch_size": 8, **{name: fields.pop(name) for name in names}})
+    return Check(**{"what": "fidelity", "candidate": candidate, "device": "cpu", "torch_state": state, **fields})
 
 
 def trial(state: dict[str, Any], **fields: Any) -> Trial:
@@ -207,6 +208,16 @@ def test_a_kept_worker_pins_for_one_trial_only(
         assert isinstance(runner.submit(trial(state, precision="bf16", pinned_modules=pins)).result(), Measurement)
         seen.append({line for line in listener.text.splitlines() if line.startswith("dtype")})
     assert seen == [{"dtype torch.bfloat16"}, {"dtype torch.float32"}, {"dtype torch.bfloat16"}]
+
+
+def test_an_unchecked_precision_says_why_and_what_to_do() -> None:
+    asked = Check(
+        what="fidelity", candidate=Setting(precision="fp16", batch_size=8, pinned_modules=("head",)), device="cpu"
+    )
+    found = asked.unchecked(Failure(kind="timeout", message="it was still checking when its time was up"))
+    assert (found.verdict, found.precision, found.pinned_modules) == ("unchecked", "fp16", ("head",))
+    assert "timeout" in found.reason
+    assert "budget" in found.next_step
 
 
 def test_a_bad_verdict_is_told_before_culprits_are_looked_for() -> None:

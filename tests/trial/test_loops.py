@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController, Workload
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import LocalBackend, Payload
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.precision import torch_state
@@ -163,7 +164,7 @@ def test_a_loop_is_described_measured_and_checked_in_processes(name: str) -> Non
             for precision in PRECISIONS
         ]
         found = runner.submit(
-            Check(what="fidelity", precision="bf16", batch_size=64, device="cpu", torch_state=state)
+            Check(what="fidelity", candidate=Setting(precision="bf16", batch_size=64), device="cpu", torch_state=state)
         ).result()
     assert [trial for trial in trials if not isinstance(trial, Measurement)] == []
     assert isinstance(found, Fidelity)
@@ -304,7 +305,12 @@ def test_an_optimizer_that_only_a_function_knows_is_asked_for() -> None:
     context = Context(Workload(build=build, train_step=step, data=batches), is_kept=False)
     described = worker.describe(context, Describe(device="cpu", torch_state=torch_state.capture()), lambda event: None)
     assert described.num_trainable_parameters == described.num_parameters > 0
-    check_spec = Check(what="fidelity", precision="bf16", batch_size=8, device="cpu", torch_state=torch_state.capture())
+    check_spec = Check(
+        what="fidelity",
+        candidate=Setting(precision="bf16", batch_size=8),
+        device="cpu",
+        torch_state=torch_state.capture(),
+    )
     found = checks.check(context, check_spec, lambda event: None)
     assert isinstance(found, Failure)
     assert found.kind == "workload_error"

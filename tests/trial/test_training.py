@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from autotune_amp import LossScale, Workload
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import is_pinned, pin_fp32
 from autotune_amp.trial.context import Optimizers, make_model, make_optimizer

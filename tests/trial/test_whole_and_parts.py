@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from autotune_amp import Workload
 from autotune_amp.core.outcome import Accumulation, CheckOutcome, Failure
+from autotune_amp.core.setting import Setting
 from autotune_amp.numerics import batches
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import checks
@@ -324,7 +325,11 @@ def checked(
     given: DataLoader[Any] = DataLoader(texts, batch_size=32, shuffle=True, collate_fn=collate)
     state = torch_state.capture()
     spec = Check(
-        what="accumulation", precision="fp32", batch_size=batch_size, seed=seed, device="cpu", torch_state=state
+        what="accumulation",
+        candidate=Setting(precision="fp32", batch_size=batch_size),
+        seed=seed,
+        device="cpu",
+        torch_state=state,
     )
     context = Context(Workload(lambda: Model(norm(16)), loss, given), is_kept=False)
     return checks.check(context, spec, lambda event: None)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from plotly.graph_objects import Bar, Figure, Scatter
 from plotly.subplots import make_subplots
 
+from autotune_amp.core.dimensions import PRECISIONS
 from autotune_amp.core.outcome import Failure, Measurement
-from autotune_amp.core.setting import PRECISIONS, Setting
+from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, duration, number, one_line, outcome_name, rate, size
 from autotune_amp.report.page.marks import (
     LOOKS,
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from autotune_amp.core.config import AmpConfig
+    from autotune_amp.core.dimensions import Precision
     from autotune_amp.core.outcome import Record
     from autotune_amp.core.recommendation import CandidateRow, Recommendation
-    from autotune_amp.core.setting import Precision
     from autotune_amp.report.page.marks import Points
 
 
@@ -290,7 +291,7 @@ def _out_of_memory(records: Sequence[Record]) -> list[tuple[Record, Failure]]:
 # --- the search as it went -----------------------------------------------------------------------------------------
 
 # What a record was made for, in the order in which a search comes to it; the last stands lowest.
-_PURPOSES = ("accumulation", "search", "fidelity", "calibration", "fallback", "confirm", "plain")
+_PURPOSES = ("accumulation", "search", "fidelity", "calibration", "fallback", "confirm", "plain", "outlook")
 
 
 class Span(NamedTuple):

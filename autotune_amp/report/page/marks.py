@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from plotly.graph_objects import Scatter
 
+from autotune_amp.core.dimensions import PRECISIONS
 from autotune_amp.core.outcome import Failure, Measurement
-from autotune_amp.core.setting import PRECISIONS
 from autotune_amp.core.text import duration, one_line, outcome_name, rate, size
 from autotune_amp.search.check_results import is_trial
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from plotly.graph_objects import Figure
 
+    from autotune_amp.core.dimensions import Precision
     from autotune_amp.core.outcome import Record
-    from autotune_amp.core.setting import Precision
 
 
 # A figure, or the sentence that says why there is none.

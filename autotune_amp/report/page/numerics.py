@@ -12,15 +12,15 @@ from autotune_amp.core.text import count, exact
 from autotune_amp.numerics.grading import FAITHFUL_NOISE, MAX_PARAMETER_NOISE, UNFAITHFUL_NOISE
 from autotune_amp.report.page.marks import LOOKS, Drawn, framed, hatched, label, marks, rule, said
 from autotune_amp.search import loss_scales
-from autotune_amp.search.loss_scales import DEFAULT_PAIR, Key, Pair, Scales, Uncalibrated
+from autotune_amp.search.loss_scales import DEFAULT_PAIR, Pair, Scales, Uncalibrated, key_of
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from autotune_amp.core.dimensions import Precision
     from autotune_amp.core.outcome import Fidelity, GradientDamage, Record
     from autotune_amp.core.recommendation import Recommendation
-    from autotune_amp.core.setting import Precision
 
 
 _WHOLE, _OUTSIDE = "whole gradient", "outside of modules"
@@ -122,7 +122,7 @@ def calibrated(recommendation: Recommendation, records: Sequence[Record]) -> Cal
     """The calibration behind the config, or else the last one; or the clause that says why there is none."""
     config, evidence = recommendation.config, recommendation.evidence.loss_scale
     known = loss_scales.calibrated(records, DEFAULT_NUM_STEPS if evidence is None else evidence.num_steps)
-    own = Key(config.batch_size, config.accumulation_steps, config.pinned_modules)
+    own = key_of(config)
     for key in (*filter(own.__eq__, known), *reversed(known)):
         found = known[key]
         if isinstance(found, Scales):

@@ -19,7 +19,7 @@ from autotune_amp.runtime.run_log import BeginLine, MoveLine, Run, SampleLine
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autotune_amp.core.setting import Precision
+    from autotune_amp.core.dimensions import Precision
     from autotune_amp.runtime.run_log import Line
 
 

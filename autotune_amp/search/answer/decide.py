@@ -15,16 +15,16 @@ import msgspec
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import InvalidRequestError, StudyError
-from autotune_amp.core.evidence import Evidence, Job
-from autotune_amp.core.outcome import Description, Fidelity, Measurement, Record
-from autotune_amp.core.recommendation import CandidateRow, Exclusion, Recommendation
+from autotune_amp.core.evidence import Evidence, Job, Outlook
+from autotune_amp.core.outcome import Description, Measurement, Record
+from autotune_amp.core.recommendation import Decision, Recommendation, SearchSummary
 from autotune_amp.core.setting import Setting
 from autotune_amp.search import check_results, loss_scales
 from autotune_amp.search.answer import explain
 from autotune_amp.search.answer.evidence import best_runs, confirm_runs, gather, plain_config
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.ledger import LOSS_SCALE, Ledger
-from autotune_amp.search.objective import check_measured, keeps_baseline, least_speed, merit, rank_for
+from autotune_amp.search.objective import PLATEAU, check_measured, keeps_baseline, least_speed, merit, rank_for
 from autotune_amp.search.options import RANKING, SearchOptions
 from autotune_amp.search.space import build_space
 from autotune_amp.search.stages.fallbacks import fallback_plans
@@ -33,18 +33,6 @@ from autotune_amp.trial.heap import recommended_environment
 # Where a study lies is for whoever asks to say, and a storage's URL may hold a password.
 _OPTIONS_NOT_KEPT = ("study", "out", "storage")
 _SECONDS_PER_HOUR = 3600
-
-
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What `Recommendation` has beyond the search's own circumstances."""
-
-    config: AmpConfig
-    evidence: Evidence
-    reason: str
-    warnings: tuple[str, ...]
-    excluded: tuple[Exclusion, ...]
-    candidates: tuple[CandidateRow, ...]
-    fidelity: tuple[Fidelity, ...]
 
 
 def decide(
@@ -99,7 +87,7 @@ def decide(
     ]
     evidence = msgspec.structs.replace(
         gather(ledger, chosen, baseline, promised, description),
-        fidelity=ledger.fidelity_of(chosen.candidate),
+        fidelity=ledger.verdict(chosen.candidate),
         loss_scale=loss_scales.evidence(scales, chosen.candidate, confirming),
     )
     plans = fallback_plans(
@@ -111,7 +99,7 @@ def decide(
     config = plain_config(chosen.candidate, chosen_scale, promised, plans)
     excluded = explain.excluded(ledger, is_budget_spent=is_budget_spent)
     passed_over = {
-        c: found for c in merits if tiers[c] > min(tiers.values()) and (found := ledger.fidelity_of(c)) is not None
+        c: found for c in merits if tiers[c] > min(tiers.values()) and (found := ledger.verdict(c)) is not None
     }
     if objective == "speed":
         reason = explain.reason(
@@ -146,10 +134,29 @@ def decide(
         config=config,
         evidence=evidence,
         reason=reason,
-        warnings=(*warnings, *explain.warnings_for(objective)),
+        warnings=(*warnings, *([explain.WHOLE_DEVICE] if objective == "energy" else [])),
         excluded=excluded,
         candidates=explain.rows(ledger, excluded, environment),
         fidelity=tuple(known.values()),
+        outlook=_outlook(ledger, evidence),
+    )
+
+
+def _outlook(ledger: Ledger, evidence: Evidence) -> Outlook | None:
+    """What another effective batch size would reach, where that is more than what is recommended."""
+    found = [(r.outcome, r.candidate) for r in ledger.records if r.purpose == "outlook"]
+    measured = [(o.samples_per_second, c, o) for o, c in found if isinstance(o, Measurement)]
+    if not measured or ledger.objective != "speed":
+        return None
+    speed, setting, outcome = max(measured, key=lambda one: one[0])
+    if speed < (1 + PLATEAU) * evidence.samples_per_second:
+        return None
+    todays = evidence.baseline.samples_per_second
+    return Outlook.of(
+        setting,
+        samples_per_second=speed,
+        peak_memory_bytes=outcome.peak_memory_bytes,
+        speedup=None if todays is None else speed / todays,
     )
 
 
@@ -168,7 +175,7 @@ def recommend(
     options: SearchOptions,
     environment: Mapping[str, str],
     workload: Description,
-    is_budget_spent: bool,
+    search: SearchSummary,
     **circumstances: Any,
 ) -> Recommendation:
     """The recommendation for the length of training in `options`, with what a `Recommendation` says of the search's
@@ -176,21 +183,15 @@ def recommend(
 
     `environment` is the one that the contenders were confirmed in. Raises what `decide` raises.
     """
-    decision = decide(ledger, environment=environment, is_budget_spent=is_budget_spent, description=workload)
+    decision = decide(ledger, environment=environment, is_budget_spent=search.is_budget_spent, description=workload)
     fields = msgspec.to_builtins(options)
     return Recommendation(
-        config=decision.config,
-        evidence=decision.evidence,
-        reason=decision.reason,
-        warnings=(*decision.warnings, *circumstances["search"].warnings),
-        excluded=decision.excluded,
-        candidates=decision.candidates,
-        fidelity=decision.fidelity,
+        **msgspec.structs.asdict(decision) | circumstances | {"warnings": (*decision.warnings, *search.warnings)},
+        search=search,
         workload=workload,
         options={name: fields[name] for name in fields if name not in _OPTIONS_NOT_KEPT},
         objective=options.objective,
         job=cost_of_training(decision.config, decision.evidence, options),
-        **circumstances,
     )
 
 
@@ -200,7 +201,7 @@ def rerank(known: Recommendation, options: SearchOptions, folder: StudyFolder) -
     Reads only. Raises `StudyError` where the folder lacks the records, and `InvalidRequestError` where nothing was
     measured that the objective asks for.
     """
-    records = folder.peek(known.search.search_id) if known.search.search_id else []
+    records = folder.records(known.search.search_id) if known.search.search_id else []
     if not records or known.workload is None:
         raise StudyError(
             f"{folder.path} cannot be ranked again: its outcomes.jsonl lacks the trials behind recommendation.json.",
@@ -221,7 +222,6 @@ def rerank(known: Recommendation, options: SearchOptions, folder: StudyFolder) -
         options=asked,
         environment=_environment(known, records),
         workload=known.workload,
-        is_budget_spent=known.search.is_budget_spent,
         hardware=known.hardware,
         search=known.search,
         fingerprint=known.fingerprint,

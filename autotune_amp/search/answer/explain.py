@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.dimensions import PRECISIONS
 from autotune_amp.core.evidence import MIN_PROCESSES, Evidence
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import CandidateRow, Exclusion
-from autotune_amp.core.setting import PRECISIONS
-from autotune_amp.core.text import number, rate, sentence
+from autotune_amp.core.text import count, number, rate, sentence
 from autotune_amp.hardware import machine_load
+from autotune_amp.precision.modes import MODES
 from autotune_amp.search.answer.evidence import MAX_DATA_SHARE, Runs, best_runs, confirm_runs, share_seen
 from autotune_amp.search.check_results import failures
 from autotune_amp.search.objective import joules_per_sample, least_speed
-from autotune_amp.search.space import SAME_MEMORY, Space, has_few_batch_sizes, neighbours, of_all_ranks, without
-from autotune_amp.search.stages.fallbacks import LADDER
+from autotune_amp.search.space import SAME_MEMORY, Space, without
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 WIDE_INTERVAL = 0.2  # plus and minus; processes 5 % apart, as the prior has it, give 15 % with three, 13 % with five
 
 _CHEAPER_SAMPLES = "What is left is a sample that costs less to load: decode less of it, or keep it decoded."
-_WHOLE_DEVICE = "The joules are those of the whole device: what else ran on it while a trial was measured counts too."
+WHOLE_DEVICE = "The joules are those of the whole device: what else ran on it while a trial was measured counts too."
 _UNTRIED = "not tried: less promising than what was measured"
 _BUDGET_SPENT = "not tried: the budget ended"
 
@@ -121,7 +121,8 @@ def rows(ledger: Ledger, exclusions: Sequence[Exclusion], environment: Mapping[s
     `environment`, the baseline's those in the user's own; a second line has those in `environment`.
     """
     space, out = ledger.space, ledger.ruled_out
-    candidates = dict.fromkeys([space.baseline, *space.candidates, *(r.candidate for r in ledger.trials)])
+    tried = [r.candidate for r in ledger.trials if r.purpose != "outlook"]
+    candidates = dict.fromkeys([space.baseline, *space.candidates, *tried])
     ordered = sorted(
         candidates,
         key=lambda c: (PRECISIONS.index(c.precision), c.batch_size, c.accumulation_steps, c.num_workers or 0),
@@ -157,27 +158,29 @@ def _why_not_the_fastest(chosen: Setting, evidence: Evidence, contenders: Mappin
 
 
 def _why_left_out(baseline: Setting, evidence: Evidence, left_out: Mapping[Setting, tuple[float, str]]) -> list[str]:
-    found = []
-    if baseline in left_out:
-        found.append(f"The baseline is no choice: {sentence(left_out[baseline][1])}")
-    others = {c: speed for c, (speed, _) in left_out.items() if c != baseline}
-    fastest = max(others, key=lambda c: others[c], default=None)
-    if fastest is not None and others[fastest] > evidence.samples_per_second:
-        ratio = others[fastest] / evidence.samples_per_second
-        found.append(f"{fastest} was {ratio:.2f} times as fast and is left out: {sentence(left_out[fastest][1])}")
-    return found
+    harm = [f"The baseline is no choice: {sentence(left_out[baseline][1])}"] if baseline in left_out else []
+    others = {c: found for c, found in left_out.items() if c != baseline}
+    return harm + _faster("was {ratio:.2f} times as fast and is left out:", others, evidence)
 
 
 def _why_passed_over(
     chosen: Setting, evidence: Evidence, passed_over: Mapping[Setting, tuple[float, Fidelity]]
 ) -> list[str]:
-    others = {c: speed for c, (speed, _) in passed_over.items() if c != chosen}
-    fastest = max(others, key=lambda c: others[c], default=None)
-    if fastest is None or others[fastest] <= evidence.samples_per_second:
+    others = {
+        c: (speed, found.reason.removeprefix(f"{found.precision} is "))
+        for c, (speed, found) in passed_over.items()
+        if c != chosen
+    }
+    return _faster("is {ratio:.2f} times as fast but", others, evidence)
+
+
+def _faster(how: str, others: Mapping[Setting, tuple[float, str]], evidence: Evidence) -> list[str]:
+    """What is said of the fastest of the others and its reason, where it is faster than the choice."""
+    fastest = max(others, key=lambda c: others[c][0], default=None)
+    if fastest is None or others[fastest][0] <= evidence.samples_per_second:
         return []
-    verdict = passed_over[fastest][1]
-    why = verdict.reason.removeprefix(f"{verdict.precision} is ")
-    return [f"{fastest} is {others[fastest] / evidence.samples_per_second:.2f} times as fast but {sentence(why)}"]
+    speed, why = others[fastest]
+    return [f"{fastest} {how.format(ratio=speed / evidence.samples_per_second)} {sentence(why)}"]
 
 
 def _doubts(chosen: Runs, evidence: Evidence, why_uncalibrated: str | None) -> list[str]:
@@ -245,12 +248,11 @@ def _missing_plans(space: Space, config: AmpConfig, evidence: Evidence) -> list[
     way_out = "A larger --budget measures one."
     if is_withheld:
         way_out = "A larger --budget measures one if the whole batch fits: accumulation, which splits it, is withheld."
-    planned = {plan.precision for plan in config.plans}
-    missing = {c.precision for c in space.candidates}.intersection(LADDER[config.precision]) - planned
+    missing = {c.precision for c in space.candidates} - {plan.precision for plan in config.plans}
     return [
         f"No plan for stepping down to {precision} was measured: should {config.precision} fail during the training, "
         f"nobody knows which batch size fits in memory then. {way_out}"
-        for precision in LADDER[config.precision]
+        for precision in MODES[config.precision].rungs_below
         if precision in missing
     ]
 
@@ -260,10 +262,10 @@ def _loader_reason(chosen: Setting, evidence: Evidence) -> list[str]:
     loader = evidence.loader
     if chosen.num_workers is None or loader is None:
         return []
-    own = "" if loader.num_workers is None else f" with {_workers(loader.num_workers)}"
+    own = "" if loader.num_workers is None else f" with {count(loader.num_workers, 'worker')}"
     return [
         f"The data loader set the speed: {100 * loader.data_share:.0f} % of a step waited for it{own}, "
-        f"{100 * evidence.data_share:.0f} % with {_workers(chosen.num_workers)}."
+        f"{100 * evidence.data_share:.0f} % with {count(chosen.num_workers, 'worker')}."
     ]
 
 
@@ -281,7 +283,7 @@ def _loader_doubts(evidence: Evidence) -> list[str]:
     if loader.num_workers is None:
         return [f"{known} No workers could be tried: the data makes its batches itself. {_CHEAPER_SAMPLES}"]
     return [
-        f"{known} More than its {_workers(loader.num_workers)} were not tried: more --budget or --trials does, "
+        f"{known} More than its {count(loader.num_workers, 'worker')} were not tried: more --budget or --trials does, "
         "as far as there are CPUs for them."
     ]
 
@@ -292,44 +294,31 @@ def _attempts(loader: LoaderEvidence) -> list[str]:
     for tried in loader.tried:
         speed = tried.samples_per_second
         reached = "failed" if speed is None else rate(speed)
-        by_candidate.setdefault(tried.candidate, []).append(f"{_workers(tried.num_workers)} ({reached})")
+        by_candidate.setdefault(tried.candidate, []).append(f"{count(tried.num_workers, 'worker')} ({reached})")
     return [f"{candidate} was tried with {', '.join(tried)}." for candidate, tried in by_candidate.items()]
-
-
-def _workers(num: int) -> str:
-    return f"{num} worker{'' if num == 1 else 's'}"
 
 
 def memory_doubts(description: Description | None) -> list[str]:
     """What keeps the measured memory from being that of the worst batch."""
     if description is None or description.has_worst_batch:
         return []
-    sizes, seen = description.sample_sizes, description.batch_sizes_seen
+    sizes, seen, way_out = description.sample_sizes, description.batch_sizes_seen, "Workload(worst_batch=...)"
+    drawn = "" if seen is None else f"Batches differ, from {seen[0]:,} to {seen[1]:,} numbers in those drawn"
     if description.scan_problem is not None:
         after = "" if sizes is None else f" after {sizes.num_seen:,} of {sizes.num_samples:,} samples"
-        return [
-            f"The look through the data for its largest batch ended{after} ({description.scan_problem}): "
-            "a batch may take more memory than was measured. Mend the sample, or name the batch that takes the most: "
-            "Workload(worst_batch=...)."
-        ]
-    if seen is not None and sizes is not None:
-        return [
-            f"Batches differ, from {seen[0]:,} to {seen[1]:,} numbers in those drawn, but not as their samples do: "
-            "memory was measured on the samples of the largest, and another may be larger. "
-            "Workload(worst_batch=...) names the one that takes the most."
-        ]
-    if sizes is not None and sizes.num_seen < sizes.num_samples:
-        return [
-            f"Memory was measured on the largest of {sizes.num_seen:,} samples, {share_seen(sizes)} of the dataset: "
-            "one that was not looked at may be larger. Workload(worst_batch=...) names the batch that takes the most."
-        ]
-    if seen is not None:
-        return [
-            f"Batches differ, from {seen[0]:,} to {seen[1]:,} numbers in those drawn, and the data cannot be looked "
-            "through: memory and speed are what the batches of the trials took. Workload(worst_batch=...) names the "
-            "one that takes the most memory."
-        ]
-    return []
+        doubt = f"The look through the data for its largest batch ended{after} ({description.scan_problem}): a batch "
+        doubt += "may take more memory than was measured"
+        way_out = f"Mend the sample, or name the batch that takes the most: {way_out}"
+        return [f"{doubt}. {way_out}."]
+    if drawn and sizes is not None:
+        doubt = f"{drawn}, but not as their samples do: memory was measured on the samples of the largest"
+    elif drawn:
+        doubt = f"{drawn}, and the data cannot be looked through: memory and speed are what the trials' batches took"
+    elif sizes is not None and sizes.num_seen < sizes.num_samples:
+        doubt = f"Memory was measured on the largest of {sizes.num_seen:,} samples, {share_seen(sizes)} of the dataset"
+    else:
+        return []
+    return [f"{doubt}; another may take more. {way_out} names the batch that takes the most."]
 
 
 def ending_doubts(chosen: Runs) -> list[str]:
@@ -343,7 +332,7 @@ def ending_doubts(chosen: Runs) -> list[str]:
 
 
 def accumulation_warnings(space: Space, chosen: Setting, config: AmpConfig, found: Accumulation | None) -> list[str]:
-    """What a changed effective batch, a loss to be weighted and an effective batch without divisors ask of the user."""
+    """What a changed effective batch and a loss to be weighted ask of the user."""
     said = []
     before, after = space.baseline.effective_batch_size, chosen.effective_batch_size
     if before != after:
@@ -355,14 +344,6 @@ def accumulation_warnings(space: Space, chosen: Setting, config: AmpConfig, foun
     asking = ("sum",) if space.weighs_passes else ("sum", "weighted")
     if max(num_steps) > 1 and found is not None and found.verdict in asking:
         said.append(f"{sentence(found.reason)} {sentence(found.next_step)}")
-    kept = space.effective_batch_size
-    if kept is not None and space.accumulation_withheld is None and has_few_batch_sizes(kept):
-        options = [f"--effective-batch-size {n * space.num_ranks}" for n in neighbours(kept)]
-        if options:
-            said.append(
-                f"The effective batch size {of_all_ranks(kept, space.num_ranks)} has few divisors, so there are few "
-                f"batch sizes that keep it. Its neighbours have more: {' or '.join(options)}."
-            )
     return said
 
 
@@ -382,29 +363,21 @@ def reason_for(
     `found` and `today` are the merits that the choice and the baseline were compared by, `searched` those of the
     search's own trials, by which the others are compared; `behind` says why some of them are no choice.
     """
-    said = [_kept(objective, baseline, found) if is_kept else _taken(objective, chosen, baseline, found, today)]
-    ours, todays = searched.get(chosen), searched.get(baseline)
-    if ours is not None:
-        less = {c: m for c, m in searched.items() if _share(objective, m, ours) < 1 and c != chosen}
-        is_fast_enough = {c: m.samples_per_second >= least_speed(objective, todays) for c, m in less.items()}
-        left_out = {c: m for c, m in less.items() if is_fast_enough[c] and c in behind}
-        slower = {c: m for c, m in less.items() if not is_fast_enough[c] and c not in behind}
-        riskier = {c: m for c, m in less.items() if objective == "energy" and c not in behind}
-        what = "draws" if objective == "energy" else "takes"
-        for c, m in _fastest_of(slower):
-            said.append(f"{c} {what} {_share(objective, m, ours):.2f} of that but is slower than the baseline.")
-        for c, m in _fastest_of(riskier):
-            drawback = "has more to go wrong" if c.precision != chosen.precision else "takes a larger batch"
-            said.append(f"{c} {what} {_share(objective, m, ours):.2f} of that and {drawback}.")
-        for c, m in _fastest_of(left_out):
-            why = behind[c].rstrip(".")
-            said.append(f"{c} {what} {_share(objective, m, ours):.2f} of that and is left out: {why}.")
-    return " ".join(said)
-
-
-def warnings_for(objective: Objective) -> tuple[str, ...]:
-    """What the reader has to know of the objective's numbers."""
-    return (_WHOLE_DEVICE,) if objective == "energy" else ()
+    said = _kept(objective, baseline, found) if is_kept else _taken(objective, chosen, baseline, found, today)
+    ours, least = searched.get(chosen), least_speed(objective, searched.get(baseline))
+    others = {} if ours is None else {c: _share(objective, m, ours) for c, m in searched.items() if c != chosen}
+    less = [c for c, share in others.items() if share < 1]
+    if not less:
+        return said
+    other = max(less, key=lambda c: searched[c].samples_per_second)
+    if other in behind:
+        why = f"is left out: {behind[other].rstrip('.')}"
+    elif searched[other].samples_per_second < least:
+        why = "is slower than the baseline"
+    else:
+        why = "has more to go wrong" if other.precision != chosen.precision else "takes a larger batch"
+    what = "draws" if objective == "energy" else "takes"
+    return f"{said} {other} {what} {others[other]:.2f} of that and {why}."
 
 
 def _kept(objective: Objective, baseline: Setting, found: Merit) -> str:
@@ -451,11 +424,6 @@ def _share(objective: Objective, other: Merit, ours: Merit) -> float:
     if other.joules_per_sample is None or ours.joules_per_sample is None:
         return 1.0
     return other.joules_per_sample / ours.joules_per_sample
-
-
-def _fastest_of(merits: Mapping[Setting, Merit]) -> list[tuple[Setting, Merit]]:
-    """The one that is worth a sentence, if there is one."""
-    return sorted(merits.items(), key=lambda item: -item[1].samples_per_second)[:1]
 
 
 def _row(runs: Runs, failure: Failure | None, exclusions: Sequence[Exclusion]) -> CandidateRow:

@@ -4,15 +4,16 @@ learns, and which loss scales are safe for fp16.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
-from autotune_amp.core.outcome import Failure, Fidelity
+from autotune_amp.core.outcome import Failure
 from autotune_amp.core.setting import Setting
+from autotune_amp.precision.modes import MODES
 from autotune_amp.search import check_results, loss_scales
 from autotune_amp.search.budget import Budget
-from autotune_amp.search.check_results import CheckKey, check_key
+from autotune_amp.search.check_results import check_key
 from autotune_amp.search.ledger import RIVAL, Ledger
 from autotune_amp.search.objective import rank
 from autotune_amp.search.space import HOPELESS
@@ -26,26 +27,11 @@ NUM_PAIRS = 24  # of (init_scale, growth_interval) for one contender, the seeds 
 MIN_CHECK_SECONDS = 0.5
 
 
-class Compare(NamedTuple):
-    """Hold the precision of `setting`, with its pins, against fp32."""
+class Todo(NamedTuple):
+    """Check a setting against fp32, with its pins where it has some; calibrate its loss scale; or measure it."""
 
+    purpose: Literal["fidelity", "calibration", "search"]
     setting: Setting
-    find_pins: bool
-
-
-class Calibrate(NamedTuple):
-    """Calibrate the loss scale of `setting`."""
-
-    setting: Setting
-
-
-class Measure(NamedTuple):
-    """Measure `setting`, which pins heal."""
-
-    setting: Setting
-
-
-Todo: TypeAlias = Compare | Calibrate | Measure
 
 
 class AccumulationCheck:
@@ -72,16 +58,24 @@ class Checks:
         """The check, calibration or trial that the choice of contenders waits for."""
         self._study.catch_up(ledger)
         seconds = budget.left_for_search()
-        todo = next_todo(ledger) if seconds > MIN_CHECK_SECONDS else None
-        if isinstance(todo, Calibrate):
-            return self._conditions.check("calibration", todo.setting, seconds)
-        if isinstance(todo, Compare):
-            return self._conditions.check("fidelity", todo.setting, seconds, find_pins=todo.find_pins)
-        if todo is not None:
+        todo = next_todo(ledger)
+        if todo is None or seconds <= MIN_CHECK_SECONDS:
+            return None
+        if todo.purpose == "search":
             return self._conditions.search_trial(ledger, budget, todo.setting, seconds)
+        return self._conditions.check(todo.purpose, todo.setting, seconds)
+
+
+class LossScales:
+    """Lets the sampler suggest loss scales for the contenders: they are answered by replay, without a job."""
+
+    def __init__(self, study: Study) -> None:
+        self._study = study
+
+    def next(self, ledger: Ledger, budget: Budget) -> None:
+        """No job at all."""
         for contender in filter(None, (ledger.finalists or ())[:2]):
             self._study.suggest_pairs(contender.with_own_workers, NUM_PAIRS, budget)
-        return None
 
 
 def next_todo(ledger: Ledger) -> Todo | None:
@@ -92,7 +86,7 @@ def next_todo(ledger: Ledger) -> Todo | None:
     healing = _healing(ledger)
     if healing is not None:
         return healing
-    chosen, space = ledger.shortlist, ledger.space
+    chosen = ledger.shortlist
     speeds = {c: found.samples_per_second for c, found in ledger.measured.items()}
     fastest = max((speeds[c] for c in (chosen or ())[:2] if c is not None), default=0.0)
     for setting in _contenders(ledger):
@@ -101,12 +95,17 @@ def next_todo(ledger: Ledger) -> Todo | None:
             or speeds[setting] >= (1 - RIVAL) * fastest
             or (chosen is not None and setting == chosen.winner)
         )
-        if setting.precision == "fp16" and is_rival and loss_scales.key_of(setting) not in ledger.scales:
-            return Calibrate(setting.with_own_workers)  # no check depends on their number
-        if check_results.can_check(setting, space) and check_key(setting) not in ledger.fidelity:
+        takes_scaler = MODES[setting.precision].takes_scaler
+        if takes_scaler and is_rival and loss_scales.key_of(setting) not in ledger.scales:
+            return Todo("calibration", setting.with_own_workers)  # no check depends on their number
+        if _is_unchecked(ledger, setting):
             return _compare(setting, check_key(setting))
     healable = _healable(ledger, fastest)
     return None if healable is None else _compare(healable, check_key(healable))
+
+
+def _is_unchecked(ledger: Ledger, setting: Setting) -> bool:
+    return check_results.can_check(setting, ledger.space) and check_key(setting) not in ledger.fidelity
 
 
 def _contenders(ledger: Ledger) -> list[Setting]:
@@ -114,16 +113,12 @@ def _contenders(ledger: Ledger) -> list[Setting]:
 
     The baseline is one: it may be kept.
     """
-    chosen = ledger.shortlist
+    chosen, measured = ledger.shortlist, ledger.measured
     if chosen is None:
         return []
-    measured, runner_up = ledger.measured, chosen.runner_up
-    if runner_up is not None and (
-        measured[runner_up].samples_per_second * HOPELESS < measured[chosen.winner].samples_per_second
-    ):
-        runner_up = None
-    found = [c for c in (chosen.winner, runner_up, chosen.baseline) if c is not None and c in measured]
-    return list(dict.fromkeys(found))
+    least_speed = measured[chosen.winner].samples_per_second / HOPELESS
+    runner_up = [c for c in (chosen.runner_up,) if c is not None and measured[c].samples_per_second >= least_speed]
+    return list(dict.fromkeys([chosen.winner, *runner_up, *(c for c in (chosen.baseline,) if c in measured)]))
 
 
 def _healing(ledger: Ledger) -> Todo | None:
@@ -137,11 +132,11 @@ def _healing(ledger: Ledger) -> Todo | None:
         ran = {c: ledger.measured[c].samples_per_second for c in ours if c in ledger.measured}
         like = rank(ran)[0] if ran else min(ours, key=lambda c: c.batch_size)
         healed = msgspec.structs.replace(like.with_own_workers, pinned_modules=found.healing_pins)
-        verdict: Fidelity | None = ledger.fidelity.get(check_key(healed))
+        verdict = ledger.fidelity.get(check_key(healed))
         if verdict is None:
             return _compare(healed, check_key(healed))
         if verdict.verdict != "unfaithful" and healed not in tried:
-            return Measure(healed)
+            return Todo("search", healed)
     return None
 
 
@@ -162,16 +157,11 @@ def _healable(ledger: Ledger, fastest: float) -> Setting | None:
         ours = [r for r in tried if r.candidate.precision == precision]
         smallest = min((r.candidate for r in ours), key=lambda c: c.batch_size)
         are_nonfinite = all(isinstance(r.outcome, Failure) and r.outcome.kind == "nonfinite" for r in ours)
-        can_check = check_results.can_check(smallest, ledger.space) and check_key(smallest) not in ledger.fidelity
-        if are_nonfinite and can_check:
+        if are_nonfinite and _is_unchecked(ledger, smallest):
             return smallest
     return None
 
 
-def _compare(like: Setting, key: CheckKey) -> Compare:
-    setting = Setting(
-        precision=key.precision,
-        batch_size=min(check_results.MAX_BATCH_SIZE, like.batch_size),
-        pinned_modules=key.pinned_modules,
-    )
-    return Compare(setting, find_pins=not key.pinned_modules)
+def _compare(like: Setting, key: Setting) -> Todo:
+    size = min(check_results.MAX_BATCH_SIZE, like.batch_size)
+    return Todo("fidelity", msgspec.structs.replace(key, batch_size=size))

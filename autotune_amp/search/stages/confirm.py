@@ -74,17 +74,16 @@ class Confirm:
             self._round, self._is_started = self._round + 1, False
             if self._round >= (MIN_ROUNDS if self._is_borrowing else NUM_ROUNDS):
                 return None
-            self._to_run = [
-                run
-                for run in self._plan(ledger, budget)
-                if not _is_done(ledger.records, run, self._round) and run.setting not in ledger.failures
-            ]
+            done = [(r.candidate, r.purpose, r.environment) for r in ledger.records if r.round == self._round]
+            planned = self._plan(ledger, budget)
+            self._to_run = [run for run in planned if run not in done and run.setting not in ledger.failures]
         run = self._to_run.pop(0)
         left, needed = budget.left() - self._until, self._cost(ledger, [run], 0 if self._is_started else 1)
         if left < needed:
             self._to_run, self._round = [], NUM_ROUNDS
             return None
-        needs_ending = self._has_ending and run.purpose == "confirm" and not _has_ended(ledger.records, run)
+        ours = [_ending_seconds(r) for r in ledger.records if (r.candidate, r.purpose, r.environment) == run]
+        needs_ending = self._has_ending and run.purpose == "confirm" and set(ours) <= {None}
         return self._conditions.trial(
             ledger,
             run.setting,
@@ -122,7 +121,7 @@ class Confirm:
 
     def _ending_left(self, ledger: Ledger, budget: Budget) -> float:
         share = ENDING_SHARE * budget.confirm_seconds if self._has_ending else 0.0
-        return max(0.0, share - sum(map(_ending_seconds, ledger.records)))
+        return max(0.0, share - sum(_ending_seconds(r) or 0.0 for r in ledger.records))
 
 
 def plan_round(
@@ -171,24 +170,16 @@ def _is_short(planned: Sequence[Run], contenders: Shortlist, number: int) -> boo
     return number < MIN_ROUNDS and not {contenders.winner, contenders.baseline} <= {run.setting for run in planned}
 
 
-def _has_ended(records: Sequence[Record], run: Run) -> bool:
-    """Whether a process like this one has come as far as the evaluation and the checkpoint, however that went."""
-    ours = [r.outcome for r in records if (r.candidate, r.purpose, r.environment) == run]
-    return any(isinstance(outcome, Measurement) and outcome.ending_seconds is not None for outcome in ours)
-
-
-def _ending_seconds(record: Record) -> float:
-    return (record.outcome.ending_seconds or 0.0) if isinstance(record.outcome, Measurement) else 0.0
+def _ending_seconds(record: Record) -> float | None:
+    """What evaluation and checkpoint took, None where the process did not come as far."""
+    return record.outcome.ending_seconds if isinstance(record.outcome, Measurement) else None
 
 
 def _runnable(ledger: Ledger, shortlist: Shortlist) -> Shortlist:
     """The shortlist without a runner-up that a fresh process need not spend time on: one with no chance to win."""
-    winner, runner_up = ledger.outcomes[shortlist.winner], ledger.outcomes.get(shortlist.runner_up or shortlist.winner)
-    assert isinstance(winner, Measurement)
-    assert isinstance(runner_up, Measurement)
-    if runner_up.samples_per_second * HOPELESS < winner.samples_per_second:
-        return shortlist._replace(runner_up=None)
-    return shortlist
+    speeds = {c: ledger.measured[c].samples_per_second for c in shortlist[:2] if c is not None}
+    is_hopeless = min(speeds.values()) * HOPELESS < speeds[shortlist.winner]
+    return shortlist._replace(runner_up=None) if is_hopeless else shortlist
 
 
 def start_seconds(records: Sequence[Record], foreseen_seconds: float) -> float:
@@ -201,7 +192,7 @@ def start_seconds(records: Sequence[Record], foreseen_seconds: float) -> float:
 def run_seconds(ledger: Ledger, setting: Setting) -> float:
     """What a run takes from its first step to its ending: as seen, else as the search's trial foretells."""
     ours = [r for r in ledger.records if r.candidate == setting and r.round is not None]
-    seen = [r.seconds - _start_seconds(r) - _ending_seconds(r) for r in ours]
+    seen = [r.seconds - _start_seconds(r) - (_ending_seconds(r) or 0.0) for r in ours]
     if seen:
         return fmean(seen)
     outcome = ledger.outcomes.get(setting)
@@ -218,13 +209,3 @@ def _start_seconds(record: Record) -> float:
     is_kept = record.start_seconds == 0.0
     own = found.build_seconds + found.context_seconds if isinstance(found, Measurement) and not is_kept else 0.0
     return (record.start_seconds or 0.0) + own
-
-
-def _is_done(records: Sequence[Record], run: Run, number: int) -> bool:
-    return any(
-        r.candidate == run.setting
-        and r.purpose == run.purpose
-        and r.environment == run.environment
-        and r.round == number
-        for r in records
-    )

@@ -1,8 +1,9 @@
-"""Exploring: seeds, what lies round the best, what the sampler suggests, then the fastest again."""
+"""Exploring: seeds first, then what lies round the best, what the sampler suggests, and the fastest again."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 
 from autotune_amp.core.outcome import Failure, Measurement, Record
 from autotune_amp.core.setting import Setting
@@ -24,7 +25,7 @@ AFFORDABLE_MARGIN = 2.0
 MAX_IDLE_SUGGESTIONS = 4  # suggestions in a row that were known already or brought nothing
 
 
-class Explore:
+class _Explore(ABC):
     """Tries settings until nothing promising is left, its share of the budget is used, or `max_trials` are done.
 
     It leaves a share of the budget for the checks and for loader workers. fp16 that may win has its loss scale
@@ -35,10 +36,6 @@ class Explore:
         self._conditions = conditions
         self._study = study
         self._max_trials = max_trials
-        self._is_seeding = True
-        self._num_idle = 0
-        self._best_before: Record | None = None  # when the sampler's last suggestion was run
-        self._is_suggested = False
 
     def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
         """The trial to run next, or the calibration of the last one."""
@@ -46,45 +43,59 @@ class Explore:
         if last is not None and last.purpose == "search" and ledger.awaits_calibration(last.candidate):
             return self._conditions.check("calibration", last.candidate, budget.left_for_search())
         self._study.catch_up(ledger)
-        if self._is_suggested:
-            is_new = self._best_before is None or ledger.best is not self._best_before
-            self._num_idle, self._is_suggested = 0 if is_new else self._num_idle + 1, False
-        if not self._may_go_on(ledger, budget):
+        left = left_to_explore(self._conditions, ledger, budget)
+        if ledger.num_tried >= (self._max_trials or math.inf) or left <= MIN_TRIAL_SECONDS:
             return None
-        if self._is_seeding:
-            seed = self._next_seed(ledger, budget)
-            if seed is not None:
-                return self._trial(ledger, budget, self._study.ask(seed).setting)
-            self._is_seeding = False
-        suggested = self._next_suggestion(ledger, budget)
-        if suggested is not None:
-            self._best_before, self._is_suggested = ledger.best, True
-            return self._trial(ledger, budget, suggested)
-        if ledger.objective != "speed":  # another does not recommend the fastest
-            return None
-        repeated = self._affordable(ledger, budget, next_repeat(ledger))
-        return None if repeated is None else self._trial(ledger, budget, self._study.ask(repeated).setting)
+        setting = self._next(ledger, left)
+        return None if setting is None else self._conditions.search_trial(ledger, budget, setting, left)
 
-    def _trial(self, ledger: Ledger, budget: Budget, setting: Setting) -> Trial:
-        seconds = left_to_explore(self._conditions, ledger, budget)
-        return self._conditions.search_trial(ledger, budget, setting, seconds)
+    @abstractmethod
+    def _next(self, ledger: Ledger, left_seconds: float) -> Setting | None:
+        """What to try next."""
 
-    def _may_go_on(self, ledger: Ledger, budget: Budget) -> bool:
-        if self._max_trials is not None and ledger.num_tried >= self._max_trials:
-            return False
-        return left_to_explore(self._conditions, ledger, budget) > MIN_TRIAL_SECONDS
 
-    def _next_seed(self, ledger: Ledger, budget: Budget) -> Setting | None:
+class Seeds(_Explore):
+    """What the models of time and memory point to (`seeding`): once more, where a check ruled the leaders out."""
+
+    def _next(self, ledger: Ledger, left_seconds: float) -> Setting | None:  # noqa: ARG002
         known, limit = ledger.ordinary_outcomes, self._conditions.memory_limit_bytes
         seed = seeding.next_seed(self._conditions.hardware, ledger.space, known, limit, ledger.exclusions)
         if seed is None and ledger.objective == "memory":
-            return smaller_seed(ledger)
-        if seed is None and ledger.objective == "speed":
-            return self._affordable(ledger, budget, seeding.next_look(ledger.space, known, limit, ledger.exclusions))
-        return seed
+            seed = smaller_seed(ledger)
+        return None if seed is None else self._study.ask(seed).setting
 
-    def _next_suggestion(self, ledger: Ledger, budget: Budget) -> Setting | None:
+
+class Looks(_Explore):
+    """What lies round the best, for certainty."""
+
+    def _next(self, ledger: Ledger, left_seconds: float) -> Setting | None:
+        if ledger.objective != "speed":
+            return None
+        known, limit = ledger.ordinary_outcomes, self._conditions.memory_limit_bytes
+        look = seeding.next_look(ledger.space, known, limit, ledger.exclusions)
+        is_affordable = look is not None and _is_affordable(ledger, look, left_seconds)
+        return self._study.ask(look).setting if is_affordable else None
+
+
+class Suggestions(_Explore):
+    """What the sampler suggests, then the fastest once more."""
+
+    _num_idle = 0  # of suggestions in a row
+    _best_before: Record | None = None  # when the last suggestion was run; None where it was no suggestion
+
+    def _next(self, ledger: Ledger, left_seconds: float) -> Setting | None:
+        suggested = self._next_suggestion(ledger, left_seconds)
+        if suggested is not None or ledger.objective != "speed":  # another does not recommend the fastest
+            return suggested
+        repeated = next_repeat(ledger)
+        is_affordable = repeated is not None and _is_affordable(ledger, repeated, left_seconds)
+        return self._study.ask(repeated).setting if is_affordable else None
+
+    def _next_suggestion(self, ledger: Ledger, left_seconds: float) -> Setting | None:
         """What the sampler suggests and nobody knows yet; it is told at once what is known."""
+        if self._best_before is not None:
+            self._num_idle = self._num_idle + 1 if ledger.best is self._best_before else 0
+            self._best_before = None
         while self._num_idle < MAX_IDLE_SUGGESTIONS:
             untried = [c for c in without(ledger.space.candidates, ledger.exclusions) if c not in ledger.outcomes]
             if not untried:
@@ -95,27 +106,29 @@ class Explore:
             if known is None and asked.setting not in untried:
                 reason = next(e.reason for e in ledger.exclusions if e.covers(asked.setting))
                 known = Failure(kind="timeout", message=reason)
-            elif known is None and ledger.best and self._affordable(ledger, budget, asked.setting) is None:
+            elif known is None and ledger.best and not _is_affordable(ledger, asked.setting, left_seconds):
                 known = Failure(kind="timeout", message="the time left is too short for it")
             if known is None:
+                self._best_before = ledger.best
                 return asked.setting
             self._study.tell(asked, known)
             self._num_idle += 1
         self._num_idle = MAX_IDLE_SUGGESTIONS
         return None
 
-    def _affordable(self, ledger: Ledger, budget: Budget, setting: Setting | None) -> Setting | None:
-        """`setting` where the time left is enough, going by the nearest batch of its precision.
 
-        What is looked at for certainty alone must not cost the checks their time, and a repeated trial that the budget
-        cut off would speak against its setting.
-        """
-        ours = [r for r in ledger.trials if setting and r.candidate.precision == setting.precision]
-        if setting is None or not ours:
-            return setting
-        nearest = min(ours, key=lambda r: abs(math.log(r.candidate.batch_size / setting.batch_size)))
-        left = left_to_explore(self._conditions, ledger, budget)
-        return setting if AFFORDABLE_MARGIN * nearest.seconds < left else None
+EXPLORING = (Seeds, Looks, Suggestions)
+
+
+def _is_affordable(ledger: Ledger, setting: Setting, left_seconds: float) -> bool:
+    """Whether the time left is enough for `setting`, going by the nearest batch of its precision.
+
+    What is looked at for certainty alone must not cost the checks their time, and a repeated trial that the budget
+    cut off would speak against its setting.
+    """
+    ours = [r for r in ledger.trials if r.candidate.precision == setting.precision]
+    nearest = min(ours, key=lambda r: abs(math.log(r.candidate.batch_size / setting.batch_size)), default=None)
+    return nearest is None or AFFORDABLE_MARGIN * nearest.seconds < left_seconds
 
 
 def left_to_explore(conditions: Conditions, ledger: Ledger, budget: Budget) -> float:

@@ -6,8 +6,10 @@ from collections.abc import Collection, Sequence
 from statistics import median
 
 from autotune_amp.core.config import FallbackPlan
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Failure, Measurement, Record
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.setting import Setting
+from autotune_amp.precision.modes import MODES
 from autotune_amp.search import check_results
 from autotune_amp.search.budget import Budget
 from autotune_amp.search.ledger import Ledger
@@ -15,15 +17,6 @@ from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.trial.jobs import Check, Trial
 
 MAX_FALLBACK_TRIES = 3
-
-# What a run steps down to when its precision fails, first choice first.
-LADDER: dict[Precision, tuple[Precision, ...]] = {
-    "fp32": (),
-    "tf32": ("fp32",),
-    "bf16": ("fp32",),
-    "fp16": ("bf16", "fp32"),
-    "fp8": ("bf16", "fp32"),
-}
 
 
 class Fallbacks:
@@ -58,10 +51,10 @@ def missing_plans(ledger: Ledger, contender: Setting) -> list[Setting]:
     """For each precision to step down to, what would be measured next for it. Pure."""
     harmful = {e.precision for e in check_results.exclusions(ledger.fidelity)}
     missing = []
-    for precision in LADDER[contender.precision]:
+    for precision in MODES[contender.precision].rungs_below:
         if precision in harmful or not any(c.precision == precision for c in ledger.space.candidates):
             continue
-        for setting in _halvings(contender, precision)[:MAX_FALLBACK_TRIES]:
+        for setting in _halvings(contender, precision):
             outcome = ledger.outcomes.get(setting)
             if outcome is None:
                 missing.append(setting)
@@ -71,18 +64,16 @@ def missing_plans(ledger: Ledger, contender: Setting) -> list[Setting]:
 
 
 def _halvings(contender: Setting, precision: Precision) -> list[Setting]:
-    halvings, factor = [], 1
-    while contender.batch_size % factor == 0:
-        halvings.append(
-            Setting(
-                precision=precision,
-                batch_size=contender.batch_size // factor,
-                accumulation_steps=contender.accumulation_steps * factor,
-                num_workers=contender.num_workers,
-            )
+    factors = [2**power for power in range(MAX_FALLBACK_TRIES) if contender.batch_size % 2**power == 0]
+    return [
+        Setting(
+            precision=precision,
+            batch_size=contender.batch_size // factor,
+            accumulation_steps=contender.accumulation_steps * factor,
+            num_workers=contender.num_workers,
         )
-        factor *= 2
-    return halvings
+        for factor in factors
+    ]
 
 
 def fallback_plans(
@@ -111,19 +102,15 @@ def fallback_plans(
         and c.num_workers == chosen.num_workers  # the loader stays as it is when the precision goes down
         and c not in failed
     ]
-    plans: list[FallbackPlan] = []
-    for precision in LADDER[chosen.precision]:
-        if precision in harmful:
-            continue
-        rivals = [c for c in fitting if c.precision == precision]
-        if rivals:
-            best = max(rivals, key=lambda c: speeds[c])
-            plans.append(
-                FallbackPlan.of(
-                    best,
-                    peak_memory_bytes=max(m.peak_memory_bytes for m in measured[best]),
-                    samples_per_second=speeds[best],
-                    slowdown=speeds[chosen] / speeds[best],
-                )
-            )
-    return tuple(plans)
+    rungs = [precision for precision in MODES[chosen.precision].rungs_below if precision not in harmful]
+    rivals = [[c for c in fitting if c.precision == precision] for precision in rungs]
+    fastest = [max(some, key=lambda c: speeds[c]) for some in rivals if some]
+    return tuple(
+        FallbackPlan.of(
+            best,
+            peak_memory_bytes=max(m.peak_memory_bytes for m in measured[best]),
+            samples_per_second=speeds[best],
+            slowdown=speeds[chosen] / speeds[best],
+        )
+        for best in fastest
+    )

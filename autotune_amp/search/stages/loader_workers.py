@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import msgspec
@@ -34,20 +35,17 @@ class LoaderWorkers:
 
     def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
         """The check that the last trial calls for, else a trial with another number of workers."""
-        known = self._conditions.description
+        known, seconds = self._conditions.description, budget.left_for_search()
         if known is None or known.num_workers is None:
             return None
         check = self._checks.next(ledger, budget)
-        if check is not None or budget.left_for_search() <= MIN_TRIAL_SECONDS:
+        is_over = seconds <= MIN_TRIAL_SECONDS or ledger.num_tried >= (self._max_trials or math.inf)
+        if check is not None or is_over:
             return check
-        if self._max_trials is not None and ledger.num_tried >= self._max_trials:
-            return None
         setting = next_to_try(ledger, known.num_workers, self._conditions.hardware.identity.num_cpus)
-        return None if setting is None else self._trial(ledger, budget, setting)
-
-    def _trial(self, ledger: Ledger, budget: Budget, setting: Setting) -> Trial:
-        """A search trial with time for the workers to start."""
-        trial = self._conditions.search_trial(ledger, budget, setting, budget.left_for_search())
+        if setting is None:
+            return None
+        trial = self._conditions.search_trial(ledger, budget, setting, seconds)
         first, step = trial.first_step_deadline_seconds, trial.step_deadline_seconds  # an epoch's end starts them anew
         return msgspec.structs.replace(
             trial,

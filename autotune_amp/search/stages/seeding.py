@@ -21,8 +21,9 @@ from autotune_amp.search.stages.trials import is_hopeless
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from autotune_amp.core.dimensions import Precision
     from autotune_amp.core.hardware import Hardware
-    from autotune_amp.core.setting import Precision, Setting
+    from autotune_amp.core.setting import Setting
 
 MIN_GAIN = 0.01  # a doubled batch that gains less ends the climb (studies/README.md)
 MEMORY_MARGIN = 1.1  # the memory model is within 2 to 19 % (studies/README.md), so it may skip but never exclude
@@ -120,8 +121,9 @@ def next_seed(
         if seed is not None:
             return seed
     # An emulated precision may lead at small batches alone: what the device does itself climbs first.
-    for precision in sorted(_best_precisions(outcomes), key=lambda p: hardware.precisions[p].level == "emulated"):
-        seed = _next_of(precision, fitting, outcomes)
+    allowed = {c: outcomes[c] for c in without(outcomes, excluded)}  # what a check rules out leads nobody any more
+    for precision in sorted(_best_precisions(allowed), key=lambda p: hardware.precisions[p].level == "emulated"):
+        seed = _next_of(precision, fitting, allowed)
         if seed is not None:
             return seed
     return None
@@ -141,7 +143,8 @@ def next_look(
         c for c in without(space.candidates, (*excluded, *excluded_by_outcomes(space, outcomes))) if c not in outcomes
     ]
     fitting = [c for c in untried if _fits(c, outcomes, memory_limit_bytes)]
-    looks = (_round_the_best(precision, fitting, outcomes) for precision in _best_precisions(outcomes))
+    allowed = {c: outcomes[c] for c in without(outcomes, excluded)}
+    looks = (_round_the_best(precision, fitting, allowed) for precision in _best_precisions(allowed))
     return next(filter(None, looks), None)
 
 

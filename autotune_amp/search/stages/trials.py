@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from autotune_amp.core.evidence import Objective
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import Hardware
-from autotune_amp.core.outcome import Description, Measurement, Record
-from autotune_amp.core.setting import Precision, Setting
+from autotune_amp.core.outcome import Description, Measurement
+from autotune_amp.core.setting import Setting
+from autotune_amp.precision.modes import MODES
 from autotune_amp.search import check_results
 from autotune_amp.search.budget import Budget
 from autotune_amp.search.ledger import LOSS_SCALE, Ledger
@@ -57,21 +57,18 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
             is_loss_sum=ledger.is_loss_sum,
             **{
                 "hold_heap": self.holds_heap,
-                "loss_scale": LOSS_SCALE if setting.precision == "fp16" else None,
+                "loss_scale": LOSS_SCALE if MODES[setting.precision].takes_scaler else None,
                 **fields,
             },
         )
 
-    def check(self, what: CheckKind, setting: Setting, seconds: float, *, find_pins: bool = True) -> Check:
-        """A check of `setting` within so many seconds."""
+    def check(self, what: CheckKind, setting: Setting, seconds: float) -> Check:
+        """A check of `setting`, with its pins or for some that would heal it, within so many seconds."""
         return Check(
             what=what,
-            precision=setting.precision,
-            batch_size=setting.batch_size,
-            accumulation_steps=setting.accumulation_steps,
+            candidate=setting,
             device=self.hardware.device,
-            pinned_modules=setting.pinned_modules,
-            find_pins=find_pins,
+            find_pins=not setting.pinned_modules,
             seed=self.seed,
             deadline_seconds=max(0.0, seconds),
             memory_limit_bytes=self.memory_limit_bytes,
@@ -90,23 +87,21 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
         best = ledger.best
         if best is None:
             # Nothing is known of the step: two thirds of what is left, so that one that hangs leaves time for another.
-            setup_seconds = min(self.setup_seconds, seconds)
-            trial = self.trial(
-                ledger,
-                setting,
-                measure_seconds=budget.seconds / NUM_TRIALS_FORESEEN,
-                deadline_seconds=max(MIN_TRIAL_SECONDS, (2 * seconds + setup_seconds) / 3),
-            )
-            return _metered(trial, ledger.objective)
+            left = (2 * seconds + min(self.setup_seconds, seconds)) / 3
+        else:
+            left = min(seconds, self._allowance(ledger, budget, setting.precision))
+        measure_seconds: float = budget.seconds / NUM_TRIALS_FORESEEN
+        energy: dict[str, Any] = {}
+        if ledger.objective == "energy":  # as long as a counter needs, however steady or slow the steps are
+            measure_seconds = min(METERED_SECONDS, measure_seconds)
+            energy = {"num_steps": (MAX_METERED_STEPS, MAX_METERED_STEPS)}
+        trial = self.trial(
+            ledger, setting, measure_seconds=measure_seconds, deadline_seconds=max(MIN_TRIAL_SECONDS, left), **energy
+        )
+        if best is None:
+            return trial
         assert isinstance(best.outcome, Measurement)
         rate = best.outcome.samples_per_second
-        trial = self.trial(
-            ledger,
-            setting,
-            measure_seconds=budget.seconds / NUM_TRIALS_FORESEEN,
-            cut_step_seconds=CUT_RATIO * setting.effective_batch_size / rate,
-            deadline_seconds=max(MIN_TRIAL_SECONDS, min(seconds, self._allowance(ledger, budget, setting.precision))),
-        )
         reported = setting.batch_size * trial.num_timed_micro_batches * trial.num_steps_per_report
         step_deadline = max(MIN_STEP_DEADLINE_SECONDS, DEADLINE_RATIO * reported / rate)
         own_num_workers = 0 if self.description is None else self.description.num_workers
@@ -114,7 +109,8 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
             step_deadline += best.outcome.first_step_seconds
         growth = max(1.0, setting.batch_size / best.candidate.batch_size)
         return msgspec.structs.replace(
-            _metered(trial, ledger.objective),
+            trial,
+            cut_step_seconds=None if energy else CUT_RATIO * setting.effective_batch_size / rate,
             step_deadline_seconds=step_deadline,
             first_step_deadline_seconds=step_deadline + 3 * growth * best.outcome.first_step_seconds,
         )
@@ -123,7 +119,8 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
         """Seconds that a precision may still cost: a tenth of the budget where its matrix products are hopeless."""
         if not is_hopeless(self.hardware, precision):
             return math.inf
-        return SLOW_PRECISION_SHARE * budget.seconds - _spent_on(ledger.records, precision)
+        spent = sum(record.seconds for record in ledger.records if record.candidate.precision == precision)
+        return SLOW_PRECISION_SHARE * budget.seconds - spent
 
 
 def is_hopeless(hardware: Hardware, precision: Precision) -> bool:
@@ -132,16 +129,3 @@ def is_hopeless(hardware: Hardware, precision: Precision) -> bool:
     if capability.level != "emulated" or reference is None or reference.matmul_flops_per_second is None:
         return False
     return HOPELESS * (capability.matmul_flops_per_second or 0.0) < reference.matmul_flops_per_second
-
-
-def _metered(trial: Trial, objective: Objective) -> Trial:
-    """For energy a trial is as long as a counter needs, however steady or slow its steps are."""
-    if objective != "energy":
-        return trial
-    seconds = min(METERED_SECONDS, trial.measure_seconds or METERED_SECONDS)
-    num_steps = MAX_METERED_STEPS, MAX_METERED_STEPS
-    return msgspec.structs.replace(trial, num_steps=num_steps, measure_seconds=seconds, cut_step_seconds=None)
-
-
-def _spent_on(records: Sequence[Record], precision: Precision) -> float:
-    return sum(record.seconds for record in records if record.candidate.precision == precision)

@@ -1,0 +1,186 @@
+"""Dimensions: the things that a setting decides. Another is one object; `core.setting` lists it and has its field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+
+Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+
+# From the one with least to go wrong at run time to the one with most.
+PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16", "fp8")
+
+Effect: TypeAlias = Literal["speed", "memory", "numerics"]
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Choices(Generic[Value]):
+    """The values that can be tried, and the others with the reason why they cannot."""
+
+    values: tuple[Value, ...] = ()
+    left_out: Mapping[Value, str] = field(default_factory=dict)
+
+
+class Dimension(Generic[Value]):
+    """One thing that a setting decides, under the `name` of its field.
+
+    `default` is what a setting has that does not say; precision and batch size are always said. Where it `affects`
+    numerics, each value is checked against fp32. `found_by` says who tries other values: Optuna's "sampler", or
+    "variants", the stage that tries the `choices` on the setting that would win; None where that is a stage of its own.
+    """
+
+    name: ClassVar[str]
+    default: ClassVar[Any]
+    affects: ClassVar[frozenset[Effect]]
+    found_by: ClassVar[Literal["sampler", "variants"] | None] = "variants"
+
+    def choices(self, hardware: Any, description: Any, options: Any) -> Choices[Value]:  # noqa: ARG002
+        """The values to try, given a `Hardware`, a `Description` and `SearchOptions`, which stand above this module."""
+        return Choices()
+
+    def apply(self, training: Any, value: Value) -> None:
+        """Set it up in the process of a trial, on its `trial.training.BaseTraining`; no step has been taken yet.
+
+        Nothing is to be done for what the training reads of its setting itself.
+        """
+
+    def risk(self, value: Value) -> int:  # noqa: ARG002
+        """How much there is to go wrong, from 0 up: among settings that are about as good the least wins."""
+        return 0
+
+    def label(self, value: Value) -> str:  # noqa: ARG002
+        """Its part in the name of a setting, "" for none."""
+        return ""
+
+    def export(self, value: Value, target: str) -> Sequence[str] | None:  # noqa: ARG002
+        """Lines of the script that `autotune-amp export --to TARGET` writes; None where that script has no place for it
+        or says it already.
+        """
+        return None
+
+
+class _Precision(Dimension[Precision]):
+    name = "precision"
+    default = "fp32"
+    affects = frozenset({"speed", "memory", "numerics"})
+    found_by = "sampler"
+
+    def choices(self, hardware: Any, description: Any, options: Any) -> Choices[Precision]:
+        asked: Sequence[Precision] = options.precisions or PRECISIONS
+        reasons = {precision: self.why_not(precision, hardware, description) for precision in asked}
+        return Choices(
+            tuple(precision for precision, reason in reasons.items() if reason is None),
+            {precision: reason for precision, reason in reasons.items() if reason is not None},
+        )
+
+    def why_not(self, precision: Precision, hardware: Any, description: Any) -> str | None:
+        """Why nothing can be trained in it on this hardware with these weights, None where it can."""
+        weights = description.weights
+        if precision == "fp8":
+            return "this version has no fp8 training path: PyTorch's autocast has none"
+        capability = hardware.precisions.get(precision)
+        if capability is None:
+            return f"the probe of {hardware.device} says nothing of it"
+        if capability.level == "unsupported":
+            return str(capability.reason)
+        if weights == "bf16" and precision == "fp16":
+            return (
+                "the weights are kept in bf16: values beyond fp16's range would overflow in the cast, "
+                "and the gradient scaler is made for fp32 gradients"
+            )
+        if weights == "fp16" and precision in ("fp16", "bf16"):
+            return (
+                "the weights are kept in fp16, and so are their gradients, which no gradient scaler can unscale; "
+                "keep them in fp32 (model.float()), and autocast casts where it pays"
+            )
+        if weights in ("bf16", "fp16") and precision == "tf32":
+            return f"the weights are kept in {weights}: TF32 concerns fp32 products, so it is the same as fp32"
+        return None
+
+    def apply(self, training: Any, value: Precision) -> None:
+        training.set_precision(value)
+
+    def risk(self, value: Precision) -> int:
+        return PRECISIONS.index(value)
+
+    def label(self, value: Precision) -> str:
+        return value
+
+
+class _BatchSize(Dimension[int]):
+    """Which sizes there are follows from the effective batch size (`search.space`)."""
+
+    name = "batch_size"
+    default = 1
+    affects = frozenset({"speed", "memory"})
+    found_by = "sampler"
+
+    def risk(self, value: int) -> int:
+        return value
+
+    def label(self, value: int) -> str:
+        return f"batch {value}"
+
+
+class _AccumulationSteps(Dimension[int]):
+    """Follows from the batch size where the effective one is kept; a check of its own says whether it is exact."""
+
+    name = "accumulation_steps"
+    default = 1
+    affects = frozenset({"speed"})
+    found_by = None
+
+    def label(self, value: int) -> str:
+        return f"x {value}" if value > 1 else ""
+
+
+class _PinnedModules(Dimension[tuple[str, ...]]):
+    """A check against fp32 says which modules heal a precision."""
+
+    name = "pinned_modules"
+    default = ()
+    affects = frozenset({"speed", "memory", "numerics"})
+    found_by = None
+
+    def apply(self, training: Any, value: tuple[str, ...]) -> None:
+        training.pin(value)
+
+    def label(self, value: tuple[str, ...]) -> str:
+        return f"with {len(value)} module{'s' if len(value) > 1 else ''} pinned" if value else ""
+
+
+class _NumWorkers(Dimension[int | None]):
+    """Tried where the data loader sets the speed (`search.stages.loader_workers`)."""
+
+    name = "num_workers"
+    default = None
+    affects = frozenset({"speed"})
+    found_by = None
+
+    def risk(self, value: int | None) -> int:
+        return 0 if value is None else 1 + value  # the user's own number first
+
+    def label(self, value: int | None) -> str:
+        return "" if value is None else f"with {value} loader worker{'' if value == 1 else 's'}"
+
+
+class _AsFound(Dimension[bool]):
+    """The baseline's alone; its numbers are those of the precision that it amounts to (`check_results.check_key`)."""
+
+    name = "as_found"
+    default = False
+    affects = frozenset({"speed", "memory"})
+    found_by = None
+
+    def label(self, value: bool) -> str:
+        return "as found" if value else ""
+
+
+PRECISION = _Precision()
+BATCH_SIZE = _BatchSize()
+ACCUMULATION_STEPS = _AccumulationSteps()
+PINNED_MODULES = _PinnedModules()
+NUM_WORKERS = _NumWorkers()
+AS_FOUND = _AsFound()
