@@ -119,14 +119,17 @@ def keep_report(folder: Path, note: Callable[[str], None], warn: Callable[[str],
             write_report(folder)
             note(f"Report: {report.as_posix()}")
     except (Exception, KeyboardInterrupt) as error:
+        why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+        if isinstance(error, AutotuneAmpError):
+            why = error.message.rstrip(".")
         warn(
-            f"{report} was not written ({_why(error)}). `autotune-amp report {folder}` makes it, or another file with "
+            f"{report} was not written ({why}). `autotune-amp report {folder}` makes it, or another file with "
             "--out FILE.html."
         )
 
 
 def _source_in(folder: Path) -> Path:
-    """What a study's report is drawn from: its recommendation, or its outcomes where only they are there."""
+    """What a study's report is drawn from."""
     recommendation, outcomes = folder / "recommendation.json", folder / _OUTCOMES
     return outcomes if outcomes.exists() and not recommendation.exists() else recommendation
 
@@ -159,9 +162,3 @@ def _unfinished(source: Path) -> str:
         )
     last = records[-1].search_id
     return unfinished_page(folder.resolve().name, [record for record in records if record.search_id == last])
-
-
-def _why(error: BaseException) -> str:
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    return error.message.rstrip(".") if isinstance(error, AutotuneAmpError) else f"{type(error).__name__}: {error}"

@@ -12,7 +12,6 @@ import msgspec
 from autotune_amp.core import explain
 from autotune_amp.core.dimensions import PRECISION
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.core.explain import names, small
 from autotune_amp.core.outcome import Accumulation, Calibration, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import VARIANTS, Setting
 from autotune_amp.core.text import count, duration, flops, number, one_line, outcome_name, rate, size
@@ -133,16 +132,14 @@ def outcome_line(outcome: Measurement | Failure | Fidelity | Calibration | Accum
     if isinstance(outcome, Failure):
         return f"{outcome_name(outcome.kind)}: {one_line(outcome.message)}"
     if isinstance(outcome, Fidelity):
-        ratio = "" if outcome.noise_ratio is None else f", rounding {small(outcome.noise_ratio)} of batch noise"
-        gap = "" if outcome.training_gap is None else f", training gap {small(outcome.training_gap)}"
+        ratio = "" if outcome.noise_ratio is None else f", noise ratio {explain.small(outcome.noise_ratio)}"
+        gap = "" if outcome.training_gap is None else f", training gap {explain.small(outcome.training_gap)}"
         return f"{outcome.verdict}{ratio}{gap}"
     if isinstance(outcome, Calibration):
         if outcome.init_scale is None:
             return "no loss scale is safe"
         return f"loss scale {number(outcome.init_scale)}, from {count(len(outcome.log2_scales), 'step')}"
-    by = f" by {outcome.weighted_by}" if outcome.weighted_by else ""
-    error = "" if outcome.error is None else f", gradients part by {small(outcome.error)}"
-    return f"accumulation {outcome.verdict}{by}{error}"
+    return f"accumulation {explain.accumulation_line(outcome)}"
 
 
 def precisions(hardware: Hardware) -> list[tuple[str, str, str, str]]:
@@ -174,7 +171,7 @@ def python_lines(recommendation: Recommendation, path: str | None = None) -> lis
     if recommendation.workload is not None and recommendation.workload.is_loop:
         return [*loader, f"amp = {loaded}", "train_step(state, batch, amp)"]
     if config.precision == "fp16" or config.accumulation_steps > 1 or config.pinned_modules:
-        kept = f"  # keeps {names(config.pinned_modules)} in fp32" if config.pinned_modules else ""
+        kept = f"  # keeps {explain.names(config.pinned_modules)} in fp32" if config.pinned_modules else ""
         loop = _controlled_loop(config, recommendation.evidence.accumulation)
         return [*loader, f"controller = {loaded}{kept}", *loop]
     flags = explain.strict_flag_lines(config.precision) if device_type == "cuda" else []

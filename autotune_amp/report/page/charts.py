@@ -54,7 +54,7 @@ _RATES = {"title_text": "samples/s", "tickformat": ",~f"}
 
 
 def throughput(recommendation: Recommendation | None, records: Sequence[Record]) -> Drawn:
-    """Samples per second against batch size: every measurement and failure, the memory wall, what was recommended."""
+    """Samples per second against batch size: every measurement and failure, and what was recommended."""
     measured, failed = points(records), failures(records)
     if not measured:
         return "No chart of throughput: outcomes.jsonl holds no measurement of this search."
@@ -69,7 +69,7 @@ def throughput(recommendation: Recommendation | None, records: Sequence[Record])
     rings = [] if recommendation is None else list(_rings(recommendation))
     top = max(p.measurement.samples_per_second for ours in measured for p in (*ours.looks, *ours.again))
     highest = max([top, *(ring.y[0] + max(ring.error_y.array or [0]) for ring in rings)])
-    figure.add_traces([*([crosses(failed, "failed")] if failed else []), *_walls(failed, 1.05 * top), *rings])
+    figure.add_traces([*([crosses(failed, "failed")] if failed else []), *rings])
     # The interval of a few steps of one trial may reach to many times any rate: it runs out of the chart.
     return framed(figure, 430, xaxis=ticks(records), yaxis=_RATES | {"range": [0, 1.12 * highest]})
 
@@ -119,25 +119,6 @@ def _ring(name: str, config: AmpConfig, speed: float, interval: tuple[float, flo
         whiskers = _whiskers([(speed, interval)], _AROUND[name]["color"], width=9, thickness=2)
     hover = said(f"{name}: {Setting.of(config)}", rate(speed), *landing)
     return marks(name, [config.batch_size], [speed], [hover], error_y=whiskers, marker=_AROUND[name])
-
-
-def _walls(failed: Sequence[tuple[Record, Failure]], top: float) -> list[Scatter]:
-    """For each precision that ran out of memory, a line at the least batch size that did."""
-    walls: dict[Precision, int] = {}
-    for record, failure in failed:
-        if failure.kind == "oom":
-            precision, batch_size = record.candidate.precision, record.candidate.batch_size
-            walls[precision] = min(batch_size, walls.get(precision, batch_size))
-    return [
-        rule(
-            f"{precision} {outcome_name('oom')}",
-            [batch_size, batch_size],
-            [0, top],
-            said(f"{precision} runs out of memory at batch {batch_size}"),
-            dash=LOOKS[precision].dash,
-        )
-        for precision, batch_size in walls.items()
-    ]
 
 
 # --- throughput against memory -------------------------------------------------------------------------------------
