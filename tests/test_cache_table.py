@@ -50,7 +50,7 @@ ROWS = """
 import json, os, platform, sys
 import torch
 from autotune_amp import recommend_config
-from autotune_amp.fingerprint import compare
+from autotune_amp import fingerprint
 from autotune_amp.search import cache, search
 import msgspec
 
@@ -103,7 +103,6 @@ def options(more: str) -> str:
 
 HITS = {
     "another process and folder": hit(),
-    "a comment": hit("train.py", "def loss", "# a comment\n\n\ndef loss"),
     "an unrelated module": hit("unrelated.py", "VALUE = 1", "VALUE = 2", run="import unrelated"),
     "an unrelated variable": hit(run="os.environ['UNRELATED'] = '1'"),
     "another way to write an option": hit(call=options("batch_size='4:4', precision=['fp32']")),
@@ -116,7 +115,7 @@ MISSES = {
     "model": miss("function make of layers.py changed", "layers.py", "(width, 1)", "(width, 2)"),
     "evaluation": miss("workload.evaluate (function evaluate of train.py) changed", "train.py", "return 1", "return 2"),
     "closure": miss("closure width of model_of changed", "train.py", "model_of(4)", "model_of(5)"),
-    "data's length": miss("workload.data: shapes changed", "train.py", "length=32", "length=33"),
+    "data's length": miss("workload.data changed", "train.py", "length=32", "length=33"),
     "loader": miss("workload.data changed", "train.py", "batch_size=4", "batch_size=8"),
     "optimizer": miss("workload.optimizer changed", "train.py", "optim.SGD", "optim.Adam"),
     "seed": miss("option seed changed from 0 to 1", call=options("seed=1")),
