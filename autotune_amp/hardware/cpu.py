@@ -63,15 +63,13 @@ def identity(device: str) -> DeviceIdentity:
     return identify(device)
 
 
-def compute_capability(device: str) -> str | None:
+def compute_capability(_: str) -> str | None:
     """The architecture, e.g. ``x86_64``."""
-    del device
     return platform.machine() or None
 
 
-def memory(device: str) -> DeviceMemory:
+def memory(_: str) -> DeviceMemory:
     """Bytes of the machine, and what the container leaves of them."""
-    del device
     container = container_memory()
     total, free = host.total_memory_bytes(), host.available_memory_bytes()
     return DeviceMemory(
@@ -82,9 +80,8 @@ def memory(device: str) -> DeviceMemory:
     )
 
 
-def capabilities(device: str) -> dict[Precision, Capability]:
+def capabilities(_: str) -> dict[Precision, Capability]:
     """From torch's list of instruction sets (2.11 on), else from the operating system's."""
-    del device
     if hasattr(torch.cpu, "get_capabilities"):
         flags = frozenset(name for name, value in torch.cpu.get_capabilities().items() if value is True)
     else:
@@ -97,9 +94,8 @@ def _has_onednn_fp16() -> bool:
     return has_onednn and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
-def notes_before(device: str) -> tuple[str, ...]:
+def notes(_: str) -> tuple[str, ...]:
     """That torch's threads and the CPUs do not agree."""
-    del device
     return thread_notes(torch.get_num_threads(), host.num_cpus(), container_cpus())
 
 
@@ -109,27 +105,15 @@ def thread_notes(num_threads: int, num_cpus: int, allowed_cpus: float | None) ->
     Half as many threads as CPUs is torch's own choice where every core has two hardware threads. `allowed_cpus` is how
     many CPUs' time the container allows, None without a limit: torch does not look at it.
     """
-    if allowed_cpus is not None and allowed_cpus < num_cpus:
-        if num_threads > math.ceil(allowed_cpus):
-            return (
-                f"PyTorch runs {num_threads} threads, and the container allows the time of {allowed_cpus:g} CPUs: when "
-                f"it is used up all of them stop for a while. Set OMP_NUM_THREADS={max(1, int(allowed_cpus))}.",
-            )
-        return ()
-    if num_threads > num_cpus:
+    is_limited = allowed_cpus is not None and allowed_cpus < num_cpus
+    most = math.ceil(allowed_cpus) if allowed_cpus is not None and is_limited else num_cpus
+    if num_threads > most:
         return (
-            f"PyTorch runs {num_threads} threads on the {num_cpus} CPUs that this process may use: they take turns. "
-            f"Set OMP_NUM_THREADS={num_cpus}.",
+            f"PyTorch runs {num_threads} threads on {most} of the CPUs: they take turns. Set OMP_NUM_THREADS={most}.",
         )
-    if num_threads < num_cpus / 2:
+    if num_threads < num_cpus / 2 and not is_limited:
         return (
             f"PyTorch runs {num_threads} of the {num_cpus} threads that this process may use; "
             "OMP_NUM_THREADS or MKL_NUM_THREADS sets the number.",
         )
-    return ()
-
-
-def notes_after(device: str) -> tuple[str, ...]:
-    """Nothing more: a CPU's load is read before."""
-    del device
     return ()

@@ -26,21 +26,13 @@ if TYPE_CHECKING:
 _GET_STARTED = "https://pytorch.org/get-started/locally/"
 _NO_FP8_AUTOCAST = "PyTorch's autocast has no fp8: training in it needs a library such as torchao"
 
-# As PyTorch's own tables have them (torch/cuda/__init__.py of 2.15, DEVICE_REQUIREMENT and what it is overlaid with for
-# CUDA 13.2): the compute capabilities of Jetson, those that run discrete cards' binaries from 13.2 on, Thor's names.
-_JETSON = {(5, 3), (6, 2), (7, 2), (8, 7), (11, 0)}
-_UNIFIED_JETSON = {(7, 2), (8, 7)}
-_RENAMED = {(10, 1): (11, 0)}
-
 
 class CardFacts(NamedTuple):
-    """What the decision rests on; `arch_list` is what this PyTorch was built for, e.g. ``("sm_80", "compute_90")``, by
-    version `cuda` of CUDA, None under ROCm."""
+    """What the decision rests on; `arch_list` is what this PyTorch was built for, e.g. ``("sm_80", "compute_90")``."""
 
     compute_capability: tuple[int, int]
     name: str
     arch_list: tuple[str, ...]
-    cuda: str | None
     hip: str | None
     is_bf16_native: bool
     is_tf32_supported: bool
@@ -51,7 +43,7 @@ def decide(card: CardFacts) -> dict[Precision, Capability]:
     if card.hip is not None:
         return _decide_rocm(card)
     major, minor = card.compute_capability
-    if not has_kernels(card.compute_capability, card.arch_list, card.cuda):
+    if not has_kernels(card.compute_capability, card.arch_list):
         reason = (
             f"This PyTorch has no kernels for {card.name} (sm_{major}{minor}), only for {' '.join(card.arch_list)}: "
             f"install a build that has them ({_GET_STARTED}; newer for a new card, older for an old one)."
@@ -109,30 +101,26 @@ def _decide_rocm(card: CardFacts) -> dict[Precision, Capability]:
     }
 
 
-def has_kernels(compute_capability: tuple[int, int], arch_list: Sequence[str], cuda: str | None) -> bool:
+def has_kernels(compute_capability: tuple[int, int], arch_list: Sequence[str]) -> bool:
     """Whether code built for `arch_list` runs on a card: by a binary of its generation or by PTX of an older one.
 
     Binaries run on the same major version from their minor version up; with an "a" behind the number on that very
-    card only, with an "f" on its family only. Jetson's cards and the discrete ones run none of each other's, save what
-    a build with CUDA 13.2 or newer has for discrete ones. A build that names no architecture is taken at its word.
+    card only, with an "f" on its family only. A build that names no architecture is taken at its word. Of Jetson's
+    cards, which run none of the discrete ones' binaries, the first matrix product tells.
     """
-    is_unified = cuda is not None and tuple(map(int, cuda.split("."))) >= (13, 2)
-    return not arch_list or any(_runs_on(compute_capability, arch, is_unified) for arch in arch_list)
+    return not arch_list or any(_runs_on(compute_capability, arch) for arch in arch_list)
 
 
-def _runs_on(compute_capability: tuple[int, int], arch: str, is_unified: bool) -> bool:
+def _runs_on(compute_capability: tuple[int, int], arch: str) -> bool:
     match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
     if match is None:
         return False
-    number = int(match[2]), int(match[3])
-    kind, suffix = match[1], match[4]
+    kind, number, suffix = match[1], (int(match[2]), int(match[3])), match[4]
     if kind == "compute" and not suffix:
         return number <= compute_capability
-    card, built_for = _RENAMED.get(compute_capability, compute_capability), _RENAMED.get(number, number)
-    runs_discrete = card not in _JETSON or (is_unified and card in _UNIFIED_JETSON)
-    if suffix == "a" or built_for in _JETSON or not runs_discrete:
-        return built_for == card
-    return built_for[0] == card[0] and built_for <= card
+    if suffix == "a":
+        return number == compute_capability
+    return number[0] == compute_capability[0] and number <= compute_capability
 
 
 def is_built() -> bool:
@@ -214,7 +202,6 @@ def capabilities(device: str) -> dict[Precision, Capability]:
         compute_capability=(properties.major, properties.minor),
         name=properties.name,
         arch_list=tuple(torch.cuda.get_arch_list()),
-        cuda=torch.version.cuda,
         hip=torch.version.hip,
         is_bf16_native=is_bf16_native(device),
         is_tf32_supported=is_tf32_supported,
@@ -222,13 +209,7 @@ def capabilities(device: str) -> dict[Precision, Capability]:
     return decide(facts)
 
 
-def notes_before(device: str) -> tuple[str, ...]:
+def notes(device: str) -> tuple[str, ...]:
     """Who else computes on the card; read before this process has a context of its own there."""
     card = uuid(device)
     return () if card is None else nvml.process_notes(card)
-
-
-def notes_after(device: str) -> tuple[str, ...]:
-    """Why the card runs below its clocks."""
-    card = uuid(device)
-    return () if card is None else nvml.slowdown_notes(card)

@@ -48,33 +48,23 @@ def identity(device: str) -> DeviceIdentity:
     return identify(device)
 
 
-def compute_capability(device: str) -> str | None:
+def compute_capability(_: str) -> str | None:
     """None: Metal has no such number."""
-    del device
     return None
 
 
-def memory(device: str) -> DeviceMemory:
+def memory(_: str) -> DeviceMemory:
     """Bytes: Metal's recommended maximum, less what is taken of it, and no more than the machine has free."""
-    del device
     total = torch.mps.recommended_max_memory()
     free = max(0, total - torch.mps.driver_allocated_memory())
     return DeviceMemory(total=total, free=free, available=min(free, host.available_memory_bytes()))
 
 
-def capabilities(device: str) -> dict[Precision, Capability]:
+def capabilities(_: str) -> dict[Precision, Capability]:
     """From the version of macOS: that `autocast("mps")` can be made proves nothing."""
-    del device
     return decide(is_macos_14=torch.backends.mps.is_macos_or_newer(14, 0))
 
 
-def notes_before(device: str) -> tuple[str, ...]:
+def notes(_: str) -> tuple[str, ...]:
     """Nothing that Metal would tell."""
-    del device
-    return ()
-
-
-def notes_after(device: str) -> tuple[str, ...]:
-    """Nothing that Metal would tell."""
-    del device
     return ()

@@ -92,16 +92,10 @@ def capabilities(device: str) -> dict[Precision, Capability]:
     )
 
 
-def notes_before(device: str) -> tuple[str, ...]:
+def notes(device: str) -> tuple[str, ...]:
     """Where memory that is free is not told."""
     try:
         torch.xpu.mem_get_info(device)
     except RuntimeError:
         return ("The driver does not tell how much of this device's memory is free; all of it is taken to be.",)
-    return ()
-
-
-def notes_after(device: str) -> tuple[str, ...]:
-    """Nothing that the driver would tell."""
-    del device
     return ()

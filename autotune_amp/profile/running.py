@@ -20,7 +20,7 @@ from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Description, Failure, Measurement, Outcome, Record
 from autotune_amp.core.recommendation import Exclusion, NothingWorksError
 from autotune_amp.core.setting import Precision, Setting
-from autotune_amp.hardware import identify
+from autotune_amp.hardware import identify, machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.backend import Backend
 from autotune_amp.isolation.local import LocalBackend
@@ -32,7 +32,6 @@ from autotune_amp.profile.rows import (
     cut_step_seconds,
     first_step_deadline_seconds,
     is_cut,
-    load_notes,
     rows,
     step_deadline_seconds,
 )
@@ -146,7 +145,7 @@ def run_profile(origin: Source, request: Request, progress: Progress) -> AmpProf
             spec = _profile_spec([trials[p] for p in ran], request, opened.hardware.device, Path(folder, "trace"))
             meter.start()
             profiled, notes = _profiled(backend, spec, alone, watcher, progress)
-            others = load_notes(meter.stop())
+            others = machine_load.doubts(machine_load.evidence((), [meter.stop()]), "profile again")
             no_trace = None if request.trace is None else write_trace(sorted(Path(folder).iterdir()), request.trace)
     found = Found(refused, alone, profiled, _rates(opened.hardware, profiled), opened.hardware.identity.type)
     return answer(

@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 
 from autotune_amp.core.hardware import (
-    BusyProcess,
     Capability,
-    CardProcess,
     DeviceIdentity,
     DeviceMemory,
     Hardware,
-    MachineLoad,
 )
 from autotune_amp.core.outcome import Failure, FailureKind, Measurement
 from autotune_amp.core.setting import Precision
@@ -25,7 +22,6 @@ from autotune_amp.profile.rows import (
     answer,
     cut_step_seconds,
     first_step_deadline_seconds,
-    load_notes,
     rows,
     step_deadline_seconds,
     verdict,
@@ -240,22 +236,3 @@ def test_what_failed_is_never_the_answer_whatever_it_reached_before() -> None:
     assert answered(failed).best_precision is None
     found = answered(PrecisionRow(precision="bf16", speedup=0.9, verdict="slower"), failed)
     assert (found.best_precision, found.speedup, found.verdict) == ("bf16", 0.9, "slower")
-
-
-def test_what_others_did_is_said_where_it_is_worth_a_word() -> None:
-    quiet = MachineLoad(seconds=5.0, num_cpus=2, others_num_cores=0.05, stolen_share=0.01)
-    assert load_notes(quiet) == []
-    loaded = MachineLoad(
-        seconds=5.0,
-        num_cpus=2,
-        others_num_cores=1.0,
-        busiest=(BusyProcess(pid=7, name="ffmpeg", num_cores=0.9),),
-        stolen_share=0.1,
-        card_processes=(CardProcess(pid=8, name="python", memory_bytes=2**30),),
-        card_slowdowns=("power cap",),
-    )
-    busy, stolen, card, clocks = load_notes(loaded)
-    assert busy.startswith("The machine was busy: other processes used 1.0 of 2 cores (ffmpeg, pid 7: 0.90).")
-    assert stolen.startswith("The hypervisor gave 10 % of the CPU time")
-    assert card.startswith("The card was not ours alone (python, pid 8: 1.0 GiB)")
-    assert clocks == "The card lowered its clocks meanwhile: power cap."
