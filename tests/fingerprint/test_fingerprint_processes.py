@@ -111,7 +111,6 @@ HITS = [("elsewhere.py", "VALUE = 1", "VALUE = 2")]
 MISSES = [
     (("train.py", "RATE = 0.1", "RATE = 0.2"), "workload.optimizer changed"),
     (("train.py", "* weight", "+ weight"), "workload.loss (function loss of train.py) changed"),
-    (("train.py", "weight=1.0", "weight=2.0"), "workload.loss (function loss of train.py) changed"),
     (("train.py", '"a", "b", "c"', '"a", "b", "d"'), "workload.loss (function loss of train.py) changed"),
     (("train.py", "make_model(2)", "make_model(3)"), "closure depth of make_model changed"),
     (("train.py", "width = 4", "width = 5"), "class Net of train.py changed"),
@@ -122,7 +121,6 @@ MISSES = [
     (("train.py", "SGD, lr", "Adam, lr"), "workload.optimizer changed"),
     (("train.py", '"budget": 90.0', '"budget": 60.0'), "option budget changed from 90.0 to 60.0"),
     (("train.py", '"allow_tf32": False', '"allow_tf32": True'), "torch flag allow_tf32 changed from False to True"),
-    (("train.py", "num_cpus=4", "num_cpus=8"), "device num_cpus changed from 4 to 8"),
     (("train.py", "import unrelated", "import unrelated\nOTHER = 1"), "source file train.py changed"),
     (("helpers.py", "SCALE = 2", "SCALE = 3"), "global SCALE of helpers.py changed"),
     (("helpers.py", "return 1", "return 2"), "source file helpers.py changed"),
@@ -132,8 +130,6 @@ MISSES = [
     (("pkg/layers.py", "'last'", "'best'"), "function Base.checkpoint of pkg/layers.py changed"),
     (("pkg/steps.py", "x * 3", "x * 4"), "function step of pkg/steps.py changed"),
     (("train.py", "rate: float = 0.5", "rate: float = 0.6"), "global settings of train.py changed"),
-    (("train.py", "x * 8", "x * 9"), "function <lambda> of train.py changed"),
-    (("train.py", "num_workers=2", "num_workers=1"), "workload.evaluate changed"),
     (("train.py", "amp=16", "amp=8"), "workload.train_step changed"),
     (("train.py", "Net(3).checkpoint", "Net(4).checkpoint"), "workload.checkpoint changed"),
 ]

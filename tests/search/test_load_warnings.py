@@ -109,16 +109,6 @@ def test_a_load_that_comes_and_goes_widens_the_lower_end() -> None:
     assert found.evidence.num_processes == NUM_ROUNDS
 
 
-def test_a_process_whose_load_is_not_known_is_no_idle_one() -> None:
-    unknown = load(None, None)
-    assert (
-        machine_load.interval_factors([HOGGED, unknown, unknown])
-        == machine_load.interval_factors([HOGGED])
-        == (1.0, 2.0)
-    )
-    assert machine_load.interval_factors([unknown]) == (1.0, 1.0)
-
-
 def test_what_widens_the_interval_is_said_where_only_the_winner_met_it() -> None:
     """Worth a word in its three processes, not on the mean with the others' six."""
     own = [load(0.3, 1.7)] * 3
