@@ -10,7 +10,7 @@ import torch
 
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.hardware import host
-from autotune_amp.hardware.device import identify, only
+from autotune_amp.hardware.device import emulated, identify, native, only, unsupported
 from autotune_amp.hardware.host import container_cpus, container_memory
 
 if TYPE_CHECKING:
@@ -28,23 +28,21 @@ def decide(flags: AbstractSet[str], *, has_onednn_fp16: bool) -> dict[Precision,
     bf16 = [flag for flag in _BF16_ARITHMETIC if flag in flags]
     fp16 = [flag for flag in _FP16_ARITHMETIC if flag in flags] + ["oneDNN's fp16 kernels"] * has_onednn_fp16
     return {
-        "fp32": Capability(level="native", reason="Every CPU computes in fp32."),
-        "tf32": Capability(level="unsupported", reason="TF32 is a mode of NVIDIA's tensor cores; a CPU has none."),
-        "bf16": Capability(level="native", reason=f"The CPU multiplies in bf16: {', '.join(bf16)}.")
+        "fp32": native("Every CPU computes in fp32."),
+        "tf32": unsupported("TF32 is a mode of NVIDIA's tensor cores; a CPU has none."),
+        "bf16": native(f"The CPU multiplies in bf16: {', '.join(bf16)}.")
         if bf16
-        else Capability(
-            level="emulated",
-            reason="The CPU has no bf16 arithmetic (avx512_bf16, amx_bf16): PyTorch converts to fp32 and back, "
-            "which saves memory and may be slower than fp32.",
+        else emulated(
+            "The CPU has no bf16 arithmetic (avx512_bf16, amx_bf16): PyTorch converts to fp32 and back, "
+            "which saves memory and may be slower than fp32."
         ),
-        "fp16": Capability(level="native", reason=f"The CPU computes in fp16: {', '.join(fp16)}.")
+        "fp16": native(f"The CPU computes in fp16: {', '.join(fp16)}.")
         if fp16
-        else Capability(
-            level="emulated",
-            reason="The CPU has no fp16 arithmetic (avx512_fp16, amx_fp16): matrix products can be tens of times "
-            "slower than in fp32.",
+        else emulated(
+            "The CPU has no fp16 arithmetic (avx512_fp16, amx_fp16): matrix products can be tens of times "
+            "slower than in fp32."
         ),
-        "fp8": Capability(level="unsupported", reason="PyTorch does not train in fp8 on CPUs."),
+        "fp8": unsupported("PyTorch does not train in fp8 on CPUs."),
     }
 
 
@@ -108,9 +106,8 @@ def thread_notes(num_threads: int, num_cpus: int, allowed_cpus: float | None) ->
     is_limited = allowed_cpus is not None and allowed_cpus < num_cpus
     most = math.ceil(allowed_cpus) if allowed_cpus is not None and is_limited else num_cpus
     if num_threads > most:
-        return (
-            f"PyTorch runs {num_threads} threads on {most} of the CPUs: they take turns. Set OMP_NUM_THREADS={most}.",
-        )
+        text = f"PyTorch runs {num_threads} threads on {most} of the CPUs: they take turns. Set OMP_NUM_THREADS={most}."
+        return (text,)
     if num_threads < num_cpus / 2 and not is_limited:
         return (
             f"PyTorch runs {num_threads} of the {num_cpus} threads that this process may use; "

@@ -16,7 +16,7 @@ import torch
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.hardware import host, nvml
-from autotune_amp.hardware.device import cuda_identity, numbered, unknown_identity
+from autotune_amp.hardware.device import cuda_identity, emulated, native, numbered, unknown_identity, unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,23 +48,20 @@ def decide(card: CardFacts) -> dict[Precision, Capability]:
             f"This PyTorch has no kernels for {card.name} (sm_{major}{minor}), only for {' '.join(card.arch_list)}: "
             f"install a build that has them ({_GET_STARTED}; newer for a new card, older for an old one)."
         )
-        return dict.fromkeys(("fp32", "tf32", "bf16", "fp16", "fp8"), Capability(level="unsupported", reason=reason))
+        return dict.fromkeys(("fp32", "tf32", "bf16", "fp16", "fp8"), unsupported(reason))
     has = f"compute capability {major}.{minor}"
     return {
-        "fp32": Capability(level="native", reason="Every CUDA card computes in fp32."),
-        "tf32": Capability(level="native", reason=f"TF32 tensor cores ({has}).")
+        "fp32": native("Every CUDA card computes in fp32."),
+        "tf32": native(f"TF32 tensor cores ({has}).")
         if card.is_tf32_supported
-        else Capability(level="unsupported", reason=f"TF32 tensor cores begin with 8.0; this card has {has}."),
-        "bf16": Capability(level="native", reason=f"bf16 tensor cores ({has}).")
+        else unsupported(f"TF32 tensor cores begin with 8.0; this card has {has}."),
+        "bf16": native(f"bf16 tensor cores ({has}).")
         if card.is_bf16_native
-        else Capability(
-            level="emulated",
-            reason=f"bf16 arithmetic begins with 8.0; this card has {has} and computes in fp32 with conversions.",
-        ),
+        else emulated(f"bf16 arithmetic begins with 8.0; this card has {has} and computes in fp32 with conversions."),
         "fp16": _decide_fp16(card),
-        "fp8": Capability(level="native", reason=f"fp8 tensor cores ({has}), but {_NO_FP8_AUTOCAST}.")
+        "fp8": native(f"fp8 tensor cores ({has}), but {_NO_FP8_AUTOCAST}.")
         if card.compute_capability >= (8, 9)
-        else Capability(level="unsupported", reason=f"fp8 tensor cores begin with 8.9; this card has {has}."),
+        else unsupported(f"fp8 tensor cores begin with 8.9; this card has {has}."),
     }
 
 
@@ -72,32 +69,24 @@ def _decide_fp16(card: CardFacts) -> Capability:
     major, minor = card.compute_capability
     has = f"compute capability {major}.{minor}"
     if re.search(r"\bGTX 16\d\d", card.name):
-        return Capability(
-            level="unsupported", reason=f"{card.name}: cards of the GTX 16 series give NaN in fp16 convolutions."
-        )
+        return unsupported(f"{card.name}: cards of the GTX 16 series give NaN in fp16 convolutions.")
     if card.compute_capability >= (7, 0):
-        return Capability(level="native", reason=f"fp16 tensor cores ({has}).")
+        return native(f"fp16 tensor cores ({has}).")
     if card.compute_capability >= (5, 3):
-        return Capability(
-            level="native",
-            reason=f"fp16 arithmetic without tensor cores ({has}): it saves memory and may be no faster than fp32.",
-        )
-    return Capability(level="emulated", reason=f"fp16 arithmetic begins with 5.3; this card has {has}.")
+        return native(f"fp16 arithmetic without tensor cores ({has}): it saves memory and may be no faster than fp32.")
+    return emulated(f"fp16 arithmetic begins with 5.3; this card has {has}.")
 
 
 def _decide_rocm(card: CardFacts) -> dict[Precision, Capability]:
     rocm = f"ROCm {card.hip}"
     return {
-        "fp32": Capability(level="native", reason=f"Every card under {rocm} computes in fp32."),
-        "tf32": Capability(level="native", reason=f"{rocm} has TF32 on this architecture (gfx94x, gfx95x).")
+        "fp32": native(f"Every card under {rocm} computes in fp32."),
+        "tf32": native(f"{rocm} has TF32 on this architecture (gfx94x, gfx95x).")
         if card.is_tf32_supported
-        else Capability(level="unsupported", reason="TF32 on AMD cards begins with gfx94x."),
-        "bf16": Capability(
-            level="native",
-            reason=f"{rocm} answers yes for every card, emulated or not: the rate says what it is worth.",
-        ),
-        "fp16": Capability(level="native", reason=f"Every card under {rocm} computes in fp16."),
-        "fp8": Capability(level="unsupported", reason=f"fp8 is not probed under ROCm, and {_NO_FP8_AUTOCAST}."),
+        else unsupported("TF32 on AMD cards begins with gfx94x."),
+        "bf16": native(f"{rocm} answers yes for every card, emulated or not: the rate says what it is worth."),
+        "fp16": native(f"Every card under {rocm} computes in fp16."),
+        "fp8": unsupported(f"fp8 is not probed under ROCm, and {_NO_FP8_AUTOCAST}."),
     }
 
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autotune_amp.core.errors import DeviceError
-from autotune_amp.core.hardware import DeviceIdentity
+from autotune_amp.core.hardware import Capability, DeviceIdentity
 from autotune_amp.hardware import host, nvml
 from autotune_amp.hardware.host import container_cpus, container_memory
 
 if TYPE_CHECKING:
-    from autotune_amp.core.hardware import Capability, DeviceMemory
+    from autotune_amp.core.hardware import DeviceMemory
     from autotune_amp.core.setting import Precision
 
 
@@ -51,6 +51,21 @@ class Device(Protocol):
 
     def notes(self, device: str, /) -> tuple[str, ...]:
         """What a user should know, read before the micro-benchmark makes the device busy."""
+
+
+def native(reason: str) -> Capability:
+    """The device computes in the precision itself."""
+    return Capability(level="native", reason=reason)
+
+
+def emulated(reason: str) -> Capability:
+    """PyTorch computes in another precision and converts."""
+    return Capability(level="emulated", reason=reason)
+
+
+def unsupported(reason: str) -> Capability:
+    """The precision cannot be trained in."""
+    return Capability(level="unsupported", reason=reason)
 
 
 def device_of(kind: str) -> Device:
