@@ -71,7 +71,7 @@ def test_cuda_levels(facts: cuda.CardFacts, expected: tuple[Level, ...]) -> None
     [
         (card((7, 5), "NVIDIA GeForce GTX 1650"), "fp16", "NaN"),
         (card((6, 1)), "fp16", "without tensor cores"),
-        (card((7, 5)), "fp16", "fp16 tensor cores"),
+        (card((7, 0)), "fp16", "fp16 tensor cores"),
         (card((7, 5)), "bf16", "begins with 8.0; this card has compute capability 7.5"),
         (card((9, 0)), "fp8", "autocast has no fp8"),
         (card((9, 0), hip="6.4"), "bf16", "answers yes for every card"),
