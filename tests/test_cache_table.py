@@ -50,7 +50,7 @@ ROWS = """
 import json, os, platform, sys
 import torch
 from autotune_amp import recommend_config
-from autotune_amp.fingerprint import compare
+from autotune_amp import fingerprint
 from autotune_amp.search import cache, search
 import msgspec
 

@@ -30,20 +30,24 @@ def _require(condition: bool, message: str, next_step: str) -> None:
         raise InvalidRequestError(message, next_step)
 
 
-def _require_positive(owner: str, name: str, value: float) -> None:
-    _require(
-        isinstance(value, (int, float)) and math.isfinite(value) and value > 0,
-        f"{owner}.{name} is {value!r}; it must be a finite number above 0.",
-        f"Leave {name} out to use the default.",
-    )
+def _require_positive(given: msgspec.Struct, *names: str) -> None:
+    for name in names:
+        value = getattr(given, name)
+        _require(
+            value is None or (isinstance(value, (int, float)) and math.isfinite(value) and value > 0),
+            f"{type(given).__name__}.{name} is {value!r}; it must be a finite number above 0.",
+            f"Leave {name} out to use the default.",
+        )
 
 
-def _require_count(owner: str, name: str, value: int) -> None:
-    _require(
-        isinstance(value, int) and not isinstance(value, bool) and value >= 1,
-        f"{owner}.{name} is {value!r}; it must be a whole number from 1 up.",
-        f"Pass {name}=1 or more.",
-    )
+def _require_count(given: msgspec.Struct, *names: str, least: int = 1) -> None:
+    for name in names:
+        value = getattr(given, name)
+        _require(
+            (value is None and least == 0) or (type(value) is int and value >= least),
+            f"{type(given).__name__}.{name} is {value!r}; it must be a whole number from {least} up.",
+            f"Pass {name}={least} or more" + (", or leave it out to keep the data's own." if least == 0 else "."),
+        )
 
 
 class LossScale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,27 +67,19 @@ class LossScale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_scale: float = 16777216.0
 
     def __post_init__(self) -> None:
-        for name in ("init_scale", "growth_factor", "backoff_factor", "max_scale"):
-            _require_positive("LossScale", name, getattr(self, name))
-        _require(
-            self.growth_factor > 1,
-            f"LossScale.growth_factor is {self.growth_factor!r}; it must be above 1.",
-            "Use 2.0, the default.",
-        )
-        _require(
-            self.backoff_factor <= 1,
-            f"LossScale.backoff_factor is {self.backoff_factor!r}; it must be at most 1.",
-            "Use 0.5, the default.",
-        )
-        for name in ("growth_interval", "hysteresis"):
-            _require_count("LossScale", name, getattr(self, name))
-        if self.min_scale is not None:
-            _require_positive("LossScale", "min_scale", self.min_scale)
-            _require(
-                self.min_scale >= MIN_LOSS_SCALE,
-                f"LossScale.min_scale is {self.min_scale!r}; it must be at least 2**-24, the least that fp16 holds.",
+        _require_positive(self, "init_scale", "growth_factor", "backoff_factor", "max_scale", "min_scale")
+        _require_count(self, "growth_interval", "hysteresis")
+        bounds = {
+            "growth_factor": (self.growth_factor > 1, "above 1", "Use 2.0, the default."),
+            "backoff_factor": (self.backoff_factor <= 1, "at most 1", "Use 0.5, the default."),
+            "min_scale": (
+                self.min_scale is None or self.min_scale >= MIN_LOSS_SCALE,
+                "at least 2**-24, the least that fp16 holds",
                 "Leave min_scale out to use the default.",
-            )
+            ),
+        }
+        for name, (is_within, bound, next_step) in bounds.items():
+            _require(is_within, f"LossScale.{name} is {getattr(self, name)!r}; it must be {bound}.", next_step)
         _require(
             self.floor <= self.init_scale <= self.max_scale,
             f"LossScale.init_scale is {self.init_scale!r}, outside [min_scale, max_scale] = "
@@ -111,14 +107,8 @@ def _require_setting(setting: Setting) -> None:
         f"{owner}.precision is {setting.precision!r}; it must be one of {', '.join(PRECISIONS)}.",
         "Pick one of the names given.",
     )
-    _require_count(owner, "batch_size", setting.batch_size)
-    _require_count(owner, "accumulation_steps", setting.accumulation_steps)
-    workers = setting.num_workers
-    _require(
-        workers is None or (isinstance(workers, int) and not isinstance(workers, bool) and workers >= 0),
-        f"{owner}.num_workers is {workers!r}; it must be a whole number from 0 up, or None.",
-        "Leave num_workers out to keep the number that the data comes with.",
-    )
+    _require_count(setting, "batch_size", "accumulation_steps")
+    _require_count(setting, "num_workers", least=0)
     _require(
         isinstance(setting.pinned_modules, Sequence) and not isinstance(setting.pinned_modules, str),
         f"{owner}.pinned_modules is {setting.pinned_modules!r}; it must be a list of module names.",
@@ -139,8 +129,7 @@ class FallbackPlan(Setting, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def __post_init__(self) -> None:
         _require_setting(self)
-        if self.slowdown is not None:
-            _require_positive("FallbackPlan", "slowdown", self.slowdown)
+        _require_positive(self, "slowdown")
 
 
 class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):

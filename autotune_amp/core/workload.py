@@ -89,8 +89,13 @@ class Workload:
             self._check_loop()
         else:
             self._check_parts()
-        _check_data(data)
-        _check_functions(worst_batch=worst_batch, evaluate=evaluate, checkpoint=checkpoint)
+        _require(
+            "data", data, not isinstance(data, Iterator), "more than an iterator, which can be used only once", _DATA
+        )
+        is_data = callable(data) or hasattr(data, "__getitem__") or hasattr(data, "__iter__")
+        _require("data", data, is_data, "a Dataset, a DataLoader or a function of the batch size", _DATA)
+        for function in ("worst_batch", "evaluate", "checkpoint"):
+            _require_function(function, getattr(self, function))
         self._check_today()
 
     @classmethod
@@ -123,7 +128,8 @@ class Workload:
                 + (f"; both kinds were given: {', '.join(given)}." if given else "; one of the latter two is missing."),
                 "Give build=, train_step= and data= alone: build() makes the models and optimizers itself.",
             )
-        _check_functions(build=self.build, train_step=self.train_step)
+        _require_function("build", self.build)
+        _require_function("train_step", self.train_step)
 
     def _check_today(self) -> None:
         steps = self.accumulation_steps
@@ -140,24 +146,20 @@ class Workload:
             )
 
     def _check_parts(self) -> None:
-        if not callable(self.model):
-            raise WorkloadError(
-                f"Workload(model=...) is a {type_name(self.model)}; it must be an nn.Module or a function that makes "
-                "one.",
-                "Pass the model itself or `lambda: MyModel(...)`.",
-            )
-        if not callable(self.loss):
-            raise WorkloadError(
-                f"Workload(loss=...) is a {type_name(self.loss)}; it must be a function loss(model, batch) -> Tensor.",
-                "Pass for example `lambda model, batch: cross_entropy(model(batch[0]), batch[1])`.",
-            )
-        optimizer = self.optimizer
-        if optimizer is not None and not callable(optimizer) and not _are_optimizers(optimizer):
-            raise WorkloadError(
-                f"Workload(optimizer=...) is a {type_name(optimizer)}; it must be a function of the parameters or an "
-                "optimizer.",
-                "Pass for example `lambda parameters: torch.optim.SGD(parameters, lr=0.1)`.",
-            )
+        for name, wanted, next_step in (
+            ("model", "an nn.Module or a function that makes one", "Pass the model itself or `lambda: MyModel(...)`."),
+            (
+                "loss",
+                "a function loss(model, batch) -> Tensor",
+                "Pass e.g. `lambda model, batch: model(batch).loss`.",
+            ),
+        ):
+            _require(name, getattr(self, name), callable(getattr(self, name)), wanted, next_step)
+        given = self.optimizer if isinstance(self.optimizer, list | tuple) else [self.optimizer]
+        are_optimizers = bool(given) and all(hasattr(optimizer, "param_groups") for optimizer in given)
+        is_right = self.optimizer is None or callable(self.optimizer) or are_optimizers
+        example = "Pass for example `lambda parameters: torch.optim.SGD(parameters, lr=0.1)`."
+        _require("optimizer", self.optimizer, is_right, "a function of the parameters or an optimizer", example)
 
 
 def _adapter(framework: str) -> Callable[..., Workload]:
@@ -177,32 +179,16 @@ class OptimizersOfModel:
         return self.make(model)
 
 
-def _are_optimizers(given: Any) -> bool:
-    several = given if isinstance(given, list | tuple) else [given]
-    return bool(several) and all(hasattr(optimizer, "param_groups") for optimizer in several)
+_DATA = "Pass the Dataset or DataLoader, or for example `lambda n: (torch.randn(n, 8), torch.randint(2, (n,)))`."
 
 
-def _check_functions(**given: Any) -> None:
-    for name, function in given.items():
-        if function is not None and not callable(function):
-            raise WorkloadError(
-                f"Workload({name}=...) is a {type_name(function)}; it must be a function.",
-                f"Pass the function itself, as `{name}=my_{name}`.",
-            )
+def _require(name: str, value: object, is_right: bool, wanted: str, next_step: str) -> None:
+    if not is_right:
+        raise WorkloadError(f"Workload({name}=...) is a {type_name(value)}; it must be {wanted}.", next_step)
 
 
-def _check_data(data: Any) -> None:
-    if isinstance(data, Iterator):
-        raise WorkloadError(
-            f"Workload(data=...) is a {type_name(data)}, an iterator that can be used only once.",
-            "Pass the Dataset or DataLoader itself, or a function of the batch size.",
-        )
-    if not (callable(data) or hasattr(data, "__getitem__") or hasattr(data, "__iter__")):
-        raise WorkloadError(
-            f"Workload(data=...) is a {type_name(data)}; it must be a Dataset, a DataLoader or a function of the "
-            "batch size.",
-            "Pass for example `lambda n: (torch.randn(n, 8), torch.randint(2, (n,)))`.",
-        )
+def _require_function(name: str, value: object) -> None:
+    _require(name, value, value is None or callable(value), "a function", f"Pass it itself, as `{name}=my_{name}`.")
 
 
 WorkloadSource = Workload | Callable[[], Workload]

@@ -1,16 +1,91 @@
 """What a recommendation holds for, known without running anything of the user's.
 
 No factory is called, and no method of a user's class: objects are read through their dictionaries and slots. What
-counts: code, constants, defaults, closures and globals of the functions and classes that are reached, and the source
-files they stand in; settings, shapes and dtypes of live objects; versions of libraries. What does not: values of
-tensors, comments, line numbers, the working directory. What Python itself cannot pickle (a lock, an open file, a
-generator) has no content that could be compared; it is named among the unknown.
+counts: code, constants, defaults, closures and globals of the functions and classes that are reached; the user's source
+files that these stand in, byte by byte, and those that they import; settings, shapes and dtypes of live objects;
+versions of libraries. What does not: values of tensors, states of random generators, the working directory. What Python
+itself cannot pickle (a lock, an open file, a generator) has no content that could be compared; it is named among the
+unknown.
 
 Not seen: files that a factory opens, attributes looked up by a computed name, environment variables whose name is not
 written in the code.
 """
 
-from autotune_amp.fingerprint.compare import compute, versions
-from autotune_amp.fingerprint.objects import workload_parts
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from autotune_amp import __version__
+from autotune_amp.core.recommendation import Fingerprint
+from autotune_amp.distributed.ranks import is_from_launcher
+from autotune_amp.fingerprint.objects import walk_objects, workload_parts
+from autotune_amp.fingerprint.origin import version
+from autotune_amp.fingerprint.walk import short_hex
+
+if TYPE_CHECKING:
+    from autotune_amp.core.hardware import DeviceIdentity
 
 __all__ = ["compute", "versions", "workload_parts"]
+
+# Environment variables that decide the allocator, the threads and the kernels: a name, or how names begin.
+_DECIDING = (
+    *("LD_PRELOAD", "MALLOC_", "GLIBC_TUNABLES", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNNL_"),
+    *("TORCH", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32_OVERRIDE"),
+)
+# Set by us in children, by torch and its compiler in the running process.
+_SET_BY_PROGRAMS = (
+    *("PYTORCH_NVML_BASED_CUDA_CHECK", "CUDA_MODULE_LOADING", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK"),
+)
+
+
+def versions() -> dict[str, str]:
+    """The versions a measurement depends on. Imports nothing: `cuda` is there only where torch is loaded and has it."""
+    found = {
+        "python": platform.python_version(),
+        "platform": f"{sys.platform} {platform.machine()}",
+        "torch": version("torch"),
+        "autotune_amp": __version__,
+        "optuna": version("optuna"),
+    }
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        found["cuda"] = torch.version.cuda
+    return {name: known for name, known in found.items() if known is not None}
+
+
+def compute(
+    workload: object, options: dict[str, object], identity: DeviceIdentity, torch_state: dict[str, object]
+) -> Fingerprint:
+    """The fingerprint of a search: workload, options, device, torch flags, environment and versions.
+
+    Runs nothing of the user's.
+    """
+    parts, unknown = workload_parts(workload)
+    groups = {"option": options, "device": msgspec.structs.asdict(identity), "torch flag": torch_state}
+    for group, named in groups.items():
+        parts |= {f"{group} {name}": _setting(value) for name, value in named.items()}
+    parts |= {"platform" if name == "platform" else f"version of {name}": f"={v}" for name, v in versions().items()}
+    for name, value in os.environ.items():
+        if name.startswith(_DECIDING) and not (name.startswith(_SET_BY_PROGRAMS) or is_from_launcher(name)):
+            parts[f"environment variable {name}"] = _digest(value)
+    content = msgspec.json.encode(sorted(parts.items()))
+    return Fingerprint(digest=hashlib.sha256(content).hexdigest(), parts=parts, unknown=unknown)
+
+
+def _digest(value: object) -> str:
+    return short_hex(walk_objects().value(value))
+
+
+def _setting(value: object) -> str:
+    """Shown as it is where it is short; a URL may hold a password."""
+    if value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and "://" not in value):
+        shown = str(value)
+        if len(shown) <= 60:
+            return f"={shown}"
+    return _digest(value)

@@ -1,4 +1,5 @@
-"""How objects are read: containers by content, live ones by shape and settings, others by attributes or as pickled."""
+"""How objects are read: functions and classes by their code and what it reaches, containers by content, live objects
+by shape and settings, others by attributes or as pickled."""
 
 from __future__ import annotations
 
@@ -10,37 +11,230 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
+from contextlib import suppress
 from functools import partial
 from itertools import islice
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from autotune_amp.fingerprint.definitions import (
-    COMPILED_FROM,
-    class_digest,
-    class_label,
-    class_link,
-    compiled,
-    function_digest,
-    function_label,
-    function_link,
-    is_library_function,
-    member,
-    module_link,
-    note_module,
-)
-from autotune_amp.fingerprint.origin import (
-    attributes_of,
-    class_name,
-    instance_dict,
-    is_a,
-    is_opaque,
-    module_origin,
-    mro,
-)
+from autotune_amp.distributed.ranks import is_from_launcher
+from autotune_amp.fingerprint.origin import find_module, module_origin, origin_of
 from autotune_amp.fingerprint.walk import LEAVES, Handler, Walk, code_digest, digest, text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+
+# --- objects are read through their dictionaries and slots: no property and no `__getattr__` of the user's is asked
+
+
+def is_a(obj: object, *kinds: type) -> bool:
+    """``isinstance`` by the real type; ``isinstance`` asks an object's ``__class__``, which may be a property."""
+    return issubclass(type(obj), kinds)
+
+
+def class_name(cls: type) -> tuple[str, str]:
+    """Module and qualified name."""
+    module = cls.__module__
+    return module if isinstance(module, str) else "?", cls.__qualname__
+
+
+def instance_dict(obj: object) -> dict[str, Any]:
+    """The attributes set on the object, empty where it has no such dictionary."""
+    try:
+        namespace: dict[str, Any] = object.__getattribute__(obj, "__dict__")
+    except AttributeError:
+        return {}
+    return namespace if type(namespace) is dict else {}
+
+
+def attributes_of(obj: object) -> dict[str, Any]:
+    """Slots and dictionary; a slot that a class below shadows stands behind the name of its own class."""
+    found: dict[str, Any] = {}
+    for base in type(obj).__mro__:
+        for name, descriptor in vars(base).items():
+            if type(descriptor) is types.MemberDescriptorType and not name.startswith("__"):
+                with suppress(AttributeError):  # an empty slot
+                    found[name if name not in found else f"{base.__qualname__}.{name}"] = descriptor.__get__(obj)
+    return found | instance_dict(obj)
+
+
+def is_opaque(cls: type) -> bool:
+    """Whether instances hold data of C or Rust beside attributes and slots, which ``copyreg`` refuses to pickle."""
+    num_slots = sum(
+        type(member) is types.MemberDescriptorType for base in cls.__mro__ for member in vars(base).values()
+    )
+    num_pointers = (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0) + num_slots
+    return cls.__basicsize__ > object.__basicsize__ + 8 * num_pointers or cls.__itemsize__ > 0
+
+
+# --- functions
+
+# What `torch.compile` sets on what it returns.
+_COMPILED_FROM = "_torchdynamo_orig_callable"
+
+_DEFINITIONS = (FunctionType, BuiltinFunctionType, ModuleType, type)  # linked to, rather than read as data
+
+
+def _function_label(function: FunctionType) -> str:
+    name = function.__qualname__.replace(".<locals>", "")
+    return f"function {name} of {module_origin(function.__module__).label}"
+
+
+def is_library_function(function: FunctionType) -> bool:
+    """Whether a library's version says all there is to know: a function of its own that is found by its name.
+
+    A library's wrapper around a function of the user's carries the user's module.
+    """
+    if origin_of(function.__globals__).is_user or module_origin(function.__module__).is_user:
+        return False
+    found: Any = instance_dict(sys.modules.get(function.__module__))
+    for step in function.__qualname__.split("."):
+        found = (vars(found) if is_a(found, type) else found).get(step)
+        if not is_a(found, type):
+            break
+    return found is function
+
+
+def _function(walk: Walk, function: FunctionType) -> bytes:
+    """A link: by name into a library, or to a part of the user's."""
+    own = vars(function)
+    if "hooked" in own:  # torch wraps an optimizer class's `step` when its first instance is made
+        return walk.value(own["__wrapped__"])
+    if is_library_function(function):
+        walk.note(origin_of(function.__globals__))
+        return text("library", function.__module__, function.__qualname__)
+    return walk.part(id(function), _function_label(function), partial(_function_content, walk, function))
+
+
+def _function_content(walk: Walk, function: FunctionType) -> bytes:
+    """Code, defaults, closure and what it refers to; of a library's wrapper, what it wraps."""
+    own, code = vars(function), function.__code__
+    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+    if _COMPILED_FROM in own:
+        return _compiled(walk, own[_COMPILED_FROM], cells["self"].cell_contents if "self" in cells else None)
+    origin = origin_of(function.__globals__)
+    walk.note(origin)
+    if origin.is_user:
+        body = digest("user code", code_digest(code), *_references(walk, function))
+    else:
+        body = text("library code", origin.label, code.co_name)
+    return digest(
+        "function",
+        body,
+        walk.child("'s defaults", function.__defaults__),
+        walk.child("'s defaults", function.__kwdefaults__),
+        *(_closure(walk, name, cell, function) for name, cell in cells.items()),
+        walk.attributes({name: value for name, value in own.items() if name != "__wrapped__"}),
+    )
+
+
+def _compiled(walk: Walk, original: object, context: object) -> bytes:
+    """What `torch.compile` returned: what it compiles, and its settings that are plain."""
+    named = instance_dict(context)
+    config = {name: value for name, value in (named.get("compiler_config") or {}).items() if type(value) in (bool, int)}
+    return digest("compiled", *map(walk.value, (original, named.get("fullgraph"), named.get("_dynamic"), config)))
+
+
+def _closure(walk: Walk, name: str, cell: CellType, function: FunctionType) -> bytes:
+    try:
+        content = cell.cell_contents
+    except ValueError:
+        return text("empty cell", name)
+    outer = function.__qualname__.rpartition(".<locals>")[0].replace(".<locals>", "") or function.__qualname__
+    return _variable(walk, id(cell), name, f"closure {name} of {outer}", content)
+
+
+def _variable(walk: Walk, key: Hashable, name: str, label: str, value: Any) -> bytes:
+    """A link to a definition; data are a part of their own."""
+    link = walk.value(value) if is_a(value, *_DEFINITIONS) else walk.part(key, label, partial(walk.value, value))
+    return digest("variable", text("name", name), link)
+
+
+def _references(walk: Walk, function: FunctionType) -> Iterator[bytes]:
+    """The globals and the environment variables that the code, with the code nested in it, names.
+
+    Attributes are among the names, so that more counts than is used.
+    """
+    namespace, codes = function.__globals__, [function.__code__]
+    for code in codes:
+        codes += [constant for constant in code.co_consts if is_a(constant, CodeType)]
+    names = dict.fromkeys(name for code in codes for name in code.co_names)
+    yield from _globals(walk, namespace, names, set())
+    if origin_of(namespace).file is None:  # a notebook's: there is no source file that says what it imports
+        for found in filter(None, map(find_module, names)):
+            walk.note(found)
+    if names.keys() & {"environ", "getenv"}:
+        for name in {c for code in codes for c in code.co_consts if isinstance(c, str) and c.isidentifier()}:
+            if name == name.upper() and not is_from_launcher(name):
+                known = partial(walk.value, os.environ.get(name))
+                walk.part(("environment", name), f"environment variable {name}", known)
+
+
+def _globals(walk: Walk, namespace: dict[str, Any], names: Iterable[str], seen: set[int]) -> Iterator[bytes]:
+    """What a module's globals of these names hold, and those of the modules among them.
+
+    A library's count by its version; but for functions of the user's that were put in their place.
+    """
+    seen.add(id(namespace))
+    origin = origin_of(namespace)
+    for name in names:
+        if name not in namespace or name.startswith("__"):  # a module's own, some of them paths
+            continue
+        value = namespace[name]
+        if is_a(value, ModuleType):
+            inner = instance_dict(value)
+            walk.note(origin_of(inner))
+            if id(inner) not in seen:
+                yield from _globals(walk, inner, names, seen)
+        elif origin.is_user or (is_a(value, FunctionType) and origin_of(value.__globals__).is_user):
+            yield _variable(walk, (id(namespace), name), name, f"global {name} of {origin.label}", value)
+
+
+def _module_link(walk: Walk, module: ModuleType) -> bytes:
+    """The user's by its file, a library's by its version."""
+    origin = origin_of(instance_dict(module))
+    walk.note(origin)
+    return text("module", origin.label)
+
+
+# --- classes
+
+
+def _class(walk: Walk, cls: type) -> bytes:
+    """A link: by name into a library, or to a part of the user's."""
+    module, name = class_name(cls)
+    origin = module_origin(module)
+    walk.note(origin)
+    if origin.is_user:
+        label = f"class {name.replace('.<locals>', '')} of {origin.label}"
+        return walk.part(id(cls), label, partial(_class_content, walk, cls))
+    return digest("library", text("name", module, name), *sorted(_replaced_methods(walk, cls)))
+
+
+def _replaced_methods(walk: Walk, cls: type) -> Iterator[bytes]:
+    """Functions of the user's that were put into a library's class; not what a library generates, without a file."""
+    for base in cls.__mro__:
+        home = instance_dict(sys.modules.get(base.__module__))
+        for name, value in vars(base).items():
+            if type(value) is FunctionType and value.__globals__ is not home:
+                origin = origin_of(value.__globals__)
+                if origin.is_user and (origin.file is not None or origin.root == "__main__"):
+                    yield digest("replaced", text("name", base.__qualname__, name), walk.value(value))
+
+
+def _class_content(walk: Walk, cls: type) -> bytes:
+    """Bases, metaclass and what the class holds, its methods among it: no documentation, no bookkeeping of Python's."""
+    members = [
+        digest("member", text("name", name), walk.child(f".{name}", value))
+        for name, value in sorted(vars(cls).items())
+        if name != "_abc_impl"
+        and not is_a(value, types.MemberDescriptorType, types.GetSetDescriptorType)
+        and (not (name.startswith("__") and name.endswith("__")) or is_a(value, FunctionType, *_WRAPPERS))
+    ]
+    return digest("class", walk.value(type(cls)), *(walk.value(base) for base in cls.__bases__), *members)
+
+
+# --- containers and what Python itself defines
 
 # A larger container counts by its type, its length and this many elements spread evenly over it, so that a list of a
 # million file names does not cost a search its cache. A larger set has no order to sample by: type and length alone.
@@ -48,109 +242,65 @@ MAX_ELEMENTS = 1000
 NUM_SAMPLED = 100
 
 
-def sampled(elements: Iterable[Any], length: int) -> Iterable[Any]:
+def _sampled(elements: Iterable[Any], length: int) -> Iterable[Any]:
     """All elements of a small container, some of a large one."""
     return elements if length <= MAX_ELEMENTS else islice(elements, 0, None, -(-length // NUM_SAMPLED))
 
 
-def _container(tag: str, walk: Walk, obj: Any, length: int, children: Sequence[bytes]) -> bytes:
-    """A container of these elements: the user's own class of it may have attributes."""
-    link = class_link(walk, type(obj))
-    return digest(tag, link, text("length", str(length)), *children, walk.attributes(attributes_of(obj)))
+def _container(kind: Any, walk: Walk, obj: Any) -> bytes:
+    """A container of a kind of Python's own: by its class, elements and, where the class is the user's, attributes.
 
-
-def _sequence(read: type, walk: Walk, obj: Any) -> bytes:
-    length = read.__len__(obj)  # type: ignore[attr-defined]
-    elements = sampled(read.__iter__(obj), length)  # type: ignore[attr-defined]
-    children = [walk.child(f"[{index}]", element) for index, element in enumerate(elements)]
-    return _container("sequence", walk, obj, length, children)
-
-
-def _set(read: type, walk: Walk, obj: Any) -> bytes:
-    length = read.__len__(obj)  # type: ignore[attr-defined]
-    elements = read.__iter__(obj) if length <= MAX_ELEMENTS else ()  # type: ignore[attr-defined]
-    children = sorted([walk.child("{}", element) for element in elements])
-    return _container("set", walk, obj, length, children)
-
-
-def _mapping(read: type, walk: Walk, obj: Any) -> bytes:
-    """Equal dictionaries are equal here, whatever their order, which is a set's where they were made from one."""
-    length = read.__len__(obj)  # type: ignore[attr-defined]
-    items = sampled(read.items(obj), length)  # type: ignore[attr-defined]
-    children = [
-        digest("item", walk.value(key), walk.child(f"[{key!r}]" if type(key) is str else "[...]", value))
-        for key, value in items
-    ]
-    if not issubclass(read, OrderedDict):
+    Equal dictionaries are equal here, whatever their order, which is a set's where they were made from one.
+    """
+    length = kind.__len__(obj)
+    if hasattr(kind, "items"):
+        pairs = _sampled(kind.items(obj), length)
+        steps = [(f"[{key!r}]" if type(key) is str else "[...]", key, value) for key, value in pairs]
+        children = [digest("item", walk.value(key), walk.child(step, value)) for step, key, value in steps]
+    else:
+        elements = () if kind in (set, frozenset) and length > MAX_ELEMENTS else _sampled(kind.__iter__(obj), length)
+        children = [walk.child(f"[{index}]", element) for index, element in enumerate(elements)]
+    if kind not in (list, tuple, deque, OrderedDict):
         children.sort()
-    return _container("mapping", walk, obj, length, children)
+    return digest("container", _class_and_attributes(walk, obj), b"%d" % length, *children)
 
 
-def _of_leaf(read: type, walk: Walk, obj: Any) -> bytes:
-    """A subclass of ``int``, ``str`` and the like."""
-    return digest("leaf", class_link(walk, type(obj)), LEAVES[id(read)](obj), walk.attributes(attributes_of(obj)))
+def _class_and_attributes(walk: Walk, obj: Any) -> bytes:
+    return digest("object", walk.value(type(obj)), walk.attributes(_settled(type(obj), attributes_of(obj))))
 
 
-def _descriptor(walk: Walk, obj: Any) -> bytes:
-    return digest("descriptor", text("name", obj.__name__), walk.value(obj.__objclass__))
+def _leaf_subclass(kind: type, walk: Walk, obj: Any) -> bytes:
+    return digest("leaf", LEAVES[id(kind)](obj), _class_and_attributes(walk, obj))
 
 
-def _builtin(walk: Walk, obj: Any) -> bytes:
-    owner = obj.__self__
-    note_module(walk, obj.__module__)
-    return digest("builtin", text("name", str(obj.__module__), obj.__qualname__), walk.child(".__self__", owner))
+def _parts_of(tag: str, *names: str) -> Handler:
+    """Reads an object of a type of Python's own by these attributes."""
+    return lambda walk, obj: digest(tag, *(walk.value(getattr(obj, name)) for name in names))
 
 
-def _cell(walk: Walk, obj: Any) -> bytes:
-    try:
-        return digest("cell", walk.value(obj.cell_contents))
-    except ValueError:
-        return text("empty cell")
-
-
-def _property(walk: Walk, obj: Any) -> bytes:
-    return digest("property", *map(partial(member, walk), (obj.fget, obj.fset, obj.fdel)))
-
-
-def _method(walk: Walk, obj: Any) -> bytes:
-    return digest("method", walk.value(obj.__func__), walk.child(".__self__", obj.__self__))
-
+_WRAPPERS: dict[Any, Handler] = {
+    property: _parts_of("property", "fget", "fset", "fdel"),
+    staticmethod: _parts_of("staticmethod", "__func__"),
+    classmethod: _parts_of("classmethod", "__func__"),
+}
 
 # By `id` of the type, for the reason given at `LEAVES`; the first found along an object's bases reads it.
-HANDLERS: dict[int, Handler] = {
-    **{id(kind): partial(_sequence, kind) for kind in (list, tuple, deque)},
-    **{id(kind): partial(_set, kind) for kind in (set, frozenset)},
-    **{id(kind): partial(_mapping, kind) for kind in (dict, OrderedDict, defaultdict, types.MappingProxyType)},
-    **{id(kind): partial(_of_leaf, kind) for kind in (int, float, complex, str, bytes, bytearray)},
-    **{
-        id(kind): _descriptor
-        for kind in (
-            types.WrapperDescriptorType,
-            types.MethodDescriptorType,
-            types.GetSetDescriptorType,
-            types.MemberDescriptorType,
-            types.ClassMethodDescriptorType,
-        )
-    },
-    id(types.BuiltinFunctionType): _builtin,
-    id(types.MethodWrapperType): lambda walk, obj: digest(
-        "method wrapper", text("name", obj.__name__), walk.value(obj.__self__)
-    ),
-    id(types.MethodType): _method,
-    id(types.FunctionType): function_link,
-    id(types.ModuleType): module_link,
-    id(type): class_link,
-    # The variables that code names are parts of their own.
-    id(type(os.environ)): lambda walk, obj: class_link(walk, type(obj)),
-    id(types.CodeType): lambda _, obj: code_digest(obj),
-    id(types.CellType): _cell,
-    id(property): _property,
-    id(staticmethod): lambda walk, obj: digest("staticmethod", member(walk, obj.__func__)),
-    id(classmethod): lambda walk, obj: digest("classmethod", member(walk, obj.__func__)),
-    id(functools._lru_cache_wrapper): lambda walk, obj: digest("lru_cache", member(walk, obj.__wrapped__)),
-    id(functools.cached_property): lambda walk, obj: digest("cached_property", member(walk, obj.func)),
-    id(weakref.ReferenceType): lambda walk, obj: digest("weakref", walk.value(weakref.ReferenceType.__call__(obj))),
+_BY_TYPE: dict[Any, Handler] = {
+    **{kind: partial(_container, kind) for kind in (list, tuple, deque, set, frozenset)},
+    **{kind: partial(_container, kind) for kind in (dict, OrderedDict, defaultdict, types.MappingProxyType)},
+    **{kind: partial(_leaf_subclass, kind) for kind in (int, float, complex, str, bytes)},
+    **_WRAPPERS,
+    functools._lru_cache_wrapper: _parts_of("lru_cache", "__wrapped__"),
+    functools.cached_property: _parts_of("cached_property", "func"),
+    types.MethodType: _parts_of("method", "__func__", "__self__"),
+    FunctionType: _function,
+    ModuleType: _module_link,
+    type: _class,
+    weakref.ReferenceType: lambda walk, obj: digest("weakref", walk.value(weakref.ReferenceType.__call__(obj))),
+    # The variables that code names are parts of their own; a generator's state counts no more than a tensor's.
+    **dict.fromkeys((type(os.environ), random.Random), lambda walk, obj: walk.value(type(obj))),
 }
+_HANDLERS = {id(kind): handler for kind, handler in _BY_TYPE.items()}
 
 
 # --- objects that no handler reads
@@ -163,71 +313,59 @@ _ESSENCE: dict[tuple[str, str], tuple[str, ...]] = {
 }
 
 
-def _nothing(_: Any) -> None:
-    """Left out."""
+def _nothing(_: object) -> None:
+    """What it holds does not count."""
 
 
 def _without_order(names: Any) -> Any:
     return frozenset(names) if type(names) is list else names
 
 
-# Attributes of a library's objects that differ between processes while the object does not: by name and class, and what
-# counts in their stead.
-_SETTLED: dict[str, tuple[tuple[str, str], Callable[[Any], object]]] = {
+# Attributes of a library's objects that differ between processes while the object does not, and what counts instead.
+_SETTLED: dict[tuple[str, str], dict[str, Callable[[Any], object]]] = {
     # Python's salted `hash()` of the object's own JSON.
-    "_original_object_hash": (("transformers.generation.configuration_utils", "GenerationConfig"), _nothing),
+    ("transformers.generation.configuration_utils", "GenerationConfig"): {"_original_object_hash": _nothing},
     # Lists in the order of a set.
-    "_signature_columns": (("transformers.trainer", "Trainer"), _without_order),
-    "signature_columns": (("transformers.trainer_utils", "RemoveColumnsCollator"), _without_order),
+    ("transformers.trainer", "Trainer"): {"_signature_columns": _without_order},
+    ("transformers.trainer_utils", "RemoveColumnsCollator"): {"signature_columns": _without_order},
     # What has fitted the module before; it is not pickled with it.
-    "_trainer": (("lightning.pytorch.core.module", "LightningModule"), _nothing),
+    ("lightning.pytorch.core.module", "LightningModule"): {"_trainer": _nothing},
 }
 
 
-def settled(cls: type, named: Mapping[str, Any]) -> dict[str, Any]:
+def _settled(cls: type, named: Mapping[str, Any]) -> dict[str, Any]:
     """The attributes of an object of this class, as they are in every process."""
-    found = dict(named)
-    for name in found.keys() & _SETTLED.keys():
-        owner, settle = _SETTLED[name]
-        if any(class_name(base) == owner for base in mro(cls)):
-            found[name] = settle(found[name])
-    return found
+    changes = {name: settle for base in cls.__mro__ for name, settle in _SETTLED.get(class_name(base), {}).items()}
+    return {name: changes[name](value) if name in changes else value for name, value in named.items()}
 
 
-def instance(walk: Walk, obj: object) -> bytes:
-    """The digest of an object that no handler reads."""
-    cls = type(obj)
-    named = settled(cls, attributes_of(obj))
-    for base in mro(cls):
-        if class_name(base) in _ESSENCE:
-            essence = {name: named[name] for name in _ESSENCE[class_name(base)] if name in named}
-            return digest("essence", class_link(walk, cls), walk.attributes(essence))
+def _instance(walk: Walk, obj: object) -> bytes:
+    """An object that no handler reads: by its attributes, or a library's as what its library would pickle it to."""
+    cls: Any = type(obj)
+    for name in map(class_name, cls.__mro__):
+        if name in _ESSENCE:
+            essence = {key: value for key, value in attributes_of(obj).items() if key in _ESSENCE[name]}
+            return digest("essence", walk.value(cls), walk.attributes(essence))
     if module_origin(class_name(cls)[0]).is_user:
         if is_opaque(cls):
             return walk.unknowable(obj, "holds data outside Python")
-    elif _has_own_pickling(cls) or is_opaque(cls):
-        return _pickled(walk, obj)
-    return digest("instance", class_link(walk, cls), walk.attributes(named))
-
-
-def _has_own_pickling(cls: Any) -> bool:
-    return (
+    elif (
         cls in copyreg.dispatch_table
-        or cls.__reduce__ is not object.__reduce__
-        or cls.__reduce_ex__ is not object.__reduce_ex__
-    )
+        or (cls.__reduce__, cls.__reduce_ex__) != (object.__reduce__, object.__reduce_ex__)
+        or is_opaque(cls)
+    ):
+        return _pickled(walk, obj, walk.value(cls))
+    return _class_and_attributes(walk, obj)
 
 
-def _pickled(walk: Walk, obj: object) -> bytes:
-    """A library's object as what its library would pickle it to."""
-    link = class_link(walk, type(obj))
+def _pickled(walk: Walk, obj: object, link: bytes) -> bytes:
     try:
         registered = copyreg.dispatch_table.get(type(obj))
         reduced = registered(obj) if registered is not None else obj.__reduce_ex__(4)
     except Exception as error:  # a library may raise anything here
         return walk.unknowable(obj, f"has no content to compare ({error})")
     if isinstance(reduced, str):
-        return digest("by name", link, text("name", reduced))
+        return digest("by name", link, text("name", str(getattr(obj, "__module__", "")), reduced))
     function, arguments, *rest = reduced
     content = (function, arguments, *rest[:1], *(list(items) for items in rest[1:3] if items is not None))
     return digest("pickled", link, *map(walk.value, content))
@@ -236,144 +374,90 @@ def _pickled(walk: Walk, obj: object) -> bytes:
 # --- live tensors, arrays, modules, optimizers and loaders: shapes, dtypes and settings, never values
 
 _HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
 )
 _OPTIMIZER_STATE = frozenset({"state", "param_groups", "step", "_zero_grad_profile_name", "_opt_called"})
 # Set while a loader is iterated.
 _LOADER_STATE = frozenset({"_iterator", "_IterableDataset_len_called"})
 
 
-def live_handlers() -> dict[int, Handler]:
+def _live_handlers() -> dict[int, Handler]:
     """The handlers for what is imported."""
-    found: dict[int, Handler] = {id(random.Random): lambda walk, obj: class_link(walk, type(obj))}
-    torch: Any = sys.modules.get("torch")
+    found: dict[Any, Handler] = {}
+    torch, numpy, random_numbers = (sys.modules.get(name) for name in ("torch", "numpy", "numpy.random"))
     if torch is not None:
         found |= {
-            id(torch.Tensor): _tensor,
-            id(torch.Generator): lambda _, obj: text("generator", str(obj.initial_seed()), str(obj.device)),
-            id(torch.layout): lambda _, obj: text("layout", str(obj)),
-            id(torch.nn.Module): _module,
+            torch.Tensor: _tensor,
+            torch.Generator: lambda _, obj: text("generator", str(obj.initial_seed()), str(obj.device)),
+            torch.layout: lambda _, obj: text("layout", str(obj)),
+            torch.nn.Module: partial(_module, frozenset(vars(torch.nn.Module()))),
             # A trial has none around its model.
-            id(torch.nn.parallel.DistributedDataParallel): lambda walk, obj: walk.value(
-                instance_dict(obj)["_modules"]["module"]
-            ),
-            id(torch.optim.Optimizer): _optimizer,
-            id(torch.utils.data.DataLoader): _loader,
+            torch.nn.parallel.DistributedDataParallel: lambda walk, obj: walk.value(obj.module),
+            torch.optim.Optimizer: _optimizer,
+            torch.utils.data.DataLoader: lambda walk, obj: _settings("loader", walk, obj, _LOADER_STATE),
         }
-    numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
-        found |= {
-            id(numpy.ndarray): _array,
-            id(numpy.ufunc): lambda _, obj: text("ufunc", obj.__name__),
-        }
-    numpy_random: Any = sys.modules.get("numpy.random")  # loaded when first used
-    if numpy_random is not None:
-        found |= {
-            id(numpy_random.Generator): _numpy_generator,
-            id(numpy_random.RandomState): lambda walk, obj: class_link(walk, type(obj)),
-        }
-    return found
+        found |= {numpy.ndarray: _array, numpy.ufunc: lambda _, obj: text("ufunc", obj.__name__)}
+    if random_numbers is not None:
+        kinds = (random_numbers.Generator, random_numbers.RandomState)
+        found |= dict.fromkeys(kinds, lambda walk, obj: walk.value(type(obj)))
+    return {id(kind): handler for kind, handler in found.items()}
 
 
 def _tensor(walk: Walk, tensor: Any) -> bytes:
-    """A tensor counts by its number in this part, so that tied weights show; its shape goes to the shapes."""
     torch: Any = sys.modules["torch"]
     with torch._C.DisableTorchFunctionSubclass():  # a subclass may run code of the user's where an attribute is read
         kind = [str(tensor.dtype), tensor.device.type, str(tensor.layout), str(tensor.requires_grad)]
-        if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
-            kind.append("uninitialized")
-        elif tensor.layout is not torch.strided or tensor.is_nested:
-            kind.append(str(tensor.dim()) if tensor.is_nested else str(tuple(tensor.shape)))
-        else:
-            kind += [str(tuple(tensor.shape)), str(tensor.stride())]
-    return digest("tensor", class_link(walk, type(tensor)), walk.shape(text("tensor", *kind)))
+        with suppress(RuntimeError):  # an uninitialized or nested one has no shape, a sparse one no strides
+            kind.append(str(tuple(tensor.shape)))
+            kind.append(str(tensor.stride()))
+    return digest("tensor", walk.value(type(tensor)), walk.tensor(text("tensor", *kind)))
 
 
 def _array(walk: Walk, array: Any) -> bytes:
-    numpy: Any = sys.modules["numpy"]
-    get = numpy.ndarray.__dict__
-    dtype, shape = get["dtype"].__get__(array), get["shape"].__get__(array)
-    children = [walk.shape(text("array", str(dtype), str(shape)))]
-    if dtype.hasobject and not dtype.names:
-        elements = numpy.ndarray.ravel(array)
-        children += [walk.child("[...]", element) for element in sampled(elements.tolist(), elements.size)]
-    return digest("array", class_link(walk, type(array)), *children)
+    read = type(array).__mro__[-2].__dict__  # numpy.ndarray's own
+    dtype, shape = read["dtype"].__get__(array), read["shape"].__get__(array)
+    children = [text("array", str(dtype), str(shape))]
+    if dtype.hasobject and not dtype.names:  # samples of unequal lengths, as such or in their names
+        elements = read["ravel"](array).tolist()
+        children += [walk.child("[...]", element) for element in _sampled(elements, len(elements))]
+    return digest("array", walk.value(type(array)), *children)
 
 
-def _numpy_generator(walk: Walk, generator: Any) -> bytes:
-    """By its seed. One drawn from the operating system, recognised by its size, is as good as any other."""
-    sequence = getattr(generator.bit_generator, "seed_seq", None)
-    entropy = getattr(sequence, "entropy", None)
-    is_drawn = isinstance(entropy, int) and entropy >> 64 > 0
-    return digest("numpy generator", class_link(walk, type(generator)), walk.value(None if is_drawn else entropy))
-
-
-def _hooks(walk: Walk, attributes: Mapping[str, Any]) -> bytes:
-    found = [(name, tuple(attributes[name].values())) for name in _HOOKS if attributes.get(name)]
-    return digest("hooks", *(digest(name, walk.child(f".{name}", hooks)) for name, hooks in found))
-
-
-def _module(walk: Walk, module: Any) -> bytes:
-    attributes = instance_dict(module)
-    if COMPILED_FROM in attributes:
-        return compiled(walk, attributes["_modules"]["_orig_mod"], attributes.get("dynamo_ctx"))
-    own = {name: value for name, value in attributes.items() if name not in _module_internals()}
-    groups = [attributes.get(name) or {} for name in ("_parameters", "_buffers", "_modules")]
+def _settings(tag: str, walk: Walk, obj: Any, left_out: frozenset[str], *more: bytes) -> bytes:
+    """A live object by its class, its attributes and its hooks."""
+    named = _settled(type(obj), instance_dict(obj))
+    hooks = [(name, tuple(named[name].values())) for name in _HOOKS if named.get(name)]
     return digest(
-        "module",
-        class_link(walk, type(module)),
-        walk.value(attributes.get("training")),
-        walk.value(attributes.get("_non_persistent_buffers_set")),
-        *(
-            digest("entry", text("name", name), walk.child(f".{name}", value))
-            for group in groups
-            for name, value in group.items()
-        ),
-        _hooks(walk, attributes),
-        walk.attributes(settled(type(module), own)),
+        tag,
+        walk.value(type(obj)),
+        *more,
+        *(digest(name, walk.child(f".{name}", hooks)) for name, hooks in hooks),
+        walk.attributes({name: value for name, value in named.items() if name not in left_out}),
     )
 
 
-_internals: frozenset[str] = frozenset()
-
-
-def _module_internals() -> frozenset[str]:
-    """The attributes that every module has, in this version of torch."""
-    global _internals
-    if not _internals:
-        torch: Any = sys.modules["torch"]
-        _internals = frozenset(vars(torch.nn.Module()))
-    return _internals
+def _module(internals: frozenset[str], walk: Walk, module: Any) -> bytes:
+    """`internals` are the attributes that every module has, in this version of torch."""
+    named = instance_dict(module)
+    if _COMPILED_FROM in named:
+        return _compiled(walk, named["_modules"]["_orig_mod"], named.get("dynamo_ctx"))
+    entries = [item for group in ("_parameters", "_buffers", "_modules") for item in (named.get(group) or {}).items()]
+    content = [digest("entry", text("name", name), walk.child(f".{name}", value)) for name, value in entries]
+    states = (named.get("training"), named.get("_non_persistent_buffers_set"))
+    return _settings("module", walk, module, internals, *map(walk.value, states), *content)
 
 
 def _optimizer(walk: Walk, optimizer: Any) -> bytes:
-    attributes = instance_dict(optimizer)
-    own = {
-        name: value
-        for name, value in attributes.items()
-        if name not in _OPTIMIZER_STATE and not name.endswith("_hooks") and not name.startswith("_warned")
-    }
+    named = instance_dict(optimizer)
     groups = [
         {name: len(value) if name == "params" else value for name, value in group.items()}
-        for group in attributes.get("param_groups", ())
+        for group in named.get("param_groups", ())
     ]
-    return digest(
-        "optimizer",
-        class_link(walk, type(optimizer)),
-        walk.child(".param_groups", groups),
-        _hooks(walk, attributes),
-        walk.attributes(own),
-    )
-
-
-def _loader(walk: Walk, loader: Any) -> bytes:
-    own = {name: value for name, value in instance_dict(loader).items() if name not in _LOADER_STATE}
-    return digest("loader", class_link(walk, type(loader)), walk.attributes(own))
+    internal = {name for name in named if name.endswith("_hooks") or name.startswith("_warned")}
+    left_out = _OPTIMIZER_STATE | internal
+    return _settings("optimizer", walk, optimizer, left_out, walk.child(".param_groups", groups))
 
 
 # --- the workload
@@ -381,10 +465,10 @@ def _loader(walk: Walk, loader: Any) -> bytes:
 
 def walk_objects() -> Walk:
     """A walk that reads what is imported now; a library that is not imported can have no object in a workload."""
-    handlers = HANDLERS | live_handlers()
+    handlers = _HANDLERS | _live_handlers()
 
     def handler_of(cls: type) -> Handler:
-        return next((handlers[id(base)] for base in mro(cls) if id(base) in handlers), instance)
+        return next((handlers[id(base)] for base in cls.__mro__ if id(base) in handlers), _instance)
 
     return Walk(handler_of)
 
@@ -397,10 +481,10 @@ def workload_parts(workload: object) -> tuple[dict[str, str], tuple[str, ...]]:
     that begins with ``=`` is no digest but the thing itself, a library's version.
     """
     walk = walk_objects()
-    if is_a(workload, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, partial):
+    if is_a(workload, FunctionType, BuiltinFunctionType, types.MethodType, type, partial):
         _root(walk, "workload", workload)
     else:
-        walk.part("workload", "workload", lambda: class_link(walk, type(workload)))
+        walk.part("workload", "workload", partial(walk.value, type(workload)))
         for name, value in attributes_of(workload).items():
             _root(walk, f"workload.{name}", value)
     walk.run()
@@ -408,12 +492,8 @@ def workload_parts(workload: object) -> tuple[dict[str, str], tuple[str, ...]]:
 
 
 def _root(walk: Walk, name: str, value: Any) -> None:
-    """Make an attribute of the workload a part, which is the function or class itself where it is one."""
-    if walk.is_part(id(value)):
-        walk.part(name, name, partial(walk.value, value))
-    elif is_a(value, types.FunctionType) and not is_library_function(value):
-        walk.part(id(value), f"{name} ({function_label(value)})", partial(function_digest, walk, value))
-    elif is_a(value, type) and module_origin(class_name(value)[0]).is_user:
-        walk.part(id(value), f"{name} ({class_label(value)})", partial(class_digest, walk, value))
+    """Make an attribute of the workload a part, which is the function itself where it is one of the user's."""
+    if is_a(value, FunctionType) and not is_library_function(value) and not walk.is_part(id(value)):
+        walk.part(id(value), f"{name} ({_function_label(value)})", partial(_function_content, walk, value))
     else:
         walk.part(name, name, partial(walk.value, value))

@@ -10,7 +10,7 @@ import torch
 
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.hardware import host
-from autotune_amp.hardware.device import identify, only
+from autotune_amp.hardware.device import emulated, identify, native, only, unsupported
 from autotune_amp.hardware.host import container_cpus, container_memory
 
 if TYPE_CHECKING:
@@ -28,23 +28,21 @@ def decide(flags: AbstractSet[str], *, has_onednn_fp16: bool) -> dict[Precision,
     bf16 = [flag for flag in _BF16_ARITHMETIC if flag in flags]
     fp16 = [flag for flag in _FP16_ARITHMETIC if flag in flags] + ["oneDNN's fp16 kernels"] * has_onednn_fp16
     return {
-        "fp32": Capability(level="native", reason="Every CPU computes in fp32."),
-        "tf32": Capability(level="unsupported", reason="TF32 is a mode of NVIDIA's tensor cores; a CPU has none."),
-        "bf16": Capability(level="native", reason=f"The CPU multiplies in bf16: {', '.join(bf16)}.")
+        "fp32": native("Every CPU computes in fp32."),
+        "tf32": unsupported("TF32 is a mode of NVIDIA's tensor cores; a CPU has none."),
+        "bf16": native(f"The CPU multiplies in bf16: {', '.join(bf16)}.")
         if bf16
-        else Capability(
-            level="emulated",
-            reason="The CPU has no bf16 arithmetic (avx512_bf16, amx_bf16): PyTorch converts to fp32 and back, "
-            "which saves memory and may be slower than fp32.",
+        else emulated(
+            "The CPU has no bf16 arithmetic (avx512_bf16, amx_bf16): PyTorch converts to fp32 and back, "
+            "which saves memory and may be slower than fp32."
         ),
-        "fp16": Capability(level="native", reason=f"The CPU computes in fp16: {', '.join(fp16)}.")
+        "fp16": native(f"The CPU computes in fp16: {', '.join(fp16)}.")
         if fp16
-        else Capability(
-            level="emulated",
-            reason="The CPU has no fp16 arithmetic (avx512_fp16, amx_fp16): matrix products can be tens of times "
-            "slower than in fp32.",
+        else emulated(
+            "The CPU has no fp16 arithmetic (avx512_fp16, amx_fp16): matrix products can be tens of times "
+            "slower than in fp32."
         ),
-        "fp8": Capability(level="unsupported", reason="PyTorch does not train in fp8 on CPUs."),
+        "fp8": unsupported("PyTorch does not train in fp8 on CPUs."),
     }
 
 
@@ -63,15 +61,13 @@ def identity(device: str) -> DeviceIdentity:
     return identify(device)
 
 
-def compute_capability(device: str) -> str | None:
+def compute_capability(_: str) -> str | None:
     """The architecture, e.g. ``x86_64``."""
-    del device
     return platform.machine() or None
 
 
-def memory(device: str) -> DeviceMemory:
+def memory(_: str) -> DeviceMemory:
     """Bytes of the machine, and what the container leaves of them."""
-    del device
     container = container_memory()
     total, free = host.total_memory_bytes(), host.available_memory_bytes()
     return DeviceMemory(
@@ -82,9 +78,8 @@ def memory(device: str) -> DeviceMemory:
     )
 
 
-def capabilities(device: str) -> dict[Precision, Capability]:
+def capabilities(_: str) -> dict[Precision, Capability]:
     """From torch's list of instruction sets (2.11 on), else from the operating system's."""
-    del device
     if hasattr(torch.cpu, "get_capabilities"):
         flags = frozenset(name for name, value in torch.cpu.get_capabilities().items() if value is True)
     else:
@@ -97,9 +92,8 @@ def _has_onednn_fp16() -> bool:
     return has_onednn and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
-def notes_before(device: str) -> tuple[str, ...]:
+def notes(_: str) -> tuple[str, ...]:
     """That torch's threads and the CPUs do not agree."""
-    del device
     return thread_notes(torch.get_num_threads(), host.num_cpus(), container_cpus())
 
 
@@ -109,27 +103,14 @@ def thread_notes(num_threads: int, num_cpus: int, allowed_cpus: float | None) ->
     Half as many threads as CPUs is torch's own choice where every core has two hardware threads. `allowed_cpus` is how
     many CPUs' time the container allows, None without a limit: torch does not look at it.
     """
-    if allowed_cpus is not None and allowed_cpus < num_cpus:
-        if num_threads > math.ceil(allowed_cpus):
-            return (
-                f"PyTorch runs {num_threads} threads, and the container allows the time of {allowed_cpus:g} CPUs: when "
-                f"it is used up all of them stop for a while. Set OMP_NUM_THREADS={max(1, int(allowed_cpus))}.",
-            )
-        return ()
-    if num_threads > num_cpus:
-        return (
-            f"PyTorch runs {num_threads} threads on the {num_cpus} CPUs that this process may use: they take turns. "
-            f"Set OMP_NUM_THREADS={num_cpus}.",
-        )
-    if num_threads < num_cpus / 2:
+    is_limited = allowed_cpus is not None and allowed_cpus < num_cpus
+    most = math.ceil(allowed_cpus) if allowed_cpus is not None and is_limited else num_cpus
+    if num_threads > most:
+        text = f"PyTorch runs {num_threads} threads on {most} of the CPUs: they take turns. Set OMP_NUM_THREADS={most}."
+        return (text,)
+    if num_threads < num_cpus / 2 and not is_limited:
         return (
             f"PyTorch runs {num_threads} of the {num_cpus} threads that this process may use; "
             "OMP_NUM_THREADS or MKL_NUM_THREADS sets the number.",
         )
-    return ()
-
-
-def notes_after(device: str) -> tuple[str, ...]:
-    """Nothing more: a CPU's load is read before."""
-    del device
     return ()

@@ -16,7 +16,7 @@ import torch
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.hardware import host, nvml
-from autotune_amp.hardware.device import cuda_identity, numbered, unknown_identity
+from autotune_amp.hardware.device import cuda_identity, emulated, native, numbered, unknown_identity, unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,21 +26,13 @@ if TYPE_CHECKING:
 _GET_STARTED = "https://pytorch.org/get-started/locally/"
 _NO_FP8_AUTOCAST = "PyTorch's autocast has no fp8: training in it needs a library such as torchao"
 
-# As PyTorch's own tables have them (torch/cuda/__init__.py of 2.15, DEVICE_REQUIREMENT and what it is overlaid with for
-# CUDA 13.2): the compute capabilities of Jetson, those that run discrete cards' binaries from 13.2 on, Thor's names.
-_JETSON = {(5, 3), (6, 2), (7, 2), (8, 7), (11, 0)}
-_UNIFIED_JETSON = {(7, 2), (8, 7)}
-_RENAMED = {(10, 1): (11, 0)}
-
 
 class CardFacts(NamedTuple):
-    """What the decision rests on; `arch_list` is what this PyTorch was built for, e.g. ``("sm_80", "compute_90")``, by
-    version `cuda` of CUDA, None under ROCm."""
+    """What the decision rests on; `arch_list` is what this PyTorch was built for, e.g. ``("sm_80", "compute_90")``."""
 
     compute_capability: tuple[int, int]
     name: str
     arch_list: tuple[str, ...]
-    cuda: str | None
     hip: str | None
     is_bf16_native: bool
     is_tf32_supported: bool
@@ -51,28 +43,25 @@ def decide(card: CardFacts) -> dict[Precision, Capability]:
     if card.hip is not None:
         return _decide_rocm(card)
     major, minor = card.compute_capability
-    if not has_kernels(card.compute_capability, card.arch_list, card.cuda):
+    if not has_kernels(card.compute_capability, card.arch_list):
         reason = (
             f"This PyTorch has no kernels for {card.name} (sm_{major}{minor}), only for {' '.join(card.arch_list)}: "
             f"install a build that has them ({_GET_STARTED}; newer for a new card, older for an old one)."
         )
-        return dict.fromkeys(("fp32", "tf32", "bf16", "fp16", "fp8"), Capability(level="unsupported", reason=reason))
+        return dict.fromkeys(("fp32", "tf32", "bf16", "fp16", "fp8"), unsupported(reason))
     has = f"compute capability {major}.{minor}"
     return {
-        "fp32": Capability(level="native", reason="Every CUDA card computes in fp32."),
-        "tf32": Capability(level="native", reason=f"TF32 tensor cores ({has}).")
+        "fp32": native("Every CUDA card computes in fp32."),
+        "tf32": native(f"TF32 tensor cores ({has}).")
         if card.is_tf32_supported
-        else Capability(level="unsupported", reason=f"TF32 tensor cores begin with 8.0; this card has {has}."),
-        "bf16": Capability(level="native", reason=f"bf16 tensor cores ({has}).")
+        else unsupported(f"TF32 tensor cores begin with 8.0; this card has {has}."),
+        "bf16": native(f"bf16 tensor cores ({has}).")
         if card.is_bf16_native
-        else Capability(
-            level="emulated",
-            reason=f"bf16 arithmetic begins with 8.0; this card has {has} and computes in fp32 with conversions.",
-        ),
+        else emulated(f"bf16 arithmetic begins with 8.0; this card has {has} and computes in fp32 with conversions."),
         "fp16": _decide_fp16(card),
-        "fp8": Capability(level="native", reason=f"fp8 tensor cores ({has}), but {_NO_FP8_AUTOCAST}.")
+        "fp8": native(f"fp8 tensor cores ({has}), but {_NO_FP8_AUTOCAST}.")
         if card.compute_capability >= (8, 9)
-        else Capability(level="unsupported", reason=f"fp8 tensor cores begin with 8.9; this card has {has}."),
+        else unsupported(f"fp8 tensor cores begin with 8.9; this card has {has}."),
     }
 
 
@@ -80,59 +69,47 @@ def _decide_fp16(card: CardFacts) -> Capability:
     major, minor = card.compute_capability
     has = f"compute capability {major}.{minor}"
     if re.search(r"\bGTX 16\d\d", card.name):
-        return Capability(
-            level="unsupported", reason=f"{card.name}: cards of the GTX 16 series give NaN in fp16 convolutions."
-        )
+        return unsupported(f"{card.name}: cards of the GTX 16 series give NaN in fp16 convolutions.")
     if card.compute_capability >= (7, 0):
-        return Capability(level="native", reason=f"fp16 tensor cores ({has}).")
+        return native(f"fp16 tensor cores ({has}).")
     if card.compute_capability >= (5, 3):
-        return Capability(
-            level="native",
-            reason=f"fp16 arithmetic without tensor cores ({has}): it saves memory and may be no faster than fp32.",
-        )
-    return Capability(level="emulated", reason=f"fp16 arithmetic begins with 5.3; this card has {has}.")
+        return native(f"fp16 arithmetic without tensor cores ({has}): it saves memory and may be no faster than fp32.")
+    return emulated(f"fp16 arithmetic begins with 5.3; this card has {has}.")
 
 
 def _decide_rocm(card: CardFacts) -> dict[Precision, Capability]:
     rocm = f"ROCm {card.hip}"
     return {
-        "fp32": Capability(level="native", reason=f"Every card under {rocm} computes in fp32."),
-        "tf32": Capability(level="native", reason=f"{rocm} has TF32 on this architecture (gfx94x, gfx95x).")
+        "fp32": native(f"Every card under {rocm} computes in fp32."),
+        "tf32": native(f"{rocm} has TF32 on this architecture (gfx94x, gfx95x).")
         if card.is_tf32_supported
-        else Capability(level="unsupported", reason="TF32 on AMD cards begins with gfx94x."),
-        "bf16": Capability(
-            level="native",
-            reason=f"{rocm} answers yes for every card, emulated or not: the rate says what it is worth.",
-        ),
-        "fp16": Capability(level="native", reason=f"Every card under {rocm} computes in fp16."),
-        "fp8": Capability(level="unsupported", reason=f"fp8 is not probed under ROCm, and {_NO_FP8_AUTOCAST}."),
+        else unsupported("TF32 on AMD cards begins with gfx94x."),
+        "bf16": native(f"{rocm} answers yes for every card, emulated or not: the rate says what it is worth."),
+        "fp16": native(f"Every card under {rocm} computes in fp16."),
+        "fp8": unsupported(f"fp8 is not probed under ROCm, and {_NO_FP8_AUTOCAST}."),
     }
 
 
-def has_kernels(compute_capability: tuple[int, int], arch_list: Sequence[str], cuda: str | None) -> bool:
+def has_kernels(compute_capability: tuple[int, int], arch_list: Sequence[str]) -> bool:
     """Whether code built for `arch_list` runs on a card: by a binary of its generation or by PTX of an older one.
 
     Binaries run on the same major version from their minor version up; with an "a" behind the number on that very
-    card only, with an "f" on its family only. Jetson's cards and the discrete ones run none of each other's, save what
-    a build with CUDA 13.2 or newer has for discrete ones. A build that names no architecture is taken at its word.
+    card only, with an "f" on its family only. A build that names no architecture is taken at its word. Of Jetson's
+    cards, which run none of the discrete ones' binaries, the first matrix product tells.
     """
-    is_unified = cuda is not None and tuple(map(int, cuda.split("."))) >= (13, 2)
-    return not arch_list or any(_runs_on(compute_capability, arch, is_unified) for arch in arch_list)
+    return not arch_list or any(_runs_on(compute_capability, arch) for arch in arch_list)
 
 
-def _runs_on(compute_capability: tuple[int, int], arch: str, is_unified: bool) -> bool:
+def _runs_on(compute_capability: tuple[int, int], arch: str) -> bool:
     match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
     if match is None:
         return False
-    number = int(match[2]), int(match[3])
-    kind, suffix = match[1], match[4]
+    kind, number, suffix = match[1], (int(match[2]), int(match[3])), match[4]
     if kind == "compute" and not suffix:
         return number <= compute_capability
-    card, built_for = _RENAMED.get(compute_capability, compute_capability), _RENAMED.get(number, number)
-    runs_discrete = card not in _JETSON or (is_unified and card in _UNIFIED_JETSON)
-    if suffix == "a" or built_for in _JETSON or not runs_discrete:
-        return built_for == card
-    return built_for[0] == card[0] and built_for <= card
+    if suffix == "a":
+        return number == compute_capability
+    return number[0] == compute_capability[0] and number <= compute_capability
 
 
 def is_built() -> bool:
@@ -214,7 +191,6 @@ def capabilities(device: str) -> dict[Precision, Capability]:
         compute_capability=(properties.major, properties.minor),
         name=properties.name,
         arch_list=tuple(torch.cuda.get_arch_list()),
-        cuda=torch.version.cuda,
         hip=torch.version.hip,
         is_bf16_native=is_bf16_native(device),
         is_tf32_supported=is_tf32_supported,
@@ -222,13 +198,7 @@ def capabilities(device: str) -> dict[Precision, Capability]:
     return decide(facts)
 
 
-def notes_before(device: str) -> tuple[str, ...]:
+def notes(device: str) -> tuple[str, ...]:
     """Who else computes on the card; read before this process has a context of its own there."""
     card = uuid(device)
     return () if card is None else nvml.process_notes(card)
-
-
-def notes_after(device: str) -> tuple[str, ...]:
-    """Why the card runs below its clocks."""
-    card = uuid(device)
-    return () if card is None else nvml.slowdown_notes(card)

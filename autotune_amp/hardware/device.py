@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autotune_amp.core.errors import DeviceError
-from autotune_amp.core.hardware import DeviceIdentity
+from autotune_amp.core.hardware import Capability, DeviceIdentity
 from autotune_amp.hardware import host, nvml
 from autotune_amp.hardware.host import container_cpus, container_memory
 
@@ -37,23 +37,35 @@ class Device(Protocol):
     def resolve(self, index: int | None) -> str:
         """The device string of an index, None being the current one; raises `DeviceError` with the reason."""
 
-    def identity(self, device: str) -> DeviceIdentity:
+    def identity(self, device: str, /) -> DeviceIdentity:
         """What the device is."""
 
-    def compute_capability(self, device: str) -> str | None:
+    def compute_capability(self, device: str, /) -> str | None:
         """The maker's version of the instruction set, where there is one."""
 
-    def memory(self, device: str) -> DeviceMemory:
+    def memory(self, device: str, /) -> DeviceMemory:
         """The device's memory now, in bytes."""
 
-    def capabilities(self, device: str) -> dict[Precision, Capability]:
+    def capabilities(self, device: str, /) -> dict[Precision, Capability]:
         """Every precision with its level and reason, the rates not yet measured."""
 
-    def notes_before(self, device: str) -> tuple[str, ...]:
+    def notes(self, device: str, /) -> tuple[str, ...]:
         """What a user should know, read before the micro-benchmark makes the device busy."""
 
-    def notes_after(self, device: str) -> tuple[str, ...]:
-        """What a user should know, read while the device is warm."""
+
+def native(reason: str) -> Capability:
+    """The device computes in the precision itself."""
+    return Capability(level="native", reason=reason)
+
+
+def emulated(reason: str) -> Capability:
+    """PyTorch computes in another precision and converts."""
+    return Capability(level="emulated", reason=reason)
+
+
+def unsupported(reason: str) -> Capability:
+    """The precision cannot be trained in."""
+    return Capability(level="unsupported", reason=reason)
 
 
 def device_of(kind: str) -> Device:

@@ -73,16 +73,6 @@ def available_memory_bytes() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def load_notes() -> tuple[str, ...]:
-    """That other work keeps this machine busy, by its load average over the last minute."""
-    if not hasattr(os, "getloadavg"):
-        return ()
-    load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load <= 0.5 * num_cores:
-        return ()
-    return (f"The machine is busy with other work: load average {load:.1f} on {num_cores} CPUs; rates may be too low.",)
-
-
 # --- the container
 
 

@@ -1,4 +1,5 @@
-"""What others do on this machine while we measure: on its CPUs, in the hypervisor and on the card. No torch."""
+"""What others do on this machine while we measure: on its CPUs, in the hypervisor and on the card; what of it is worth
+a word, and how far it widens what is promised. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import psutil
@@ -61,26 +62,21 @@ def load_between(before: Reading, after: Reading, own_pid: int) -> MachineLoad:
     over the processes of a tree holds what its ended ones used. What is left of the machine's busy time is others'.
     """
     seconds = after.at_seconds - before.at_seconds
-    found = MachineLoad(seconds=seconds, num_cpus=after.num_cpus)
+    found: dict[str, Any] = {}
     if seconds < MIN_SECONDS or before.busy_seconds is None or after.busy_seconds is None:
-        return found
+        return MachineLoad(seconds=seconds, num_cpus=after.num_cpus)
     busy = max(0.0, after.busy_seconds - before.busy_seconds)
     if before.stolen_seconds is not None and after.stolen_seconds is not None:
         stolen = max(0.0, after.stolen_seconds - before.stolen_seconds)
         wanted = max(stolen + busy, _MIN_WANTED_SHARE * after.num_cpus * seconds)
-        found = msgspec.structs.replace(found, stolen_share=stolen / wanted)
-    if before.processes is None or after.processes is None:
-        return found
-    own = max(0.0, _tree_seconds(after.processes, own_pid) - _tree_seconds(before.processes, own_pid))
-    if busy < 0.5 * own:  # some sandboxes count for each process, but not for the machine
-        return found
-    others = max(0.0, busy - own)
-    return msgspec.structs.replace(
-        found,
-        others_num_cores=min(float(after.num_cpus), others / seconds),
-        own_num_cores=own / seconds,
-        busiest=_busiest(before.processes, after.processes, own_pid, seconds),
-    )
+        found["stolen_share"] = stolen / wanted
+    if before.processes is not None and after.processes is not None:
+        own = max(0.0, _tree_seconds(after.processes, own_pid) - _tree_seconds(before.processes, own_pid))
+        if busy >= 0.5 * own:  # some sandboxes count for each process, but not for the machine
+            found["others_num_cores"] = min(float(after.num_cpus), max(0.0, busy - own) / seconds)
+            found["own_num_cores"] = own / seconds
+            found["busiest"] = _busiest(before.processes, after.processes, own_pid, seconds)
+    return MachineLoad(seconds=seconds, num_cpus=after.num_cpus, **found)
 
 
 def tree(processes: dict[int, ProcessTimes], own_pid: int) -> set[int]:
@@ -111,19 +107,13 @@ def _tree_seconds(processes: dict[int, ProcessTimes], own_pid: int) -> float:
 def _busiest(
     before: dict[int, ProcessTimes], after: dict[int, ProcessTimes], own_pid: int, seconds: float
 ) -> tuple[BusyProcess, ...]:
-    ours = tree(before, own_pid) | tree(after, own_pid)
-    used = {}
-    for pid, process in after.items():
-        if pid not in ours:
-            known = before.get(pid)
-            is_same = known is not None and known.started == process.started
-            used[pid] = process.own_seconds - (known.own_seconds if known is not None and is_same else 0.0)
-    most = sorted(used, key=lambda pid: used[pid], reverse=True)[:_NUM_BUSIEST]
-    return tuple(
-        BusyProcess(pid=pid, name=after[pid].name, num_cores=used[pid] / seconds)
-        for pid in most
-        if used[pid] >= _BUSIEST_NUM_CORES * seconds
-    )
+    used = []
+    for pid in after.keys() - tree(before, own_pid) - tree(after, own_pid):
+        now, known = after[pid], before.get(pid)
+        begun = known.own_seconds if known is not None and known.started == now.started else 0.0
+        used.append(BusyProcess(pid=pid, name=now.name, num_cores=(now.own_seconds - begun) / seconds))
+    most = sorted(used, key=lambda process: (-process.num_cores, process.pid))[:_NUM_BUSIEST]
+    return tuple(process for process in most if process.num_cores >= _BUSIEST_NUM_CORES)
 
 
 def read(root: Path = Path("/proc")) -> Reading:
@@ -334,24 +324,21 @@ def evidence(records: Sequence[Record], own: Sequence[MachineLoad]) -> LoadEvide
     """What others did during the confirmation; `own` are the loads of the processes behind the interval, and all there
     is where nothing was confirmed. None where nobody looked.
     """
-    confirming = [r.load for r in records if r.purpose == "confirm" and r.load is not None]
-    loads = confirming or list(own)
+    loads = [r.load for r in records if r.purpose == "confirm" and r.load is not None] or list(own)
     if not loads:
         return None
     used = _others(loads)
-    searching = _others(r.load for r in records if confirming and r.purpose == "search" and r.load is not None)
+    searching = _others(r.load for r in records if r.purpose == "search" and r.load is not None)
     stolen = [load.stolen_share for load in loads if load.stolen_share is not None]
-    clocks = [load.clock_share for load in loads if load.clock_share is not None]
-    busiest = max(loads, key=lambda load: load.others_num_cores or 0.0)
     on_card = {process.pid: process for load in loads for process in load.card_processes or ()}
     return LoadEvidence(
         num_cpus=loads[0].num_cpus,
         others_num_cores=fmean(used) if used else None,
         others_num_cores_range=(min(used), max(used)) if used else None,
-        search_others_num_cores=fmean(searching) if searching else None,
-        busiest=busiest.busiest,
+        search_others_num_cores=fmean(searching) if searching and loads != own else None,
+        busiest=max(loads, key=lambda load: load.others_num_cores or 0.0).busiest,
         stolen_share=fmean(stolen) if stolen else None,
-        clock_share=min(clocks, default=None),
+        clock_share=min((load.clock_share for load in loads if load.clock_share is not None), default=None),
         card_processes=tuple(on_card.values()),
         card_slowdowns=tuple(dict.fromkeys(name for load in loads for name in load.card_slowdowns or ())),
         # What widens the interval is said, also where it was only the winner's processes that met it.
@@ -363,87 +350,59 @@ def evidence(records: Sequence[Record], own: Sequence[MachineLoad]) -> LoadEvide
 
 def before_first_trial(load: MachineLoad) -> tuple[str, ...]:
     """What is said at once of the machine that a search begins on."""
-    said = []
-    if is_busy([load]) and load.others_num_cores is not None:
+    said = doubts(evidence((), [load]), "search on an idle machine")
+    if not load.card_processes and (load.card_utilization or 0.0) >= WORTH_CARD_UTILIZATION:
         said.append(
-            f"The machine is busy: other processes use {cores(load.others_num_cores, load.num_cpus)}"
-            f"{named(load.busiest)}. Timings will be slower and less sure than on an idle machine."
-        )
-    if is_stolen([load]):
-        said.append(
-            f"The machine is busy: its hypervisor gives {100 * (load.stolen_share or 0.0):.0f} % of the CPU time to "
-            "others. Timings will be slower and less sure than at another hour."
-        )
-    if load.card_utilization is not None and load.card_utilization >= WORTH_CARD_UTILIZATION:
-        share = f"{100 * load.card_utilization:.0f} % of the time"
-        said.append(
-            f"The card is busy: others keep it at work for {share}{on_card(load.card_processes)}. Timings will be "
-            "slower and less sure than on an idle card."
-            if load.card_processes
-            else f"The card was at work for {share} just before, though no other process is seen on it: by what this "
-            "process began, or by what a container hides. Timings may be slower and less sure than on an idle card."
+            f"The card was at work for {100 * (load.card_utilization or 0.0):.0f} % of the time just before, by what "
+            "this process began or by what a container hides. Timings may be less sure than on an idle card."
         )
     return tuple(said)
 
 
-def doubts(found: LoadEvidence | None) -> list[str]:
-    """What is said of `evidence`."""
+def doubts(found: LoadEvidence | None, remedy: str = "search again with --fresh") -> list[str]:
+    """What is said of `evidence`, and what would give a surer answer."""
     if found is None:
         return []
     said, used, low_high = [], found.others_num_cores, found.others_num_cores_range
+    before = found.search_others_num_cores
     if found.is_busy and used is not None and low_high is not None:
         least, most = map(_cores, low_high)
-        text = f"The machine was busy while this was measured: other processes used {cores(used, found.num_cpus)}"
-        text += ("" if least == most else f", {least} to {most} at a time") + f"{named(found.busiest)}."
+        text = f"The machine was busy: other processes used {_cores(used)} of {found.num_cpus} cores"
+        text += ("" if least == most else f", {least} to {most} at a time") + f"{_named(found.busiest)}."
         if found.interval_factors != (1.0, 1.0):
-            text += " The interval is widened by what they took; without them a run may be faster still."
-        said.append(f"{text} Stop them and search again with --fresh for a surer answer.")
-    before = found.search_others_num_cores
+            text += " A run may be faster without them: the interval is widened by what they took."
+        said.append(f"{text} Stop them and {remedy} for a surer answer.")
     if used is not None and before is not None and abs(used - before) >= worth_cores(found.num_cpus):
         said.append(
             f"The machine's load changed: other processes used {_cores(before)} cores in the search's trials and "
-            f"{_cores(used)} in the confirmation, so that candidates were not compared under one load. "
-            "Search again with --fresh on a quiet machine."
+            f"{_cores(used)} in the confirmation, so that candidates were not compared under one load. Quieten the "
+            f"machine and {remedy}."
         )
-    if found.is_stolen:
-        said.append(
-            f"The hypervisor gave {100 * (found.stolen_share or 0.0):.0f} % of the CPU time to others while this "
-            "was measured: at another hour a run may be faster or slower than promised."
-        )
-    if found.clock_share is not None and found.clock_share < WORTH_CLOCK_SHARE:
-        said.append(
-            f"The CPU ran at {100 * found.clock_share:.0f} % of its highest clock while this was measured: with power "
-            "saving off, or cooler, a run may be faster than promised."
-        )
-    if found.card_processes:
-        said.append(
-            f"The card was not ours alone while this was measured{on_card(found.card_processes)}: without other work "
-            "on it a run may be faster than promised."
-        )
-    if found.card_slowdowns:
-        said.append(
-            f"The card lowered its clocks while this was measured: {'; '.join(found.card_slowdowns)}. A run on a "
-            "cooler card may be faster than promised."
-        )
+    seen = {
+        f"The hypervisor gave {100 * (found.stolen_share or 0.0):.0f} % of the CPU time to others": found.is_stolen,
+        f"The CPU ran at {100 * (found.clock_share or 0.0):.0f} % of its highest clock, to save power or for heat": (
+            found.clock_share is not None and found.clock_share < WORTH_CLOCK_SHARE
+        ),
+        f"The card was not ours alone{_on_card(found.card_processes)}": bool(found.card_processes),
+        f"The card lowered its clocks: {'; '.join(found.card_slowdowns)}": bool(found.card_slowdowns),
+    }
+    said += [
+        f"{fact}. At another time a run may be faster." for fact, is_worth_a_word in seen.items() if is_worth_a_word
+    ]
     return said
-
-
-def cores(used: float, num_cpus: int) -> str:
-    """``1.0 of 2 cores``."""
-    return f"{_cores(used)} of {num_cpus} cores"
 
 
 def _cores(used: float) -> str:
     return f"{used:.2f}" if used < 1 - 0.005 else f"{used:.1f}"
 
 
-def named(busiest: Iterable[BusyProcess]) -> str:
+def _named(busiest: Iterable[BusyProcess]) -> str:
     """`` (python, pid 7: 0.98)``, nothing of nobody."""
     each = [f"{p.name}, pid {p.pid}: {_cores(p.num_cores)}" for p in busiest]
     return f" ({'; '.join(each)})" if each else ""
 
 
-def on_card(processes: Iterable[CardProcess]) -> str:
+def _on_card(processes: Iterable[CardProcess]) -> str:
     """The same of processes on a card, with their memory."""
     each = [
         f"{p.name or 'a process out of sight'}, pid {p.pid}"

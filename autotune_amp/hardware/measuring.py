@@ -31,7 +31,7 @@ def measure(device: str, *, seconds: float = 1.0) -> Hardware:
     cannot be used.
     """
     kind, name, passed_over = _resolve(device)
-    notes = (*passed_over, *kind.notes_before(name))  # before the rest makes the device busy
+    notes = (*passed_over, *kind.notes(name))  # before the rest makes the device busy
     memory = kind.memory(name)
     precisions = {
         precision: _with_rate(
@@ -45,7 +45,7 @@ def measure(device: str, *, seconds: float = 1.0) -> Hardware:
         compute_capability=kind.compute_capability(name),
         memory=memory,
         precisions=precisions,
-        notes=(*notes, *kind.notes_after(name)),
+        notes=notes,
     )
 
 

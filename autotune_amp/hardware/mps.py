@@ -9,7 +9,7 @@ import torch
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.hardware import host
-from autotune_amp.hardware.device import identify, only
+from autotune_amp.hardware.device import identify, native, only, unsupported
 
 if TYPE_CHECKING:
     from autotune_amp.core.dimensions import Precision
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 def decide(*, is_macos_14: bool) -> dict[Precision, Capability]:
     """Every precision from the system's version; pure."""
     return {
-        "fp32": Capability(level="native", reason="Metal computes in fp32."),
-        "tf32": Capability(level="unsupported", reason="TF32 is a mode of NVIDIA's tensor cores."),
-        "bf16": Capability(level="native", reason="Metal has bf16 from macOS 14 on; the rate says what it is worth.")
+        "fp32": native("Metal computes in fp32."),
+        "tf32": unsupported("TF32 is a mode of NVIDIA's tensor cores."),
+        "bf16": native("Metal has bf16 from macOS 14 on; the rate says what it is worth.")
         if is_macos_14
-        else Capability(level="unsupported", reason="bf16 on MPS needs macOS 14 or newer: update macOS."),
-        "fp16": Capability(level="native", reason="Metal computes in fp16."),
-        "fp8": Capability(level="unsupported", reason="Metal has no fp8."),
+        else unsupported("bf16 on MPS needs macOS 14 or newer: update macOS."),
+        "fp16": native("Metal computes in fp16."),
+        "fp8": unsupported("Metal has no fp8."),
     }
 
 
@@ -48,33 +48,23 @@ def identity(device: str) -> DeviceIdentity:
     return identify(device)
 
 
-def compute_capability(device: str) -> str | None:
+def compute_capability(_: str) -> str | None:
     """None: Metal has no such number."""
-    del device
     return None
 
 
-def memory(device: str) -> DeviceMemory:
+def memory(_: str) -> DeviceMemory:
     """Bytes: Metal's recommended maximum, less what is taken of it, and no more than the machine has free."""
-    del device
     total = torch.mps.recommended_max_memory()
     free = max(0, total - torch.mps.driver_allocated_memory())
     return DeviceMemory(total=total, free=free, available=min(free, host.available_memory_bytes()))
 
 
-def capabilities(device: str) -> dict[Precision, Capability]:
+def capabilities(_: str) -> dict[Precision, Capability]:
     """From the version of macOS: that `autocast("mps")` can be made proves nothing."""
-    del device
     return decide(is_macos_14=torch.backends.mps.is_macos_or_newer(14, 0))
 
 
-def notes_before(device: str) -> tuple[str, ...]:
+def notes(_: str) -> tuple[str, ...]:
     """Nothing that Metal would tell."""
-    del device
-    return ()
-
-
-def notes_after(device: str) -> tuple[str, ...]:
-    """Nothing that Metal would tell."""
-    del device
     return ()

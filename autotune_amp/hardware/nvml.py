@@ -90,8 +90,16 @@ def card(uuid: str) -> Card | None:
 def process_notes(uuid: str) -> tuple[str, ...]:
     """Who else computes on the card, with the memory they hold where the driver says: neither this process nor those
     that it descends from, which wait for it."""
-    ours = {os.getpid(), *_ancestors()}
-    return tuple(_process_note(pid, used) for pid, used in processes(uuid) or () if pid not in ours)
+    import psutil  # takes longer than `identify` may
+
+    notes = []
+    for pid, used in processes(uuid) or ():
+        if pid not in {os.getpid(), *_ancestors()}:
+            # A container hides whose number it is.
+            hidden = "" if psutil.pid_exists(pid) else " (out of sight from here; it may be the calling one)"
+            holds = "memory" if used is None else f"{used / 2**30:.1f} GiB"
+            notes.append(f"Process {pid}{hidden} holds {holds} on this card, and its work slows what is measured.")
+    return tuple(notes)
 
 
 def held_by_caller(uuid: str) -> int:
@@ -121,21 +129,6 @@ def utilization(uuid: str) -> float | None:
     handle = _handle(uuid)
     rates = None if handle is None else _ask("nvmlDeviceGetUtilizationRates", handle)
     return None if rates is None else rates.gpu / 100
-
-
-def _process_note(pid: int, used_bytes: int | None) -> str:
-    import psutil
-
-    # A container hides whose number it is.
-    who = f"Process {pid}" + ("" if psutil.pid_exists(pid) else " (out of sight from here; it may be the calling one)")
-    holds = "memory" if used_bytes is None else f"{used_bytes / 2**30:.1f} GiB"
-    return f"{who} holds {holds} on this card; it is not available and its work slows what is measured."
-
-
-def slowdown_notes(uuid: str) -> tuple[str, ...]:
-    """Why the card runs below its clocks at this moment, one note for each reason."""
-    names = slowdown_names(uuid) or ()
-    return tuple(f"The card lowers its clocks: {name}; rates are too low." for name in names)
 
 
 def slowdown_names(uuid: str) -> tuple[str, ...] | None:

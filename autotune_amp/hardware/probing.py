@@ -13,7 +13,6 @@ import msgspec
 from autotune_amp.core.errors import DeviceError, RunnerError
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.hardware.device import parse
-from autotune_amp.hardware.host import load_notes
 
 DEADLINE_SECONDS = 120.0
 
@@ -51,6 +50,16 @@ def probe(device: str = "auto", *, deadline_seconds: float = DEADLINE_SECONDS) -
         raise DeviceError(reply.no_device.message, reply.no_device.next_step)
     assert reply.hardware is not None, "the child answers one of the two"
     return msgspec.structs.replace(reply.hardware, notes=(*busy, *reply.hardware.notes))
+
+
+def load_notes() -> tuple[str, ...]:
+    """That other work keeps this machine busy, by its load average over the last minute."""
+    if not hasattr(os, "getloadavg"):
+        return ()
+    load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load <= 0.5 * num_cores:
+        return ()
+    return (f"The machine is busy with other work: load average {load:.1f} on {num_cores} CPUs; rates may be too low.",)
 
 
 def _run(command: list[str], log: Path, deadline_seconds: float) -> str | None:

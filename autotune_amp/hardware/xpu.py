@@ -9,7 +9,7 @@ import torch
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.hardware import host
-from autotune_amp.hardware.device import numbered
+from autotune_amp.hardware.device import emulated, native, numbered, unsupported
 
 if TYPE_CHECKING:
     from autotune_amp.core.dimensions import Precision
@@ -19,17 +19,15 @@ def decide(*, has_fp16: bool, has_bf16: bool, can_hold_bf16: bool) -> dict[Preci
     """Every precision from the device's properties; pure."""
     no_bf16 = "The device has no bf16 conversions"
     return {
-        "fp32": Capability(level="native", reason="Every XPU computes in fp32."),
-        "tf32": Capability(level="unsupported", reason="PyTorch's TF32 flags, as set here, do not reach XPUs."),
-        "bf16": Capability(level="native", reason="The device converts bf16 in hardware.")
+        "fp32": native("Every XPU computes in fp32."),
+        "tf32": unsupported("PyTorch's TF32 flags, as set here, do not reach XPUs."),
+        "bf16": native("The device converts bf16 in hardware.")
         if has_bf16
-        else Capability(level="emulated", reason=f"{no_bf16}: PyTorch emulates it in fp32.")
+        else emulated(f"{no_bf16}: PyTorch emulates it in fp32.")
         if can_hold_bf16
-        else Capability(level="unsupported", reason=f"{no_bf16}, and PyTorch holds no bf16 tensors on it."),
-        "fp16": Capability(level="native", reason="The device computes in fp16.")
-        if has_fp16
-        else Capability(level="unsupported", reason="The device has no fp16."),
-        "fp8": Capability(level="unsupported", reason="PyTorch does not train in fp8 on XPUs."),
+        else unsupported(f"{no_bf16}, and PyTorch holds no bf16 tensors on it."),
+        "fp16": native("The device computes in fp16.") if has_fp16 else unsupported("The device has no fp16."),
+        "fp8": unsupported("PyTorch does not train in fp8 on XPUs."),
     }
 
 
@@ -92,16 +90,10 @@ def capabilities(device: str) -> dict[Precision, Capability]:
     )
 
 
-def notes_before(device: str) -> tuple[str, ...]:
+def notes(device: str) -> tuple[str, ...]:
     """Where memory that is free is not told."""
     try:
         torch.xpu.mem_get_info(device)
     except RuntimeError:
         return ("The driver does not tell how much of this device's memory is free; all of it is taken to be.",)
-    return ()
-
-
-def notes_after(device: str) -> tuple[str, ...]:
-    """Nothing that the driver would tell."""
-    del device
     return ()

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.hardware import Hardware, MachineLoad
+from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import ratio_interval
 from autotune_amp.core.outcome import Failure, Measurement, Outcome
 from autotune_amp.core.setting import Setting
-from autotune_amp.hardware import machine_load
 from autotune_amp.profile.gap import gap, next_steps
 from autotune_amp.profile.job import LOW, Profiled
 from autotune_amp.profile.results import AmpProfile, PrecisionRow, Verdict
@@ -184,26 +183,3 @@ def _notes(rows: Sequence[PrecisionRow], found: Found) -> list[str]:
             notes.append(f"The step's floating-point operations could not be counted: {profiled.flops_problem}.")
     notes += [f"{row.precision}: {row.gap.note}." for row in rows if row.gap is not None and row.gap.note]
     return list(dict.fromkeys(notes))
-
-
-def load_notes(load: MachineLoad) -> list[str]:
-    """What others did on the machine while the precisions were timed, where that is worth a word."""
-    notes = []
-    if machine_load.is_busy([load]) and load.others_num_cores is not None:
-        notes.append(
-            f"The machine was busy: other processes used {machine_load.cores(load.others_num_cores, load.num_cpus)}"
-            f"{machine_load.named(load.busiest)}. That slows precisions unequally: stop them and profile again."
-        )
-    if machine_load.is_stolen([load]):
-        notes.append(
-            f"The hypervisor gave {100 * (load.stolen_share or 0.0):.0f} % of the CPU time to others meanwhile: at "
-            "another hour steps may be faster, and not all by the same factor."
-        )
-    if load.card_processes:
-        notes.append(
-            f"The card was not ours alone{machine_load.on_card(load.card_processes)}: "
-            "without other work on it steps may be faster, and not all by the same factor."
-        )
-    if load.card_slowdowns:
-        notes.append(f"The card lowered its clocks meanwhile: {'; '.join(load.card_slowdowns)}.")
-    return notes

@@ -20,13 +20,13 @@ from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Description, Failure, Measurement, Outcome, Record
 from autotune_amp.core.recommendation import Exclusion, NothingWorksError
 from autotune_amp.core.setting import Setting
-from autotune_amp.hardware import identify
+from autotune_amp.hardware import identify, machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.local import LocalBackend
 from autotune_amp.precision.modes import MODES
 from autotune_amp.profile.job import LOW, Profile, Profiled
 from autotune_amp.profile.results import AmpProfile
-from autotune_amp.profile.rows import Found, answer, is_cut, limits, load_notes, rows
+from autotune_amp.profile.rows import Found, answer, is_cut, limits, rows
 from autotune_amp.search.budget import Budget
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
@@ -110,7 +110,8 @@ def run_profile(origin: Source, request: Request, progress: Progress) -> AmpProf
         meter.start()
         timed = Rounds(backend, trials, request.num_batches, progress)
         outcomes = timed.run()
-        notes = [*_notes(request, opened.description), *timed.notes, *load_notes(meter.stop())]
+        others = machine_load.doubts(machine_load.evidence((), [meter.stop()]), "profile again")
+        notes = [*_notes(request, opened.description), *timed.notes, *others]
         if not any(isinstance(outcome, Measurement) for of_one in outcomes.values() for outcome in of_one):
             raise _nothing_works(asked, refused, outcomes)
         with TemporaryDirectory(prefix="autotune_amp-") as folder:

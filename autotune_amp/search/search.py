@@ -23,8 +23,8 @@ from autotune_amp.core.text import size
 from autotune_amp.distributed.ranks import alone
 from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import identify, machine_load
-from autotune_amp.hardware.host import load_notes
 from autotune_amp.hardware.machine_load import LoadMeter
+from autotune_amp.hardware.probing import load_notes
 from autotune_amp.isolation.backend import Backend
 from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
 from autotune_amp.search.answer import explain

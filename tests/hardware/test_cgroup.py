@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,8 +10,6 @@ from autotune_amp.hardware.host import ContainerMemory, container_cpus, containe
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 GIB = 2**30
 
@@ -41,72 +40,36 @@ def v1(folder: str, limit: int, usage: int, inactive_file: int = 0) -> dict[str,
     }
 
 
-V1_MEMBERSHIP = {"proc/self/cgroup": "9:name=systemd:/\n4:cpuset,memory:/docker/abc\n3:cpu,cpuacct:/\n0::/\n"}
+V1 = {"proc/self/cgroup": "9:name=systemd:/\n4:cpuset,memory:/docker/abc\n3:cpu,cpuacct:/\n0::/\n"}
 
 
-def test_a_machine_without_cgroups_has_no_limit(tmp_path: Path) -> None:
-    assert container_memory(tmp_path) is None
+def own(group: str) -> dict[str, str]:
+    return {"proc/self/cgroup": f"0::/{group}\n"}
 
 
-def test_v2_limit_of_the_own_group(tmp_path: Path) -> None:
-    write(tmp_path, {"proc/self/cgroup": "0::/job/step\n"} | v2("job/step", 4 * GIB, GIB))
-    assert container_memory(tmp_path) == ContainerMemory(limit=4 * GIB, available=3 * GIB)
-
-
-def test_v2_max_is_no_limit(tmp_path: Path) -> None:
-    write(tmp_path, {"proc/self/cgroup": "0::/job\n"} | v2("job", "max", GIB))
-    assert container_memory(tmp_path) is None
-
-
-def test_v2_ancestor_binds_where_the_own_group_says_max(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        {"proc/self/cgroup": "0::/slice/job\n"} | v2("slice", 8 * GIB, 6 * GIB) | v2("slice/job", "max", GIB),
-    )
-    assert container_memory(tmp_path) == ContainerMemory(limit=8 * GIB, available=2 * GIB)
-
-
-def test_the_least_limit_and_the_least_headroom_may_stand_on_different_levels(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        {"proc/self/cgroup": "0::/slice/job\n"} | v2("slice", 8 * GIB, 7 * GIB) | v2("slice/job", 4 * GIB, GIB),
-    )
-    assert container_memory(tmp_path) == ContainerMemory(limit=4 * GIB, available=GIB)
-
-
-def test_a_neighbour_group_does_not_count(tmp_path: Path) -> None:
-    write(tmp_path, {"proc/self/cgroup": "0::/job\n"} | v2("job", 4 * GIB, 0) | v2("other", GIB, 0))
-    assert container_memory(tmp_path) == ContainerMemory(limit=4 * GIB, available=4 * GIB)
-
-
-def test_inside_a_container_the_limit_stands_at_the_top(tmp_path: Path) -> None:
-    write(tmp_path, {"proc/self/cgroup": "0::/\n"} | v2("", 2 * GIB, GIB))
-    assert container_memory(tmp_path) == ContainerMemory(limit=2 * GIB, available=GIB)
-
-
-def test_droppable_page_cache_counts_as_available(tmp_path: Path) -> None:
-    write(tmp_path, {"proc/self/cgroup": "0::/job\n"} | v2("job", 4 * GIB, 4 * GIB, inactive_file=3 * GIB))
-    assert container_memory(tmp_path) == ContainerMemory(limit=4 * GIB, available=3 * GIB)
-
-
-def test_v1_limit_of_the_own_group(tmp_path: Path) -> None:
-    write(tmp_path, V1_MEMBERSHIP | v1("docker/abc", 4 * GIB, 3 * GIB, inactive_file=GIB))
-    assert container_memory(tmp_path) == ContainerMemory(limit=4 * GIB, available=2 * GIB)
-
-
-def test_v1_path_of_the_host_falls_back_to_the_top_folder(tmp_path: Path) -> None:
-    write(tmp_path, V1_MEMBERSHIP | v1("", 4 * GIB, GIB))
-    assert container_memory(tmp_path) == ContainerMemory(limit=4 * GIB, available=3 * GIB)
-
-
-def test_v1_largest_number_is_no_limit(tmp_path: Path) -> None:
-    write(tmp_path, V1_MEMBERSHIP | v1("docker/abc", 0x7FFFFFFFFFFFF000, GIB) | v1("docker", 0x7FFFFFFFFFFF0000, GIB))
-    assert container_memory(tmp_path) is None
-
-
-def test_a_group_above_its_limit_has_nothing_available(tmp_path: Path) -> None:
-    write(tmp_path, {"proc/self/cgroup": "0::/job\n"} | v2("job", GIB, 2 * GIB))
-    assert container_memory(tmp_path) == ContainerMemory(limit=GIB, available=0)
+@pytest.mark.parametrize(
+    ("files", "limit_and_available"),
+    [
+        ({}, None),
+        (own("job/step") | v2("job/step", 4 * GIB, GIB), (4, 3)),
+        (own("job") | v2("job", "max", GIB), None),
+        (own("slice/job") | v2("slice", 8 * GIB, 6 * GIB) | v2("slice/job", "max", GIB), (8, 2)),
+        (own("slice/job") | v2("slice", 8 * GIB, 7 * GIB) | v2("slice/job", 4 * GIB, GIB), (4, 1)),
+        (own("job") | v2("job", 4 * GIB, 0) | v2("other", GIB, 0), (4, 4)),
+        (own("") | v2("", 2 * GIB, GIB), (2, 1)),  # inside a container the limit stands at the top
+        (own("job") | v2("job", 4 * GIB, 4 * GIB, inactive_file=3 * GIB), (4, 3)),  # page cache can be dropped
+        (own("job") | v2("job", GIB, 2 * GIB), (1, 0)),
+        (V1 | v1("docker/abc", 4 * GIB, 3 * GIB, inactive_file=GIB), (4, 2)),
+        (V1 | v1("", 4 * GIB, GIB), (4, 3)),  # the path is the host's
+        (V1 | v1("docker/abc", 0x7FFFFFFFFFFFF000, GIB) | v1("docker", 0x7FFFFFFFFFFF0000, GIB), None),
+    ],
+)
+def test_what_the_groups_of_a_process_leave_it(
+    tmp_path: Path, files: dict[str, str], limit_and_available: tuple[int, int] | None
+) -> None:
+    found = container_memory(write(tmp_path, files))
+    expected = None if limit_and_available is None else ContainerMemory(*(GIB * size for size in limit_and_available))
+    assert found == expected
 
 
 LEVELS = st.lists(
@@ -154,7 +117,7 @@ def test_the_least_share_of_cpu_time_above_this_process_binds(tmp_path: Path) ->
 def test_v1_cpu_time_stands_in_two_files_and_minus_one_is_no_limit(tmp_path: Path) -> None:
     write(
         tmp_path,
-        V1_MEMBERSHIP
+        V1
         | {
             "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
             "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",

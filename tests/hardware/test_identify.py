@@ -10,7 +10,7 @@ import pytest
 
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.hardware import device as identities
-from autotune_amp.hardware import host, identify, nvml
+from autotune_amp.hardware import host, identify, nvml, probing
 from autotune_amp.hardware.host import ContainerMemory
 
 if TYPE_CHECKING:
@@ -93,6 +93,6 @@ def test_a_system_without_cpuinfo_has_no_flags(tmp_path: Path) -> None:
 def test_a_load_above_half_the_cores_is_noted(monkeypatch: pytest.MonkeyPatch, load: float, num_notes: int) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    notes = host.load_notes()
+    notes = probing.load_notes()
     assert len(notes) == num_notes
     assert all("load average 4.1 on 8 CPUs" in note for note in notes)

@@ -36,12 +36,13 @@ def process(parent: int, own: float = 0.0, children: float = 0.0, name: str = "p
 
 def test_what_is_left_of_the_busy_time_is_others() -> None:
     before = {OURS: process(1, 5.0), SERVER: process(OURS, 2.0), TRIAL: process(SERVER, 1.0), OTHER: process(1, 50.0)}
+    before[8] = process(1, 90.0)  # its number is used again
     # The trial took 3 s more, ended, and was waited for by the server; its loader worker's 2 s went the same way.
     after = {
         OURS: process(1, 5.5),
         SERVER: process(OURS, 2.5, children=6.0),
         OTHER: process(1, 53.0, name="hog"),
-        8: process(OTHER, 0.5, name="new"),
+        8: process(OTHER, 0.5, name="new", started=2),
         9: process(OTHER, 0.01, name="quiet"),
     }
     found = load_between(reading(10.0, 200.0, before), reading(14.0, 209.6, after, stolen=0.4), OURS)
@@ -50,12 +51,6 @@ def test_what_is_left_of_the_busy_time_is_others() -> None:
     assert found.others_num_cores == pytest.approx(3.6 / 4)
     assert [(p.name, p.pid, p.num_cores) for p in found.busiest] == [("hog", OTHER, 0.75), ("new", 8, 0.125)]
     assert found.stolen_share == pytest.approx(0.04)
-
-
-def test_a_number_used_again_is_another_process() -> None:
-    before, after = {OTHER: process(1, 50.0, started=1)}, {OTHER: process(1, 1.0, name="new", started=2)}
-    (busiest,) = load_between(reading(0.0, 0.0, before), reading(2.0, 1.0, after), OURS).busiest
-    assert (busiest.name, busiest.num_cores) == ("new", 0.5)
 
 
 def test_what_the_system_does_not_say_is_none() -> None:
@@ -124,10 +119,6 @@ def test_counters_that_are_hidden_or_stand_still_claim_no_idleness(monkeypatch: 
     assert (found.busy_seconds, found.stolen_seconds) == (None, None)
     assert found.num_cpus >= 1
     assert load_between(found, reading(1e9, 5.0, after), OURS).others_num_cores is None
-
-
-def test_without_proc_nobody_says_what_others_used(tmp_path: Path) -> None:
-    assert read(tmp_path).processes is None
 
 
 @pytest.fixture
@@ -216,14 +207,6 @@ def test_clock_share(monkeypatch: pytest.MonkeyPatch, clocks: list[tuple[float, 
     assert clock_share() == share
 
 
-def test_a_system_that_hides_its_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hidden(percpu: bool) -> None:
-        raise NotImplementedError
-
-    monkeypatch.setattr(psutil, "cpu_freq", hidden, raising=False)
-    assert clock_share() is None
-
-
 def test_on_the_card_others_are_those_seen_that_are_not_ours_or_that_were_there_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -263,8 +246,3 @@ def test_who_waits_for_us_is_no_other_on_the_card_nor_is_one_out_of_sight_where_
     assert [other.pid for other in LoadMeter("GPU-a").stop().card_processes or ()] == [hidden, OTHER]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert [other.pid for other in LoadMeter("GPU-a").stop().card_processes or ()] == [OTHER]
-
-
-def test_without_a_card_nothing_is_asked_of_it() -> None:
-    found = LoadMeter().stop()
-    assert (found.card_utilization, found.card_processes, found.card_slowdowns) == (None, None, None)

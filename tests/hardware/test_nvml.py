@@ -114,10 +114,6 @@ def test_cuda_visible_devices(visible: str | None, cards: tuple[int, ...]) -> No
     assert nvml.select_visible(UUIDS, visible) == tuple(UUIDS[card] for card in cards)
 
 
-def test_mig_instances_are_passed_through() -> None:
-    assert nvml.select_visible(UUIDS, "MIG-1,MIG-2") == ("MIG-1", "MIG-2")
-
-
 @given(entries=st.lists(st.sampled_from(["0", "1", "2", "-1", "", "x", "2a", "+1"]), max_size=5))
 def test_indices_are_read_as_torch_reads_them(entries: list[str]) -> None:
     visible = ",".join(entries)
@@ -143,7 +139,7 @@ def test_uuids_are_read_as_torch_reads_them(entries: list[str]) -> None:
 def test_without_nvml_there_are_no_cards_and_nothing_to_note() -> None:
     assert nvml.visible_uuids() == ()
     assert nvml.card(UUIDS[0]) is None
-    assert nvml.process_notes(UUIDS[0]) == nvml.slowdown_notes(UUIDS[0]) == ()
+    assert nvml.process_notes(UUIDS[0]) == ()
     assert nvml.processes(UUIDS[0]) is None
     assert nvml.held_by_caller(UUIDS[0]) == 0
     assert nvml.utilization(UUIDS[0]) is None
@@ -151,14 +147,12 @@ def test_without_nvml_there_are_no_cards_and_nothing_to_note() -> None:
 
 
 @pytest.mark.usefixtures("made")
-def test_a_card_is_found_by_the_uuid_that_torch_prints() -> None:
+def test_a_card_is_found_by_the_uuid_that_torch_prints_with_memory_of_its_own_or_not() -> None:
     card = nvml.card(UUIDS[0].removeprefix("GPU-"))
     assert card == nvml.Card(UUIDS[0], "NVIDIA A", "580.1", 24 * 2**30)
-
-
-@pytest.mark.usefixtures("made")
-def test_a_card_without_memory_of_its_own_is_still_a_card() -> None:
     assert nvml.card(UUIDS[1]) == nvml.Card(UUIDS[1], "NVIDIA B", "580.1", 0)
+    assert (nvml.utilization(UUIDS[0]), nvml.utilization(UUIDS[1])) == (0.35, None)
+    assert (identify("cuda:7").name, identify("cuda:7").index, identify("cuda:7").uuid) == ("unknown", 7, None)
 
 
 def test_others_on_the_card_are_noted_and_neither_this_process_nor_those_that_wait_for_it(
@@ -183,14 +177,9 @@ def test_others_on_the_card_are_noted_and_neither_this_process_nor_those_that_wa
 )
 def test_clock_event_reasons_that_slow_a_card(made: MadeNvml, reasons: int, words: list[str]) -> None:
     made.reasons = reasons
-    notes = nvml.slowdown_notes(UUIDS[0])
+    notes = nvml.slowdown_names(UUIDS[0]) or ()
     assert len(notes) == len(words)
     assert all(word in note for word, note in zip(words, notes, strict=True))
-
-
-@pytest.mark.usefixtures("made")
-def test_how_busy_a_card_is() -> None:
-    assert (nvml.utilization(UUIDS[0]), nvml.utilization(UUIDS[1])) == (0.35, None)
 
 
 @pytest.mark.usefixtures("made")
@@ -200,19 +189,8 @@ def test_auto_identifies_the_first_visible_card(monkeypatch: pytest.MonkeyPatch)
     first = identify("auto")
     assert (first.type, first.name, first.index, first.uuid, first.driver) == ("cuda", "NVIDIA B", 0, UUIDS[1], "580.1")
     assert identify("cuda") == identify("cuda:0") == first
-
-
-@pytest.mark.usefixtures("made")
-def test_auto_identifies_something_else_where_no_card_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert identify("auto").type != "cuda"
-
-
-@pytest.mark.usefixtures("made")
-def test_auto_passes_over_a_card_that_this_torch_is_not_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune_amp.hardware.device._torch_is_built_for", lambda toolkit: False)
-    assert identify("auto").type != "cuda"
-    assert identify("cuda").name == "NVIDIA A"
 
 
 @pytest.mark.usefixtures("made")
@@ -220,11 +198,6 @@ def test_a_card_under_rocm_is_no_nvidia_card_that_is_there_too(monkeypatch: pyte
     monkeypatch.setattr("autotune_amp.hardware.device._torch_is_built_for", lambda toolkit: toolkit == "hip")
     assert identify("cuda:0").name == "unknown"
     assert identify("auto").type != "cuda"
-
-
-@pytest.mark.usefixtures("made")
-def test_a_card_that_is_not_there_is_unknown() -> None:
-    assert (identify("cuda:7").name, identify("cuda:7").index, identify("cuda:7").uuid) == ("unknown", 7, None)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,6 @@ def card(
         compute_capability,
         name,
         arch_list,
-        None if hip else "12.8",
         hip,
         is_ampere,
         is_ampere if has_tf32 is None else has_tf32,
@@ -72,7 +71,7 @@ def test_cuda_levels(facts: cuda.CardFacts, expected: tuple[Level, ...]) -> None
     [
         (card((7, 5), "NVIDIA GeForce GTX 1650"), "fp16", "NaN"),
         (card((6, 1)), "fp16", "without tensor cores"),
-        (card((7, 5)), "fp16", "fp16 tensor cores"),
+        (card((7, 0)), "fp16", "fp16 tensor cores"),
         (card((7, 5)), "bf16", "begins with 8.0; this card has compute capability 7.5"),
         (card((9, 0)), "fp8", "autocast has no fp8"),
         (card((9, 0), hip="6.4"), "bf16", "answers yes for every card"),
@@ -107,7 +106,7 @@ def test_a_torch_without_kernels_for_the_card_supports_nothing() -> None:
     ],
 )
 def test_kernels_for_a_card(compute_capability: tuple[int, int], arch_list: list[str], runs: bool) -> None:
-    assert cuda.has_kernels(compute_capability, arch_list, "12.8") is runs
+    assert cuda.has_kernels(compute_capability, arch_list) is runs
 
 
 CAPABILITIES = st.tuples(st.integers(5, 13), st.integers(0, 9))
@@ -116,47 +115,7 @@ CAPABILITIES = st.tuples(st.integers(5, 13), st.integers(0, 9))
 @given(card_has=CAPABILITIES, built_for=CAPABILITIES)
 def test_ptx_is_forward_compatible(card_has: tuple[int, int], built_for: tuple[int, int]) -> None:
     architecture = f"compute_{built_for[0]}{built_for[1]}"
-    assert cuda.has_kernels(card_has, [architecture], "12.8") is (built_for <= card_has)
-
-
-@pytest.mark.parametrize(
-    ("compute_capability", "arch_list", "toolkit", "runs"),
-    [
-        ((8, 7), ["sm_80", "sm_86", "sm_90"], "12.8", False),
-        ((8, 7), ["sm_80", "sm_86", "sm_90"], "13.2", True),
-        ((8, 7), ["sm_87"], "12.8", True),
-        ((8, 9), ["sm_87"], "13.2", False),
-        ((8, 7), ["compute_80"], "12.8", True),
-        ((11, 0), ["sm_101a"], "13.0", True),  # the same card, under its newer number
-    ],
-)
-def test_binaries_of_discrete_cards_on_jetson(
-    compute_capability: tuple[int, int], arch_list: list[str], toolkit: str, runs: bool
-) -> None:
-    assert cuda.has_kernels(compute_capability, arch_list, toolkit) is runs
-    facts = card(compute_capability, arch_list=tuple(arch_list))._replace(cuda=toolkit)
-    assert (cuda.decide(facts)["fp32"].level == "native") is runs
-
-
-# Those that torch's tables agree on from version to version.
-NUMBERS = [(5, 0), (5, 2), (5, 3), (6, 0), (6, 1), (6, 2), (7, 0), (7, 2), (7, 5), (8, 0), (8, 6), (8, 7), (8, 9)]
-NUMBERS += [(9, 0), (10, 0), (10, 3), (12, 0), (12, 1)]
-
-
-@pytest.mark.skipif(not hasattr(torch.cuda, "_code_compatible_with_device"), reason="this torch has no such table")
-@pytest.mark.parametrize("toolkit", ["12.8", "13.2"])
-def test_binaries_run_where_torchs_own_table_says_so(toolkit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if toolkit == "13.2" and not hasattr(torch.cuda, "DEVICE_REQUIREMENT_POST_JETSON_SBSA_UNIFICATION"):
-        pytest.skip("this torch does not know CUDA 13.2")
-    monkeypatch.setattr(torch.version, "cuda", toolkit)
-    pairs = [(card_has, built_for) for card_has in NUMBERS for built_for in NUMBERS]
-    theirs = [
-        pair
-        for pair in pairs
-        if torch.cuda._code_compatible_with_device(*(10 * major + minor for major, minor in pair))
-    ]
-    ours = [pair for pair in pairs if cuda.has_kernels(pair[0], [f"sm_{pair[1][0]}{pair[1][1]}"], toolkit)]
-    assert ours == theirs
+    assert cuda.has_kernels(card_has, [architecture]) is (built_for <= card_has)
 
 
 @pytest.mark.parametrize(
@@ -176,12 +135,6 @@ def test_cpu_levels(flags: set[str], has_onednn_fp16: bool, expected: tuple[Leve
     assert levels(cpu.decide(flags, has_onednn_fp16=has_onednn_fp16)) == expected
 
 
-def test_cpu_reasons_say_what_the_flag_is_and_what_its_absence_costs() -> None:
-    with_flags = cpu.decide({"avx512_bf16"}, has_onednn_fp16=False)
-    assert "avx512_bf16" in with_flags["bf16"].reason
-    assert "tens of times slower" in with_flags["fp16"].reason
-
-
 @pytest.mark.parametrize(
     ("num_threads", "num_cpus", "allowed_cpus", "words"),
     [
@@ -191,7 +144,7 @@ def test_cpu_reasons_say_what_the_flag_is_and_what_its_absence_costs() -> None:
         (3, 8, None, "3 of the 8"),
         (9, 8, None, "OMP_NUM_THREADS=8"),
         (64, 4, None, "take turns"),
-        (64, 64, 2.0, "the time of 2 CPUs: when it is used up all of them stop for a while. Set OMP_NUM_THREADS=2."),
+        (64, 64, 2.0, "OMP_NUM_THREADS=2"),
         (2, 64, 0.5, "OMP_NUM_THREADS=1"),
         (3, 64, 2.5, ""),
         (2, 64, 2.0, ""),

@@ -9,12 +9,11 @@ import pytest
 from profile_samples import HARDWARE, host_step, measured, profiled
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.hardware import BusyProcess, CardProcess, MachineLoad
 from autotune_amp.core.outcome import Failure, FailureKind, Outcome
 from autotune_amp.core.setting import Setting
 from autotune_amp.profile.job import Profiled
 from autotune_amp.profile.results import AmpProfile, PrecisionRow
-from autotune_amp.profile.rows import Found, answer, load_notes, rows, verdict
+from autotune_amp.profile.rows import Found, answer, rows, verdict
 
 
 def failure(kind: FailureKind = "oom") -> Failure:
@@ -166,21 +165,3 @@ def test_the_machines_rate_is_the_highest_seen_and_what_could_not_be_told_is_not
         (row,) = rows(("fp32",), made)
         assert row.gap is not None
         assert row.gap.machine_flops_per_second == expected
-
-
-def test_what_others_did_is_said_where_it_is_worth_a_word() -> None:
-    quiet = MachineLoad(seconds=5.0, num_cpus=2, others_num_cores=0.05, stolen_share=0.01)
-    assert load_notes(quiet) == []
-    loaded = MachineLoad(
-        seconds=5.0,
-        num_cpus=2,
-        others_num_cores=1.0,
-        busiest=(BusyProcess(pid=7, name="ffmpeg", num_cores=0.9),),
-        stolen_share=0.1,
-        card_processes=(CardProcess(pid=8, name="python", memory_bytes=2**30),),
-        card_slowdowns=("power cap",),
-    )
-    for said, word in zip(
-        load_notes(loaded), ("ffmpeg, pid 7", "hypervisor gave 10 %", "python, pid 8", "power cap"), strict=True
-    ):
-        assert word in said

@@ -109,16 +109,6 @@ def test_a_load_that_comes_and_goes_widens_the_lower_end() -> None:
     assert found.evidence.num_processes == NUM_ROUNDS
 
 
-def test_a_process_whose_load_is_not_known_is_no_idle_one() -> None:
-    unknown = load(None, None)
-    assert (
-        machine_load.interval_factors([HOGGED, unknown, unknown])
-        == machine_load.interval_factors([HOGGED])
-        == (1.0, 2.0)
-    )
-    assert machine_load.interval_factors([unknown]) == (1.0, 1.0)
-
-
 def test_what_widens_the_interval_is_said_where_only_the_winner_met_it() -> None:
     """Worth a word in its three processes, not on the mean with the others' six."""
     own = [load(0.3, 1.7)] * 3
@@ -137,7 +127,7 @@ def test_what_widens_the_interval_is_said_where_only_the_winner_met_it() -> None
     found = machine_load.evidence(records, own)
     assert found is not None
     assert found.interval_factors != (1.0, 1.0)
-    assert any("interval is widened" in line for line in machine_load.doubts(found))
+    assert any("widened" in line for line in machine_load.doubts(found))
 
 
 def test_steal_clocks_and_the_card_are_named() -> None:
@@ -164,15 +154,12 @@ def test_steal_clocks_and_the_card_are_named() -> None:
         (load(None, None), ()),
         (load(0.2), ()),
         (load(0.7, num_cpus=16), ()),
-        (HOGGED, ("The machine is busy: other processes use 1.0 of 2 cores (python3, pid 4711: 0.98). Timings",)),
-        (load(1.0, num_cpus=16), ("1.0 of 16 cores. ",)),
-        (load(stolen_share=0.05), ("hypervisor gives 5 %",)),
+        (HOGGED, ("other processes used 1.0 of 2 cores (python3, pid 4711: 0.98).",)),
+        (load(1.0, num_cpus=16), ("1.0 of 16 cores",)),
+        (load(stolen_share=0.05), ("hypervisor gave 5 %",)),
         (load(card_utilization=0.01), ()),
-        (load(card_utilization=0.8), ("80 % of the time just before, though no other process is seen",)),
-        (
-            load(card_utilization=0.8, card_processes=(CardProcess(pid=9, name="theirs", memory_bytes=None),)),
-            ("others keep it at work for 80 % of the time (theirs, pid 9). ",),
-        ),
+        (load(card_utilization=0.8), ("80 % of the time just before",)),
+        (load(card_processes=(CardProcess(pid=9, name="theirs", memory_bytes=None),)), ("(theirs, pid 9)",)),
     ],
 )
 def test_what_is_said_before_the_first_trial(seen: MachineLoad, words: tuple[str, ...]) -> None:
