@@ -104,7 +104,7 @@ ROWS_TO_ASK: list[tuple[str | None, dict[str, Any]]] = [
     ("function make of layers.py changed", {"edit": ("layers.py", "(width, 1)", "(width, 2)")}),
     ("workload.evaluate (function evaluate of train.py) changed", {"edit": ("train.py", "return 1", "return 2")}),
     ("closure width of model_of changed", {"edit": ("train.py", "model_of(4)", "model_of(5)")}),
-    ("workload.data: shapes changed", {"edit": ("train.py", "length=32", "length=33")}),
+    ("workload.data changed", {"edit": ("train.py", "length=32", "length=33")}),
     ("workload.data changed", {"edit": ("train.py", "batch_size=4", "batch_size=8")}),
     ("workload.optimizer changed", {"edit": ("train.py", "optim.SGD", "optim.Adam")}),
     ("option seed changed from 0 to 1", {"call": options("seed=1")}),

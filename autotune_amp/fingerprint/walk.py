@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import marshal
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -122,7 +123,7 @@ class Walk:
             self.parts[f"version of {origin.root}"] = f"={known}" if known else short_hex(self._file(origin))
 
     def _file(self, origin: Origin) -> bytes:
-        """A file by its bytes; a user's source has those that it imports become parts too."""
+        """A library's file by its bytes, a user's source by its code without comments; what that imports is noted too."""
         try:
             content = Path(str(origin.file)).read_bytes()
         except OSError as error:
@@ -131,6 +132,8 @@ class Walk:
         if origin.is_user:
             for imported in imported_files(content.decode("utf-8", "replace"), origin.package):
                 self.note(imported)
+            with suppress(SyntaxError, ValueError):  # a template that is no Python, or a binary
+                return code_digest(compile(content, "", "exec", dont_inherit=True))
         return digest("file", content)
 
     def value(self, obj: Any) -> bytes:
