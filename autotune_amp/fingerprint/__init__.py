@@ -2,10 +2,10 @@
 
 No factory is called, and no method of a user's class: objects are read through their dictionaries and slots. What
 counts: code, constants, defaults, closures and globals of the functions and classes that are reached; the user's source
-files that these stand in, byte by byte, and those that they import; settings, shapes and dtypes of live objects;
-versions of libraries. What does not: values of tensors, states of random generators, the working directory. What Python
-itself cannot pickle (a lock, an open file, a generator) has no content that could be compared; it is named among the
-unknown.
+files that these stand in, without their comments, and those that they import; settings, shapes and dtypes of live
+objects; versions of libraries. What does not: values of tensors, states of random generators, the working directory.
+What Python itself cannot pickle (a lock, an open file, a generator) has no content that could be compared; it is named
+among the unknown.
 
 Not seen: files that a factory opens, attributes looked up by a computed name, environment variables whose name is not
 written in the code.

@@ -123,7 +123,7 @@ class Walk:
             self.parts[f"version of {origin.root}"] = f"={known}" if known else short_hex(self._file(origin))
 
     def _file(self, origin: Origin) -> bytes:
-        """A library's file by its bytes, a user's source by its code without comments; what that imports is noted too."""
+        """A library's file by its bytes; a user's source by its code, without comments; its imports are noted."""
         try:
             content = Path(str(origin.file)).read_bytes()
         except OSError as error:

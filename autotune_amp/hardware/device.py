@@ -21,7 +21,7 @@ from autotune_amp.hardware.host import container_cpus, container_memory
 
 if TYPE_CHECKING:
     from autotune_amp.core.dimensions import Precision
-    from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
+    from autotune_amp.core.hardware import DeviceMemory
 
 
 # The module of each kind, in the order in which `auto` tries them.
