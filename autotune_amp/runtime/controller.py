@@ -97,9 +97,8 @@ class PrecisionController(torch.amp.GradScaler):
         log_file = None if run_log is None else RunLog(run_log, checks=ranks.rank == 0)
         warn_of_missing(config.environment)
         self._check = GradientCheck(ranks)
-        self._policy = policy = Policy(
-            [plan.precision for plan in plans_of(config)], config.loss_scale, promotes=promote
-        )
+        precisions = [plan.precision for plan in plans_of(config)]
+        self._policy = policy = Policy(precisions, config.loss_scale, promotes=promote)
         self._rule = policy.scale
         self._scaler = scaler = LossScaler(self._rule)
         self._metrics = Metrics(config, policy, scaler, ranks, writer=writer, run_log=log_file)

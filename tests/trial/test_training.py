@@ -23,7 +23,7 @@ from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import is_pinned, pin_fp32
 from autotune_amp.trial.context import Optimizers, make_model, make_optimizer
 from autotune_amp.trial.jobs import Trial
-from autotune_amp.trial.training import Training
+from autotune_amp.trial.training import Training, make_training
 
 Made = tuple[nn.Module, Callable[[nn.Module, Any], Tensor], Callable[[int], Any], Callable[[Any], Any] | None]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -129,7 +129,9 @@ def training(precision: Precision = "fp32", *, is_loss_sum: bool = False, **give
         torch_state=torch_state.capture(),
         is_loss_sum=is_loss_sum,
     )
-    return Training(workload, make_model(workload), spec)
+    made = make_training(workload, make_model(workload), spec)
+    assert isinstance(made, Training)
+    return made
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
