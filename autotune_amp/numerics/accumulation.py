@@ -24,7 +24,7 @@ from autotune_amp.numerics.batches import tensors
 from autotune_amp.numerics.comparison import perturb, signals
 from autotune_amp.numerics.fidelity import REROUNDING, in_fp32
 from autotune_amp.numerics.modules import modules_by_name, unwrap
-from autotune_amp.numerics.passes import Gradients, Pass, Passes, Subject, WithoutDropout
+from autotune_amp.numerics.passes import Gradients, Pass, Passes, Subject, without_dropout
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import can_be_pinned, clear_override, has_half_weights, override
 from autotune_amp.precision.modes import MODES
@@ -37,6 +37,7 @@ _MAX_ENTRIES = 2**16  # of each parameter's gradient: what holds for the whole g
 _ROUNDING_MARGIN = 8.0
 _MAX_TOLERANCE = 0.05  # where rounding alone does more than this to a gradient, nothing can be told from it
 _MAX_LOSS_ERROR = 1e-3
+_MAX_WEIGHT_ERROR = 0.1  # of 1/k: weights found less exactly are no finding
 
 
 def num_micro_batches(num_samples: int) -> int:
@@ -145,10 +146,11 @@ def _pass(passes: Passes, index: int, draws: AbstractContextManager[object], see
     @contextmanager
     def replaying() -> Iterator[None]:
         torch_state.seed(seed)
-        with WithoutDropout(), draws:
+        with draws:
             yield
 
-    done = passes.run(index, "fp32", restores=False, around_forward=replaying(), around_backward=draws)
+    with without_dropout():
+        done = passes.run(index, "fp32", restores=False, around_forward=replaying(), around_backward=draws)
     return Pass(done.loss, {name: _entries(gradient) for name, gradient in done.gradients.items()})
 
 
@@ -309,8 +311,14 @@ class Sums:
         weights: Tensor = torch.linalg.pinv(self.gram[1:, 1:], rtol=1e-12, hermitian=True) @ self.gram[0, 1:]
         return weights
 
+    def tell_apart(self, weights: Tensor) -> bool:
+        """Whether no others fit as well, as they do where micro-batches are too much alike."""
+        least, num = float(torch.linalg.eigvalsh(self.gram[1:, 1:])[0]), len(weights)
+        allowed = self.tolerance(weights) * math.sqrt(float(self.gram[0, 0]))
+        return least > 0 and allowed <= _MAX_WEIGHT_ERROR / num * math.sqrt(least)
+
     def do_losses_fit(self, weights: Tensor) -> bool:
-        """Whether these weights give the whole batch's loss too: few gradients, or like ones, many weights fit."""
+        """Whether these weights give the whole batch's loss too."""
         parts = torch.tensor(self.losses[1:], dtype=torch.float64) * weights
         size = max(abs(self.losses[0]), float(parts.abs().sum()))
         return abs(self.losses[0] - float(parts.sum())) <= _MAX_LOSS_ERROR * size
@@ -332,6 +340,8 @@ def find_weights(sums: Sums, shares: Sequence[tuple[str, Tensor]]) -> Finding:
         if sums.fits(finding.weights):
             return finding
     best = sums.best()
+    if sums.fits(best) and not sums.tell_apart(best):
+        return Finding("unchecked", best)
     return Finding("weighted" if sums.fits(best) and sums.do_losses_fit(best) else "inexact", best)
 
 
@@ -380,6 +390,9 @@ def _report(sums: Sums, found: Finding, passes: Passes, num_samples: int) -> Acc
     the_whole = f"the gradient of the whole batch of {num_samples}"
     parts = f"gradients of {num} micro-batches of {num_samples // num} samples"
     apart = f"they part by {error:.1g} of it, and fp32 rounded otherwise by {sums.rounding:.1g}"
+    if found.verdict == "unchecked":
+        reason = f"the {parts} are too much alike to tell with which weights they add up to {the_whole}"
+        return msgspec.structs.replace(unchecked(reason, num_samples), error=error, mean_error=mean_error)
     if found.verdict == "mean":
         next_step = "Divide each micro-batch's loss by the accumulation steps."
     elif found.verdict == "sum":

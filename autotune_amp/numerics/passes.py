@@ -86,7 +86,6 @@ class Passes:
         self.subject = subject
         self.model = subject.model if model is None else model
         self.num_passes = 0
-        self._draws = comparable_draws(subject.device)
         self._first_state = _copied_state(self.model)
 
     def run(
@@ -114,13 +113,14 @@ class Passes:
         torch_state.seed(self.subject.seed + index)
         if self.subject.loop is not None:
             return self._loop_pass(self.subject.loop, index, precision, scale)
-        with self._draws, autocast(precision, self.subject.device.type), around_forward or nullcontext():
-            loss = self.subject.loss(self.model, self.subject.batches[index])
-        to_go_back_from = scaled(loss, scale)
-        if before_backward is not None:
-            before_backward(to_go_back_from)
-        with around_backward or nullcontext():
-            torch.autograd.backward(to_go_back_from)
+        with comparable_draws(self.subject.device):
+            with autocast(precision, self.subject.device.type), around_forward or nullcontext():
+                loss = self.subject.loss(self.model, self.subject.batches[index])
+            to_go_back_from = scaled(loss, scale)
+            if before_backward is not None:
+                before_backward(to_go_back_from)
+            with around_backward or nullcontext():
+                torch.autograd.backward(to_go_back_from)
         return Pass(float(loss.detach()), self._take_gradients(scale))
 
     def _loop_pass(self, loop: Loop, index: int, precision: Precision, scale: float) -> Pass:
@@ -132,7 +132,7 @@ class Passes:
         names = {id(parameter): name for name, parameter in parameters_by_name(self.model).items()}
         amp = CatchingAmp(lambda: autocast(precision, device_type), device_type, loop.config(precision), names, scale)
         amp.begin()
-        with self._draws:
+        with comparable_draws(self.subject.device):
             loop.step(self.model, self.subject.batches[index], amp)
         self.model.zero_grad(set_to_none=True)
         loss = float(amp.total_loss(needs_autocast=MODES[precision].uses_autocast))
@@ -332,11 +332,8 @@ _PROBABILITIES: dict[Any, tuple[int, str]] = {
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)  # the probability is their only float
 
 
-class WithoutDropout(TorchFunctionMode):
-    """What to run forward passes in so that dropout drops nothing, for attributes do not reach functional calls.
-
-    It does not reach what a checkpoint computes again: torch runs backward passes outside of such modes.
-    """
+class _WithoutDropout(TorchFunctionMode):
+    """Dropout that drops nothing; a module's own attributes would not reach functional calls."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -349,6 +346,27 @@ class WithoutDropout(TorchFunctionMode):
         elif func in _RECURRENT:
             args = tuple(0.0 if isinstance(argument, float) else argument for argument in args)
         return func(*args, **kwargs)
+
+
+@contextmanager
+def without_dropout() -> Iterator[None]:
+    """What to run passes in so that dropout drops nothing, also where a checkpoint computes a forward pass again.
+
+    Torch takes a mode away for the whole of a backward pass that is called in it: it is put on again inside.
+    """
+    engine: Any = torch.autograd
+    run_backward = engine._engine_run_backward
+
+    def run_without_dropout(*args: Any, **kwargs: Any) -> Any:
+        with _WithoutDropout():
+            return run_backward(*args, **kwargs)
+
+    engine._engine_run_backward = run_without_dropout
+    try:
+        with _WithoutDropout():
+            yield
+    finally:
+        engine._engine_run_backward = run_backward
 
 
 def keep_generators(device: torch.device) -> Callable[[], None]:
@@ -373,9 +391,9 @@ def keep_generators(device: torch.device) -> Callable[[], None]:
 
 
 def comparable_draws(device: torch.device) -> AbstractContextManager[object]:
-    """What to run forward passes in, so that dropout does the same in every precision.
+    """What to run passes in, so that dropout does the same in every precision.
 
     Nothing on a CPU, where one seed gives the same draws in every dtype. Accelerators draw as many numbers at once as
     the dtype allows: there dropout is taken out, since other draws alone make a cosine of 0.88 (a T5, measured).
     """
-    return nullcontext() if device.type == "cpu" else WithoutDropout()
+    return nullcontext() if device.type == "cpu" else without_dropout()

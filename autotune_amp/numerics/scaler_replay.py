@@ -57,8 +57,8 @@ class Trace:
 
     def _find_overflows(self, scale: float) -> array[int]:
         """Their steps, and the trace's length at the end."""
-        found = np.flatnonzero(self._log2_scales < _log2(scale)).astype(np.intc)
-        return array("i", (*found.tolist(), len(self)))
+        found = np.append(np.flatnonzero(self._log2_scales < _log2(scale)), len(self)).astype(np.intc)
+        return array("i", found.tobytes())
 
 
 class FlushedShares:

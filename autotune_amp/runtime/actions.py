@@ -9,7 +9,7 @@ import msgspec
 
 class Signal(NamedTuple):
     """What one `update()` saw: non-finite gradients, a non-finite loss, the loss where it is known, and now and then
-    the share of the gradient that was lost.
+    an estimate of the share of the gradient that fp16 lost. A loss of exactly 0, as a hinge's, has none to lose.
     """
 
     overflow: bool = False

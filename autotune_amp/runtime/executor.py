@@ -339,9 +339,8 @@ class Executor:
                 is_whole=not self._ranks.any(attachment.num_window_passes > 1),
                 can_run_fp32=not attachment.has_frozen_half_weights,
             )
-        except InvalidRequestError as error:  # of the closure; it must not end a run that goes on without it
-            log.error("%s The run goes on without it: %s", error.message, error.next_step, exc_info=error)
-            policy.can_rerun = False
+        except InvalidRequestError as error:
+            self._do_without_rerun(error)
             return policy.judge(asked.reason, reproduced=True, is_precision=None, finite_in=())
         self._culprit, self._finite_in = finding.culprit, finding.finite_in
         log.warning("%s; diagnosis: %s", asked.reason, finding)
@@ -361,7 +360,11 @@ class Executor:
         if not speedup:
             slower, quicker = (self.plans[rung].slowdown if rung else 1.0 for rung in (self.policy.rung, probe.rung))
             speedup = self._ranks.least(slower / quicker if slower and quicker else 0.0)
-        done = self._rerunner().run(faster, probe.scale if takes_scaler else 1.0)
+        try:
+            done = self._rerunner().run(faster, probe.scale if takes_scaler else 1.0)
+        except InvalidRequestError as error:
+            self._do_without_rerun(error)
+            return None
         forward_max = done.recorder.forward_max
         is_small = not self._ranks.any(takes_scaler and not forward_max < MAX_FORWARD)
         reason = (
@@ -373,6 +376,11 @@ class Executor:
         if not fits:
             log.info("no promotion: %s", reason)
         return self.policy.probed(probe, fits=fits, reason=reason)
+
+    def _do_without_rerun(self, error: InvalidRequestError) -> None:
+        """The closure failed, which must not end a run that goes on without it."""
+        log.error("%s The run goes on without it: %s", error.message, error.next_step, exc_info=error)
+        self.policy.can_rerun = False
 
     def _stop(self, stop: actions.Stop) -> None:
         culprit = self._culprit or self._bad_parameters()

@@ -250,9 +250,9 @@ class Policy(PolicyState):
             self.demoted_from = None
         if signal.loss is not None:
             self._note_loss(signal.loss)
-        return self._bad(signal) if signal.overflow or signal.loss_nonfinite else self._clean(signal.lost_share)
+        return self._bad(signal) if signal.overflow or signal.loss_nonfinite else self._clean(signal)
 
-    def _clean(self, lost_share: float | None) -> Action | None:
+    def _clean(self, signal: Signal) -> Action | None:
         self.bad_run = self.num_unreproduced = 0
         self.clean_run += 1
         if self.is_scaling and self.phase != "BLAMED" and (gained := self.scale.clean()):
@@ -260,8 +260,8 @@ class Policy(PolicyState):
         if self.bad_losses and self.num_updates - self.bad_losses[-1] >= LOSS_WINDOW:
             self.bad_losses.clear()
         if self.phase == "STEADY":
-            if lost_share is not None and lost_share > LOST_SHARE_LIMIT and self.is_scaling:
-                return self._underflow(lost_share)
+            if (lost := signal.lost_share or 0.0) > LOST_SHARE_LIMIT and signal.loss != 0 and self.is_scaling:
+                return self._underflow(lost)
             return self._consider_promotion() if self.promotes else None
         if self.phase == "STARTUP":
             self.num_settled += 1

@@ -13,10 +13,11 @@ import torch
 from fp16_subjects import CPU, SUBJECTS, Batch, build, dense, mean_square, mlp, subject
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.numerics.passes import Passes, WithoutDropout, comparable_draws, keep_generators
+from autotune_amp.numerics.passes import Passes, comparable_draws, keep_generators, without_dropout
 from autotune_amp.precision.forward_wrapper import is_pinned
 
 
@@ -161,10 +162,24 @@ def test_dropout_taken_out_drops_nothing(draw: Callable[[], Tensor]) -> None:
         return draw()
 
     dropped = drawn()
-    with WithoutDropout():
+    with without_dropout():
         plain, num_zeros = drawn(), int((drawn() == 0).sum())
     assert not torch.allclose(plain, dropped)
     assert num_zeros == 0
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("go_back", [lambda loss: loss.backward(), torch.autograd.backward])
+def test_dropout_taken_out_stays_out_where_a_checkpoint_computes_again(
+    use_reentrant: bool, go_back: Callable[[Tensor], None]
+) -> None:
+    x = torch.linspace(1, 2, 64).requires_grad_()
+    before = vars(torch.autograd).copy()
+    with comparable_draws(torch.device("cuda")):
+        kept = checkpoint(lambda x: functional.dropout(x, 0.5).square(), x, use_reentrant=use_reentrant)
+        go_back(kept.sum())
+    torch.testing.assert_close(x.grad, 2 * x.detach())
+    assert vars(torch.autograd) == before
 
 
 def test_generators_go_back_to_where_they_stood() -> None:

@@ -109,6 +109,7 @@ CASES: dict[str, tuple[tuple[Precision, ...], dict[str, Any], list[Signal], Acti
     "underflow where overflows hold it down": ((), {}, [OVERFLOW, *198 * [CLEAN], LOST], TENTATIVE),
     "underflow long after an overflow": ((), {}, [OVERFLOW, *199 * [CLEAN], LOST], Rescale(START * 32, ANY)),
     "little is lost": ((), {}, [Signal(lost_share=0.01)], None),
+    "no gradient where there is no loss": ((), {}, [Signal(lost_share=1.0, loss=0.0)], None),
     "underflow at the start": ((), STARTING, [LOST], None),
     "underflow in bf16": (("bf16", "fp32"), {}, [LOST], None),
     "underflow with no rung below": (("fp16",), HELD, [OVERFLOW, LOST], Warn(ANY)),

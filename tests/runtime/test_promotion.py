@@ -137,3 +137,16 @@ def test_without_a_time_of_its_own_the_measured_plans_are_compared(
     run.controller.set_precision("fp32")
     run.step(WAIT)
     assert run.controller.config.precision == ends_in
+
+
+def test_a_closure_that_fails_in_a_probe_does_not_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rerun(_: Run) -> Tensor:
+        raise ValueError("no batch is kept")
+
+    monkeypatch.setattr(Run, "_rerun", rerun)
+    run = Run(monkeypatch).down().step(2 * WAIT)
+    assert run.promotions == []
+    assert run.controller.config.precision == "bf16"
+    assert caplog.text.count("goes on without it") == 1
