@@ -392,7 +392,8 @@ def _sample_sizes(loader: DataLoader[Any]) -> tuple[list[tuple[int, int]], str |
     """Sizes of samples with their indices, in random order; what ended the look; and how many samples there are.
 
     A sample is as large as the loader collates it alone: that may make what takes the memory, as of a file's name.
-    Nothing of a stream, of ready batches, and of samples that cannot be collated alone.
+    One that cannot be collated alone is as large as it is itself. Nothing of a stream, of ready batches, and of samples
+    that cannot be collated alone and are alike.
     """
     is_stream = isinstance(loader.dataset, IterableDataset)
     if is_stream or loader.batch_sampler is None or _length(loader.dataset) is None:
@@ -401,6 +402,9 @@ def _sample_sizes(loader: DataLoader[Any]) -> tuple[list[tuple[int, int]], str |
     order = random.Random(0).sample(indices, min(len(indices), MAX_SCANNED_SAMPLES))  # noqa: S311 - no secret
     collate = None if loader.collate_fn is default_collate else loader.collate_fn
     sizes, problem = looked_at(loader, order, partial(_sizes, collate), SCAN_SECONDS)
+    if not sizes and collate is not None:
+        sizes, problem = looked_at(loader, order, partial(_sizes, None), SCAN_SECONDS)
+        sizes = [] if not sizes or _are_alike(sizes) else sizes
     return list(zip(sizes, order, strict=False)), problem, len(indices)
 
 

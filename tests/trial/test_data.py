@@ -522,6 +522,17 @@ def test_batches_are_drawn_where_samples_cannot_be_looked_at_one_by_one(
     assert smallest <= found.batch_sizes_seen[0] < found.batch_sizes_seen[1] <= largest
 
 
+def test_samples_that_cannot_be_collated_alone_are_as_large_as_they_are() -> None:
+    def padded_pairs(texts: list[torch.Tensor]) -> torch.Tensor:
+        assert len(texts) > 1
+        return nn.utils.rnn.pad_sequence(texts, batch_first=True)
+
+    found = seen_in(DataLoader([torch.zeros(1 + index) for index in range(40)], batch_size=4, collate_fn=padded_pairs))
+    assert found.sample_sizes is not None
+    assert found.sample_sizes.largest[:2] == (39, 38)
+    assert (found.batch_sizes_seen, found.scan_problem) == (None, None)
+
+
 def test_a_named_worst_batch_needs_no_look() -> None:
     dataset = Texts()
     found = seen_in(DataLoader(dataset, batch_size=4), worst_batch=lambda size: torch.zeros(size, 512))
