@@ -98,11 +98,13 @@ def worst_batches(
     samples: Sequence[int],
     batch_size: int,
     num_batches: int,
+    *,
+    is_exact: bool,
 ) -> Stream:
     """What `named` gives for the batch size, else the `samples` collated by the loader, again and again if too few.
 
     The same batch anew, `num_batches` times; none where there is neither. Raises `WorkloadError` where it has too few
-    samples.
+    samples, or `named` gives too many and the data `is_exact`: its batches have as many samples as asked.
     """
     if named is not None:
         origin = "Workload(worst_batch=...)"
@@ -117,7 +119,8 @@ def worst_batches(
         return
     for batch in made:
         found = 0 if batch is None else num_samples(batch, batch_size)
-        if found is not None and found < batch_size:
+        is_more = named is not None and is_exact
+        if found is not None and (found < batch_size or (is_more and found > batch_size)):
             raise WorkloadError(
                 f"{origin} was asked for the worst batch of {batch_size} samples and gave {found}.",
                 "Give Workload(worst_batch=...) a function of the batch size that returns a batch of so many samples.",
