@@ -131,7 +131,7 @@ def test_the_interval_covers_the_truth() -> None:
 
 
 def test_a_dataset_too_small_for_larger_batches_is_profiled_at_its_own() -> None:
-    excluded = [("fp16", None), ("fp32", 128), ("bf16", 32)]
+    excluded: list[tuple[Precision, int | None]] = [("fp16", None), ("fp32", 128), ("bf16", 32)]
     space = Space(
         candidates=(),
         baseline=Setting(precision="fp32", batch_size=32),

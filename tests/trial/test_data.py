@@ -536,7 +536,8 @@ def test_samples_that_cannot_be_collated_alone_are_as_large_as_they_are() -> Non
         assert len(texts) > 1
         return nn.utils.rnn.pad_sequence(texts, batch_first=True)
 
-    found = seen_in(DataLoader([torch.zeros(1 + index) for index in range(40)], batch_size=4, collate_fn=padded_pairs))
+    texts: Any = [torch.zeros(1 + index) for index in range(40)]
+    found = seen_in(DataLoader(texts, batch_size=4, collate_fn=padded_pairs))
     assert found.sample_sizes is not None
     assert found.sample_sizes.largest[:2] == (39, 38)
     assert (found.batch_sizes_seen, found.scan_problem) == (None, None)
