@@ -147,8 +147,9 @@ def profile_amp(
     `workload` is as `recommend_config` takes it. It runs in processes of its own, on copies, at the user's own batch
     size unless `batch_size` is given: all precisions in turns over `num_batches` training steps each, divided among
     three processes (two where building the model takes long), then a few steps of each under torch.profiler. What takes
-    more than five times as long as fp32 is cut. `precision` names those to hold against fp32 (TF32 too, by default,
-    where the device has it). `trace` is a file for the profiler's Chrome trace, which https://ui.perfetto.dev opens.
+    more than five times as long as fp32, and more than a second a step, is cut. `precision` names those to hold against
+    fp32 (TF32 too, by default, where the device has it). `trace` is a file for the profiler's Chrome trace, which
+    https://ui.perfetto.dev opens.
 
     A precision that the device lacks, that runs out of memory or that fails has a row with the reason. Raises
     `InvalidRequestError` (a wrong option or device), `WorkloadError` (the workload does not run in fp32 either) and

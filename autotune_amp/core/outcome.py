@@ -25,8 +25,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
 
     `step_seconds` is one optimizer step (all its accumulation steps) with the wait for its data, which
     `data_seconds` holds apart. `raw_step_seconds` are as timed, each the mean of `num_steps_together` steps, and
-    `step_seconds_interval` is the trimmed 95 % interval over them. `was_cut`: stopped early as clearly slower than the
-    best.
+    `step_seconds_interval` is the trimmed 95 % interval over them, as wide as it takes to hold `step_seconds`, their
+    mean. `was_cut`: stopped early as clearly slower than the best.
     `peak_memory_bytes` is the peak resident memory of the process on a CPU, the peak allocated on an accelerator;
     `reserved_memory_bytes` is what counts against the limit. `num_skips`: measured steps that the loss scaler
     skipped. `build_seconds` is model, data and optimizer; `context_seconds` starting the accelerator;

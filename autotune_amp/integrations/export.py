@@ -412,9 +412,11 @@ def beside_deepspeed(setting: Exportable) -> list[str]:
         found += roundings(config.loss_scale)
     if pins := config.pinned_modules:
         found.append(f"Nothing keeps {', '.join(pins)} in fp32, as it has to be: train with another framework.")
-    said = ("precision", "batch_size", "accumulation_steps", "loss_scale", "pinned_modules", "as_found")
+    if config.plans:
+        found.append(f"Nothing falls back to {', '.join(plan.precision for plan in config.plans)}.")
+    said = ("precision", "batch_size", "accumulation_steps", "loss_scale", "fallback", "pinned_modules", "as_found")
     if unsaid := unsaid_of(config, said):
-        found.append(f"The JSON has no place for {'; '.join(unsaid)}.")
+        found.append(f"The JSON has no place for {'; '.join(unsaid)}: say it in the script, or the shell (--to env).")
     return [*found, *setting.divided_by("DeepSpeed")]
 
 

@@ -278,7 +278,9 @@ def refuse_baked_autocast(trainer: Trainer, error: type[InvalidRequestError]) ->
 def refuse_contradictions(args: Any, config: AmpConfig) -> None:
     """Raise `InvalidRequestError` for TrainingArguments that say something else than the config."""
     wanted = training_arguments(config)
-    names = ["per_device_train_batch_size", "gradient_accumulation_steps", *(["tf32"] if args.tf32 is not None else [])]
+    names = ["per_device_train_batch_size", "gradient_accumulation_steps"]
+    if args.tf32 is not None and "tf32" in wanted:  # a config that keeps the flags as found decides none
+        names.append("tf32")
     wrong = [name for name in names if getattr(args, name) != wanted[name]]
     made_from = "Make them with amp_config.to_training_arguments(like=args), which keeps the others."
     problem = None

@@ -105,12 +105,15 @@ def run_profile(origin: Source, request: Request, progress: Progress) -> AmpProf
         progress.found_hardware(opened.hardware)
         asked = _asked(request, opened.hardware)
         space = _space(request, opened, asked)
-        refused = {exclusion.precision: exclusion.reason for exclusion in space.excluded}
+        refused = refused_in(space)
         trials = {p: _trial(p, space, opened) for p in asked if p not in refused}
         meter.start()
         timed = Rounds(backend, trials, request.num_batches, progress)
         outcomes = timed.run()
-        others = machine_load.doubts(machine_load.evidence((), [meter.stop()]), "profile again")
+        load = machine_load.evidence((), [meter.stop()])
+        if load is not None:  # the rows' intervals are the processes' own
+            load = msgspec.structs.replace(load, interval_factors=(1.0, 1.0))
+        others = machine_load.doubts(load, "profile again")
         notes = [*_notes(request, opened.description), *timed.notes, *others]
         if not any(isinstance(outcome, Measurement) for of_one in outcomes.values() for outcome in of_one):
             raise _nothing_works(asked, refused, outcomes)
@@ -221,6 +224,12 @@ def _space(request: Request, opened: Opened, asked: tuple[Precision, ...]) -> Sp
         size = ASSUMED_BATCH_SIZE
     own: dict[str, Any] = {} if size is None else {"baseline": ("fp32", size), "effective_batch_size": "free"}
     return build_space(opened.hardware, opened.description, SearchOptions.from_user(precision=asked, **own))
+
+
+def refused_in(space: Space) -> dict[Precision, str]:
+    """The precisions that cannot be run at the batch size of the profile, with the reason; larger ones are not asked
+    for."""
+    return {e.precision: e.reason for e in space.excluded if (e.batch_size or 0) <= space.baseline.batch_size}
 
 
 def _trial(precision: Precision, space: Space, opened: Opened) -> Trial:

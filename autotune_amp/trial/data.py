@@ -98,11 +98,13 @@ def worst_batches(
     samples: Sequence[int],
     batch_size: int,
     num_batches: int,
+    *,
+    is_exact: bool,
 ) -> Stream:
     """What `named` gives for the batch size, else the `samples` collated by the loader, again and again if too few.
 
     The same batch anew, `num_batches` times; none where there is neither. Raises `WorkloadError` where it has too few
-    samples.
+    samples, or `named` gives too many and the data `is_exact`: its batches have as many samples as asked.
     """
     if named is not None:
         origin = "Workload(worst_batch=...)"
@@ -117,7 +119,8 @@ def worst_batches(
         return
     for batch in made:
         found = 0 if batch is None else num_samples(batch, batch_size)
-        if found is not None and found < batch_size:
+        is_more = named is not None and is_exact
+        if found is not None and (found < batch_size or (is_more and found > batch_size)):
             raise WorkloadError(
                 f"{origin} was asked for the worst batch of {batch_size} samples and gave {found}.",
                 "Give Workload(worst_batch=...) a function of the batch size that returns a batch of so many samples.",
@@ -392,7 +395,8 @@ def _sample_sizes(loader: DataLoader[Any]) -> tuple[list[tuple[int, int]], str |
     """Sizes of samples with their indices, in random order; what ended the look; and how many samples there are.
 
     A sample is as large as the loader collates it alone: that may make what takes the memory, as of a file's name.
-    Nothing of a stream, of ready batches, and of samples that cannot be collated alone.
+    One that cannot be collated alone is as large as it is itself. Nothing of a stream, of ready batches, and of samples
+    that cannot be collated alone and are alike.
     """
     is_stream = isinstance(loader.dataset, IterableDataset)
     if is_stream or loader.batch_sampler is None or _length(loader.dataset) is None:
@@ -401,6 +405,9 @@ def _sample_sizes(loader: DataLoader[Any]) -> tuple[list[tuple[int, int]], str |
     order = random.Random(0).sample(indices, min(len(indices), MAX_SCANNED_SAMPLES))  # noqa: S311 - no secret
     collate = None if loader.collate_fn is default_collate else loader.collate_fn
     sizes, problem = looked_at(loader, order, partial(_sizes, collate), SCAN_SECONDS)
+    if not sizes and collate is not None:
+        sizes, problem = looked_at(loader, order, partial(_sizes, None), SCAN_SECONDS)
+        sizes = [] if not sizes or _are_alike(sizes) else sizes
     return list(zip(sizes, order, strict=False)), problem, len(indices)
 
 

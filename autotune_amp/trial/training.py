@@ -71,8 +71,14 @@ class BaseTraining(ABC):
         """Take the first batch, which starts the loader's workers, and keep it for `next_batch`."""
         self._taken.append(next(self.batches))
         spec, size = self.spec, self.spec.candidate.batch_size
-        named = self.workload.worst_batch
-        self._worst = data.worst_batches(named, self._loader, spec.worst_samples, size, spec.num_worst_batches)
+        self._worst = data.worst_batches(
+            self.workload.worst_batch,
+            self._loader,
+            spec.worst_samples,
+            size,
+            spec.num_worst_batches,
+            is_exact=data.num_samples(self._taken[0], size) == size,
+        )
 
     def next_batch(self) -> Any:
         """The next batch as the loader gives it; the one before is let go only now, as in any loop."""

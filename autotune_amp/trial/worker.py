@@ -357,9 +357,10 @@ def _measurement(spec: Trial, timing: Timing, **measured: Any) -> Measurement:
     steps = timing.raw_step_seconds
     # The mean, not the median: what a long run reaches includes its slow steps.
     step_seconds = sum(steps) / len(steps)
+    low, high = trimmed_interval(steps)  # of which a few slow steps may move the mean out
     return Measurement(
         step_seconds=step_seconds,
-        step_seconds_interval=trimmed_interval(steps),
+        step_seconds_interval=(min(low, step_seconds), max(high, step_seconds)),
         samples_per_second=spec.candidate.effective_batch_size / step_seconds,
         **msgspec.structs.asdict(timing),
         **measured,

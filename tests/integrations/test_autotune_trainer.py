@@ -179,6 +179,13 @@ def test_a_contradiction_is_refused(tmp_path: Path, change: Callable[[Any], obje
         AutotuneTrainer(Notes(), args, amp_config=fp16())
 
 
+def test_a_config_that_keeps_the_flags_as_found_contradicts_none(tmp_path: Path) -> None:
+    config = AmpConfig(precision="fp32", batch_size=BATCH, as_found=True)
+    args = arguments(config, tmp_path)
+    args.tf32 = True
+    assert AutotuneTrainer(Notes(), args, amp_config=config).args.tf32
+
+
 def test_a_fallback_that_the_loop_cannot_follow_is_refused_unless_it_stops(tmp_path: Path) -> None:
     config = fp16(FallbackPlan(precision="fp32", batch_size=BATCH, accumulation_steps=2))
     with pytest.raises(InvalidRequestError, match="the Trainer's loop keeps to one"):

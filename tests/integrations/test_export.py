@@ -292,6 +292,9 @@ def test_deepspeeds_json_and_what_it_rounds() -> None:
     with pytest.raises(InvalidRequestError, match="least scale is 1"):
         deepspeed_said(init_scale=2.0**-10)
     assert deepspeed_config(ACCUMULATED)["bf16"] == {"enabled": True}
+    beside = AmpConfig(precision="bf16", batch_size=8, num_workers=2, fallback=("fp32",))
+    said = " ".join(export(Exportable(beside), "deepspeed").notes)
+    assert re.search("falls back to fp32.*num_workers=2.*--to env", said), "what has no place has one elsewhere"
 
 
 def test_what_cannot_be_exported_is_refused() -> None:

@@ -406,3 +406,38 @@ def test_a_process_that_shows_no_environment_yet_is_waited_for(monkeypatch: pyte
     ):
         monkeypatch.setattr(psutil, "process_iter", lambda processes=processes: processes)
         assert _marked("mark", 2.0) == expected
+
+
+ENDINGS = """
+import os, time
+import torch
+from torch import nn
+from autotune_amp import Workload
+
+def checkpoint(model, optimizer, folder):
+    print("folder", folder)
+    (folder / "half.pt").write_text("half")
+    os._exit(7) if os.environ.get("DIES") else time.sleep(1000)
+
+def workload():
+    loss = lambda model, batch: model(batch).square().mean()
+    return Workload(nn.Linear(4, 1), loss, lambda size: torch.ones(size, 4), checkpoint=checkpoint)
+"""
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_checkpoint_that_its_process_did_not_live_to_remove_is_removed(
+    dies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIES", "1" if dies else "")
+    made = Opened(tmp_path, "kept", text=ENDINGS)
+    with made.backend:
+        found = made.run(purpose="confirm", ending_seconds=60.0 if dies else 0.5)
+    (folder,) = made.listener.words("folder")
+    assert not Path(folder).exists()
+    if dies:
+        assert isinstance(found, Failure), "it did not survive its job"
+        assert (found.kind, "checkpoint" in found.message) == ("crash", True)
+    else:
+        assert isinstance(found, Measurement), "it was measured before its time was up"
+        assert "checkpoint did not end" in (found.ending_problem or "")

@@ -17,10 +17,12 @@ from autotune_amp import profile_amp
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.outcome import Failure, FailureKind, Outcome
+from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.profile.rows import Found, rows
-from autotune_amp.profile.running import Rounds, checked_request, write_trace
+from autotune_amp.profile.running import Rounds, checked_request, refused_in, write_trace
 from autotune_amp.search.progress import Progress
+from autotune_amp.search.space import Space
 from autotune_amp.trial.jobs import Trial
 
 
@@ -126,6 +128,16 @@ def test_the_interval_covers_the_truth() -> None:
         low, high = row.speedup_interval
         num_covered += low < 1.35 / 1.05 < high
     assert 0.92 < num_covered / num_profiles < 0.995
+
+
+def test_a_dataset_too_small_for_larger_batches_is_profiled_at_its_own() -> None:
+    excluded: list[tuple[Precision, int | None]] = [("fp16", None), ("fp32", 128), ("bf16", 32)]
+    space = Space(
+        candidates=(),
+        baseline=Setting(precision="fp32", batch_size=32),
+        excluded=tuple(Exclusion(precision=p, batch_size=size, reason="too small") for p, size in excluded),
+    )
+    assert refused_in(space).keys() == {"fp16", "bf16"}
 
 
 def test_the_trace_holds_the_steps_of_every_process(tmp_path: Path) -> None:

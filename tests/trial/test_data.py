@@ -184,8 +184,8 @@ def test_another_number_of_workers_keeps_everything_else(given: Any, num_workers
     assert vars(LOADER) == before
 
 
-def worst(named: Any, loader: Any, samples: tuple[int, ...], size: int) -> list[Any]:
-    return list(data.worst_batches(named, loader, samples, size, 2))
+def worst(named: Any, loader: Any, samples: tuple[int, ...], size: int, *, is_exact: bool = True) -> list[Any]:
+    return list(data.worst_batches(named, loader, samples, size, 2, is_exact=is_exact))
 
 
 def test_the_worst_batch_is_of_the_samples_named_collated_by_one_worker_of_the_loader() -> None:
@@ -203,6 +203,15 @@ def test_the_worst_batch_is_of_the_samples_named_collated_by_one_worker_of_the_l
 def test_a_worst_batch_of_too_few_samples_is_refused(given: Any) -> None:
     with pytest.raises(WorkloadError, match=r"worst batch of 8 samples and gave [03]"):
         worst(lambda size: given, None, (), 8)
+
+
+def test_a_worst_batch_of_too_many_samples_is_refused_where_others_have_what_was_asked() -> None:
+    def too_many(size: int) -> torch.Tensor:
+        return torch.zeros(100, 2)
+
+    with pytest.raises(WorkloadError, match="worst batch of 8 samples and gave 100"):
+        worst(too_many, None, (), 8)
+    assert len(worst(too_many, None, (), 8, is_exact=False)) == 2
 
 
 # -- places all over an epoch ------------------------------------------------------------------------------------------
@@ -520,6 +529,18 @@ def test_batches_are_drawn_where_samples_cannot_be_looked_at_one_by_one(
     assert (found.sample_sizes, found.scan_problem) == (None, None)
     assert found.batch_sizes_seen is not None
     assert smallest <= found.batch_sizes_seen[0] < found.batch_sizes_seen[1] <= largest
+
+
+def test_samples_that_cannot_be_collated_alone_are_as_large_as_they_are() -> None:
+    def padded_pairs(texts: list[torch.Tensor]) -> torch.Tensor:
+        assert len(texts) > 1
+        return nn.utils.rnn.pad_sequence(texts, batch_first=True)
+
+    texts: Any = [torch.zeros(1 + index) for index in range(40)]
+    found = seen_in(DataLoader(texts, batch_size=4, collate_fn=padded_pairs))
+    assert found.sample_sizes is not None
+    assert found.sample_sizes.largest[:2] == (39, 38)
+    assert (found.batch_sizes_seen, found.scan_problem) == (None, None)
 
 
 def test_a_named_worst_batch_needs_no_look() -> None:

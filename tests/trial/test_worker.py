@@ -232,7 +232,7 @@ def test_the_heap_is_held_only_where_that_is_asked_for_and_the_rate_is_of_the_me
     held: list[bool] = []
     timed = Timing(
         first_step_seconds=1.0,
-        raw_step_seconds=(1.0, 1.0, 1.0, 5.0),  # a long run meets its slow steps too
+        raw_step_seconds=(*[1.0] * 9, 11.0),  # a long run meets its slow steps too
         num_steps_together=1,
         data_seconds=0.0,
         update_seconds=None,
@@ -246,6 +246,7 @@ def test_the_heap_is_held_only_where_that_is_asked_for_and_the_rate_is_of_the_me
     found = Job().run("search", accumulation_steps=2, hold_heap=hold_heap)
     assert isinstance(found, Measurement)
     assert (found.step_seconds, found.samples_per_second) == (2.0, 2.0)
+    assert found.step_seconds_interval == (1.0, 2.0), "which holds its own point"
     assert held == [True] * hold_heap
 
 

@@ -306,8 +306,6 @@ def memory_evidence(chosen: Runs, description: Description | None = None) -> Mem
     worst_case = None
     if description is not None and description.has_worst_batch:
         worst_case = "the worst batch that the workload names"
-    elif description is not None and sizes is not None and description.batch_sizes_seen is not None:
-        worst_case = f"the samples of the largest batch drawn, {description.batch_sizes_seen[1]:,} numbers"
     elif sizes is not None:
         worst_case = _largest(sizes, chosen.candidate.batch_size)
     return MemoryEvidence(

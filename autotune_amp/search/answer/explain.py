@@ -303,17 +303,17 @@ def memory_doubts(description: Description | None) -> list[str]:
     if description is None or description.has_worst_batch:
         return []
     sizes, seen, way_out = description.sample_sizes, description.batch_sizes_seen, "Workload(worst_batch=...)"
-    drawn = "" if seen is None else f"Batches differ, from {seen[0]:,} to {seen[1]:,} numbers in those drawn"
     if description.scan_problem is not None:
         after = "" if sizes is None else f" after {sizes.num_seen:,} of {sizes.num_samples:,} samples"
         doubt = f"The look through the data for its largest batch ended{after} ({description.scan_problem}): a batch "
         doubt += "may take more memory than was measured"
         way_out = f"Mend the sample, or name the batch that takes the most: {way_out}"
         return [f"{doubt}. {way_out}."]
-    if drawn and sizes is not None:
-        doubt = f"{drawn}, but not as their samples do: memory was measured on the samples of the largest"
-    elif drawn:
-        doubt = f"{drawn}, and the data cannot be looked through: memory and speed are what the trials' batches took"
+    if seen is not None:
+        doubt = (
+            f"Batches differ, from {seen[0]:,} to {seen[1]:,} numbers in those drawn, and the data cannot be looked "
+        )
+        doubt += "through: memory and speed are what the trials' batches took"
     elif sizes is not None and sizes.num_seen < sizes.num_samples:
         doubt = f"Memory was measured on the largest of {sizes.num_seen:,} samples, {share_seen(sizes)} of the dataset"
     else:
