@@ -161,8 +161,11 @@ def _references(walk: Walk, function: FunctionType) -> Iterator[bytes]:
     names = dict.fromkeys(name for code in codes for name in code.co_names)
     yield from _globals(walk, namespace, names, set())
     if origin_of(namespace).file is None:  # a notebook's: there is no source file that says what it imports
-        for found in filter(None, map(find_module, names)):
-            walk.note(found)
+        for name in names:
+            found = find_module(name)
+            within = (find_module(f"{name}.{other}") for other in names) if found is not None and found.is_user else ()
+            for origin in filter(None, (found, *within)):  # `from package import module` has two names
+                walk.note(origin)
     if names.keys() & {"environ", "getenv"}:
         for name in {c for code in codes for c in code.co_consts if isinstance(c, str) and c.isidentifier()}:
             if name == name.upper() and not is_from_launcher(name):

@@ -98,7 +98,7 @@ def imported_files(source: str, package: str) -> Iterator[Origin]:
 
     What only looks like an import, or like a module in one, is tried too: more may be found than is imported.
     """
-    for start, listed in set(_IMPORT.findall(source)):
+    for start, listed in dict.fromkeys(_IMPORT.findall(source)):
         names = re.findall(r"[.\w]+", re.sub(r"#.*", "", listed))
         base = start if start.endswith(".") or not start else f"{start}."
         for name in (start, *(f"{base}{name}" for name in names)):
