@@ -157,6 +157,13 @@ def test_what_takes_less_and_is_left_out_is_said() -> None:
     assert "bf16 batch 8 takes 0.50 of that and is left out: bf16 is unfaithful" in decision.reason
 
 
+def test_what_takes_about_as_little_and_is_slower_is_said_nothing_of() -> None:
+    log = Log().add(FP32, took(100, 400)).add(at("bf16", 16), took(200, 200)).add(SMALL, took(110, 199))
+    reason = decided(log, objective="memory").reason
+    assert "bf16 batch 16 has the least memory" in reason
+    assert "bf16 batch 8" not in reason
+
+
 def test_without_a_baseline_the_least_memory_wins() -> None:
     log = searched()
     log.records = [r for r in log.records if r.candidate != FP32]
