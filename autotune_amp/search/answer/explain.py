@@ -367,7 +367,7 @@ def reason_for(
     ours, least = searched.get(chosen), least_speed(objective, searched.get(baseline))
     others = {} if ours is None else {c: _share(objective, m, ours) for c, m in searched.items() if c != chosen}
     slower = {c for c, m in searched.items() if m.samples_per_second < least}
-    # What takes about as little memory, as fast as the baseline, is passed over for its speed alone.
+    # Less memory at the baseline's speed is chosen, whatever may go wrong, unless a confirmation found it slower.
     less = [c for c, share in others.items() if share < 1 and (objective == "energy" or c in behind or c in slower)]
     if not less:
         return said
