@@ -30,11 +30,11 @@ def _require(condition: bool, message: str, next_step: str) -> None:
         raise InvalidRequestError(message, next_step)
 
 
-def _require_positive(given: msgspec.Struct, *names: str) -> None:
+def _require_positive(given: msgspec.Struct, *names: str, or_none: bool = False) -> None:
     for name in names:
         value = getattr(given, name)
         _require(
-            value is None or (isinstance(value, (int, float)) and math.isfinite(value) and value > 0),
+            (value is None and or_none) or (isinstance(value, (int, float)) and math.isfinite(value) and value > 0),
             f"{type(given).__name__}.{name} is {value!r}; it must be a finite number above 0.",
             f"Leave {name} out to use the default.",
         )
@@ -67,7 +67,8 @@ class LossScale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_scale: float = 16777216.0
 
     def __post_init__(self) -> None:
-        _require_positive(self, "init_scale", "growth_factor", "backoff_factor", "max_scale", "min_scale")
+        _require_positive(self, "init_scale", "growth_factor", "backoff_factor", "max_scale")
+        _require_positive(self, "min_scale", or_none=True)
         _require_count(self, "growth_interval", "hysteresis")
         bounds = {
             "growth_factor": (self.growth_factor > 1, "above 1", "Use 2.0, the default."),
@@ -129,7 +130,7 @@ class FallbackPlan(Setting, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def __post_init__(self) -> None:
         _require_setting(self)
-        _require_positive(self, "slowdown")
+        _require_positive(self, "slowdown", or_none=True)
 
 
 class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):

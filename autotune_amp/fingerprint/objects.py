@@ -18,7 +18,7 @@ from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleT
 from typing import TYPE_CHECKING, Any
 
 from autotune_amp.distributed.ranks import is_from_launcher
-from autotune_amp.fingerprint.origin import find_module, module_origin, origin_of
+from autotune_amp.fingerprint.origin import module_origin, named_modules, origin_of
 from autotune_amp.fingerprint.walk import LEAVES, Handler, Walk, code_digest, digest, text
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def _references(walk: Walk, function: FunctionType) -> Iterator[bytes]:
     names = dict.fromkeys(name for code in codes for name in code.co_names)
     yield from _globals(walk, namespace, names, set())
     if origin_of(namespace).file is None:  # a notebook's: there is no source file that says what it imports
-        for found in filter(None, map(find_module, names)):
+        for found in named_modules(names):
             walk.note(found)
     if names.keys() & {"environ", "getenv"}:
         for name in {c for code in codes for c in code.co_consts if isinstance(c, str) and c.isidentifier()}:

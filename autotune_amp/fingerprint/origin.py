@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
 _STANDARD_LIBRARY = str(Path(os.__file__).parent)
 _INSTALLED = ("site-packages", "dist-packages")
@@ -98,7 +98,7 @@ def imported_files(source: str, package: str) -> Iterator[Origin]:
 
     What only looks like an import, or like a module in one, is tried too: more may be found than is imported.
     """
-    for start, listed in set(_IMPORT.findall(source)):
+    for start, listed in dict.fromkeys(_IMPORT.findall(source)):
         names = re.findall(r"[.\w]+", re.sub(r"#.*", "", listed))
         base = start if start.endswith(".") or not start else f"{start}."
         for name in (start, *(f"{base}{name}" for name in names)):
@@ -108,6 +108,14 @@ def imported_files(source: str, package: str) -> Iterator[Origin]:
                 continue
             if found is not None and found.is_user:
                 yield found
+
+
+def named_modules(names: Collection[str]) -> Iterator[Origin]:
+    """The modules that names in code may be, alone or two together, as in ``from package import module``."""
+    for name in names:
+        found = find_module(name)
+        within = (find_module(f"{name}.{other}") for other in names) if found is not None and found.is_user else ()
+        yield from filter(None, (found, *within))
 
 
 def find_module(name: str) -> Origin | None:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import marshal
+import opcode
+import warnings
 from collections import deque
 from contextlib import suppress
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -17,7 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from autotune_amp.fingerprint.origin import imported_files, version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
+    from collections.abc import Callable, Hashable, Iterator, Mapping
+
+    from _typeshed import ReadableBuffer
 
     from autotune_amp.fingerprint.origin import Origin
 
@@ -39,6 +44,11 @@ def short_hex(node: bytes) -> str:
 def text(tag: str, *values: str) -> bytes:
     """A node whose children are strings."""
     return digest(tag, *[value.encode("utf-8", "surrogatepass") for value in values])
+
+
+# Python 3.13 puts both into every class body: a line number, and names in an order that changes between processes.
+_VOLATILE_IN_CLASS_BODY = ("__firstlineno__", "__static_attributes__")
+_EXTENDED_ARG, _LOAD_CONST, _STORE_NAME = (opcode.opmap[name] for name in ("EXTENDED_ARG", "LOAD_CONST", "STORE_NAME"))
 
 
 # By `id` of the exact type: looking a type up by its hash could run a user's metaclass. The unbound methods read a
@@ -63,11 +73,44 @@ def code_digest(code: CodeType) -> bytes:
 def _bare(constant: object) -> Any:
     """A constant as data that has one order and no place. Code is itself without its lines, file and specialisation."""
     if isinstance(constant, CodeType):
-        constants = tuple([_bare(c) if isinstance(c, (CodeType, frozenset)) else c for c in constant.co_consts])
+        if _VOLATILE_IN_CLASS_BODY[0] in constant.co_names:
+            return ("class body", *_class_body(constant))
+        constants = tuple([_bare(c) for c in constant.co_consts])
         return constant.replace(co_consts=constants, co_filename="", co_firstlineno=1, co_linetable=b"")
     if isinstance(constant, frozenset):
         return ("frozenset", *sorted(marshal.dumps(_bare(element), 0) for element in constant))
-    return constant
+    if isinstance(constant, slice):  # a constant from Python 3.14 on, which version 0 cannot write
+        return ("slice", constant.start, constant.stop, constant.step)
+    return tuple([_bare(c) for c in constant]) if isinstance(constant, tuple) else constant
+
+
+def _class_body(code: CodeType) -> Iterator[object]:
+    """A class body by its instructions with their constants, without the constants that change by themselves."""
+    previous: object = None
+    for index in range(0, len(code.co_code), 2):
+        operation, argument = code.co_code[index], _argument(code.co_code, index)
+        if operation == _STORE_NAME and code.co_names[argument] in _VOLATILE_IN_CLASS_BODY:
+            previous = None
+        yield previous
+        previous = (operation, _bare(code.co_consts[argument]) if operation == _LOAD_CONST else argument)
+    yield from (previous, code.co_names, code.co_freevars, code.co_cellvars)
+
+
+def _argument(instructions: bytes, index: int) -> int:
+    """The argument of the instruction at `index`, with the higher bytes that stand before it."""
+    argument, shift = instructions[index + 1], 8
+    while index >= 2 and instructions[index - 2] == _EXTENDED_ARG:
+        index -= 2
+        argument |= instructions[index + 1] << shift
+        shift += 8
+    return argument
+
+
+class _Reader(SourceFileLoader):
+    """Takes the code that Python keeps of an imported file where it is up to date; keeps none itself."""
+
+    def set_data(self, path: str, data: ReadableBuffer, *, _mode: int = 0) -> None:
+        """Write nothing."""
 
 
 Handler: TypeAlias = "Callable[[Walk, Any], bytes]"
@@ -132,8 +175,12 @@ class Walk:
         if origin.is_user:
             for imported in imported_files(content.decode("utf-8", "replace"), origin.package):
                 self.note(imported)
-            with suppress(SyntaxError, ValueError):  # a template that is no Python, or a binary
-                return code_digest(compile(content, "", "exec", dont_inherit=True))
+            # A template that is no Python, or a binary; Python has warned of the user's source where it imported it.
+            with suppress(SyntaxError, ValueError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                code = _Reader("", str(origin.file)).get_code("")
+                if code is not None:
+                    return code_digest(code)
         return digest("file", content)
 
     def value(self, obj: Any) -> bytes:

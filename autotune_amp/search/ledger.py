@@ -118,6 +118,11 @@ class Ledger:
         """Trials that `max_trials` counts."""
         return sum(r.purpose == "search" for r in self.records)
 
+    @property
+    def num_failures(self) -> int:
+        """Trials that failed; an outlook looks for the end of what fits."""
+        return sum(isinstance(r.outcome, Failure) and r.purpose != "outlook" for r in self.trials)
+
     @cached_property
     def failures(self) -> dict[Setting, Failure]:
         """The settings with a failure that speaks against them, and the first such of each."""

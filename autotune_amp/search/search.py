@@ -38,7 +38,7 @@ from autotune_amp.search.run import ProgressWatcher, Stage, run
 from autotune_amp.search.sharing import LONG_BUILD_SECONDS, confirming_processes, share_where_it_pays, shares_processes
 from autotune_amp.search.source import Opened, Source, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
-from autotune_amp.search.stages.checks import AccumulationCheck, Checks, LossScales
+from autotune_amp.search.stages.checks import EARLY_SHARE, AccumulationCheck, Checks, LossScales
 from autotune_amp.search.stages.confirm import Confirm, reserved_seconds
 from autotune_amp.search.stages.explore import EXPLORING, left_to_explore
 from autotune_amp.search.stages.fallbacks import Fallbacks
@@ -183,7 +183,7 @@ class _Search:
             variants, fallbacks = Variants(conditions, checks, max_trials), Fallbacks(conditions)
             workers = LoaderWorkers(conditions, checks, max_trials)
             # A check at the end may come too late, and what it rules out leaves its place to others.
-            go(seeds, checks, seeds, looks, suggestions)
+            go(seeds, Checks(conditions, study, EARLY_SHARE), seeds, looks, suggestions)
             self._is_spent = left_to_explore(conditions, ledger, self.budget) <= MIN_TRIAL_SECONDS
             # A fallback may turn out faster than what it is one of: then it is a contender, and checked like any other.
             go(checks, scales, variants, workers, fallbacks, checks, scales, fallbacks)
@@ -302,7 +302,7 @@ class _Search:
         return SearchSummary(
             study=self.folder.path.name,
             num_trials=len(ledger.trials),
-            num_failures=sum(isinstance(r.outcome, Failure) for r in ledger.trials),
+            num_failures=ledger.num_failures,
             seconds=self.budget.elapsed(),
             was_interrupted=was_interrupted,
             search_id=ledger.search_id,

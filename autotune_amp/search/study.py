@@ -393,8 +393,8 @@ def _study_error(storage: str | Path, error: Exception) -> StudyError:
             "Check that its folder can be written and has space; a damaged file can be moved away, "
             "the search makes it again.",
         )
-    password = re.search(r":([^:/]*)@", storage)
-    if password is not None and password[1]:
+    password = re.search(r"(?:^|://)[^:/@]*:(?!//)(.+)@", storage)
+    if password is not None:
         storage, what = storage.replace(f":{password[1]}@", ":***@"), what.replace(password[1], "***")
     return StudyError(
         f"The storage {storage} cannot be used: {what}.",

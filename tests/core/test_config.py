@@ -88,6 +88,8 @@ def test_an_impossible_config_is_refused_by_name(fields: dict[str, Any], word: s
     [
         {"init_scale": math.inf},
         {"init_scale": math.nan},
+        {"init_scale": None},
+        {"growth_factor": None},
         {"init_scale": 2.0**25},
         {"init_scale": 2.0**-25},
         {"init_scale": 0.5, "min_scale": 1.0},

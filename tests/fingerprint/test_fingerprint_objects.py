@@ -7,6 +7,7 @@ import itertools
 import logging
 import socket
 import sys
+import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -191,6 +192,54 @@ def test_code_that_has_run_often_is_the_same_code() -> None:
     for _ in range(1000):
         busy(50)
     assert code_digest(busy.__code__) == before
+
+
+def code_of(source: str) -> bytes:
+    return code_digest(compile(source, "", "exec"))
+
+
+def test_what_newer_pythons_put_into_a_class_body_does_not_count() -> None:
+    body = "class Net:\n    __firstlineno__ = {}\n    width = {}\n    __static_attributes__ = {}\n"
+    assert code_of(body.format(3, 4, ("depth", "bias"))) == code_of(body.format(1000, 4, ("bias", "depth")))
+    assert code_of(body.format(3, 4, ("depth",))) != code_of(body.format(3, 5, ("depth",)))
+    assert code_of(body.format(3, 1000, ("depth",))) != code_of(body.format(3, 1001, ("depth",)))
+
+
+def test_a_constant_slice_counts() -> None:
+    def crop() -> None:
+        """Python 3.14 makes ``x[1:]`` a constant."""
+
+    def cropping(*constants: object) -> bytes:
+        return code_digest(crop.__code__.replace(co_consts=constants))
+
+    assert cropping(slice(1, None)) == cropping(slice(1, None)) != cropping(slice(2, None))
+    assert cropping((slice(1, None), 0)) != cropping((slice(2, None), 0))
+
+
+def test_a_module_that_a_notebooks_function_takes_from_a_package_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "only_for_this_test"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "net.py").write_text("WIDTH = 4\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec("def model():\n    from only_for_this_test import net\n    return net.WIDTH\n", names)
+    assert "source file only_for_this_test/net.py" in parts_of(names["model"])
+
+
+def test_reading_the_users_source_warns_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "warned_of_once.py").write_text("def loss(x):\n    return x is 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        import warned_of_once  # type: ignore[import-not-found]
+
+        caught.clear()
+        assert "source file warned_of_once.py" in parts_of(warned_of_once.loss)
+        assert caught == []
 
 
 def test_a_closure_is_a_part_of_its_own() -> None:

@@ -106,7 +106,10 @@ FILES = {
 }
 
 
-HITS = [("elsewhere.py", "VALUE = 1", "VALUE = 2")]
+HITS = [
+    ("elsewhere.py", "VALUE = 1", "VALUE = 2"),
+    ("train.py", "class Net(", "# moves the class and its methods down\n\n\n\n\n\nclass Net("),
+]
 
 MISSES = [
     (("train.py", "RATE = 0.1", "RATE = 0.2"), "workload.optimizer changed"),

@@ -38,7 +38,7 @@ from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher, Stage, run
 from autotune_amp.search.sharing import share_where_it_pays
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.checks import Checks, LossScales
+from autotune_amp.search.stages.checks import EARLY_SHARE, Checks, LossScales
 from autotune_amp.search.stages.confirm import Confirm
 from autotune_amp.search.stages.explore import EXPLORING, left_to_explore
 from autotune_amp.search.stages.fallbacks import Fallbacks
@@ -297,9 +297,10 @@ class ScriptedSearch:
         with Study.open(self.storage, "scripted", self.ledger) as study:
             self.share_building()
             explore = [stage(self.conditions, study, max_trials) for stage in EXPLORING]
+            early = [Checks(self.conditions, study, EARLY_SHARE)] if is_checked else []
             checks = [Checks(self.conditions, study)] if is_checked else []
             scales = [LossScales(study)] if is_checked else []
-            for stage in (explore[0], *checks, *explore, *checks, *scales):
+            for stage in (explore[0], *early, *explore, *checks, *scales):
                 for _ in run(stage, self.backend, self.ledger, self.budget, self.watcher):
                     self.share_building()
 

@@ -88,6 +88,13 @@ def test_it_ends_where_nothing_more_can_be_gained(machine: Machine, left_seconds
     assert (None if decision.outlook is None else decision.outlook.batch_size) == best
 
 
+def test_an_outlook_that_does_not_fit_is_no_failure_of_the_search() -> None:
+    machine = Machine(oom_from=128)
+    machine.search()
+    assert machine.searched.records[-1].outcome == out_of_memory()
+    assert machine.searched.ledger.num_failures == 0
+
+
 def test_the_time_left_is_kept() -> None:
     machine = Machine()
     machine.search(left_seconds=12.0)

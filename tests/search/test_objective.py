@@ -148,6 +148,7 @@ def test_a_confirmation_overturns_what_turned_out_slower_than_the_baseline() -> 
     kept = decided(only, environment=HEAP, objective="memory")
     assert kept.config.precision == "fp32"
     assert kept.reason.startswith("Keep what you have: fp32 batch 32, 400 MiB")
+    assert "more to go wrong" not in kept.reason, "that is no reason to pass less memory over"
 
 
 def test_what_takes_less_and_is_left_out_is_said() -> None:

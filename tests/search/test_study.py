@@ -305,6 +305,7 @@ def test_a_study_of_somebody_else_is_left_alone(file: Path) -> None:
         ("nonsense", "nonsense"),
         ("nodriver://user:hunter2@host/db", "nodriver://user:***@host/db"),
         ("postgresql+nodriver://user:hunter2@host/db", "postgresql+nodriver://user:***@host/db"),
+        ("nodriver://user:hunter2:hunter2/hunter2@hunter2@host/db", "nodriver://user:***@host/db"),
         ("user:hunter2@host", "user:***@host"),
         ("sqlite:////nowhere/at/all/study.db", "sqlite:////nowhere/at/all/study.db"),
         ("sqlite:////tmp/{unknown}.db", "sqlite:////tmp/{unknown}.db"),

@@ -123,6 +123,18 @@ def test_a_hopeless_precision_costs_at_most_a_tenth_of_the_budget(tmp_path: Path
     assert any(e.precision == "fp16" for e in machine.decide().excluded)
 
 
+def test_checks_that_never_end_leave_the_search_its_time(tmp_path: Path) -> None:
+    def never_ends(spec: Check) -> CheckOutcome:
+        search.budget.now += spec.deadline_seconds or 0.0
+        return Failure(kind="timeout", message="it hangs")
+
+    search = ScriptedSearch(space(), Machine(tmp_path).answer, 2000.0, check_answer=never_ends, folder=tmp_path)
+    search.explore(is_checked=True)
+    purposes = [r.purpose for r in search.records]
+    assert purposes[purposes.index("fidelity") :].count("search") >= 3
+    assert search.budget.left_for_search() > 0
+
+
 def test_a_fallback_that_does_not_fit_is_split(tmp_path: Path) -> None:
     machine, where = Machine(tmp_path), space()
     machine.oom_from = {"fp32": 64}

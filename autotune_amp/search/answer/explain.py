@@ -366,13 +366,15 @@ def reason_for(
     said = _kept(objective, baseline, found) if is_kept else _taken(objective, chosen, baseline, found, today)
     ours, least = searched.get(chosen), least_speed(objective, searched.get(baseline))
     others = {} if ours is None else {c: _share(objective, m, ours) for c, m in searched.items() if c != chosen}
-    less = [c for c, share in others.items() if share < 1]
+    slower = {c for c, m in searched.items() if m.samples_per_second < least}
+    # Less memory at the baseline's speed is chosen, whatever may go wrong, unless a confirmation found it slower.
+    less = [c for c, share in others.items() if share < 1 and (objective == "energy" or c in behind or c in slower)]
     if not less:
         return said
     other = max(less, key=lambda c: searched[c].samples_per_second)
     if other in behind:
         why = f"is left out: {behind[other].rstrip('.')}"
-    elif searched[other].samples_per_second < least:
+    elif other in slower:
         why = "is slower than the baseline"
     else:
         why = "has more to go wrong" if other.precision != chosen.precision else "takes a larger batch"

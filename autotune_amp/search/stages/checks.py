@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 NUM_PAIRS = 24  # of (init_scale, growth_interval) for one contender, the seeds among them
 MIN_CHECK_SECONDS = 0.5
+EARLY_SHARE = 0.3  # of the budget, for the checks that the rest of the search waits for: one may never end
 
 
 class Todo(NamedTuple):
@@ -48,16 +49,21 @@ class AccumulationCheck:
 
 
 class Checks:
-    """Holds contenders against fp32 and calibrates fp16, until they are judged or the search's share is used."""
+    """Holds contenders against fp32 and calibrates fp16, until they are judged or the search's share is used.
 
-    def __init__(self, conditions: Conditions, study: Study) -> None:
+    All checks together take no more than `share` of the budget.
+    """
+
+    def __init__(self, conditions: Conditions, study: Study, share: float = 1.0) -> None:
         self._conditions = conditions
         self._study = study
+        self._share = share
 
     def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
         """The check, calibration or trial that the choice of contenders waits for."""
         self._study.catch_up(ledger)
-        seconds = budget.left_for_search()
+        used_seconds = sum(r.seconds for r in ledger.records if r.purpose in ("fidelity", "calibration"))
+        seconds = min(budget.left_for_search(), self._share * budget.seconds - used_seconds)
         todo = next_todo(ledger)
         if todo is None or seconds <= MIN_CHECK_SECONDS:
             return None
