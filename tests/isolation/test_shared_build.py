@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 from pathlib import Path
@@ -10,11 +9,11 @@ from typing import Any
 
 import psutil
 import pytest
+from listening import Listener
 
 from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import LocalBackend, Payload
-from autotune_amp.isolation.process import Watcher
 from autotune_amp.trial.jobs import Trial
 
 WORKLOAD = """
@@ -40,18 +39,6 @@ def loss(model, batch):
 def workload():
     return Workload(model, loss, lambda n: torch.ones(n, 4), lambda p: torch.optim.SGD(p, lr=1e-6, momentum=0.9))
 """
-
-
-class Listener(Watcher):
-    def __init__(self) -> None:
-        self.text = ""
-
-    def output(self, text: str) -> None:
-        self.text += text
-
-    def words(self, name: str) -> list[str]:
-        """What was printed after `name`."""
-        return [value for word, value in itertools.pairwise(self.text.split()) if word == name]
 
 
 def payload(folder: Path, extra: str = "pass") -> Payload:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from listening import Listener
 from torch import nn
 
 from autotune_amp import Workload
@@ -72,14 +73,6 @@ def data(size):
 def workload():
     return Workload(model, loss, data, lambda p: torch.optim.AdamW(p, lr=0.01))
 """
-
-
-class Listener(Watcher):
-    def __init__(self) -> None:
-        self.text = ""
-
-    def output(self, text: str) -> None:
-        self.text += text
 
 
 class Folder:

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from listening import Listener
 from torch import Tensor, nn
 
 from autotune_amp import Workload
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
-from autotune_amp.isolation.process import Watcher
 from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.timing import MAX_COMPILING_STEPS, CompileWatch, Timing, forget_compiled, time_steps
 from autotune_amp.trial.training import make_training
@@ -57,19 +57,6 @@ class Net(nn.Module):
 
     def forward(self, batch: Tensor) -> Tensor:
         return self.linear(batch)  # type: ignore[no-any-return]  # a module
-
-
-class Listener(Watcher):
-    def __init__(self) -> None:
-        self.text = ""
-
-    def output(self, text: str) -> None:
-        self.text += text
-
-    def words(self, name: str) -> list[str]:
-        """What was printed after `name`."""
-        found = self.text.split()
-        return [value for word, value in itertools.pairwise(found) if word == name]
 
 
 @pytest.fixture(autouse=True)

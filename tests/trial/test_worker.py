@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from listening import Listener
 from torch import Tensor, nn
 from torch.nn.functional import conv2d
 from torch.utils.data import DataLoader
@@ -19,7 +20,6 @@ from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.outcome import Failure, FailureKind, Measurement, Outcome
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import LocalBackend, Payload
-from autotune_amp.isolation.process import Watcher
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import memory, worker
 from autotune_amp.trial.context import Context, make_model
@@ -408,14 +408,6 @@ def workload():
     loss = lambda model, batch: model(batch).square().mean()
     return Workload(nn.Linear(4, 1), loss, data, evaluate=evaluate, checkpoint=checkpoint)
 """
-
-
-class Listener(Watcher):
-    def __init__(self) -> None:
-        self.text = ""
-
-    def output(self, text: str) -> None:
-        self.text += text
 
 
 def test_how_a_process_may_end_after_it_measured(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from autotune_amp.search.budget import CHECK_SHARE, Budget
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.space import without
 from autotune_amp.search.stages import seeding
-from autotune_amp.search.stages.trials import MIN_TRIAL_SECONDS, Conditions
+from autotune_amp.search.stages.trials import Conditions, may_try
 from autotune_amp.search.study import Study
 from autotune_amp.trial.jobs import Check, Trial
 
@@ -44,7 +44,7 @@ class _Explore(ABC):
             return self._conditions.check("calibration", last.candidate, budget.left_for_search())
         self._study.catch_up(ledger)
         left = left_to_explore(self._conditions, ledger, budget)
-        if ledger.num_tried >= (self._max_trials or math.inf) or left <= MIN_TRIAL_SECONDS:
+        if not may_try(ledger, left, self._max_trials):
             return None
         setting = self._next(ledger, left)
         return None if setting is None else self._conditions.search_trial(ledger, budget, setting, left)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import msgspec
@@ -14,7 +13,7 @@ from autotune_amp.search.budget import Budget
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.objective import PLATEAU, rank
 from autotune_amp.search.stages.checks import Checks
-from autotune_amp.search.stages.trials import MIN_TRIAL_SECONDS, Conditions
+from autotune_amp.search.stages.trials import Conditions, may_try
 from autotune_amp.trial.jobs import Check, Trial
 
 SHORT_WAIT = 0.05  # of a step: more workers have little left to gain
@@ -39,8 +38,7 @@ class LoaderWorkers:
         if known is None or known.num_workers is None:
             return None
         check = self._checks.next(ledger, budget)
-        is_over = seconds <= MIN_TRIAL_SECONDS or ledger.num_tried >= (self._max_trials or math.inf)
-        if check is not None or is_over:
+        if check is not None or not may_try(ledger, seconds, self._max_trials):
             return check
         setting = next_to_try(ledger, known.num_workers, self._conditions.hardware.identity.num_cpus)
         if setting is None:

@@ -129,3 +129,8 @@ def is_hopeless(hardware: Hardware, precision: Precision) -> bool:
     if capability.level != "emulated" or reference is None or reference.matmul_flops_per_second is None:
         return False
     return HOPELESS * (capability.matmul_flops_per_second or 0.0) < reference.matmul_flops_per_second
+
+
+def may_try(ledger: Ledger, left_seconds: float, max_trials: int | None) -> bool:
+    """Whether the time that is left and `max_trials` of the whole search allow another trial."""
+    return left_seconds > MIN_TRIAL_SECONDS and (max_trials is None or ledger.num_tried < max_trials)

@@ -8,7 +8,7 @@ from autotune_amp.core.setting import DIMENSIONS, Setting
 from autotune_amp.search.budget import Budget
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.stages.checks import Checks
-from autotune_amp.search.stages.trials import MIN_TRIAL_SECONDS, Conditions
+from autotune_amp.search.stages.trials import Conditions, may_try
 from autotune_amp.trial.jobs import Check, Trial
 
 
@@ -25,8 +25,7 @@ class Variants:
         if not ledger.space.variants:
             return None
         check, left = self._checks.next(ledger, budget), budget.left_for_search()
-        is_over = self._max_trials is not None and ledger.num_tried >= self._max_trials
-        if check is not None or left <= MIN_TRIAL_SECONDS or is_over:
+        if check is not None or not may_try(ledger, left, self._max_trials):
             return check
         setting = next_to_try(ledger)
         return None if setting is None else self._conditions.search_trial(ledger, budget, setting, left)
