@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -93,9 +94,17 @@ def _nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         before = set(_living())
         yield
     left = _left_beside(before)
-    files = [path.name for path in Path(temporary).iterdir() if not path.name.startswith("torchinductor_")]
+    files = _files(Path(temporary))
     shutil.rmtree(temporary)
     assert (left, files) == (set(), [])
+
+
+def _files(temporary: Path) -> list[str]:
+    """What was left in the folder for temporary files, without the compiler's cache and the file of eight characters
+    that `tempfile` writes in each process to see whether it may: a process may be killed before it removes that one.
+    """
+    names = [path.name for path in temporary.iterdir()]
+    return [name for name in names if not re.fullmatch(r"torchinductor_.*|[a-z0-9_]{8}", name)]
 
 
 def _left_beside(before: set[str]) -> set[str]:
@@ -180,7 +189,7 @@ class CommandLine:
 
     def leftovers(self) -> list[str]:
         """Processes of this test that are still alive, and temporary files."""
-        return [*(str(p.cmdline()) for p in self._processes()), *map(str, self.temporary.iterdir())]
+        return [*(str(p.cmdline()) for p in self._processes()), *_files(self.temporary)]
 
     def _processes(self) -> Iterator[psutil.Process]:
         for process in psutil.process_iter():
