@@ -10,8 +10,9 @@ from scripted_backend import candidate, described, hardware, ledger_of, measured
 
 from autotune_amp.core.outcome import SampleSizes
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.answer.evidence import Runs, gather, memory_evidence
+from autotune_amp.search.answer.evidence import gather, memory_evidence
 from autotune_amp.search.answer.explain import memory_doubts
+from autotune_amp.search.ranking import Runs
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.trial.jobs import Trial

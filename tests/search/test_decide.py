@@ -17,8 +17,7 @@ from autotune_amp.core.recommendation import Decision, Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import rate
 from autotune_amp.search.answer.decide import decide
-from autotune_amp.search.check_results import check_key, found_fidelity
-from autotune_amp.search.objective import rank
+from autotune_amp.search.ranking import check_key, found_fidelity, rank
 from autotune_amp.search.space import Space
 
 HEAP = {"MALLOC_TRIM_THRESHOLD_": "2147483647"}

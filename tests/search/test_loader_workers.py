@@ -10,7 +10,8 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome, Record
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.answer.evidence import Runs, is_waiting, loader_evidence
+from autotune_amp.search.answer.evidence import loader_evidence
+from autotune_amp.search.ranking import Runs, is_waiting
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.explore import EXPLORING, LOADER_SHARE, left_to_explore

@@ -10,9 +10,8 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import Objective
 from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.check_results import tier
 from autotune_amp.search.loss_scales import calibrated, loss_scale
-from autotune_amp.search.objective import Merit, keeps_baseline, least_speed, rank, rank_for
+from autotune_amp.search.ranking import Merit, keeps_baseline, least_speed, rank, rank_for, tier
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Todo, next_todo
 from autotune_amp.search.stages.explore import smaller_seed

@@ -19,13 +19,22 @@ from autotune_amp.core.evidence import Evidence, Job, Outlook
 from autotune_amp.core.outcome import Description, Measurement
 from autotune_amp.core.recommendation import Decision, Recommendation, SearchSummary
 from autotune_amp.core.setting import Setting
-from autotune_amp.search import check_results, loss_scales
+from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.answer import explain
-from autotune_amp.search.answer.evidence import best_runs, confirm_runs, gather, plain_config
+from autotune_amp.search.answer.evidence import gather, plain_config
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.ledger import LOSS_SCALE, Ledger
-from autotune_amp.search.objective import PLATEAU, check_measured, keeps_baseline, least_speed, merit, rank_for
 from autotune_amp.search.options import RANKING, SearchOptions
+from autotune_amp.search.ranking import (
+    PLATEAU,
+    best_runs,
+    check_measured,
+    confirm_runs,
+    keeps_baseline,
+    least_speed,
+    merit,
+    rank_for,
+)
 from autotune_amp.search.space import build_space
 from autotune_amp.search.stages.fallbacks import fallback_plans
 from autotune_amp.trial.heap import recommended_environment
@@ -71,7 +80,7 @@ def decide(
     may_be_kept = space.baseline not in out and (
         space.baseline in sound
         or space.baseline not in merits
-        or not check_results.can_check(space.baseline, space)  # no budget would settle it, and it is what the user runs
+        or not ranking.can_check(space.baseline, space)  # no budget would settle it, and it is what the user runs
     )
     is_kept = may_be_kept and keeps_baseline(objective, candidate, contenders[candidate], space.baseline, today)
     promised = {} if is_kept else dict(environment)
@@ -93,7 +102,7 @@ def decide(
     plans = fallback_plans(
         records,
         chosen.candidate,
-        {e.precision for e in check_results.exclusions(known)},
+        {e.precision for e in ranking.exclusions(known)},
         may_add_steps=ledger.may_add_accumulation,
     )
     config = plain_config(chosen.candidate, chosen_scale, promised, plans)

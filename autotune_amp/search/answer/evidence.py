@@ -5,8 +5,6 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.core.evidence import (
     MIN_PROCESSES,
@@ -19,18 +17,16 @@ from autotune_amp.core.evidence import (
     WorkersTried,
 )
 from autotune_amp.core.intervals import prediction_interval, ratio_interval
-from autotune_amp.core.outcome import Failure, Measurement, Record
+from autotune_amp.core.outcome import Measurement, Record
 from autotune_amp.hardware import machine_load
 from autotune_amp.precision.modes import MODES
-from autotune_amp.search.check_results import BEFORE_CONFIRMATION, failures
 from autotune_amp.search.ledger import LOSS_SCALE
-from autotune_amp.search.objective import joules_per_sample
+from autotune_amp.search.ranking import MAX_DATA_SHARE, Runs, data_share, joules_per_sample, were_processes_shared
 from autotune_amp.trial.jobs import NUM_STEPS_BEFORE_CUT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from autotune_amp.core.hardware import MachineLoad
     from autotune_amp.core.outcome import Description, Purpose, SampleSizes
     from autotune_amp.core.setting import Setting
     from autotune_amp.search.ledger import Ledger
@@ -38,70 +34,6 @@ if TYPE_CHECKING:
 # A confirmation that differs from the search's trials by more was not measured on the same machine, so to speak: left
 # alone, the two differed by factors of 0.72 to 1.31 (forty searches of studies/truth, real_training and peers).
 DRIFT = 1.5
-MAX_DATA_SHARE = 0.10  # a wait of 5 to 10 % of a step: the loader sets the speed (studies/README.md)
-
-
-class Runs(msgspec.Struct, frozen=True, kw_only=True):
-    """The processes that measured one candidate under one environment.
-
-    `rounds` are the confirmation rounds, one for each measurement; empty where the search's own trial has to do.
-    `loads` are what others did on the machine during them, as far as that was looked at.
-    `failure` is why there is no measurement, None where there are some or the candidate was never run.
-    """
-
-    candidate: Setting
-    measurements: tuple[Measurement, ...] = ()
-    rounds: tuple[int, ...] = ()
-    loads: tuple[MachineLoad, ...] = ()
-    failure: Failure | None = None
-
-    @property
-    def speed(self) -> float:
-        """Samples per second, the median over processes."""
-        return median(m.samples_per_second for m in self.measurements)
-
-    @property
-    def num_confirming(self) -> int:
-        """How many confirmation processes there are."""
-        return len(self.rounds)
-
-    @property
-    def by_round(self) -> dict[int, float]:
-        """Samples per second of each confirmation round."""
-        return {r: m.samples_per_second for r, m in zip(self.rounds, self.measurements, strict=False)}
-
-
-def confirm_runs(records: Sequence[Record], candidate: Setting, environment: Mapping[str, str]) -> Runs:
-    """The confirmation processes of a candidate in exactly this environment."""
-    ours = [r for r in records if r.candidate == candidate and r.environment == environment and r.purpose == "confirm"]
-    measured = [(r.round or 0, r.outcome) for r in ours if isinstance(r.outcome, Measurement)]
-    return Runs(
-        candidate=candidate,
-        measurements=tuple(m for _, m in measured),
-        rounds=tuple(number for number, _ in measured),
-        loads=_loads(ours),
-        failure=None if measured else failures(ours).get(candidate),
-    )
-
-
-def best_runs(records: Sequence[Record], candidate: Setting, environment: Mapping[str, str]) -> Runs:
-    """The confirmation processes in this environment, or else the search's own trial of the candidate."""
-    confirmed = confirm_runs(records, candidate, environment)
-    if confirmed.measurements or confirmed.failure:
-        return confirmed
-    ours = [r for r in records if r.candidate == candidate and r.purpose in BEFORE_CONFIRMATION]
-    measured = [r for r in ours if isinstance(r.outcome, Measurement)][-1:]
-    return Runs(
-        candidate=candidate,
-        measurements=tuple(r.outcome for r in measured if isinstance(r.outcome, Measurement)),
-        loads=_loads(measured),
-        failure=None if measured else failures(ours).get(candidate),
-    )
-
-
-def were_processes_shared(records: Sequence[Record]) -> bool:
-    """Whether the confirmation measured what it holds against each other one after the other in the same processes."""
-    return any(r.round is not None and r.start_seconds == 0.0 and isinstance(r.outcome, Measurement) for r in records)
 
 
 def gather(
@@ -164,10 +96,6 @@ def _median(values: Iterable[float | None]) -> float | None:
     return median(known) if known else None
 
 
-def _loads(records: Sequence[Record]) -> tuple[MachineLoad, ...]:
-    return tuple(r.load for r in records if isinstance(r.outcome, Measurement) and r.load is not None)
-
-
 def _promise(runs: Runs, records: Sequence[Record]) -> tuple[float, float]:
     """The prediction interval, widened to hold the median that it stands beside, and what others' load may change.
 
@@ -215,7 +143,10 @@ def _speedup(
         return None, None
     if chosen == baseline:
         return 1.0, (1.0, 1.0)
-    ours, theirs = chosen.by_round, baseline.by_round
+    ours, theirs = (
+        {number: m.samples_per_second for number, m in zip(runs.rounds, runs.measurements, strict=False)}
+        for runs in (chosen, baseline)
+    )
     shared = sorted(ours.keys() & theirs.keys())
     ratio = chosen.speed / baseline.speed
     if not shared:
@@ -253,20 +184,6 @@ def _plain_environment(records: Sequence[Record], candidate: Setting, baseline: 
     return PlainEnvironment(
         samples_per_second=speed,
         speedup=speed / baseline.speed if speed is not None and baseline.measurements else None,
-    )
-
-
-def data_share(measured: Measurement) -> float:
-    """The share of a step that waits for data."""
-    return measured.data_seconds / measured.step_seconds
-
-
-def is_waiting(records: Sequence[Record]) -> bool:
-    """Whether the loader sets the speed of any candidate that was measured with the user's own number of workers."""
-    return any(
-        isinstance(r.outcome, Measurement) and not r.outcome.was_cut and data_share(r.outcome) > MAX_DATA_SHARE
-        for r in records
-        if r.purpose == "search" and r.candidate.num_workers is None
     )
 
 

@@ -15,9 +15,16 @@ from autotune_amp.core.recommendation import CandidateRow, Exclusion
 from autotune_amp.core.text import count, number, rate, sentence
 from autotune_amp.hardware import machine_load
 from autotune_amp.precision.modes import MODES
-from autotune_amp.search.answer.evidence import MAX_DATA_SHARE, Runs, best_runs, confirm_runs, share_seen
-from autotune_amp.search.check_results import failures
-from autotune_amp.search.objective import joules_per_sample, least_speed
+from autotune_amp.search.answer.evidence import share_seen
+from autotune_amp.search.ranking import (
+    MAX_DATA_SHARE,
+    Runs,
+    best_runs,
+    confirm_runs,
+    failures,
+    joules_per_sample,
+    least_speed,
+)
 from autotune_amp.search.space import SAME_MEMORY, Space, without
 
 if TYPE_CHECKING:
@@ -27,7 +34,7 @@ if TYPE_CHECKING:
     from autotune_amp.core.outcome import Accumulation, Description, Fidelity
     from autotune_amp.core.setting import Setting
     from autotune_amp.search.ledger import Ledger
-    from autotune_amp.search.objective import Merit
+    from autotune_amp.search.ranking import Merit
 
 WIDE_INTERVAL = 0.2  # plus and minus; processes 5 % apart, as the prior has it, give 15 % with three, 13 % with five
 
