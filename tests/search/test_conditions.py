@@ -10,7 +10,7 @@ from scripted_backend import candidate, described, hardware, ledger_of, measured
 
 from autotune_amp.core.outcome import SampleSizes
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.answer.evidence import gather, memory_evidence
+from autotune_amp.search.answer.decide import gather, memory_evidence
 from autotune_amp.search.answer.explain import memory_doubts
 from autotune_amp.search.ranking import Runs
 from autotune_amp.search.space import Space
@@ -40,7 +40,7 @@ ALL_SEEN = SampleSizes(
         (
             {"sample_sizes": ALL_SEEN, "scan_problem": "E"},
             "the largest of 10,000 samples, 4 to 512 numbers each, median 120",
-            "ended after 10,000 of 10,000 samples (E): a batch may",
+            "ended after 10,000 of 10,000 samples (E); another may",
         ),
     ],
 )

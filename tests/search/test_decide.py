@@ -11,7 +11,7 @@ from scripted_backend import measurement as measured
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.core.dimensions import PRECISIONS, Precision
-from autotune_amp.core.evidence import PlainEnvironment
+from autotune_amp.core.evidence import Objective, PlainEnvironment
 from autotune_amp.core.outcome import CheckOutcome, Failure, FailureKind, Measurement, Outcome, Purpose, Record
 from autotune_amp.core.recommendation import Decision, Exclusion
 from autotune_amp.core.setting import Setting
@@ -239,6 +239,20 @@ def test_what_there_is_stays_unless_three_percent_are_gained(speed: float, is_ke
         assert decision.evidence.samples_per_second == 100.0
         assert decision.evidence.plain_environment is None
         assert decision.warnings == ()
+
+
+@pytest.mark.parametrize(("objective", "speed"), [("speed", 190.0), ("memory", 100.0)])
+def test_what_is_kept_is_not_said_to_beat_what_nobody_confirmed(objective: Objective, speed: float) -> None:
+    winner, better = measured(200.0, 100), measured(speed, 200)
+    log = Log().add(FP32, measured(100.0, 400)).add(BF16, winner).add(FP16, better)
+    log.confirm(BF16, *[measured(90.0, 100)] * 3).confirm(FP32, *[measured(100.0, 400)] * 3)
+    reason = decided(log, objective=objective).reason
+    assert reason.startswith("Keep what you have: fp32 batch 32")
+    assert "nothing confirmed" in reason
+    assert "fp16 batch 64" in reason
+    assert "--budget" in reason
+    log.confirm(FP16, *[measured(90.0, 200)] * 3)
+    assert "nothing measured" in decided(log, objective=objective).reason
 
 
 @pytest.mark.parametrize(("speed", "expected"), [(98.0, "fp32"), (96.0, "bf16")])

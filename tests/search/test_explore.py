@@ -8,7 +8,7 @@ from scripted_backend import ScriptedSearch, candidate, ledger_of, measured
 
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.answer.evidence import gather
+from autotune_amp.search.answer.decide import gather
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.ranking import best_runs, confirm_runs, failures
 from autotune_amp.search.space import Space

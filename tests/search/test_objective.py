@@ -154,7 +154,7 @@ def test_what_takes_less_and_is_left_out_is_said() -> None:
     log = searched().add(at("bf16", 8), fidelity("bf16", "unfaithful"), "fidelity")
     decision = decided(log, objective="memory", is_checked=False)
     assert decision.config.precision == "fp32"
-    assert "bf16 batch 8 takes 0.50 of that and is left out: bf16 is unfaithful" in decision.reason
+    assert "takes 0.25 of that and is left out: bf16 is unfaithful" in decision.reason
 
 
 def test_without_a_baseline_the_least_memory_wins() -> None:

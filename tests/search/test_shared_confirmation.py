@@ -22,7 +22,7 @@ from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.backend import Backend
 from autotune_amp.isolation.local import Isolation
-from autotune_amp.search.answer.evidence import gather
+from autotune_amp.search.answer.decide import gather
 from autotune_amp.search.ledger import Shortlist
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress

@@ -12,7 +12,7 @@ from scripted_backend import ScriptedSearch, candidate, described, hardware, mea
 from autotune_amp.core.outcome import Failure, Measurement, Outcome
 from autotune_amp.isolation.backend import Backend
 from autotune_amp.isolation.local import Isolation
-from autotune_amp.search.answer.evidence import gather
+from autotune_amp.search.answer.decide import gather
 from autotune_amp.search.ledger import Shortlist
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.ranking import confirm_runs
