@@ -95,7 +95,7 @@ def _effective(given: str | int | None, num_ranks: int) -> int | Literal["free"]
     if given == "free":
         return "free"
     number = int(given) if isinstance(given, str) and given.isdecimal() else given
-    _check(_is_count(number), "effective-batch-size", given, 'a whole number from 1 up, or "free"')
+    _check(is_count(number), "effective-batch-size", given, 'a whole number from 1 up, or "free"')
     assert number is None or isinstance(number, int)
     _check(
         number is None or number % num_ranks == 0,
@@ -123,7 +123,8 @@ def _is_number(given: Any) -> bool:
     return (isinstance(given, float) or _is_whole(given)) and math.isfinite(given)
 
 
-def _is_count(given: Any) -> bool:
+def is_count(given: Any) -> bool:
+    """Whether it is a whole number from 1 up, or left out."""
     return given is None or (_is_whole(given) and given >= 1)
 
 
@@ -176,11 +177,11 @@ _FIELDS = {
 # Of each option a test of what was given, and what would do.
 _WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "budget": (lambda given: _is_number(given) and given > 0, "a number of seconds above 0"),
-    "trials": (_is_count, "a whole number from 1 up"),
+    "trials": (is_count, "a whole number from 1 up"),
     "device": (lambda given: _matches(_DEVICE, given), "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N"),
     "memory_fraction": (lambda given: _is_number(given) and 0 < given <= 1, "a share above 0 and at most 1"),
-    "steps": (lambda given: _is_count(given) and (given or 1) <= MAX_STEPS, f"a whole number from 1 to {MAX_STEPS}"),
-    "samples": (_is_count, "a whole number from 1 up"),
+    "steps": (lambda given: is_count(given) and (given or 1) <= MAX_STEPS, f"a whole number from 1 to {MAX_STEPS}"),
+    "samples": (is_count, "a whole number from 1 up"),
     "price_per_hour": (
         lambda given: given is None or (_is_number(given) and given >= 0),
         "an amount of money from 0 up",

@@ -5,6 +5,7 @@ Which batch sizes are tried follows from the effective batch size: its divisors 
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -83,6 +84,9 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
     variants = {dimension: dimension.choices(hardware, description, options) for dimension in VARIANTS}
     for dimension, found in variants.items():
         notes += [f"{dimension.name} {value} is not tried: {reason}." for value, reason in found.left_out.items()]
+    if description.weights != "fp32":
+        kept = "low precision" if description.weights == "frozen_low" else description.weights
+        notes.append(f"Weights are kept in {kept}: the rows called fp32 compute with them as they are.")
     space = Space(
         candidates=tuple(
             Setting(precision=p, batch_size=b, accumulation_steps=(effective or b) // b)
@@ -91,7 +95,7 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
         ),
         baseline=baseline,
         excluded=tuple(excluded),
-        notes=(*notes, *_weight_notes(description)),
+        notes=tuple(notes),
         effective_batch_size=effective,
         num_ranks=options.num_ranks,
         weights=description.weights,
@@ -120,23 +124,23 @@ def excluded_by_outcomes(space: Space, outcomes: Mapping[Setting, Outcome]) -> t
     for failed, failure in outcomes.items():
         if isinstance(failure, Failure):
             found += _ruled_out_by(failed, failure, space, measured)
-    return tuple({(e.precision, e.batch_size): e for e in reversed(found)}.values())[::-1]
+    unique: dict[tuple[str, int | None], Exclusion] = {}
+    for exclusion in found:
+        unique.setdefault((exclusion.precision, exclusion.batch_size), exclusion)
+    return tuple(unique.values())
 
 
 def _hopeless(measured: Mapping[Setting, Measurement]) -> list[Exclusion]:
     speeds = {c: m.samples_per_second for c, m in measured.items() if c.is_ordinary}
-    found = []
-    for precision in dict.fromkeys(c.precision for c in speeds):
-        ratio, batch_size, rival = max(
-            (speeds[other] / speeds[c], c.batch_size, other.precision)
-            for c in speeds
-            for other in speeds
-            if c.precision == precision and other.batch_size == c.batch_size
-        )
-        if ratio > HOPELESS:
-            reason = f"{precision} is {ratio:.0f} times slower than {rival} at batch {batch_size}"
-            found.append(Exclusion(precision=precision, batch_size=None, reason=reason))
-    return found
+    worst: dict[Precision, tuple[float, int, str]] = {}
+    for ours, theirs in itertools.product(speeds, repeat=2):
+        if ours.batch_size == theirs.batch_size and speeds[theirs] > HOPELESS * speeds[ours]:
+            found = speeds[theirs] / speeds[ours], ours.batch_size, theirs.precision
+            worst[ours.precision] = max(found, worst.get(ours.precision, found))
+    return [
+        Exclusion(precision=p, batch_size=None, reason=f"{p} is {ratio:.0f} times slower than {rival} at batch {size}")
+        for p, (ratio, size, rival) in worst.items()
+    ]
 
 
 def _ruled_out_by(
@@ -147,20 +151,22 @@ def _ruled_out_by(
     has_run = any(c.precision == failed.precision for c in measured)
     if failure.kind == "unsupported" and not failed.as_found and not has_run:
         return [Exclusion(precision=failed.precision, batch_size=None, reason=failure.message)]
-    larger = [c for c in space.candidates if c.precision == failed.precision and c.batch_size > failed.batch_size]
-    if failure.kind == "timeout":
-        out, reason = larger, f"{failed} took too long, and this has more to do"
-    elif failure.kind == "oom":
+    if failure.kind not in ("timeout", "oom"):
+        return []
+    reason = f"{failed} took too long, and this has more to do"
+    hungrier: set[Precision] = set()
+    if failure.kind == "oom":
         reason = f"{failed} ran out of memory, and this needs at least as much"
         hungrier = {p for p in PRECISIONS if p != failed.precision and _needs_as_much(measured, p, failed.precision)}
-        out = [
-            c
-            for c in space.candidates
-            if c in larger or (c.precision in hungrier and c.batch_size >= failed.batch_size)
-        ]
-    else:
-        out, reason = [], ""
-    return [Exclusion(precision=c.precision, batch_size=c.batch_size, reason=reason) for c in out if c not in measured]
+    return [
+        Exclusion(precision=c.precision, batch_size=c.batch_size, reason=reason)
+        for c in space.candidates
+        if c not in measured
+        and (
+            (c.precision == failed.precision and c.batch_size > failed.batch_size)
+            or (c.precision in hungrier and c.batch_size >= failed.batch_size)
+        )
+    ]
 
 
 def _needs_as_much(measured: Mapping[Setting, Measurement], precision: Precision, than: Precision) -> bool:
@@ -178,8 +184,7 @@ def _today(
 ) -> tuple[Setting, int | None, list[str]]:
     """What the user runs, the effective batch size to keep to (None: free), and what was assumed for it."""
     precision, as_found = description.as_found_precision, not description.is_as_found_strict
-    size = description.batch_size
-    notes: list[str] = []
+    size, notes = description.batch_size, list[str]()
     if options.baseline is not None:
         (precision, size), as_found = options.baseline, False
         reason = PRECISION.why_not(precision, hardware, description)
@@ -196,29 +201,25 @@ def _today(
             f"Say what you run today with --baseline PRECISION:BATCH."
         )
 
+    def use(other: int, why: str) -> int:
+        notes.append(f"The baseline's batch size is {other} instead of {size}: {why}.")
+        return other
+
     if description.num_samples is not None and size > description.num_samples:
-        notes.append(_instead(description.num_samples, size, "the dataset has no more samples"))
-        size = max(1, description.num_samples)
+        size = use(max(1, description.num_samples), "the dataset has no more samples")
     todays = size * description.accumulation_steps
     effective = None if is_assumed else todays
     if options.effective_batch_size is not None:
         free = options.effective_batch_size == "free"
         effective = None if free else int(options.effective_batch_size) // options.num_ranks
     if effective is not None and effective != size and description.is_loop:
-        why = "train_step takes an optimizer step on every batch, so a batch is the effective batch"
-        notes.append(_instead(effective, size, why))
-        size = effective
+        size = use(effective, "train_step takes an optimizer step on every batch, so a batch is the effective batch")
     elif effective is not None and effective % size:
         whole = of_all_ranks(effective, options.num_ranks)
         divisor = max(d for d in divisors(effective) if d <= size)
-        notes.append(_instead(divisor, size, f"{size} does not divide the effective batch size {whole}"))
-        size = divisor
+        size = use(divisor, f"{size} does not divide the effective batch size {whole}")
     steps = (effective or todays) // size
     return Setting(precision=precision, batch_size=size, accumulation_steps=steps, as_found=as_found), effective, notes
-
-
-def _instead(size: int, before: int, why: str) -> str:
-    return f"The baseline's batch size is {size} instead of {before}: {why}."
 
 
 def _usable(hardware: Hardware, description: Description) -> list[Precision]:
@@ -228,23 +229,12 @@ def _usable(hardware: Hardware, description: Description) -> list[Precision]:
 def _no_precision(
     hardware: Hardware, description: Description, left_out: Mapping[Precision, str]
 ) -> InvalidRequestError:
-    by_reason: dict[str, list[Precision]] = {}
-    for precision, reason in left_out.items():
-        by_reason.setdefault(reason.rstrip("."), []).append(precision)
-    reasons = "; ".join(f"{', '.join(alike)}: {reason}" for reason, alike in by_reason.items())
+    reasons = "; ".join(f"{precision}: {reason.rstrip('.')}" for precision, reason in left_out.items())
     usable = _usable(hardware, description)
     return InvalidRequestError(
         f"None of the precisions asked for can be trained in on {hardware.device}: {reasons}.",
         f"Use --precision with {' or '.join(usable)}." if usable else "Choose another device with --device.",
     )
-
-
-def _weight_notes(description: Description) -> tuple[str, ...]:
-    if (kept := description.weights) in ("bf16", "fp16"):
-        return (f"The weights are kept in {kept}: the rows called fp32 run the model as it is, without autocast.",)
-    if description.weights == "frozen_low":
-        return ("Frozen weights are kept in low precision: the rows called fp32 compute with them as they are.",)
-    return ()
 
 
 def with_accumulation_checked(space: Space, found: Accumulation | None) -> Space:

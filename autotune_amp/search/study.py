@@ -152,7 +152,11 @@ class Study:
                     "The same command again goes on without that trial; enqueue legal values only.",
                 ) from error
             asked_for = {dimension.name: trial.params[dimension.name] for dimension in SAMPLED}
-            suggested = self._suggested_pair(trial) if MODES[asked_for["precision"]].takes_scaler else None
+            suggested = None
+            if MODES[asked_for["precision"]].takes_scaler:
+                low, high = (2.0**log2_scale for log2_scale in LOG2_INIT_SCALES)
+                init_scale = trial.suggest_float("init_scale", low, high, log=True)
+                suggested = snapped(init_scale), trial.suggest_int("growth_interval", *GROWTH_INTERVALS, log=True)
             if setting is None or asked_for != _parameters(setting, None):
                 setting = self._nearest(asked_for)
                 _set_attributes(trial, _described(setting))
@@ -170,7 +174,8 @@ class Study:
         with _storage_errors(self._storage):
             _set_attributes(asked.trial, _explained(outcome, number, asked.pair, replay))
             if isinstance(outcome, Measurement):
-                self._study.tell(asked.trial, _value(outcome, replay))
+                share = 1.0 if replay is None else replay.applied_share
+                self._study.tell(asked.trial, share * outcome.samples_per_second)
             else:
                 asked.trial.set_constraint(_RUNS, 1.0)
                 self._study.tell(asked.trial, state=TrialState.PRUNED)
@@ -229,24 +234,16 @@ class Study:
         ours = [t for t in answered if all(t.user_attrs.get(key) == wanted[key] for key in wanted)]
         return [(snapped(t.params["init_scale"]), t.params["growth_interval"]) for t in ours]
 
-    def _suggested_pair(self, trial: optuna.Trial) -> Pair:
-        low, high = (2.0**log2_scale for log2_scale in LOG2_INIT_SCALES)
-        return (
-            snapped(trial.suggest_float("init_scale", low, high, log=True)),
-            trial.suggest_int("growth_interval", *GROWTH_INTERVALS, log=True),
-        )
-
     def _nearest(self, parameters: dict[str, Any]) -> Setting:
         """The legal candidate that is nearest to them; strict flags before as found where both are."""
 
-        def distance(value: Any, wanted: Any) -> float:
-            if isinstance(wanted, int):
-                return abs(math.log(value / wanted))
-            return 0.0 if value == wanted else math.inf
+        def distance(name: str, value: Any) -> float:
+            if isinstance(value, int):
+                return abs(math.log(value / parameters[name]))
+            return 0.0 if value == parameters[name] else math.inf
 
         return min(
-            self._legal,
-            key=lambda c: (sum(distance(getattr(c, name), parameters[name]) for name in parameters), c.as_found),
+            self._legal, key=lambda c: (sum(distance(name, getattr(c, name)) for name in parameters), c.as_found)
         )
 
     def _fail_left_behind(self) -> None:
@@ -280,17 +277,18 @@ def _set_attributes(owner: optuna.Trial | optuna.Study, attributes: dict[str, An
 def _create_or_load(storage: RDBStorage, name: str, search_id: str, owner: str) -> optuna.Study:
     ours = {"search_id": search_id, "owner": owner}
     own_name = f"{name}-{search_id}"
-    for free_name in itertools.chain((name, own_name), (f"{own_name}-{k}" for k in itertools.count(2))):
+    names = itertools.chain((name, own_name), (f"{own_name}-{k}" for k in itertools.count(2)))
+    while True:
+        free_name = next(names)
         try:  # creating fails for all but one of several searches that start together
             study = optuna.create_study(storage=storage, study_name=free_name, direction="maximize")
         except DuplicatedStudyError:
             study = optuna.load_study(storage=storage, study_name=free_name)
             if ours.items() <= study.user_attrs.items():
-                break
+                return study
         else:
             _set_attributes(study, ours)
-            break
-    return study
+            return study
 
 
 @contextlib.contextmanager
@@ -317,13 +315,8 @@ def connected(storage: str | Path) -> Iterator[RDBStorage]:
 def _storage_errors(storage: str | Path) -> Iterator[None]:
     try:
         yield
-    except (StorageInternalError, SQLAlchemyError) as error:
+    except (StorageInternalError, SQLAlchemyError, UpdateFinishedTrialError) as error:
         raise _study_error(storage, error) from error
-    except UpdateFinishedTrialError as error:
-        raise StudyError(
-            "A trial of this search was finished in the study by somebody else while it was running.",
-            "Run the same command again to go on; leave a running search's trials alone.",
-        ) from error
 
 
 def _parameters(setting: Setting, pair: Pair | None) -> dict[str, Any]:
@@ -334,34 +327,28 @@ def _parameters(setting: Setting, pair: Pair | None) -> dict[str, Any]:
     return found
 
 
-def _value(outcome: Measurement, replay: Replay | None) -> float:
-    """The objective: applied samples per second."""
-    return outcome.samples_per_second * (1.0 if replay is None else replay.applied_share)
-
-
 def _described(setting: Setting) -> dict[str, Any]:
     """What is known when a trial begins."""
-    found: dict[str, Any] = {"candidate": str(setting)}
-    # The name says how many, which two sets of pins can have in common.
-    return found | {"pinned_modules": list(setting.pinned_modules)} if setting.pinned_modules else found
+    # The name says how many are pinned, which two sets of pins can have in common.
+    pins = {"pinned_modules": list(setting.pinned_modules)} if setting.pinned_modules else {}
+    return {"candidate": str(setting)} | pins
 
 
 def _explained(outcome: Outcome, number: int | None, pair: Pair | None, replay: Replay | None) -> dict[str, Any]:
     """What is known when it has ended; `number` is its record's."""
-    if isinstance(outcome, Measurement):
-        explained: dict[str, Any] = {}
-        if number is not None or pair is None:  # what was measured stands with the trial that measured it
-            explained = {"step_seconds": outcome.step_seconds, "peak_memory_bytes": outcome.peak_memory_bytes}
-        if outcome.was_cut:
-            explained["was_cut"] = True
-        if replay is not None and pair is not None:
-            explained["snapped_init_scale"] = pair[0]
-            explained |= {"applied_share": replay.applied_share, "num_skips": replay.num_skips}
-        elif pair is not None:
-            explained["is_calibrated"] = False  # the value is an upper bound
-    else:
-        explained = {"failure": outcome.kind, "reason": outcome.message}
-    return explained if number is None else explained | {"record": number}
+    explained: dict[str, Any] = {} if number is None else {"record": number}
+    if isinstance(outcome, Failure):
+        return explained | {"failure": outcome.kind, "reason": outcome.message}
+    if number is not None or pair is None:  # what was measured stands with the trial that measured it
+        explained |= {"step_seconds": outcome.step_seconds, "peak_memory_bytes": outcome.peak_memory_bytes}
+    if outcome.was_cut:
+        explained["was_cut"] = True
+    if replay is not None and pair is not None:
+        share, num_skips = replay.applied_share, replay.num_skips
+        explained |= {"snapped_init_scale": pair[0], "applied_share": share, "num_skips": num_skips}
+    elif pair is not None:
+        explained["is_calibrated"] = False  # the value is an upper bound
+    return explained
 
 
 def sqlite_url(path: Path) -> str:
@@ -375,11 +362,7 @@ def _open_file(path: Path) -> sqlite3.Connection:
     A killed process harms nothing so. Only a power failure may, and then the records make the file again.
     """
     connection = sqlite3.connect(path, check_same_thread=False)
-    try:
-        connection.execute("PRAGMA synchronous = OFF")
-    except BaseException:
-        connection.close()
-        raise
+    connection.execute("PRAGMA synchronous = OFF")
     return connection
 
 

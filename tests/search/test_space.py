@@ -179,7 +179,7 @@ def test_precisions(
             dict.fromkeys(get_args(Precision), "unsupported"),
             {},
             {},
-            ", fp16: the device says unsupported; fp8",
+            "; fp16: the device says unsupported; fp8",
             "--device",
         ),
         ({}, {"num_samples": 20}, {"batch_size": "32:64"}, "only 20 samples", "20 or less"),

