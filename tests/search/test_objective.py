@@ -113,8 +113,8 @@ def test_memory_is_chosen_confirmed_and_said() -> None:
     assert decision.evidence.peak_memory_bytes == 200 * MIB
     for part in (
         "bf16 batch 8 has the least memory",
-        "200 MiB, 0.50 of the 400 MiB",
-        "1.10 of the speed",
+        "200 MiB beside 400 MiB",
+        "1.10 of its speed",
         "bf16 batch 4",
     ):
         assert part in decision.reason

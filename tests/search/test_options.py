@@ -51,6 +51,7 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_option(name: str, given: An
 )
 def test_what_makes_sense_is_taken(name: str, given: Any) -> None:
     assert isinstance(SearchOptions.from_user(**{name: given}), SearchOptions)
+    assert isinstance(SearchOptions.from_user(budget=60).budget_seconds, float), "the cache knows 60 and 60.0 as one"
 
 
 def test_ranks_share_the_effective_batch_evenly() -> None:

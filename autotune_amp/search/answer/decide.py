@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from autotune_amp.core.config import AmpConfig, LossScale
+from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import InvalidRequestError, StudyError
 from autotune_amp.core.evidence import (
     MIN_PROCESSES,
@@ -38,21 +38,7 @@ from autotune_amp.search.answer import explain
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.ledger import LOSS_SCALE, Ledger
 from autotune_amp.search.options import RANKING, SearchOptions
-from autotune_amp.search.ranking import (
-    MAX_DATA_SHARE,
-    PLATEAU,
-    Runs,
-    best_runs,
-    check_measured,
-    confirm_runs,
-    data_share,
-    joules_per_sample,
-    keeps_baseline,
-    least_speed,
-    merit,
-    rank_for,
-    were_processes_shared,
-)
+from autotune_amp.search.ranking import PLATEAU, Runs, best_runs, confirm_runs, data_share
 from autotune_amp.search.space import build_space
 from autotune_amp.search.stages.fallbacks import fallback_plans
 from autotune_amp.trial.heap import recommended_environment
@@ -87,46 +73,31 @@ def decide(
     top = min(ledger.tiers.values())
     contenders = sound = {c: found for c, found in merits.items() if ledger.tiers[c] == top}
     baseline = best_runs(records, space.baseline, {})
-    today = merit(baseline.measurements) if baseline.measurements else None
+    today = ranking.merit(baseline.measurements) if baseline.measurements else None
     if _was_confirmed(ledger, environment):
         confirmed = {
-            c: merit(runs.measurements, ledger.applied_share(c))
+            c: ranking.merit(runs.measurements, ledger.applied_share(c))
             for c in sound
             if not c.as_found and (runs := confirm_runs(records, c, environment)).measurements
         }
         contenders = confirmed or sound
     else:
         today = ledger.measured.get(space.baseline, today)  # trials of one kind are compared
-    check_measured(objective, contenders.values())
-    candidate = rank_for(objective, contenders, least_speed=least_speed(objective, today))[0]
+    ranking.check_measured(objective, contenders.values())
+    candidate = ranking.rank_for(objective, contenders, least_speed=ranking.least_speed(objective, today))[0]
     may_be_kept = space.baseline not in ledger.ruled_out and (
         space.baseline in sound
         or space.baseline not in merits
         or not ranking.can_check(space.baseline, space)  # no budget would settle it, and it is what the user runs
     )
-    is_kept = may_be_kept and keeps_baseline(objective, candidate, contenders[candidate], space.baseline, today)
+    is_kept = may_be_kept and ranking.keeps_baseline(objective, candidate, contenders[candidate], space.baseline, today)
     promised = {} if is_kept else dict(environment)
     chosen = baseline if is_kept else best_runs(records, candidate, promised)
-    chosen_scale = ledger.loss_scale(chosen.candidate) or LOSS_SCALE
-    confirming = [
-        r.outcome
-        for r in records
-        if isinstance(r.outcome, Measurement)
-        and (r.purpose, r.candidate, r.environment) == ("confirm", chosen.candidate, promised)
-        and r.loss_scale in (None, chosen_scale)
-    ]
-    evidence = msgspec.structs.replace(
-        gather(ledger, chosen, baseline, promised, description),
-        fidelity=ledger.verdict(chosen.candidate),
-        loss_scale=loss_scales.evidence(ledger.scales, chosen.candidate, confirming),
-    )
-    plans = fallback_plans(
-        records,
-        chosen.candidate,
-        {e.precision for e in ranking.exclusions(ledger.fidelity)},
-        may_add_steps=ledger.may_add_accumulation,
-    )
-    config = _config(chosen.candidate, chosen_scale, environment=promised, fallback=plans)
+    evidence = gather(ledger, chosen, baseline, promised, description)
+    harmful = {e.precision for e in ranking.exclusions(ledger.fidelity)}
+    plans = fallback_plans(records, chosen.candidate, harmful, may_add_steps=ledger.may_add_accumulation)
+    loss_scale = ledger.loss_scale(chosen.candidate)
+    config = AmpConfig.of(chosen.candidate, loss_scale=loss_scale, environment=promised, fallback=plans)
     excluded = explain.excluded(ledger, is_budget_spent=is_budget_spent)
     why_uncalibrated = loss_scales.why_uncalibrated(ledger.scales, chosen.candidate)
     return Decision(
@@ -176,12 +147,19 @@ def gather(
     description: Description | None = None,
 ) -> Evidence:
     """The evidence for `chosen`, measured in `environment`, against `baseline`, measured in the user's own."""
-    records = ledger.records
+    records, candidate = ledger.records, chosen.candidate
+    with_its_scale = [
+        r.outcome
+        for r in records
+        if isinstance(r.outcome, Measurement)
+        and (r.purpose, r.candidate, r.environment) == ("confirm", candidate, environment)
+        and r.loss_scale in (None, ledger.loss_scale(candidate))
+    ]
     speedup, speedup_interval = _speedup(chosen, baseline, records)
     processes = [runs.num_confirming for runs in (chosen, baseline) if runs.measurements]
     low, high = _promise(chosen, records)
     drifted = _drifted(chosen, records)
-    are_shared = chosen.num_confirming > 0 and were_processes_shared(records)
+    are_shared = chosen.num_confirming > 0 and ranking.were_processes_shared(records)
     return Evidence(
         samples_per_second=chosen.speed,
         samples_per_second_interval=(low, high) if drifted is None else (min(low, drifted), max(high, drifted)),
@@ -195,10 +173,12 @@ def gather(
         is_confirmed=min(processes) >= MIN_PROCESSES,
         data_share=median(map(data_share, chosen.measurements)),
         update_share=_median(m.update_seconds and m.update_seconds / m.step_seconds for m in chosen.measurements),
-        plain_environment=_plain_environment(records, chosen.candidate, baseline) if environment else None,
+        plain_environment=_plain_environment(records, candidate, baseline) if environment else None,
+        fidelity=ledger.verdict(candidate),
+        loss_scale=loss_scales.evidence(ledger.scales, candidate, with_its_scale),
         is_build_shared=not are_shared and any(m.is_build_shared for m in chosen.measurements),
         are_processes_shared=are_shared,
-        joules_per_sample=joules_per_sample(chosen.measurements),
+        joules_per_sample=ranking.joules_per_sample(chosen.measurements),
         loader=loader_evidence(records, chosen, description),
         memory=memory_evidence(chosen, description),
         evaluation_seconds=_median(m.evaluation_seconds for m in chosen.measurements),
@@ -206,11 +186,6 @@ def gather(
         accumulation=ledger.accumulation,
         load=machine_load.evidence(records, chosen.loads),
     )
-
-
-def _config(candidate: Setting, loss_scale: LossScale, **more: Any) -> AmpConfig:
-    """A candidate as a config; `loss_scale` goes with fp16 alone."""
-    return AmpConfig.of(candidate, loss_scale=loss_scale if MODES[candidate.precision].takes_scaler else None, **more)
 
 
 def _median(values: Iterable[float | None]) -> float | None:
@@ -225,7 +200,7 @@ def _promise(runs: Runs, records: Sequence[Record]) -> tuple[float, float]:
     on the same machine, and the latter further apart in time, so that they see it change its speed between minutes.
     Others that were confirmed in the same processes are left out: of how far processes differ they say nothing new.
     """
-    are_shared = were_processes_shared(records)
+    are_shared = ranking.were_processes_shared(records)
     groups: dict[tuple[Setting, Purpose, tuple[tuple[str, str], ...]], list[float]] = {}
     for record in records:
         found = record.outcome
@@ -279,16 +254,16 @@ def _speedup(
 
 
 def _baseline_evidence(runs: Runs, records: Sequence[Record]) -> BaselineEvidence:
-    is_measured, why_not = bool(runs.measurements), "not measured: the budget ended"
-    if runs.failure is not None:
-        why_not = f"{runs.failure.kind}: {runs.failure.message}"
+    measured, failure = runs.measurements, runs.failure
+    reason = "not measured: the budget ended" if failure is None else f"{failure.kind}: {failure.message}"
+    takes_scaler = MODES[runs.candidate.precision].takes_scaler
     return BaselineEvidence(
-        config=_config(runs.candidate, LOSS_SCALE),
-        samples_per_second=runs.speed if is_measured else None,
-        samples_per_second_interval=_promise(runs, records) if is_measured else None,
-        step_seconds=_median(m.step_seconds for m in runs.measurements),
-        peak_memory_bytes=max((m.peak_memory_bytes for m in runs.measurements), default=None),
-        reason=None if is_measured else why_not,
+        config=AmpConfig.of(runs.candidate, loss_scale=LOSS_SCALE if takes_scaler else None),
+        samples_per_second=runs.speed if measured else None,
+        samples_per_second_interval=_promise(runs, records) if measured else None,
+        step_seconds=_median(m.step_seconds for m in measured),
+        peak_memory_bytes=max((m.peak_memory_bytes for m in measured), default=None),
+        reason=None if measured else reason,
     )
 
 
@@ -314,13 +289,11 @@ def loader_evidence(
 ) -> LoaderEvidence | None:
     """What is known of the loader where it sets the speed of the choice with the user's own number of workers."""
     own = chosen.candidate.with_own_workers
-    searched = [r for r in records if r.purpose == "search"]
-    measured = chosen.measurements
-    if own != chosen.candidate:
-        measured = tuple(r.outcome for r in searched if r.candidate == own and isinstance(r.outcome, Measurement))
-    measured = tuple(m for m in measured if not m.was_cut)
+    searched = [(r.candidate, r.outcome) for r in records if r.purpose == "search"]
+    ran = chosen.measurements if own == chosen.candidate else [outcome for c, outcome in searched if c == own]
+    measured = [m for m in ran if isinstance(m, Measurement) and not m.was_cut]
     share = median(map(data_share, measured)) if measured else 0.0
-    if share <= MAX_DATA_SHARE:
+    if share <= ranking.MAX_DATA_SHARE:
         return None
     return LoaderEvidence(
         num_workers=None if description is None else description.num_workers,
@@ -328,13 +301,13 @@ def loader_evidence(
         step_samples_per_second=median(m.samples_per_second for m in measured) / (1 - share),
         tried=tuple(
             WorkersTried(
-                candidate=str(r.candidate.with_own_workers),
-                num_workers=r.candidate.num_workers,
-                samples_per_second=r.outcome.samples_per_second if isinstance(r.outcome, Measurement) else None,
-                data_share=data_share(r.outcome) if isinstance(r.outcome, Measurement) else None,
+                candidate=str(c.with_own_workers),
+                num_workers=c.num_workers,
+                samples_per_second=outcome.samples_per_second if isinstance(outcome, Measurement) else None,
+                data_share=data_share(outcome) if isinstance(outcome, Measurement) else None,
             )
-            for r in searched
-            if r.candidate.num_workers is not None
+            for c, outcome in searched
+            if c.num_workers is not None
         ),
     )
 
@@ -347,11 +320,8 @@ def memory_evidence(chosen: Runs, description: Description | None = None) -> Mem
         worst_case = "the worst batch that the workload names"
     elif sizes is not None:
         num = min(chosen.candidate.batch_size, len(sizes.largest))
-        seen = ""
-        if sizes.num_seen < sizes.num_samples:
-            seen = f", {sizes.num_seen:,} of which were looked at ({explain.share_seen(sizes)})"
         worst_case = (
-            f"the {f'{num:,} largest' if num > 1 else 'largest'} of {sizes.num_samples:,} samples{seen}, "
+            f"the {num:,} largest of {sizes.num_seen:,} samples looked at, of {sizes.num_samples:,}: "
             f"{sizes.smallest_size:,} to {sizes.largest_size:,} numbers each, median {sizes.median_size:,}"
         )
     return MemoryEvidence(

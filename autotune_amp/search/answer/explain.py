@@ -14,24 +14,15 @@ from autotune_amp.core.recommendation import CandidateRow, Exclusion
 from autotune_amp.core.text import count, number, rate, sentence, size
 from autotune_amp.hardware import machine_load
 from autotune_amp.precision.modes import MODES
-from autotune_amp.search.ranking import (
-    MAX_DATA_SHARE,
-    PLATEAU,
-    Merit,
-    Runs,
-    best_runs,
-    confirm_runs,
-    failures,
-    joules_per_sample,
-    least_speed,
-)
+from autotune_amp.search import ranking
+from autotune_amp.search.ranking import PLATEAU, Merit, Runs, least_speed
 from autotune_amp.search.space import SAME_MEMORY, Space, without
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from autotune_amp.core.evidence import Objective
-    from autotune_amp.core.outcome import Accumulation, Description, SampleSizes
+    from autotune_amp.core.outcome import Accumulation, Description
     from autotune_amp.core.setting import Setting
     from autotune_amp.search.ledger import Ledger
 
@@ -60,7 +51,9 @@ def reason(
     ours = today if is_kept and today is not None else contenders[chosen]
     why_not_better, is_all_compared = _why_not_better(ledger, chosen, ours, today, contenders)
     if is_kept:
-        gain = _kept(objective, baseline, ours, "measured" if is_all_compared else "confirmed")
+        amount = "" if objective == "speed" else f", {_amount(objective, ours)}"
+        compared = "measured" if is_all_compared else "confirmed"
+        gain = f"Keep what you have: {baseline}{amount}; nothing {compared} is worth a change."
     elif objective == "speed":
         is_choice = baseline not in ledger.ruled_out and ledger.tiers.get(baseline) == ledger.tiers[chosen]
         gain = _faster(chosen, baseline, evidence, is_baseline_a_choice=is_choice)
@@ -69,21 +62,11 @@ def reason(
     return " ".join([gain, *why_not_better, *_loader_reason(chosen, evidence)])
 
 
-def _kept(objective: Objective, baseline: Setting, ours: Merit, compared: str) -> str:
-    kept = f"Keep what you have: {baseline}"
-    if objective == "speed":
-        return f"{kept}; nothing {compared} is worth a change."
-    what = "draws less" if objective == "energy" else "that is as fast takes less"
-    return f"{kept}, {_amount(objective, ours)}; nothing {compared} {what} by 3 % or more."
-
-
 def _faster(chosen: Setting, baseline: Setting, evidence: Evidence, *, is_baseline_a_choice: bool) -> str:
     speed = f"{chosen} reaches {rate(evidence.samples_per_second)}"
     if evidence.speedup is None:
-        return (
-            f"{speed}; there is no speed-up to give, since the baseline, {baseline}, has no measurement "
-            f"({evidence.baseline.reason})."
-        )
+        why = evidence.baseline.reason
+        return f"{speed}; there is no speed-up to give: the baseline, {baseline}, has no measurement ({why})."
     if chosen == baseline:
         return f"{speed} in the recommended environment, {evidence.speedup:.2f} times what it reaches without."
     if evidence.speedup < 1 and is_baseline_a_choice:
@@ -99,15 +82,12 @@ def _less(objective: Objective, chosen: Setting, baseline: Setting, ours: Merit,
     )
     amount, speed = _amount(objective, ours), ours.samples_per_second
     if today is None:
-        return (
-            f"{name} {least}: {amount}, at {rate(speed)}; the baseline, {baseline}, has no measurement to compare with."
-        )
-    share = _share(objective, ours, today)
-    beside = "" if share is None else f", {share:.2f} of the {_amount(objective, today)} that it is today"
-    said = f"{amount}{beside}, at {speed / today.samples_per_second:.2f} of the speed of the baseline, {baseline}."
+        return f"{name} {least}: {amount}, at {rate(speed)}; the baseline, {baseline}, has no measurement."
+    beside = f"{amount} beside {_amount(objective, today)} of the baseline, {baseline}, "
+    beside += f"at {speed / today.samples_per_second:.2f} of its speed."
     if speed < least_speed(objective, today):
-        return f"Nothing that may be recommended is as fast as the baseline; {name} comes nearest: {said}"
-    return f"{name} {least}: {said}"
+        return f"Nothing that may be recommended is as fast as the baseline; {name} comes nearest: {beside}"
+    return f"{name} {least}: {beside}"
 
 
 def _amount(objective: Objective, found: Merit) -> str:
@@ -280,7 +260,7 @@ def _missing_plans(space: Space, config: AmpConfig, evidence: Evidence) -> list[
 def _loader_doubts(evidence: Evidence) -> list[str]:
     """That the loader sets the speed, and what was tried against it."""
     loader = evidence.loader
-    if loader is None or evidence.data_share <= MAX_DATA_SHARE:
+    if loader is None or evidence.data_share <= ranking.MAX_DATA_SHARE:
         return []
     if loader.tried:
         tried = [
@@ -302,26 +282,17 @@ def _loader_doubts(evidence: Evidence) -> list[str]:
     ]
 
 
-def share_seen(sizes: SampleSizes) -> str:
-    """``12 %``: how many of the samples were looked at."""
-    return f"{100 * sizes.num_seen / sizes.num_samples:.2g} %"
-
-
 def memory_doubts(description: Description | None) -> list[str]:
     """What keeps the measured memory from being that of the worst batch."""
     if description is None or description.has_worst_batch:
         return []
     sizes, seen, problem = description.sample_sizes, description.batch_sizes_seen, description.scan_problem
     if problem is not None:
-        after = "" if sizes is None else f" after {sizes.num_seen:,} of {sizes.num_samples:,} samples"
-        doubt = f"The look through the data for its largest batch ended{after} ({problem})"
+        doubt = f"The look through the data for its largest batch came to no end ({problem})"
     elif seen is not None:
-        doubt = (
-            f"Batches differ, from {seen[0]:,} to {seen[1]:,} numbers in those drawn, and the data cannot be looked "
-        )
-        doubt += "through: memory and speed are what the trials' batches took"
+        doubt = f"Batches differ, from {seen[0]:,} to {seen[1]:,} numbers in those drawn, and only those were measured"
     elif sizes is not None and sizes.num_seen < sizes.num_samples:
-        doubt = f"Memory was measured on the largest of {sizes.num_seen:,} samples, {share_seen(sizes)} of the dataset"
+        doubt = f"Memory was measured on the largest of {sizes.num_seen:,} among {sizes.num_samples:,} samples"
     else:
         return []
     return [f"{doubt}; another may take more. Workload(worst_batch=...) names the batch that takes the most."]
@@ -385,13 +356,13 @@ def rows(ledger: Ledger, exclusions: Sequence[Exclusion], environment: Mapping[s
         key=lambda c: (MODES[c.precision].risk, c.batch_size, c.accumulation_steps, c.num_workers or 0),
     ):
         ours = [r for r in ledger.records if r.candidate == candidate]
-        runs = best_runs(ours, candidate, {} if candidate == baseline else environment)
-        failure = runs.failure if candidate == baseline else failures(ours).get(candidate)
+        runs = ranking.best_runs(ours, candidate, {} if candidate == baseline else environment)
+        failure = runs.failure if candidate == baseline else ranking.failures(ours).get(candidate)
         row = _row(runs, failure, exclusions)
         if candidate in out and failure is None:
             row = replace(row, status="excluded", reason=out[candidate])
         table.append(row)
-        again = confirm_runs(ours, candidate, environment)
+        again = ranking.confirm_runs(ours, candidate, environment)
         if candidate == baseline and environment and again.measurements:
             table.append(replace(_row(again, None, exclusions), has_environment=True))
     return tuple(table)
@@ -416,5 +387,5 @@ def _row(runs: Runs, failure: Failure | None, exclusions: Sequence[Exclusion]) -
         step_seconds=median(m.step_seconds for m in measured) if measured else None,
         peak_memory_bytes=max((m.peak_memory_bytes for m in measured), default=None),
         reason=why,
-        joules_per_sample=joules_per_sample(measured),
+        joules_per_sample=ranking.joules_per_sample(measured),
     )
