@@ -124,10 +124,7 @@ def excluded_by_outcomes(space: Space, outcomes: Mapping[Setting, Outcome]) -> t
     for failed, failure in outcomes.items():
         if isinstance(failure, Failure):
             found += _ruled_out_by(failed, failure, space, measured)
-    unique: dict[tuple[str, int | None], Exclusion] = {}
-    for exclusion in found:
-        unique.setdefault((exclusion.precision, exclusion.batch_size), exclusion)
-    return tuple(unique.values())
+    return tuple({(e.precision, e.batch_size): e for e in reversed(found)}.values())[::-1]
 
 
 def _hopeless(measured: Mapping[Setting, Measurement]) -> list[Exclusion]:
