@@ -8,11 +8,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from scripted_backend import ScriptedSearch, all_well, hardware, measured
+from scripted_backend import ScriptedSearch, all_well, described, hardware, measured
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError, StudyError
-from autotune_amp.core.outcome import Calibration, CheckOutcome, Description, Outcome
+from autotune_amp.core.outcome import Calibration, CheckOutcome, Outcome
 from autotune_amp.core.recommendation import Fingerprint, Recommendation, SearchSummary
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.answer.decide import ranked_again, recommend, rerank
@@ -25,19 +25,7 @@ from autotune_amp.search.space import build_space
 from autotune_amp.trial.jobs import Check, Trial
 
 HELD = {"MALLOC_TRIM_THRESHOLD_": "2147483647"}
-WORKLOAD = Description(
-    name="scripted",
-    batch_size=32,
-    num_samples=10_000,
-    data="Dataset",
-    num_parameters=10,
-    num_trainable_parameters=10,
-    weights="fp32",
-    as_found_precision="fp32",
-    is_as_found_strict=True,
-    build_seconds=0.0,
-    context_seconds=0.0,
-)
+WORKLOAD = described()
 OPTIONS = SearchOptions(
     effective_batch_size="free", batch_size=(8, 128), precisions=("fp32", "bf16", "fp16"), storage="sqlite:///pass@word"
 )
@@ -137,11 +125,6 @@ def test_another_length_is_another_horizon_for_the_loss_scale(finished: tuple[Re
 
 def test_a_storage_with_its_password_is_not_kept(finished: tuple[Recommendation, StudyFolder]) -> None:
     assert "pass@word" not in finished[0].to_json()
-
-
-def test_energy_that_was_not_measured_is_refused(finished: tuple[Recommendation, StudyFolder]) -> None:
-    with pytest.raises(InvalidRequestError, match="what the device draws"):
-        rerank(finished[0], asked(objective="energy"), finished[1])
 
 
 def test_without_its_records_nothing_is_ranked(finished: tuple[Recommendation, StudyFolder], tmp_path: Path) -> None:
