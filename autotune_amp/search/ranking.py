@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Measurement
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.text import sentence
@@ -344,13 +343,3 @@ def keeps_baseline(
             return found.joules_per_sample is None
         return found.joules_per_sample > today.joules_per_sample * (1 + PLATEAU if is_safer else 1 - PLATEAU)
     return found.samples_per_second < today.samples_per_second * (1 - PLATEAU if is_safer else 1 + PLATEAU)
-
-
-def check_measured(objective: Objective, merits: Iterable[Merit]) -> None:
-    """Raise `InvalidRequestError` where nothing was measured that the objective asks for."""
-    if objective == "energy" and all(m.joules_per_sample is None for m in merits):
-        raise InvalidRequestError(
-            "--objective is 'energy', but no trial of this search has read what the device draws: it has no counter "
-            "that this user may read, or the trials were too short for it.",
-            "Search with --objective energy --fresh: that says what is missing, and measures long enough.",
-        )

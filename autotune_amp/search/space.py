@@ -34,8 +34,6 @@ SEARCH_DOWN, SEARCH_UP = 8, 16
 HOPELESS = 5.0  # times slower at the same batch: no batch size makes up for it
 SAME_MEMORY = 0.98  # peaks of one candidate differ by a percent or two between processes
 
-_FREE = "--effective-batch-size free tries them without it."
-
 
 class Space(msgspec.Struct, frozen=True, kw_only=True):
     """What can be tried.
@@ -72,14 +70,15 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
     baseline, effective, notes = _today(hardware, description, options)
     precisions = PRECISION.choices(hardware, description, options)
     if not precisions.values:
-        raise _no_precision(hardware, description, precisions.left_out)
+        reasons = "; ".join(f"{precision}: {why.rstrip('.')}" for precision, why in precisions.left_out.items())
+        raise InvalidRequestError(
+            f"None of the precisions asked for can be trained in on {hardware.device}: {reasons}.",
+            f"Use --precision with {_usable(hardware, description)}, or another --device.",
+        )
     excluded = [Exclusion(precision=p, batch_size=None, reason=why) for p, why in precisions.left_out.items()]
     sizes, too_large = _batch_sizes(baseline.batch_size, effective, description.num_samples, options)
     if too_large is not None:
-        reason = (
-            f"the dataset has {description.num_samples} samples, fewer than one such batch; "
-            "this and all larger batch sizes are left out"
-        )
+        reason = f"the dataset has only {description.num_samples} samples; this and all larger batch sizes are left out"
         excluded += [Exclusion(precision=p, batch_size=too_large, reason=reason) for p in precisions.values]
     variants = {dimension: dimension.choices(hardware, description, options) for dimension in VARIANTS}
     for dimension, found in variants.items():
@@ -188,7 +187,7 @@ def _today(
         if reason is not None:
             raise InvalidRequestError(
                 f"--baseline is {precision}:{size}, which cannot be trained on {hardware.device}: {reason}.",
-                f"Give a baseline in {' or '.join(_usable(hardware, description))}.",
+                f"Give a baseline in {_usable(hardware, description)}.",
             )
     is_assumed = size is None
     if size is None:
@@ -219,19 +218,9 @@ def _today(
     return Setting(precision=precision, batch_size=size, accumulation_steps=steps, as_found=as_found), effective, notes
 
 
-def _usable(hardware: Hardware, description: Description) -> list[Precision]:
-    return [p for p in PRECISIONS if PRECISION.why_not(p, hardware, description) is None]
-
-
-def _no_precision(
-    hardware: Hardware, description: Description, left_out: Mapping[Precision, str]
-) -> InvalidRequestError:
-    reasons = "; ".join(f"{precision}: {reason.rstrip('.')}" for precision, reason in left_out.items())
-    usable = _usable(hardware, description)
-    return InvalidRequestError(
-        f"None of the precisions asked for can be trained in on {hardware.device}: {reasons}.",
-        f"Use --precision with {' or '.join(usable)}." if usable else "Choose another device with --device.",
-    )
+def _usable(hardware: Hardware, description: Description) -> str:
+    usable = [p for p in PRECISIONS if PRECISION.why_not(p, hardware, description) is None]
+    return " or ".join(usable) or "none of its precisions"
 
 
 def with_accumulation_checked(space: Space, found: Accumulation | None) -> Space:
@@ -244,9 +233,7 @@ def with_accumulation_checked(space: Space, found: Accumulation | None) -> Space
     space = _without_accumulation(space, found.reason, found.next_step)
     if space.baseline.accumulation_steps == 1:
         return space
-    learns = "does not learn" if found.verdict == "inexact" else "may not learn"
-    note = f"The baseline, {space.baseline}, accumulates: what runs today {learns} what "
-    note += f"a batch of {space.baseline.effective_batch_size} learns."
+    note = f"The baseline, {space.baseline}, accumulates, and may not learn what its effective batch would."
     return msgspec.structs.replace(space, notes=(*space.notes, note))
 
 
@@ -272,7 +259,7 @@ def _without_accumulation(space: Space, reason: str, next_step: str) -> Space:
     why = f"accumulation is withheld: {reason.rstrip('.')}; this and all smaller batch sizes are left out"
     excluded = [Exclusion(precision=c.precision, batch_size=c.batch_size, reason=why) for c in largest.values()]
     note = f"Batch sizes below {whole} are left out, since gradient accumulation is withheld. {sentence(reason)} "
-    note += f"{sentence(next_step)} {_FREE}" if next_step else _FREE
+    note += f"{next_step} --effective-batch-size free tries them without it.".lstrip()
     return msgspec.structs.replace(
         space,
         candidates=left,
@@ -301,8 +288,19 @@ def _batch_sizes(
         grid = sorted({baseline // power for power in powers} | {baseline * power for power in powers} | ends)
     grid = [size for size in grid if low <= size <= high]
     sizes = [size for size in grid if size <= largest]
-    if not sizes:
-        raise _nothing_left(low, high, effective, num_samples, options.num_ranks)
+    if num_samples is not None and low > num_samples:
+        raise InvalidRequestError(
+            f"--batch-size is {low}:{high}, but the dataset has only {num_samples} samples.",
+            f"Give a range that begins at {num_samples} or less.",
+        )
+    if not sizes:  # an effective batch size is kept: without one, low itself is in the grid
+        fitting = [d for d in divisors(effective or 1) if d <= (num_samples or d)]
+        raise InvalidRequestError(
+            f"No batch size from {low} to {high} divides the effective batch size "
+            f"{of_all_ranks(effective or 1, options.num_ranks)}, which is kept.",
+            f"Give a --batch-size range that holds one of {', '.join(map(str, _thin(fitting, keep=1)))}, or "
+            "--effective-batch-size free, which lets it change.",
+        )
     return _thin(sizes, keep=baseline), next((size for size in grid if size > largest), None)
 
 
@@ -315,24 +313,6 @@ def divisors(number: int) -> list[int]:
 def of_all_ranks(effective: int, num_ranks: int) -> str:
     """An effective batch size in the terms of --effective-batch-size."""
     return f"{effective}" if num_ranks == 1 else f"{effective * num_ranks} ({effective} on each of {num_ranks} ranks)"
-
-
-def _nothing_left(
-    low: int, high: int, effective: int | None, num_samples: int | None, num_ranks: int
-) -> InvalidRequestError:
-    if num_samples is not None and low > num_samples:
-        return InvalidRequestError(
-            f"--batch-size is {low}:{high}, but the dataset has only {num_samples} samples.",
-            f"Give a range that begins at {num_samples} or less.",
-        )
-    assert effective is not None  # without it, low itself is in the grid
-    fitting = [d for d in divisors(effective) if num_samples is None or d <= num_samples]
-    return InvalidRequestError(
-        f"No batch size from {low} to {high} divides the effective batch size "
-        f"{of_all_ranks(effective, num_ranks)}, which is kept.",
-        f"Give a --batch-size range that holds one of {', '.join(map(str, _thin(fitting, keep=1)))}, or "
-        "--effective-batch-size free, which lets it change.",
-    )
 
 
 def _thin(sizes: list[int], keep: int) -> list[int]:

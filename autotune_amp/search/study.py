@@ -1,10 +1,8 @@
 """The study: what the sampler is told and asked, and the only file that imports Optuna.
 
 The parameters are the dimensions that the sampler finds (numbers on a log scale, snapped to the nearest legal one: an
-int range may change later and a category may not) and, under fp16, `init_scale` (snapped to a power of two) and
-`growth_interval`. An fp16 batch size is measured once; what is told of its pairs of the two comes from a replay. User
-attributes say the rest, since they are what optuna-dashboard shows: the setting that was run, why it failed, its
-memory and step time. They are few, since each is a commit.
+int range may change later and a category may not) and, under fp16, `init_scale` and `growth_interval`, whose pairs are
+replayed on one measurement. User attributes say the rest for optuna-dashboard; they are few, since each is a commit.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ class Asked(NamedTuple):
 
 
 class Study:
-    """One search in an Optuna storage: made by `Study.open`, used in a ``with`` statement or closed by hand.
+    """One search in an Optuna storage, inside ``with Study.open(...)``.
 
     Every method raises `StudyError` where the storage fails. To be used from one thread.
     """
@@ -76,53 +74,34 @@ class Study:
         self._asked: Asked | None = None  # the last that was asked for, and not told yet
         self._told: set[int] = set()  # the records of finished trials
         self._calibrated: set[Setting] = set()
-        self._cleanup = contextlib.ExitStack()
         self._legal = (*space.candidates, space.baseline)
         self._distributions = {dimension.name: _distribution(dimension, self._legal) for dimension in SAMPLED}
 
     @classmethod
-    def open(
-        cls,
-        storage: str | Path,
-        name: str,
-        ledger: Ledger,
-        *,
-        owner: str = "",
-        seed: int = 0,
-    ) -> Study:
+    @contextlib.contextmanager
+    def open(cls, storage: str | Path, name: str, ledger: Ledger, *, owner: str = "", seed: int = 0) -> Iterator[Study]:
         """Create the study of a search, or go on with it. `storage` is an Optuna storage URL, or the search's own file.
 
-        It belongs to the ledger's `search_id` and `owner`, the search's folder: another may be running beside it.
-        It is called `name`, or `name-search_id`, or `name-search_id-2` and so on where another search has that name:
-        Optuna cannot change the choices of a study, and what another search measured must not steer this one.
-        Trials that a killed search left running are told as failed, and the ledger's trials that the study lacks are
-        added.
+        It belongs to the ledger's `search_id` and `owner`, the search's folder, and is called `name`, or
+        `name-search_id` and so on where another search has that name, whose measurements must not steer this one.
+        Trials that a killed search left running are told as failed, and the ledger's that the study lacks are added.
         Raises `StudyError`, naming the storage without its password, where it cannot be used.
         """
-        with contextlib.ExitStack() as cleanup:
-            cleanup.callback(optuna.logging.set_verbosity, optuna.logging.get_verbosity())
-            optuna.logging.set_verbosity(optuna.logging.ERROR)
-            database = cleanup.enter_context(connected(storage))
-            with _storage_errors(storage):
-                study = _create_or_load(database, name, ledger.search_id, owner)
-                study.sampler = TPESampler(seed=seed + len(study.trials))  # resumed, it must not draw the same again
-                opened = cls(storage, study, ledger)
-                opened._fail_left_behind()
-                finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
-                opened._told = {t.user_attrs["record"] for t in finished if "record" in t.user_attrs}
-                opened.catch_up(ledger)
-            opened._cleanup = cleanup.pop_all()
-        return opened
-
-    def close(self) -> None:
-        """Close every connection and give Optuna's logging its verbosity back."""
-        self._cleanup.close()
-
-    def __enter__(self) -> Study:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        verbosity = optuna.logging.get_verbosity()
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        try:
+            with connected(storage) as database:
+                with _storage_errors(storage):
+                    study = _create_or_load(database, name, ledger.search_id, owner)
+                    study.sampler = TPESampler(seed=seed + len(study.trials))  # resumed, it must draw others
+                    opened = cls(storage, study, ledger)
+                    opened._fail_left_behind()
+                    finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+                    opened._told = {t.user_attrs["record"] for t in finished if "record" in t.user_attrs}
+                    opened.catch_up(ledger)
+                yield opened
+        finally:
+            optuna.logging.set_verbosity(verbosity)
 
     @property
     def name(self) -> str:
@@ -132,12 +111,10 @@ class Study:
     def ask(self, setting: Setting | None = None, pair: Pair | None = DEFAULT_PAIR) -> Asked:
         """The next trial: of `setting`, or of what TPE suggests, snapped to the nearest legal batch size.
 
-        Under fp16 with `pair`; with None TPE suggests one for the setting. One with pinned modules is told
-        under the precision that it pins them in. A trial that somebody enqueued through the dashboard comes first, so
-        run what is returned. What TPE suggests may have been measured or ruled out: tell what is known, TPE learns
-        from that too.
-        Raises `ValueError` for a setting outside the space: enqueued, it would leave a running trial behind.
-        What others enqueued that cannot be read is a `StudyError`.
+        Under fp16 with `pair`; with None TPE suggests one for the setting. What somebody enqueued through the dashboard
+        comes first, so run what is returned; where that cannot be read it is a `StudyError`. What was measured or ruled
+        out already is told as it is known, TPE learns from that too. Raises `ValueError` for a setting outside the
+        space: enqueued, it would leave a running trial behind.
         """
         if setting is not None and not self._is_legal(setting):
             raise ValueError(f"{setting} is not in the space.")
@@ -147,10 +124,8 @@ class Study:
             try:
                 trial = self._study.ask(self._distributions)
             except ValueError as error:
-                raise StudyError(
-                    f"A trial that somebody enqueued in study {self.name} cannot be run: {error}.",
-                    "The same command again goes on without that trial; enqueue legal values only.",
-                ) from error
+                what = f"A trial that somebody enqueued in study {self.name} cannot be run: {error}."
+                raise StudyError(what, "The same command again goes on without that trial.") from error
             asked_for = {dimension.name: trial.params[dimension.name] for dimension in SAMPLED}
             suggested = None
             if MODES[asked_for["precision"]].takes_scaler:
@@ -191,9 +166,9 @@ class Study:
             is_due = record.purpose == "search" and record.number not in self._told and self._is_legal(setting)
             if is_due and (is_over or not ledger.awaits_calibration(setting)):
                 assert isinstance(outcome, (Measurement, Failure)), "a check is no trial"
-                is_asked = self._asked is not None and self._asked.setting == setting
-                asked = self._asked if is_asked else self.ask(setting)
-                assert asked is not None
+                asked = self._asked
+                if asked is None or asked.setting != setting:
+                    asked = self.ask(setting)
                 self.tell(asked, outcome, number=record.number)
                 self._told.add(record.number)
             if record.purpose == "calibration" and setting not in self._calibrated:
@@ -201,9 +176,7 @@ class Study:
                 self.answer_seeds(setting)
 
     def answer_seeds(self, setting: Setting) -> list[Pair] | None:
-        """Tell the pairs to begin with, as far as the study lacks them; returns all that it knows then, None where fp16
-        has none to offer.
-        """
+        """Tell the pairs to begin with that the study lacks; returns all that it knows, None where fp16 has none."""
         scales = scales_of(self._ledger.scales, setting)
         outcome = self._ledger.outcomes.get(setting)
         if scales is None or scales.refusal is not None or outcome is None:
@@ -371,15 +344,10 @@ def _study_error(storage: str | Path, error: Exception) -> StudyError:
     cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
     what = str(getattr(cause, "orig", None) or cause).strip().split("\n")[0].rstrip(".") or type(cause).__name__
     if isinstance(storage, Path):
-        return StudyError(
-            f"The study's file {storage} cannot be used: {what}.",
-            "Check that its folder can be written and has space; a damaged file can be moved away, "
-            "the search makes it again.",
-        )
-    password = re.search(r"(?:^|://)[^:/@]*:(?!//)(.+)@", storage)
-    if password is not None:
-        storage, what = storage.replace(f":{password[1]}@", ":***@"), what.replace(password[1], "***")
-    return StudyError(
-        f"The storage {storage} cannot be used: {what}.",
-        "Check that it is there and can be written, or leave --storage out to use a file in the study's folder.",
-    )
+        next_step = "Check that its folder can be written and has space; a damaged file can be moved away."
+    else:
+        next_step = "Check that it is there and can be written, or leave --storage out to use a file of its own."
+        password = re.search(r"(?:^|://)[^:/@]*:(?!//)(.+)@", storage)
+        if password is not None:
+            storage, what = storage.replace(f":{password[1]}@", ":***@"), what.replace(password[1], "***")
+    return StudyError(f"The storage {storage} cannot be used: {what}.", next_step)

@@ -8,7 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -75,7 +75,7 @@ def opened(
     kind: type[Ledger] = Ledger,
     owner: str = "",
     seed: int = 0,
-) -> Study:
+) -> AbstractContextManager[Study]:
     """The study of a search with these records."""
     ours = [record for record in records if record.search_id == search_id]
     return Study.open(storage, name, kind(space, ours, search_id=search_id), owner=owner, seed=seed)
@@ -213,7 +213,8 @@ def test_a_killed_search_leaves_trials_that_the_next_one_marks_and_goes_on_from(
         import os, pathlib, signal, sys
         sys.path += sys.argv[2:]
         import test_study as t
-        study = t.opened(pathlib.Path(sys.argv[1]), "demo", t.SPACE, search_id="s1")
+        context = t.opened(pathlib.Path(sys.argv[1]), "demo", t.SPACE, search_id="s1")
+        study = context.__enter__()
         study.tell(study.ask(t.at("fp32", 32)), t.measured(10.0), number=0)
         study.ask(t.at("bf16", 32))
         study._study.enqueue_trial({"precision": "fp32", "batch_size": 8})
@@ -246,7 +247,8 @@ def test_records_are_added_once_and_only_those_of_this_search(file: Path) -> Non
         record(3, at("bf16", 32), measured(12.0), search="another"),
     ]
     for _ in range(3):
-        opened(file, "demo", SPACE, search_id="s1", records=records).close()
+        with opened(file, "demo", SPACE, search_id="s1", records=records):
+            pass
     assert [(t.user_attrs["record"], t.value) for t in trials(file)] == [(0, 10.0), (1, None)]
     assert trials(file)[1].params["growth_interval"] == LossScale().growth_interval
 
@@ -270,8 +272,8 @@ def test_a_study_of_somebody_else_is_left_alone(file: Path) -> None:
 )
 def test_a_storage_that_cannot_be_used_is_named_without_its_password(bad_url: str, shown: str) -> None:
     before = optuna.logging.get_verbosity()
-    with pytest.raises(StudyError) as raised:
-        opened(bad_url, "demo", SPACE, search_id="s1")
+    with pytest.raises(StudyError) as raised, opened(bad_url, "demo", SPACE, search_id="s1"):
+        pass
     assert f"The storage {shown} cannot be used: " in raised.value.message
     assert "hunter2" not in str(raised.value)
     assert "--storage" in raised.value.next_step
@@ -280,8 +282,9 @@ def test_a_storage_that_cannot_be_used_is_named_without_its_password(bad_url: st
 
 def test_a_file_that_is_no_database_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "study.db").write_text("this is no database, and long enough to be looked at as one")
-    with pytest.raises(StudyError, match=r"study\.db cannot be used: file is not a database"):
-        opened(tmp_path / "study.db", "demo", SPACE, search_id="s1")
+    message = r"study\.db cannot be used: file is not a database"
+    with pytest.raises(StudyError, match=message), opened(tmp_path / "study.db", "demo", SPACE, search_id="s1"):
+        pass
 
 
 def test_a_storage_that_breaks_during_the_search_is_an_error(tmp_path: Path) -> None:
@@ -333,7 +336,7 @@ def test_any_path_can_hold_the_study(tmp_path: Path, name: str) -> None:
 def test_two_folders_that_share_a_storage_leave_each_others_trials_alone(file: Path) -> None:
     url = sqlite_url(file)
 
-    def of(folder: str) -> Study:
+    def of(folder: str) -> AbstractContextManager[Study]:
         return opened(url, "demo", SPACE, search_id="s1", owner=folder)
 
     with of("/a") as first:

@@ -83,7 +83,11 @@ def decide(
         contenders = confirmed or sound
     else:
         today = ledger.measured.get(space.baseline, today)  # trials of one kind are compared
-    ranking.check_measured(objective, contenders.values())
+    if objective == "energy" and all(m.joules_per_sample is None for m in contenders.values()):
+        raise InvalidRequestError(
+            "--objective is 'energy', but no trial of this search has read what the device draws.",
+            "Search with --objective energy --fresh: that says what is missing, and measures long enough.",
+        )
     candidate = ranking.rank_for(objective, contenders, least_speed=ranking.least_speed(objective, today))[0]
     may_be_kept = space.baseline not in ledger.ruled_out and (
         space.baseline in sound
