@@ -167,7 +167,7 @@ class _NumWorkers(Dimension[int | None]):
 
 
 class _AsFound(Dimension[bool]):
-    """The baseline's alone; its numbers are those of the precision that it amounts to (`check_results.check_key`)."""
+    """The baseline's alone; its numbers are those of the precision that it amounts to (`ranking.check_key`)."""
 
     name = "as_found"
     default = False

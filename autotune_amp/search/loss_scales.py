@@ -24,8 +24,8 @@ from autotune_amp.numerics.scaler_replay import (
     stretches,
 )
 from autotune_amp.precision.modes import MODES
-from autotune_amp.search.check_results import OF_THE_PRECISION, found_accumulation
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
+from autotune_amp.search.ranking import OF_THE_PRECISION, found_accumulation
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
 
 if TYPE_CHECKING:

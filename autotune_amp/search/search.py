@@ -36,7 +36,7 @@ from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher, Stage, run
 from autotune_amp.search.sharing import LONG_BUILD_SECONDS, confirming_processes, share_where_it_pays, shares_processes
-from autotune_amp.search.source import Opened, Source, open_workload
+from autotune_amp.search.source import Opened, Source, held_bytes, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.search.stages.checks import EARLY_SHARE, AccumulationCheck, Checks, LossScales
 from autotune_amp.search.stages.confirm import Confirm, reserved_seconds
@@ -240,7 +240,7 @@ class _Search:
         if opened.why_not_forked is not None:
             self._warnings.append(f"Trials shared one process until it failed: {opened.why_not_forked}.")
         hardware = opened.hardware
-        held = max(hardware.memory.held_by_caller, self._source.held_bytes(hardware.device))
+        held = max(hardware.memory.held_by_caller, held_bytes(hardware.device))
         memory = msgspec.structs.replace(hardware.memory, held_by_caller=held)
         hardware = msgspec.structs.replace(hardware, memory=memory)
         self._progress.found_hardware(hardware)

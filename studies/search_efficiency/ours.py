@@ -19,7 +19,7 @@ from truth import Rates, regret
 
 from autotune_amp.core.outcome import Measurement, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.search import objective, study
+from autotune_amp.search import ranking, study
 from autotune_amp.search.stages import confirm, explore, seeding, trials
 
 BUDGET_SECONDS = 110.0  # the default
@@ -68,7 +68,7 @@ VARIANTS: dict[str, tuple[Patch, ...]] = {
     "a climb ends below 3 %": (Patch(seeding, "MIN_GAIN", 0.03),),
     "precisions within 30 % climb": (climbing_within(0.30),),
     "precisions within 30 % climb, 8 steps, no sampler": (climbing_within(0.30), steps(8, 8), _NO_SAMPLER),
-    "no plateau": (Patch(objective, "PLATEAU", 0.0),),
+    "no plateau": (Patch(ranking, "PLATEAU", 0.0),),
 }
 
 

@@ -13,9 +13,9 @@ from scripted_backend import (
 )
 
 from autotune_amp.core.outcome import Outcome, Record
-from autotune_amp.search.answer.evidence import confirm_runs
 from autotune_amp.search.budget import CONFIRM_SHARE
 from autotune_amp.search.ledger import Shortlist
+from autotune_amp.search.ranking import confirm_runs
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.confirm import ENDING_SHARE, MIN_ROUNDS, Confirm, run_seconds, start_seconds
 from autotune_amp.trial.jobs import Trial

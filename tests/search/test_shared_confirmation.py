@@ -22,10 +22,11 @@ from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.backend import Backend
 from autotune_amp.isolation.local import Isolation
-from autotune_amp.search.answer.evidence import confirm_runs, gather, were_processes_shared
+from autotune_amp.search.answer.decide import gather
 from autotune_amp.search.ledger import Shortlist
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
+from autotune_amp.search.ranking import confirm_runs, were_processes_shared
 from autotune_amp.search.sharing import confirming_processes
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.confirm import MIN_ROUNDS, NUM_ROUNDS, Confirm, reserved_seconds

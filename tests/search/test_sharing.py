@@ -12,9 +12,10 @@ from scripted_backend import ScriptedSearch, candidate, described, hardware, mea
 from autotune_amp.core.outcome import Failure, Measurement, Outcome
 from autotune_amp.isolation.backend import Backend
 from autotune_amp.isolation.local import Isolation
-from autotune_amp.search.answer.evidence import confirm_runs, gather
+from autotune_amp.search.answer.decide import gather
 from autotune_amp.search.ledger import Shortlist
 from autotune_amp.search.progress import Progress
+from autotune_amp.search.ranking import confirm_runs
 from autotune_amp.search.sharing import Costs, confirming_processes
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.confirm import NUM_ROUNDS, Confirm

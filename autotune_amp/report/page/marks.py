@@ -11,7 +11,7 @@ from plotly.graph_objects import Scatter
 from autotune_amp.core.dimensions import PRECISIONS
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.text import duration, one_line, outcome_name, rate, size
-from autotune_amp.search.check_results import is_trial
+from autotune_amp.search.ranking import is_trial
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -14,8 +14,8 @@ from autotune_amp.report.page import document
 from autotune_amp.report.page.charts import course, memory, memory_caption, pareto, throughput
 from autotune_amp.report.page.document import Section, chart
 from autotune_amp.report.page.numerics import Calibrated, calibrated, fidelity, foretold, gradients
-from autotune_amp.search import check_results, loss_scales
-from autotune_amp.search.check_results import is_trial
+from autotune_amp.search import loss_scales, ranking
+from autotune_amp.search.ranking import is_trial
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -91,7 +91,7 @@ def search_page(recommendation: Recommendation, records: Sequence[Record], path:
 def unfinished_page(name: str, records: Sequence[Record]) -> str:
     """The HTML document of the study `name`; `records` are of one search, and at least one."""
     ruled_out = (
-        *check_results.exclusions(check_results.found_fidelity(records)),
+        *ranking.exclusions(ranking.found_fidelity(records)),
         *loss_scales.exclusions(loss_scales.calibrated(records)),
     )
     checks = [record.outcome for record in records if isinstance(record.outcome, Fidelity)]

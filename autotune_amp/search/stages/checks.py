@@ -11,11 +11,10 @@ import msgspec
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision.modes import MODES
-from autotune_amp.search import check_results, loss_scales
+from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.budget import Budget
-from autotune_amp.search.check_results import check_key
 from autotune_amp.search.ledger import RIVAL, Ledger
-from autotune_amp.search.objective import rank
+from autotune_amp.search.ranking import check_key, rank
 from autotune_amp.search.space import HOPELESS
 from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.trial.jobs import Check, Trial
@@ -111,7 +110,7 @@ def next_todo(ledger: Ledger) -> Todo | None:
 
 
 def _is_unchecked(ledger: Ledger, setting: Setting) -> bool:
-    return check_results.can_check(setting, ledger.space) and check_key(setting) not in ledger.fidelity
+    return ranking.can_check(setting, ledger.space) and check_key(setting) not in ledger.fidelity
 
 
 def _contenders(ledger: Ledger) -> list[Setting]:
@@ -129,7 +128,7 @@ def _contenders(ledger: Ledger) -> list[Setting]:
 
 def _healing(ledger: Ledger) -> Todo | None:
     """The next step for a precision that some pinned modules make faithful: check it with the pins, then measure it."""
-    tried = {r.candidate for r in ledger.records if r.purpose in check_results.BEFORE_CONFIRMATION}
+    tried = {r.candidate for r in ledger.records if r.purpose in ranking.BEFORE_CONFIRMATION}
     for key, found in ledger.fidelity.items():
         ours = [c for c in tried if check_key(c) == key and not c.as_found]
         if found.verdict != "unfaithful" or not found.healing_pins or not ours:
@@ -169,5 +168,5 @@ def _healable(ledger: Ledger, fastest: float) -> Setting | None:
 
 
 def _compare(like: Setting, key: Setting) -> Todo:
-    size = min(check_results.MAX_BATCH_SIZE, like.batch_size)
+    size = min(ranking.MAX_BATCH_SIZE, like.batch_size)
     return Todo("fidelity", msgspec.structs.replace(key, batch_size=size))

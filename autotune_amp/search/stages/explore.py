@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 
 from autotune_amp.core.outcome import Failure, Measurement, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.search import check_results
-from autotune_amp.search.answer.evidence import is_waiting
+from autotune_amp.search import ranking
 from autotune_amp.search.budget import CHECK_SHARE, Budget
 from autotune_amp.search.ledger import Ledger
+from autotune_amp.search.ranking import is_waiting
 from autotune_amp.search.space import without
 from autotune_amp.search.stages import seeding
 from autotune_amp.search.stages.trials import Conditions, may_try
@@ -134,7 +134,7 @@ def _is_affordable(ledger: Ledger, setting: Setting, left_seconds: float) -> boo
 def left_to_explore(conditions: Conditions, ledger: Ledger, budget: Budget) -> float:
     """Seconds left before the share of the checks begins, and of other numbers of loader workers."""
     space, known = ledger.space, conditions.description
-    is_checked = any(check_results.needs_check(c, space) for c in (*space.candidates, space.baseline))
+    is_checked = any(ranking.needs_check(c, space) for c in (*space.candidates, space.baseline))
     has_workers = known is not None and known.num_workers is not None
     share = is_checked * CHECK_SHARE + (has_workers and is_waiting(ledger.records)) * LOADER_SHARE
     left = budget.left_for_search() - share * budget.seconds

@@ -8,7 +8,7 @@ from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.budget import Budget
 from autotune_amp.search.ledger import Ledger
-from autotune_amp.search.objective import PLATEAU
+from autotune_amp.search.ranking import PLATEAU
 from autotune_amp.search.space import SEARCH_UP
 from autotune_amp.search.stages.confirm import MEASURE_SECONDS, SAFETY, start_seconds
 from autotune_amp.search.stages.trials import Conditions

@@ -8,10 +8,9 @@ import msgspec
 
 from autotune_amp.core.outcome import Failure, Measurement, Outcome
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.answer.evidence import MAX_DATA_SHARE, data_share
 from autotune_amp.search.budget import Budget
 from autotune_amp.search.ledger import Ledger
-from autotune_amp.search.objective import PLATEAU, rank
+from autotune_amp.search.ranking import MAX_DATA_SHARE, PLATEAU, data_share, rank
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.trials import Conditions, may_try
 from autotune_amp.trial.jobs import Check, Trial

@@ -15,7 +15,7 @@ import msgspec
 
 from autotune_amp.core.outcome import Measurement, Outcome
 from autotune_amp.core.recommendation import Exclusion
-from autotune_amp.search.objective import PLATEAU
+from autotune_amp.search.ranking import PLATEAU
 from autotune_amp.search.space import Space, excluded_by_outcomes, without
 from autotune_amp.search.stages.trials import is_hopeless
 
