@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -25,31 +26,27 @@ from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import identify, machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.hardware.probing import load_notes
-from autotune_amp.isolation.backend import Backend
 from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
 from autotune_amp.search.answer import explain
 from autotune_amp.search.answer.decide import recommend
-from autotune_amp.search.budget import Budget
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher, Stage, run
-from autotune_amp.search.sharing import LONG_BUILD_SECONDS, confirming_processes, share_where_it_pays, shares_processes
+from autotune_amp.search.run import Budget, ProgressWatcher, Stage, run
 from autotune_amp.search.source import Opened, Source, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.search.stages.checks import EARLY_SHARE, AccumulationCheck, Checks, LossScales
-from autotune_amp.search.stages.confirm import Confirm, reserved_seconds
-from autotune_amp.search.stages.explore import EXPLORING, left_to_explore
+from autotune_amp.search.stages.confirm import Confirm, ConfirmingProcesses, LargerBatches, reserved_seconds
+from autotune_amp.search.stages.explore import EXPLORING, left_to_explore, share_building
 from autotune_amp.search.stages.fallbacks import Fallbacks
-from autotune_amp.search.stages.larger_batches import LargerBatches
-from autotune_amp.search.stages.loader_workers import LoaderWorkers
 from autotune_amp.search.stages.trials import MIN_TRIAL_SECONDS, Conditions
-from autotune_amp.search.stages.variants import Variants
+from autotune_amp.search.stages.variants import LoaderWorkers, Variants
 from autotune_amp.search.study import Study
 from autotune_amp.trial.energy import require_counter
 from autotune_amp.trial.heap import recommended_environment
 
+_LONG_BUILD_SECONDS = 5.0
 _HELD_SHARE_WORTH_A_WORD = 0.05
 
 
@@ -115,19 +112,21 @@ class _Search:
         opened = self._open(backend)
         load_before = self._look_around()
         ledger = self._ledger(build_space(opened.hardware, opened.description, self._options), search_id)
-        environment = recommended_environment(opened.hardware.device)
         conditions = Conditions(
             hardware=opened.hardware,
+            description=opened.description,
             memory_limit_bytes=int(self._options.memory_fraction * opened.hardware.memory.available),
             torch_state=opened.torch_state,
-            holds_heap=bool(environment),
+            environment=recommended_environment(opened.hardware.device),
             seed=self._options.seed,
-            description=opened.description,
+            ready_seconds=opened.ready_seconds,
+            max_trials=self._options.max_trials,
         )
         was_interrupted = False
         try:
-            self._search(backend, ledger, conditions, opened)
-            self._confirm(backend, payload, ledger, conditions, environment, opened)
+            self._search(backend, ledger, conditions)
+            backend.close()  # its memory and threads are not there in the user's own run either
+            self._confirm(payload, ledger, conditions)
         except KeyboardInterrupt:
             was_interrupted = True
         finally:
@@ -137,7 +136,7 @@ class _Search:
         recommendation = recommend(
             ledger,
             options=self._options,
-            environment=environment,
+            environment=conditions.environment,
             workload=opened.description,
             search=self._summary(ledger, fingerprint, load_before, was_interrupted),
             hardware=opened.hardware,
@@ -155,74 +154,44 @@ class _Search:
             )
         return recommendation
 
-    def _search(self, backend: Backend, ledger: Ledger, conditions: Conditions, opened: Opened) -> None:
+    def _search(self, backend: LocalBackend, ledger: Ledger, conditions: Conditions) -> None:
         """The stages before the confirmation."""
-        if shares_processes(opened.hardware.device):
-            start_seconds = opened.ready_seconds + conditions.setup_seconds
-            self.budget.confirm_seconds = reserved_seconds(self.budget.seconds, start_seconds)
-
-        def share_building() -> None:
-            left = left_to_explore(conditions, ledger, self.budget)
-            trial = conditions.search_trial(ledger, self.budget, ledger.space.baseline, left)
-            share_where_it_pays(backend, conditions, ledger, trial, left, self._progress)
+        if conditions.shares_processes:
+            self.budget.confirm_seconds = reserved_seconds(self.budget.seconds, conditions.start_seconds)
 
         def go(*stages: Stage) -> None:
             for stage in stages:
+                share_building(backend, conditions, ledger, self.budget, self._progress)
                 for _ in run(stage, backend, ledger, self.budget, self.watcher):
-                    share_building()
+                    share_building(backend, conditions, ledger, self.budget, self._progress)
 
-        share_building()
         go(AccumulationCheck(conditions))  # before the study: it may take settings out of the space
-        storage, max_trials = self._options.storage or self.folder.path / "study.db", self._options.max_trials
-        owner = str(self.folder.path.resolve())
+        storage, owner = self._options.storage or self.folder.path / "study.db", str(self.folder.path.resolve())
         with Study.open(storage, self.folder.path.name, ledger, owner=owner, seed=self._options.seed) as study:
             self.watcher.phase("searching")
-            share_building()
-            seeds, looks, suggestions = (stage(conditions, study, max_trials) for stage in EXPLORING)
-            checks, scales = Checks(conditions, study), LossScales(study)
-            variants, fallbacks = Variants(conditions, checks, max_trials), Fallbacks(conditions)
-            workers = LoaderWorkers(conditions, checks, max_trials)
+            seeds, looks, suggestions = (stage(conditions, study) for stage in EXPLORING)
+            checks, scales, fallbacks = Checks(conditions), LossScales(study), Fallbacks(conditions)
             # A check at the end may come too late, and what it rules out leaves its place to others.
-            go(seeds, Checks(conditions, study, EARLY_SHARE), seeds, looks, suggestions)
+            go(seeds, Checks(conditions, EARLY_SHARE), seeds, looks, suggestions)
             self._is_spent = left_to_explore(conditions, ledger, self.budget) <= MIN_TRIAL_SECONDS
+            go(checks, scales, Variants(conditions, checks), LoaderWorkers(conditions, checks))
             # A fallback may turn out faster than what it is one of: then it is a contender, and checked like any other.
-            go(checks, scales, variants, workers, fallbacks, checks, scales, fallbacks)
+            go(fallbacks, checks, scales, fallbacks)
             study.catch_up(ledger, is_over=True)
 
-    def _confirm(
-        self,
-        backend: Backend,
-        payload: Payload,
-        ledger: Ledger,
-        conditions: Conditions,
-        environment: dict[str, str],
-        opened: Opened,
-    ) -> None:
+    def _confirm(self, payload: Payload, ledger: Ledger, conditions: Conditions) -> None:
         """The stages in fresh processes."""
         chosen = ledger.finalists
         if chosen is None:
             return
-        backend.close()  # its memory and threads are not there in the user's own run either
 
-        def make(isolation: Isolation, variables: dict[str, str]) -> Backend:
+        def make(isolation: Isolation, variables: dict[str, str]) -> LocalBackend:
             return LocalBackend(payload, isolation, self.watcher, variables)
 
         self.watcher.phase("confirming in fresh processes")
-        with confirming_processes(
-            make,
-            conditions,
-            ledger,
-            self.budget,
-            chosen.winner,
-            environment,
-            opened.ready_seconds + conditions.setup_seconds,
-            self._progress,
-            can_share="share_build" in backend.abilities,
-        ) as fresh:
-            confirm = Confirm(conditions, chosen, environment, fresh.start_seconds, are_shared=fresh.are_shared)
-            beyond = LargerBatches(conditions, environment, fresh.start_seconds)
-            is_range_free = self._options.batch_size is None and self._options.max_trials is None
-            stages: tuple[Stage, ...] = (confirm, beyond) if is_range_free else (confirm,)
+        is_range_free = self._options.batch_size is None and self._options.max_trials is None
+        stages: list[Stage] = [Confirm(conditions, chosen), *([LargerBatches(conditions)] if is_range_free else [])]
+        with closing(ConfirmingProcesses(make, are_shared=conditions.shares_processes)) as fresh:
             for stage in stages:
                 for _ in run(stage, fresh, ledger, self.budget, self.watcher):
                     pass
@@ -257,7 +226,7 @@ class _Search:
             )
         if self._options.objective == "energy":
             require_counter(hardware.identity.type, hardware.identity.uuid)
-        if opened.description.build_seconds > LONG_BUILD_SECONDS:
+        if opened.description.build_seconds > _LONG_BUILD_SECONDS:
             self._progress.note(f"Building the workload took {opened.description.build_seconds:.1f} s.")
         return opened._replace(hardware=hardware)
 

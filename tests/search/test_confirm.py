@@ -14,8 +14,8 @@ from scripted_backend import (
 
 from autotune_amp.core.outcome import Outcome, Record
 from autotune_amp.search.answer.evidence import confirm_runs
-from autotune_amp.search.budget import CONFIRM_SHARE
 from autotune_amp.search.ledger import Shortlist
+from autotune_amp.search.run import CONFIRM_SHARE
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.confirm import ENDING_SHARE, MIN_ROUNDS, Confirm, run_seconds, start_seconds
 from autotune_amp.trial.jobs import Trial
@@ -91,7 +91,7 @@ def test_what_the_search_left_over_confirms_both_and_no_more() -> None:
 @pytest.mark.parametrize(("margin", "runs"), [(1.05, False), (1.15, True)])
 def test_a_process_is_started_where_a_tenth_more_than_its_time_is_left(margin: float, runs: bool) -> None:
     machine = Machine(None)
-    stage = Confirm(machine.searched.conditions, Shortlist(FP32, None, FP32), {}, start_seconds=3.0)
+    stage = Confirm(machine.searched.fresh({}, 3.0), Shortlist(FP32, None, FP32))
     machine.budget.now = BUDGET_SECONDS - margin * (3.0 + run_seconds(machine.ledger, FP32))
     assert (stage.next(machine.ledger, machine.budget) is not None) == runs
 

@@ -18,10 +18,9 @@ from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware import machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.search.budget import Budget
 from autotune_amp.search.ledger import Shortlist
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher
+from autotune_amp.search.run import Budget, ProgressWatcher
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.confirm import NUM_ROUNDS
 from autotune_amp.trial.jobs import Trial

@@ -25,10 +25,8 @@ from autotune_amp.isolation.local import Isolation
 from autotune_amp.search.answer.evidence import confirm_runs, gather, were_processes_shared
 from autotune_amp.search.ledger import Shortlist
 from autotune_amp.search.options import SearchOptions
-from autotune_amp.search.progress import Progress
-from autotune_amp.search.sharing import confirming_processes
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.confirm import MIN_ROUNDS, NUM_ROUNDS, Confirm, reserved_seconds
+from autotune_amp.search.stages.confirm import MIN_ROUNDS, NUM_ROUNDS, Confirm, ConfirmingProcesses, reserved_seconds
 from autotune_amp.trial.jobs import Trial
 
 BF16, LARGER, FP32 = candidate("bf16", 32), candidate("bf16", 64), candidate("fp32", 32)
@@ -91,21 +89,9 @@ class Machine:
         """The records of the confirmation, which has its own share of the budget and no more."""
         self.clock.now = max(self.clock.now, self.clock.seconds - self.clock.confirm_seconds)
         num_before = len(self.ledger.records)
-        with confirming_processes(
-            self.make,
-            self.searched.conditions,
-            self.ledger,
-            self.clock,
-            SHORTLIST.winner,
-            environment,
-            self.start_seconds,
-            Progress(),
-            can_share=True,
-        ) as fresh:
-            shared = fresh.are_shared
-            self.searched.run(
-                Confirm(self.searched.conditions, SHORTLIST, environment, fresh.start_seconds, are_shared=shared), fresh
-            )
+        conditions = self.searched.fresh(environment, self.start_seconds)
+        processes = ConfirmingProcesses(self.make, are_shared=conditions.shares_processes)
+        self.searched.run(Confirm(conditions, SHORTLIST), processes)
         return self.ledger.records[num_before:]
 
     def make(self, isolation: Isolation, environment: dict[str, str]) -> Backend:

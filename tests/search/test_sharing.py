@@ -10,14 +10,8 @@ import pytest
 from scripted_backend import ScriptedSearch, candidate, described, hardware, measured
 
 from autotune_amp.core.outcome import Failure, Measurement, Outcome
-from autotune_amp.isolation.backend import Backend
-from autotune_amp.isolation.local import Isolation
-from autotune_amp.search.answer.evidence import confirm_runs, gather
-from autotune_amp.search.ledger import Shortlist
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.sharing import Costs, confirming_processes
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.confirm import NUM_ROUNDS, Confirm
 from autotune_amp.trial.jobs import Trial
 
 FP32, BF16 = candidate("fp32", 32), candidate("bf16", 32)
@@ -79,22 +73,6 @@ class Machine(ScriptedSearch):
         return self.backend.why_not_shared
 
 
-@pytest.mark.parametrize(
-    ("costs", "way"),
-    [
-        (Costs(0.9, 0.0, 4.0), None),
-        (Costs(1.1, 0.0, 4.0), "fork"),
-        (Costs(0.9, 0.6, 4.0), "fork"),
-        (Costs(0.1, 1.0, 4.0), "kept"),  # the context is not inherited: only one process saves it
-        (Costs(60.0, 3.0, 0.5), "fork"),
-        (Costs(0.4, 0.3, 0.1), None),  # half a trial, and nothing to save
-        (Costs(0.2, 0.6, 0.1), "kept"),
-    ],
-)
-def test_building_is_shared_above_a_fifth_of_a_trial(costs: Costs, way: str | None) -> None:
-    assert costs.way == way
-
-
 def test_the_first_trial_shows_what_building_costs() -> None:
     machine = Machine(build_seconds=3.1)
     machine.explore(max_trials=3)
@@ -131,53 +109,3 @@ def test_a_budget_that_is_mostly_building_still_gives_an_answer(budget: float) -
     machine.explore()
     assert any(isinstance(record.outcome, Measurement) for record in machine.records)
     assert machine.budget.now <= budget
-
-
-def confirmed(machine: Machine, start_seconds: float, *, can_share: bool = True) -> tuple[list[Isolation], int]:
-    """The processes that the confirmation started, and how many models they built."""
-    made: list[Isolation] = []
-
-    def make(isolation: Isolation, environment: dict[str, str]) -> Backend:
-        made.append(isolation)
-        machine.backend.is_build_shared = isolation == "forked"
-        return machine.backend
-
-    machine.explore(max_trials=3)
-    machine.num_builds = 0
-    with confirming_processes(
-        make,
-        machine.conditions,
-        machine.ledger,
-        machine.budget,
-        BF16,
-        HEAP,
-        start_seconds,
-        machine.notes,
-        can_share=can_share,
-    ) as fresh:
-        machine.run(Confirm(machine.conditions, Shortlist(BF16, None, FP32), HEAP, fresh.start_seconds), fresh)
-    return made, machine.num_builds
-
-
-def test_the_confirmation_builds_once_for_each_environment_where_building_is_much_of_a_process() -> None:
-    machine = Machine(build_seconds=6.0, budget_seconds=300.0)
-    made, num_builds = confirmed(machine, start_seconds=9.0)
-    assert (made, num_builds) == (["forked", "forked"], 2)
-    runs = confirm_runs(machine.records, BF16, HEAP)
-    assert runs.num_confirming == NUM_ROUNDS
-    baseline = confirm_runs(machine.records, FP32, {})
-    evidence = gather(machine.ledger, runs, baseline, HEAP, machine.conditions.description)
-    assert evidence.is_build_shared
-    assert machine.share_deadlines[1:] == [41.0, 41.0], "time is left for processes of their own"
-
-
-@pytest.mark.parametrize(
-    ("build_seconds", "budget_seconds", "can_share"), [(0.5, 300.0, True), (6.0, 60.0, True), (6.0, 300.0, False)]
-)
-def test_every_process_builds_its_own_where_sharing_does_not_pay_or_is_not_possible(
-    tmp_path: Path, build_seconds: float, budget_seconds: float, can_share: bool
-) -> None:
-    machine = Machine(build_seconds, budget_seconds)
-    made, num_builds = confirmed(machine, 3.0 + build_seconds, can_share=can_share)
-    assert set(made) == {"fresh"}
-    assert len(made) == num_builds

@@ -14,8 +14,8 @@ from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.budget import CONFIRM_SHARE
 from autotune_amp.search.ledger import Ledger, Shortlist
+from autotune_amp.search.run import CONFIRM_SHARE
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages import checks
 from autotune_amp.search.stages.confirm import NUM_ROUNDS, Run, plan_round

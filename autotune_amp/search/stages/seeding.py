@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING
-
-import msgspec
+from typing import TYPE_CHECKING, NamedTuple
 
 from autotune_amp.core.outcome import Measurement, Outcome
 from autotune_amp.core.recommendation import Exclusion
@@ -35,7 +33,7 @@ FAR_BEHIND = 1.25
 NUM_FAR_BEHIND = 2
 
 
-class StepTimeModel(msgspec.Struct, frozen=True):
+class StepTimeModel(NamedTuple):
     """Seconds of one forward and backward pass on b samples, its share of the optimizer step included: t(b) = a + c·b.
 
     With accumulation the optimizer's time is spread over the passes, which is linear in b too.
@@ -49,7 +47,7 @@ class StepTimeModel(msgspec.Struct, frozen=True):
         return batch_size / (self.a + self.c * batch_size)
 
 
-class MemoryModel(msgspec.Struct, frozen=True):
+class MemoryModel(NamedTuple):
     """Bytes that count against the limit at batch size b: M(b) = max(m0, m1 + m2·b).
 
     The smallest batches sit on the optimizer's plateau m0 (studies/README.md).
@@ -100,6 +98,13 @@ def fit_memory(points: Iterable[tuple[int, int]]) -> MemoryModel | None:
     return MemoryModel(min(m for _, m in at), m2 - slope * b2, slope)
 
 
+class _Known(NamedTuple):
+    """Of one precision: samples per second of the batch sizes that ran, ascending, and those that may be tried."""
+
+    rates: dict[int, float]
+    untried: dict[int, Setting]
+
+
 def next_seed(
     hardware: Hardware,
     space: Space,
@@ -114,11 +119,25 @@ def next_seed(
     """
     if space.baseline not in outcomes:
         return space.baseline
-    fitting, allowed = _left(space, outcomes, memory_limit_bytes, excluded)
-    firsts = (_first_of(p, fitting, outcomes, space.baseline.batch_size) for p in _by_promise(hardware, space))
+    known = _known(space, outcomes, memory_limit_bytes, excluded)
+
+    def first_of(precision: Precision) -> Setting | None:
+        """The first try: at the baseline's batch, where all can be compared; smaller only after OOM."""
+        tried = [o for c, o in outcomes.items() if c.precision == precision and not c.as_found]
+        if any(isinstance(outcome, Measurement) or outcome.kind != "oom" for outcome in tried):
+            return None
+        untried = known[precision].untried
+        size = min(untried, key=lambda size: abs(math.log(size / space.baseline.batch_size)), default=None)
+        return None if size is None else untried[size]
+
+    def promise(precision: Precision) -> tuple[bool, float]:
+        """The fastest matrix products first; the hopeless last: a step may cost more than the rest of the search."""
+        return is_hopeless(hardware, precision), -(hardware.precisions[precision].matmul_flops_per_second or 0.0)
+
+    firsts = map(first_of, sorted(dict.fromkeys(c.precision for c in space.candidates), key=promise))
     # An emulated precision may lead at small batches alone: what the device does itself climbs first.
-    climbing = sorted(_best_precisions(allowed), key=lambda p: hardware.precisions[p].level == "emulated")
-    nexts = (_next_of(precision, fitting, allowed) for precision in climbing)
+    climbing = sorted(_best_precisions(known), key=lambda p: hardware.precisions[p].level == "emulated")
+    nexts = (_next_of(known[precision]) for precision in climbing)
     return next(filter(None, itertools.chain(firsts, nexts)), None)
 
 
@@ -132,122 +151,74 @@ def next_look(
 
     None where all of them are known. The arguments are those of `next_seed`.
     """
-    fitting, allowed = _left(space, outcomes, memory_limit_bytes, excluded)
-    looks = (_round_the_best(precision, fitting, allowed) for precision in _best_precisions(allowed))
-    return next(filter(None, looks), None)
+    known = _known(space, outcomes, memory_limit_bytes, excluded)
+    fastest = max((rate for found in known.values() for rate in found.rates.values()), default=0.0)
+    near = [p for p in _best_precisions(known) if max(known[p].rates.values()) * FAR_BEHIND >= fastest]
+    return next(filter(None, (_round_the_best(known[precision]) for precision in near)), None)
 
 
-def _left(
+def _known(
     space: Space, outcomes: Mapping[Setting, Outcome], limit: int | None, excluded: Sequence[Exclusion]
-) -> tuple[list[Setting], dict[Setting, Outcome]]:
-    """What may be tried, and the outcomes that may lead to it: what a check rules out leads nobody any more."""
+) -> dict[Precision, _Known]:
     legal = without(space.candidates, (*excluded, *excluded_by_outcomes(space, outcomes)))
-    fitting = [c for c in legal if c not in outcomes and _fits(c, outcomes, limit)]
-    return fitting, {c: outcomes[c] for c in without(outcomes, excluded)}
+    leading = without(outcomes, excluded)  # what a check rules out leads nobody any more
+    found = {}
+    for precision in dict.fromkeys(c.precision for c in (*outcomes, *space.candidates)):
+        ours = [c for c in outcomes if c.precision == precision and not c.as_found]
+        measured = {c: m for c in ours if isinstance(m := outcomes[c], Measurement)}
+        model = fit_memory((c.batch_size, m.reserved_memory_bytes) for c, m in measured.items())
+        rates = {c.batch_size: m.samples_per_second for c, m in measured.items() if c in leading}
+        untried = {
+            c.batch_size: c
+            for c in legal
+            if c.precision == precision
+            and c not in outcomes
+            and (limit is None or model is None or model.bytes_at(c.batch_size) <= MEMORY_MARGIN * limit)
+        }
+        found[precision] = _Known(dict(sorted(rates.items())), untried)
+    return found
 
 
-def _measured(precision: Precision, outcomes: Mapping[Setting, Outcome]) -> dict[int, Measurement]:
-    """Measurements of the strict candidates of a precision by batch size, ascending."""
-    found = {
-        c.batch_size: m
-        for c, m in outcomes.items()
-        if c.precision == precision and not c.as_found and isinstance(m, Measurement)
-    }
-    return dict(sorted(found.items()))
-
-
-def _fits(candidate: Setting, outcomes: Mapping[Setting, Outcome], limit: int | None) -> bool:
-    measured = _measured(candidate.precision, outcomes)
-    model = fit_memory((size, m.reserved_memory_bytes) for size, m in measured.items())
-    return limit is None or model is None or model.bytes_at(candidate.batch_size) <= MEMORY_MARGIN * limit
-
-
-def _by_promise(hardware: Hardware, space: Space) -> list[Precision]:
-    """Legal precisions, the fastest matrix products first, those with an unmeasured rate after the measured ones.
-
-    Last come the emulated ones far below fp32's rate: a step of theirs may cost more than the rest of the search.
-    """
-
-    def promise(precision: Precision) -> tuple[bool, float]:
-        return is_hopeless(hardware, precision), -(hardware.precisions[precision].matmul_flops_per_second or 0.0)
-
-    return sorted(dict.fromkeys(c.precision for c in space.candidates), key=promise)
-
-
-def _first_of(
-    precision: Precision, fitting: Sequence[Setting], outcomes: Mapping[Setting, Outcome], middle: int
-) -> Setting | None:
-    """The first try of a precision: at the baseline's batch, where all can be compared; smaller only after OOM."""
-    tried = [o for c, o in outcomes.items() if c.precision == precision and not c.as_found]
-    if any(isinstance(outcome, Measurement) or outcome.kind != "oom" for outcome in tried):
-        return None
-    ours = [c for c in fitting if c.precision == precision]
-    return min(ours, key=lambda c: abs(math.log(c.batch_size / middle)), default=None)
-
-
-def _best_precisions(outcomes: Mapping[Setting, Outcome]) -> list[Precision]:
-    best: dict[Precision, float] = {}
-    for candidate, outcome in outcomes.items():
-        if isinstance(outcome, Measurement) and not candidate.as_found:
-            best[candidate.precision] = max(best.get(candidate.precision, 0.0), outcome.samples_per_second)
+def _best_precisions(known: Mapping[Precision, _Known]) -> list[Precision]:
+    best = {precision: max(found.rates.values()) for precision, found in known.items() if found.rates}
     return sorted(best, key=lambda precision: -best[precision])[:NUM_PRECISIONS]
 
 
-def _next_of(precision: Precision, fitting: Sequence[Setting], outcomes: Mapping[Setting, Outcome]) -> Setting | None:
+def _next_of(known: _Known) -> Setting | None:
     """The next batch of a precision: up to where the step-time model has its plateau, then the best's neighbours."""
-    untried = {c.batch_size: c for c in fitting if c.precision == precision}
-    rates = {size: m.samples_per_second for size, m in _measured(precision, outcomes).items()}
+    rates, untried = known
     sizes = sorted({*rates, *untried})
+    above, below = dict(itertools.pairwise(sizes)), dict(itertools.pairwise(reversed(sizes)))
     best = max(rates, key=lambda size: rates[size])
-    wanted = [_below(best, sizes), _below(smallest_on_plateau(rates), sizes)]
-    if best < max(rates) or _is_climbing(best, rates):
-        wanted.insert(0, _above(best, sizes))
+    wanted = [below.get(best), below.get(smallest_on_plateau(rates))]
+    smaller = dict(itertools.pairwise(reversed(rates))).get(best)
+    is_climbing = smaller is None or rates[best] >= (1 + MIN_GAIN) * rates[smaller]
+    if best < max(rates) or is_climbing:
+        wanted.insert(0, above.get(best))
     model = fit_step_time(rates.items())
-    if model is not None and best == max(rates) and _is_climbing(best, rates):
+    if model is not None and best == max(rates) and is_climbing:
         # Only upwards: what it says of smaller batches the neighbours measure sooner.
         plateau = smallest_on_plateau({size: model.samples_per_second(size) for size in sizes})
-        wanted = [max(plateau, best), *wanted]
+        wanted.insert(0, max(plateau, best))
     return next((untried[size] for size in wanted if size in untried), None)
 
 
-def _round_the_best(
-    precision: Precision, fitting: Sequence[Setting], outcomes: Mapping[Setting, Outcome]
-) -> Setting | None:
+def _round_the_best(known: _Known) -> Setting | None:
     """The nearest untried batch above or below the best one, on a side where not all is far behind yet."""
-    untried = {c.batch_size: c for c in fitting if c.precision == precision}
-    rates = {size: m.samples_per_second for size, m in _measured(precision, outcomes).items()}
-    known = [m.samples_per_second for c, m in outcomes.items() if isinstance(m, Measurement) and not c.as_found]
+    rates, untried = known
     best = max(rates, key=lambda size: rates[size])
-    if rates[best] * FAR_BEHIND < max(known):
-        return None
     sizes = sorted({*rates, *untried})
-    above, below = [s for s in sizes if s > best], [s for s in reversed(sizes) if s < best]
-    for side in (above, below):
+    for side in ([s for s in sizes if s > best], [s for s in reversed(sizes) if s < best]):
         num_far_behind = 0
         for size in side:
-            if size in untried and num_far_behind < NUM_FAR_BEHIND:
-                return untried[size]
-            is_far = rates.get(size, 0.0) * FAR_BEHIND < rates[best]
-            num_far_behind = num_far_behind + 1 if is_far else 0
             if num_far_behind == NUM_FAR_BEHIND:
                 break
+            if size in untried:
+                return untried[size]
+            num_far_behind = num_far_behind + 1 if rates[size] * FAR_BEHIND < rates[best] else 0
     return None
 
 
 def smallest_on_plateau(rates: Mapping[int, float]) -> int:
     """The smallest batch size within `PLATEAU` of the best samples per second."""
     return min(size for size, rate in rates.items() if rate >= (1 - PLATEAU) * max(rates.values()))
-
-
-def _is_climbing(best: int, rates: Mapping[int, float]) -> bool:
-    """Whether the step up to the best gained enough to be worth another."""
-    below = _below(best, sorted(rates))
-    return below is None or rates[best] >= (1 + MIN_GAIN) * rates[below]
-
-
-def _above(size: int, sizes: Sequence[int]) -> int | None:
-    return next((other for other in sizes if other > size), None)
-
-
-def _below(size: int, sizes: Sequence[int]) -> int | None:
-    return next((other for other in reversed(sizes) if other < size), None)
