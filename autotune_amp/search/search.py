@@ -6,11 +6,10 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from autotune_amp.core.dimensions import PRECISIONS
 from autotune_amp.core.errors import AutotuneAmpError
-from autotune_amp.core.hardware import MachineLoad
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import (
     Exclusion,
@@ -25,7 +24,6 @@ from autotune_amp.distributed.ranks import alone
 from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import identify, machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.hardware.probing import load_notes
 from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
 from autotune_amp.search.answer import explain
 from autotune_amp.search.answer.decide import recommend
@@ -46,7 +44,6 @@ from autotune_amp.search.study import Study
 from autotune_amp.trial.energy import require_counter
 from autotune_amp.trial.heap import recommended_environment
 
-_LONG_BUILD_SECONDS = 5.0
 _HELD_SHARE_WORTH_A_WORD = 0.05
 
 
@@ -99,7 +96,6 @@ class _Search:
         self.budget = Budget(options.budget_seconds)
         self.folder = folder
         self._meter = LoadMeter(identify(options.device).uuid)
-        self._load_notes = load_notes()  # before our own work is part of it
         self.watcher = ProgressWatcher(progress, self.budget, self._meter)
         self._source = source
         self._options = options
@@ -110,7 +106,10 @@ class _Search:
     def run(self, backend: LocalBackend, payload: Payload, fingerprint: Fingerprint, search_id: str) -> Recommendation:
         """Open, say what can be tried, explore, check, confirm, decide and save."""
         opened = self._open(backend)
-        load_before = self._look_around()
+        load_before = self._meter.stop()  # what others did while the workload was loaded and probed
+        for line in machine_load.before_first_trial(load_before):
+            self._progress.note(line)
+            self._warnings.append(line)
         ledger = self._ledger(build_space(opened.hardware, opened.description, self._options), search_id)
         conditions = Conditions(
             hardware=opened.hardware,
@@ -138,7 +137,20 @@ class _Search:
             options=self._options,
             environment=conditions.environment,
             workload=opened.description,
-            search=self._summary(ledger, fingerprint, load_before, was_interrupted),
+            search=SearchSummary(
+                study=self.folder.path.name,
+                num_trials=len(ledger.trials),
+                num_failures=ledger.num_failures,
+                seconds=self.budget.elapsed(),
+                was_interrupted=was_interrupted,
+                search_id=ledger.search_id,
+                is_budget_spent=self._is_spent or was_interrupted,
+                warnings=(
+                    *self._warnings,
+                    *(f"This answer cannot be cached: {part}." for part in fingerprint.unknown),
+                ),
+                load=load_before,
+            ),
             hardware=opened.hardware,
             fingerprint=fingerprint,
             versions=versions(),
@@ -197,37 +209,29 @@ class _Search:
                     pass
 
     def _open(self, backend: LocalBackend) -> Opened:
-        baseline_batch_size = self._options.baseline[1] if self._options.baseline else ASSUMED_BATCH_SIZE
         opened = open_workload(
             backend,
             self._source,
             self._options.device,
             self.watcher,
-            baseline_batch_size=baseline_batch_size,
+            baseline_batch_size=self._options.baseline[1] if self._options.baseline else ASSUMED_BATCH_SIZE,
             cannot_be_built=self._cannot_be_built,
         )
         if opened.why_not_forked is not None:
             self._warnings.append(f"Trials shared one process until it failed: {opened.why_not_forked}.")
         hardware = opened.hardware
         held = max(hardware.memory.held_by_caller, self._source.held_bytes(hardware.device))
-        memory = msgspec.structs.replace(hardware.memory, held_by_caller=held)
-        hardware = msgspec.structs.replace(hardware, memory=memory)
+        hardware = replace(hardware, memory=replace(hardware.memory, held_by_caller=held))
         self._progress.found_hardware(hardware)
         self._warnings += [*hardware.notes, *alone(self._options.num_ranks, hardware.device)]
         if held > _HELD_SHARE_WORTH_A_WORD * hardware.memory.total:
-            way_out = (
-                "make the data and the model inside functions that the trial calls"
-                if hardware.device == "cpu"
-                else "move the model to the CPU with model.to('cpu') and call torch.cuda.empty_cache()"
-            )
             self._warnings.append(
-                f"The calling process holds {size(held)} on {hardware.device}, which trials had to do without: "
-                f"{way_out} before searching."
+                f"The calling process holds {size(held)} on {hardware.device}, which trials had to do without: make "
+                "the data and the model inside functions that the trial calls, or move them off the card and call "
+                "torch.cuda.empty_cache() before searching."
             )
         if self._options.objective == "energy":
             require_counter(hardware.identity.type, hardware.identity.uuid)
-        if opened.description.build_seconds > _LONG_BUILD_SECONDS:
-            self._progress.note(f"Building the workload took {opened.description.build_seconds:.1f} s.")
         return opened._replace(hardware=hardware)
 
     def _cannot_be_built(self, failure: Failure) -> NothingWorksError:
@@ -236,21 +240,9 @@ class _Search:
             f"The workload cannot be built, so no candidate can run: {reason}",
             "Mend what the traceback shows; the model, data and optimizer must work on their own.",
             tuple(
-                Exclusion(precision=precision, batch_size=None, reason=reason)
-                for precision in self._options.precisions or PRECISIONS
+                Exclusion(precision=p, batch_size=None, reason=reason) for p in self._options.precisions or PRECISIONS
             ),
         )
-
-    def _look_around(self) -> MachineLoad:
-        """Say what others did on the machine while the workload was loaded and probed."""
-        found = self._meter.stop()
-        said = machine_load.before_first_trial(found)
-        if found.others_num_cores is None:
-            said += self._load_notes
-        for line in said:
-            self._progress.note(line)
-        self._warnings += said
-        return found
 
     def _ledger(self, space: Space, search_id: str) -> Ledger:
         ledger = Ledger(
@@ -265,33 +257,14 @@ class _Search:
             self._progress.note(f"Going on with {len(ledger.trials)} trials that were measured before.")
         return ledger
 
-    def _summary(
-        self, ledger: Ledger, fingerprint: Fingerprint, load_before: MachineLoad, was_interrupted: bool
-    ) -> SearchSummary:
-        return SearchSummary(
-            study=self.folder.path.name,
-            num_trials=len(ledger.trials),
-            num_failures=ledger.num_failures,
-            seconds=self.budget.elapsed(),
-            was_interrupted=was_interrupted,
-            search_id=ledger.search_id,
-            is_budget_spent=self._is_spent or was_interrupted,
-            warnings=(
-                *self._warnings,
-                *(f"This answer cannot be cached: {part}." for part in fingerprint.unknown),
-            ),
-            load=load_before,
-        )
-
     def _nothing_to_choose(self, ledger: Ledger, was_interrupted: bool) -> AutotuneAmpError:
         excluded = explain.excluded(ledger, is_budget_spent=True)
         if was_interrupted:
             return SearchInterruptedError(
                 "Interrupted before anything was measured.", "Run the same command again.", excluded, None
             )
-        last_step_seconds = self.watcher.last_step_seconds
-        found = nothing_works(ledger, excluded, has_stepped=last_step_seconds is not None)
-        return found or self.budget.too_small(last_step_seconds)
+        step_seconds = self.watcher.last_step_seconds
+        return nothing_works(ledger, excluded, step_seconds is not None) or self.budget.too_small(step_seconds)
 
 
 def nothing_works(ledger: Ledger, excluded: tuple[Exclusion, ...], has_stepped: bool) -> NothingWorksError | None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.search.stages import seeding
+from autotune_amp.search.stages import explore
 from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.trial.jobs import Trial
 
@@ -39,4 +39,4 @@ def climbing_within(share: float) -> Patch:
         ranked = sorted(best, key=lambda precision: -best[precision])
         return [precision for precision in ranked if best[precision] >= (1 - share) * best[ranked[0]]]
 
-    return Patch(seeding, "_best_precisions", best_precisions)
+    return Patch(explore, "_best_precisions", best_precisions)

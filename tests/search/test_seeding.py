@@ -12,7 +12,7 @@ from autotune_amp.core.outcome import Failure, FailureKind, Measurement, Outcome
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.space import Space, excluded_by_outcomes, without
-from autotune_amp.search.stages.seeding import (
+from autotune_amp.search.stages.explore import (
     fit_memory,
     fit_step_time,
     next_look,

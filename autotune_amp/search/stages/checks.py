@@ -105,7 +105,7 @@ def next_todo(ledger: Ledger) -> Todo | None:
             or setting == chosen.winner
         )
         takes_scaler = MODES[setting.precision].takes_scaler
-        if takes_scaler and is_rival and loss_scales.key_of(setting) not in ledger.scales:
+        if takes_scaler and is_rival and setting.numerics not in ledger.scales:
             return Todo("calibration", setting.with_own_workers)  # no check depends on their number
         if _is_unchecked(ledger, setting):
             return _compare(setting)
