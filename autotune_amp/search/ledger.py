@@ -116,11 +116,6 @@ class Ledger:
         return [r for r in self.records if check_results.is_trial(r)]
 
     @property
-    def num_tried(self) -> int:
-        """Trials that `max_trials` counts."""
-        return sum(r.purpose == "search" for r in self.records)
-
-    @property
     def num_failures(self) -> int:
         """Trials that failed; an outlook looks for the end of what fits."""
         return sum(isinstance(r.outcome, Failure) and r.purpose != "outlook" for r in self.trials)
@@ -145,8 +140,11 @@ class Ledger:
     @cached_property
     def exclusions(self) -> tuple[Exclusion, ...]:
         """What the outcomes and the checks rule out, with the reason."""
-        by_checks = *check_results.exclusions(self.fidelity), *loss_scales.exclusions(self.scales)
-        return *by_checks, *excluded_by_outcomes(self.space, self.ordinary_outcomes)
+        return (
+            *check_results.exclusions(self.fidelity),
+            *loss_scales.exclusions(self.scales),
+            *excluded_by_outcomes(self.space, self.ordinary_outcomes),
+        )
 
     @cached_property
     def best(self) -> Record | None:
@@ -196,7 +194,7 @@ class Ledger:
 
     @cached_property
     def shortlist(self) -> Shortlist | None:
-        """What to check, and then to confirm, while checks are still to come; None where nothing may be recommended."""
+        """What would be confirmed, while checks are still to come; None where nothing may be recommended."""
         return self.shortlist_for(self.objective, self.pending_tiers)
 
     @cached_property

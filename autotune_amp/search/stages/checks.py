@@ -85,9 +85,8 @@ class LossScales:
 def next_todo(ledger: Ledger) -> Todo | None:
     """What is still to be found out before the contenders can be confirmed; None where all are judged. Pure.
 
-    Every answer adds a record that changes the next one: what is unfaithful leaves the shortlist to others. Contenders
-    are what may be recommended, the winner first, and the baseline, which may be kept. A runner-up that is hopelessly
-    slow is not confirmed either.
+    Every answer adds a record that changes the next one: what is unfaithful leaves the shortlist to others. The
+    baseline is a contender, since it may be kept; a runner-up that is hopelessly slow is not confirmed.
     """
     healing = _healing(ledger)
     if healing is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -230,20 +230,6 @@ def share_building(
         backend.keep()
 
 
-class StepTimeModel(NamedTuple):
-    """Seconds of one forward and backward pass on b samples, its share of the optimizer step included: t(b) = a + c·b.
-
-    With accumulation the optimizer's time is spread over the passes, which is linear in b too.
-    """
-
-    a: float
-    c: float
-
-    def samples_per_second(self, batch_size: int) -> float:
-        """The throughput at this batch size."""
-        return batch_size / (self.a + self.c * batch_size)
-
-
 class MemoryModel(NamedTuple):
     """Bytes that count against the limit at batch size b: M(b) = max(m0, m1 + m2·b).
 
@@ -259,10 +245,12 @@ class MemoryModel(NamedTuple):
         return max(self.m0, self.m1 + self.m2 * batch_size)
 
 
-def fit_step_time(points: Iterable[tuple[int, float]]) -> StepTimeModel | None:
-    """The model for (batch size, samples per second) points: least squares on the relative error, a and c >= 0.
+def fit_step_time(points: Iterable[tuple[int, float]]) -> Callable[[int], float] | None:
+    """Samples per second at any batch size, fitted to (batch size, samples per second) points.
 
-    None with fewer than two batch sizes, which cannot tell a from c.
+    A forward and backward pass on b samples, its share of the optimizer step included, takes t(b) = a + c·b seconds, by
+    least squares on the relative error with a and c >= 0. None with fewer than two batch sizes, which cannot tell them
+    apart.
     """
     timed = [(size, size / rate) for size, rate in points]
     if len({size for size, _ in timed}) < 2:
@@ -279,7 +267,7 @@ def fit_step_time(points: Iterable[tuple[int, float]]) -> StepTimeModel | None:
         a, c = 0.0, s_v / s_vv
     elif c < 0:
         a, c = s_u / s_uu, 0.0
-    return StepTimeModel(a, c)
+    return lambda size: size / (a + c * size)
 
 
 def fit_memory(points: Iterable[tuple[int, int]]) -> MemoryModel | None:
@@ -395,7 +383,7 @@ def _next_of(known: _Known) -> Setting | None:
     model = fit_step_time(rates.items())
     if model is not None and best == max(rates) and is_climbing:
         # Only upwards: what it says of smaller batches the neighbours measure sooner.
-        plateau = smallest_on_plateau({size: model.samples_per_second(size) for size in sizes})
+        plateau = smallest_on_plateau({size: model(size) for size in sizes})
         wanted.insert(0, max(plateau, best))
     return next((untried[size] for size in wanted if size in untried), None)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
@@ -19,7 +18,7 @@ from autotune_amp.search.space import HOPELESS
 from autotune_amp.trial.jobs import Check, CheckKind, Trial
 
 CUT_RATIO = 1.25  # median of five steps against the best: cuts equals 4 % of the time (studies/README.md)
-SLOW_PRECISION_SHARE = 0.1  # of the budget, for a precision that has not shown itself worth more
+SLOW_PRECISION_SHARE = 0.1  # of the budget, for a precision whose matrix products are hopeless
 MIN_TRIAL_SECONDS = 0.5
 DEADLINE_RATIO = 20.0  # a step so many times longer than the best throughput foretells is not waited for
 MIN_STEP_DEADLINE_SECONDS = 2.0  # a busy machine stalls a step for hundreds of milliseconds
@@ -66,7 +65,8 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
 
     def may_try(self, ledger: Ledger, left_seconds: float) -> bool:
         """Whether the time that is left and the number of trials allow another one."""
-        return left_seconds > MIN_TRIAL_SECONDS and (self.max_trials is None or ledger.num_tried < self.max_trials)
+        num_tried = sum(record.purpose == "search" for record in ledger.records)
+        return left_seconds > MIN_TRIAL_SECONDS and (self.max_trials is None or num_tried < self.max_trials)
 
     def trial(self, ledger: Ledger, setting: Setting, **fields: Any) -> Trial:
         """A trial of `setting`."""
@@ -111,15 +111,16 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
         best = ledger.best
         if best is None:
             # Nothing is known of the step: two thirds of what is left, so that one that hangs leaves time for another.
-            left = (2 * seconds + min(self.setup_seconds, seconds)) / 3
-        else:
-            left = min(seconds, self._allowance(ledger, budget, setting.precision))
+            seconds = (2 * seconds + min(self.setup_seconds, seconds)) / 3
+        elif is_hopeless(self.hardware, setting.precision):
+            spent = sum(r.seconds for r in ledger.records if r.candidate.precision == setting.precision)
+            seconds = min(seconds, SLOW_PRECISION_SHARE * budget.seconds - spent)
         limits: dict[str, Any] = {"measure_seconds": budget.seconds / NUM_TRIALS_FORESEEN}
         needs_energy = ledger.objective == "energy"
         if needs_energy:  # as long as a counter needs, however steady or slow the steps are
             limits["measure_seconds"] = min(METERED_SECONDS, limits["measure_seconds"])
             limits["num_steps"] = (MAX_METERED_STEPS, MAX_METERED_STEPS)
-        trial = self.trial(ledger, setting, deadline_seconds=max(MIN_TRIAL_SECONDS, left), **limits)
+        trial = self.trial(ledger, setting, deadline_seconds=max(MIN_TRIAL_SECONDS, seconds), **limits)
         if best is None:
             return trial
         assert isinstance(best.outcome, Measurement)
@@ -135,13 +136,6 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
             step_deadline_seconds=step_deadline,
             first_step_deadline_seconds=step_deadline + 3 * growth * first_step_seconds,
         )
-
-    def _allowance(self, ledger: Ledger, budget: Budget, precision: Precision) -> float:
-        """Seconds that a precision may still cost: a tenth of the budget where its matrix products are hopeless."""
-        if not is_hopeless(self.hardware, precision):
-            return math.inf
-        spent = sum(record.seconds for record in ledger.records if record.candidate.precision == precision)
-        return SLOW_PRECISION_SHARE * budget.seconds - spent
 
 
 def is_hopeless(hardware: Hardware, precision: Precision) -> bool:
