@@ -152,7 +152,7 @@ class _PinnedModules(Dimension[tuple[str, ...]]):
 
 
 class _NumWorkers(Dimension[int | None]):
-    """Tried where the data loader sets the speed (`search.stages.loader_workers`)."""
+    """Tried where the data loader sets the speed (`search.stages.variants`)."""
 
     name = "num_workers"
     default = None

@@ -27,10 +27,9 @@ from autotune_amp.precision.modes import MODES
 from autotune_amp.profile.job import LOW, Profile, Profiled
 from autotune_amp.profile.results import AmpProfile
 from autotune_amp.profile.rows import Found, answer, is_cut, limits, rows
-from autotune_amp.search.budget import Budget
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher, RunsJobs
+from autotune_amp.search.run import Budget, ProgressWatcher, RunsJobs
 from autotune_amp.search.source import Opened, Source, message_of, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.trial.jobs import Trial

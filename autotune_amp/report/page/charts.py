@@ -29,7 +29,7 @@ from autotune_amp.report.page.marks import (
 )
 from autotune_amp.report.rows import baseline_row, outcome_line, recommended_row
 from autotune_amp.search.ranking import is_trial
-from autotune_amp.search.stages.seeding import MemoryModel, fit_memory
+from autotune_amp.search.stages.explore import MemoryModel, fit_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
