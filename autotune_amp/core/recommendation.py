@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from autotune_amp.core import explain
+from autotune_amp.core import evidence as explain
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import AutotuneAmpError, FormatError, InvalidRequestError, StudyError

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from test_decide import FP32, Log, at, decided
 
-from autotune_amp.core.explain import job_line
+from autotune_amp.core.evidence import job_line
 from autotune_amp.search.answer.decide import cost_of_training
 from autotune_amp.search.options import SearchOptions
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from conftest import CommandLine
 
 from autotune_amp import Workload, recommend_config
+from autotune_amp import distributed as ranks
 from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, RunnerError, WorkloadError
 from autotune_amp.core.recommendation import Exclusion, NothingWorksError, Recommendation, SearchInterruptedError
-from autotune_amp.distributed import ranks
-from autotune_amp.distributed.ranks import Place, alone, answer_on_first, is_from_launcher, place
+from autotune_amp.distributed import Place, alone, answer_on_first, is_from_launcher, place
 
 TRAIN = """
 import json, os, sys
@@ -189,13 +189,13 @@ def test_any_other_error_of_rank_0_is_named_on_the_others(as_rank: Any) -> None:
 
 
 def test_waiting_for_rank_0_has_an_end(as_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune_amp.distributed.ranks._LATE_SECONDS", -2.0)
+    monkeypatch.setattr("autotune_amp.distributed._LATE_SECONDS", -2.0)
     with pytest.raises(RunnerError, match="Rank 0 gave no answer"):
         as_rank(1, raising(AssertionError()))
 
 
 def test_ctrl_c_on_a_waiting_rank_is_an_interrupted_search(as_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune_amp.distributed.ranks.time.sleep", lambda _: raising(KeyboardInterrupt())())
+    monkeypatch.setattr("autotune_amp.distributed.time.sleep", lambda _: raising(KeyboardInterrupt())())
     with pytest.raises(SearchInterruptedError, match="Rank 1 was interrupted"):
         as_rank(1, raising(AssertionError()))
 

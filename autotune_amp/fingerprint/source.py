@@ -1,19 +1,60 @@
-"""Whose code a module is, the user's or a library's, and what a source file imports; nothing is imported for it."""
+"""Code: what it does, as a digest; whose it is, the user's or a library's; what a source file imports, unimported."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import re
 import sys
+from contextlib import suppress
 from functools import cache
 from importlib.machinery import PathFinder
 from importlib.util import resolve_name
 from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
+
+# A *node* is bytes built bottom-up from a tag and the nodes below it: equal content, equal node, in every process.
+# A node up to this long stands for itself; hashing every number would be half of the time.
+_SHORT = 64
+
+
+def digest(tag: str, *children: bytes) -> bytes:
+    """The node called `tag` with these children, in this order."""
+    node = b"".join([tag.encode(), *[b":%d:%b" % (len(child), child) for child in children]])
+    return node if len(node) <= _SHORT else hashlib.sha256(node).digest()
+
+
+def text(tag: str, *values: str) -> bytes:
+    """A node whose children are strings."""
+    return digest(tag, *[value.encode("utf-8", "surrogatepass") for value in values])
+
+
+def short_hex(node: bytes) -> str:
+    """A node as a part's value: 16 hexadecimal digits."""
+    return hashlib.sha256(node).hexdigest()[:16]
+
+
+def code_digest(code: CodeType) -> bytes:
+    """What the code does: its instructions, constants and names, with nested code; not where it stands."""
+    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+    handlers = getattr(code, "co_exceptiontable", b"")  # from Python 3.11 on
+    return digest("code", code.co_code, handlers, repr((names, counts)).encode(), *map(_constant, code.co_consts))
+
+
+def _constant(constant: object) -> bytes:
+    if isinstance(constant, CodeType):
+        return code_digest(constant)
+    if isinstance(constant, (tuple, frozenset)):
+        elements = map(_constant, constant)
+        return digest(type(constant).__name__, *(elements if isinstance(constant, tuple) else sorted(elements)))
+    return text("constant", repr(constant))
+
 
 _STANDARD_LIBRARY = str(Path(os.__file__).parent)
 _INSTALLED = ("site-packages", "dist-packages")
@@ -102,40 +143,38 @@ def imported_files(source: str, package: str) -> Iterator[Origin]:
         names = re.findall(r"[.\w]+", re.sub(r"#.*", "", listed))
         base = start if start.endswith(".") or not start else f"{start}."
         for name in (start, *(f"{base}{name}" for name in names)):
-            try:
+            with suppress(ImportError):  # relative to nothing
                 found = find_module(resolve_name(name, package))
-            except ImportError:  # relative to nothing
-                continue
-            if found is not None and found.is_user:
-                yield found
+                if found is not None:
+                    yield found
 
 
 def named_modules(names: Collection[str]) -> Iterator[Origin]:
-    """The modules that names in code may be, alone or two together, as in ``from package import module``."""
+    """The user's modules that names in code may be, alone or two together, as in ``from package import module``."""
     for name in names:
-        found = find_module(name)
-        within = (find_module(f"{name}.{other}") for other in names) if found is not None and found.is_user else ()
-        yield from filter(None, (found, *within))
+        if (found := find_module(name)) is not None:
+            yield found
+            yield from filter(None, (find_module(f"{name}.{other}") for other in names))
 
 
 def find_module(name: str) -> Origin | None:
-    """The origin of a module that may not be imported yet, without importing it or its package; None: not there."""
-    folders: list[str] | None = None
-    parts = name.split(".")
-    for depth in range(1, len(parts) + 1):
-        dotted = ".".join(parts[:depth])
-        module = sys.modules.get(dotted)
-        if module is not None:
-            if depth == len(parts):
-                return origin_of(vars(module))
-            folders = list(vars(module).get("__path__", ()))
-            continue
-        if not all(parts) or parts[0] in sys.stdlib_module_names:
-            return None
-        spec = PathFinder.find_spec(dotted, folders)
-        if spec is None:
-            return None
-        if depth == len(parts):
-            return _locate(name, spec.origin if spec.has_location else None)
-        folders = list(spec.submodule_search_locations or ())
-    return None
+    """The origin of a module of the user's that may not be imported yet, without importing it or its package."""
+    found = _find(name)
+    return found[0] if found is not None and found[0].is_user else None
+
+
+def _find(name: str) -> tuple[Origin, list[str]] | None:
+    """A module's origin and the folders of its submodules; None where it is not there, or inside a library."""
+    module = sys.modules.get(name)
+    if module is not None:
+        return origin_of(vars(module)), list(vars(module).get("__path__", ()))
+    parent, _, last = name.rpartition(".")
+    if not last or name.partition(".")[0] in sys.stdlib_module_names:
+        return None
+    above = _find(parent) if parent else None
+    if parent and (above is None or not above[0].is_user):
+        return None
+    spec = PathFinder.find_spec(name, above and above[1])
+    if spec is None:
+        return None
+    return _locate(name, spec.origin if spec.has_location else None), list(spec.submodule_search_locations or ())
