@@ -85,18 +85,15 @@ class _Precision(Dimension[Precision]):
             return f"the probe of {hardware.device} says nothing of it"
         if capability.level == "unsupported":
             return str(capability.reason)
+        kept = f"the weights are kept in {weights}"
         if weights == "bf16" and precision == "fp16":
             return (
-                "the weights are kept in bf16: values beyond fp16's range would overflow in the cast, "
-                "and the gradient scaler is made for fp32 gradients"
+                f"{kept}: values beyond fp16's range would overflow, and the gradient scaler is made for fp32 gradients"
             )
         if weights == "fp16" and precision in ("fp16", "bf16"):
-            return (
-                "the weights are kept in fp16, and so are their gradients, which no gradient scaler can unscale; "
-                "keep them in fp32 (model.float()), and autocast casts where it pays"
-            )
+            return f"{kept}, and so are their gradients, which no gradient scaler can unscale; keep them in fp32"
         if weights in ("bf16", "fp16") and precision == "tf32":
-            return f"the weights are kept in {weights}: TF32 concerns fp32 products, so it is the same as fp32"
+            return f"{kept}: TF32 concerns fp32 products, so it is the same as fp32"
         return None
 
     def apply(self, training: Any, value: Precision) -> None:
