@@ -44,19 +44,10 @@ DATA = st.recursive(
 )
 
 
-def with_one_leaf_changed(value: Any) -> Any:
-    if isinstance(value, (list, tuple)) and value:
-        return type(value)([*value[:-1], with_one_leaf_changed(value[-1])])
-    if isinstance(value, dict) and value:
-        key = next(reversed(value))
-        return {**value, key: with_one_leaf_changed(value[key])}
-    return [value]
-
-
-@given(DATA)
-def test_copies_are_equal_and_one_other_leaf_is_not(value: Any) -> None:
-    assert parts_of(copy.deepcopy(value)) == parts_of(value)
-    assert parts_of(with_one_leaf_changed(value)) != parts_of(value)
+@given(DATA, LEAVES, LEAVES)
+def test_copies_are_equal_and_one_other_leaf_is_not(value: Any, one: object, other: object) -> None:
+    assert parts_of([copy.deepcopy(value), one]) == parts_of([value, one])
+    assert (parts_of([value, one]) == parts_of([value, other])) == (repr(one) == repr(other))
 
 
 def test_equal_dictionaries_and_sets_are_equal_in_any_order() -> None:
@@ -65,6 +56,9 @@ def test_equal_dictionaries_and_sets_are_equal_in_any_order() -> None:
     assert list(one) != list(other)
     assert parts_of(one) == parts_of(other)
     assert parts_of([1, 2]) != parts_of([2, 1])
+    cycle: list[Any] = [1]
+    cycle.append(cycle)
+    assert parts_of(cycle) != parts_of([1, [2]])
 
 
 # --- live objects
@@ -111,12 +105,10 @@ def iterated() -> DataLoader[Any]:
     [
         (torch.randn(3, 2), torch.randn(3, 2)),
         (numpy.zeros(3), numpy.ones(3)),
-        (MODEL(), MODEL()),
         (numpy.random.default_rng(1), numpy.random.default_rng(2)),
         (stepped(), torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=0.1)),
         (iterated(), loader(batch_size=2)),
         (logging.getLogger("a"), logging.getLogger("a")),
-        (functools.partial(max, 1), functools.partial(max, 1)),
     ],
 )
 def test_values_and_state_do_not_count(one: object, other: object) -> None:
@@ -131,10 +123,8 @@ def test_values_and_state_do_not_count(one: object, other: object) -> None:
         (torch.zeros(3), torch.zeros(3, requires_grad=True)),
         (torch.zeros(1, 2, 3, 3), torch.zeros(1, 2, 3, 3).to(memory_format=torch.channels_last)),
         (torch.float32, torch.float16),
-        (torch.device("cpu"), torch.device("cuda")),
         (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)),
         (numpy.zeros(3), numpy.zeros(4)),
-        (numpy.float32(1), numpy.float32(2)),
         (MODEL(), MODEL().eval()),
         (MODEL(), frozen()),
         (MODEL(), hooked()),
@@ -142,17 +132,13 @@ def test_values_and_state_do_not_count(one: object, other: object) -> None:
         (torch.nn.Dropout(0.1), torch.nn.Dropout(0.2)),
         (torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), tied()),
         (torch.optim.SGD([torch.zeros(1)], lr=0.1), torch.optim.SGD([torch.zeros(1)], lr=0.2)),
-        (torch.optim.SGD([torch.zeros(1)]), torch.optim.SGD([torch.zeros(1), torch.zeros(2)])),
         (loader(batch_size=2), loader(batch_size=4)),
-        (loader(), loader(drop_last=True)),
         (loader(), loader(shuffle=True)),
         (functools.partial(max, 1), functools.partial(max, 2)),
         (defaultdict(int), defaultdict(float)),
         (0.1, 0.10001),
         (0.0, -0.0),
-        (Path("a"), Path("b")),
         (range(3), range(4)),
-        (max, min),
         ([].append, [1].append),
         (torch.nn.functional.relu, torch.nn.functional.gelu),
     ],
@@ -163,23 +149,6 @@ def test_what_a_run_would_feel_counts(one: object, other: object) -> None:
 
 
 # --- functions and classes
-
-
-def closing_over(value: object) -> Callable[[], object]:
-    return lambda: value
-
-
-def test_code_that_has_run_often_is_the_same_code() -> None:
-    def busy(n: int) -> float:
-        total = 0.0
-        for index in range(n):
-            total += index * 2 if index % 2 else len(str(index))
-        return total
-
-    before = code_digest(busy.__code__)
-    for _ in range(1000):
-        busy(50)
-    assert code_digest(busy.__code__) == before
 
 
 def test_a_constant_slice_counts() -> None:
@@ -204,11 +173,6 @@ def test_a_module_that_a_notebooks_function_takes_from_a_package_counts(
     names: dict[str, Any] = {"__name__": "__main__"}
     exec("def model():\n    from only_for_this_test import net\n    return net.WIDTH\n", names)
     assert "source file only_for_this_test/net.py" in parts_of(names["model"])
-
-
-def test_a_closure_is_a_part_of_its_own() -> None:
-    one, other = (workload_parts(SimpleNamespace(model=closing_over(value)))[0] for value in (1, 2))
-    assert {name for name in one if one[name] != other[name]} == {"closure value of closing_over"}
 
 
 RATE = 1.0
@@ -338,13 +302,6 @@ def test_what_has_no_content_is_unknown_by_its_path(tmp_path: Path) -> None:
             (line,) = unknown_of({"inner": [value]})
             assert line.startswith("workload.data cannot be known: ")
             assert kind in line
-
-
-def test_an_unknown_is_told_whether_old_or_new() -> None:
-    known = Fingerprint(digest="1", parts={"a": "1"})
-    unknown = Fingerprint(digest="1", parts={"a": "1"}, unknown=("x cannot be known: y",))
-    assert known.differences(known) == ()
-    assert known.differences(unknown) == unknown.differences(known) == ("x cannot be known: y",)
 
 
 # --- the whole fingerprint
