@@ -93,9 +93,14 @@ class Walk:
         """Make a part of a user's source file, or of a library's version; Python's own is in `versions()`."""
         if origin.is_user and origin.file is not None:
             self.part(("source", origin.file), f"source file {origin.label}", lambda: self._file(origin))
-        elif origin.kind == "library" and f"version of {origin.root}" not in self.parts:
+        elif origin.is_library and f"version of {origin.root}" not in self.parts:
             known = version(origin.root)
             self.parts[f"version of {origin.root}"] = f"={known}" if known else short_hex(self._file(origin))
+
+    def by_origin(self, origin: Origin) -> bytes:
+        """A module: the user's by its file, a library's by its version."""
+        self.note(origin)
+        return text("module", origin.label)
 
     def _file(self, origin: Origin) -> bytes:
         """A file by its bytes; what a user's source imports is noted."""
@@ -147,8 +152,7 @@ def is_a(obj: object, *kinds: type) -> bool:
 
 def class_name(cls: type) -> tuple[str, str]:
     """Module and qualified name."""
-    module = cls.__module__
-    return module if isinstance(module, str) else "?", cls.__qualname__
+    return str(cls.__module__), cls.__qualname__
 
 
 def instance_dict(obj: object) -> dict[str, Any]:
@@ -231,25 +235,19 @@ def _function_content(walk: Walk, function: FunctionType) -> bytes:
         body = digest("user code", code_digest(code), *_references(walk, function))
     else:
         body = text("library code", origin.label, code.co_name)
-    outer = function.__qualname__.rpartition(".<locals>")[0].replace(".<locals>", "") or function.__qualname__
+    outer = function.__qualname__.rpartition(".<locals>")[0].replace(".<locals>", "")
     return digest(
         "function",
         body,
         walk.value(function.__defaults__),
         walk.value(function.__kwdefaults__),
         *(
-            _variable(walk, id(cell), name, f"closure {name} of {outer}", _content(cell))
+            _variable(walk, id(cell), name, f"closure {name} of {outer}", cell.cell_contents)
             for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
+            if cell != CellType()  # an empty one
         ),
         walk.attributes(FunctionType, vars(function), frozenset({"__wrapped__"})),
     )
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty one
-        return None
 
 
 def _variable(walk: Walk, key: Hashable, name: str, label: str, value: Any) -> bytes:
@@ -260,10 +258,7 @@ def _variable(walk: Walk, key: Hashable, name: str, label: str, value: Any) -> b
 
 
 def _references(walk: Walk, function: FunctionType) -> Iterator[bytes]:
-    """The globals and the environment variables that the code, with the code nested in it, names.
-
-    Attributes are among the names, so that more counts than is used.
-    """
+    """The globals and environment variables that the code, with the code nested in it, names, if only as attributes."""
     codes = [function.__code__]
     for code in codes:
         codes += [constant for constant in code.co_consts if is_a(constant, CodeType)]
@@ -291,13 +286,6 @@ def _globals(walk: Walk, namespace: dict[str, Any], names: Iterable[str], seen: 
                 yield from _globals(walk, inner, names, seen)
         elif name in namespace and not name.startswith("__"):  # a module's own, some of them paths
             yield _variable(walk, (id(namespace), name), name, f"global {name} of {origin.label}", value)
-
-
-def _module_link(walk: Walk, module: ModuleType) -> bytes:
-    """The user's by its file, a library's by its version."""
-    origin = origin_of(instance_dict(module))
-    walk.note(origin)
-    return text("module", origin.label)
 
 
 # --- classes
@@ -361,27 +349,27 @@ def _by_class(walk: Walk, obj: object) -> bytes:
     return walk.value(type(obj))
 
 
-def _parts_of(tag: str, *names: str) -> Handler:
+def _by_attributes(*names: str) -> Handler:
     """Reads an object of a type of Python's own by these attributes."""
-    return lambda walk, obj: digest(tag, *(walk.value(getattr(obj, name)) for name in names))
+    return lambda walk, obj: digest(type(obj).__name__, *(walk.value(getattr(obj, name)) for name in names))
 
 
 _WRAPPERS: dict[Any, Handler] = {
-    property: _parts_of("property", "fget", "fset", "fdel"),
-    staticmethod: _parts_of("staticmethod", "__func__"),
-    classmethod: _parts_of("classmethod", "__func__"),
+    property: _by_attributes("fget", "fset", "fdel"),
+    staticmethod: _by_attributes("__func__"),
+    classmethod: _by_attributes("__func__"),
 }
 
-# By `id` of the type, for the reason given at `_LEAVES`; the first found along an object's bases reads it.
+# The first found along an object's bases reads it.
 _BY_TYPE: dict[Any, Handler] = {
     **{kind: partial(_container, kind) for kind in (list, tuple, set, frozenset, dict, types.MappingProxyType)},
     **{kind: partial(_leaf_subclass, kind) for kind in (int, float, str, bytes)},
     **_WRAPPERS,
-    functools._lru_cache_wrapper: _parts_of("lru_cache", "__wrapped__"),
-    functools.cached_property: _parts_of("cached_property", "func"),
-    types.MethodType: _parts_of("method", "__func__", "__self__"),
+    functools._lru_cache_wrapper: _by_attributes("__wrapped__"),
+    functools.cached_property: _by_attributes("func"),
+    types.MethodType: _by_attributes("__func__", "__self__"),
     FunctionType: _function,
-    ModuleType: _module_link,
+    ModuleType: lambda walk, obj: walk.by_origin(origin_of(instance_dict(obj))),
     type: _class,
     weakref.ReferenceType: lambda walk, obj: digest("weakref", walk.value(weakref.ReferenceType.__call__(obj))),
     # The variables that code names are parts of their own; a generator's state counts no more than a tensor's.

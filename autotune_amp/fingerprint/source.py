@@ -68,30 +68,22 @@ _IMPORT = re.compile(r"(?:\bfrom\s+([.\w]+)\s*)?\bimport\b\s*(\((?:[^)#]|#.*)*\)
 class Origin(NamedTuple):
     """Where a module comes from. `label` is its file as a user would name it: ``train.py``, ``pkg/data.py``.
 
-    `root` is the top-level package, `package` what relative imports start at. `file` is None for what has none: a
-    notebook, an interpreter's prompt.
+    `root` is the top-level package, `package` what relative imports start at. `file` is None for a notebook's.
     """
 
-    kind: str  # user, library or standard
+    is_user: bool
+    is_library: bool  # neither: it is Python's own
     root: str
     package: str
     label: str
     file: str | None
 
-    @property
-    def is_user(self) -> bool:
-        """Whether the user wrote it."""
-        return self.kind == "user"
-
 
 def origin_of(namespace: Mapping[str, object]) -> Origin:
     """The origin of the module whose globals these are."""
-    name, file, package = (namespace.get(key) for key in ("__name__", "__file__", "__package__"))
-    return _locate(
-        name if type(name) is str else "?",
-        file if type(file) is str else None,
-        package if type(package) is str else None,
-    )
+    known = (namespace.get(key) for key in ("__name__", "__file__", "__package__"))
+    name, file, package = (value if type(value) is str else None for value in known)
+    return _locate(name or "?", file, package)
 
 
 def module_origin(name: object) -> Origin:
@@ -106,19 +98,17 @@ def _locate(name: str, file: str | None, package: str | None = None) -> Origin:
     is_package = path.stem == "__init__"
     if package is None:
         package = name if is_package else name.rpartition(".")[0]
+    is_library = root in _ALWAYS_LIBRARY
     if file is None:
-        is_standard = name != "__main__" and root in sys.stdlib_module_names
-        kind = "library" if root in _ALWAYS_LIBRARY else "standard" if is_standard else "user"
-        return Origin(kind, root, package, name, None)
+        is_user = not is_library and (name == "__main__" or root not in sys.stdlib_module_names)
+        return Origin(is_user, is_library, root, package, name, None)
     # The folder on ``sys.path`` that the module was found in; ``pip install --target`` leaves metadata in it.
     folder = path.parents[min(name.count(".") + is_package, len(path.parents) - 1)]
-    is_installed = not {*_INSTALLED}.isdisjoint(path.parts) or any(folder.glob("*.dist-info"))
-    if root in _ALWAYS_LIBRARY or is_installed:
-        return Origin("library", root, package, name, file)
-    if file.startswith(_STANDARD_LIBRARY + os.sep):
-        return Origin("standard", root, package, name, file)
+    is_library |= not {*_INSTALLED}.isdisjoint(path.parts) or any(folder.glob("*.dist-info"))
+    if is_library or file.startswith(_STANDARD_LIBRARY + os.sep):
+        return Origin(False, is_library, root, package, name, file)
     depth = 1 if name == "__main__" else name.count(".") + 1 + is_package
-    return Origin("user", root, package, "/".join(path.parts[-depth:]), file)
+    return Origin(True, False, root, package, "/".join(path.parts[-depth:]), file)
 
 
 @cache
