@@ -27,9 +27,7 @@ from autotune_amp.core.recommendation import (
 # Rank 0 may come later than the others, and its budget does not hold what it does before and after the search.
 _LATE_SECONDS = 600.0
 
-# What a launcher puts into the environment of each rank. Mostly exact names: MASTER_KEY or ROLE_ARN are the user's own.
-# torchrun's, and those by which MPI and Slurm, and libraries that ask for them, tell which process this is and whom to
-# report to.
+# What torchrun, MPI and Slurm put into the environment of each rank. Mostly exact names: MASTER_KEY is the user's own.
 _NAMES = frozenset(
     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK"}
     | {"ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
@@ -145,18 +143,13 @@ def answer_on_first(find: Callable[[], Recommendation], where: Place, budget_sec
 
 def left_no_answer(path: Path, cached: Recommendation | None, fingerprint: Fingerprint | None) -> InvalidRequestError:
     """For a rerun that finds nothing saved by rank 0 which holds for its own call."""
-    if fingerprint is None:
-        why: tuple[str, ...] = ("a workload given by its name is not known before it is loaded",)
-    elif cached is None or cached.search.was_interrupted:
-        why = ("there is no finished recommendation",)
-    else:
-        why = cached.fingerprint.differences(fingerprint)[:3]
+    changes = cached.fingerprint.differences(fingerprint) if cached is not None and fingerprint is not None else ()
     return InvalidRequestError(
         f"LOCAL_RANK is {os.environ.get('LOCAL_RANK', '')!r} without a RANK, as in the processes that Lightning starts "
         "by running the script again. They take the answer of the first process, and for this call there is none in "
-        f"{path}: {'; '.join(why)}.",
-        "Call recommend_config() alike in every process and before the training starts, with the workload itself; or "
-        "start the script with torchrun, which needs neither.",
+        f"{path}{''.join(f'; {change}' for change in changes[:3])}.",
+        "Call recommend_config() alike in every process and before the training starts, with the workload itself and "
+        "not its name; or start the script with torchrun, which needs neither.",
     )
 
 

@@ -228,19 +228,13 @@ def test_the_place_is_what_the_launcher_says(
 
 
 @pytest.mark.parametrize(
-    ("workload", "why"),
-    [
-        (Workload(lambda: None, lambda model, batch: None, lambda size: None), "there is no finished recommendation"),
-        ("train.py:workload", "a workload given by its name is not known before it is loaded"),
-    ],
+    "workload", [Workload(lambda: None, lambda model, batch: None, lambda size: None), "train.py:workload"]
 )
-def test_a_rerun_of_the_script_never_searches(
-    workload: Any, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_rerun_of_the_script_never_searches(workload: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(InvalidRequestError, match=rf"LOCAL_RANK is '1' without a RANK.*: {why}\.\nNext step: Call"):
+    with pytest.raises(InvalidRequestError, match=r"LOCAL_RANK is '1' without a RANK"):
         recommend_config(workload, device="cpu", out=str(tmp_path / "studies"), quiet=True)
     assert list(tmp_path.iterdir()) == []
 
