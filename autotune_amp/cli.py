@@ -141,7 +141,7 @@ def search(
 
     def work() -> bytes:
         from autotune_amp.api import recommend_config
-        from autotune_amp.distributed.ranks import place
+        from autotune_amp.distributed import place
         from autotune_amp.report.progress import TerminalProgress
 
         recommendation = recommend_config(**asked, progress=None if quiet else TerminalProgress(sys.stderr))

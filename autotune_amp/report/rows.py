@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from autotune_amp.core import explain
+from autotune_amp.core import evidence as explain
 from autotune_amp.core.dimensions import PRECISION
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.outcome import Accumulation, Calibration, Failure, Fidelity, Measurement

@@ -20,7 +20,7 @@ from autotune_amp.core.recommendation import (
     SearchSummary,
 )
 from autotune_amp.core.text import size
-from autotune_amp.distributed.ranks import alone
+from autotune_amp.distributed import alone
 from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import identify, machine_load
 from autotune_amp.hardware.machine_load import LoadMeter

@@ -9,8 +9,15 @@ import pytest
 from report_samples import MIB, evidence, hardware, recommendation
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
-from autotune_amp.core.evidence import Job, LossScaleEvidence, MemoryEvidence, PlainEnvironment, ProcessPeak
-from autotune_amp.core.explain import check_line, loss_scale_line
+from autotune_amp.core.evidence import (
+    Job,
+    LossScaleEvidence,
+    MemoryEvidence,
+    PlainEnvironment,
+    ProcessPeak,
+    check_line,
+    loss_scale_line,
+)
 from autotune_amp.core.outcome import Fidelity, LowWeights
 from autotune_amp.core.recommendation import Recommendation
 

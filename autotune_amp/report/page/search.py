@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from autotune_amp.core.explain import accumulation_line, check_line, export_lines
+from autotune_amp.core.evidence import accumulation_line, check_line, export_lines
 from autotune_amp.core.outcome import Accumulation, Failure, Fidelity
 from autotune_amp.core.text import count, duration, exact, number, one_line, outcome_name, size, times
 from autotune_amp.report import rows
