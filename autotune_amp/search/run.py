@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from autotune_amp.core.outcome import Purpose, Record
 from autotune_amp.core.setting import NUMERIC, Setting
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.isolation.backend import Handle
+from autotune_amp.isolation.local import Handle
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.search.budget import Budget
 from autotune_amp.search.ledger import Ledger

@@ -25,8 +25,7 @@ from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import identify, machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.hardware.probing import load_notes
-from autotune_amp.isolation.backend import Backend
-from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
+from autotune_amp.isolation.local import Backend, Isolation, LocalBackend, Payload
 from autotune_amp.search.answer import explain
 from autotune_amp.search.answer.decide import recommend
 from autotune_amp.search.budget import Budget
@@ -48,7 +47,7 @@ from autotune_amp.search.stages.trials import MIN_TRIAL_SECONDS, Conditions
 from autotune_amp.search.stages.variants import Variants
 from autotune_amp.search.study import Study
 from autotune_amp.trial.energy import require_counter
-from autotune_amp.trial.heap import recommended_environment
+from autotune_amp.trial.memory import recommended_environment
 
 _HELD_SHARE_WORTH_A_WORD = 0.05
 

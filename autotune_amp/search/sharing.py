@@ -8,8 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.backend import Backend, Handle
-from autotune_amp.isolation.local import Isolation
+from autotune_amp.isolation.local import Backend, Handle, Isolation
 from autotune_amp.search.budget import Budget
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.progress import Progress

@@ -35,9 +35,8 @@ from autotune_amp.precision.torch_state import CUDA_FLAGS
 from autotune_amp.trial import data
 from autotune_amp.trial.context import Context, LoopState, make_optimizer
 from autotune_amp.trial.energy import Counter, EnergyMeter, counter_of
-from autotune_amp.trial.heap import hold_heap
 from autotune_amp.trial.jobs import Check, Describe, Probe, Trial
-from autotune_amp.trial.memory import PeakMemory, is_memory_short
+from autotune_amp.trial.memory import PeakMemory, hold_heap, is_memory_short
 from autotune_amp.trial.timing import CompileWatch, NonFiniteError, Timing, forget_compiled, time_steps
 from autotune_amp.trial.training import BaseTraining, make_training
 

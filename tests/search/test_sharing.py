@@ -10,8 +10,7 @@ import pytest
 from scripted_backend import ScriptedSearch, candidate, described, hardware, measured
 
 from autotune_amp.core.outcome import Failure, Measurement, Outcome
-from autotune_amp.isolation.backend import Backend
-from autotune_amp.isolation.local import Isolation
+from autotune_amp.isolation.local import Backend, Isolation
 from autotune_amp.search.answer.evidence import confirm_runs, gather
 from autotune_amp.search.ledger import Shortlist
 from autotune_amp.search.progress import Progress

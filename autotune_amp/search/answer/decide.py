@@ -28,7 +28,7 @@ from autotune_amp.search.objective import PLATEAU, check_measured, keeps_baselin
 from autotune_amp.search.options import RANKING, SearchOptions
 from autotune_amp.search.space import build_space
 from autotune_amp.search.stages.fallbacks import fallback_plans
-from autotune_amp.trial.heap import recommended_environment
+from autotune_amp.trial.memory import recommended_environment
 
 # Where a study lies is for whoever asks to say, and a storage's URL may hold a password.
 _OPTIONS_NOT_KEPT = ("study", "out", "storage")
