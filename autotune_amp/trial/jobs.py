@@ -159,14 +159,15 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
             return msgspec.structs.replace(self, candidate=msgspec.structs.replace(self.candidate, batch_size=smaller))
         return self.unchecked(failure) if self.what == "fidelity" else failure
 
-    def unchecked(self, failure: Failure) -> Fidelity:
+    def unchecked(self, why: Failure | str, next_step: str = "") -> Fidelity:
         """What it says of its precision where it could not be made: nothing, with the reason."""
+        reason = f"{why.kind}: {why.message.rstrip('.')}" if isinstance(why, Failure) else why
         return Fidelity(
             precision=self.candidate.precision,
             batch_size=self.candidate.batch_size,
             verdict="unchecked",
-            reason=f"{self.candidate.precision} is unchecked ({failure.kind}): {failure.message.rstrip('.')}.",
-            next_step=_NEXT_STEPS[failure.kind],
+            reason=f"{self.candidate.precision} is unchecked: {reason}.",
+            next_step=_NEXT_STEPS[why.kind] if isinstance(why, Failure) else next_step,
             pinned_modules=self.candidate.pinned_modules,
         )
 

@@ -160,7 +160,7 @@ def _groups_per_burst(training: BaseTraining) -> int:
     Workers that begin together are ready together: then one step in so many waits for all of them.
     """
     num_batches = training.spec.num_timed_micro_batches * training.spec.num_steps_per_report
-    num_workers = max(1, training.num_loader_workers)
+    num_workers = training.num_loader_workers or 1
     return num_workers // math.gcd(num_workers, num_batches)
 
 

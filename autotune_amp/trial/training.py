@@ -70,14 +70,13 @@ class BaseTraining(ABC):
     def start_loading(self) -> None:
         """Take the first batch, which starts the loader's workers, and keep it for `next_batch`."""
         self._taken.append(next(self.batches))
-        spec, size = self.spec, self.spec.candidate.batch_size
+        spec = self.spec
         self._worst = data.worst_batches(
             self.workload.worst_batch,
             self._loader,
             spec.worst_samples,
-            size,
+            spec.candidate.batch_size,
             spec.num_worst_batches,
-            is_exact=data.num_samples(self._taken[0], size) == size,
         )
 
     def next_batch(self) -> Any:
@@ -86,14 +85,9 @@ class BaseTraining(ABC):
         return self._last_batch
 
     @property
-    def has_loader(self) -> bool:
-        """Whether a DataLoader makes the batches."""
-        return self._loader is not None
-
-    @property
-    def num_loader_workers(self) -> int:
-        """Worker processes of the loader, 0 without one."""
-        return 0 if self._loader is None else self._loader.num_workers
+    def num_loader_workers(self) -> int | None:
+        """Worker processes of the loader, None without one."""
+        return None if self._loader is None else self._loader.num_workers
 
     @property
     def num_loaded_ahead(self) -> int:

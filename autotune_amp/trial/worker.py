@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import inspect
 import tempfile
 import time
 import traceback
@@ -21,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.errors import AutotuneAmpError, WorkloadError
+from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.job import Tell
@@ -125,7 +124,6 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
     """What the workload is, from building it once."""
     workload, device, state = context.workload, torch.device(job.device), job.torch_state
     torch_state.apply(state)
-    _check_signatures(workload)
     context_seconds = _start_accelerator(device)
     kind, batch_size, num_samples = data.describe(workload.data)
     started = time.perf_counter()
@@ -163,27 +161,6 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
     )
 
 
-def _check_signatures(workload: Workload) -> None:
-    """Raises `WorkloadError` where evaluate or checkpoint cannot be called with what they will be given."""
-    parts = ("state",) if workload.is_loop else ("model", "optimizer")
-    for name, given in (("evaluate", parts[:1]), ("checkpoint", (*parts, "folder"))):
-        function = getattr(workload, name)
-        if function is None:
-            continue
-        try:
-            signature = inspect.signature(function)
-        except (TypeError, ValueError):  # of a function that is not written in Python nobody knows
-            continue
-        try:
-            signature.bind(*given)
-        except TypeError as error:
-            call = f"{name}({', '.join(given)})"
-            raise WorkloadError(
-                f"Workload({name}=...) takes {signature} and is called as {call}: {error}.",
-                f"Write `def {call}: ...`.",
-            ) from error
-
-
 def as_run(
     workload: Workload,
     model: nn.Module,
@@ -195,15 +172,12 @@ def as_run(
 ) -> tuple[Precision, bool]:
     """`torch_state.as_found` of the flags that concern a step of `batch_size`; a precision of the workload's own is so.
 
-    One step is taken where that can make a difference; with None for `batch_size` none is, and all flags count.
+    One step is taken where cuDNN's flags alone make a difference; with None for `batch_size` none is, and all count.
     """
     if workload.precision is not None:
         return workload.precision, True
-    if not has_tf32:
-        return torch_state.as_found(state, device.type, CUDA_FLAGS)
-    found = torch_state.as_found(state, device.type)
-    _, could_be_strict = torch_state.as_found(state, device.type, _FLAG_OPERATORS)
-    if batch_size is None or found[1] or not could_be_strict:
+    found = torch_state.as_found(state, device.type, () if has_tf32 else CUDA_FLAGS)
+    if batch_size is None or found[1] or not torch_state.as_found(state, device.type, _FLAG_OPERATORS)[1]:
         return found
     candidate = Setting(precision=found[0], batch_size=batch_size, as_found=True)
     used = used_flags(workload, model, Trial(candidate=candidate, device=str(device), torch_state=dict(state)))
@@ -305,7 +279,7 @@ def clean(device: torch.device) -> None:
 
 def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
     memory, context_seconds = prepare(context, spec)
-    building: dict[str, Any] = {"context_seconds": context_seconds, "is_build_shared": context.is_build_shared}
+    building: dict[str, Any] = {"context_seconds": context_seconds, "is_build_shared": context.build_memory is not None}
     started = time.perf_counter()
     training = make_training(context.workload, context.model(torch.device(spec.device)), spec)
     building["build_seconds"] = time.perf_counter() - started
