@@ -121,17 +121,12 @@ class Opened(NamedTuple):
 class LocalBackend(Backend):
     """A `Backend` whose jobs run in processes of their own.
 
-    `isolation`: ``forked`` forks each job from a template that holds the workload; ``kept`` lets one worker run job
-    after job until one fails; ``fresh`` starts a process for each. None forks where that is sound, else keeps.
-    `environment` is laid over the caller's.
+    `isolation`: ``forked`` from a template that holds the workload, ``kept`` in one worker until a job fails, or a
+    ``fresh`` one for each; None forks where that is sound, else keeps. `environment` is laid over the caller's.
     """
 
     def __init__(
-        self,
-        payload: Payload,
-        isolation: Isolation | None,
-        watcher: Watcher,
-        environment: dict[str, str] | None = None,
+        self, payload: Payload, isolation: Isolation | None, watcher: Watcher, environment: dict[str, str] | None = None
     ) -> None:
         self.isolation: Isolation = isolation or ("forked" if can_fork() else "kept")
         self._payload = payload

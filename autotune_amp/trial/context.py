@@ -8,7 +8,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,10 @@ from autotune_amp.core.workload import OptimizersOfModel, Workload, WorkloadSour
 from autotune_amp.precision import torch_state
 from autotune_amp.trial.memory import BuildMemory, file_bytes, watched_build
 
-_PLAIN = (str, bytes, int, float, complex, type(None))
-_NOT_LOOKED_INTO = (*_PLAIN, type, types.ModuleType, types.FunctionType, types.MethodType, Dataset, DataLoader)
+_NOT_LOOKED_INTO = (
+    *(str, bytes, int, float, complex, type(None)),
+    *(type, types.ModuleType, types.FunctionType, types.MethodType, Dataset, DataLoader),
+)
 # Who waits for whom is no state of the training's: put back, a thread that waits would never be woken.
 _MACHINERY = ("asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading")
 
@@ -127,7 +129,8 @@ def _walk(held: Any) -> Iterator[tuple[str, Any]]:
     pending = [("", held)]
     while pending:
         path, value = pending.pop()
-        if isinstance(value, _NOT_LOOKED_INTO) or id(value) in known or _package(value) in _MACHINERY:
+        package = type(value).__module__.partition(".")[0]
+        if isinstance(value, _NOT_LOOKED_INTO) or package in _MACHINERY or id(value) in known:
             continue
         known[id(value)] = value
         if not isinstance(value, Tensor) or value.is_leaf:
@@ -137,10 +140,6 @@ def _walk(held: Any) -> Iterator[tuple[str, Any]]:
         if not isinstance(value, Tensor | torch.optim.Optimizer | torch.Generator):
             parts = [(f"{path}.{name}" if path else name, part) for name, part in _parts(value)]
             pending += reversed(parts)
-
-
-def _package(value: Any) -> str:
-    return type(value).__module__.partition(".")[0]
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
@@ -202,8 +201,7 @@ def make_model(workload: Workload) -> nn.Module:
     model = workload.model if isinstance(workload.model, nn.Module) else workload.model()
     if not isinstance(model, nn.Module):
         raise WorkloadError(
-            f"The model function returned a {type_name(model)}; it must return an nn.Module.",
-            "Return the model alone.",
+            f"The model function returned a {type_name(model)}; it must return an nn.Module.", "Return the model alone."
         )
     if not model.training:
         model.train()
@@ -264,30 +262,23 @@ def make_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimize
 
     Learning rates are as `raise_learning_rates` leaves them.
     """
-    several = _made(workload, model)
-    for optimizer in several:
-        raise_learning_rates(optimizer)
-    return several[0] if len(several) == 1 else Optimizers(several)
-
-
-def _made(workload: Workload, model: nn.Module) -> list[torch.optim.Optimizer]:
     given: Any = torch.optim.AdamW if workload.optimizer is None else workload.optimizer
-    if not isinstance(given, torch.optim.Optimizer) and callable(given):
-        return _checked(given(model if isinstance(given, OptimizersOfModel) else model.parameters()))
-    several = _checked(given)
-    return [_like(optimizer, workload.model, model, is_alone=len(several) == 1) for optimizer in several]
-
-
-def _checked(made: Any) -> list[torch.optim.Optimizer]:
-    several = list(made) if isinstance(made, list | tuple) else [made]
-    for optimizer in several or [made]:
+    is_function = not isinstance(given, torch.optim.Optimizer) and callable(given)
+    if is_function:
+        given = given(model if isinstance(given, OptimizersOfModel) else model.parameters())
+    several = list(given) if isinstance(given, list | tuple) else [given]
+    for optimizer in several or [given]:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise WorkloadError(
                 f"The optimizer function returned a {type_name(optimizer)}; it must return a torch.optim.Optimizer "
                 "or several in a list.",
                 "Return for example torch.optim.SGD(parameters, lr=0.1).",
             )
-    return several
+    if not is_function:
+        several = [_like(optimizer, workload.model, model, is_alone=len(several) == 1) for optimizer in several]
+    for optimizer in several:
+        raise_learning_rates(optimizer)
+    return several[0] if len(several) == 1 else Optimizers(several)
 
 
 def _like(
@@ -311,14 +302,6 @@ def _like(
     return kind(groups, **defaults)
 
 
-class _Shared(NamedTuple):
-    """A model built once: `torch_state` is how building left it, `first_state` what a kept worker goes back to."""
-
-    model: nn.Module
-    torch_state: dict[str, Any]
-    first_state: dict[str, torch.Tensor] | None
-
-
 class Context:
     """What a trial process holds.
 
@@ -333,7 +316,9 @@ class Context:
         self.build_memory: BuildMemory | None = None
         self._is_template = is_template
         self._workload = source if isinstance(source, Workload) else None
-        self._shared: _Shared | None = None
+        self._model: nn.Module | None = None  # built once, with how building left the torch state
+        self._torch_state: dict[str, Any] = {}
+        self._first_state: dict[str, Tensor] | None = None  # of the model, what a kept worker goes back to
 
     def open(self, origin: str) -> None:
         """Make the workload; `origin` is what errors call its source."""
@@ -348,23 +333,22 @@ class Context:
 
     def share(self, capture: Callable[[], dict[str, Any]]) -> None:
         """Build the model for all children that are forked after this; `capture` reads the torch state they take."""
-        model, self.build_memory = watched_build(lambda: make_model(self.workload))
-        self._shared = _Shared(model, capture(), None)
+        self._model, self.build_memory = watched_build(lambda: make_model(self.workload))
+        self._torch_state = capture()
 
     def model(self, device: torch.device) -> nn.Module:
         """The model on the device, as first built."""
-        if self._shared is None:
+        if self._model is None:
             model, memory = watched_build(lambda: make_model(self.workload).to(device))
             if self.is_kept and not any(map(is_lazy, model.state_dict().values())):
-                first_state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
-                self._shared, self.build_memory = _Shared(model, torch_state.capture(), first_state), memory
+                self._first_state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+                self._model, self.build_memory, self._torch_state = model, memory, torch_state.capture()
             return model
-        torch_state.apply(self._shared.torch_state)
-        model = self._shared.model
-        if self._shared.first_state is not None:
-            model.zero_grad(set_to_none=True)
-            if isinstance(model, LoopState):
-                model.start_again(self._shared.first_state)
+        torch_state.apply(self._torch_state)
+        if self._first_state is not None:
+            self._model.zero_grad(set_to_none=True)
+            if isinstance(self._model, LoopState):
+                self._model.start_again(self._first_state)
             else:
-                model.load_state_dict(self._shared.first_state)
-        return model.to(device)
+                self._model.load_state_dict(self._first_state)
+        return self._model.to(device)

@@ -279,12 +279,11 @@ def clean(device: torch.device) -> None:
 
 def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
     memory, context_seconds = prepare(context, spec)
-    building: dict[str, Any] = {"context_seconds": context_seconds, "is_build_shared": context.build_memory is not None}
+    is_build_shared = context.build_memory is not None
     started = time.perf_counter()
-    training = make_training(context.workload, context.model(torch.device(spec.device)), spec)
-    building["build_seconds"] = time.perf_counter() - started
-    with closing(training):
-        return _train(training, memory, tell, building)
+    with closing(make_training(context.workload, context.model(torch.device(spec.device)), spec)) as training:
+        built = {"build_seconds": time.perf_counter() - started, "context_seconds": context_seconds}
+        return _train(training, memory, tell, {**built, "is_build_shared": is_build_shared})
 
 
 def _train(training: BaseTraining, memory: PeakMemory, tell: Tell, building: dict[str, Any]) -> Outcome:
@@ -365,8 +364,9 @@ def _ending(training: BaseTraining, limit_seconds: float, tell: Tell, measured: 
         if left_seconds <= 0:
             problems.append(f"{what} was not run, for want of time")
             return
-        overdue = f"{what} did not end within {left_seconds:.{0 if left_seconds >= 10 else 1}f} s"
-        so_far = msgspec.structs.replace(measured, **fields(limit_seconds, overdue))
+        so_far = msgspec.structs.replace(
+            measured, **fields(limit_seconds, f"{what} did not end within {left_seconds:.3g} s")
+        )
         tell({"event": "so far", "value": msgspec.to_builtins(so_far)})
         tell({"event": "phase", "seconds": left_seconds, **phase})
         try:

@@ -90,9 +90,7 @@ def test_only_measured_steps_count_and_none_that_compiled(monkeypatch: pytest.Mo
     assert EnergyMeter(None).joules_per_sample(1) is None
 
 
-def test_measured_steps_do_not_pay_for_more_readings_than_the_counter_has_news(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_measured_steps_do_not_pay_for_more_readings_than_the_counter_has_news(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, readings = Clock(monkeypatch), []
 
     def counter() -> float:

@@ -273,11 +273,7 @@ class Asynchronous(Scripted):
     ("compute_seconds", "data_seconds", "wait"), [(1.0, 0.25, 0.0625), (1.0, 1.5, 0.75), (1.0, 0.05, 0.05)]
 )
 def test_what_the_device_computes_meanwhile_is_no_wait_for_data(
-    clock: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
-    compute_seconds: float,
-    data_seconds: float,
-    wait: float,
+    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, compute_seconds: float, data_seconds: float, wait: float
 ) -> None:
     training = Asynchronous(compute_seconds, data_seconds)
     monkeypatch.setattr(timing, "synchronize", training.synchronize)
