@@ -272,27 +272,6 @@ def test_a_module_that_crashes_while_loading_is_named_with_its_signal(tmp_path: 
         Opened(tmp_path, "kept", text="import os; os.kill(os.getpid(), 9)")
 
 
-@pytest.mark.slow
-def test_a_fresh_and_a_forked_trial_agree_on_memory_that_is_the_models(tmp_path: Path) -> None:
-    text = WORKLOAD.replace(
-        "return nn.Linear(4, 1)", "return nn.Sequential(nn.Linear(4, 1), nn.Embedding(1 << 16, 512))"
-    )
-    text = text.replace("model.weight", "model[0].weight").replace("model(batch)", "model[0](batch)")
-    counted, peaks = {}, {}  # the table is 128 MiB
-    isolations: tuple[Isolation, ...] = ("forked", "kept", "fresh")
-    for isolation in isolations:
-        made = Opened(tmp_path, isolation, text=text)
-        with made.backend:
-            found = [made.run() for _ in range(2)]
-        measured = [outcome for outcome in found if isinstance(outcome, Measurement)]
-        counted[isolation] = [outcome.reserved_memory_bytes / 2**20 for outcome in measured]
-        peaks[isolation] = measured[0].peak_memory_bytes
-    assert counted["forked"] == pytest.approx(counted["fresh"], abs=40)
-    assert counted["forked"][1] > 120
-    assert counted["kept"][1] > 120
-    assert peaks["forked"] == pytest.approx(peaks["fresh"], rel=0.1)
-
-
 class Scripted:
     """A process that gives one answer after the other, and notes what it was sent."""
 
