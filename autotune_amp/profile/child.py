@@ -56,7 +56,7 @@ def _profile(context: Context, spec: Profile, tell: Tell) -> Profiled:
             flops_per_second=_rate(spec.trial),
             unfused_optimizer=unfused_optimizer(training),
             is_compiled=watch.count() > 0,
-            num_loader_workers=training.num_loader_workers if training.has_loader else None,
+            num_loader_workers=training.num_loader_workers,
         )
 
 

@@ -42,7 +42,7 @@ from autotune_amp.search.stages.trials import MIN_TRIAL_SECONDS, Conditions
 from autotune_amp.search.stages.variants import LoaderWorkers, Variants
 from autotune_amp.search.study import Study
 from autotune_amp.trial.energy import require_counter
-from autotune_amp.trial.heap import recommended_environment
+from autotune_amp.trial.memory import recommended_environment
 
 _HELD_SHARE_WORTH_A_WORD = 0.05
 

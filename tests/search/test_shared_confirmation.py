@@ -12,8 +12,7 @@ from scripted_backend import ScriptedBackend, ScriptedSearch, candidate, describ
 
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.backend import Backend
-from autotune_amp.isolation.local import Isolation
+from autotune_amp.isolation.local import Backend, Isolation
 from autotune_amp.search.answer.decide import gather
 from autotune_amp.search.ledger import Shortlist
 from autotune_amp.search.options import SearchOptions

@@ -19,7 +19,7 @@ from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.backend import Backend
+from autotune_amp.isolation.local import Backend
 from autotune_amp.search import ranking
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.progress import Progress
