@@ -23,8 +23,8 @@ from autotune_amp.core.text import size
 from autotune_amp.distributed.ranks import alone
 from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import identify, machine_load
+from autotune_amp.hardware.host import load_notes
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.hardware.probing import load_notes
 from autotune_amp.isolation.backend import Backend
 from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
 from autotune_amp.search.answer import explain
@@ -275,7 +275,7 @@ class _Search:
     def _look_around(self) -> MachineLoad:
         """Say what others did on the machine while the workload was loaded and probed."""
         found = self._meter.stop()
-        said = machine_load.before_first_trial(found)
+        said = machine_load.doubts(machine_load.evidence([found]), "search on an idle machine")
         if found.others_num_cores is None:
             said += self._load_notes
         for line in said:
