@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.integrations.bridge import Window, config_of, has_window_of, other_window_error, refuse_other
+from autotune_amp.integrations.bridge import Window, config_of, refuse_other, refuse_other_window
 from autotune_amp.integrations.export import SCALER_ARGUMENTS, accelerate_config
 from autotune_amp.runtime.controller import PrecisionController
 
@@ -191,16 +191,14 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As the original's, for an evaluation loop inside `windows` too.
 
-        Of the loader in `windows` on one device alone: its batches are fetched ahead, and Accelerate knows only of the
-        latest which samples fill it up. Raises `InvalidRequestError` for it on several ranks.
+        Raises `InvalidRequestError` for the loader in `windows`: its batches are fetched ahead, and Accelerate knows
+        only of the latest which samples fill it up.
         """
         if self._is_last is None or self.gradient_state.active_dataloader not in (None, self._windowed):
             return super().gather_for_metrics(input_data, use_gather_object)
-        if self.num_processes == 1:
-            return input_data
         raise InvalidRequestError(
-            "gather_for_metrics was asked for a batch of accelerator.windows(loader) on several ranks, where it cannot "
-            "tell the samples that only fill up the last batch.",
+            "gather_for_metrics was asked for a batch of accelerator.windows(loader), and cannot tell the samples that "
+            "only fill up the last batch.",
             "Call accelerator.gather(), or gather_for_metrics in an evaluation loop of its own.",
         )
 
@@ -226,8 +224,8 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
         self.gradient_state.plugin_kwargs.update({"num_steps": steps})
 
     def _refuse_other_batches(self) -> None:
-        if self._is_last is None and not has_window_of(self.controller.config, self._own_config):
-            raise other_window_error(
+        if self._is_last is None:
+            refuse_other_window(
                 self.controller,
                 self._own_config,
                 "the loop takes the latter",

@@ -282,20 +282,13 @@ def test_clipping_inside_an_accumulation_window_is_refused() -> None:
     assert len(loader) == 4
 
 
-def test_metrics_are_gathered_in_windows_on_one_device_and_in_an_evaluation_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_metrics_are_gathered_in_an_evaluation_in_windows_and_not_of_batches_that_are_fetched_ahead() -> None:
     accelerator = AutotuneAccelerator(AmpConfig(precision="fp32", batch_size=4, accumulation_steps=3), cpu=True)
-    training: Any = inputs(6)[:22]  # Accelerate itself would cut batches that are fetched ahead to the last one's 2
+    training: Any = inputs(6)[:22]  # of which Accelerate itself would cut those to the last one's 2
     evaluated: Any = inputs(3)[:10]
     loader, evaluation = accelerator.prepare(DataLoader(training, batch_size=4), DataLoader(evaluated, batch_size=4))
-    gathered = []
     for batch in accelerator.windows(loader):
-        gathered.append(accelerator.gather_for_metrics(batch))
         assert [len(accelerator.gather_for_metrics(some)) for some in evaluation] == [4, 4, 2]
-    assert torch.equal(torch.cat(gathered), training)
-    monkeypatch.setattr(AutotuneAccelerator, "num_processes", 2)
-    for batch in accelerator.windows(loader):
         with pytest.raises(InvalidRequestError, match="gather_for_metrics") as raised:
             accelerator.gather_for_metrics(batch)
         assert "gather()" in raised.value.next_step

@@ -195,5 +195,3 @@ def test_what_is_no_training_of_lightnings_is_refused() -> None:
         Workload.from_lightning("Net", Data())
     with pytest.raises(WorkloadError, match="it must be a LightningModule"):
         make_model(Workload.from_lightning(lambda: nn.Linear(1, 1), Data()))
-    with pytest.raises(WorkloadError, match="returned a Pair with manual optimization"):
-        make_model(Workload.from_lightning(Pair, Data()))

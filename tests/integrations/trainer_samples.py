@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.integrations.transformers import AutotuneTrainer
 
 WIDTH, BATCH = 4, 4
@@ -66,13 +66,6 @@ def fp16(*fallback: Any, **options: Any) -> AmpConfig:
             "fallback": fallback or ("bf16", "fp32"),
             **options,
         }
-    )
-
-
-def halved(config: AmpConfig) -> FallbackPlan:
-    """fp32 in half of the config's batch."""
-    return FallbackPlan(
-        precision="fp32", batch_size=config.batch_size // 2, accumulation_steps=2 * config.accumulation_steps
     )
 
 

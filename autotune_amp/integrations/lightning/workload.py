@@ -117,11 +117,6 @@ class _Build:
         module = self.given if isinstance(self.given, LightningModule) else self.given()
         if not isinstance(module, LightningModule):
             raise _not_a_module("The module function returned", module)
-        if module is not self.given and not module.automatic_optimization:
-            raise WorkloadError(
-                f"The module function returned a {type(module).__name__} with manual optimization.",
-                "Pass the module itself: how it is tried is decided before any function is called.",
-            )
         module.trainer = self.fit.trainer
         module.setup("fit")
         module.configure_model()
