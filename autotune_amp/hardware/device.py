@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import runpy
 import subprocess
 import sys
 from importlib import import_module
@@ -95,9 +96,7 @@ def parse(device: str) -> tuple[str, int | None]:
 def only(kind: str, index: int | None) -> str:
     """The name of a kind of which a machine has one; raises `DeviceError` for any index but 0."""
     if index:
-        raise DeviceError(
-            f"{kind}:{index} was asked for, but there is only one {kind} device.", f"Pass device={kind!r}."
-        )
+        numbered(kind, index, 1)
     return kind
 
 
@@ -164,12 +163,7 @@ def _torch_is_built_for(toolkit: str) -> bool:
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return False
-    return names_version(toolkit, Path(spec.origin).with_name("version.py").read_text())
-
-
-def names_version(toolkit: str, version_file: str) -> bool:
-    """Whether the text of torch/version.py names a version of the toolkit, ``cuda`` or ``hip``."""
-    return re.search(rf"^{toolkit}\b[^=]*= *['\"]", version_file, re.MULTILINE) is not None
+    return runpy.run_path(str(Path(spec.origin).with_name("version.py"))).get(toolkit) is not None
 
 
 DEADLINE_SECONDS = 120.0

@@ -3,7 +3,6 @@ No torch."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from pathlib import Path
@@ -149,23 +148,10 @@ def _processes(root: Path) -> dict[int, ProcessTimes] | None:
     return found
 
 
-def clock_share() -> float | None:
-    """The clock of the fastest CPU against the highest it has, None where the system does not say both."""
-    with contextlib.suppress(OSError, RuntimeError, AttributeError):
-        clocks = psutil.cpu_freq(percpu=True)
-        highest = max((clock.max for clock in clocks), default=0.0)
-        if highest > 0:
-            return min(1.0, max(clock.current for clock in clocks) / highest)
-    return None
-
-
 class LoadMeter:
-    """Tells what others did while a trial ran: from its last warm-up step on, or in all of it where it took none.
+    """Tells what others did while a trial ran: from its last warm-up step on, or in all of it where it took none."""
 
-    `uuid` is the card's, None without one.
-    """
-
-    def __init__(self, uuid: str | None = None) -> None:
+    def __init__(self, uuid: str | None = None) -> None:  # the card's
         self._uuid = uuid
         self.start()
 
@@ -175,7 +161,6 @@ class LoadMeter:
         self._after: Reading | None = None
         self._is_stepping = False
         self._last_look = -_LOOK_SECONDS
-        self._clock_share: float | None = None
         self._slowdowns: dict[str, None] | None = None
 
     def warm_up(self) -> None:
@@ -187,15 +172,13 @@ class LoadMeter:
             self._before = read()
 
     def step(self) -> None:
-        """The trial took a measured step: clocks are worth a look."""
+        """The trial took a measured step: the card's clocks are worth a look."""
         now, self._is_stepping = time.monotonic(), True
-        if now - self._last_look < _LOOK_SECONDS:
-            return
-        self._last_look = now
-        self._clock_share = clock_share()
-        names = None if self._uuid is None else nvml.slowdown_names(self._uuid)
-        if names is not None:
-            self._slowdowns = {**(self._slowdowns or {}), **dict.fromkeys(names)}
+        if self._uuid is not None and now - self._last_look >= _LOOK_SECONDS:
+            self._last_look = now
+            names = nvml.slowdown_names(self._uuid)
+            if names is not None:
+                self._slowdowns = {**(self._slowdowns or {}), **dict.fromkeys(names)}
 
     def hold(self) -> None:
         """Our processes are about to be killed: nobody may be there to take over their CPU time."""
@@ -206,7 +189,6 @@ class LoadMeter:
         after = self._after or read()
         return msgspec.structs.replace(
             load_between(self._before, after, os.getpid()),
-            clock_share=self._clock_share,
             card_processes=self._card_processes(after),
             card_slowdowns=None if self._slowdowns is None else tuple(self._slowdowns),
         )
@@ -229,8 +211,6 @@ class LoadMeter:
 # a word however many cores there are: the step waits for the thread that shares it.
 WORTH_CORES, WORTH_SHARE_OF_CPUS, SURELY_WORTH_CORES = 0.25, 0.05, 0.75
 WORTH_STOLEN_SHARE = 0.03
-# All cores at once run well below the highest clock of one; below half of it is no turbo's doing.
-WORTH_CLOCK_SHARE = 0.5
 
 
 def worth_cores(num_cpus: int) -> float:
@@ -300,7 +280,6 @@ def evidence(loads: Sequence[MachineLoad]) -> LoadEvidence | None:
         others_num_cores_range=(min(used), max(used)) if used else None,
         busiest=max(loads, key=lambda load: load.others_num_cores or 0.0).busiest,
         stolen_share=fmean(stolen) if stolen else None,
-        clock_share=min((load.clock_share for load in loads if load.clock_share is not None), default=None),
         card_processes=tuple(on_card.values()),
         card_slowdowns=tuple(dict.fromkeys(name for load in loads for name in load.card_slowdowns or ())),
         is_busy=is_busy(loads),
@@ -322,8 +301,6 @@ def doubts(found: LoadEvidence | None, remedy: str = "search again with --fresh"
         )
     if found.is_stolen:
         said.append(f"The hypervisor gave {100 * (found.stolen_share or 0.0):.0f} % of the CPU time to others.")
-    if found.clock_share is not None and found.clock_share < WORTH_CLOCK_SHARE:
-        said.append(f"The CPU ran at {100 * found.clock_share:.0f} % of its highest clock, to save power or for heat.")
     if found.card_processes:
         said.append(f"Others were on the card: {'; '.join(f'{p.name}, pid {p.pid}' for p in found.card_processes)}.")
     if found.card_slowdowns:

@@ -166,13 +166,9 @@ def _fp32_mode(mode: str) -> Iterator[None]:
             backend.fp32_precision = found
 
 
-def answer(device: str) -> Answer:
-    """Measure the device; a `DeviceError` becomes part of the answer, all else ends this process."""
-    try:
-        return Answer(hardware=measure(device))
-    except DeviceError as error:
-        return Answer(no_device=(error.message, error.next_step))
-
-
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_bytes(msgspec.json.encode(answer(sys.argv[1])))
+    try:
+        answer = Answer(hardware=measure(sys.argv[1]))
+    except DeviceError as error:
+        answer = Answer(no_device=(error.message, error.next_step))
+    Path(sys.argv[2]).write_bytes(msgspec.json.encode(answer))

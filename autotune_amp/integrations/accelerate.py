@@ -68,8 +68,17 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
         **others: Any,
     ) -> None:
         self._own_config = config_of(config)
-        plugin = _accumulation(self._own_config, others)
-        _refuse_contradictions(self._own_config, others)
+        plugin = others.pop("gradient_accumulation_plugin", None)
+        steps = others.pop("gradient_accumulation_steps", None) if plugin is None else plugin.num_steps
+        refuse_other("gradient_accumulation_steps", steps, self._own_config.accumulation_steps)
+        plugin = plugin or GradientAccumulationPlugin(num_steps=self._own_config.accumulation_steps)
+        refuse_other("mixed_precision", others.pop("mixed_precision", None), self._own_config.precision)
+        for handler in others.get("kwargs_handlers") or ():
+            if isinstance(handler, GradScalerKwargs | AutocastKwargs):
+                raise InvalidRequestError(
+                    f"{type(handler).__name__} was given to an accelerator whose controller scales and casts.",
+                    "Leave it out and put a loss scale into the config.",
+                )
         # Explicitly: what `accelerate launch` put into the environment would else be taken.
         super().__init__(mixed_precision="no", gradient_accumulation_plugin=plugin, **others)
         if self.distributed_type not in _KNOWN:
@@ -281,21 +290,3 @@ def plain_optimizers(given: Any) -> list[torch.optim.Optimizer]:
             one = one.optimizer
         found.append(one)
     return found
-
-
-def _accumulation(config: AmpConfig, others: dict[str, Any]) -> GradientAccumulationPlugin:
-    """The plugin that says how many passes make a step; taken out of `others` where one is given there."""
-    plugin = others.pop("gradient_accumulation_plugin", None)
-    steps = others.pop("gradient_accumulation_steps", None) if plugin is None else plugin.num_steps
-    refuse_other("gradient_accumulation_steps", steps, config.accumulation_steps)
-    return plugin or GradientAccumulationPlugin(num_steps=config.accumulation_steps)
-
-
-def _refuse_contradictions(config: AmpConfig, others: dict[str, Any]) -> None:
-    refuse_other("mixed_precision", others.pop("mixed_precision", None), config.precision)
-    for handler in others.get("kwargs_handlers") or ():
-        if isinstance(handler, GradScalerKwargs | AutocastKwargs):
-            raise InvalidRequestError(
-                f"{type(handler).__name__} was given to an accelerator whose controller scales and casts.",
-                "Leave it out and put a loss scale into the config.",
-            )

@@ -189,28 +189,18 @@ class AutotuneCallback(TrainerCallback):
 
     Logs, and what is reported of them, get ``amp/rung`` (0 is the config's own precision, one past the last fallback
     means disabled), ``amp/scale``, ``amp/num_skips``, ``amp/num_steps`` and ``amp/num_moves``; ``state.log_history``
-    also ``amp/precision`` and ``amp/moves``, those since the last entry. An `AutotuneTrainer` brings its own.
+    also ``amp/precision``. An `AutotuneTrainer` brings its own.
     """
 
     def __init__(self, trainer: AutotuneTrainer) -> None:
         self._trainer = trainer  # which may get another controller
-        self._num_logged = 0
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """What a checkpoint brought along was logged before."""
-        self._num_logged = len(self._trainer.controller.status().history)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Add the controller's state to the logs and to the last entry of the history."""
         status = self._trainer.controller.status()
         found = {f"amp/{name}": value for name, value in readings(self._trainer._amp_config, status).items()}
-        moves = [
-            f"{move.kind} at update {move.update}, {move.before} -> {move.after}: {move.reason}"
-            for move in status.history[self._num_logged :]
-        ]
-        self._num_logged = len(status.history)
         kwargs["logs"].update(found)
-        state.log_history[-1].update(found, **{"amp/precision": status.precision, "amp/moves": moves})
+        state.log_history[-1].update(found, **{"amp/precision": status.precision})
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Have a checkpoint saved and the training ended."""
@@ -326,23 +316,11 @@ def _weighs_passes(trainer: Trainer) -> bool:
     return counts_items or trainer.compute_loss_func is not None
 
 
-class _Unprepared:
-    """In the place of an accelerator while a loader is made, which is wanted as it is."""
-
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
-
-    def prepare(self, loader: Any) -> Any:
-        return loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
-
-
 def _loader(trainer: Trainer) -> DataLoader[Any]:
     """The trainer's own train loader, its collator and sampler, at the batch size of one device."""
     maker = copy.copy(trainer)
-    maker.accelerator = _Unprepared(trainer.accelerator)
+    maker.accelerator = copy.copy(trainer.accelerator)
+    maker.accelerator.prepare = lambda loader: loader  # it is wanted as it is
     maker._train_batch_size = trainer.args.per_device_train_batch_size
     if type(trainer)._remove_unused_columns is Trainer._remove_unused_columns:
         vars(maker)["_remove_unused_columns"] = functools.partial(_with_used_columns, maker)

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+import torch
 
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.hardware import host, identify, nvml
-from autotune_amp.hardware.device import numbered, only
+from autotune_amp.hardware.device import _torch_is_built_for, numbered, only
 from autotune_amp.hardware.host import ContainerMemory
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def test_what_is_no_device_name_is_refused(device: str) -> None:
 
 def test_an_index_out_of_range_says_how_many_there_are() -> None:
     assert (only("cpu", 0), numbered("cuda", 1, 2)) == ("cpu", "cuda:1")
-    with pytest.raises(DeviceError, match="only one cpu"):
+    with pytest.raises(DeviceError, match="PyTorch sees 1 cpu device here"):
         only("cpu", 1)
     with pytest.raises(DeviceError, match="cuda:2 was asked for, but PyTorch sees 2 cuda devices"):
         numbered("cuda", 2, 2)
@@ -98,3 +99,8 @@ def test_a_load_above_half_the_cores_is_noted(monkeypatch: pytest.MonkeyPatch, l
     notes = host.load_notes()
     assert len(notes) == num_notes
     assert all("load average 4.1 on 8 CPUs" in note for note in notes)
+
+
+def test_torchs_own_version_file_says_what_it_is_built_for() -> None:
+    assert _torch_is_built_for("cuda") == (torch.version.cuda is not None)
+    assert not _torch_is_built_for("made")

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 
 from autotune_amp.core.hardware import CardProcess
 from autotune_amp.hardware import machine_load, nvml
-from autotune_amp.hardware.machine_load import LoadMeter, ProcessTimes, Reading, clock_share, load_between, read
+from autotune_amp.hardware.machine_load import LoadMeter, ProcessTimes, Reading, load_between, read
 
 OURS, SERVER, TRIAL, OTHER = 100, 101, 102, 7
 
@@ -194,15 +193,6 @@ def test_what_was_held_first_is_what_is_told_until_the_next_begins(monkeypatch: 
     assert meter.stop().seconds == meter.stop().seconds == 1.0
     meter.start()
     assert meter.stop().seconds == 2.0
-
-
-@pytest.mark.parametrize(
-    ("clocks", "share"), [([], None), ([(2500.0, 0.0)], None), ([(1000.0, 4000.0), (3000.0, 4000.0)], 0.75)]
-)
-def test_clock_share(monkeypatch: pytest.MonkeyPatch, clocks: list[tuple[float, float]], share: float | None) -> None:
-    found = [SimpleNamespace(current=current, max=highest) for current, highest in clocks]
-    monkeypatch.setattr(psutil, "cpu_freq", lambda percpu: found, raising=False)
-    assert clock_share() == share
 
 
 def test_on_the_card_others_are_those_seen_that_neither_descend_from_us_nor_wait_for_us(

@@ -118,7 +118,7 @@ def test_another_kind_of_device_is_a_module_and_an_entry(monkeypatch: pytest.Mon
     assert (found.identity.type, found.compute_capability, found.memory.available) == ("toy", "of cpu", 6)
     assert {capability.level for capability in found.precisions.values()} == {"unsupported"}
     assert found.notes == ("A toy.",)
-    with pytest.raises(DeviceError, match="only one toy"):
+    with pytest.raises(DeviceError, match="sees 1 toy"):
         measure("toy:1")
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune_amp.hardware import nvml
-from autotune_amp.hardware.device import identify, names_version
+from autotune_amp.hardware.device import identify
 
 UUIDS = ("GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3")
 OTHER_PID = 2**22 + 1  # above the kernel's largest
@@ -165,19 +165,3 @@ def test_auto_identifies_the_first_visible_card(monkeypatch: pytest.MonkeyPatch)
     assert identify("cuda") == identify("cuda:0") == first
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert identify("auto").type != "cuda"
-
-
-@pytest.mark.parametrize(
-    ("line", "is_built"),
-    [
-        ("cuda: Optional[str] = '12.8'", True),
-        ('cuda = "12.8"', True),
-        ("cuda: Optional[str] = None", False),
-        ("cuda_home = '12.8'", False),
-    ],
-)
-def test_torch_version_file(line: str, is_built: bool) -> None:
-    version_file = f"__version__ = '2.13.0'\n{line}\nhip: Optional[str] = '6.4'\n"
-    assert names_version("cuda", version_file) is is_built
-    assert names_version("hip", version_file)
-    assert not names_version("xpu", version_file)

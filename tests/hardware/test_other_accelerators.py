@@ -126,15 +126,12 @@ def test_a_card_of_intels_is_measured(device: str, found: str, xpu: SimpleNamesp
         measure("xpu:2")
 
 
-def test_a_driver_of_intels_that_does_not_tell_what_is_free_is_said_to(xpu: SimpleNamespace) -> None:
+def test_where_a_driver_of_intels_does_not_tell_what_is_free_all_of_it_is(xpu: SimpleNamespace) -> None:
     def refuse(device: str) -> NoReturn:
         raise RuntimeError("The device does not support querying the available free memory")
 
     xpu.mem_get_info = refuse
-    hardware = measure("xpu")
-    assert hardware.memory.free == 12 * GIB
-    assert any("how much of this device's memory is free" in note for note in hardware.notes)
-    assert "all of it is taken to be" in hardware.notes[0]
+    assert measure("xpu").memory.free == 12 * GIB
 
 
 @pytest.mark.parametrize("device", ["mps", "auto"])

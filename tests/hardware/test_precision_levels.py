@@ -19,40 +19,32 @@ E: Level = "emulated"
 U: Level = "unsupported"
 
 
-def card(
-    compute_capability: tuple[int, int],
-    name: str = "NVIDIA Made",
-    hip: str | None = None,
-    has_tf32: bool | None = None,
-) -> cuda.CardFacts:
-    is_ampere = compute_capability >= (8, 0)
-    return cuda.CardFacts(compute_capability, name, hip, is_ampere, is_ampere if has_tf32 is None else has_tf32)
-
-
 def levels(capabilities: dict[Precision, Capability]) -> tuple[Level, ...]:
     assert all(capability.reason for capability in capabilities.values())
     return tuple(capabilities[precision].level for precision in PRECISIONS)
 
 
 @pytest.mark.parametrize(
-    ("facts", "expected"),  # fp32 tf32 bf16 fp16 fp8
+    ("compute_capability", "name", "hip", "expected"),  # fp32 tf32 bf16 fp16 fp8
     [
-        (card((5, 2), "GTX TITAN X"), (N, U, E, E, U)),
-        (card((6, 1), "NVIDIA GeForce GTX 1080 Ti"), (N, U, E, N, U)),
-        (card((7, 0), "Tesla V100-SXM2-16GB"), (N, U, E, N, U)),
-        (card((7, 5), "Tesla T4"), (N, U, E, N, U)),
-        (card((7, 5), "NVIDIA GeForce GTX 1660 Ti"), (N, U, E, U, U)),
-        (card((8, 0), "NVIDIA A100"), (N, N, N, N, U)),
-        (card((8, 9), "NVIDIA L4"), (N, N, N, N, N)),
-        (card((9, 0), "NVIDIA H100"), (N, N, N, N, N)),
-        (card((12, 0), "NVIDIA GeForce RTX 5090"), (N, N, N, N, N)),
-        (card((9, 4), "AMD Instinct MI300X", hip="6.4"), (N, N, N, N, U)),
-        (card((9, 0), "AMD Instinct MI250X", hip="6.4", has_tf32=False), (N, U, N, N, U)),
+        ((5, 2), "GTX TITAN X", None, (N, U, E, E, U)),
+        ((6, 1), "NVIDIA GeForce GTX 1080 Ti", None, (N, U, E, N, U)),
+        ((7, 0), "Tesla V100-SXM2-16GB", None, (N, U, E, N, U)),
+        ((7, 5), "Tesla T4", None, (N, U, E, N, U)),
+        ((7, 5), "NVIDIA GeForce GTX 1660 Ti", None, (N, U, E, U, U)),
+        ((8, 0), "NVIDIA A100", None, (N, N, N, N, U)),
+        ((8, 9), "NVIDIA L4", None, (N, N, N, N, N)),
+        ((12, 0), "NVIDIA GeForce RTX 5090", None, (N, N, N, N, N)),
+        ((9, 4), "AMD Instinct MI300X", "6.4", (N, N, N, N, U)),
+        ((6, 0), "AMD without TF32", "6.4", (N, U, N, N, U)),
     ],
-    ids=lambda value: value.name if isinstance(value, cuda.CardFacts) else "",
 )
-def test_cuda_levels(facts: cuda.CardFacts, expected: tuple[Level, ...]) -> None:
-    assert levels(cuda.decide(facts)) == expected
+def test_cuda_levels(
+    compute_capability: tuple[int, int], name: str, hip: str | None, expected: tuple[Level, ...]
+) -> None:
+    is_ampere = compute_capability >= (8, 0)
+    found = cuda.decide(compute_capability, name, hip, is_bf16_native=is_ampere, is_tf32_supported=is_ampere)
+    assert levels(found) == expected
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_the_cpu_is_probed_in_a_child_whatever_it_prints_and_the_working_directo
 
 
 def test_a_device_error_of_the_child_arrives_as_one() -> None:
-    with pytest.raises(DeviceError, match="only one cpu device") as caught:
+    with pytest.raises(DeviceError, match="sees 1 cpu device") as caught:
         probe("cpu:1")
     assert caught.value.next_step.startswith("Pass")
 

@@ -47,14 +47,13 @@ def test_an_overflow_in_the_middle_demotes_and_the_checkpoint_goes_on_at_the_run
     log = run.state.log_history
     assert [entry["amp/rung"] for entry in log[:10]] == [0] * 6 + [1] * 4
     assert [entry["amp/precision"] for entry in log[:10]] == ["fp16"] * 6 + ["bf16"] * 4
-    assert [len(entry["amp/moves"]) for entry in log[:10]] == [0] * 6 + [1] + [0] * 3
+    assert [entry["amp/num_moves"] for entry in log[:10]] == [0] * 6 + [1] * 4
     assert log[9]["amp/num_skips"] == 2
     resumed = trainer(fp16(), tmp_path, data, max_steps=14)
     resumed.train(resume_from_checkpoint=last_checkpoint(tmp_path))
     assert resumed.model.dtypes(10, 14) == {HALF["bf16"]}
     assert [record.kind for record in resumed.controller.status().history] == ["demotion"]
     assert resumed.controller.status().num_updates == 14
-    assert [entry["amp/moves"] for entry in resumed.state.log_history[10:14]] == [[]] * 4  # what is new
 
 
 @pytest.mark.parametrize("batch_size", [BATCH, BATCH // 2])
