@@ -3,8 +3,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from autotune_amp.hardware.host import ContainerMemory, container_cpus, container_memory
 
@@ -55,34 +53,6 @@ def test_what_the_groups_of_a_process_leave_it(
     found = container_memory(write(tmp_path, files))
     expected = None if limit_and_available is None else ContainerMemory(*(GIB * size for size in limit_and_available))
     assert found == expected
-
-
-LEVELS = st.lists(
-    st.tuples(st.one_of(st.just("max"), st.integers(1, 2**50)), st.integers(0, 2**50), st.integers(0, 2**50)),
-    min_size=1,
-    max_size=5,
-)
-
-
-@given(levels=LEVELS)
-def test_no_level_is_exceeded(
-    tmp_path_factory: pytest.TempPathFactory, levels: list[tuple[int | str, int, int]]
-) -> None:
-    root = tmp_path_factory.mktemp("cgroup")
-    folder = ""
-    for limit, usage, cache in levels:
-        folder = f"{folder}/g".lstrip("/")
-        write(root, v2(folder, limit, usage, cache))
-    write(root, {"proc/self/cgroup": f"0::/{folder}\n"})
-
-    found = container_memory(root)
-
-    limited = [(limit, usage, cache) for limit, usage, cache in levels if isinstance(limit, int)]
-    assert (found is None) == (not limited)
-    if found is not None:
-        assert found.limit == min(limit for limit, _, _ in limited)
-        assert 0 <= found.available <= found.limit
-        assert all(found.available <= max(0, limit - max(0, usage - cache)) for limit, usage, cache in limited)
 
 
 def test_the_least_share_of_cpu_time_above_this_process_binds(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -52,9 +52,9 @@ def test_what_is_left_of_the_busy_time_is_others() -> None:
 
 def test_what_the_system_does_not_say_is_none() -> None:
     found = load_between(reading(0.0, 0.0, None, stolen=None), reading(9.0, 9.0, None, stolen=None), OURS)
-    assert (found.others_num_cores, found.own_num_cores, found.stolen_share, found.busiest) == (None, None, None, ())
     short = load_between(reading(0.0, 0.0, {}), reading(0.1, 0.1, {}), OURS)
-    assert (short.others_num_cores, short.stolen_share) == (None, None)
+    for none in (found, short):
+        assert (none.others_num_cores, none.own_num_cores, none.stolen_share, none.busiest) == (None, None, None, ())
 
 
 seconds = st.floats(0, 100)
@@ -171,16 +171,10 @@ def test_what_was_before_the_last_step_to_warm_up_does_not_count_and_no_measured
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(machine_load, "read", lambda: reading(now, 0.0, {}))
     meter = LoadMeter()
-    steps: list[tuple[float, Callable[[], None]]] = [
-        (5.0, meter.warm_up),
-        (0.1, meter.warm_up),  # too soon for another look
-        (3.0, meter.step),
-        (3.0, meter.step),
-        (3.0, meter.warm_up),  # a step held for another purpose, after the measured ones
-    ]
-    for seconds, tell in steps:
+    # The second warm-up comes too soon for another look, the last after the measured steps.
+    for seconds, tell in ((5.0, "warm_up"), (0.1, "warm_up"), (3.0, "step"), (3.0, "step"), (3.0, "warm_up")):
         now += seconds
-        tell()
+        getattr(meter, tell)()
     assert meter.stop().seconds == pytest.approx(0.1 + 3 * 3.0)
 
 

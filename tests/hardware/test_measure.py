@@ -72,38 +72,29 @@ def test_cuda_without_a_cuda_build(device: str) -> None:
     assert "pytorch.org/get-started" in caught.value.next_step
 
 
-class TooOld:
+@pytest.fixture
+def too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver that CUDA refuses, while NVML, which torch.cuda.is_available() asks in trials, answers."""
 
-    message = "The NVIDIA driver on your system is too old (found version 12080).\nand a stack trace"
+    def refuse() -> int:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12080).\nand a stack trace")
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cuda, "is_built", lambda: True)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        for name in ("init", "current_device"):
-            monkeypatch.setattr(torch.cuda, name, self.refuse)
-
-    def refuse(self) -> int:
-        raise RuntimeError(self.message)
-
-
-def test_the_drivers_own_reason_and_the_variable_that_hides_cards_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    TooOld(monkeypatch)
+    monkeypatch.setattr(cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", refuse)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(DeviceError, match=r"too old \(found version 12080\)\. CUDA_VISIBLE_DEVICES is ''") as caught:
-        cuda.resolve(None)
-    assert "--device cpu" in caught.value.next_step
 
 
+@pytest.mark.usefixtures("too_old")
 def test_auto_takes_no_other_device_for_a_card_that_is_there_and_cannot_be_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is measured would be filed under the card, which `identify` names."""
-    TooOld(monkeypatch)
     monkeypatch.setattr("autotune_amp.hardware.device._torch_is_built_for", lambda toolkit: toolkit == "cuda")
     monkeypatch.setattr(nvml, "visible_uuids", lambda: ("GPU-a",))
-    with pytest.raises(DeviceError, match="too old"):
+    with pytest.raises(DeviceError, match=r"too old \(found version 12080\)\. CUDA_VISIBLE_DEVICES is ''") as caught:
         measure("auto")
+    assert "--device cpu" in caught.value.next_step
     monkeypatch.setattr(nvml, "visible_uuids", tuple)  # a CUDA build on a machine without a card
     hardware = measure("auto", seconds=0.0)
     assert any("too old" in note for note in hardware.notes)
