@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import are_finite, fp16, same
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -29,13 +30,6 @@ from autotune_amp.runtime.controller import PrecisionController
 def _fresh() -> Iterator[None]:
     with fresh_accelerate():
         yield
-
-
-def fp16(**options: Any) -> AmpConfig:
-    loss_scale = options.pop("loss_scale", LossScale(init_scale=1024.0))
-    return AmpConfig(
-        **{"precision": "fp16", "batch_size": 4, "loss_scale": loss_scale, "fallback": ["fp32"], **options}
-    )
 
 
 class Run:
@@ -94,26 +88,18 @@ def by_hand(config: AmpConfig, samples: Tensor, max_norm: float) -> nn.Module:
     return net
 
 
-def is_finite(net: nn.Module) -> bool:
-    return all(bool(p.isfinite().all()) for p in net.parameters())
-
-
-def same(one: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-
-
 def test_an_overflow_in_the_middle_demotes_and_the_checkpoint_goes_on_at_the_rung(tmp_path: Path) -> None:
-    run = Run(fp16()).over(inputs(20, overflowing=range(8, 12)))
+    run = Run(fp16("fp32")).over(inputs(20, overflowing=range(8, 12)))
     status = run.accelerator.controller.status()
     (move,) = status.history
     assert move.kind == "demotion"
     assert "first in module first" in move.reason  # by the rerun
     assert (run.net.dtypes[0], run.net.dtypes[-1]) == (torch.float16, torch.float32)
-    assert is_finite(run.net)
+    assert are_finite(run.net)
     assert not same(run.net, Net())
     run.accelerator.save_state(str(tmp_path))
 
-    resumed = Run(fp16())
+    resumed = Run(fp16("fp32"))
     resumed.prepared(inputs(4))
     resumed.accelerator.load_state(str(tmp_path))
     found = resumed.accelerator.controller.status()
@@ -241,7 +227,7 @@ def test_resuming_at_a_fallback_in_another_batch_takes_windows(tmp_path: Path) -
 
 
 def test_evaluation_and_blocks_with_autocast_off() -> None:
-    run = Run(fp16())
+    run = Run(fp16("fp32"))
     run.prepared(inputs(4))
     with torch.no_grad():
         outputs = run.model(inputs(1))
@@ -271,7 +257,7 @@ def test_evaluation_and_blocks_with_autocast_off() -> None:
 )
 def test_what_contradicts_the_config_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
-        AutotuneAccelerator(fp16(), cpu=True, **options)
+        AutotuneAccelerator(fp16("fp32"), cpu=True, **options)
 
 
 def test_clipping_inside_an_accumulation_window_is_refused() -> None:

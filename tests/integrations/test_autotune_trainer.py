@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from samples import are_finite, fp16, same
 from torch import Tensor
-from trainer_samples import BATCH, Notes, StepNumbers, all_finite, arguments, fp16, rows, trainer
+from trainer_samples import BATCH, Notes, StepNumbers, arguments, rows, trainer
 from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -43,7 +44,7 @@ def test_an_overflow_in_the_middle_demotes_and_the_checkpoint_goes_on_at_the_run
     assert controller.config.precision == "bf16"
     assert model.dtypes(0, 6) == {HALF["fp16"]}  # the second bad step demotes, and runs in others for the diagnosis
     assert model.dtypes(7, 10) == {HALF["bf16"]}
-    assert all_finite(model)
+    assert are_finite(model)
     log = run.state.log_history
     assert [entry["amp/rung"] for entry in log[:10]] == [0] * 6 + [1] * 4
     assert [entry["amp/precision"] for entry in log[:10]] == ["fp16"] * 6 + ["bf16"] * 4
@@ -71,7 +72,7 @@ def test_a_run_that_has_to_stop_ends_with_a_checkpoint_to_go_on_from(tmp_path: P
     resumed = trainer(config, tmp_path, data, max_steps=10)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.model.runs == {step: {(None, torch.float32, batch_size)} for step in range(5, 10)}
-    assert all_finite(resumed.model)
+    assert are_finite(resumed.model)
 
 
 def test_bf16_has_the_guard(tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ def test_bf16_has_the_guard(tmp_path: Path) -> None:
     run.train()
     assert run.model.dtypes(0, 6) == {HALF["bf16"]}
     assert run.controller.status().num_skips == 1
-    assert all_finite(run.model)
+    assert are_finite(run.model)
     rates = [entry["learning_rate"] for entry in run.state.log_history[:6]]
     assert rates[3] == rates[2] != rates[1]  # the schedule counts steps that were taken
 
@@ -94,7 +95,7 @@ def test_in_fp32_it_trains_as_the_trainer_does(tmp_path: Path) -> None:
     theirs: Any = Trainer(Notes(), arguments(config, tmp_path, **options), train_dataset=data)
     ours.train()
     theirs.train()
-    assert all(map(torch.equal, ours.model.parameters(), theirs.model.parameters()))
+    assert same(ours.model, theirs.model)
     norms = [[entry["grad_norm"] for entry in run.state.log_history[:4]] for run in (ours, theirs)]
     assert norms[0] == norms[1]
 
@@ -173,7 +174,7 @@ def test_a_run_without_a_rung_left_saves_a_checkpoint_before_it_stops(tmp_path: 
     with pytest.raises(NoRungFitsError, match="checkpoint-5 is its checkpoint"):
         run.train()
     assert (tmp_path / "checkpoint-5" / "scaler.pt").exists()
-    assert all_finite(run.model)
+    assert are_finite(run.model)
 
 
 def test_data_that_are_not_finite_stop_the_training_with_a_checkpoint(tmp_path: Path) -> None:
@@ -183,7 +184,7 @@ def test_data_that_are_not_finite_stop_the_training_with_a_checkpoint(tmp_path: 
     run = trainer(AmpConfig(precision="bf16", batch_size=BATCH), tmp_path, data, max_steps=24)
     with pytest.raises(NotPrecisionError, match="checkpoint-12 is its checkpoint"):
         run.train()
-    assert all_finite(run.model)
+    assert are_finite(run.model)
 
 
 def test_a_second_training_goes_on_with_the_pins_and_the_scale_of_the_first(tmp_path: Path) -> None:
@@ -307,6 +308,6 @@ def test_a_seq2seq_trainer_trains_and_generates_with_todays_arguments(tmp_path: 
     assert dtypes == {torch.float16}
     assert type(trainer.optimizer.optimizer).__name__ == "Adafactor"
     assert trainer.lr_scheduler.base_lrs[0] == 0.003
-    assert all_finite(model)
+    assert are_finite(model)
     assert not all(map(torch.equal, before, model.parameters()))
     assert trainer.predict(data[:BATCH]).predictions.dtype == "int64"  # tokens: it has generated
