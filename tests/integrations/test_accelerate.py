@@ -125,21 +125,6 @@ def test_it_trains_bit_for_bit_as_the_controller_does_by_hand(
     assert same(run.net, by_hand(config, samples, 0.5))
 
 
-def test_a_scheduler_waits_for_steps_that_are_taken() -> None:
-    accelerator = AutotuneAccelerator(fp16(loss_scale=LossScale(init_scale=2.0**23), fallback=[]), cpu=True)
-    net = Net()
-    plain = torch.optim.SGD(net.parameters(), lr=0.05)
-    model, optimizer, scheduler = accelerator.prepare(net, plain, torch.optim.lr_scheduler.ExponentialLR(plain, 0.5))
-    for batch in batches_of(inputs(12)):
-        accelerator.backward(loss_of(model, batch))
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    status = accelerator.controller.status()
-    assert status.num_skips > 0
-    assert scheduler.get_last_lr() == [0.05 * 0.5**status.num_steps]
-
-
 def test_two_optimizers_of_one_backward_pass_step_at_the_same_scale() -> None:
     """The scale grows at every update: after the first of the two the second would unscale by too much."""
     config = fp16(loss_scale=LossScale(init_scale=4.0, growth_interval=1, max_scale=64.0), fallback=[])
