@@ -109,7 +109,7 @@ def run_profile(origin: Source, request: Request, progress: Progress) -> AmpProf
         meter.start()
         timed = Rounds(backend, trials, request.num_batches, progress)
         outcomes = timed.run()
-        load = machine_load.evidence((), [meter.stop()])
+        load = machine_load.evidence([meter.stop()])
         if load is not None:  # the rows' intervals are the processes' own
             load = msgspec.structs.replace(load, interval_factors=(1.0, 1.0))
         others = machine_load.doubts(load, "profile again")

@@ -107,7 +107,7 @@ class _Search:
         """Open, say what can be tried, explore, check, confirm, decide and save."""
         opened = self._open(backend)
         load_before = self._meter.stop()  # what others did while the workload was loaded and probed
-        for line in machine_load.before_first_trial(load_before):
+        for line in machine_load.doubts(machine_load.evidence([load_before]), "search on an idle machine"):
             self._progress.note(line)
             self._warnings.append(line)
         ledger = self._ledger(build_space(opened.hardware, opened.description, self._options), search_id)

@@ -188,7 +188,7 @@ def gather(
         evaluation_seconds=_median(m.evaluation_seconds for m in chosen.measurements),
         checkpoint_seconds=_median(m.checkpoint_seconds for m in chosen.measurements),
         accumulation=ledger.accumulation,
-        load=machine_load.evidence(records, chosen.loads),
+        load=machine_load.evidence(chosen.loads),
     )
 
 
