@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeAlias
 
 import typer
 
@@ -37,6 +37,11 @@ app = typer.Typer(
 
 Work: TypeAlias = Callable[[], bytes]  # returns what goes to standard output
 
+
+def _option(metavar: str, text: str) -> Any:
+    return typer.Option(help=text, metavar=metavar)
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, of an error too.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Target = Annotated[
@@ -47,29 +52,26 @@ Target = Annotated[
         metavar="TARGET",
     ),
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps, xpu or xpu:N.", metavar="DEVICE")]
 Folder = Annotated[
     Path | None,
     typer.Argument(
         help="A study's folder or its recommendation.json. Without it, the latest in ./studies.", metavar="FOLDER"
     ),
 ]
-_OBJECTIVE = typer.Option(
-    help="Choose for speed, memory (the least that is no slower than the baseline) or energy. A finished search is "
-    "ranked again, nothing is run.",
-    metavar="OBJECTIVE",
+Device = Annotated[str, _option("DEVICE", "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N.")]
+Precision = Annotated[
+    list[str] | None, _option("PRECISION", "Try only this precision: fp32, tf32, bf16, fp16 or fp8. Repeatable.")
+]
+_OBJECTIVE = _option(
+    "OBJECTIVE",
+    "Choose for speed, memory (the least that is no slower than the baseline) or energy. A finished search is ranked "
+    "again, nothing is run.",
 )
 Steps = Annotated[
-    int | None,
-    typer.Option(
-        help="Optimizer steps of the training to come: fp16's loss scale is chosen for them, and its hours are given.",
-        metavar="N",
-    ),
+    int | None, _option("N", "Optimizer steps of the training to come: fp16's loss scale is chosen for them.")
 ]
-Samples = Annotated[int | None, typer.Option(help="The same in samples.", metavar="N")]
-PricePerHour = Annotated[
-    float | None, typer.Option(help="What an hour costs: with --steps or --samples, the price.", metavar="MONEY")
-]
+Samples = Annotated[int | None, _option("N", "The same in samples.")]
+Price = Annotated[float | None, _option("MONEY", "What an hour costs: with --steps or --samples, the price.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -88,46 +90,31 @@ def autotune_amp(
 @app.command()
 def search(
     workload: Target = None,
-    budget: Annotated[float, typer.Option(help="Seconds the whole search may take.", metavar="SECONDS")] = 110.0,
-    trials: Annotated[int | None, typer.Option(help="At most this many trials.", metavar="N")] = None,
+    budget: Annotated[float, _option("SECONDS", "Seconds the whole search may take.")] = 110.0,
+    trials: Annotated[int | None, _option("N", "At most this many trials.")] = None,
     device: Device = "auto",
-    precision: Annotated[
-        list[str] | None,
-        typer.Option(help="Try only this precision: fp32, tf32, bf16, fp16 or fp8. Repeatable.", metavar="PRECISION"),
-    ] = None,
-    batch_size: Annotated[
-        str | None, typer.Option(help="Try only batch sizes in this range, such as 8:256.", metavar="LOW:HIGH")
-    ] = None,
+    precision: Precision = None,
+    batch_size: Annotated[str | None, _option("LOW:HIGH", "Try only batch sizes in this range, such as 8:256.")] = None,
     effective_batch_size: Annotated[
         str | None,
-        typer.Option(
-            help="Samples per optimizer step, kept exactly: smaller batches accumulate gradients. Without it, what the "
+        _option(
+            "N|free",
+            "Samples per optimizer step, kept exactly: smaller batches accumulate gradients. Without it, what the "
             "DataLoader has; `free` lets the search change it.",
-            metavar="N|free",
         ),
     ] = None,
     baseline: Annotated[
-        str | None,
-        typer.Option(
-            help="What to compare with, such as fp32:32. Without it, what the workload runs today.",
-            metavar="PRECISION:BATCH",
-        ),
+        str | None, _option("PRECISION:BATCH", "What to compare with, such as fp32:32. Without it, what runs today.")
     ] = None,
-    memory_fraction: Annotated[
-        float, typer.Option(help="Share of the available memory that a trial may take.", metavar="SHARE")
-    ] = 0.9,
+    memory_fraction: Annotated[float, _option("SHARE", "Share of the available memory that a trial may take.")] = 0.9,
     objective: Annotated[str, _OBJECTIVE] = "speed",
     steps: Steps = None,
     samples: Samples = None,
-    price_per_hour: PricePerHour = None,
-    study: Annotated[
-        str | None, typer.Option(help="Name of the study; the same name goes on where it stopped.", metavar="NAME")
-    ] = None,
-    out: Annotated[str, typer.Option(help="Folder that holds the studies.", metavar="FOLDER")] = "studies",
-    storage: Annotated[
-        str | None, typer.Option(help="Optuna storage to use instead of SQLite in the study's folder.", metavar="URL")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the sampler and of the trials.", metavar="N")] = 0,
+    price_per_hour: Price = None,
+    study: Annotated[str | None, _option("NAME", "The study; the same name goes on where it stopped.")] = None,
+    out: Annotated[str, _option("FOLDER", "Folder that holds the studies.")] = "studies",
+    storage: Annotated[str | None, _option("URL", "Optuna storage in place of SQLite in the study's folder.")] = None,
+    seed: Annotated[int, _option("N", "Seed of the sampler and of the trials.")] = 0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, whatever is known from earlier.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -180,7 +167,7 @@ def show(
     objective: Annotated[str | None, _OBJECTIVE] = None,
     steps: Steps = None,
     samples: Samples = None,
-    price_per_hour: PricePerHour = None,
+    price_per_hour: Price = None,
     as_json: Json = False,
 ) -> Work:
     """Print a finished recommendation again, ranked again where an option asks for it.
@@ -190,9 +177,9 @@ def show(
 
     def work() -> bytes:
         from autotune_amp.core.recommendation import Recommendation
-        from autotune_amp.report.files import recommendation_file
+        from autotune_amp.report.files import latest
 
-        path = recommendation_file(folder)
+        path = latest(folder, "recommendation.json")
         recommendation = Recommendation.load(path)
         if any(given is not None for given in (objective, steps, samples, price_per_hour)):
             from autotune_amp.search.answer.decide import ranked_again
@@ -208,17 +195,12 @@ def report(
     path: Annotated[
         Path | None,
         typer.Argument(
-            help="A study's folder, or the run log (.jsonl) of a PrecisionController. Without it, the latest study in "
-            "./studies.",
+            help="A study's folder, or the run log (.jsonl) of a PrecisionController. Without it, the latest study.",
             metavar="FOLDER|RUN.jsonl",
         ),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write this file instead of the study's report.html, or of the log's name with .html.",
-            metavar="FILE",
-        ),
+        Path | None, _option("FILE", "Write this file in place of the study's report.html or the log's .html.")
     ] = None,
     as_json: Json = False,
 ) -> Work:
@@ -229,9 +211,12 @@ def report(
     """
 
     def work() -> bytes:
-        from autotune_amp.report.files import study_file, write_report, write_run_report
+        from autotune_amp.report.files import OUTCOMES, latest, write_report, write_run_report
 
-        written = write_run_report(path, out) if _is_run_log(path) else write_report(study_file(path), out)
+        if path is not None and path.is_file() and path.suffix != ".json" and path.name != OUTCOMES:
+            written = write_run_report(path, out)  # the controller writes its log to whatever name it is given
+        else:
+            written = write_report(latest(path, "recommendation.json", OUTCOMES), out)
         return _document({"format": 1, "report": written.as_posix()}) if as_json else f"{written.as_posix()}\n".encode()
 
     return work
@@ -240,20 +225,11 @@ def report(
 @app.command()
 def profile(
     target: Target = None,
-    batches: Annotated[int, typer.Option(help="Training steps to time in each precision.", metavar="N")] = 10,
+    batches: Annotated[int, _option("N", "Training steps to time in each precision.")] = 10,
     device: Device = "auto",
-    precision: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Hold only this precision against fp32: tf32, bf16 or fp16. Repeatable.", metavar="PRECISION"
-        ),
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Samples in a batch. Without it, the workload's own.", metavar="N")
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Write the profiled steps to this file, for ui.perfetto.dev.", metavar="FILE")
-    ] = None,
+    precision: Precision = None,
+    batch_size: Annotated[int | None, _option("N", "Samples in a batch. Without it, the workload's own.")] = None,
+    trace: Annotated[Path | None, _option("FILE", "Write the profiled steps here, for ui.perfetto.dev.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> Work:
@@ -280,19 +256,12 @@ def profile(
 @app.command()
 def export(
     to: Annotated[
-        str,
-        typer.Option(
-            help="lightning, transformers, accelerate, deepspeed, torch, or env for the shell.", metavar="TARGET"
-        ),
+        str, _option("TARGET", "lightning, transformers, accelerate, deepspeed, torch, or env for the shell.")
     ],
     folder: Folder = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Write it to this file. With --to accelerate, a .yaml is the file of `accelerate launch "
-            "--config_file`.",
-            metavar="FILE",
-        ),
+        _option("FILE", "Write it here; of accelerate, a .yaml is the file of `accelerate launch --config_file`."),
     ] = None,
     as_json: Json = False,
 ) -> Work:
@@ -305,10 +274,10 @@ def export(
         from autotune_amp.core.recommendation import Recommendation
         from autotune_amp.integrations.export import accelerate_file, is_exported, setting_of
         from autotune_amp.integrations.export import export as exported
-        from autotune_amp.report.files import recommendation_file, write_over
+        from autotune_amp.report.files import latest, write_over
         from autotune_amp.report.rows import origin_line
 
-        path = recommendation_file(folder)
+        path = latest(folder, "recommendation.json")
         recommendation = Recommendation.load(path)
         setting = setting_of(recommendation, origin_line(path, recommendation))
         is_launch_file = to == "accelerate" and out is not None and out.suffix in (".yaml", ".yml")
@@ -331,9 +300,7 @@ def dashboard(
         Path | None,
         typer.Argument(help="A study's folder or its study.db. Without it, the latest in ./studies.", metavar="FOLDER"),
     ] = None,
-    storage: Annotated[
-        str | None, typer.Option(help="The storage that the search was given, instead of a folder.", metavar="URL")
-    ] = None,
+    storage: Annotated[str | None, _option("URL", "The storage that the search was given, not a folder.")] = None,
     port: Annotated[
         int, typer.Option(help="Port to listen on; 0 is any free one.", min=0, max=65535, metavar="PORT")
     ] = 8080,
@@ -346,9 +313,10 @@ def dashboard(
     """
 
     def work() -> bytes:
-        from autotune_amp.report.dashboard import has_display, serving, study_database
+        from autotune_amp.report.dashboard import has_display, serving
+        from autotune_amp.report.files import latest
 
-        with serving(storage or study_database(folder), port) as server:
+        with serving(storage or latest(folder, "study.db"), port) as server:
             typer.echo(json.dumps({"format": 1, "url": server.url}) if as_json else server.url)
             if not as_json:
                 typer.echo("Ctrl-C ends it.", err=True)
@@ -467,13 +435,6 @@ def _rendered(show: Callable[[Console], None]) -> bytes:
         show(console)
     # Rich fills each line with blanks up to the width of its table.
     return re.sub(r" +$", "", capture.get(), flags=re.MULTILINE).encode(console.encoding, "replace")
-
-
-def _is_run_log(path: Path | None) -> TypeGuard[Path]:
-    """Any file that is not one of a study's: the controller writes its log to whatever name it is given."""
-    if path is None or path.suffix == ".json" or path.name == "outcomes.jsonl":
-        return False
-    return path.is_file() or (path.suffix == ".jsonl" and not path.is_dir())
 
 
 def _write(result: bytes) -> None:

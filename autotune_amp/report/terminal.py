@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from autotune_amp.core.hardware import Hardware
     from autotune_amp.core.recommendation import CandidateRow, Recommendation
-    from autotune_amp.profile.results import AmpProfile, Part
+    from autotune_amp.profile.results import AmpProfile
 
 
 def print_recommendation(recommendation: Recommendation, console: Console, path: str | None = None) -> None:
@@ -63,8 +63,6 @@ def print_profile(profile: AmpProfile, console: Console) -> None:
     """The precisions, where a step's time goes in fp32 and in the best of the others, and what to try."""
     console.print(Text(results.heading(profile)))
     console.print(_precisions(profile))
-    if any(row.gap is not None for row in profile.rows):
-        console.print(_parts(profile))
     _print_panel("Does mixed precision pay here?", results.facts(profile), console)
 
 
@@ -119,32 +117,6 @@ def _precisions(profile: AmpProfile) -> Table:
         style = "dim" if row.step_seconds is None else styles.get(row.verdict or "", "")
         table.add_row(row.precision, step or "-", speedup or "-", memory or "-", Text(verdict), style=style)
     return table
-
-
-def _parts(profile: AmpProfile) -> Table:
-    shown = {
-        row.precision: row.gap
-        for row in profile.rows
-        if row.gap is not None and row.precision in ("fp32", profile.best_precision)
-    }
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("where a step's time goes")
-    for precision in shown:
-        table.add_column(precision, justify="right", no_wrap=True)
-        table.add_column("", justify="right", no_wrap=True)
-    for name, words in results.PART_NAMES.items():
-        found = [next((part for part in gap.parts if part.name == name), None) for gap in shown.values()]
-        if any(found):
-            if name == "matrix_products" and any(gap.share("slow_matrix_products") for gap in shown.values()):
-                words = "matrix products at the machine's rate"
-            table.add_row(words, *(cell for part in found for cell in _part_cells(part)))
-    return table
-
-
-def _part_cells(part: Part | None) -> tuple[str, str]:
-    if part is None or part.share < 0.0005:  # not worth a number
-        return "-", ""
-    return duration(part.seconds), f"{100 * part.share:.0f} %"
 
 
 def _print_panel(title: str, lines: list[tuple[str, str]], console: Console) -> None:

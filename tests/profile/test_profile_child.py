@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,10 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
 from autotune_amp.profile import child
 from autotune_amp.profile.child import count_flops
-from autotune_amp.profile.gap import gap
-from autotune_amp.profile.job import Profile, Profiled
+from autotune_amp.profile.gap import Profile, Profiled, gap
 from autotune_amp.profile.results import Gap
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.jobs import Trial
-
-
-@pytest.fixture(autouse=True)
-def flags() -> Iterator[None]:
-    before = torch_state.capture()
-    yield
-    torch_state.apply(before)
 
 
 class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -121,22 +112,13 @@ def test_operations_that_autocast_keeps_in_fp32_are_the_largest_part_and_only_th
     assert taken_apart(made, "fp32", tmp_path).share("fp32_operations") == 0
 
 
-def test_what_fails_is_a_failure(tmp_path: Path) -> None:
-    def fails(model: nn.Module, batch: Any) -> torch.Tensor:
-        raise MemoryError("no more")
-
-    found = outcome(workload(loss=fails), "fp32", tmp_path / "trace.json")
-    assert isinstance(found, Failure)
-    assert found.kind == "oom"
-
-
 def test_the_trace_has_the_marks_and_the_operations_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     found = outcome(workload(optimizer=torch.optim.AdamW), "fp16", path)
     assert isinstance(found, Profiled)
     # Each layer has one product forward and two back, but for the gradient of the data: 2 FLOPs a multiplication.
     assert found.flops_per_step == 2 * 4 * (2 * 32 * 64 + 3 * 64)
-    assert (found.unfused_optimizer, found.is_compiled, found.num_loader_workers) == ("AdamW", False, 0)
+    assert found.unfused_optimizer == "AdamW"
     assert found.flops_per_second
     assert found.split is not None
     assert 3 <= len(found.split.steps) <= 7
@@ -153,12 +135,12 @@ def test_a_trace_that_cannot_be_written_costs_the_split_alone(tmp_path: Path) ->
     assert found.flops_per_step
 
 
-def test_a_cpus_attention_counts_as_its_two_products_and_their_five_backward() -> None:
+def test_a_cpus_attention_counts_as_the_products_that_it_is_made_of() -> None:
     query = torch.randn(2, 3, 16, 8, requires_grad=True)
     attention = nn.functional.scaled_dot_product_attention
-    flops, problem = count_flops(lambda: torch.autograd.backward(attention(query, query, query).sum()))
-    assert (flops, problem) == (2 * 2 * 3 * 16 * 16 * 8 * 7, None)
-    assert count_flops(lambda: query.sum()) == (None, "torch's FLOP counter knows none of its operations")
+    flops, problem = count_flops(lambda: torch.autograd.backward(attention(query, query, query).sum()), "cpu")
+    assert (flops, problem) == (2 * 2 * 3 * 16 * 16 * 8 * 6, None)
+    assert count_flops(lambda: query.sum(), "cpu") == (None, "torch's FLOP counter knows none of its operations")
 
 
 def test_a_loop_of_its_own_is_taken_apart_too(tmp_path: Path) -> None:

@@ -107,9 +107,6 @@ def test_live_display_follows_every_event(monkeypatch: pytest.MonkeyPatch) -> No
     assert "1:05 left of 1:30" in drawn()
     progress.tick(91.0)
     assert "time is up" in drawn()
-    progress.found_hardware(hardware())
-    progress.trial_ended(record(measurement(peak_memory_bytes=2**20)), BEST)
-    assert drawn().endswith("mem 612 MiB at the highest peak, 6.00 GiB available")
     progress.ended()
 
 
@@ -122,7 +119,7 @@ def test_work_without_a_budget_shows_the_time_and_the_precision_that_runs(monkey
     progress.step(3, 0.25)
     progress.tick(65.0)
     text = stream.seen()
-    assert ("1:05" in text, "left of" in text, "best" in text) == (True, False, False)
+    assert ("1:05" in text, "left of" in text) == (True, False)
     assert "bf16 batch 8        trial 1: step 3, 250 ms each" in text
     progress.ended()
 
@@ -169,6 +166,7 @@ def test_bytes_that_are_no_characters_survive(is_terminal: bool) -> None:
     stream.isatty = lambda: is_terminal  # type: ignore[method-assign]
     progress = started(stream)
     progress.output("caf\u00e9 \udcff[/red]\x1b]0;title\x07\n")
+    progress.note("then")
     progress.output("lone \ud800\n")
     progress.ended()
     assert b"caf\xc3\xa9 \xff[/red]\x1b]0;title\x07\n" in raw.getvalue()

@@ -43,7 +43,7 @@ def test_what_hinders_a_report_costs_a_warning(
     error: BaseException, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study, warnings = made_study.write(tmp_path), list[str]()
-    monkeypatch.setattr("autotune_amp.report.page.search.search_page", Mock(side_effect=error))
+    monkeypatch.setattr("autotune_amp.report.search_page.search_page", Mock(side_effect=error))
     keep_report(study, pytest.fail, warnings.append)
     (told,) = warnings
     assert [
@@ -94,7 +94,7 @@ def test_what_failed_is_drawn_where_nothing_was_recommended(
     assert capsys.readouterr().out == "studies/broken/report.html\n"
     page = (broken / "report.html").read_text()
     assert "broken: nothing was recommended" in page
-    assert "none of 2 trials worked" in page, "of the last search in the folder"
+    assert "of 2 trials, 2 failed" in page, "of the last search in the folder"
     assert page.count("<td>the loss was nan</td>") == 2
     assert "Traceback &lt;here&gt;" in page
 
@@ -151,6 +151,6 @@ def test_a_page_that_is_not_of_its_kind_is_left_alone(tmp_path: Path, capsys: py
 
 def test_nothing_is_drawn_with_before_it_is_needed() -> None:
     program = (
-        "import sys, autotune_amp.api; assert not {'plotly', 'rich', 'autotune_amp.report.page'} & set(sys.modules)"
+        "import sys, autotune_amp.api; assert not {'plotly', 'rich', 'autotune_amp.report.document'} & set(sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -12,7 +12,7 @@ from plotly.graph_objects import Figure
 
 from autotune_amp.core.errors import FormatError
 from autotune_amp.report.files import write_run_report
-from autotune_amp.report.page.run import course, run_page, rungs
+from autotune_amp.report.run_page import course, run_page, rungs
 from autotune_amp.runtime.run_log import Run, SampleLine, read
 
 
@@ -36,16 +36,14 @@ def test_every_line_of_the_log_is_a_point(made: Run) -> None:
     assert None in loss.y
 
 
-def test_moves_are_marked_with_their_reason_and_rungs_are_bands(made: Run) -> None:
-    figure = course(made)
+def test_moves_are_marked_with_their_reason_and_precisions_are_named(made: Run) -> None:
+    figure: Any = course(made)
     moves, resumed = trace(figure, "move"), trace(figure, "resumed")
     assert (list(moves.x), list(moves.text), list(resumed.x)) == ([300, 400], ["1", "2"], [512])
     assert "fp16 to bf16<br>8 of 200 steps skipped &lt;b&gt;" in moves.hovertext[1]
     assert "encoder.wo" in moves.hovertext[0]
-    assert [tuple(rung) for rung in rungs(made)] == [("fp16", 0, 400), ("bf16", 400, 640)]
-    bands = [(shape.x0, shape.x1, shape.fillcolor) for shape in figure.layout.shapes]
-    assert bands == [(0, 400, "var(--fp16)"), (400, 640, "var(--bf16)")]
-    assert [trace(figure, name).x[0] for name in ("fp16", "bf16")] == [0, 400]
+    named = [(t.name, t.x[0]) for t in figure.data if t.name in ("fp16", "bf16")]
+    assert named == [(line.precision, line.update) for line in rungs(made)] == [("fp16", 0), ("bf16", 400)]
 
 
 def test_a_run_that_never_scaled_and_has_no_loss_is_drawn_without() -> None:

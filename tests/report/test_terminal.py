@@ -111,7 +111,7 @@ def test_lines_to_copy_are_whole() -> None:
     assert f"  export A=1 LONG='{'x y' * 40}'" in printed(recommendation(config=config)).splitlines()
     text = printed(recommendation())
     assert "before Python starts" not in text
-    python, framework = text.split("In Python:\n")[1].split("In the words of a framework, ")
+    python, framework = text.split("In Python:\n")[1].split("In the words of a framework")
     compile(textwrap.dedent(python), "shown", "exec")
     assert framework.split(":\n")[1].strip() == "autotune-amp export studies/quiet-otter --to torch"
 

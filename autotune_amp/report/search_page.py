@@ -9,11 +9,10 @@ import msgspec
 from autotune_amp.core.explain import accumulation_line, check_line, export_lines
 from autotune_amp.core.outcome import Accumulation, Failure, Fidelity
 from autotune_amp.core.text import count, duration, exact, number, one_line, outcome_name, size, times
-from autotune_amp.report import rows
-from autotune_amp.report.page import document
-from autotune_amp.report.page.charts import course, memory, memory_caption, pareto, throughput
-from autotune_amp.report.page.document import Section, chart
-from autotune_amp.report.page.numerics import Calibrated, calibrated, fidelity, foretold, gradients
+from autotune_amp.report import document, rows
+from autotune_amp.report.charts import course, memory, pareto, throughput
+from autotune_amp.report.document import chart
+from autotune_amp.report.numerics_charts import Calibrated, calibrated, fidelity, foretold, gradients
 from autotune_amp.search import check_results, loss_scales
 from autotune_amp.search.check_results import is_trial
 
@@ -26,27 +25,27 @@ if TYPE_CHECKING:
 _ELSEWHERE = ("config", "reason", "warning", "fidelity")  # facts that have a place of their own
 
 _THROUGHPUT = (
-    "Large marks are the first trial of each batch size, with the 95 % interval of its step time in that process (one "
-    "over few steps may run out of the chart); small ones are the trials that measured again: confirmations in fresh "
-    "processes, other loader workers, pinned modules. Open marks were cut short as far slower than the best."
+    "Large marks are the first trial of each batch size; small ones measured again: confirmations in fresh processes, "
+    "other loader workers, pinned modules. Open marks were cut short as far slower than the best. Rings are medians "
+    "over processes, with where a new run is expected to land."
 )
-_RINGS = " The rings are medians over processes, with where a new run is expected to land."
+_MEMORY = (
+    "What counts against the limit: on an accelerator what a trial reserves, on a CPU what it takes beyond the process "
+    "that it starts in. The curves are the fit max(m0, m1 + m2 x batch) that the search steers by. Crosses on the axis "
+    "ran out of memory: nobody knows what they would have taken."
+)
 _PARETO = (
-    "One mark for each candidate; those on the line, the baseline and the recommended one are labelled with their "
-    "batch size (x accumulation steps) where there is room. Nothing that may be recommended is above and left of the "
-    "line; open marks were cut short or excluded."
+    "One mark for each candidate, with its batch size (x accumulation steps). Nothing that may be recommended is above "
+    "and left of the line; open marks were cut short or excluded."
 )
 _COURSE = (
     "Above: each trial where it ended, and the fastest so far that no check has ruled out. Below: what the time went "
-    "into; confirm measures the recommended one and the baseline again in fresh processes, plain the recommended one "
-    "without its environment variables, fallback what the training steps down to. Loading and probing come before, and "
-    "are not counted."
+    "into; confirm measures in fresh processes, plain without the environment variables, fallback what the training "
+    "steps down to."
 )
-_COURSE_ALONE = "Above: each trial where it ended. Below: what the time went into."
 _GRADIENTS = (
     "Entries of the gradient in fp32 by magnitude. The loss scale moves them to the right: out of the part that fp16 "
-    "flushes to zero, yet no further than where a backward pass overflows, which is on larger numbers than these. The "
-    "bars are the range of each format, hatched where fp16 has fewer digits."
+    "flushes to zero, yet no further than where a backward pass overflows, which is on larger numbers than these."
 )
 _FORETOLD = (
     "GradScaler's own rule, replayed over the length of the training on the largest safe scales that were measured. "
@@ -54,8 +53,7 @@ _FORETOLD = (
 )
 _FIDELITY = (
     "The noise ratio: how far the precision's rounding moves the gradient, in units of how far another batch of the "
-    "same data moves it; of the whole gradient, of each module in the order of the model (where they are many, of the "
-    "larger ones that hold them), and, small, of the five parameters where that is most."
+    "same data moves it; of the whole gradient, and of each module in the order of the model."
 )
 
 
@@ -65,24 +63,21 @@ def search_page(recommendation: Recommendation, records: Sequence[Record], path:
     precisions = ("precision", "matrix products", "level", "reason"), rows.precisions(hardware)
     return document.page(
         f"{recommendation.search.study}: {dict(facts)['config']}",
-        [
-            Section("Use it", _use(recommendation, path)),
-            *_against_batch_size(recommendation, records),
-            Section("Throughput against memory", chart(pareto(recommendation), _PARETO)),
-            Section("The search as it went", chart(course(recommendation, records), _COURSE)),
-            Section("The loss scale of fp16", _loss_scale(recommendation, records)),
-            _fidelity(recommendation.fidelity, recommendation.checks(), records),
-            Section("Evidence", document.facts(pair for pair in facts if pair[0] not in _ELSEWHERE)),
-            Section("All candidates", _candidates(recommendation)),
-            Section("Left out", _left_out(recommendation.excluded, "Nothing was left out.")),
-            Section("Failures", _failures(records)),
-            Section(
-                "Machine and versions",
-                document.facts(rows.machine(hardware))
-                + document.table(*precisions, num_numeric=1)
-                + document.facts(recommendation.versions.items()),
-            ),
-        ],
+        {
+            "Use it": _use(recommendation, path),
+            **_against_batch_size(recommendation, records),
+            "Throughput against memory": chart(pareto(recommendation), _PARETO),
+            "The search as it went": chart(course(recommendation, records), _COURSE),
+            "The loss scale of fp16": _loss_scale(recommendation, records),
+            "Fidelity to fp32": _fidelity(recommendation.fidelity, recommendation.checks(), records),
+            "Evidence": document.facts(pair for pair in facts if pair[0] not in _ELSEWHERE),
+            "All candidates": _candidates(recommendation),
+            "Left out": _left_out(recommendation.excluded),
+            "Failures": _failures(records),
+            "Machine and versions": document.facts(rows.machine(hardware))
+            + document.table(*precisions, num_numeric=1)
+            + document.facts(recommendation.versions.items()),
+        },
         kind="search",
         lead=_lead(recommendation),
     )
@@ -95,28 +90,30 @@ def unfinished_page(name: str, records: Sequence[Record]) -> str:
         *loss_scales.exclusions(loss_scales.calibrated(records)),
     )
     checks = [record.outcome for record in records if isinstance(record.outcome, Fidelity)]
+    trials = [record for record in records if is_trial(record)]
+    num_failed = sum(isinstance(record.outcome, Failure) for record in trials)
+    seconds = duration(sum(record.seconds for record in records))
+    why = "none of them worked" if num_failed == len(trials) else "what ran was ruled out, or the search was cut short"
+    told = f"Nothing was recommended of {count(len(trials), 'trial')}, {num_failed} failed, in {seconds}: {why}."
     return document.page(
         f"{name}: nothing was recommended",
-        [
-            Section("Failures", _failures(records)),
-            Section("Ruled out by checks", _left_out(ruled_out, "No check ruled anything out.")),
-            *_against_batch_size(None, records),
-            Section("The search as it went", chart(course(None, records), _COURSE_ALONE)),
-            _fidelity(checks, checks, records),
-        ],
+        {
+            "Failures": _failures(records),
+            "Ruled out by checks": _left_out(ruled_out),
+            **_against_batch_size(None, records),
+            "The search as it went": chart(course(None, records), _COURSE),
+            "Fidelity to fp32": _fidelity(checks, checks, records),
+        },
         kind="search",
-        lead=_lead_without(records),
+        lead=document.paragraph(told, "warning"),
     )
 
 
-def _against_batch_size(recommendation: Recommendation | None, records: Sequence[Record]) -> list[Section]:
-    rings = "" if recommendation is None else _RINGS
-    return [
-        Section("Throughput against batch size", chart(throughput(recommendation, records), _THROUGHPUT + rings)),
-        Section(
-            "Memory against batch size", chart(memory(recommendation, records), memory_caption(recommendation, records))
-        ),
-    ]
+def _against_batch_size(recommendation: Recommendation | None, records: Sequence[Record]) -> dict[str, str]:
+    return {
+        "Throughput against batch size": chart(throughput(recommendation, records), _THROUGHPUT),
+        "Memory against batch size": chart(memory(recommendation, records), _MEMORY),
+    }
 
 
 def _lead(recommendation: Recommendation) -> str:
@@ -147,18 +144,6 @@ def _lead(recommendation: Recommendation) -> str:
     )
 
 
-def _lead_without(records: Sequence[Record]) -> str:
-    trials = [record for record in records if is_trial(record)]
-    num_failed = sum(isinstance(record.outcome, Failure) for record in trials)
-    if num_failed < len(trials):
-        why = "what ran was ruled out, or the search did not come to choose"
-    else:
-        why = f"none of {count(len(trials), 'trial')} worked" if trials else "no trial has ended"
-    seconds = duration(sum(record.seconds for record in records))
-    counted = f"{count(len(trials), 'trial')}, {num_failed} failed, {seconds} of measuring."
-    return document.paragraph(f"Nothing was recommended: {why}.", "warning") + document.paragraph(counted, "absent")
-
-
 def _use(recommendation: Recommendation, path: str) -> str:
     exports = export_lines(recommendation.config)
     config = msgspec.json.format(recommendation.config.to_json(), indent=2)
@@ -181,12 +166,12 @@ def _loss_scale(recommendation: Recommendation, records: Sequence[Record]) -> st
     return chart(histogram, _GRADIENTS) + chart(forecast)
 
 
-def _fidelity(drawn: Sequence[Fidelity], told: Iterable[Fidelity], records: Sequence[Record]) -> Section:
+def _fidelity(drawn: Sequence[Fidelity], told: Iterable[Fidelity], records: Sequence[Record]) -> str:
     """The chart, and what each check of a precision or of accumulation found."""
     lines = [(found.precision, check_line(found)) for found in told]
     accumulations = [r.outcome for r in records if isinstance(r.outcome, Accumulation)]
     checks = lines + [("accumulation", f"{accumulation_line(found)}. {found.reason}") for found in accumulations]
-    return Section("Fidelity to fp32", chart(fidelity(drawn), _FIDELITY) + (document.facts(checks) if checks else ""))
+    return chart(fidelity(drawn), _FIDELITY) + (document.facts(checks) if checks else "")
 
 
 def _candidates(recommendation: Recommendation) -> str:
@@ -199,9 +184,11 @@ def _candidates(recommendation: Recommendation) -> str:
     return document.table([*columns, "outcome", "reason"], shown, num_numeric=len(columns) - 1)
 
 
-def _left_out(excluded: Iterable[Exclusion], nothing: str) -> str:
+def _left_out(excluded: Iterable[Exclusion]) -> str:
     shown = [(", ".join(precisions), sizes, reason) for precisions, sizes, reason in rows.exclusions(excluded)]
-    return document.table(("precision", "batch", "reason"), shown) if shown else document.paragraph(nothing, "absent")
+    return (
+        document.table(("precision", "batch", "reason"), shown) if shown else document.paragraph("Nothing.", "absent")
+    )
 
 
 def _failures(records: Sequence[Record]) -> str:
