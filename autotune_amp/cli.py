@@ -12,8 +12,9 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -35,7 +36,20 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "default_map": {"help": False}},
 )
 
-Work: TypeAlias = Callable[[], bytes]  # returns what goes to standard output
+
+def _command(work: Callable[..., bytes]) -> Callable[..., bytes]:
+    """Makes a command of a function that returns what goes to standard output.
+
+    Typer only reads the options, and the work is done after it has returned: it would take any broken pipe or end of
+    file for the terminal's.
+    """
+
+    @wraps(work)
+    def deferred(**options: Any) -> Callable[[], bytes]:
+        return partial(work, **options)
+
+    app.command()(deferred)
+    return work
 
 
 def _option(metavar: str, text: str) -> Any:
@@ -87,7 +101,7 @@ def autotune_amp(
         typer.echo(context.get_help())
 
 
-@app.command()
+@_command
 def search(
     workload: Target = None,
     budget: Annotated[float, _option("SECONDS", "Seconds the whole search may take.")] = 110.0,
@@ -118,50 +132,43 @@ def search(
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, whatever is known from earlier.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
-) -> Work:
+) -> bytes:
     """Find the fastest precision and batch size to train with.
 
     The result is printed and saved in a study folder; the same command again goes on where it stopped.
     """
     # Every option goes to recommend_config() under the name and with the default that it has there.
     asked = {name: value for name, value in locals().items() if name != "as_json"}
+    from autotune_amp.api import recommend_config
+    from autotune_amp.distributed.ranks import place
+    from autotune_amp.report.progress import TerminalProgress
 
-    def work() -> bytes:
-        from autotune_amp.api import recommend_config
-        from autotune_amp.distributed.ranks import place
-        from autotune_amp.report.progress import TerminalProgress
-
-        recommendation = recommend_config(**asked, progress=None if quiet else TerminalProgress(sys.stderr))
-        path = Path(out, recommendation.search.study, "recommendation.json")
-        return _result(recommendation, as_json, path) if place().rank == 0 else b""
-
-    return work
+    recommendation = recommend_config(**asked, progress=None if quiet else TerminalProgress(sys.stderr))
+    path = Path(out, recommendation.search.study, "recommendation.json")
+    return _result(recommendation, as_json, path) if place().rank == 0 else b""
 
 
-@app.command()
-def probe(device: Device = "auto", as_json: Json = False) -> Work:
+@_command
+def probe(device: Device = "auto", as_json: Json = False) -> bytes:
     """Say what this machine can do, and why not more.
 
     Device, driver, memory, and each precision as native, emulated or unsupported with a measured rate.
     """
 
-    def work() -> bytes:
-        from rich.console import Console
+    from rich.console import Console
 
-        from autotune_amp.hardware import probe as probe_hardware
+    from autotune_amp.hardware import probe as probe_hardware
 
-        with Console(stderr=True).status("Probing the device"):
-            hardware = probe_hardware(device)
-        if as_json:
-            return _document({"format": 1, "hardware": hardware})
-        from autotune_amp.report.terminal import hardware_table
+    with Console(stderr=True).status("Probing the device"):
+        hardware = probe_hardware(device)
+    if as_json:
+        return _document({"format": 1, "hardware": hardware})
+    from autotune_amp.report.terminal import hardware_table
 
-        return _rendered(lambda console: hardware_table(hardware, console))
-
-    return work
+    return _rendered(lambda console: hardware_table(hardware, console))
 
 
-@app.command()
+@_command
 def show(
     folder: Folder = None,
     objective: Annotated[str | None, _OBJECTIVE] = None,
@@ -169,28 +176,25 @@ def show(
     samples: Samples = None,
     price_per_hour: Price = None,
     as_json: Json = False,
-) -> Work:
+) -> bytes:
     """Print a finished recommendation again, ranked again where an option asks for it.
 
     Nothing is run and nothing is saved.
     """
 
-    def work() -> bytes:
-        from autotune_amp.core.recommendation import Recommendation
-        from autotune_amp.report.files import latest
+    from autotune_amp.core.recommendation import Recommendation
+    from autotune_amp.report.files import latest
 
-        path = latest(folder, "recommendation.json")
-        recommendation = Recommendation.load(path)
-        if any(given is not None for given in (objective, steps, samples, price_per_hour)):
-            from autotune_amp.search.answer.decide import ranked_again
+    path = latest(folder, "recommendation.json")
+    recommendation = Recommendation.load(path)
+    if any(given is not None for given in (objective, steps, samples, price_per_hour)):
+        from autotune_amp.search.answer.decide import ranked_again
 
-            recommendation = ranked_again(recommendation, path, objective, steps, samples, price_per_hour)
-        return _result(recommendation, as_json, path)
-
-    return work
+        recommendation = ranked_again(recommendation, path, objective, steps, samples, price_per_hour)
+    return _result(recommendation, as_json, path)
 
 
-@app.command()
+@_command
 def report(
     path: Annotated[
         Path | None,
@@ -203,26 +207,23 @@ def report(
         Path | None, _option("FILE", "Write this file in place of the study's report.html or the log's .html.")
     ] = None,
     as_json: Json = False,
-) -> Work:
+) -> bytes:
     """Draw a search, or a training's run log, as one HTML file, and print its path.
 
     A search that recommended nothing is drawn too, with what failed. A page is written over an earlier one of its kind
     and over no other file.
     """
 
-    def work() -> bytes:
-        from autotune_amp.report.files import OUTCOMES, latest, write_report, write_run_report
+    from autotune_amp.report.files import OUTCOMES, latest, write_report, write_run_report
 
-        if path is not None and path.is_file() and path.suffix != ".json" and path.name != OUTCOMES:
-            written = write_run_report(path, out)  # the controller writes its log to whatever name it is given
-        else:
-            written = write_report(latest(path, "recommendation.json", OUTCOMES), out)
-        return _document({"format": 1, "report": written.as_posix()}) if as_json else f"{written.as_posix()}\n".encode()
-
-    return work
+    if path is not None and path.is_file() and path.suffix != ".json" and path.name != OUTCOMES:
+        written = write_run_report(path, out)  # the controller writes its log to whatever name it is given
+    else:
+        written = write_report(latest(path, "recommendation.json", OUTCOMES), out)
+    return _document({"format": 1, "report": written.as_posix()}) if as_json else f"{written.as_posix()}\n".encode()
 
 
-@app.command()
+@_command
 def profile(
     target: Target = None,
     batches: Annotated[int, _option("N", "Training steps to time in each precision.")] = 10,
@@ -232,28 +233,25 @@ def profile(
     trace: Annotated[Path | None, _option("FILE", "Write the profiled steps here, for ui.perfetto.dev.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
-) -> Work:
+) -> bytes:
     """Say whether mixed precision pays here, and why.
 
     fp32 against bf16 and fp16 on the same batches: speed-up, memory, where a step's time goes, what to try next.
     """
 
-    def work() -> bytes:
-        from autotune_amp.api import profile_amp
+    from autotune_amp.api import profile_amp
 
-        found = profile_amp(
-            target, batches, device=device, precision=precision, batch_size=batch_size, trace=trace, quiet=quiet
-        )
-        if as_json:
-            return f"{found.to_json()}\n".encode()
-        from autotune_amp.report.terminal import print_profile
+    found = profile_amp(
+        target, batches, device=device, precision=precision, batch_size=batch_size, trace=trace, quiet=quiet
+    )
+    if as_json:
+        return f"{found.to_json()}\n".encode()
+    from autotune_amp.report.terminal import print_profile
 
-        return _rendered(lambda console: print_profile(found, console))
-
-    return work
+    return _rendered(lambda console: print_profile(found, console))
 
 
-@app.command()
+@_command
 def export(
     to: Annotated[
         str, _option("TARGET", "lightning, transformers, accelerate, deepspeed, torch, or env for the shell.")
@@ -264,37 +262,34 @@ def export(
         _option("FILE", "Write it here; of accelerate, a .yaml is the file of `accelerate launch --config_file`."),
     ] = None,
     as_json: Json = False,
-) -> Work:
+) -> bytes:
     """Print a recommendation as text to paste into a training script, or write it to a file and print its path.
 
     A file is written over an earlier export and over no other file.
     """
 
-    def work() -> bytes:
-        from autotune_amp.core.recommendation import Recommendation
-        from autotune_amp.integrations.export import accelerate_file, is_exported, setting_of
-        from autotune_amp.integrations.export import export as exported
-        from autotune_amp.report.files import latest, write_over
-        from autotune_amp.report.rows import origin_line
+    from autotune_amp.core.recommendation import Recommendation
+    from autotune_amp.integrations.export import accelerate_file, is_exported, setting_of
+    from autotune_amp.integrations.export import export as exported
+    from autotune_amp.report.files import latest, write_over
+    from autotune_amp.report.rows import origin_line
 
-        path = latest(folder, "recommendation.json")
-        recommendation = Recommendation.load(path)
-        setting = setting_of(recommendation, origin_line(path, recommendation))
-        is_launch_file = to == "accelerate" and out is not None and out.suffix in (".yaml", ".yml")
-        made = accelerate_file(setting) if is_launch_file else exported(setting, to)
-        if out is not None:
-            elsewhere = "Name another file with --out, or leave --out away and paste what is printed."
-            write_over(out, made.text, "export of autotune-amp's", is_exported, elsewhere)
-        for note in made.notes:
-            sys.stderr.write(f"Note: {note}\n")
-        if as_json:
-            return _document(made)
-        return (made.text if out is None else f"{out.as_posix()}\n").encode()
-
-    return work
+    path = latest(folder, "recommendation.json")
+    recommendation = Recommendation.load(path)
+    setting = setting_of(recommendation, origin_line(path, recommendation))
+    is_launch_file = to == "accelerate" and out is not None and out.suffix in (".yaml", ".yml")
+    made = accelerate_file(setting) if is_launch_file else exported(setting, to)
+    if out is not None:
+        elsewhere = "Name another file with --out, or leave --out away and paste what is printed."
+        write_over(out, made.text, "export of autotune-amp's", is_exported, elsewhere)
+    for note in made.notes:
+        sys.stderr.write(f"Note: {note}\n")
+    if as_json:
+        return _document(made)
+    return (made.text if out is None else f"{out.as_posix()}\n").encode()
 
 
-@app.command()
+@_command
 def dashboard(
     folder: Annotated[
         Path | None,
@@ -306,31 +301,28 @@ def dashboard(
     ] = 8080,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the address.")] = False,
     as_json: Json = False,
-) -> Work:
+) -> bytes:
     """Open Optuna's dashboard on a study, until Ctrl-C.
 
     It listens on this machine only. Needs the extra `dashboard`.
     """
 
-    def work() -> bytes:
-        from autotune_amp.report.dashboard import has_display, serving
-        from autotune_amp.report.files import latest
+    from autotune_amp.report.dashboard import has_display, serving
+    from autotune_amp.report.files import latest
 
-        with serving(storage or latest(folder, "study.db"), port) as server:
-            typer.echo(json.dumps({"format": 1, "url": server.url}) if as_json else server.url)
-            if not as_json:
-                typer.echo("Ctrl-C ends it.", err=True)
-            if not no_browser and has_display():
-                import webbrowser
+    with serving(storage or latest(folder, "study.db"), port) as server:
+        typer.echo(json.dumps({"format": 1, "url": server.url}) if as_json else server.url)
+        if not as_json:
+            typer.echo("Ctrl-C ends it.", err=True)
+        if not no_browser and has_display():
+            import webbrowser
 
-                webbrowser.open(server.url)
-            try:
-                server.serve_forever()
-            except KeyboardInterrupt:
-                return b""
-        return b""
-
-    return work
+            webbrowser.open(server.url)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return b""
+    return b""
 
 
 def main() -> None:
@@ -350,7 +342,6 @@ def run(arguments: list[str]) -> int:
     as_json = "--json" in arguments
     command = typer.main.get_command(app)
     try:
-        # The work is done after typer has returned: it would take any broken pipe or end of file for the terminal's.
         work = command.main(arguments, prog_name="autotune-amp", standalone_mode=False)
         if callable(work):
             _write(work())

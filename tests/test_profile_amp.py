@@ -60,7 +60,7 @@ assert found.speedup == bf16.speedup and bf16.speedup_interval == ratio_interval
     found.row("fp32").process_step_seconds, bf16.process_step_seconds)
 assert len(bf16.process_step_seconds) == 3 and bf16.num_steps == 4 and bf16.peak_memory_bytes > 0
 assert abs(sum(part.share for part in found.gap.parts) - 1) < 1e-9
-assert found.next_step in found.explain()
+assert found.verdict in found.explain()
 print(found.row("tf32").reason)
 """
 

@@ -51,24 +51,16 @@ NUM_ROUNDS = 3
 _ENVIRONMENT = {"KINETO_LOG_LEVEL": "99"}
 
 
-class Request(NamedTuple):
-    """A profile that was asked for; None leaves precisions and batch size to what the device and the workload have."""
-
-    num_batches: int
-    precisions: tuple[Precision, ...] | None
-    batch_size: int | None
-    device: str
-    trace: Path | None
-
-
-def checked_request(
+def run_profile(
+    origin: Source,
+    progress: Progress,
     num_batches: int,
     device: str,
     precision: Sequence[str] | str | None,
     batch_size: int | None,
     trace: str | os.PathLike[str] | None,
-) -> Request:
-    """The arguments of `profile_amp`; raises `InvalidRequestError` for one that cannot be meant."""
+) -> AmpProfile:
+    """Profile in children; see `autotune_amp.profile_amp`."""
     for name, given in (("--batches", num_batches), ("--batch-size", 1 if batch_size is None else batch_size)):
         if not isinstance(given, int) or isinstance(given, bool) or given < 1:
             raise InvalidRequestError(
@@ -80,56 +72,51 @@ def checked_request(
             f"--trace is {str(trace)!r}; it must be a file in a folder that can be written, and is not compressed.",
             "Give for example --trace trace.json.",
         )
-    options = SearchOptions.from_user(device=device, precision=precision)
-    return Request(num_batches, options.precisions, batch_size, device, path)
-
-
-def run_profile(origin: Source, request: Request, progress: Progress) -> AmpProfile:
-    """Profile in children; see `autotune_amp.profile_amp`."""
+    precisions = SearchOptions.from_user(device=device, precision=precision).precisions
     clock = Budget(math.inf)
-    meter = LoadMeter(identify(request.device).uuid)  # before a context of ours is on the card
+    meter = LoadMeter(identify(device).uuid)  # before a context of ours is on the card
     watcher = ProgressWatcher(progress, clock, meter)
     progress.work_started(None)
     with LocalBackend(origin.payload(), None, watcher, _ENVIRONMENT) as backend:
         watcher.phase("loading the workload")
         backend.load(clock.left())
-        opened = open_workload(backend, origin, request.device, watcher)
+        opened = open_workload(backend, origin, device, watcher)
         progress.found_hardware(opened.hardware)
-        asked = _asked(request, opened.hardware)
-        space = _space(request, opened, asked)
+        asked = _asked(precisions, opened.hardware)
+        space = _space(batch_size, opened, asked)
         refused = refused_in(space)
         trials = {p: _trial(p, space, opened) for p in asked if p not in refused}
         meter.start()
-        outcomes = time_in_turns(backend, trials, request.num_batches, progress)
+        outcomes = time_in_turns(backend, trials, num_batches, progress)
         load = machine_load.evidence((), [meter.stop()])
         if load is not None:  # the rows' intervals are the processes' own
             load = msgspec.structs.replace(load, interval_factors=(1.0, 1.0))
         others = machine_load.doubts(load, "profile again")
-        notes = [*_assumptions(request, opened.description), *others]
+        notes = [*_assumptions(batch_size, opened.description), *others]
         if not any(isinstance(outcome, Measurement) for of_one in outcomes.values() for outcome in of_one):
             raise _nothing_works(asked, refused, outcomes)
         with TemporaryDirectory(prefix="autotune_amp-") as folder:
             watcher.phase("taking steps apart")
             profiled = {}
             for precision in _running(outcomes):
-                trial, trace = trials[precision], str(Path(folder, f"{precision}.json"))
+                trial, part = trials[precision], str(Path(folder, f"{precision}.json"))
                 found = backend.submit(
-                    Profile(device=trial.device, trial=trial, trace_file=trace, deadline_seconds=DEADLINE_SECONDS)
+                    Profile(device=trial.device, trial=trial, trace_file=part, deadline_seconds=DEADLINE_SECONDS)
                 ).result()
                 if isinstance(found, Profiled):
                     profiled[precision] = found
                 else:
                     notes.append(f"{precision} could not be taken apart: {found.message}.")
             parts = [Path(folder, f"{p}.json") for p, found in profiled.items() if found.split is not None]
-            problem = None if request.trace is None else write_trace(parts, request.trace)
+            problem = None if path is None else write_trace(parts, path)
     everything = Found(opened.hardware, refused, outcomes, profiled)
     return answer(
         rows(asked, everything),
         everything,
         workload=origin.name,
         setting=space.baseline,
-        num_batches=request.num_batches,
-        trace=None if request.trace is None or problem is not None else str(request.trace),
+        num_batches=num_batches,
+        trace=None if path is None or problem is not None else str(path),
         notes=notes if problem is None else [*notes, problem],
     )
 
@@ -205,15 +192,14 @@ def is_cut(outcome: Outcome, fp32: Outcome) -> bool:
     return outcome.was_cut or outcome.step_seconds > limits(fp32)["cut_step_seconds"]
 
 
-def _asked(request: Request, hardware: Hardware) -> tuple[Precision, ...]:
+def _asked(precisions: tuple[Precision, ...] | None, hardware: Hardware) -> tuple[Precision, ...]:
     """fp32 first. TF32 is no mixed precision, so that it is shown where the device has it or somebody asks."""
     usual: tuple[Precision, ...] = ("tf32", *LOW) if hardware.has_tf32 else LOW
-    return tuple(dict.fromkeys(("fp32", *(request.precisions or usual))))
+    return tuple(dict.fromkeys(("fp32", *(precisions or usual))))
 
 
-def _space(request: Request, opened: Opened, asked: tuple[Precision, ...]) -> Space:
+def _space(size: int | None, opened: Opened, asked: tuple[Precision, ...]) -> Space:
     """What is legal, at the user's own batch size and accumulation unless another batch size was given."""
-    size = request.batch_size
     if size is None and opened.description.batch_size is None:
         size = ASSUMED_BATCH_SIZE
     own: dict[str, Any] = {} if size is None else {"baseline": ("fp32", size), "effective_batch_size": "free"}
@@ -241,10 +227,10 @@ def _trial(precision: Precision, space: Space, opened: Opened) -> Trial:
     )
 
 
-def _assumptions(request: Request, description: Description) -> list[str]:
+def _assumptions(batch_size: int | None, description: Description) -> list[str]:
     """What was assumed of the workload."""
     notes = []
-    if description.batch_size is None and request.batch_size is None:
+    if description.batch_size is None and batch_size is None:
         notes.append(
             f"The data has no batch size of its own: {ASSUMED_BATCH_SIZE} is assumed. --batch-size says yours."
         )

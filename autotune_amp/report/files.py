@@ -67,8 +67,7 @@ def write_report(study: Path, out: Path | None = None) -> Path:
     source = study
     if study.is_dir() or study.name == OUTCOMES:
         source = _source_in(study if study.is_dir() else study.parent)
-    text = _unfinished(source) if source.name == OUTCOMES else _finished(source)
-    return _write_page(out or source.parent / NAME, text, "search", "report of a search")
+    return _write_page(out or source.parent / NAME, _drawn(source), "search", "report of a search")
 
 
 def write_run_report(log: Path, out: Path | None = None) -> Path:
@@ -120,23 +119,16 @@ def _write_page(page: Path, text: str, kind: str, what: str) -> Path:
     return page
 
 
-def _finished(source: Path) -> str:
-    from autotune_amp.report.search_page import search_page  # plotly is imported only where something is drawn
+def _drawn(source: Path) -> str:
+    """The page of a recommendation, or of the last search among outcomes without one."""
+    from autotune_amp.report.search_page import search_page, unfinished_page  # plotly is imported only for these
 
-    recommendation, folder = Recommendation.load(source), source.parent
-    records = StudyFolder(str(folder.parent), folder.name).records(recommendation.search.search_id)
-    return search_page(recommendation, records, source.as_posix())
-
-
-def _unfinished(source: Path) -> str:
-    """The page of the last search among the outcomes."""
-    from autotune_amp.report.search_page import unfinished_page
-
-    folder = source.parent
-    records = StudyFolder(str(folder.parent), folder.name).records()
+    folder = StudyFolder(str(source.parent.parent), source.parent.name)
+    if source.name != OUTCOMES:
+        recommendation = Recommendation.load(source)
+        return search_page(recommendation, folder.records(recommendation.search.search_id), source.as_posix())
+    records = folder.records()
     if not records:
-        raise FormatError(
-            f"{source} holds no outcome yet.", "Run `autotune-amp search`, or name another study's folder."
-        )
-    last = records[-1].search_id
-    return unfinished_page(folder.resolve().name, [record for record in records if record.search_id == last])
+        raise FormatError(f"{source} holds no outcome yet.", "Run `autotune-amp search`, or name another study.")
+    last = [record for record in records if record.search_id == records[-1].search_id]
+    return unfinished_page(source.parent.resolve().name, last)

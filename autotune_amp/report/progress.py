@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO, cast
 
 from autotune_amp.core.outcome import Failure, Measurement, Record
-from autotune_amp.core.text import clock, duration, one_line, outcome_name, printable, rate, size
+from autotune_amp.core.text import clock, duration, one_line, printable, rate, size
 from autotune_amp.report.rows import outcome_line
 from autotune_amp.search.progress import Progress
 
@@ -89,7 +89,9 @@ class LiveScreen(Screen):
         super().__init__(stream)
         self._held = ""
         self._drawn_at = -_DRAW_SECONDS
-        self._console = Console(file=cast("TextIO", _Terminal(self, stream)), force_terminal=True, highlight=False)
+        # Rich writes through this: `write` takes any character and outlives the reader.
+        self.flush, self.isatty, self.encoding = stream.flush, stream.isatty, stream.encoding
+        self._console = Console(file=cast("TextIO", self), force_terminal=True, highlight=False)
         # No refresh thread: `tick` comes often enough, and rich does not wait for its thread when it stops.
         self._live = Live(
             console=self._console,
@@ -138,16 +140,6 @@ class LiveScreen(Screen):
         if newline:
             # A bare segment: nothing wraps, measures or interprets it.
             self._console.print(Segments([Segment(whole + newline)]), crop=False)
-
-
-class _Terminal:
-    """What rich writes to: the screen's own `write`, which takes any character and outlives the reader."""
-
-    def __init__(self, screen: Screen, stream: TextIO) -> None:
-        self.write = screen.write
-        self.flush = stream.flush
-        self.isatty = stream.isatty
-        self.encoding = stream.encoding
 
 
 class TerminalProgress(Progress):
@@ -256,22 +248,15 @@ class TerminalProgress(Progress):
 
 
 def trial_line(record: Record) -> str:
-    """A finished trial in one line: number, candidate, outcome, cost."""
-    head = f"{record.number:>3}  {record.candidate!s:<18}"
+    """A finished trial in one line: number, candidate, outcome, cost, and what it was for."""
     outcome = record.outcome
-    cost = duration(record.seconds)
-    if isinstance(outcome, Failure):
-        return f"{head}  {outcome_name(outcome.kind)} after {cost}: {one_line(outcome.message)}"
-    if not isinstance(outcome, Measurement):
-        kind = "calibration" if record.purpose == "calibration" else "check"
-        return f"{head}  {outcome_line(outcome)}  {cost:>6}  {kind}"
+    told = _measured(outcome) if isinstance(outcome, Measurement) else outcome_line(outcome)
     purpose = "" if record.purpose == "search" else record.purpose
-    return f"{head}  {_measured(outcome)}  {cost:>6}  {purpose}{'cut' * outcome.was_cut}".rstrip()
+    line = f"{record.number:>3}  {record.candidate!s:<18}  {told}  {duration(record.seconds):>6}  {purpose}"
+    return line.rstrip()
 
 
 def _measured(outcome: Measurement) -> str:
     """Throughput, step time and memory, in columns."""
-    return (
-        f"{rate(outcome.samples_per_second):>17}  {duration(outcome.step_seconds):>8}  "
-        f"{size(outcome.peak_memory_bytes):>8}"
-    )
+    columns = f"{rate(outcome.samples_per_second):>17}  {duration(outcome.step_seconds):>8}"
+    return f"{columns}  {size(outcome.peak_memory_bytes):>8}" + "  cut" * outcome.was_cut

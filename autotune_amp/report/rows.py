@@ -157,7 +157,7 @@ def precisions(hardware: Hardware) -> list[tuple[str, str, str, str]]:
 
 
 def python_lines(recommendation: Recommendation, path: str | None = None) -> list[str]:
-    """Python that trains with the config: plain PyTorch where that says all of it, else the controller of `path`.
+    """Python that trains with the config, by the controller of `path`; `export_command` gives what needs none.
 
     They leave `dataset`, `model`, `optimizer` and `compute_loss(model, batch)` to the script. `path` is that of the
     recommendation's file; None is where a search puts it unless told otherwise.
@@ -168,32 +168,16 @@ def python_lines(recommendation: Recommendation, path: str | None = None) -> lis
     loaded = f'autotune_amp.PrecisionController.load({json.dumps(path)}, "{device_type}")'
     if recommendation.workload is not None and recommendation.workload.is_loop:
         return [*loader, f"amp = {loaded}", "train_step(state, batch, amp)"]
-    if config.precision == "fp16" or config.accumulation_steps > 1 or config.pinned_modules:
-        kept = f"  # keeps {explain.names(config.pinned_modules)} in fp32" if config.pinned_modules else ""
-        loop = _controlled_loop(config, recommendation.evidence.accumulation)
-        return [*loader, f"controller = {loaded}{kept}", *loop]
-    flags = explain.strict_flag_lines(config.precision) if device_type == "cuda" else []
-    if config.as_found:
-        flags = ["# the TF32 flags and autocast stay as they are"]
-    loss, dtype = f"loss = {explain.LOSS}", explain.AUTOCAST_DTYPES.get(config.precision)
-    if dtype is None:
-        return [*flags, *loader, f"{loss}  # no autocast"]
-    return [*flags, *loader, f'with torch.autocast("{device_type}", dtype={dtype}):', f"    {loss}"]
-
-
-def _controlled_loop(config: AmpConfig, found: Accumulation | None) -> list[str]:
-    """The losses of a window add up to that of the whole batch."""
-    if not explain.accumulates(config):
-        return explain.controlled_loop("loader", explain.LOSS)
-    combination = "mean" if found is None or found.verdict not in ("sum", "weighted") else found.verdict
-    loss = explain.pass_loss(combination, "controller.window_size", "controller.window_share")
-    if combination != "weighted":
-        return explain.controlled_loop("loader", loss)
-    counted = (found and found.weighted_by) or "what the loss is a mean over"
-    return [
-        f"# count(batch) is yours: of a batch, {counted}",
-        *explain.controlled_loop("loader, weigh=count", loss),
-    ]
+    loop = explain.controlled_loop("loader", explain.LOSS)
+    if explain.accumulates(config):  # the losses of a window add up to that of the whole batch
+        found = recommendation.evidence.accumulation
+        combination = "mean" if found is None or found.verdict not in ("sum", "weighted") else found.verdict
+        loss = explain.pass_loss(combination, "controller.window_size", "controller.window_share")
+        loop = explain.controlled_loop("loader, weigh=count" if combination == "weighted" else "loader", loss)
+        if combination == "weighted":
+            counted = (found and found.weighted_by) or "what the loss is a mean over"
+            loop.insert(0, f"# count(batch) is yours: of a batch, {counted}")
+    return [*loader, f"controller = {loaded}", *loop]
 
 
 def export_command(recommendation: Recommendation, path: str | None = None) -> tuple[str, str]:

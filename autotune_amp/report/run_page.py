@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 _MAX_ROWS = 200  # of the table of moves: a run that goes on skipping for ever stops every ten updates
 _WIDE = 20  # times its least: from there on the loss is drawn on a logarithmic axis
-_SYMBOLS = {"demotion": "triangle-down", "promotion": "triangle-up", "revert": "triangle-up", "stop": "octagon"}
 _CAPTION = (
     "What was seen at every 64th update and wherever the loss scale changed. Below the scale stands each precision "
     "where the run took it up, above it each move, numbered as in the table. Only fp16 scales the loss."
@@ -57,7 +56,7 @@ def course(run: Run) -> Figure:
     known = [scale for scale in scales if scale is not None] or [0.0]
     low, high = math.floor(min(known)) - 1, math.ceil(max(known)) + 1
     scale = _line("loss scale", updates, scales, "loss scale 2<sup>%{y}</sup>", "var(--fp16)", "hv")
-    figure.add_traces([*_names(run, low), scale, *_marks(run, low, high)], rows=1, cols=1)
+    figure.add_traces([*_names(run, low), scale, *_moves_drawn(run.moves, low, high)], rows=1, cols=1)
     num_skips = [line.num_skips for line in run.lines]
     skips = _line("steps skipped so far", updates, num_skips, "%{y:,} skipped", "var(--bad)", "hv")
     figure.add_trace(skips, row=2, col=1)
@@ -109,42 +108,23 @@ def _names(run: Run, height: float) -> list[Scatter]:
     ]
 
 
-def _marks(run: Run, bottom: float, top: float) -> list[Scatter]:
-    """Moves, numbered as in the table, and resumptions: a line across, and at its top a mark that says why."""
-    traces = []
-    for name, color, lines in (("move", "var(--accent)", run.moves), ("resumed", "var(--muted)", _resumptions(run))):
-        if not lines:
-            continue
-        across = [x for line in lines for x in (line.update, line.update, None)]
-        dashed = rule(name, across, [bottom, top, None] * len(lines), None, color=color, dash="dot")
-        mark = marks(
-            name,
-            [line.update for line in lines],
-            [top] * len(lines),
-            [_hover(line) for line in lines],
-            legendgroup=name,
-            mode="markers+text" if name == "move" else "markers",
-            text=[str(place) if place <= _MAX_ROWS else "" for place in range(1, len(lines) + 1)],
-            textposition="top center",
-            cliponaxis=False,
-            marker={
-                "symbol": [_SYMBOLS.get(getattr(line, "kind", ""), "diamond") for line in lines],
-                "size": 11,
-                "color": color,
-            },
-        )
-        traces += [dashed.update(legendgroup=name, showlegend=False), mark]
-    return traces
-
-
-def _hover(line: Line) -> str:
-    if isinstance(line, MoveLine):
-        return said(f"update {line.update:,}: {_kind(line)}, {_way(line)}", _reason(line))
-    return said(f"update {line.update:,}: resumed in {line.precision}")
-
-
-def _resumptions(run: Run) -> list[BeginLine]:
-    return [line for line in run.lines if isinstance(line, BeginLine) and line.is_resumed]
+def _moves_drawn(moves: Sequence[MoveLine], bottom: float, top: float) -> list[Scatter]:
+    """Numbered as in the table: a line across, and at its top a mark that says why."""
+    across = [x for move in moves for x in (move.update, move.update, None)]
+    dashed = rule("move", across, [bottom, top, None] * len(moves), None, color="var(--accent)", dash="dot")
+    mark = marks(
+        "move",
+        [move.update for move in moves],
+        [top] * len(moves),
+        [said(f"update {move.update:,}: {_kind(move)}, {_way(move)}", _reason(move)) for move in moves],
+        legendgroup="move",
+        mode="markers+text",
+        text=[str(place) if place <= _MAX_ROWS else "" for place in range(1, len(moves) + 1)],
+        textposition="top center",
+        cliponaxis=False,
+        marker={"symbol": "diamond", "size": 11, "color": "var(--accent)"},
+    )
+    return [dashed.update(legendgroup="move", showlegend=False), mark]
 
 
 def _kind(move: MoveLine) -> str:
@@ -211,7 +191,8 @@ def _about(run: Run) -> str:
     ]
     lines += [
         ("resumed", f"at update {line.update:,} in {line.precision}, {one_line(line.time)}")
-        for line in _resumptions(run)
+        for line in run.lines
+        if isinstance(line, BeginLine) and line.is_resumed
     ]
     if run.num_other_runs:
         lines.append(("not shown", f"{count(run.num_other_runs, 'other run')} in the same log"))

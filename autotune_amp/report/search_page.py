@@ -119,15 +119,12 @@ def _against_batch_size(recommendation: Recommendation | None, records: Sequence
 def _lead(recommendation: Recommendation) -> str:
     evidence, search, hardware = recommendation.evidence, recommendation.search, recommendation.hardware
     baseline, interval = evidence.baseline, evidence.speedup_interval
+    today = f"the baseline, {baseline.config.precision} batch {baseline.config.batch_size}"
     between = "" if interval is None else f"{times(interval[0])} to {times(interval[1])} "
     low, high = evidence.samples_per_second_interval
     landing = f"a new run: {number(low)} to {number(high)}; {duration(evidence.step_seconds)} a step"
     tiles = [
-        (
-            "speed-up",
-            "unknown" if evidence.speedup is None else times(evidence.speedup),
-            f"{between}over the baseline, {baseline.config.precision} batch {baseline.config.batch_size}",
-        ),
+        ("speed-up", "unknown" if evidence.speedup is None else times(evidence.speedup), f"{between}over {today}"),
         ("samples/s", number(evidence.samples_per_second), landing),
         ("peak memory", size(evidence.peak_memory_bytes), f"of {size(hardware.memory.available)} available"),
     ]
@@ -157,13 +154,10 @@ def _use(recommendation: Recommendation, path: str) -> str:
 
 def _loss_scale(recommendation: Recommendation, records: Sequence[Record]) -> str:
     found = calibrated(recommendation, records)
-    histogram, forecast = gradients(recommendation, found), foretold(found)
+    chosen = ""
     if isinstance(found, Calibrated):
-        chosen = f" Chosen: from {exact(found.pair[0])}, growth interval {found.pair[1]}."
-        return chart(histogram, f"{_GRADIENTS} This is {found.about}.") + chart(forecast, _FORETOLD + chosen)
-    if isinstance(histogram, str):
-        return chart(f"No gradient histogram and no forecast of the loss scale: {found}.")
-    return chart(histogram, _GRADIENTS) + chart(forecast)
+        chosen = f" This is {found.about}, from {exact(found.pair[0])} with growth interval {found.pair[1]}."
+    return chart(gradients(recommendation, found), _GRADIENTS) + chart(foretold(found), _FORETOLD + chosen)
 
 
 def _fidelity(drawn: Sequence[Fidelity], told: Iterable[Fidelity], records: Sequence[Record]) -> str:
@@ -195,15 +189,12 @@ def _failures(records: Sequence[Record]) -> str:
     failed = [(r, r.outcome) for r in records if isinstance(r.outcome, Failure)]
     if not failed:
         return document.paragraph("No trial and no check failed.", "absent")
-    shown = [
-        (str(r.number), str(r.candidate), r.purpose, outcome_name(found.kind), one_line(found.message))
-        for r, found in failed
-    ]
-    unfolding = (
-        document.folded(
-            f"Details of trial {r.number}, {r.candidate}", document.code(outcome_name(found.kind), found.details)
-        )
-        for r, found in failed
-        if found.details
-    )
-    return document.table(("trial", "candidate", "purpose", "failure", "reason"), shown) + "".join(unfolding)
+    shown, details = [], ""
+    for r, found in failed:
+        kind = outcome_name(found.kind)
+        shown.append((str(r.number), str(r.candidate), r.purpose, kind, one_line(found.message)))
+        if found.details:
+            details += document.folded(
+                f"Details of trial {r.number}, {r.candidate}", document.code(kind, found.details)
+            )
+    return document.table(("trial", "candidate", "purpose", "failure", "reason"), shown) + details

@@ -184,11 +184,10 @@ def test_every_line_of_a_run_log_is_a_mark_and_a_move_says_its_reason(browser: B
     run = read(log)
     num_scaled = sum(line.scale is not None for line in run.lines)
     num_losses = sum(isinstance(line, SampleLine) and line.loss is not None for line in run.lines)
-    num_precisions, num_resumed = 2, 1  # fp16, then bf16; resumed in that
+    num_precisions = 2  # fp16, then bf16
     with opened(browser, write_run_report(log)) as page:
         chart = section(page, "The run as it went")
-        told_apart = num_scaled + len(run.lines) + num_losses + len(run.moves)
-        assert num_marks(chart) == told_apart + num_resumed + num_precisions
+        assert num_marks(chart) == num_scaled + len(run.lines) + num_losses + len(run.moves) + num_precisions
         last_move = chart.locator(".scatterlayer .trace", has=page.locator(".textpoint")).locator(".point").last
         assert REASON in hover(page, last_move)
         assert_it_fits_a_phone(page)

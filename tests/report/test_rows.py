@@ -96,9 +96,9 @@ CALIBRATION = msgspec.structs.replace(made_study.CALIBRATION, init_scale=8192.0)
 @pytest.mark.parametrize(
     ("outcome", "purpose", "words"),
     [
-        (FAITHFUL, "fidelity", ["faithful", "0.0042", "check"]),
+        (FAITHFUL, "fidelity", ["faithful", "0.0042", "fidelity"]),
         (CALIBRATION, "calibration", ["8,192", "calibration"]),
-        (ACCUMULATION, "accumulation", ["weighted by labels", "3.2e-07", "check"]),
+        (ACCUMULATION, "accumulation", ["weighted by labels", "3.2e-07", "accumulation"]),
         (measurement(was_cut=True), "search", ["412 samples/s", "77.6 ms", "612 MiB", "3.1 s", "cut"]),
         (measurement(), "confirm", ["412 samples/s", "confirm"]),
         (Failure(kind="oom", message="too\nlarge"), "search", ["out of memory", "3.1 s", "too large"]),
