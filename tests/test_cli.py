@@ -110,19 +110,6 @@ def test_show_of_nothing(given: str | None, capfd: pytest.CaptureFixture[str]) -
     assert "Next step: " in said.err
 
 
-def test_standard_output_in_ascii_gets_every_row(tmp_path: Path) -> None:
-    path = saved(tmp_path)
-    path.write_text(path.read_text().replace('"name": "', '"name": "caf\u00e9 ', 1), "utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "autotune_amp", "show"],
-        capture_output=True,
-        cwd=tmp_path,
-        timeout=60,
-        env=os.environ | {"PYTHONIOENCODING": "ascii"},
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
-
-
 @pytest.mark.parametrize(("arguments", "code"), [(["show"], 0), (["show", "x", "--json"], 2)])
 def test_a_reader_that_went_away_or_a_closed_stream_is_no_error(
     arguments: list[str], code: int, tmp_path: Path

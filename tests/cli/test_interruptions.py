@@ -89,19 +89,6 @@ def test_ctrl_c_saves_the_best_so_far_and_a_second_search_in_the_folder_is_refus
     assert document["best"] == saved
 
 
-def test_ctrl_c_before_anything_was_measured(cli: CommandLine) -> None:
-    cli.write("train.py", "import time; open('began', 'w').close(); time.sleep(60)")
-    process = cli.start("search", *SEARCH, "--json")
-    deadline = time.monotonic() + 60
-    while not (cli.folder / "began").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert json.loads(out)["best"] is None
-    assert cli.leftovers() == []
-
-
 def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     """The error of a search that must be refused with a next step, before any trial."""
     assert run(["search", *arguments, "--json"]) == 2

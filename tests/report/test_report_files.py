@@ -55,16 +55,6 @@ def test_what_hinders_a_report_costs_a_warning(
         assert recommend_config(out=str(tmp_path), quiet=True) is MADE
 
 
-def test_the_command_draws_it_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    study = made_study.write(tmp_path / "studies")
-    assert run(["report", str(study)]) == 0
-    assert capsys.readouterr().out == f"{study.as_posix()}/report.html\n"
-    (study / "report.html").unlink()
-    assert run(["report", str(study / "recommendation.json"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"format": 1, "report": f"{study.as_posix()}/report.html"}
-    assert (study / "report.html").exists()
-
-
 def test_a_recommendation_that_was_sent_alone_is_drawn_as_far_as_it_goes(tmp_path: Path) -> None:
     MADE.save(tmp_path / "sent.json")
     page = write_report(tmp_path / "sent.json").read_text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from html import unescape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import msgspec
 import pytest
 from report_samples import MIB, evidence, measurement, recommendation, record, row
 
-from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.report.charts import LOOKS, course, fitted, memory, pareto, said, throughput
@@ -95,17 +93,6 @@ def test_nothing_that_may_be_recommended_lies_above_and_left_of_the_front() -> N
             assert candidate.samples_per_second <= max(reached)
     fp16 = trace(figure, "fp16")
     assert (fp16.y[-1], fp16.marker.symbol[-1]) == (1200.0, "triangle-up-open")
-
-
-def test_what_runs_today_is_not_marked_twice_where_it_is_recommended() -> None:
-    figure: Any = pareto(recommendation(config=AmpConfig(precision="fp32", batch_size=32)))
-    assert [t.name for t in figure.data if t.name in ("baseline", "recommended")] == ["recommended"]
-
-
-def test_the_page_has_the_command_for_frameworks() -> None:
-    for path, study in (("studies/my study/recommendation.json", "'studies/my study'"), ("mine.json", "mine.json")):
-        page = unescape(search_page(recommendation(), [], path))
-        assert f"<pre>autotune-amp export {study} --to torch</pre>" in page
 
 
 def test_the_course_holds_every_record_end_to_end_and_the_best_that_was_not_ruled_out() -> None:

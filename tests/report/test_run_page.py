@@ -10,7 +10,6 @@ import pytest
 from made_run_log import begin, made_run, move, sample
 from plotly.graph_objects import Figure
 
-from autotune_amp.core.errors import FormatError
 from autotune_amp.report.files import write_run_report
 from autotune_amp.report.run_page import course, run_page, rungs
 from autotune_amp.runtime.run_log import Run, SampleLine, read
@@ -82,10 +81,3 @@ def test_a_stop_other_runs_and_cut_lines_are_said() -> None:
 def test_moves_without_end_stay_a_page() -> None:
     stops = [move(10 * n, "stop", "fp16", "fp16", 10 * n) for n in range(1, 301)]
     assert "100 more" in run_page(Run((begin(), *stops), 0, 0), "a.jsonl")
-
-
-def test_what_is_no_run_log_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "outcomes.jsonl").write_text('{"search_id": "s1", "number": 1}\n{"search_id": "s1"}\n')
-    with pytest.raises(FormatError, match="no run log"):
-        write_run_report(tmp_path / "outcomes.jsonl")
-    assert not (tmp_path / "outcomes.html").exists()
