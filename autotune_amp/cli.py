@@ -154,7 +154,6 @@ def probe(device: Device = "auto", as_json: Json = False) -> bytes:
 
     Device, driver, memory, and each precision as native, emulated or unsupported with a measured rate.
     """
-
     from rich.console import Console
 
     from autotune_amp.hardware import probe as probe_hardware
@@ -181,7 +180,6 @@ def show(
 
     Nothing is run and nothing is saved.
     """
-
     from autotune_amp.core.recommendation import Recommendation
     from autotune_amp.report.files import latest
 
@@ -213,7 +211,6 @@ def report(
     A search that recommended nothing is drawn too, with what failed. A page is written over an earlier one of its kind
     and over no other file.
     """
-
     from autotune_amp.report.files import OUTCOMES, latest, write_report, write_run_report
 
     if path is not None and path.is_file() and path.suffix != ".json" and path.name != OUTCOMES:
@@ -238,7 +235,6 @@ def profile(
 
     fp32 against bf16 and fp16 on the same batches: speed-up, memory, where a step's time goes, what to try next.
     """
-
     from autotune_amp.api import profile_amp
 
     found = profile_amp(
@@ -267,7 +263,6 @@ def export(
 
     A file is written over an earlier export and over no other file.
     """
-
     from autotune_amp.core.recommendation import Recommendation
     from autotune_amp.integrations.export import accelerate_file, is_exported, setting_of
     from autotune_amp.integrations.export import export as exported
@@ -306,7 +301,6 @@ def dashboard(
 
     It listens on this machine only. Needs the extra `dashboard`.
     """
-
     from autotune_amp.report.dashboard import has_display, serving
     from autotune_amp.report.files import latest
 

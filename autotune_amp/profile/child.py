@@ -6,7 +6,7 @@ import inspect
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,15 +19,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import Failure
-from autotune_amp.hardware.measuring import flops_per_second, synchronize
+from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.profile.gap import MARK, Profile, Profiled, Split, Trace, split, step_mark
 from autotune_amp.trial.context import Context, LoopState, each
-from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Trial
+from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
 from autotune_amp.trial.timing import MAX_SCALE_SEARCH_STEPS, NonFiniteError
 from autotune_amp.trial.training import BaseTraining, Training, make_training
 from autotune_amp.trial.worker import guarded, prepare
 
-RATE_SECONDS, _RATE_BYTES = 0.2, 2**30
 NUM_PROFILED_STEPS = 3, 7  # at least and at most, after the first, which starts the profiler and does not count
 PROFILED_SECONDS = 1.0  # after which no step is begun that is more than the least
 
@@ -53,7 +52,6 @@ def _profile(context: Context, spec: Profile, tell: Tell) -> Profiled:
             split_problem=problem,
             flops_per_step=flops,
             flops_problem=flops_problem,
-            flops_per_second=_rate(spec.trial),
             unfused_optimizer=unfused_optimizer(training),
         )
 
@@ -105,14 +103,6 @@ def _traced(training: BaseTraining, trace_file: str) -> tuple[Split | None, str 
     except (OSError, msgspec.DecodeError) as error:  # a full disk leaves none, or a part of it
         return None, f"the profiler's trace could not be written ({error})"
     return split(trace, precision, range(1, 1 + most)), None
-
-
-def _rate(trial: Trial) -> float | None:
-    """The machine's rate at this moment; others may have been at work when the device was probed."""
-    limit = (trial.memory_limit_bytes or _RATE_BYTES) // 10
-    with suppress(RuntimeError):  # memory is short: then the probe's rate has to do
-        return flops_per_second(trial.device, trial.candidate.precision, seconds=RATE_SECONDS, max_bytes=limit)
-    return None
 
 
 def unfused_optimizer(training: BaseTraining) -> str | None:

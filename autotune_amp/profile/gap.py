@@ -51,8 +51,7 @@ class Profiled(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     """What the child found.
 
     `split` is None with a `split_problem`. `flops_per_step` are those of the matrix products of one step, None with a
-    `flops_problem`. `flops_per_second` is the machine's rate of large matrix products right after the steps, None where
-    there was no memory to measure it. `unfused_optimizer` is the class of an optimizer that could step in fused kernels
+    `flops_problem`. `unfused_optimizer` is the class of an optimizer that could step in fused kernels
     and does not, None without one.
     """
 
@@ -60,14 +59,13 @@ class Profiled(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     split_problem: str | None = None
     flops_per_step: int | None = None
     flops_problem: str | None = None
-    flops_per_second: float | None = None
     unfused_optimizer: str | None = None
 
 
 class Profile(Job[Profiled], frozen=True, kw_only=True):
     """A few steps, of the training that `trial` describes, under torch.profiler.
 
-    The Chrome trace is written to `trace_file`; the operations of a step and the machine's rate are counted after it.
+    The Chrome trace is written to `trace_file`; the operations of a step are counted after it.
     """
 
     answer: ClassVar[Any] = Profiled

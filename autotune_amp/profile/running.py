@@ -307,7 +307,8 @@ def _row(precision: Precision, found: Found) -> PrecisionRow:
     if not measured:
         return PrecisionRow(precision=precision, **failed)
     steps = tuple(outcome.step_seconds for outcome in measured)
-    profiled = found.profiled.get(precision)
+    profiled, capability = found.profiled.get(precision), found.hardware.precisions.get(precision)
+    rate = None if capability is None else capability.matmul_flops_per_second
     return PrecisionRow(
         precision=precision,
         step_seconds=geometric_mean(steps),  # as the speed-up: one slow process moves it little
@@ -315,18 +316,9 @@ def _row(precision: Precision, found: Found) -> PrecisionRow:
         process_step_seconds=steps,
         num_steps=sum(outcome.num_steps for outcome in measured),
         peak_memory_bytes=measured[0].peak_memory_bytes,
-        gap=None
-        if profiled is None
-        else gap(measured, profiled, _rate(precision, found), found.hardware.identity.type),
+        gap=None if profiled is None else gap(measured, profiled, rate, found.hardware.identity.type),
         **failed,
     )
-
-
-def _rate(precision: Precision, found: Found) -> float | None:
-    """The highest seen: what else runs on the machine only lowers it."""
-    capability, profiled = found.hardware.precisions.get(precision), found.profiled[precision]
-    probed = None if capability is None else capability.matmul_flops_per_second
-    return max(probed or 0.0, profiled.flops_per_second or 0.0) or None
 
 
 def _compared(row: PrecisionRow, reference: PrecisionRow, found: Found) -> PrecisionRow:
@@ -368,7 +360,7 @@ def answer(
 
     `setting` has the batch size and the accumulation steps.
     """
-    compared = [r for r in rows if r.precision in LOW and r.speedup is not None and r.failure is None]
+    compared = [r for r in rows if r.precision in LOW and r.speedup is not None]
     best = max(compared, key=lambda row: row.speedup or 0.0, default=PrecisionRow(precision="fp32"))
     made = AmpProfile(
         workload=workload,

@@ -19,7 +19,6 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, duration, number, one_line, outcome_name, rate, size
 from autotune_amp.report.rows import baseline_row, outcome_line, recommended_row
 from autotune_amp.search.check_results import is_trial
-from autotune_amp.search.stages.seeding import MemoryModel, fit_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -124,7 +123,7 @@ def throughput(recommendation: Recommendation | None, records: Sequence[Record])
     measured, failed = measurements(records), failures(records)
     if not measured:
         return "No chart of throughput: outcomes.jsonl holds no measurement of this search."
-    figure = Figure(list(_measured(records, lambda found: found.samples_per_second, is_joined=True)))
+    figure = Figure(list(_measured(records, lambda found: found.samples_per_second)))
     if failed:
         figure.add_trace(_crosses(failed, "failed"))
     if recommendation is not None:
@@ -143,14 +142,12 @@ def failures(records: Iterable[Record]) -> list[tuple[Record, Failure]]:
 
 
 def _is_look(record: Record) -> bool:
-    """Whether it is the search's own, of a candidate on which the models of memory and time are fitted."""
+    """Whether it is the search's own, of a candidate with nothing but precision and batch size of its own."""
     return record.purpose in ("search", "fallback") and record.candidate.is_ordinary
 
 
-def _measured(
-    records: Sequence[Record], height: Callable[[Measurement], float], *, is_joined: bool
-) -> Iterable[Scatter]:
-    """Large marks for the first look at each batch size, by a line if `is_joined`; small ones for what came again."""
+def _measured(records: Sequence[Record], height: Callable[[Measurement], float]) -> Iterable[Scatter]:
+    """Large marks for the first look at each batch size, joined by a line; small ones for what came again."""
     for precision in PRECISIONS:
         ours = [(r, found) for r, found in measurements(records) if r.candidate.precision == precision]
         if not ours:
@@ -158,8 +155,8 @@ def _measured(
         first = {r.candidate.batch_size: (r, found) for r, found in reversed(ours) if _is_look(r)}
         looks = [first[batch_size] for batch_size in sorted(first)]
         again = [pair for pair in ours if first.get(pair[0].candidate.batch_size) != pair]
-        look, mode = LOOKS[precision], "lines+markers" if is_joined else "markers"
-        yield legend_entry(precision, mode)
+        look = LOOKS[precision]
+        yield legend_entry(precision, "lines+markers")
         for some, name, width, opacity in ((looks, "", 9, 1.0), (again, " again", 6, 0.6)):
             yield marks(
                 precision + name,
@@ -169,7 +166,7 @@ def _measured(
                 legendgroup=precision,
                 showlegend=False,
                 opacity=opacity,
-                mode="markers" if name else mode,
+                mode="markers" if name else "lines+markers",
                 line={"color": look.color, "dash": look.dash, "width": 2},
                 marker={"color": look.color, "size": width, "symbol": look.symbols(f.was_cut for _, f in some)},
             )
@@ -237,16 +234,11 @@ _MAX_LIMIT_RATIO = 2.5
 
 
 def memory(recommendation: Recommendation | None, records: Sequence[Record]) -> Drawn:
-    """MiB that count against the limit against batch size, with M(b) = max(m0, m1 + m2·b) as the search fitted it.
-
-    What ran out of memory stands on the axis. A fit may leave the chart above the limit.
-    """
+    """MiB that count against the limit, against batch size; what ran out of memory stands on the axis."""
     measured = measurements(records)
     if not measured:
         return "No chart of memory: outcomes.jsonl holds no measurement of this search."
-    figure = Figure(list(_measured(records, lambda found: found.reserved_memory_bytes / MIB, is_joined=False)))
-    for precision, model in fitted(records).items():
-        figure.add_trace(_fit(precision, model, records))
+    figure = Figure(list(_measured(records, lambda found: found.reserved_memory_bytes / MIB)))
     out_of_memory = [(record, failure) for record, failure in failures(records) if failure.kind == "oom"]
     highest = max(found.reserved_memory_bytes for _, found in measured)
     share = None if recommendation is None else recommendation.options.get("memory_fraction")
@@ -261,27 +253,6 @@ def memory(recommendation: Recommendation | None, records: Sequence[Record]) -> 
         figure.add_trace(_crosses(out_of_memory, "out of memory"))
     axis = {"title_text": "memory in MiB", "tickformat": ",d", "range": [0, 1.12 * highest / MIB]}
     return framed(figure, 380, xaxis=_batch_sizes(records), yaxis=axis)
-
-
-def fitted(records: Sequence[Record]) -> dict[Precision, MemoryModel]:
-    """The memory model of each precision of which two batch sizes were measured."""
-    seen: dict[Precision, list[tuple[int, int]]] = {}
-    for record, found in measurements(records):
-        if _is_look(record):
-            pair = record.candidate.batch_size, found.reserved_memory_bytes
-            seen.setdefault(record.candidate.precision, []).append(pair)
-    models = {precision: fit_memory(pairs) for precision, pairs in seen.items()}
-    return {precision: model for precision, model in models.items() if model is not None}
-
-
-def _fit(precision: Precision, model: MemoryModel, records: Sequence[Record]) -> Scatter:
-    """Over the batch sizes that were tried, as a curve: on an axis of ratios a straight line is none."""
-    tried = [r.candidate.batch_size for r in records if r.candidate.precision == precision and _is_look(r)]
-    low, high = min(tried), max(tried)
-    sizes = [low * (high / low) ** (step / 40) for step in range(41)]
-    heights = [model.bytes_at(b) / MIB for b in sizes]
-    drawn = rule(f"{precision} fit", sizes, heights, color=LOOKS[precision].color, dash=LOOKS[precision].dash)
-    return drawn.update(legendgroup=precision)
 
 
 # --- throughput against memory -------------------------------------------------------------------------------------

@@ -31,8 +31,7 @@ _THROUGHPUT = (
 )
 _MEMORY = (
     "What counts against the limit: on an accelerator what a trial reserves, on a CPU what it takes beyond the process "
-    "that it starts in. The curves are the fit max(m0, m1 + m2 x batch) that the search steers by. Crosses on the axis "
-    "ran out of memory: nobody knows what they would have taken."
+    "that it starts in. Crosses on the axis ran out of memory: nobody knows what they would have taken."
 )
 _PARETO = (
     "One mark for each candidate, with its batch size (x accumulation steps). Nothing that may be recommended is above "

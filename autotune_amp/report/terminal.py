@@ -48,11 +48,7 @@ def print_recommendation(recommendation: Recommendation, console: Console, path:
 def hardware_table(hardware: Hardware, console: Console) -> None:
     """The device, its memory, and each precision with its level, measured rate and reason."""
     console.print(_grid(rows.machine(hardware)))
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("precision", no_wrap=True)
-    table.add_column("level", no_wrap=True)
-    table.add_column("matmul rate", justify="right", no_wrap=True)
-    table.add_column("reason", overflow="fold")
+    table = _table("precision", "level", "matmul rate", last="reason")
     styles = {"native": "green", "emulated": "yellow", "unsupported": "dim"}
     for precision, rate, level, reason in rows.precisions(hardware):
         table.add_row(precision, Text(level, styles[level]), rate, Text(reason))
@@ -69,7 +65,6 @@ def print_profile(profile: AmpProfile, console: Console) -> None:
 def _candidates(recommendation: Recommendation) -> Table:
     recommended, baseline = rows.recommended_row(recommendation), rows.baseline_row(recommendation)
     everywhere = {(e.precision, e.reason) for e in recommendation.excluded if e.batch_size is None}
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     columns = ["precision", "batch", "samples/s", "step", "memory"]
     shown: list[tuple[list[str], Text, str]] = []
     for _, group in groupby(rows.table(recommendation), lambda found: _fate(found[0])):
@@ -90,9 +85,7 @@ def _candidates(recommendation: Recommendation) -> Table:
     for precisions, sizes, reason in rows.exclusions(unlisted):
         blanks = ["-"] * (len(columns) - 2)
         shown.append((["\n".join(precisions), sizes, *blanks], Text(f"excluded: {reason}"), "dim"))
-    for name in columns:
-        table.add_column(name, justify="left" if name == "precision" else "right", no_wrap=True)
-    table.add_column("outcome", overflow="fold")
+    table = _table(*columns, last="outcome")
     for texts, outcome_text, style in shown:
         table.add_row(*texts, outcome_text, style=style)
     return table
@@ -106,16 +99,22 @@ def _fate(row: CandidateRow) -> object:
 
 
 def _precisions(profile: AmpProfile) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("precision", no_wrap=True)
-    for name in ("step", "speed-up", "memory"):  # where it is narrow the speed-up and the verdict share what there is
-        table.add_column(name, justify="right", no_wrap=name != "speed-up")
-    table.add_column("verdict", overflow="fold")
+    table = _table("precision", "step", "speed-up", "memory", last="verdict")
     styles = {"excellent": "bold green", "significant": "green", "slower": "yellow"}
     for row in profile.rows:
         step, speedup, memory, verdict = results.row_cells(row)
         style = "dim" if row.step_seconds is None else styles.get(row.verdict or "", "")
         table.add_row(row.precision, step or "-", speedup or "-", memory or "-", Text(verdict), style=style)
+    return table
+
+
+def _table(first: str, *numbers: str, last: str) -> Table:
+    """Columns as wide as what they hold, but for the last, which is folded, and a speed-up with its interval."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column(first, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=name != "speed-up")
+    table.add_column(last, overflow="fold")
     return table
 
 

@@ -115,22 +115,6 @@ def test_what_cannot_be_done_is_refused_by_name(capfd: pytest.CaptureFixture[str
         assert not Path("studies/train-plain/outcomes.jsonl").exists()
 
 
-@pytest.mark.usefixtures("training")
-def test_files_that_cannot_be_read_are_named_and_left_as_they_are(capfd: pytest.CaptureFixture[str]) -> None:
-    study = Path("studies/train-plain")
-    study.mkdir(parents=True)
-    for name, text, word in (
-        ("recommendation.json", "{ half", "damaged"),
-        ("recommendation.json", '{"format": 99}', "format 99"),
-        ("outcomes.jsonl", "nonsense\n", "line 1"),
-        ("outcomes.jsonl", '{"format": 9}\n', "format 9"),
-    ):
-        (study / name).write_text(text)
-        assert word in refused(capfd, *SEARCH)["message"]
-        assert (study / name).read_text() == text
-        (study / name).unlink()
-
-
 def test_a_full_disk(training: CommandLine) -> None:
     def small_files() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))

@@ -174,27 +174,6 @@ def test_what_is_kept_in_fp32_is_so_beside_a_low_precision_alone() -> None:
     assert microseconds(only(found([op("stack", 10, 400, FP32, tid=2)]))) == {}, "a thread of the loader's"
 
 
-def test_every_one_of_the_steps_asked_for() -> None:
-    steps = [
-        mark(step_mark("bf16", 0), -100, 90),
-        mark(step_mark("bf16", 1), 0, 300),
-        mark(step_mark("bf16", 2), 400, 100),
-    ]
-    operations = [
-        op("mm", -90, 80, BF16, BF16),
-        op("mm", 10, 250, BF16, BF16),
-        op("addmm", 410, 40, BF16, BF16),
-        op("bmm", 460, 30, BF16, BF16),
-        op("mm", 500, 30, BF16, BF16),
-    ]
-    answer = split(Trace(events=[*steps, *reversed(operations)]), "bf16", range(1, 8))
-    assert answer is not None
-    assert [step.step_seconds for step in answer.steps] == pytest.approx([300e-6, 100e-6])
-    assert [microseconds(step) for step in answer.steps] == [{"matrix_products": 250}, {"matrix_products": 70}]
-    assert answer.largest["matrix_products"] == ("mm", "addmm", "bmm")
-    assert split(Trace(events=steps), "fp16", [1, 2]) is None
-
-
 def test_on_a_device_it_is_the_kernels_that_count() -> None:
     events = [
         op("mm", 10, 5, BF16, BF16, number=1),

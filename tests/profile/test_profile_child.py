@@ -68,7 +68,7 @@ def test_the_trace_has_the_marks_and_the_operations_are_counted(tmp_path: Path) 
     found, _ = taken_apart("fp16", path)
     # Each layer has one product forward and two back, but for the gradient of the data: 2 FLOPs a multiplication.
     assert found.flops_per_step == 2 * 4 * (2 * 32 * 64 + 3 * 64)
-    assert (found.unfused_optimizer, bool(found.flops_per_second)) == ("AdamW", True)
+    assert found.unfused_optimizer == "AdamW"
     assert found.split is not None
     assert 3 <= len(found.split.steps) <= 7
     names = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import msgspec
 import pytest
 from profile_samples import HARDWARE, host_step, measured, profiled
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.hardware import Capability
 from autotune_amp.core.outcome import Failure, FailureKind, Outcome
 from autotune_amp.core.setting import Setting
 from autotune_amp.profile.gap import Profiled
@@ -130,25 +128,3 @@ def test_where_mixed_precision_does_not_pay_it_is_fp32s_step_that_is_to_be_mende
 def test_of_the_faster_one_that_could_not_be_taken_apart_there_is_no_gap_and_no_advice() -> None:
     made = answered({"fp32": 0.2}, bf16=0.8)
     assert (made.gap_precision, made.gap, made.next_steps) == ("bf16", None, ())
-
-
-def test_what_failed_is_never_the_answer_whatever_it_reached_before() -> None:
-    made = found(measured(1.0), measured(1.0), bf16=[measured(1.25), measured(1.25)], fp16=[measured(0.3), failure()])
-    best = answer(
-        rows(("fp32", "bf16", "fp16"), made),
-        made,
-        workload="made",
-        setting=Setting(precision="fp32", batch_size=8),
-        num_batches=10,
-    )
-    assert (best.best_precision, best.speedup, best.verdict) == ("bf16", 0.8, "slower")
-
-
-def test_the_machines_rate_is_the_highest_seen() -> None:
-    capability = Capability(level="native", reason="", matmul_flops_per_second=5e9)
-    hardware = msgspec.structs.replace(HARDWARE, precisions={"fp32": capability})
-    for seen, expected in ((4e9, 5e9), (6e9, 6e9), (None, 5e9)):
-        taken_apart: dict[Precision, Profiled] = {"fp32": profiled(host_step(casts=0.5), flops_per_second=seen)}
-        (row,) = rows(("fp32",), found(measured(1.0), taken_apart=taken_apart)._replace(hardware=hardware))
-        assert row.gap is not None
-        assert row.gap.machine_flops_per_second == expected

@@ -110,18 +110,6 @@ def test_live_display_follows_every_event(monkeypatch: pytest.MonkeyPatch) -> No
     progress.ended()
 
 
-def test_at_80_columns_a_long_line_is_wrapped_and_loses_nothing() -> None:
-    stream = FakeTerminal()
-    progress = started(stream)
-    candidate = Setting(precision="fp32", batch_size=64, num_workers=2)
-    progress.trial_ended(record(measurement(), purpose="confirm", candidate=candidate), None)
-    progress.ended()
-    lines = stream.seen().splitlines()
-    assert any("fp32 batch 64 with 2 loader workers" in line and "612 MiB" in line for line in lines)
-    assert any(line.endswith("3.1 s  confirm") for line in lines)
-    assert max(map(len, lines)) <= 80
-
-
 def test_traceback_of_the_users_code_is_shown_once() -> None:
     stream = io.StringIO()
     progress = TerminalProgress(stream)

@@ -15,7 +15,7 @@ from report_samples import MIB, evidence, measurement, recommendation, record, r
 
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.recommendation import Exclusion
-from autotune_amp.report.charts import LOOKS, course, fitted, memory, pareto, said, throughput
+from autotune_amp.report.charts import LOOKS, course, memory, pareto, said, throughput
 from autotune_amp.report.document import code, table
 from autotune_amp.report.files import write_report
 from autotune_amp.report.numerics_charts import Calibrated, calibrated, fidelity, foretold, gradients, label
@@ -66,12 +66,8 @@ def test_what_failed_is_a_cross_on_the_axis_that_says_why() -> None:
     assert "8.1 GiB over" in failed.hovertext[1], "those at one place tell of each other"
 
 
-def test_memory_is_drawn_with_the_limit_and_the_fit_that_the_search_has() -> None:
-    models = fitted(RECORDS)
-    assert models["fp16"].bytes_at(128) == pytest.approx((340 + 11 * 128) * MIB, rel=1e-3)
-    assert "tf32" not in models, "one batch size is no line"
+def test_memory_is_drawn_with_the_limit() -> None:
     figure: Any = memory(MADE, RECORDS)
-    assert trace(figure, "fp32 fit").x[-1] == pytest.approx(256), "as far as it was tried"
     assert trace(figure, "limit: 5.40 GiB").y[0] == pytest.approx(5529.6)
     assert figure.layout.yaxis.range[1] > 5530, "something ran out of it"
     fits: Any = memory(MADE, [r for r in RECORDS if not isinstance(r.outcome, Failure)])
@@ -134,19 +130,13 @@ def test_the_forecast_is_of_the_chosen_scale_and_of_gradscalers_defaults() -> No
     assert math.isclose(max(chosen.x), 10_000)
 
 
-def test_the_calibration_is_that_of_the_config_and_not_the_last_one() -> None:
+def test_the_calibration_is_that_of_the_config_else_the_histogram_is_that_of_a_check() -> None:
     own = next(r for r in RECORDS if r.purpose == "calibration")
     other = msgspec.structs.replace(own, candidate=msgspec.structs.replace(own.candidate, batch_size=8))
     found = calibrated(MADE, [own, other])
     assert isinstance(found, Calibrated)
     assert (found.about, found.pair) == ("fp16 batch 64", (2.0**12, 200))
-
-
-def test_a_fidelity_check_gives_the_histogram_where_nothing_was_calibrated() -> None:
-    records = [r for r in RECORDS if r.purpose != "calibration"]
-    found = calibrated(MADE, records)
-    assert isinstance(found, str)
-    assert trace(gradients(MADE, found), "as computed").x == (-19.5, -18.5)
+    assert trace(gradients(MADE, "nothing was calibrated"), "as computed").x == (-19.5, -18.5)
 
 
 def test_why_there_is_no_calibration() -> None:
@@ -184,14 +174,13 @@ def test_the_file_stands_alone_is_small_and_escapes_foreign_text(tmp_path: Path)
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({}, ["a new run: 398 to 426; 155 ms a step", "of 6.00 GiB available"]),
-        ({"candidates": (row("bf16", 64, 412.3),)}, ["fewer than two candidates"]),
-        ({"search": msgspec.structs.replace(MADE.search, was_interrupted=True)}, ["search was interrupted"]),
-        ({"evidence": evidence(speedup=None, speedup_interval=None)}, ["unknown"]),
-        ({"candidates": tuple(row("fp32", 2**n, None, status="untried") for n in range(3))}, ["not tried"]),
+        ({}, "a new run: 398 to 426; 155 ms a step"),
+        ({"candidates": (row("bf16", 64, 412.3),)}, "fewer than two candidates"),
+        ({"search": msgspec.structs.replace(MADE.search, was_interrupted=True)}, "search was interrupted"),
+        ({"evidence": evidence(speedup=None, speedup_interval=None)}, "unknown"),
+        ({"candidates": tuple(row("fp32", 2**n, None, status="untried") for n in range(3))}, "not tried"),
     ],
 )
-def test_an_odd_recommendation_has_a_page(changes: dict[str, Any], told: list[str]) -> None:
+def test_an_odd_recommendation_has_a_page(changes: dict[str, Any], told: str) -> None:
     for num_records in (0, 1, len(RECORDS)):
-        page = search_page(recommendation(**changes), RECORDS[:num_records], "recommendation.json")
-        assert [words for words in told if words not in page] == []
+        assert told in search_page(recommendation(**changes), RECORDS[:num_records], "recommendation.json")

@@ -132,13 +132,3 @@ def test_tables_fit_80_columns_and_ascii() -> None:
     lines = stream.read().splitlines()
     assert len(lines) > 20
     assert max(len(line) for line in lines if not line.startswith("  ")) <= 80, "but for lines to copy"
-
-
-def test_a_probe_has_each_precision_with_its_rate_and_its_reason() -> None:
-    lines = lines_of(hardware())
-    assert "device cpu: Some Processor" in lines
-    assert "memory 6.00 GiB available: 7.00 GiB free of 8.00 GiB, container limit 5.00 GiB" in lines
-    assert "warning another process holds 3 GiB" in lines
-    assert "fp32 native 121 GFLOP/s any CPU has it" in lines
-    assert "fp16 emulated - no avx512_fp16 [here]" in lines
-    assert "fp8 unsupported - no kernels" in lines
