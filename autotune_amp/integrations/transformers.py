@@ -26,8 +26,8 @@ from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.workload import Workload, type_name
 from autotune_amp.integrations.accelerate import plain_optimizers
 from autotune_amp.integrations.bridge import config_of, other_window_error, readings
-from autotune_amp.numerics import batches
-from autotune_amp.numerics.modules import unwrap
+from autotune_amp.numerics.accumulation import first_dimensions
+from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.precision.modes import MODES
 from autotune_amp.runtime import windows
 from autotune_amp.runtime.controller import PrecisionController
@@ -155,7 +155,7 @@ class AutotuneTrainer(Trainer):
         if num_pieces == 1:
             return [(inputs, num_passes)]
         pieces = list(windows.split(inputs, num_pieces))
-        sizes = [max(batches.first_dimensions(piece)) for piece in pieces]
+        sizes = [max(first_dimensions(piece)) for piece in pieces]
         return [(piece, num_passes * sum(sizes) / size) for piece, size in zip(pieces, sizes, strict=True)]
 
     @contextmanager

@@ -17,9 +17,9 @@ from torch import Tensor
 from autotune_amp.core.config import MIN_LOSS_SCALE
 from autotune_amp.core.outcome import Calibration
 from autotune_amp.numerics.comparison import COUNTS
-from autotune_amp.numerics.modules import watch_forward
 from autotune_amp.numerics.passes import Pass, Passes, Subject
 from autotune_amp.numerics.scaler_replay import starting_scale
+from autotune_amp.precision.forward_wrapper import watch_forward
 
 _STEPS_PER_HISTOGRAM = 4
 _LOWEST_OCTAVE, _HIGHEST_OCTAVE = -149, 127  # of float32, subnormal numbers included

@@ -33,11 +33,18 @@ from autotune_amp.numerics.comparison import (
     train,
 )
 from autotune_amp.numerics.grading import MAX_FORWARD_SHARE, Findings, Grade, grade, next_step
-from autotune_amp.numerics.locate import OUTSIDE, bad_parameters, blown_up, local_errors
-from autotune_amp.numerics.modules import ForwardWatch, is_inside, modules_by_name, watch_forward
+from autotune_amp.numerics.locate import OUTSIDE, bad_parameters, blown_up, first_wrong
 from autotune_amp.numerics.passes import Pass, Passes, Subject
 from autotune_amp.numerics.scaler_replay import starting_scale
-from autotune_amp.precision.forward_wrapper import can_be_pinned, has_half_weights, override
+from autotune_amp.precision.forward_wrapper import (
+    ForwardWatch,
+    can_be_pinned,
+    has_half_weights,
+    is_inside,
+    modules_by_name,
+    override,
+    watch_forward,
+)
 from autotune_amp.precision.modes import MODES
 
 NUM_BATCHES = 3  # held against each other in one step
@@ -45,8 +52,6 @@ NUM_PAIRED_STEPS = 8
 REROUNDING = 2.0**-20  # moves weights enough for fp32 to round otherwise, and no more
 MAX_PINNED_SHARE = 0.05  # of the modules; one may always be pinned
 MAX_ROUNDS = 3
-# A module whose output is off by less of what its samples differ by is not what makes a gradient wrong.
-MIN_LOCAL_ERROR = 0.05
 _NUM_WORST = 5
 # Of the findings, what `Fidelity` says as it is.
 _SAID = (
@@ -130,8 +135,8 @@ class Experiment:
         self._subject = subject = low.subject
         self._has_half_weights = has_half_weights(subject.model)
         # Where weights are kept in half precision fp32 is a copy of the model.
-        self._fp32 = Passes(subject, in_fp32(subject.model, subject.device.type)) if self._has_half_weights else low
-        self._reference = [self._fp32.run(index, "fp32") for index in range(NUM_BATCHES)]
+        self.fp32 = Passes(subject, in_fp32(subject.model, subject.device.type)) if self._has_half_weights else low
+        self._reference = [self.fp32.run(index, "fp32") for index in range(NUM_BATCHES)]
         self._reference_runs: list[Run] = []  # plain, and from weights that are rounded otherwise
         self._fp32_step_seconds: float | None = None
         self._has_moved = True  # False once fp32's own training run has moved no weight
@@ -144,11 +149,11 @@ class Experiment:
         attempt = self.one_step(pins)
         return self.train(attempt) if attempt.grade.verdict in ("faithful", "doubtful") else attempt
 
-    def one_step(self, pins: Sequence[str], num_batches: int = NUM_BATCHES) -> Attempt:
+    def one_step(self, pins: Sequence[str]) -> Attempt:
         """Loss and gradients of the first batches at the first weights."""
         self._watch.reset()
         with self.low.pinned(pins):
-            low, scale, has_safe_scale = self._low_passes(num_batches)
+            low, scale, has_safe_scale = self._low_passes()
         maxima = self._low_maxima()
         found = Findings(
             is_finite=low[-1].is_finite,
@@ -162,7 +167,7 @@ class Experiment:
         if not found.is_finite:
             return replace(attempt, bad_index=len(low) - 1)
         difference = math.hypot(*(a.loss - b.loss for a, b in zip(low, self._reference, strict=False)))
-        size = math.hypot(*(done.loss for done in self._reference[:num_batches]))
+        size = math.hypot(*(done.loss for done in self._reference))
         gradients = [done.gradients for done in low]
         sums = compare(gradients, [done.gradients for done in self._reference], self.signals())
         found = found._replace(
@@ -195,9 +200,9 @@ class Experiment:
     def signals(self) -> set[str]:
         """The parameters whose gradient is more than rounding noise in fp32 itself."""
         if self._signals is None:
-            self._fp32.restore()
-            perturb(self._fp32.model, REROUNDING, self._subject.seed)
-            moved = self._fp32.run(0, "fp32", restores=False)
+            self.fp32.restore()
+            perturb(self.fp32.model, REROUNDING, self._subject.seed)
+            moved = self.fp32.run(0, "fp32", restores=False)
             self._signals = signals(self._reference[0].gradients, moved.gradients)
         return self._signals
 
@@ -238,7 +243,7 @@ class Experiment:
     @property
     def num_passes(self) -> int:
         """So far."""
-        return self.low.num_passes + (0 if self._fp32 is self.low else self._fp32.num_passes)
+        return self.low.num_passes + (0 if self.fp32 is self.low else self.fp32.num_passes)
 
     @property
     def _format_max(self) -> float:
@@ -249,16 +254,16 @@ class Experiment:
         """What rounding leaves of the first step, where weights are kept in half precision."""
         if not self._has_half_weights:
             return None
-        self._fp32.restore()
-        weights = {name: parameter.detach() for name, parameter in self._fp32.model.named_parameters()}
+        self.fp32.restore()
+        weights = {name: parameter.detach() for name, parameter in self.fp32.model.named_parameters()}
         before = {name: weight.clone() for name, weight in weights.items()}
-        train(self._fp32, "fp32", 1)
+        train(self.fp32, "fp32", 1)
         return lost_updates(self._subject.model, before, after=weights)
 
     def _low_maxima(self) -> dict[str, float]:
         return {name: math.inf if math.isnan(m) else m for name, m in self._watch.maxima().items()}
 
-    def _low_passes(self, num_batches: int) -> tuple[list[Pass], float, bool]:
+    def _low_passes(self) -> tuple[list[Pass], float, bool]:
         scale = 1.0
         if self._mode.takes_scaler:
             safe = largest_safe_scale(self.low, 0, self._log2_guess)
@@ -267,7 +272,7 @@ class Experiment:
             self._log2_guess = safe.log2_scale
             scale = starting_scale([safe.log2_scale])
         low: list[Pass] = []
-        while len(low) < num_batches and all(done.is_finite for done in low):
+        while len(low) < NUM_BATCHES and all(done.is_finite for done in low):
             done, lower, _ = finite_pass(self.low, len(low), self.precision, scale, restores=True)
             low = [*low, done] if lower == scale else []  # all at one scale, as a training step has them
             scale = lower
@@ -277,9 +282,9 @@ class Experiment:
         if not self._reference_runs:
             rounding = MODES["bf16"].unit_roundoff if self._has_half_weights else self._mode.unit_roundoff
             started = time.perf_counter()
-            reference = train(self._fp32, "fp32", NUM_PAIRED_STEPS)
-            self._has_moved = self._fp32.has_moved()
-            perturbed = train(self._fp32, "fp32", NUM_PAIRED_STEPS, perturbation=rounding, seed=self._subject.seed)
+            reference = train(self.fp32, "fp32", NUM_PAIRED_STEPS)
+            self._has_moved = self.fp32.has_moved()
+            perturbed = train(self.fp32, "fp32", NUM_PAIRED_STEPS, perturbation=rounding, seed=self._subject.seed)
             self._reference_runs = [reference, perturbed]
             self._fp32_step_seconds = (time.perf_counter() - started) / (2 * NUM_PAIRED_STEPS)
         return self._reference_runs
@@ -306,34 +311,20 @@ def _locate(experiment: Experiment, attempt: Attempt) -> tuple[tuple[str, ...], 
     given = pins = attempt.pins
     culprits: tuple[str, ...] = ()
     for _ in range(MAX_ROUNDS):
-        try:
+        try:  # the user's code, run another way than it was written for, may raise anything: no cure
             found = _suspects(experiment, attempt)
-        except Exception:  # the user's code, run another way than it was written for, may raise anything
-            break
-        culprits = culprits or found
-        usable = [name for name in found if name and can_be_pinned(modules[name]) and not is_inside(name, pins)]
-        added = [pin for pin in pins if pin not in given]
-        wider = (*given, *filter(None, map(_parent, added)))
-        wanted = (*pins, *usable) if usable else tuple(dict.fromkeys(wider))
-        if wanted in (attempt.pins, given) or len(wanted) - len(given) > limit:
-            break
-        pins = wanted
-        try:
-            attempt = _pinned_attempt(experiment, attempt, pins)
-        except Exception:  # fp32 in its midst, or the memory for it, is more than it can take: no cure
+            culprits = culprits or found
+            usable = [name for name in found if name and can_be_pinned(modules[name]) and not is_inside(name, pins)]
+            wider = dict.fromkeys(filter(None, (_parent(pin) for pin in pins if pin not in given)))
+            pins = (*pins, *usable) if usable else (*given, *wider)
+            if pins in (attempt.pins, given) or len(pins) - len(given) > limit:
+                break
+            attempt = experiment.attempt(pins)
+        except Exception:
             break
         if attempt.grade.verdict == "faithful":
             return tuple(pin for pin in pins if pin not in given), pins
     return culprits, ()
-
-
-def _pinned_attempt(experiment: Experiment, before: Attempt, pins: tuple[str, ...]) -> Attempt:
-    """An attempt, of one batch first where one batch showed that it is bad."""
-    if before.training is None:
-        attempt = experiment.one_step(pins, num_batches=1)
-        if attempt.grade.verdict != "faithful":
-            return attempt
-    return experiment.attempt(pins)
 
 
 def _suspects(experiment: Experiment, attempt: Attempt) -> tuple[str, ...]:
@@ -350,10 +341,8 @@ def _suspects(experiment: Experiment, attempt: Attempt) -> tuple[str, ...]:
             return blown_up(low, attempt.bad_index, precision, attempt.scale)
         if too_large := experiment.too_large(attempt):
             return tuple(n for n in too_large if not any(other != n and is_inside(other, (n,)) for other in too_large))
-        errors = local_errors(low, 0, precision).own()
-    worst = max(errors, key=lambda name: errors[name], default=None)
-    if worst is not None and errors[worst] >= MIN_LOCAL_ERROR:
-        return (worst,)
+        if wrong := first_wrong(low, experiment.fp32, 0, precision):
+            return (wrong,)
     flushed = None if attempt.comparison is None else attempt.comparison.most_flushed()
     return (OUTSIDE if flushed is None or flushed.flushed_share == 0 else _parent(flushed.name),)
 

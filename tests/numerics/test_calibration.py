@@ -25,10 +25,9 @@ from autotune_amp.numerics.calibration import (
     largest_safe_scale,
 )
 from autotune_amp.numerics.comparison import COUNTS
-from autotune_amp.numerics.modules import watch_forward
 from autotune_amp.numerics.passes import Passes, Subject
 from autotune_amp.numerics.scaler_replay import FlushedShares
-from autotune_amp.precision.forward_wrapper import is_pinned
+from autotune_amp.precision.forward_wrapper import is_pinned, watch_forward
 
 # -- the largest safe scale of one batch -------------------------------------------------------------------------------
 

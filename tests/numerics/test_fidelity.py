@@ -22,9 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Fidelity
 from autotune_amp.numerics.fidelity import NUM_BATCHES, NUM_PAIRED_STEPS, Experiment, check
-from autotune_amp.numerics.modules import watch_forward
 from autotune_amp.numerics.passes import Passes, Subject
-from autotune_amp.precision.forward_wrapper import is_pinned, pin_fp32
+from autotune_amp.precision.forward_wrapper import is_pinned, pin_fp32, watch_forward
 
 
 @pytest.fixture(autouse=True)

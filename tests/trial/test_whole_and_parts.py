@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from autotune_amp import Workload
 from autotune_amp.core.outcome import Accumulation, CheckOutcome, Failure
 from autotune_amp.core.setting import Setting
-from autotune_amp.numerics import batches
+from autotune_amp.numerics import accumulation
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import checks
 from autotune_amp.trial.checks import CannotCutError, counts, picked, whole_and_parts
@@ -68,7 +68,7 @@ class ReadyBatches(Dataset[Tensor]):
 
 def numbers(batch: Any) -> list[int]:
     """Which samples a batch holds, by the first number of its first tensor."""
-    first = next(tensor for _, tensor in batches.tensors(batch))
+    first = next(tensor for _, tensor in accumulation.tensors(batch))
     return [int(row.flatten()[0]) for row in first]
 
 
@@ -176,7 +176,7 @@ def encoding(x: Tensor) -> Any:
 )
 def test_batches_of_many_types_are_cut_and_keep_their_type(wrap: Any) -> None:
     batch = wrap(numbered(8))
-    parts = batches.cut(batch, 3)
+    parts = accumulation.cut(batch, 3)
     assert [numbers(part) for part in parts] == [[0, 3, 6], [9, 12, 15], [18, 21]]
     assert all(isinstance(part, Mapping if isinstance(batch, Mapping) else type(batch)) for part in parts)
     assert numbers(batch) == list(range(0, 24, 3))
@@ -189,8 +189,8 @@ def test_tensors_are_named_as_the_batch_names_them() -> None:
     x = torch.zeros(2)
     nested = {"inputs": {"ids": x, "rest": [x, (x,)]}, "graph": Graph(x, x), "example": Example(x, [])}
     expected = ["inputs.ids", "inputs.rest[0]", "inputs.rest[1][0]", "graph.nodes", "graph.edges", "example.x"]
-    assert [name for name, _ in batches.tensors(nested)] == expected
-    assert [name for name, _ in batches.tensors((x, [x]))] == ["batch[0]", "batch[1][0]"]
+    assert [name for name, _ in accumulation.tensors(nested)] == expected
+    assert [name for name, _ in accumulation.tensors((x, [x]))] == ["batch[0]", "batch[1][0]"]
 
 
 # -- which samples -----------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from autotune_amp.integrations.bridge import (
     readings,
     refuse_other,
 )
-from autotune_amp.numerics.modules import unwrap
+from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.runtime.controller import PrecisionController
 
 Result = TypeVar("Result")
