@@ -26,7 +26,6 @@ from autotune_amp.numerics.comparison import perturb, signals
 from autotune_amp.numerics.fidelity import REROUNDING, in_fp32
 from autotune_amp.numerics.passes import Gradients, Pass, Passes, Subject, without_dropout
 from autotune_amp.precision.forward_wrapper import (
-    ForwardWatch,
     can_be_pinned,
     clear_override,
     has_half_weights,
@@ -147,16 +146,16 @@ def check(subject: Subject, num_samples: int) -> Accumulation:
         if can_be_pinned(own):  # in fp32 also under an autocast that the loss function has around it
             override(own, "fp32", subject.device.type)
             stack.callback(clear_override, own)
-        watch = stack.enter_context(watch_forward(own, subject.device))
+        read_maxima = stack.enter_context(watch_forward(own, subject.device))
         try:
-            found = _checked(passes, watch, num_samples)
+            found = _checked(passes, read_maxima, num_samples)
         finally:
             passes.restore()
             passes.model.zero_grad(set_to_none=True)
     return msgspec.structs.replace(found, num_passes=passes.num_passes, seconds=time.perf_counter() - started)
 
 
-def _checked(passes: Passes, watch: ForwardWatch, num_samples: int) -> Accumulation:
+def _checked(passes: Passes, read_maxima: Callable[[], dict[str, float]], num_samples: int) -> Accumulation:
     seed, pieces = passes.subject.seed, passes.subject.batches[1:]
     whole = _pass(passes, 0)
     if not whole.is_finite:
@@ -166,7 +165,7 @@ def _checked(passes: Passes, watch: ForwardWatch, num_samples: int) -> Accumulat
     passes.restore()
     perturb(passes.model, REROUNDING, seed)
     moved = _pass(passes, 0)
-    unit_roundoff = MODES["bf16" if any(watch.maxima().values()) else "fp32"].unit_roundoff
+    unit_roundoff = MODES["bf16" if any(read_maxima().values()) else "fp32"].unit_roundoff
     names = sorted(signals(whole.gradients, moved.gradients))
     rounding = _distance(whole.gradients, moved.gradients, names)
     if not names or rounding * _ROUNDING_MARGIN > _MAX_TOLERANCE:
@@ -387,7 +386,7 @@ def _cause(passes: Passes) -> tuple[str, str]:
             f"BatchNorm in training mode takes its statistics from each micro-batch ({', '.join(norms[:3])})",
             "Keep the batch whole, or put BatchNorm in eval mode or GroupNorm in its place.",
         )
-    if changed := passes.changed_buffers():
+    if changed := passes.changed(passes.model.named_buffers()):
         return (
             f"the forward pass changes {', '.join(changed[:3])}, which that of the next micro-batch may compute with",
             "Keep the batch whole, or change these buffers once per optimizer step, outside of the forward pass.",

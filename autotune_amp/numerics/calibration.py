@@ -42,18 +42,18 @@ def calibrate(subject: Subject, *, batch_size: int, pinned_modules: Sequence[str
     log2_scales: list[float | None] = []
     octaves, forward_max, guess = count_octaves([]), 0.0, FIRST_GUESS
     try:
-        with passes.pinned(pinned_modules), watch_forward(passes.model, subject.device) as watch:
+        with passes.pinned(pinned_modules), watch_forward(passes.model, subject.device) as read_maxima:
             optimizer = subject.make_optimizer(passes.model)
             for index in range(len(subject.batches)):
                 if index % _STEPS_PER_HISTOGRAM == 0:
                     octaves += count_octaves(passes.run(index, "fp32").gradients.values())
-                watch.reset()
                 found = largest_safe_scale(passes, index, guess)
+                maxima = read_maxima()
                 log2_scales.append(found.log2_scale)
                 if found.log2_scale is None:
                     continue  # nothing is kept of it: the next pass begins from where this one began
                 guess = found.log2_scale
-                forward_max = max([forward_max, *filter(math.isfinite, watch.maxima().values())])
+                forward_max = max([forward_max, *filter(math.isfinite, maxima.values())])
                 passes.step(optimizer, found.last.gradients)
                 passes.keep()
     finally:

@@ -74,13 +74,8 @@ class Sums:
 
     def damage(self, name: str) -> GradientDamage:
         """As what is said of the parameter or module of this name."""
-        return GradientDamage(
-            name=name,
-            noise_ratio=self.noise_ratio,
-            cosine=self.cosine,
-            norm_ratio=self.norm_ratio,
-            flushed_share=self.flushed_share,
-        )
+        numbers = GradientDamage.__struct_fields__[1:]
+        return GradientDamage(name=name, **{number: getattr(self, number) for number in numbers})
 
 
 @dataclass(frozen=True)
@@ -90,13 +85,10 @@ class Comparison:
     whole: Sums
     parameters: dict[str, Sums]
 
-    def worst(self, num: int) -> tuple[GradientDamage, ...]:
-        """The parameters whose rounding noise is largest against their batch noise."""
-        return tuple(sorted(self._damages(), key=attrgetter("noise_ratio"), reverse=True)[:num])
-
-    def most_flushed(self) -> GradientDamage | None:
-        """The parameter of which the largest share is flushed; None where there is none at all."""
-        return max(self._damages(), key=attrgetter("flushed_share"), default=None)
+    def worst(self, by: str) -> list[GradientDamage]:
+        """The parameters, that of the largest `by` (`noise_ratio`, `flushed_share`) first."""
+        damages = (sums.damage(name) for name, sums in self.parameters.items())
+        return sorted(damages, key=attrgetter(by), reverse=True)
 
     def modules(self, max_modules: int) -> tuple[GradientDamage, ...]:
         """The modules with parameters of their own, in the order of the model.
@@ -112,9 +104,6 @@ class Comparison:
             module = joined.setdefault(".".join(paths[name][:depth]), Sums())
             module += sums
         return tuple(sums.damage(name) for name, sums in joined.items())
-
-    def _damages(self) -> list[GradientDamage]:
-        return [sums.damage(name) for name, sums in self.parameters.items()]
 
 
 def signals(gradients: Gradients, perturbed: Gradients) -> set[str]:
@@ -275,38 +264,20 @@ def lost_updates(model: nn.Module, before: Mapping[str, Tensor], after: Mapping[
     """What becomes of one fp32 step, from the weights `before` it to those `after`, where `model` keeps its weights.
 
     Over the trainable parameters in half precision; None where there are none. The weights `before` are numbers that
-    the half precision holds. Stochastic rounding takes one of the two neighbours so that the mean is right; its
-    variance is (x - below) (above - x) [exact].
+    the half precision holds.
     """
     num_moved = num_lost = 0
-    moved = applied = variance = 0.0
     dtypes = set()
     for name, parameter in model.named_parameters():
         if parameter.dtype not in HALF_DTYPES or not parameter.requires_grad:
             continue
         dtypes.add(parameter.dtype)
-        update = (after[name] - before[name]).double()
-        nearest = after[name].to(parameter.dtype).double() - before[name].double()
+        update = after[name] - before[name]
+        nearest = after[name].to(parameter.dtype).to(before[name]) - before[name]
         # Not finite: a mask of -inf kept as a parameter, or a step past the end of the format, which is no rounding.
-        counts = (update != 0) & update.isfinite() & nearest.isfinite()
-        update, nearest = update.where(counts, 0), nearest.where(counts, 0)
-        num_moved += int((update != 0).sum())
-        num_lost += int(((update != 0) & (nearest == 0)).sum())
-        moved += float(update.square().sum())
-        applied += float((update * nearest).sum())
-        variance += float(_rounding_variance(after[name].cpu(), parameter.dtype).where(counts.cpu(), 0).sum())
-    if not num_moved or not moved:
+        moved = (update != 0) & update.isfinite() & nearest.isfinite()
+        num_moved += int(moved.sum())
+        num_lost += int((moved & (nearest == 0)).sum())
+    if not num_moved:
         return None
-    return LowWeights(
-        weights="fp16" if torch.float16 in dtypes else "bf16",
-        lost_share=num_lost / num_moved,
-        applied_share=applied / moved,
-        stochastic_noise=math.sqrt(variance / moved),
-    )
-
-
-def _rounding_variance(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of stochastic rounding; on the CPU, since nextafter in half precision is not there on every accelerator."""
-    nearest = exact.to(dtype)
-    other = torch.nextafter(nearest, torch.where(exact > nearest.float(), math.inf, -math.inf).to(dtype))
-    return (exact.double() - nearest.double()).abs() * (other.double() - exact.double()).abs()
+    return LowWeights(weights="fp16" if torch.float16 in dtypes else "bf16", lost_share=num_lost / num_moved)

@@ -37,7 +37,6 @@ from autotune_amp.numerics.locate import OUTSIDE, bad_parameters, blown_up, firs
 from autotune_amp.numerics.passes import Pass, Passes, Subject
 from autotune_amp.numerics.scaler_replay import starting_scale
 from autotune_amp.precision.forward_wrapper import (
-    ForwardWatch,
     can_be_pinned,
     has_half_weights,
     is_inside,
@@ -55,7 +54,7 @@ MAX_ROUNDS = 3
 _NUM_WORST = 5
 # Of the findings, what `Fidelity` says as it is.
 _SAID = (
-    *("noise_ratio", "flushed_share", "forward_max", "format_max"),
+    *("loss_error", "noise_ratio", "flushed_share", "forward_max", "format_max"),
     *("training_gap", "training_noise_gap", "has_moved"),
 )
 _MAX_MODULES = 40  # rows of a chart
@@ -83,9 +82,9 @@ def check(
     def complete(found: Fidelity) -> Fidelity:
         return msgspec.structs.replace(found, batch_size=batch_size, seconds=time.perf_counter() - started)
 
-    with watch_forward(subject.model, subject.device) as watch:
+    with watch_forward(subject.model, subject.device) as read_maxima:
         try:
-            experiment = Experiment(passes, precision, watch)
+            experiment = Experiment(passes, precision, read_maxima)
             attempt = experiment.attempt(tuple(pinned_modules))
             if not find_pins or not attempt.grade.is_bad or attempt.grade.is_of_weights:
                 return complete(experiment.report(attempt))
@@ -112,7 +111,6 @@ class Attempt:
     found: Findings
     bad_index: int | None = None
     comparison: Comparison | None = None
-    loss_error: float | None = None
     training: Run | None = None
 
     @cached_property
@@ -124,14 +122,15 @@ class Attempt:
 class Experiment:
     """What fp32 does, measured once and when it is needed, and attempts at the precision.
 
-    `watch` watches the subject's model: one for all, so that a compiled model is compiled once for each precision.
+    `read_maxima` is what `watch_forward` gives for the subject's model: one for all attempts, so that a compiled model
+    is compiled once for each precision.
     """
 
-    def __init__(self, low: Passes, precision: Precision, watch: ForwardWatch) -> None:
+    def __init__(self, low: Passes, precision: Precision, read_maxima: Callable[[], dict[str, float]]) -> None:
         self.low = low
         self.precision = precision
         self._mode = MODES[precision]
-        self._watch = watch
+        self._read_maxima = read_maxima
         self._subject = subject = low.subject
         self._has_half_weights = has_half_weights(subject.model)
         # Where weights are kept in half precision fp32 is a copy of the model.
@@ -140,7 +139,6 @@ class Experiment:
         self._reference_runs: list[Run] = []  # plain, and from weights that are rounded otherwise
         self._fp32_step_seconds: float | None = None
         self._has_moved = True  # False once fp32's own training run has moved no weight
-        self._signals: set[str] | None = None
         self._log2_guess = FIRST_GUESS  # of the largest safe loss scale: what the attempt before found
         self._low_weights = self._lost_updates()
 
@@ -151,7 +149,7 @@ class Experiment:
 
     def one_step(self, pins: Sequence[str]) -> Attempt:
         """Loss and gradients of the first batches at the first weights."""
-        self._watch.reset()
+        self._read_maxima()  # of passes before
         with self.low.pinned(pins):
             low, scale, has_safe_scale = self._low_passes()
         maxima = self._low_maxima()
@@ -169,19 +167,20 @@ class Experiment:
         difference = math.hypot(*(a.loss - b.loss for a, b in zip(low, self._reference, strict=False)))
         size = math.hypot(*(done.loss for done in self._reference))
         gradients = [done.gradients for done in low]
-        sums = compare(gradients, [done.gradients for done in self._reference], self.signals())
+        sums = compare(gradients, [done.gradients for done in self._reference], self.signals)
         found = found._replace(
+            loss_error=difference / size if size else difference,
             noise_ratio=sums.whole.noise_ratio,
             flushed_share=sums.whole.flushed_share,
-            most_flushed=sums.most_flushed(),
-            noisiest=next(iter(sums.worst(1)), None),
+            most_flushed=next(iter(sums.worst("flushed_share")), None),
+            noisiest=next(iter(sums.worst("noise_ratio")), None),
         )
-        return replace(attempt, found=found, comparison=sums, loss_error=difference / size if size else difference)
+        return replace(attempt, found=found, comparison=sums)
 
     def train(self, attempt: Attempt) -> Attempt:
         """The same with a paired training run; the model is left where that ended."""
         reference, perturbed = runs = self._fp32_runs()
-        self._watch.reset()
+        self._read_maxima()  # of passes before
         with self.low.pinned(attempt.pins):
             run = train(self.low, self.precision, NUM_PAIRED_STEPS, scale=attempt.scale)
         distance = gap(run, reference, perturbed) if all(r.is_finite for r in (run, *runs)) else None
@@ -197,14 +196,13 @@ class Experiment:
         )
         return replace(attempt, found=found, training=run, forward_maxima=maxima)
 
+    @cached_property
     def signals(self) -> set[str]:
         """The parameters whose gradient is more than rounding noise in fp32 itself."""
-        if self._signals is None:
-            self.fp32.restore()
-            perturb(self.fp32.model, REROUNDING, self._subject.seed)
-            moved = self.fp32.run(0, "fp32", restores=False)
-            self._signals = signals(self._reference[0].gradients, moved.gradients)
-        return self._signals
+        self.fp32.restore()
+        perturb(self.fp32.model, REROUNDING, self._subject.seed)
+        moved = self.fp32.run(0, "fp32", restores=False)
+        return signals(self._reference[0].gradients, moved.gradients)
 
     def too_large(self, attempt: Attempt) -> list[str]:
         """The modules whose outputs come too near to the largest number of the format."""
@@ -224,13 +222,12 @@ class Experiment:
             next_step=next_step(self.precision, verdict, healing, is_of_weights=is_of_weights),
             pinned_modules=attempt.pins,
             **{name: getattr(found, name) for name in _SAID},
-            loss_error=attempt.loss_error,
             gradient_cosine=None if sums is None else sums.whole.cosine,
             gradient_norm_ratio=None if sums is None else sums.whole.norm_ratio,
             loss_scale=attempt.scale if self._mode.takes_scaler else None,
             num_paired_steps=0 if training is None else len(training.losses),
             num_skips=0 if training is None else training.num_skips,
-            worst_parameters=() if sums is None else sums.worst(_NUM_WORST),
+            worst_parameters=() if sums is None else tuple(sums.worst("noise_ratio")[:_NUM_WORST]),
             modules=() if sums is None else sums.modules(_MAX_MODULES),
             gradient_histogram=histogram(count_octaves(self._reference[0].gradients.values())),
             culprits=culprits,
@@ -261,7 +258,7 @@ class Experiment:
         return lost_updates(self._subject.model, before, after=weights)
 
     def _low_maxima(self) -> dict[str, float]:
-        return {name: math.inf if math.isnan(m) else m for name, m in self._watch.maxima().items()}
+        return {name: math.inf if math.isnan(m) else m for name, m in self._read_maxima().items()}
 
     def _low_passes(self) -> tuple[list[Pass], float, bool]:
         scale = 1.0
@@ -283,7 +280,8 @@ class Experiment:
             rounding = MODES["bf16"].unit_roundoff if self._has_half_weights else self._mode.unit_roundoff
             started = time.perf_counter()
             reference = train(self.fp32, "fp32", NUM_PAIRED_STEPS)
-            self._has_moved = self.fp32.has_moved()
+            parameters = self.fp32.model.named_parameters()
+            self._has_moved = bool(self.fp32.changed(named for named in parameters if named[1].requires_grad))
             perturbed = train(self.fp32, "fp32", NUM_PAIRED_STEPS, perturbation=rounding, seed=self._subject.seed)
             self._reference_runs = [reference, perturbed]
             self._fp32_step_seconds = (time.perf_counter() - started) / (2 * NUM_PAIRED_STEPS)
@@ -343,7 +341,7 @@ def _suspects(experiment: Experiment, attempt: Attempt) -> tuple[str, ...]:
             return tuple(n for n in too_large if not any(other != n and is_inside(other, (n,)) for other in too_large))
         if wrong := first_wrong(low, experiment.fp32, 0, precision):
             return (wrong,)
-    flushed = None if attempt.comparison is None else attempt.comparison.most_flushed()
+    flushed = attempt.found.most_flushed
     return (OUTSIDE if flushed is None or flushed.flushed_share == 0 else _parent(flushed.name),)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -35,11 +35,6 @@ class Loop:
     step: Callable[[Any, Any, StepAmp], object]
     forget: Callable[[Any], object]
     batch_size: int
-
-    def config(self, precision: Precision) -> AmpConfig:
-        """What a step in this precision is told that it is run with."""
-        loss_scale = LossScale() if MODES[precision].takes_scaler else None
-        return AmpConfig(precision=precision, batch_size=self.batch_size, loss_scale=loss_scale)
 
 
 @dataclass(frozen=True)
@@ -116,7 +111,13 @@ class Passes:
             if before_backward is not None:
                 before_backward(to_go_back_from)
             torch.autograd.backward(to_go_back_from)
-        return Pass(float(loss.detach()), self._take_gradients(scale))
+        gradients = {
+            name: unscaled(parameter.grad, scale)
+            for name, parameter in parameters_by_name(self.model).items()
+            if parameter.grad is not None
+        }
+        self.model.zero_grad(set_to_none=True)
+        return Pass(float(loss.detach()), gradients)
 
     def _loop_pass(self, loop: Loop, index: int, precision: Precision, scale: float) -> Pass:
         """A whole step that nothing is stepped in; its loss is the sum of all that it went back from.
@@ -125,7 +126,9 @@ class Passes:
         """
         device_type = self.subject.device.type
         names = {id(parameter): name for name, parameter in parameters_by_name(self.model).items()}
-        amp = CatchingAmp(lambda: autocast(precision, device_type), device_type, loop.config(precision), names, scale)
+        loss_scale = LossScale() if MODES[precision].takes_scaler else None
+        config = AmpConfig(precision=precision, batch_size=loop.batch_size, loss_scale=loss_scale)
+        amp = CatchingAmp(lambda: autocast(precision, device_type), device_type, config, names, scale)
         amp.begin()
         with comparable_draws(self.model, self.subject.device):
             loop.step(self.model, self.subject.batches[index], amp)
@@ -148,18 +151,10 @@ class Passes:
         self._first_state.clear()  # before the copies, which need its memory
         self._first_state = _copied_state(self.model)
 
-    def changed_buffers(self) -> list[str]:
-        """The buffers that are no longer what `run` begins from; waits for the device."""
-        return [name for name, buffer in self.model.named_buffers() if self._has_changed(name, buffer)]
-
-    def has_moved(self) -> bool:
-        """Whether a trained parameter is no longer what `run` begins from; waits for the device."""
-        parameters = self.model.named_parameters()
-        return any(value.requires_grad and self._has_changed(name, value) for name, value in parameters)
-
-    def _has_changed(self, name: str, value: Tensor) -> bool:
-        first = self._first_state.get(name)
-        return first is None or first.shape != value.shape or not torch.equal(value, first)
+    def changed(self, named: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Which of these parameters or buffers are no longer what `run` begins from; waits for the device."""
+        first = self._first_state
+        return [name for name, value in named if name not in first or not torch.equal(value, first[name])]
 
     def restore(self) -> None:
         """Put the first parameters and buffers back.
@@ -183,14 +178,6 @@ class Passes:
                 pin_fp32(module, self.subject.device.type)
                 stack.callback(unpin, module)
             yield
-
-    def _take_gradients(self, scale: float) -> Gradients:
-        gradients = {}
-        for name, parameter in parameters_by_name(self.model).items():
-            if parameter.grad is not None:
-                gradients[name] = unscaled(parameter.grad, scale)
-                parameter.grad = None
-        return gradients
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple, SupportsIndex
 
 import torch
@@ -63,14 +62,6 @@ def named(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 def is_inside(name: str, around: Sequence[str]) -> bool:
     """Whether the module of this name is one of those `around` or inside one; "" is the model itself."""
     return any(not outer or name == outer or name.startswith(outer + ".") for outer in around)
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile was called on it or on a part of it."""
-    return any(
-        isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
-        for module in model.modules()
-    )
 
 
 def is_cast(module: nn.Module) -> bool:
@@ -126,12 +117,6 @@ def clear_override(module: nn.Module) -> None:
     _change(module, override=None)
 
 
-def override_of(module: nn.Module) -> Precision | None:
-    """The precision given to `override`, None where there is none."""
-    forced = roles_of(module).override
-    return None if forced is None else forced.precision
-
-
 def _run_backward_as_eager_does() -> None:
     """Have compiled backward passes run each operation in the precision of its forward, as eager ones do.
 
@@ -182,44 +167,37 @@ def stop_observing(module: nn.Module) -> None:
     _change(module, observed=None)
 
 
-@dataclass(frozen=True)
-class ForwardWatch:
-    """The modules that `watch_forward` watches, and what notes their outputs."""
-
-    names: list[str]
-    observer: Observer
-
-    def maxima(self) -> dict[str, float]:
-        """By module, since the beginning or `reset`: NaN where it put one out, 0 where it did not run.
-
-        Waits for the device.
-        """
-        return dict(zip(self.names, self.observer.read().tolist(), strict=True))
-
-    def reset(self) -> None:
-        """Begin again."""
-        self.observer.reset()
-
-
 @contextmanager
-def watch_forward(model: nn.Module, device: torch.device) -> Iterator[ForwardWatch]:
+def watch_forward(model: nn.Module, device: torch.device) -> Iterator[Callable[[], dict[str, float]]]:
     """Watch modules while they train: the first floating tensor that each puts out, where that is in half precision.
 
+    What it gives reads the largest magnitudes since it was last called, by module: NaN where it put one out, 0 where it
+    did not run; it waits for the device.
     Compiled models too, which hooks could not: one recompiles on the first entry, and of what holds no weight matrix
     nothing is watched there, since compiled code keeps such numbers in fp32. TorchScript's modules cannot be watched.
     """
+    is_compiled = any(
+        isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+        for module in model.modules()
+    )
     watched = {
         name: module
         for name, module in modules_by_name(model).items()
-        if not isinstance(module, torch.jit.ScriptModule) and (is_cast(module) or not is_compiled(model))
+        if not isinstance(module, torch.jit.ScriptModule) and (is_cast(module) or not is_compiled)
     }
     observer = Observer(len(watched), device, only_half=True)
     observer.is_sampling = True
+
+    def read() -> dict[str, float]:
+        found = dict(zip(watched, observer.read().tolist(), strict=True))
+        observer.reset()
+        return found
+
     with ExitStack() as stack:
         for slot, module in enumerate(watched.values()):
             observe(module, observer, slot)
             stack.callback(stop_observing, module)
-        yield ForwardWatch(list(watched), observer)
+        yield read
 
 
 # -- what is done around a forward -------------------------------------------------------------------------------------
@@ -317,8 +295,13 @@ def _change(module: nn.Module, **roles: Any) -> None:
 def set_roles(module: nn.Module, roles: Roles) -> None:
     """Have all of `roles` done around `module`'s forward; none gives the original class back and leaves nothing."""
     module = _uncompiled(module)
+    state = module.__dict__
     if not any(roles):
-        _restore(module)
+        state.pop(_ROLES, None)
+        _restore_forward(state)
+        # A class made from ours since, as FSDP2's fully_shard does, stays: without roles its forward is the original's.
+        if (original := type(module).__dict__.get("_original")) is not None:
+            module.__class__ = original
         return
     if isinstance(module, torch.jit.ScriptModule):
         raise InvalidRequestError(
@@ -326,7 +309,6 @@ def set_roles(module: nn.Module, roles: Roles) -> None:
             "Give the model as it was before torch.jit.script or torch.jit.trace; torch.compile is supported.",
         )
     _swap(module)
-    state = module.__dict__
     if "forward" in state and not isinstance(state["forward"], _OwnForward):
         state["forward"] = _OwnForward(module, state["forward"])
     state[_ROLES] = roles
@@ -341,15 +323,6 @@ def _uncompiled(module: nn.Module) -> nn.Module:
 def _swap(module: nn.Module) -> None:
     if not isinstance(module, _Swapped):
         module.__class__ = _swapped_class(type(module))  # type: ignore[arg-type] # mypy takes a module's own hash for its class's
-
-
-def _restore(module: nn.Module) -> None:
-    state = module.__dict__
-    state.pop(_ROLES, None)
-    _restore_forward(state)
-    # A class made from ours since, as FSDP2's fully_shard does, stays: without roles its forward is the original's.
-    if (original := type(module).__dict__.get("_original")) is not None:
-        module.__class__ = original
 
 
 def _restore_forward(state: dict[str, Any]) -> None:
