@@ -8,6 +8,7 @@ differ by one rounding of the low precision.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
@@ -33,6 +34,9 @@ MAX_OWN_NOISE = 0.1
 _NUM_HALVINGS = 4  # of a step's loss scale, before it is asked whether any will do
 
 
+_MAX_MODULES = 40  # rows of a chart
+
+
 @dataclass
 class Sums:
     """Sums of squares over entries and batches, and counts; `+=` adds another's."""
@@ -50,60 +54,32 @@ class Sums:
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
         return self
 
-    @property
-    def noise_ratio(self) -> float:
-        """Rounding noise over batch noise; over the gradient itself where the batches are all alike."""
-        yardstick = self.noise if self.noise > 1e-12 * self.reference else self.reference
-        return math.sqrt(_ratio(self.difference, yardstick))
-
-    @property
-    def cosine(self) -> float:
-        """Of the angle between the two gradients; 1 where both are zero."""
-        norms = math.sqrt(self.reference) * math.sqrt(self.low)
-        return min(1.0, self.product / norms) if norms else float(self.reference == self.low)
-
-    @property
-    def norm_ratio(self) -> float:
-        """Low precision over fp32."""
-        return math.sqrt(self.low / self.reference) if self.reference else 1.0
-
-    @property
-    def flushed_share(self) -> float:
-        """Of the entries that count."""
-        return self.num_flushed / self.num_counting if self.num_counting else 0.0
-
     def damage(self, name: str) -> GradientDamage:
-        """As what is said of the parameter or module of this name."""
-        numbers = GradientDamage.__struct_fields__[1:]
-        return GradientDamage(name=name, **{number: getattr(self, number) for number in numbers})
+        """What is said of the parameter or module of this name.
 
-
-@dataclass(frozen=True)
-class Comparison:
-    """`whole` sums over all parameters that carry a signal; `parameters` holds each of those, in the model's order."""
-
-    whole: Sums
-    parameters: dict[str, Sums]
-
-    def worst(self, by: str) -> list[GradientDamage]:
-        """The parameters, that of the largest `by` (`noise_ratio`, `flushed_share`) first."""
-        damages = (sums.damage(name) for name, sums in self.parameters.items())
-        return sorted(damages, key=attrgetter(by), reverse=True)
-
-    def modules(self, max_modules: int) -> tuple[GradientDamage, ...]:
-        """The modules with parameters of their own, in the order of the model.
-
-        Modules are joined from the innermost level on, until there are at most `max_modules` or the outermost are left.
+        The noise between batches is the yardstick of rounding's, or the gradient itself where they are all alike. The
+        cosine is 1 where both gradients are zero.
         """
-        paths = {name: name.split(".")[:-1] for name in self.parameters}
-        depth = max(map(len, paths.values()), default=0)
-        while depth > 1 and len({tuple(path[:depth]) for path in paths.values()}) > max_modules:
-            depth -= 1
-        joined: dict[str, Sums] = {}
-        for name, sums in self.parameters.items():
-            module = joined.setdefault(".".join(paths[name][:depth]), Sums())
-            module += sums
-        return tuple(sums.damage(name) for name, sums in joined.items())
+        yardstick = self.noise if self.noise > 1e-12 * self.reference else self.reference
+        norms = math.sqrt(self.reference) * math.sqrt(self.low)
+        return GradientDamage(
+            name=name,
+            noise_ratio=math.sqrt(_ratio(self.difference, yardstick)),
+            cosine=min(1.0, self.product / norms) if norms else float(self.reference == self.low),
+            norm_ratio=math.sqrt(self.low / self.reference) if self.reference else 1.0,
+            flushed_share=self.num_flushed / self.num_counting if self.num_counting else 0.0,
+        )
+
+
+class Comparison(NamedTuple):
+    """The `whole` gradient, of the parameters that carry a signal, and each of these, in the model's order.
+
+    `modules` are those that hold them, the noisiest ones where there are many.
+    """
+
+    whole: GradientDamage
+    parameters: list[GradientDamage]
+    modules: list[GradientDamage]
 
 
 def signals(gradients: Gradients, perturbed: Gradients) -> set[str]:
@@ -123,6 +99,7 @@ def compare(low: Sequence[Gradients], reference: Sequence[Gradients], names: Col
     without a gradient has a zero one.
     """
     parameters: dict[str, Sums] = {}
+    modules: dict[str, Sums] = defaultdict(Sums)
     whole = Sums()
     for name in dict.fromkeys(chain(*reference, *low)):
         if name in names:
@@ -131,7 +108,14 @@ def compare(low: Sequence[Gradients], reference: Sequence[Gradients], names: Col
                 following = reference[(index + 1) % len(reference)]
                 sums += _sums(gradients.get(name), reference[index].get(name), following.get(name))
             whole += sums
-    return Comparison(whole, parameters)
+            modules[name.rpartition(".")[0]] += sums
+    damages = [sums.damage(name) for name, sums in modules.items()]
+    noisiest = sorted(damages, key=attrgetter("noise_ratio"), reverse=True)[:_MAX_MODULES]
+    return Comparison(
+        whole=whole.damage(""),
+        parameters=[sums.damage(name) for name, sums in parameters.items()],
+        modules=[damage for damage in damages if damage in noisiest],
+    )
 
 
 def _sums(low: Tensor | None, reference: Tensor | None, other: Tensor | None) -> Sums:
@@ -177,13 +161,6 @@ class Run(NamedTuple):
         return all(map(math.isfinite, self.losses))
 
 
-class Gap(NamedTuple):
-    """Mean distance between losses: over that of the perturbed run, and over the scatter from batch to batch."""
-
-    over_perturbed: float
-    over_scatter: float
-
-
 def train(
     passes: Passes,
     precision: Precision,
@@ -215,13 +192,16 @@ def train(
     return Run(tuple(losses), num_skips)
 
 
-def gap(low: Run, reference: Run, perturbed: Run) -> Gap:
-    """How far the low precision's losses are from the reference's; all runs of equal length, and finite."""
+def gap(low: Run, reference: Run, perturbed: Run) -> tuple[float, float]:
+    """How far the low precision's losses are from the reference's; all runs of equal length, and finite.
+
+    Their mean distance over that of the perturbed run, and over the scatter from batch to batch.
+    """
     distance, chance = _distance(low, reference), _distance(perturbed, reference)
     # The scatter of the differences, so that the loss's fall does not count as scatter.
     steps = [after - before for before, after in zip(reference.losses, reference.losses[1:], strict=False)]
     scatter = pstdev(steps) / math.sqrt(2)
-    return Gap(_ratio(distance, chance), _ratio(distance, scatter))
+    return _ratio(distance, chance), _ratio(distance, scatter)
 
 
 def finite_pass(

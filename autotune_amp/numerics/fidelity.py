@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 
-import msgspec
 import torch
 from torch import nn
 
@@ -57,7 +57,6 @@ _SAID = (
     *("loss_error", "noise_ratio", "flushed_share", "forward_max", "format_max"),
     *("training_gap", "training_noise_gap", "has_moved"),
 )
-_MAX_MODULES = 40  # rows of a chart
 
 
 def check(
@@ -76,22 +75,17 @@ def check(
     errors and the `InvalidRequestError` for a module that cannot be pinned; numbers that are not finite never raise.
     `on_bad_verdict` is given a bad verdict before that search, which may take long, or take the process with it.
     """
-    started = time.perf_counter()
     passes = Passes(subject)
-
-    def complete(found: Fidelity) -> Fidelity:
-        return msgspec.structs.replace(found, batch_size=batch_size, seconds=time.perf_counter() - started)
-
     with watch_forward(subject.model, subject.device) as read_maxima:
         try:
-            experiment = Experiment(passes, precision, read_maxima)
+            experiment = Experiment(passes, precision, batch_size, read_maxima)
             attempt = experiment.attempt(tuple(pinned_modules))
             if not find_pins or not attempt.grade.is_bad or attempt.grade.is_of_weights:
-                return complete(experiment.report(attempt))
+                return experiment.report(attempt)
             if on_bad_verdict is not None:
-                on_bad_verdict(complete(experiment.report(attempt)))
+                on_bad_verdict(experiment.report(attempt))
             culprits, healing = _locate(experiment, attempt)
-            return complete(experiment.report(attempt, culprits, healing))
+            return experiment.report(attempt, culprits, healing)
         finally:
             passes.restore()
             passes.model.zero_grad(set_to_none=True)
@@ -126,7 +120,11 @@ class Experiment:
     is compiled once for each precision.
     """
 
-    def __init__(self, low: Passes, precision: Precision, read_maxima: Callable[[], dict[str, float]]) -> None:
+    def __init__(
+        self, low: Passes, precision: Precision, batch_size: int, read_maxima: Callable[[], dict[str, float]]
+    ) -> None:
+        self._started = time.perf_counter()
+        self._batch_size = batch_size
         self.low = low
         self.precision = precision
         self._mode = MODES[precision]
@@ -172,8 +170,8 @@ class Experiment:
             loss_error=difference / size if size else difference,
             noise_ratio=sums.whole.noise_ratio,
             flushed_share=sums.whole.flushed_share,
-            most_flushed=next(iter(sums.worst("flushed_share")), None),
-            noisiest=next(iter(sums.worst("noise_ratio")), None),
+            most_flushed=max(sums.parameters, key=attrgetter("flushed_share"), default=None),
+            noisiest=max(sums.parameters, key=attrgetter("noise_ratio"), default=None),
         )
         return replace(attempt, found=found, comparison=sums)
 
@@ -183,15 +181,16 @@ class Experiment:
         self._read_maxima()  # of passes before
         with self.low.pinned(attempt.pins):
             run = train(self.low, self.precision, NUM_PAIRED_STEPS, scale=attempt.scale)
-        distance = gap(run, reference, perturbed) if all(r.is_finite for r in (run, *runs)) else None
+        are_finite = all(each.is_finite for each in (run, *runs))
+        training_gap, noise_gap = gap(run, reference, perturbed) if are_finite else (None, None)
         before = attempt.forward_maxima
         maxima = {name: max(maximum, before.get(name, 0.0)) for name, maximum in self._low_maxima().items()}
         found = attempt.found._replace(
             is_reference_finite=attempt.found.is_reference_finite and reference.is_finite,
             forward_max=max(maxima.values(), default=None),
             is_training_finite=run.is_finite,
-            training_gap=None if distance is None else distance.over_perturbed,
-            training_noise_gap=None if distance is None else distance.over_scatter,
+            training_gap=training_gap,
+            training_noise_gap=noise_gap,
             has_moved=self._has_moved,
         )
         return replace(attempt, found=found, training=run, forward_maxima=maxima)
@@ -210,13 +209,14 @@ class Experiment:
         return [name for name, maximum in attempt.forward_maxima.items() if maximum > limit]
 
     def report(self, attempt: Attempt, culprits: tuple[str, ...] = (), healing: tuple[str, ...] = ()) -> Fidelity:
-        """What was found, `batch_size` and `seconds` still to be filled in."""
+        """What was found so far."""
         sums, found, training = attempt.comparison, attempt.found, attempt.training
+        parameters = [] if sums is None else sums.parameters
         verdict, low_weights = attempt.grade.verdict, self._low_weights
         is_of_weights = attempt.grade.is_of_weights or (low_weights is not None and culprits == (OUTSIDE,))
         return Fidelity(
             precision=self.precision,
-            batch_size=0,
+            batch_size=self._batch_size,
             verdict=verdict,
             reason=f"{self.precision} is {verdict}: {attempt.grade.reason}{_where(culprits)}.",
             next_step=next_step(self.precision, verdict, healing, is_of_weights=is_of_weights),
@@ -227,20 +227,16 @@ class Experiment:
             loss_scale=attempt.scale if self._mode.takes_scaler else None,
             num_paired_steps=0 if training is None else len(training.losses),
             num_skips=0 if training is None else training.num_skips,
-            worst_parameters=() if sums is None else tuple(sums.worst("noise_ratio")[:_NUM_WORST]),
-            modules=() if sums is None else sums.modules(_MAX_MODULES),
+            worst_parameters=tuple(sorted(parameters, key=attrgetter("noise_ratio"), reverse=True)[:_NUM_WORST]),
+            modules=() if sums is None else tuple(sums.modules),
             gradient_histogram=histogram(count_octaves(self._reference[0].gradients.values())),
             culprits=culprits,
             healing_pins=healing,
             low_weights=low_weights,
-            num_passes=self.num_passes,
+            num_passes=self.low.num_passes + (0 if self.fp32 is self.low else self.fp32.num_passes),
+            seconds=time.perf_counter() - self._started,
             fp32_step_seconds=self._fp32_step_seconds,
         )
-
-    @property
-    def num_passes(self) -> int:
-        """So far."""
-        return self.low.num_passes + (0 if self.fp32 is self.low else self.fp32.num_passes)
 
     @property
     def _format_max(self) -> float:

@@ -240,22 +240,18 @@ class Recorder:
 
     def forward_culprit(self) -> str:
         """Who made the loss non-finite, in the order of execution."""
-        first_masked = None
+        masked: Call | None = None  # the first to make -inf, which may be what the next turns into NaN
         for call, has_ended in self._timeline:
             if has_ended and call.outputs > call.inputs:
                 if call.outputs is Health.BAD:
-                    return self._forward_origin(call, first_masked)
-                first_masked = first_masked or call
+                    return self._module(call if call.inputs is Health.FINITE else masked or call)
+                masked = masked or call
             elif not has_ended and call.inputs is Health.BAD:
                 holder = next((outer for outer in call.ancestors() if outer.inputs is not Health.BAD), None)
-                return self._input_of(call) if holder is None else self._forward_origin(holder, first_masked)
-        return "the loss function" if first_masked is None else self._module(first_masked)
-
-    def _forward_origin(self, call: Call, first_masked: Call | None) -> str:
-        if call.inputs is Health.FINITE:
-            return self._module(call)
-        # It was given -inf: by a module before it, or by a mask that hides everything.
-        return self._input_of(call) if first_masked is None else self._module(first_masked)
+                if holder is not None:
+                    return self._module(holder)
+                return f"the input of {self._module(call)}" if call.name else "the input of the model"
+        return "the loss function" if masked is None else self._module(masked)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -340,9 +336,6 @@ class Recorder:
     def _module(self, call: Call) -> str:
         kind = type(self._modules[call.name]).__name__
         return f"module {call.name} ({kind})" if call.name else f"the model itself ({kind})"
-
-    def _input_of(self, call: Call) -> str:
-        return f"the input of {self._module(call)}" if call.name else "the input of the model"
 
 
 def _names(calls: Iterable[Call]) -> list[str]:

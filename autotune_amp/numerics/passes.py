@@ -164,7 +164,7 @@ class Passes:
         if self.subject.loop is not None:
             self.subject.loop.forget(self.model)
         with torch.no_grad():
-            for name, value in _state(self.model):
+            for name, value in (*self.model.named_parameters(), *self.model.named_buffers()):
                 first = self._first_state.get(name)
                 if first is not None and first.shape == value.shape:
                     value.copy_(first)
@@ -180,19 +180,8 @@ class Passes:
             yield
 
 
-def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    # An expanded buffer cannot be written to in place, by the model no more than by `restore`.
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if not _is_expanded(buffer))
-
-
 def _copied_state(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in _state(model)}
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    sizes = zip(tensor.stride(), tensor.shape, strict=True) if tensor.layout == torch.strided else ()
-    return any(stride == 0 and size > 1 for stride, size in sizes)
+    return {name: value.detach().clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
 
 
 class NoStepError(Exception):

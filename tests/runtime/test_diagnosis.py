@@ -302,7 +302,7 @@ NOT_PRECISION: dict[str, tuple[Make, dict[str, Any], str]] = {
     "the loss": (Model, {"loss": lambda output: log(output).sum()}, "the loss function"),
     "its gradient": (Model, {"loss": lambda output: root(output).sum()}, f"the loss function{BACKWARD}"),
     "minus infinity": (minus_infinity, {}, "module 1 (Leaf)"),
-    "a mask": (lambda: Attention(FeedForward(), -3), {}, "the input of module softmax (Softmax)"),
+    "a mask": (lambda: Attention(FeedForward(), -3), {}, "module softmax (Softmax)"),
 }
 
 
