@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
-from fp16_subjects import Batch, Partly, build, mean_square, mlp, subject
+from fp16_subjects import Batch, build, mean_square, mlp, subject
 from torch import Tensor, nn
 
 from autotune_amp.core.dimensions import Precision
@@ -47,14 +46,6 @@ def test_modules_are_in_the_order_of_the_model_the_noisiest_where_there_are_many
     assert [damage.name for damage in found.modules] == [f"layers.{n}" for n in range(41) if n != 7]
 
 
-@pytest.mark.parametrize(
-    ("low", "reference", "ratio", "cosine"), [(0.0, 0.0, 0.0, 1.0), (1.0, 0.0, math.inf, 0.0), (0.0, 1.0, 1.0, 0.0)]
-)
-def test_zeros_have_answers(low: float, reference: float, ratio: float, cosine: float) -> None:
-    found = sums([one(low)], [one(reference)])
-    assert (found.noise_ratio, found.cosine) == (ratio, cosine)
-
-
 def test_gradients_that_are_missing_sparse_complex_empty_huge_or_tiny() -> None:
     whole = one(3.0, 4.0)
     assert sums([{}], [whole]) == sums([one(0.0, 0.0)], [whole])
@@ -70,6 +61,10 @@ def test_gradients_that_are_missing_sparse_complex_empty_huge_or_tiny() -> None:
     for size in (1e30, 1e-30):
         found = sums([one(0.0, 1.01 * size)], [one(0.0, size), one(0.0, 2 * size)])
         assert (found.noise_ratio, found.norm_ratio) == pytest.approx((0.01, 1.01), rel=1e-4)
+
+    for ours, theirs, ratio, cosine in ((0.0, 0.0, 0.0, 1.0), (1.0, 0.0, math.inf, 0.0), (0.0, 1.0, 1.0, 0.0)):
+        found = sums([one(ours)], [one(theirs)])
+        assert (found.noise_ratio, found.cosine) == (ratio, cosine)
 
 
 def test_flushed_are_entries_that_count_and_are_zero_in_the_low_precision_alone() -> None:
@@ -157,14 +152,10 @@ def test_an_overflow_halves_the_scale_and_tries_the_same_batch_again() -> None:
     assert batches == [0, 1, 2, 2, 2, 2, 3]
     many = train(overflowing(call=1, limit=2.0**-3)[0], "fp16", NUM_STEPS, scale=2.0**15)
     assert (many.is_finite, many.num_skips) == (True, 18)
-
-
-def test_a_gradient_that_no_scale_saves_ends_the_run_soon() -> None:
-    passes, _ = overflowing(call=3, limit=0.0)
-    run = train(passes, "fp16", NUM_STEPS, scale=2.0**15)
-    assert len(run.losses) == 3
-    assert math.isnan(run.losses[-1])
-    assert passes.num_passes < 10
+    hopeless, _ = overflowing(call=3, limit=0.0)
+    run = train(hopeless, "fp16", NUM_STEPS, scale=2.0**15)
+    assert (len(run.losses), math.isnan(run.losses[-1])) == (3, True)
+    assert hopeless.num_passes < 10, "it ends soon"
 
 
 @pytest.mark.parametrize(
@@ -187,48 +178,27 @@ def test_a_run_is_cut_where_it_is_not_finite(bad: float, precision: Precision, i
     assert (len(run.losses), run.num_skips, passes.num_passes) == (3, 0, 3)
 
 
-@pytest.mark.parametrize("make", [Partly, lambda: mlp().bfloat16()])
-def test_a_perturbation_is_relative_of_frozen_parameters_too_and_the_seeds(make: Callable[[], nn.Module]) -> None:
-    def moved(relative: float, seed: int) -> Tensor:
-        torch.manual_seed(0)
-        model = make()
-        perturb(model, relative, seed)
-        return torch.cat([parameter.detach().flatten().double() for parameter in model.parameters()])
-
-    assert torch.equal(moved(0.125, 0), moved(0.125, 0))
-    assert not torch.equal(moved(0.125, 0), moved(0.125, 1))
-    ratio = moved(0.125, 0) / moved(0.0, 0)
-    assert (ratio - 1).abs().max() <= 0.125 + 2.0**-6  # bf16 rounds what comes out
-    assert ratio.min() < 0.95 < 1.05 < ratio.max()
+def test_a_perturbation_is_relative_and_of_frozen_parameters_too() -> None:
+    first, model = build("unused and frozen parameters").model, build("unused and frozen parameters").model
+    perturb(model, 0.125, 0)
+    for before, after in zip(first.parameters(), model.parameters(), strict=True):
+        assert 0.05 < (after / before - 1).abs().max() <= 0.126
 
 
 # -- weights kept in low precision -------------------------------------------------------------------------------------
 
 
-class Weights(nn.Module):
-    def __init__(self, values: Tensor, *, requires_grad: bool = True) -> None:
-        super().__init__()
-        self.w = nn.Parameter(values, requires_grad=requires_grad)
-
-
-def after(weights: Tensor, updates: Tensor) -> LowWeights:
-    exact = weights.float()
-    found = lost_updates(Weights(weights), {"w": exact}, {"w": exact + updates})
-    assert found is not None
-    return found
+def lost(weights: Tensor, updates: Tensor) -> LowWeights | None:
+    model = nn.Module()
+    model.register_parameter("w", nn.Parameter(weights))
+    return lost_updates(model, {"w": weights.float()}, {"w": weights.float() + updates})
 
 
 def test_what_is_lost_by_hand() -> None:
     # bf16 steps by 2^-7 from 1 on: the first update is lost, the second rounds up to a whole step, the third is none.
-    found = after(torch.ones(3, dtype=torch.bfloat16), torch.tensor([0.25, 0.75, 0.0]) * 2.0**-7)
+    found = lost(torch.ones(3, dtype=torch.bfloat16), torch.tensor([0.25, 0.75, 0.0]) * 2.0**-7)
     assert found == LowWeights(weights="bf16", lost_share=0.5)  # of the two that move at all
     # A mask of -inf, and a step past the end of the format, are no rounding.
-    odd = after(torch.tensor([-math.inf, 1.0, 1.0], dtype=torch.float16), torch.tensor([0.0, 1e6, 2.0**-3]))
+    odd = lost(torch.tensor([-math.inf, 1.0, 1.0], dtype=torch.float16), torch.tensor([0.0, 1e6, 2.0**-3]))
     assert odd == LowWeights(weights="fp16", lost_share=0.0)
-
-
-def test_nothing_where_no_trainable_weight_is_in_half_precision_or_none_moves() -> None:
-    half, before = torch.ones(2).bfloat16(), {"w": torch.ones(2)}
-    assert lost_updates(Weights(torch.ones(2)), before, {"w": torch.full((2,), 2.0)}) is None
-    assert lost_updates(Weights(half, requires_grad=False), before, {"w": torch.full((2,), 2.0)}) is None
-    assert lost_updates(Weights(half), before, before) is None
+    assert lost(torch.ones(2), torch.ones(2)) is lost(torch.ones(2).bfloat16(), torch.zeros(2)) is None

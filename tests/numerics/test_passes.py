@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import random
 
 import numpy as np
@@ -15,9 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.numerics.passes import Passes, comparable_draws, without_dropout
-from autotune_amp.precision.forward_wrapper import is_pinned
 from autotune_amp.precision.torch_state import keep_generators
 
 
@@ -25,7 +21,10 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {n: v.detach().clone() for n, v in (*model.named_parameters(), *model.named_buffers())}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", sorted(SUBJECTS))
 def test_a_pass_can_be_repeated_bit_for_bit(name: str, precision: Precision) -> None:
     passes = Passes(build(name))
@@ -52,11 +51,6 @@ def test_a_pass_begins_from_the_first_state_from_the_state_as_it_is_or_from_what
     assert passes.model.get_buffer("1.num_batches_tracked") == 4
 
 
-def _with_gradient_times(factor: float, loss: Tensor) -> Tensor:
-    loss.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call] # torch's
-    return loss
-
-
 @pytest.mark.parametrize("name", ["MLP", "sparse embedding", "transformer with dropout"])
 def test_gradients_are_those_of_plain_autograd_whatever_the_scale(name: str) -> None:
     made = build(name)
@@ -67,29 +61,8 @@ def test_gradients_are_those_of_plain_autograd_whatever_the_scale(name: str) -> 
         gradients = Passes(made).run(0, "fp32", scale=scale).gradients
         assert {n: g.is_sparse for n, g in gradients.items()} == {n: g.is_sparse for n, g in plain.items()}
         torch.testing.assert_close(dense(gradients), dense(plain))
-    made.model.zero_grad()
-    bad = dataclasses.replace(made, loss=lambda model, batch: _with_gradient_times(math.nan, made.loss(model, batch)))
-    assert Passes(made).run(0, "fp32").is_finite
-    assert not Passes(bad).run(0, "fp32").is_finite
     unused = Passes(build("unused and frozen parameters")).run(0, "fp16").gradients
     assert sorted(unused) == ["used.bias", "used.weight"], "parameters without a gradient are missing"
-
-
-@pytest.mark.parametrize("name", ["2", ""])
-def test_pins_hold_inside_and_only_there(name: str) -> None:
-    passes = Passes(build("MLP"))
-    module = passes.model.get_submodule(name)
-    low = dense(passes.run(0, "fp16").gradients)
-    with passes.pinned([name]):
-        assert is_pinned(module)
-        pinned = dense(passes.run(0, "fp16").gradients)
-    assert not is_pinned(module)
-    full = dense(passes.run(0, "fp32").gradients)
-    assert not torch.equal(low, pinned)
-    assert torch.equal(pinned, full) == (name == "")
-    with pytest.raises(InvalidRequestError, match="'head'"), passes.pinned(["2", "head"]):
-        pytest.fail("Nothing was refused.")
-    assert not is_pinned(passes.model.get_submodule("2"))
 
 
 def test_a_loss_in_fp16_is_scaled_as_grad_scaler_scales_it() -> None:
@@ -111,25 +84,22 @@ def test_a_loss_in_fp16_is_scaled_as_grad_scaler_scales_it() -> None:
         assert found.is_finite == bool(real.isfinite().all())
 
 
-# -- random draws ------------------------------------------------------------------------------------------------------
-
-
 def test_draws_are_the_same_in_every_precision_and_differ_from_batch_to_batch() -> None:
-    drawn: list[tuple[float, float, bytes]] = []
+    drawn: list[tuple[float, float, float]] = []
 
     def noisy(model: nn.Module, batch: Batch) -> Tensor:
-        mask = functional.dropout(model.get_submodule("0")(batch.x), 0.5) != 0
-        drawn.append((random.random(), float(np.random.rand()), mask.numpy().tobytes()))
+        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
         return mean_square(model, batch)
 
-    torch.manual_seed(0)
     passes = Passes(subject(mlp(), noisy))
-    precisions: list[Precision] = ["fp32", "bf16", "fp16"]
-    for precision in precisions:
+    for precision in PRECISIONS:
         passes.run(0, precision)
     passes.run(1, "fp32")
     assert drawn[0] == drawn[1] == drawn[2]
     assert all(one != other for one, other in zip(drawn[0], drawn[3], strict=True))
+
+
+# -- random draws ------------------------------------------------------------------------------------------------------
 
 
 X = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
