@@ -13,9 +13,17 @@ from torch.nn.parallel import DistributedDataParallel
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.numerics.locate import Health, Recorder, bad_parameters, health
-from autotune_amp.numerics.modules import modules_by_name, unwrap
 from autotune_amp.precision import torch_state
-from autotune_amp.precision.forward_wrapper import can_be_pinned, is_cast, override, pin_fp32, roles_of, set_roles
+from autotune_amp.precision.forward_wrapper import (
+    can_be_pinned,
+    is_cast,
+    modules_by_name,
+    override,
+    pin_fp32,
+    roles_of,
+    set_roles,
+    unwrap,
+)
 from autotune_amp.precision.torch_state import ambient, autocast, set_flags
 
 _MAX_PINNED_SHARE = 0.05  # of the modules; one module may always be pinned

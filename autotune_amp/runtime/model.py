@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.numerics.modules import named, unwrap
 from autotune_amp.precision import forward_wrapper, torch_state
+from autotune_amp.precision.forward_wrapper import named, unwrap
 
 SavedStatistics: TypeAlias = list[list[float]]
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.numerics import batches
+from autotune_amp.numerics.accumulation import cut, first_dimensions
 
 Batch = TypeVar("Batch")
 
@@ -53,14 +53,14 @@ def split(batch: Any, num_pieces: int) -> Iterable[Any]:
 
     Raises `InvalidRequestError` where its tensors do not agree on a first dimension.
     """
-    sizes = batches.first_dimensions(batch)
+    sizes = first_dimensions(batch)
     if len(sizes) != 1 or 0 in sizes:
         raise InvalidRequestError(
             f"A {type(batch).__name__} whose tensors have first dimensions {sorted(sizes)} cannot be split into the "
             "smaller batches that the new precision needs.",
             'Pass on_demotion="checkpoint_and_stop" and start again with the batch size in the error\'s config.',
         )
-    return batches.cut(batch, -(-sizes.pop() // num_pieces))
+    return cut(batch, -(-sizes.pop() // num_pieces))
 
 
 def shape(loader_batch: int, batch: int, steps: int) -> tuple[int, int]:

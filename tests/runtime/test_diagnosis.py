@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.precision import torch_state
-from autotune_amp.precision.forward_wrapper import is_pinned, override, override_of, pin_fp32
+from autotune_amp.precision.forward_wrapper import is_pinned, override, pin_fp32, roles_of
 from autotune_amp.runtime.diagnosis import Finding, Rerunner, diagnose
 
 WIDTH = 4
@@ -302,7 +302,7 @@ NOT_PRECISION: dict[str, tuple[Make, dict[str, Any], str]] = {
     "the loss": (Model, {"loss": lambda output: log(output).sum()}, "the loss function"),
     "its gradient": (Model, {"loss": lambda output: root(output).sum()}, f"the loss function{BACKWARD}"),
     "minus infinity": (minus_infinity, {}, "module 1 (Leaf)"),
-    "a mask": (lambda: Attention(FeedForward(), -3), {}, "the input of module softmax (Softmax)"),
+    "a mask": (lambda: Attention(FeedForward(), -3), {}, "module softmax (Softmax)"),
 }
 
 
@@ -428,8 +428,9 @@ def test_pins_and_an_override_that_are_there_stay() -> None:
     model = Model(FeedForward(BEYOND_FP16), FeedForward())
     override(model, "bf16", "cpu")
     pin_fp32(model.get_submodule("blocks.1.ff"), "cpu")
+    roles = roles_of(model)
     assert find(model).pins == ("blocks.0.ff.wo",)
-    assert override_of(model) == "bf16"
+    assert roles_of(model) == roles
     assert [name for name, module in model.named_modules() if is_pinned(module)] == ["blocks.1.ff"]
 
 

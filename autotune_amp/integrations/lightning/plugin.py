@@ -25,7 +25,7 @@ from autotune_amp.core.config import AmpConfig, DemotedError
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.integrations.bridge import Window, config_of, readings, refuse_other, refuse_other_window
-from autotune_amp.numerics.modules import unwrap
+from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.runtime.controller import PrecisionController
 
 Result = TypeVar("Result")
