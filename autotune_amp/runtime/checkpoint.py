@@ -5,30 +5,25 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 
-from autotune_amp.core.config import MIN_LOSS_SCALE
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import FormatError
+from autotune_amp.numerics.modules import named
 from autotune_amp.runtime.executor import Executor, Wish
-from autotune_amp.runtime.gradient_check import Window
-from autotune_amp.runtime.model import SavedStatistics
-from autotune_amp.runtime.policy import PolicyState, check_scale
-from autotune_amp.runtime.scaler import Waiting
+from autotune_amp.runtime.policy_state import check_scale, converted
+from autotune_amp.runtime.scaler import Waiting, Window
 from autotune_amp.runtime.status import Metrics, from_plain, to_plain
 
 KEY = "autotune_amp"
 FORMAT = 1
-_Saved = TypeVar("_Saved")
 _RULE = ("growth_factor", "backoff_factor", "growth_interval")
 _Factor = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 
 
-# What the types of the parts must be.
 class _Scaler(msgspec.Struct):
-    scale: object
+    scale: object  # looked at by `check_scale`
     growth_factor: _Factor
     backoff_factor: _Factor
     growth_interval: Annotated[int, msgspec.Meta(ge=1)]
@@ -37,28 +32,6 @@ class _Scaler(msgspec.Struct):
 
 class _Versioned(msgspec.Struct):
     format: int
-
-
-class _LossScale(msgspec.Struct):
-    scale: float
-    growth_tracker: int
-    hysteresis_left: int
-    floor: Annotated[float, msgspec.Meta(ge=MIN_LOSS_SCALE)]
-
-
-class _Steering(msgspec.Struct):
-    policy: PolicyState
-    precision: Precision
-    loss_scale: _LossScale
-
-
-class _Record(msgspec.Struct, forbid_unknown_fields=True):
-    update: int
-    kind: str
-    before: Precision
-    after: Precision
-    reason: str
-    config: str
 
 
 class Counters(msgspec.Struct):
@@ -75,11 +48,10 @@ class Counters(msgspec.Struct):
     run_id: str | None = None  # of its log, where it has one
 
 
-class _Own(_Versioned):
-    steering: _Steering
+class _Own(msgspec.Struct):
+    steering: dict[str, Any]  # the policy's
     pinned: list[str]
-    statistics: SavedStatistics | None
-    history: list[_Record]
+    history: list[dict[str, Any]]
     counters: Counters
 
 
@@ -98,16 +70,14 @@ def save(
     `scale` and `growth_tracker` are the device's, `wishes` what is to be done once the window ends, and `waiting` what
     is on its way from the device.
     """
-    rule, model = executor.policy.scale, executor.model
     return {
         "scale": scale,
-        **{name: getattr(rule, name) for name in _RULE},
+        **{name: getattr(executor.policy.scale, name) for name in _RULE},
         "_growth_tracker": growth_tracker,
         KEY: {
             "format": FORMAT,
             "steering": executor.policy.state_dict(),
-            "statistics": model.saved_statistics() if model and window.num_passes > 0 else None,
-            "pinned": list(model.pinned) if model else list(executor.pins_to_come),
+            "pinned": list(executor.model.pinned if executor.model else executor.pins_to_come),
             "history": [to_plain(record) for record in executor.history],
             "counters": {
                 "run_id": metrics.run_id,
@@ -138,43 +108,34 @@ def load(executor: Executor, metrics: Metrics, window: Window, state: object) ->
     if not state:  # a disabled GradScaler's
         metrics.resume(None)
         return None
-    _converted(state, _Scaler)
-    check_scale(state["scale"])
+    scaler, rule = converted(state, _Scaler), executor.policy.scale
+    scale = check_scale(scaler.scale)
     own = state.get(KEY)
     if own is None:
-        rule = executor.policy.scale
         for name in _RULE:
             setattr(rule, name, state[name])
-        rule.growth_tracker = state["_growth_tracker"]
-        rule.set(state["scale"])
+        rule.growth_tracker = scaler.growth_tracker
+        rule.set(scale)
         metrics.resume(None)
         return None
-    if (version := _converted(own, _Versioned).format) > FORMAT:
+    if (version := converted(own, _Versioned).format) > FORMAT:
         raise FormatError(
             f"The controller's state has format {version}; this version reads up to {FORMAT}.", "Upgrade autotune_amp."
         )
-    counters = _converted(own, _Own).counters
-    history = [from_plain(record) for record in own["history"]]
+    saved = converted(own, _Own)
+    history = [from_plain(record) for record in saved.history]
     if executor.model is not None:
-        executor.model.check_state(own["pinned"], own["statistics"])
-    executor.policy.load_state_dict(own["steering"])  # the last that can fail
+        named(executor.model.model, saved.pinned)
+    executor.policy.load_state_dict(saved.steering)  # the last that can fail
     for name in _RULE:
-        setattr(executor.policy.scale, name, state[name])
+        setattr(rule, name, state[name])
+    counters = saved.counters
     executor.history[:] = history
-    executor.load_model_state(own["pinned"], own["statistics"])
+    executor.load_pins(saved.pinned)
     executor.is_off = counters.is_off
     metrics.resume(counters.run_id)
     metrics.num_steps, metrics.num_amp_steps = counters.num_steps, counters.num_amp_steps
-    policy = executor.policy  # which once did not count the updates of a run that was disabled
-    policy.num_updates = max(policy.num_updates, metrics.num_steps + policy.num_skips)
     window.num_passes = counters.num_passes
     window.loss_probe = 0.0 if counters.loss_was_finite else math.nan
-    window.loss = own["counters"]["loss"]
+    window.loss = counters.loss
     return counters
-
-
-def _converted(state: object, what: type[_Saved]) -> _Saved:
-    try:
-        return msgspec.convert(state, what)
-    except msgspec.ValidationError as error:
-        raise FormatError(f"The controller's state is damaged: {error}.", "Load an earlier checkpoint.") from error

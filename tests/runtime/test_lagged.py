@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from autotune_amp import AmpConfig, LossScale
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.runtime.controller import PrecisionController
-from autotune_amp.runtime.gradient_check import GradientCheck
-from autotune_amp.runtime.scaler import LAG_UPDATES
+from autotune_amp.runtime.scaler import LAG_UPDATES, GradientCheck
 
 Kind: TypeAlias = Literal["clean", "overflow", "bad loss"]
 CLEAN: list[Kind] = ["clean"]

@@ -25,7 +25,7 @@ from rank_worker import Ranks
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.runtime import run_log
-from autotune_amp.runtime.device import Ranks as RunRanks
+from autotune_amp.runtime.scaler import Ranks as RunRanks
 
 WRAPPERS: tuple[Wrapper, ...] = ("ddp", "ddp_ignored", "fsdp1", "fsdp1_flat", "fsdp2")
 # A floor so near that two overflows running are a trip.
