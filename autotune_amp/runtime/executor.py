@@ -18,10 +18,10 @@ from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPr
 from autotune_amp.hardware import cuda
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.modes import MODES
-from autotune_amp.runtime import diagnosis, policy_state
+from autotune_amp.runtime import diagnosis
 from autotune_amp.runtime.model import Attachment
 from autotune_amp.runtime.policy import Policy
-from autotune_amp.runtime.policy_state import Action, Finding, Move, Signal
+from autotune_amp.runtime.policy_state import Action, Finding, Signal
 from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, OVERFLOW, Found, LossScaler, Ranks, refuse_half_parameters
 from autotune_amp.runtime.status import Metrics, MoveRecord, Status, available_memory_bytes, peak_memory_bytes
 
@@ -29,14 +29,6 @@ log = logging.getLogger("autotune_amp.runtime")
 
 OnDemotion = Literal["continue", "checkpoint_and_stop"]
 Wish = Literal["act", "give_up", "set_precision", "disable", "enable"]
-_KINDS: dict[type, str] = {
-    policy_state.Demote: "demotion",
-    policy_state.Promote: "promotion",
-    policy_state.Revert: "revert",
-    policy_state.Pin: "pin",
-    policy_state.Rescale: "rescale",
-    policy_state.Blame: "not_precision",
-}
 
 
 class Executor:
@@ -272,22 +264,22 @@ class Executor:
     def _act(self, action: Action | None) -> None:
         """Carry out `action` and what follows from it."""
         while action is not None:
-            if isinstance(action, policy_state.Diagnose):
+            if action.kind == "diagnose":
                 action = self._diagnose(action)
-            elif isinstance(action, policy_state.Probe):
+            elif action.kind == "probe":
                 action = self._probe(action)
-            elif isinstance(action, policy_state.Warn):
+            elif action.kind == "warn":
                 log.warning("%s", action.reason)
                 return
-            elif isinstance(action, policy_state.Stop):
+            elif action.kind == "stop":
                 self._stop(action)
                 return
             else:
                 action = self._move(action)
 
-    def _move(self, move: Move) -> Action | None:
+    def _move(self, move: Action) -> Action | None:
         policy, before, reason = self.policy, self.policy.precision, move.reason
-        if isinstance(move, policy_state.Demote):
+        if move.kind == "demotion":
             plan, own = self.plans[move.rung - 1], self.own_config
             if self.is_advisory:
                 policy.decline()
@@ -299,13 +291,13 @@ class Executor:
                 return policy.refuse(move, reasons[0])
             if (plan.batch_size, plan.accumulation_steps) != (own.batch_size, own.accumulation_steps):
                 reason += f"; batch size {plan.batch_size} with {plan.accumulation_steps} accumulation steps fits"
-        if isinstance(move, policy_state.Pin):
+        if move.kind == "pin":
             assert self.model is not None  # a pin comes from a diagnosis
             self.model.pin(move.modules)
         follows = policy.confirm(move)
         self.apply()
-        self._note(_KINDS[type(move)], policy.precision, reason, before)
-        if isinstance(move, policy_state.Demote) and self._on_demotion == "checkpoint_and_stop":
+        self._note(move.kind, policy.precision, reason, before)
+        if move.kind == "demotion" and self._on_demotion == "checkpoint_and_stop":
             raise DemotedError(
                 f"The precision was stepped down from {before} to {policy.precision}: {move.reason}.",
                 "Save a checkpoint with the controller's state_dict() and start again with the error's config.",
@@ -326,7 +318,7 @@ class Executor:
         self.model.observer.is_sampling = False  # a rerun in another precision says nothing of the run
         return diagnosis.Rerunner(self.model.given, self.model.rerun, self.policy.precision, self._ranks)
 
-    def _diagnose(self, asked: policy_state.Diagnose) -> Action | None:
+    def _diagnose(self, asked: Action) -> Action | None:
         policy, model = self.policy, self.model
         assert model is not None  # what cannot rerun is not asked
         try:
@@ -345,7 +337,7 @@ class Executor:
         log.warning("%s; diagnosis: %s", asked.reason, finding)
         return policy.judge(asked.reason, finding)
 
-    def _probe(self, probe: policy_state.Probe) -> Action | None:
+    def _probe(self, probe: Action) -> Action | None:
         faster = self.policy.rungs[probe.rung]
         try:
             done = self._rerunner().run(faster, probe.scale if MODES[faster].takes_scaler else 1.0)
@@ -359,7 +351,7 @@ class Executor:
         log.error("%s The run goes on without it: %s", error.message, error.next_step, exc_info=error)
         self.policy.can_rerun = False
 
-    def _stop(self, stop: policy_state.Stop) -> None:
+    def _stop(self, stop: Action) -> None:
         reason = stop.reason + (f"; it begins in {self._culprit}" if self._culprit else "")
         self._note("stop", self.policy.precision, reason)
         if not self._halts:

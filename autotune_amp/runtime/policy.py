@@ -26,23 +26,12 @@ from autotune_amp.core.errors import FormatError, InvalidRequestError
 from autotune_amp.precision.modes import MODES
 from autotune_amp.runtime.policy_state import (
     Action,
-    Blame,
-    Demote,
-    Diagnose,
     Finding,
-    Move,
-    Pin,
     PolicyState,
-    Probe,
-    Promote,
-    Rescale,
-    Revert,
     SavedRule,
     SavedState,
     ScaleRule,
     Signal,
-    Stop,
-    Warn,
     check_scale,
     converted,
     float32,
@@ -66,8 +55,8 @@ Names: TypeAlias = Collection[str]
 class Policy(PolicyState):
     """Where the controller stands and what it does next.
 
-    `rungs` are the config's own precision and its fallbacks, in order. `can_rerun` says that a `Diagnose` or `Probe`
-    can be answered. An action that moves takes effect with `confirm`, so that the caller can `refuse` it.
+    `rungs` are the config's own precision and its fallbacks, in order. `can_rerun` says that *diagnose* and *probe* can
+    be answered. An action that moves takes effect with `confirm`, so that the caller can `refuse` it.
     """
 
     def __init__(
@@ -183,12 +172,12 @@ class Policy(PolicyState):
         if self.phase == "BLAMED":
             if self.bad_run != NUM_BLAMED_STEPS:
                 return None
-            return Stop(f"{NUM_BLAMED_STEPS} steps in a row were not finite: it is not precision", False)
+            return Action("stop", f"{NUM_BLAMED_STEPS} steps in a row were not finite: it is not precision")
         if self.phase == "PROBATION":
             if self.bad_run < NUM_PROBATION_STEPS or self.demoted_from is None:
                 return None
             reason = f"{NUM_PROBATION_STEPS} steps in {self.precision} were not finite either: it was not precision"
-            return Revert(reason)
+            return Action("revert", reason)
         if self.bad_run == 1 and self.is_scaling:
             self.scale_before_burst = self.scale.scale
         if signal.loss_nonfinite or not self.is_scaling:
@@ -234,7 +223,7 @@ class Policy(PolicyState):
         reason = f"{lost_share:.1%} of the gradient is too small for fp16 at scale {self.scale.scale:g}"
         is_held_down = self.last_overflow is not None and self.num_updates - self.last_overflow < DWELL_STEPS
         if not (is_held_down or self.raise_was_undone) and self.scale.scale < self.scale.max_scale:
-            return Rescale(min(self.scale.max_scale, self.scale.scale * RAISE_FACTOR), reason)
+            return Action("rescale", reason, scale=min(self.scale.max_scale, self.scale.scale * RAISE_FACTOR))
         self._is_failing = False
         return self._step_down(reason, None)
 
@@ -244,25 +233,25 @@ class Policy(PolicyState):
             return None
         if self._loss_growth > DIVERGED_GROWTH:
             growth = f"{self._loss_growth:.3g} times its best, above where it began"
-            return Blame(f"{reason}, and the loss has grown to {growth}: it diverges")
-        return Diagnose(reason) if self.can_rerun else self._step_down(reason, None)
+            return Action("not_precision", f"{reason}, and the loss has grown to {growth}: it diverges")
+        return Action("diagnose", reason) if self.can_rerun else self._step_down(reason, None)
 
     def judge(self, reason: str, finding: Finding) -> Action | None:
-        """The answer to `Diagnose`. Leaves STARTUP, STEADY."""
+        """The answer to *diagnose*. Leaves STARTUP, STEADY."""
         if not finding.reproduced:
             self.num_unreproduced += 1
             if self.num_unreproduced > 1:  # and no step taken since: the closure does not rerun what fails
                 return self._step_down(f"{reason}, and rerunning the latest batch does not show why", None)
             self.decline(NUM_BLAMED_STEPS)
-            return Warn(f"{reason}, but the batch rerun was finite: nothing changed")
+            return Action("warn", f"{reason}, but the batch rerun was finite: nothing changed")
         reason += f", first in {finding.culprit}" if finding.culprit else ""
         if finding.is_precision is False:
-            return Blame(f"{reason}, in fp32 too: it is not precision")
+            return Action("not_precision", f"{reason}, in fp32 too: it is not precision")
         if self._is_descending:
             self.startup_was_cleared = True
             return None
         if finding.is_precision and finding.pins and not self.has_pinned:
-            return Pin(finding.pins, reason)
+            return Action("pin", reason, modules=finding.pins)
         return self._step_down(reason, finding.finite_in if finding.is_precision else None)
 
     def _step_down(self, reason: str, finite_in: Names | None) -> Action:
@@ -271,17 +260,17 @@ class Policy(PolicyState):
         below = self.rungs[self.rung + 1 :]
         for name in below:
             if name not in self.withdrawn and (finite_in is None or name in finite_in):
-                return Demote(self.rungs.index(name), reason, is_tentative=finite_in is None)
+                return Action("demotion", reason, self.rungs.index(name), is_tentative=finite_in is None)
         why = "".join(f"; {name}: {why}" for name, why in self.withdrawn.items() if name in below)
         if finite_in is not None or (below and self._is_failing):
             self.decline()
-            return Stop(f"{reason}, and no rung is left that fits{why}", True)
+            return Action("stop", f"{reason}, and no rung is left that fits{why}", is_precision=True)
         if self._is_failing:
-            return Blame(f"{reason}; there is no rung to try")
+            return Action("not_precision", f"{reason}; there is no rung to try")
         self.decline()
-        return Warn(f"{reason}; there is no rung to step down to{why}")
+        return Action("warn", f"{reason}; there is no rung to step down to{why}")
 
-    def refuse(self, action: Demote, reason: str) -> Action:
+    def refuse(self, action: Action, reason: str) -> Action:
         """The rung of `action` does not fit; what to do instead."""
         self.withdrawn[self.rungs[action.rung]] = reason
         return self._step_down(action.reason, self._finite_in)
@@ -291,9 +280,9 @@ class Policy(PolicyState):
         self.forget()
         self.quiet_until = self.num_updates + num_quiet
 
-    def confirm(self, move: Move) -> Stop | None:
+    def confirm(self, move: Action) -> Action | None:
         """`move` was carried out. Leaves any state for the one that `move` leads to."""
-        if isinstance(move, Rescale):
+        if move.kind == "rescale":
             self.octaves.append([self.num_updates, -math.log2(move.scale / self.scale.scale)])
             self.scale.set(move.scale)
             self.has_raised = True
@@ -301,7 +290,7 @@ class Policy(PolicyState):
         was_starting = self.phase == "STARTUP"
         rung_before = self.rung if self.demoted_from is None else self.demoted_from
         self._arrive()
-        if isinstance(move, Demote):
+        if move.kind == "demotion":
             self.rung = move.rung
             self.num_failures += self.was_promoted
             self.was_promoted = False
@@ -310,18 +299,18 @@ class Policy(PolicyState):
                 self.demoted_from = rung_before
         else:
             self.scale.set(self.scale_before_burst)
-        if isinstance(move, Pin):
+        if move.kind == "pin":
             self.has_pinned = True
-        elif isinstance(move, Promote):
+        elif move.kind == "promotion":
             self.rung = move.rung
             self.num_promotions += 1
             self.was_promoted = True
-        elif isinstance(move, Blame | Revert):
+        elif move.kind in ("not_precision", "revert"):
             self.rung = rung_before
             self.phase = "BLAMED"
         if was_starting:
             self._settle_floor()
-        return Stop(move.reason, False) if isinstance(move, Revert) else None
+        return Action("stop", move.reason) if move.kind == "revert" else None
 
     def rung_of(self, precision: Precision) -> int:
         """The rung of `precision`; raises `InvalidRequestError` where there is none."""
@@ -344,12 +333,13 @@ class Policy(PolicyState):
         is_time = self.clean_run >= PROMOTION_STEPS * 2**self.num_failures and self.num_promotions < MAX_PROMOTIONS
         if not (is_time and above and self.can_rerun):
             return None
-        return Probe(above[-1], min(self.scale.max_scale, self.scale_before_burst * PROMOTION_HEADROOM))
+        scale = min(self.scale.max_scale, self.scale_before_burst * PROMOTION_HEADROOM)
+        return Action("probe", f"{self.clean_run} clean steps", above[-1], scale)
 
-    def probed(self, probe: Probe, *, is_finite: bool) -> Action | None:
-        """The answer to `Probe`, from STEADY: go up, or wait twice as long."""
+    def probed(self, probe: Action, *, is_finite: bool) -> Action | None:
+        """The answer to *probe*, from STEADY: go up, or wait twice as long."""
         if is_finite:
-            return Promote(probe.rung, f"{self.clean_run} clean steps, and finite at scale {probe.scale:g}")
+            return Action("promotion", f"{probe.reason}, and finite at scale {probe.scale:g}", probe.rung)
         self.num_failures += 1
         self.clean_run = 0
         return None

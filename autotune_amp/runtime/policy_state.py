@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -21,9 +21,7 @@ _Saved = TypeVar("_Saved")
 
 
 class Signal(NamedTuple):
-    """What one `update()` saw: non-finite gradients, a non-finite loss, the loss where it is known, and now and then
-    an estimate of the share of the gradient that fp16 lost. A loss of exactly 0, as a hinge's, has none to lose.
-    """
+    """What one `update()` saw; `lost_share` is an estimate, made now and then, of the gradient that fp16 lost."""
 
     overflow: bool = False
     loss_nonfinite: bool = False
@@ -47,77 +45,31 @@ class Finding(NamedTuple):
     is_precision: bool | None = None
 
 
-class Diagnose(msgspec.Struct, frozen=True):
-    """Rerun the batch in fp32 and find out whose fault it is; answer with `Policy.judge`."""
-
-    reason: str
+MoveKind = Literal["demotion", "revert", "pin", "rescale", "not_precision", "promotion"]
 
 
-class Demote(msgspec.Struct, frozen=True):
-    """Step down to `rung`. Tentative where no rerun could say that precision is at fault: the next steps decide."""
+class Action(NamedTuple):
+    """What the policy asks for, and why.
 
-    rung: int
-    reason: str
-    is_tentative: bool
-
-
-class Revert(msgspec.Struct, frozen=True):
-    """Go back to the rung before the tentative demotion: it did not help, so it was not precision."""
-
-    reason: str
-
-
-class Pin(msgspec.Struct, frozen=True):
-    """Keep `modules` in fp32 and stay in this rung."""
-
-    modules: tuple[str, ...]
-    reason: str
-
-
-class Rescale(msgspec.Struct, frozen=True):
-    """Set the loss scale to `scale`."""
-
-    scale: float
-    reason: str
-
-
-class Blame(msgspec.Struct, frozen=True):
-    """Not precision's fault: skip such steps and hold the loss scale from before the burst; take back a tentative
-    demotion made shortly before.
+    diagnose: rerun the batch and find out whose fault it is; answer with `Policy.judge`.
+    demotion: step down to `rung`. Tentative where no rerun could say that precision is at fault: the next steps decide.
+    revert: go back to the rung before the tentative demotion, since it did not help: it was not precision.
+    pin: keep `modules` in fp32 and stay in this rung.
+    rescale: set the loss scale to `scale`.
+    not_precision: skip such steps, hold the scale from before the burst, and undo a tentative demotion.
+    probe: run the current batch in `rung` at `scale` without stepping; answer with `Policy.probed`.
+    promotion: go back up to `rung`.
+    stop: end the run; `is_precision` says whose fault it was.
+    warn: nothing can be done about it, but the user should know.
     """
 
-    reason: str
-
-
-class Probe(msgspec.Struct, frozen=True):
-    """Try `rung` at `scale` on the current batch without stepping; answer with `Policy.probed`."""
-
-    rung: int
-    scale: float
-
-
-class Promote(msgspec.Struct, frozen=True):
-    """Go back up to `rung`."""
-
-    rung: int
-    reason: str
-
-
-class Stop(msgspec.Struct, frozen=True):
-    """End the run; `is_precision` says whose fault it was."""
-
-    reason: str
-    is_precision: bool
-
-
-class Warn(msgspec.Struct, frozen=True):
-    """Nothing can be done about it, but the user should know."""
-
-    reason: str
-
-
-Move: TypeAlias = Demote | Revert | Pin | Rescale | Blame | Promote
-Action: TypeAlias = Move | Diagnose | Probe | Stop | Warn
+    kind: MoveKind | Literal["diagnose", "probe", "stop", "warn"]
+    reason: str = ""
+    rung: int = 0
+    scale: float = 0.0
+    modules: tuple[str, ...] = ()
+    is_tentative: bool = False
+    is_precision: bool = False
 
 
 def float32(value: float) -> float:
@@ -197,8 +149,7 @@ class PolicyState:
     """Counters are in updates. `bad_losses` are the updates with a non-finite loss, for T1; `octaves` holds
     [update, octaves of loss scale lost (negative: gained)], for T3. `demoted_from` is the rung before a tentative
     demotion, until the run has dwelt below it; `first_loss`, `best_loss` and `typical_loss` are medians of
-    NUM_RECENT_LOSSES losses: the first ones, the lowest and the latest;
-    `withdrawn` the precisions not to step to, with the reason.
+    NUM_RECENT_LOSSES losses: the first, the lowest and the latest; `withdrawn` precisions not to step to, with why.
     """
 
     rung: int = 0

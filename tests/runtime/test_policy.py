@@ -6,6 +6,7 @@ A rung is an index: 0 fp16, 1 bf16, 2 fp32 unless a test says.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 from unittest.mock import ANY
 
@@ -15,28 +16,17 @@ from autotune_amp.core.config import LossScale
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.runtime.policy import DWELL_STEPS, MAX_PROMOTIONS, NUM_BLAMED_STEPS, PROMOTION_STEPS, Policy
-from autotune_amp.runtime.policy_state import (
-    Action,
-    Blame,
-    Demote,
-    Diagnose,
-    Finding,
-    Pin,
-    Probe,
-    Promote,
-    Rescale,
-    Revert,
-    Signal,
-    Stop,
-    Warn,
-)
+from autotune_amp.runtime.policy_state import Action, Finding, Signal
 
 CLEAN = Signal()
 OVERFLOW = Signal(overflow=True)
 BAD_LOSS = Signal(overflow=True, loss_nonfinite=True)  # the gradients of such a loss are not finite either
 LOST = Signal(lost_share=0.02)
 START = 65536.0
-TENTATIVE = Demote(1, ANY, is_tentative=True)
+TENTATIVE = Action("demotion", ANY, 1, is_tentative=True)
+DIAGNOSE, BLAME, REVERT, WARN = (Action(kind, ANY) for kind in ("diagnose", "not_precision", "revert", "warn"))
+STOP, NO_RUNG = Action("stop", ANY), Action("stop", ANY, is_precision=True)
+rescaled = partial(Action, "rescale", ANY, 0)
 STARTING = {"is_settled": False}
 RERUNS = {"can_rerun": True}
 
@@ -57,14 +47,15 @@ def after(policy: Policy, signals: list[Signal]) -> Action | None:
 
 
 def confirmed(policy: Policy, action: Action | None) -> Action | None:
-    assert isinstance(action, Demote | Revert | Pin | Rescale | Blame | Promote)
+    assert action is not None
     return policy.confirm(action)
 
 
 def judged(policy: Policy, signals: list[Signal], **more: Any) -> Action | None:
     """What follows from `signals` and a rerun that puts the fault on precision."""
     diagnose = after(policy, signals)
-    assert isinstance(diagnose, Diagnose)
+    assert diagnose is not None
+    assert diagnose == DIAGNOSE
     return policy.judge(
         diagnose.reason, Finding(**{"reproduced": True, "is_precision": True, "finite_in": ("fp32",), **more})
     )
@@ -91,41 +82,51 @@ GROWN = losses(*15 * [2.0], *8 * [9.0])
 CASES: dict[str, tuple[tuple[Precision, ...], dict[str, Any], list[Signal], Action | None]] = {
     "two bad losses running": ((), {}, [BAD_LOSS, CLEAN, BAD_LOSS, BAD_LOSS], TENTATIVE),
     "two bad losses at the start": ((), STARTING, [BAD_LOSS, CLEAN, BAD_LOSS, BAD_LOSS], TENTATIVE),
-    "three bad losses in 50 steps": ((), RERUNS, SPREAD, Diagnose(ANY)),
+    "three bad losses in 50 steps": ((), RERUNS, SPREAD, DIAGNOSE),
     "three bad losses in 51 steps": ((), {}, [*SPREAD[:-1], CLEAN, BAD_LOSS], None),
-    "gradients in bf16, which has no scale": (("bf16",), RERUNS, 2 * [OVERFLOW], Diagnose(ANY)),
-    "bad losses in the last rung": (("fp32",), {}, 2 * [BAD_LOSS], Blame(ANY)),
+    "gradients in bf16, which has no scale": (("bf16",), RERUNS, 2 * [OVERFLOW], DIAGNOSE),
+    "bad losses in the last rung": (("fp32",), {}, 2 * [BAD_LOSS], BLAME),
     "an overflow across the floor": ((), FLOOR, 3 * [OVERFLOW], TENTATIVE),
-    "eight skips that cost three octaves": ((), RERUNS, 8 * [OVERFLOW], Diagnose(ANY)),
+    "eight skips that cost three octaves": ((), RERUNS, 8 * [OVERFLOW], DIAGNOSE),
     "eight skips in 200 steps": ((), {}, EIGHT, TENTATIVE),
     "eight skips in 201 steps": ((), {}, [*EIGHT[:-1], CLEAN, OVERFLOW], None),
-    "no rung below": (("fp16",), {}, 8 * [OVERFLOW], Warn(ANY)),
+    "no rung below": (("fp16",), {}, 8 * [OVERFLOW], WARN),
     "skips grown back from": ((), {"loss_scale": LossScale(growth_interval=1)}, 100 * [OVERFLOW, CLEAN], None),
     "skips that hysteresis forgives": ((), {"loss_scale": LossScale(hysteresis=8)}, 9 * [OVERFLOW], None),
     "three octaves past hysteresis": ((), {"loss_scale": LossScale(hysteresis=8)}, 10 * [OVERFLOW], TENTATIVE),
     "the first descent": ((), STARTING, [*10 * [OVERFLOW], *3 * [CLEAN], *10 * [OVERFLOW], *4 * [CLEAN]], None),
     "the first descent, forgotten": ((), STARTING, [*20 * [OVERFLOW], *4 * [CLEAN], *7 * [OVERFLOW]], None),
     "a first descent to nothing": ((), STARTING, 41 * [OVERFLOW], TENTATIVE),
-    "underflow raises the scale": ((), {}, [LOST], Rescale(START * 64, ANY)),
-    "to its cap at most": ((), {"loss_scale": LossScale(max_scale=START * 2)}, [LOST], Rescale(START * 2, ANY)),
+    "underflow raises the scale": ((), {}, [LOST], rescaled(START * 64)),
+    "to its cap at most": (
+        (),
+        {"loss_scale": LossScale(max_scale=START * 2)},
+        [LOST],
+        rescaled(START * 2),
+    ),
     "underflow where overflows hold it down": ((), {}, [OVERFLOW, *198 * [CLEAN], LOST], TENTATIVE),
-    "underflow long after an overflow": ((), {}, [OVERFLOW, *199 * [CLEAN], LOST], Rescale(START * 32, ANY)),
+    "underflow long after an overflow": (
+        (),
+        {},
+        [OVERFLOW, *199 * [CLEAN], LOST],
+        rescaled(START * 32),
+    ),
     "little is lost": ((), {}, [Signal(lost_share=0.01)], None),
     "no gradient where there is no loss": ((), {}, [Signal(lost_share=1.0, loss=0.0)], None),
     "underflow at the start": ((), STARTING, [LOST], None),
     "underflow in bf16": (("bf16", "fp32"), {}, [LOST], None),
-    "underflow with no rung below": (("fp16",), HELD, [OVERFLOW, LOST], Warn(ANY)),
-    "a loss that has grown": ((), RERUNS, [*GROWN, *2 * [BAD_LOSS]], Blame(ANY)),
-    "4 times": ((), RERUNS, [*losses(*15 * [2.0], *15 * [8.0]), *2 * [BAD_LOSS]], Diagnose(ANY)),
-    "not yet typical": ((), RERUNS, [*losses(*15 * [2.0], *5 * [1e9]), *2 * [BAD_LOSS]], Diagnose(ANY)),
+    "underflow with no rung below": (("fp16",), HELD, [OVERFLOW, LOST], WARN),
+    "a loss that has grown": ((), RERUNS, [*GROWN, *2 * [BAD_LOSS]], BLAME),
+    "4 times": ((), RERUNS, [*losses(*15 * [2.0], *15 * [8.0]), *2 * [BAD_LOSS]], DIAGNOSE),
+    "not yet typical": ((), RERUNS, [*losses(*15 * [2.0], *5 * [1e9]), *2 * [BAD_LOSS]], DIAGNOSE),
     "lower than at first": (
         (),
         RERUNS,
         [*losses(*15 * [2.0], *15 * [0.1], *15 * [1.0]), *2 * [BAD_LOSS]],
-        Diagnose(ANY),
+        DIAGNOSE,
     ),
-    "never above zero": ((), RERUNS, [*losses(*15 * [0.0], *15 * [9.0]), *2 * [BAD_LOSS]], Diagnose(ANY)),
-    "not finite": ((), RERUNS, [*losses(*15 * [2.0], *15 * [math.inf, math.nan]), *2 * [BAD_LOSS]], Diagnose(ANY)),
+    "never above zero": ((), RERUNS, [*losses(*15 * [0.0], *15 * [9.0]), *2 * [BAD_LOSS]], DIAGNOSE),
+    "not finite": ((), RERUNS, [*losses(*15 * [2.0], *15 * [math.inf, math.nan]), *2 * [BAD_LOSS]], DIAGNOSE),
 }
 
 
@@ -161,7 +162,7 @@ def test_a_first_descent_below_its_usual_end_is_diagnosed_once() -> None:
     policy = policy_of(is_settled=False, can_rerun=True)
     assert judged(policy, [BAD_LOSS, *17 * [OVERFLOW]], pins=("layer",)) is None
     assert after(policy, 23 * [OVERFLOW]) is None
-    assert judged(policy, [OVERFLOW]) == Demote(2, ANY, False)
+    assert judged(policy, [OVERFLOW]) == Action("demotion", ANY, 2)
 
 
 def test_overflows_that_undo_a_raise_are_no_octaves_lost() -> None:
@@ -178,7 +179,7 @@ def test_a_raise_that_an_overflow_undid_is_not_tried_again_until_a_move() -> Non
     assert after(policy, [OVERFLOW, *250 * [CLEAN]]) is None
     assert after(policy, [LOST]) == TENTATIVE, "however long ago that was"
     policy.move_by_hand("fp16")
-    assert isinstance(after(policy, [LOST]), Rescale)
+    assert after(policy, [LOST]) == rescaled(ANY)
 
 
 # -- PROBATION: stepped down with nothing to rerun ---------------------------------------------------------------------
@@ -193,8 +194,8 @@ def test_a_tentative_demotion_stands_with_a_clean_step_and_falls_with_three_bad_
     assert after(accepted, [*first, CLEAN]) is None
     assert (accepted.rung, accepted.phase) == (1, "STEADY")
     revert = after(reverted, [*first, *(3 - len(first)) * [BAD_LOSS]])
-    assert revert == Revert(ANY)
-    assert confirmed(reverted, revert) == Stop(ANY, is_precision=False)
+    assert revert == REVERT
+    assert confirmed(reverted, revert) == STOP
     assert (reverted.rung, reverted.phase, reverted.scale.scale) == (0, "BLAMED", START)
 
 
@@ -206,7 +207,7 @@ def test_the_scale_from_before_the_burst_is_given_back_and_held() -> None:
     signals = [CLEAN, OVERFLOW, OVERFLOW, BAD_LOSS, BAD_LOSS]
     before = policy.scale.scale
     blame = judged(policy, signals, is_precision=False, finite_in=())
-    assert blame == Blame(ANY)
+    assert blame == BLAME
     assert policy.scale.scale == before / 4
     assert confirmed(policy, blame) is None
     assert after(policy, [OVERFLOW, *10 * [CLEAN], BAD_LOSS]) is None
@@ -216,7 +217,7 @@ def test_the_scale_from_before_the_burst_is_given_back_and_held() -> None:
 def test_ten_bad_steps_in_a_row_stop_a_blamed_run() -> None:
     policy = blamed(policy_of(can_rerun=True))
     assert after(policy, [*9 * [BAD_LOSS], CLEAN, *9 * [OVERFLOW]]) is None
-    assert after(policy, [BAD_LOSS]) == Stop(ANY, is_precision=False)
+    assert after(policy, [BAD_LOSS]) == STOP
     assert after(policy, 180 * [BAD_LOSS]) is None, "said once; the caller may not halt"
     assert policy.rung == 0
 
@@ -246,13 +247,13 @@ def test_a_tentative_demotion_made_shortly_before_was_in_error() -> None:
 # -- Diagnose ----------------------------------------------------------------------------------------------------------
 
 ANSWERS: list[tuple[dict[str, Any], Action]] = [
-    ({"finite_in": ("bf16", "fp32")}, Demote(1, ANY, False)),
-    ({}, Demote(2, ANY, False)),
-    ({"finite_in": ()}, Stop(ANY, is_precision=True)),
+    ({"finite_in": ("bf16", "fp32")}, Action("demotion", ANY, 1)),
+    ({}, Action("demotion", ANY, 2)),
+    ({"finite_in": ()}, NO_RUNG),
     ({"is_precision": None, "finite_in": (), "pins": ("ff.wo",)}, TENTATIVE),
-    ({"pins": ("ff.wo",)}, Pin(("ff.wo",), ANY)),
-    ({"is_precision": False}, Blame(ANY)),
-    ({"reproduced": False}, Warn(ANY)),
+    ({"pins": ("ff.wo",)}, Action("pin", ANY, modules=("ff.wo",))),
+    ({"is_precision": False}, BLAME),
+    ({"reproduced": False}, WARN),
 ]
 
 
@@ -267,15 +268,15 @@ def test_modules_are_pinned_once_and_then_it_steps_down() -> None:
     assert policy.scale.scale == START / 2
     assert confirmed(policy, pin) is None
     assert (policy.rung, policy.phase, policy.scale.scale) == (0, "STEADY", START)
-    assert isinstance(judged(policy, 2 * [BAD_LOSS], pins=("ff.wi",)), Demote)
+    assert judged(policy, 2 * [BAD_LOSS], pins=("ff.wi",)) == Action("demotion", ANY, 2)
 
 
 def test_what_the_rerun_does_not_show_twice_without_a_clean_step_is_stepped_down_from_on_trial() -> None:
     policy = policy_of(can_rerun=True)
     for _ in range(3):
-        assert isinstance(judged(policy, 2 * [BAD_LOSS], reproduced=False), Warn)
+        assert judged(policy, 2 * [BAD_LOSS], reproduced=False) == WARN
         assert after(policy, NUM_BLAMED_STEPS * [CLEAN]) is None
-    assert isinstance(judged(policy, 2 * [BAD_LOSS], reproduced=False), Warn)
+    assert judged(policy, 2 * [BAD_LOSS], reproduced=False) == WARN
     assert after(policy, (NUM_BLAMED_STEPS - 1) * [BAD_LOSS]) is None
     assert judged(policy, [BAD_LOSS], reproduced=False) == TENTATIVE
 
@@ -293,19 +294,19 @@ def test_withdrawn_and_refused_rungs_are_passed_over_and_the_reasons_told_in_the
     policy.withdraw("bf16", "emulated")
     policy.withdraw("fp16", "the run is in it")
     demote = after(policy, 2 * [BAD_LOSS])
-    assert demote == Demote(2, ANY, True)
+    assert demote == Action("demotion", ANY, 2, is_tentative=True)
     demote = policy.refuse(demote, "out of memory")
-    assert demote == Demote(3, ANY, True)
+    assert demote == Action("demotion", ANY, 3, is_tentative=True)
     stop = policy.refuse(demote, "too slow")
-    assert stop == Stop(ANY, is_precision=True)
+    assert stop == NO_RUNG
     assert stop.reason.endswith("bf16: emulated; tf32: out of memory; fp32: too slow")
 
 
 def test_a_rung_refused_after_a_rerun_leaves_the_reruns_evidence_standing() -> None:
     policy = policy_of(can_rerun=True)
     demote = judged(policy, 2 * [BAD_LOSS], finite_in=("bf16",))
-    assert isinstance(demote, Demote)
-    assert policy.refuse(demote, "out of memory") == Stop(ANY, is_precision=True)
+    assert demote is not None
+    assert policy.refuse(demote, "out of memory") == NO_RUNG
 
 
 # -- Promote -----------------------------------------------------------------------------------------------------------
@@ -319,9 +320,10 @@ def stepped_down(**more: Any) -> Policy:
     return policy
 
 
-def probe_after(policy: Policy, num_clean: int) -> Probe:
+def probe_after(policy: Policy, num_clean: int) -> Action:
     probe = after(policy, num_clean * [CLEAN])
-    assert isinstance(probe, Probe)
+    assert probe is not None
+    assert probe.kind == "probe"
     return probe
 
 
@@ -329,9 +331,9 @@ def test_after_2000_clean_steps_a_probe_that_is_finite_promotes() -> None:
     policy = stepped_down()
     assert after(policy, [*(PROMOTION_STEPS - 1) * [CLEAN], OVERFLOW]) is None
     probe = probe_after(policy, PROMOTION_STEPS)
-    assert probe == Probe(0, START * 16), "bad steps below do not change what scale it needs"
+    assert probe == Action("probe", ANY, 0, START * 16), "bad steps below do not change what scale it needs"
     promote = policy.probed(probe, is_finite=True)
-    assert promote == Promote(0, ANY)
+    assert promote == Action("promotion", ANY, 0)
     assert confirmed(policy, promote) is None
     assert (policy.precision, policy.phase, policy.scale.scale) == ("fp16", "STEADY", START)
     capped = stepped_down(loss_scale=LossScale(max_scale=2 * START))
@@ -377,7 +379,7 @@ def test_a_run_goes_on_without_the_rungs_above_the_one_that_was_saved() -> None:
     assert (saved.precision, saved.phase) == ("bf16", "PROBATION")
     with_a_way_back, without = policy_of(), policy_of("bf16", "fp32")
     with_a_way_back.load_state_dict(saved.state_dict())
-    assert after(with_a_way_back, 3 * [BAD_LOSS]) == Revert(ANY)
+    assert after(with_a_way_back, 3 * [BAD_LOSS]) == REVERT
     without.load_state_dict(saved.state_dict())
     assert (without.precision, without.phase) == ("bf16", "STEADY")
-    assert isinstance(after(without, 2 * [BAD_LOSS]), Demote)
+    assert after(without, 2 * [BAD_LOSS]) == TENTATIVE

@@ -10,9 +10,8 @@ from typing import Any, get_args
 
 from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.runtime import policy_state as actions
 from autotune_amp.runtime.policy import DWELL_STEPS, MAX_PROMOTIONS, NUM_PROBATION_STEPS, PROMOTION_STEPS, Policy
-from autotune_amp.runtime.policy_state import Action, Move, Signal
+from autotune_amp.runtime.policy_state import Action, Finding, MoveKind, Signal
 
 LADDERS: tuple[tuple[Precision, ...], ...] = (
     ("fp16",),
@@ -54,7 +53,7 @@ class Driver:
         self.hand = draw.choice((0.0, 0.0, 0.0005))
         self.policy, self.twin = self.fresh(), self.fresh()
         self.picked_by_hand: set[int] = set()
-        self.moved: Counter[type[Move]] = Counter()
+        self.moved: Counter[str] = Counter()
         self.num_bad = 0  # in a row, since the last move
         self.num_undone = 0  # demotions taken back because it was not precision
         self.last_down = self.last_promotion = self.last_revert = -math.inf  # in updates
@@ -104,16 +103,16 @@ class Driver:
 
     def answer(self, action: Action) -> Action | None:
         draw = self.draw.random
-        if isinstance(action, actions.Stop | actions.Warn):
+        if action.kind in ("stop", "warn"):
             return None
-        if isinstance(action, actions.Demote) and draw() < self.refusal:
+        if action.kind == "demotion" and draw() < self.refusal:
             return self.both("decline") if draw() < 0.5 else self.both("refuse", action, "out of memory")
-        if isinstance(action, actions.Probe):
+        if action.kind == "probe":
             assert all(self.options.values()), "promoted unasked"
             return self.both("probed", action, is_finite=draw() < 0.9)
-        if isinstance(action, actions.Diagnose):
+        if action.kind == "diagnose":
             assert self.options["can_rerun"]
-            finding = actions.Finding(
+            finding = Finding(
                 reproduced=draw() < 0.9,
                 is_precision=self.draw.choice((True, True, True, False, None)),
                 finite_in=tuple(rung for rung in self.rungs if draw() < 0.8),
@@ -122,25 +121,25 @@ class Driver:
             return self.both("judge", action.reason, finding)
         return self.confirm(action)
 
-    def confirm(self, move: Move) -> Action | None:
+    def confirm(self, move: Action) -> Action | None:
         policy = self.policy
         before, now = policy.rung, policy.num_updates
         follows = self.both("confirm", move)
-        self.moved[type(move)] += 1
-        if isinstance(move, actions.Demote):
+        self.moved[move.kind] += 1
+        if move.kind == "demotion":
             # A promotion that failed is undone at once; after a revert nothing moves before the dwell is over.
             assert before < policy.rung == move.rung
             assert now - self.last_revert >= DWELL_STEPS
             self.last_down = now
-        elif isinstance(move, actions.Promote):
+        elif move.kind == "promotion":
             assert policy.rung == move.rung < before
             assert now - max(self.last_down, self.last_revert, self.last_promotion) >= PROMOTION_STEPS
             self.last_promotion = now
-        elif isinstance(move, actions.Revert):
+        elif move.kind == "revert":
             assert policy.rung < before
             assert now - self.last_down == self.num_bad == NUM_PROBATION_STEPS
             self.last_revert = now
-        elif isinstance(move, actions.Blame) and policy.rung != before:
+        elif move.kind == "not_precision" and policy.rung != before:
             # The demotion was made in error, as a tentative one that is reverted.
             assert policy.rung < before
             assert now - self.last_down < DWELL_STEPS
@@ -148,12 +147,12 @@ class Driver:
             self.num_undone += 1
         else:
             assert policy.rung == before
-        if not isinstance(move, actions.Rescale):
+        if move.kind != "rescale":
             self.num_bad = 0
-        num_ups = self.moved[actions.Revert] + self.moved[actions.Promote] + self.num_undone
-        assert self.moved[actions.Promote] <= MAX_PROMOTIONS
-        assert self.moved[actions.Pin] <= 1
-        assert self.moved[actions.Demote] <= (len(self.rungs) - 1) * (1 + num_ups) or self.picked_by_hand
+        num_ups = self.moved["revert"] + self.moved["promotion"] + self.num_undone
+        assert self.moved["promotion"] <= MAX_PROMOTIONS
+        assert self.moved["pin"] <= 1
+        assert self.moved["demotion"] <= (len(self.rungs) - 1) * (1 + num_ups) or self.picked_by_hand
         return follows
 
     def move_by_hand(self) -> None:
@@ -167,7 +166,7 @@ class Driver:
 def test_nothing_random_breaks_the_policy() -> None:
     draw = random.Random(0)
     num_left = 500_000
-    moved: Counter[type[Move]] = Counter()
+    moved: Counter[str] = Counter()
     most_promotions = 0
     while num_left > 0:
         driver = Driver(draw)
@@ -179,6 +178,6 @@ def test_nothing_random_breaks_the_policy() -> None:
             if draw.random() < 0.7:
                 driver.resume()
         moved += driver.moved
-        most_promotions = max(most_promotions, driver.moved[actions.Promote])
-    assert set(moved) == set(get_args(Move)), "some move was never tried"
+        most_promotions = max(most_promotions, driver.moved["promotion"])
+    assert set(moved) == set(get_args(MoveKind)), "some move was never tried"
     assert most_promotions >= MAX_PROMOTIONS - 1, "the cap on promotions was never near"
