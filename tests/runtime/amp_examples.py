@@ -59,7 +59,7 @@ def run(
     scaler: Scaler, make_optimizer: MakeOptimizer, iteration: Iteration, new_scales: dict[int, Any] | None = None
 ) -> Trace:
     """`new_scales` are given to the update of that number."""
-    models = [Custom()] if iteration is custom_autograd_functions else [mlp(0), mlp(1)]
+    models = [mlp(0), mlp(1)]
     optimizers = [make_optimizer(model.parameters()) for model in models]
     trace = []
     for number, (inputs, target) in enumerate(data()):
@@ -115,41 +115,10 @@ def several_models_losses_and_optimizers(
     scaler.unscale_(optimizers[0])
 
 
-class MyMM(torch.autograd.Function):
-    @staticmethod
-    @torch.amp.custom_fwd(device_type="cpu")  # type: ignore[untyped-decorator]
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        return a.mm(b)
-
-    @staticmethod
-    @torch.amp.custom_bwd(device_type="cpu")  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: Any) -> Any:
-        a, b = ctx.saved_tensors
-        return grads[0].mm(b.t()), a.t().mm(grads[0])
-
-
-class Custom(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(8, 16), nn.Parameter(torch.randn(16, 4) / 4)
-
-    def forward(self, inputs: Tensor) -> Any:
-        return MyMM.apply(self.first(inputs).half(), self.second.half())  # type: ignore[no-untyped-call]
-
-
-def custom_autograd_functions(
-    scaler: Scaler, models: Models, optimizers: Optimizers, inputs: Tensor, target: Tensor
-) -> None:
-    typical_training(scaler, models, optimizers, inputs, target)
-
-
 EXAMPLES: list[Iteration] = [
     typical_training,
     gradient_clipping,
     gradient_accumulation,
     gradient_penalty,
     several_models_losses_and_optimizers,
-    custom_autograd_functions,
 ]

@@ -128,7 +128,7 @@ def test_a_plain_scalers_state_goes_on_bit_for_bit_as_it_would_have() -> None:
         optimizer.zero_grad()
 
     rule: dict[str, Any] = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3}
-    for num_before in range(0, len(script), 3):
+    for num_before in (0, 7, 16):
         old, mine, theirs = (copy.deepcopy(model) for _ in range(3))
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18, **rule)
         optimizer = torch.optim.SGD(old.parameters(), lr=0.01, momentum=0.9)

@@ -77,13 +77,6 @@ def test_its_own_interface_does_what_gradscalers_does_and_step_says_whether_it_w
 # -- the rest of the interface -----------------------------------------------------------------------------------------
 
 
-def test_it_is_a_gradscaler_that_is_enabled() -> None:
-    scaler = controller()
-    assert isinstance(scaler, torch.amp.GradScaler)
-    assert scaler.is_enabled()
-    assert scaler.get_scale() == INIT_SCALE
-
-
 def test_scale_keeps_the_shape_of_what_it_is_given() -> None:
     one, two, three = (torch.tensor(value) for value in (1.0, 2.0, 3.0))
     cases: list[Any] = [one, [one], (one, two), [one, (two, [three])]]
@@ -129,14 +122,6 @@ def test_a_copy_between_two_updates_goes_on_as_gradscalers_does(copied: Callable
         mine, theirs = (run(scaler, OPTIMIZERS["SGD"], typical_training) for scaler in scalers)
         assert_same(mine, theirs)
         scalers = [copied(scaler) for scaler in scalers]
-
-
-def test_a_copy_is_on_its_own() -> None:
-    original = controller()
-    other = copy.deepcopy(original)
-    run(other, OPTIMIZERS["SGD"], typical_training)
-    assert original.get_scale() == INIT_SCALE
-    assert original.status().num_updates == 0
 
 
 def test_no_copy_in_the_middle_of_an_iteration() -> None:

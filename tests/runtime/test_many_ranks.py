@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,6 @@ from rank_worker import Ranks
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.runtime import run_log
-from autotune_amp.runtime.scaler import Ranks as RunRanks
 
 WRAPPERS: tuple[Wrapper, ...] = ("ddp", "ddp_ignored", "fsdp1", "fsdp1_flat", "fsdp2")
 # A floor so near that two overflows running are a trip.
@@ -155,23 +153,3 @@ def test_one_of_the_ranks_writes_the_run_log(ranks: Ranks, tmp_path: Path) -> No
     assert (found.begin.rank, found.begin.num_ranks) == (0, NUM_RANKS)
     assert [(move.update, move.kind, move.before, move.after) for move in found.moves] == [DEMOTION]
     assert log.read_text().count('"event":"begin"') == 1
-
-
-def test_names_are_gathered_by_way_of_the_ranks_own_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL sends objects from the current device, and two ranks on one card hang."""
-    used: list[int] = []
-
-    @contextmanager
-    def made_current(index: int) -> Iterator[None]:
-        used.append(index)
-        yield
-
-    def gather(gathered: list[list[str]], names: list[str], group: object) -> None:
-        gathered[:] = [["b"], names]
-
-    monkeypatch.setattr(torch.accelerator, "device_index", made_current)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    assert RunRanks(torch.device("cuda", 1)).union(["a"]) == ("b", "a")
-    assert used == [1]

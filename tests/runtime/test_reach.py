@@ -90,17 +90,12 @@ def test_a_loop_in_another_precision_than_the_config_is_brought_into_it() -> Non
 
 
 def test_a_layer_that_the_user_keeps_in_fp32_is_no_sign_of_anything() -> None:
-    class Island(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
-
+    class Island(nn.Linear):
         def forward(self, inputs: Tensor) -> Tensor:
-            hidden = self.body(inputs)
             with torch.autocast("cpu", enabled=False):
-                return self.head(hidden.float())  # type: ignore[no-any-return]
+                return super().forward(inputs.float())
 
-    module = Method(Island())
+    module = Method(nn.Sequential(nn.Linear(8, 8), Island(8, 1)))
     controller = PrecisionController(fp16(), device="cpu")
     controller.attach(module.net)
     controller.set_precision("bf16")
@@ -176,38 +171,24 @@ def test_a_checkpoint_saved_by_a_callback_has_the_step_that_it_is_called_for() -
 
 def test_a_detached_controller_leaves_flags_as_found_and_never_runs_the_closure_again() -> None:
     flags = torch.backends.cuda.matmul
-    before = flags.fp32_precision
     flags.fp32_precision = "tf32"
-    try:
-        config = AmpConfig(precision="fp32", batch_size=4, as_found=True, fallback=[])
-        model, num_reruns = nn.Linear(8, 1), 0
+    model, reruns = nn.Linear(8, 1), []
+    controller = PrecisionController(AmpConfig(precision="fp32", batch_size=4, as_found=True), "cpu", halt=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
-        def rerun() -> Tensor:
-            nonlocal num_reruns
-            num_reruns += 1
-            return model(torch.ones(4, 8)).sum()  # type: ignore[no-any-return]
+    def train(num_updates: int) -> None:
+        for _ in range(num_updates):
+            controller.backward(model(torch.full((4, 8), torch.nan)).sum())
+            controller.step(optimizer)
+            controller.update()
 
-        controller = PrecisionController(config, device="cpu", halt=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-
-        def train() -> None:
-            for _ in range(2):
-                controller.backward(model(torch.full((4, 8), torch.nan)).sum())
-                controller.step(optimizer)
-                controller.update()
-
-        controller.attach(model, rerun)
-        train()
-        assert num_reruns == 1
-        controller.disable()
-        assert flags.fp32_precision == "ieee"
-        controller.enable()
-        controller.disable()
-        controller.detach()
-        assert flags.fp32_precision == "tf32"
-        controller.enable()
-        for _ in range(200):
-            train()
-        assert num_reruns == 1
-    finally:
-        flags.fp32_precision = before
+    controller.attach(model, lambda: reruns.append(1) or model(torch.ones(4, 8)).sum())  # type: ignore[func-returns-value]
+    train(2)
+    assert len(reruns) == 1
+    controller.disable()
+    assert flags.fp32_precision == "ieee"
+    controller.detach()
+    assert flags.fp32_precision == "tf32"
+    controller.enable()
+    train(400)
+    assert len(reruns) == 1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
 from autotune_amp.runtime.policy import Policy
-from autotune_amp.runtime.policy_state import Finding, ScaleRule, Signal, float32
+from autotune_amp.runtime.policy_state import Finding, ScaleRule, Signal
 
 WIDE = 2.0**100  # a cap that no test here reaches
 CPU = torch.device("cpu")
@@ -68,19 +68,6 @@ def test_within_its_bounds_the_scale_is_gradscalers_to_the_bit(overflows: list[b
             return
         assert rule.scale == scaler.get_scale()
         assert rule.growth_tracker == scaler._get_growth_tracker()
-
-
-@given(scale=st.floats(min_value=0.0, allow_infinity=True), overflows=sequences)
-def test_a_scale_set_from_outside_is_brought_within_the_bounds_and_keeps_the_tracker(
-    scale: float, overflows: list[bool]
-) -> None:
-    rule = rule_of(16.0, min_scale=2.0, max_scale=64.0, growth_interval=300)
-    for overflow in overflows:
-        tell(rule, overflow)
-    before = rule.growth_tracker
-    rule.set(scale)
-    assert rule.scale == float32(min(64.0, max(2.0, scale)))
-    assert rule.growth_tracker == before
 
 
 # -- hysteresis and the floor ------------------------------------------------------------------------------------------

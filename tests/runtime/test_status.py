@@ -127,9 +127,7 @@ def test_the_history_has_every_move_with_its_reason_and_listeners_hear_of_it(cap
     assert [record.config.precision for record in history] == ["bf16", "fp16", "fp16", "fp16", "fp32"]
     assert tuple(heard) == history
     logged = [record.getMessage() for record in caplog.records]
-    assert "fp16 -> bf16" in logged[0]
-    assert logged[0].endswith(history[0].reason)
-    assert len(logged) == len(history)
+    assert [history[index].reason in line for index, line in enumerate(logged)] == [True] * 5
     training.assert_trained_on(7)
 
 
@@ -163,12 +161,11 @@ def test_an_advisory_controller_records_its_advice_and_stays() -> None:
 
 @pytest.mark.parametrize("largest", [3.0, math.nan])
 def test_the_statistics_file_is_json_whatever_was_seen(tmp_path: Path, largest: float) -> None:
-    controller = PrecisionController(fp16(fallback=["bf16"]), device="cpu")
-    training = Scripted(controller)
+    training = scripted(fp16(fallback=["bf16"]))
+    controller = training.controller
     layer = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(layer.weight, largest)
     controller.attach(layer)
-    with torch.no_grad():
-        layer.weight.fill_(largest)
     training.run("clean")
     for _ in range(10):  # one of them is looked at
         with controller.autocast(), torch.no_grad():
