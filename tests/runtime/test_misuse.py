@@ -141,11 +141,10 @@ def test_an_update_without_any_gradient_counts_for_nothing(fused: bool) -> None:
     loop.steered(scaler).assert_is(Loop().plain())
 
 
-@fused_or_not
 @pytest.mark.parametrize("method", ["step", "unscale_"])
-def test_before_the_first_scale_it_says_what_gradscaler_says(method: str, fused: bool) -> None:
+def test_before_the_first_scale_it_says_what_gradscaler_says(method: str) -> None:
     for scaler in (make(), torch.amp.GradScaler("cpu")):
-        loop = Loop(fused)
+        loop = Loop()
         loop.loss().backward()  # type: ignore[no-untyped-call]
         with pytest.raises(AssertionError, match=r"did not use scaler.scale\(loss or outputs\) earlier"):
             getattr(scaler, method)(loop.optimizer)

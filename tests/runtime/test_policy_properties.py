@@ -20,7 +20,7 @@ LADDERS: tuple[tuple[Precision, ...], ...] = (
     ("bf16", "fp32"),
 )
 # How likely an update overflows, has a non-finite loss, brings a sample of what is lost; and how long that lasts.
-REGIMES = (
+REGIMES: tuple[tuple[float, float, float, int], ...] = (
     (0.0, 0.0, 0.0, 5000),
     (0.0, 0.0, 0.01, 1000),
     (0.05, 0.02, 0.1, 300),
@@ -124,9 +124,9 @@ def test_nothing_random_breaks_the_policy() -> None:
     while num_left > 0:
         driver = Driver(draw)
         for _ in range(draw.randint(1, 30)):
-            *chances, longest = draw.choice(REGIMES)
+            overflow, bad_loss, sampled, longest = draw.choice(REGIMES)
             num_updates = draw.randint(1, longest)
-            driver.live(*chances, num_updates)
+            driver.live(overflow, bad_loss, sampled, num_updates)
             num_left -= num_updates
             if draw.random() < 0.7:
                 driver.resume()
