@@ -74,27 +74,27 @@ class Executor:
         self._action: Action | None = None  # that the policy wishes for
         self._known_optimizers: set[int] = set()
         self._culprit: str | None = None
-        self._withdraw(max_slowdown)
-        missing = [(name, value) for name, value in config.environment.items() if os.environ.get(name) != value]
+        for plan in self.plans:
+            if max_slowdown is not None:
+                self._withdraw_slower(plan, max_slowdown)
+            if plan.precision == "bf16" and ranks.device.type == "cuda" and not cuda.is_bf16_native(ranks.device):
+                policy.withdraw("bf16", "this card only emulates it")
+        missing = {name: value for name, value in config.environment.items() if os.environ.get(name) != value}
         if missing:
             log.warning(
                 "The config was measured with variables that this process was started without, so it may be slower. "
                 "Before Python starts: export %s",
-                " ".join(f"{name}={value}" for name, value in missing),
+                " ".join(f"{name}={value}" for name, value in missing.items()),
             )
 
-    def _withdraw(self, max_slowdown: float | None) -> None:
-        device = self._ranks.device
-        for plan in self.plans:
-            if max_slowdown is not None and plan.slowdown is None:
-                raise InvalidRequestError(
-                    f"max_slowdown={max_slowdown} cannot be kept: the speed of {plan.precision} was not measured.",
-                    "Use a config that a search recommended, or leave max_slowdown out.",
-                )
-            if max_slowdown is not None and plan.slowdown is not None and plan.slowdown > max_slowdown:
-                self.policy.withdraw(plan.precision, f"{plan.slowdown:.2g} times slower, above {max_slowdown:g}")
-            if plan.precision == "bf16" and device.type == "cuda" and not cuda.is_bf16_native(device):
-                self.policy.withdraw("bf16", "this card only emulates it")
+    def _withdraw_slower(self, plan: FallbackPlan, max_slowdown: float) -> None:
+        if plan.slowdown is None:
+            raise InvalidRequestError(
+                f"max_slowdown={max_slowdown} cannot be kept: the speed of {plan.precision} was not measured.",
+                "Use a config that a search recommended, or leave max_slowdown out.",
+            )
+        if plan.slowdown > max_slowdown:
+            self.policy.withdraw(plan.precision, f"{plan.slowdown:.2g} times slower, above {max_slowdown:g}")
 
     @property
     def config(self) -> AmpConfig:
@@ -283,11 +283,12 @@ class Executor:
             plan, own = self.plans[move.rung - 1], self.own_config
             if self.is_advisory:
                 policy.decline()
-                way_out = f"The precision should be {plan.precision}, but the loop gives no way to change it from here"
-                self._note("advice", plan.precision, f"{reason}. {way_out}")
+                should = f"The precision should be {plan.precision}, but the loop gives no way to change it from here"
+                self._note("advice", plan.precision, f"{reason}. {should}")
                 return None
-            why_not = self._why_not(plan)
-            if reasons := self._ranks.union([why_not] if why_not else []):
+            needed, available = plan.peak_memory_bytes or 0, available_memory_bytes(self._ranks.device)
+            why_not = f"it takes {needed / 2**30:.2f} GiB and {available / 2**30:.2f} GiB can be had"
+            if reasons := self._ranks.union([why_not] if needed > available else []):
                 return policy.refuse(move, reasons[0])
             if (plan.batch_size, plan.accumulation_steps) != (own.batch_size, own.accumulation_steps):
                 reason += f"; batch size {plan.batch_size} with {plan.accumulation_steps} accumulation steps fits"
@@ -304,14 +305,6 @@ class Executor:
                 self.config,
             )
         return follows
-
-    def _why_not(self, plan: FallbackPlan) -> str | None:
-        if plan.peak_memory_bytes is None:
-            return None  # named by hand: taken at its word
-        available = available_memory_bytes(self._ranks.device)
-        if plan.peak_memory_bytes <= available:
-            return None
-        return f"it takes {plan.peak_memory_bytes / 2**30:.2f} GiB and {available / 2**30:.2f} GiB can be had"
 
     def _rerunner(self) -> diagnosis.Rerunner:
         assert self.model is not None and self.model.rerun is not None  # noqa: PT018 # else never asked for

@@ -74,9 +74,9 @@ class Policy(PolicyState):
         self.promotes = promotes
         self.scale = ScaleRule(self.loss_scale)
         self.scale_before_burst = self.scale.scale
-        # Of the trip being dealt with: nothing is learned any more; or the loss scale may only have begun too high.
-        self._is_failing = self._is_descending = False
-        self._finite_in: Names | None = None  # by a rerun of its batch
+        # Of the trip being dealt with: whether nothing is learned any more, and what a rerun of its batch showed.
+        self._is_failing = False
+        self._finite_in: Names | None = None
 
     @property
     def precision(self) -> Precision:
@@ -197,17 +197,13 @@ class Policy(PolicyState):
     def _overflow(self) -> Action | None:
         """T2 and T3. From STARTUP only T2: the first descent to a scale that works is no fault, however long."""
         crosses = self.scale.would_cross_floor
-        before = self.scale.scale
         self.octaves.append([self.num_updates, self.scale.overflow()])
         self.last_overflow = self.num_updates
         self.raise_was_undone |= self.has_raised
         if crosses:
             return self._trip(f"the loss scale would cross its floor of {self.scale.floor:g}", is_failing=True)
         if self.phase == "STARTUP":
-            is_below = before >= self.loss_scale.floor > self.scale.scale
-            if not (is_below and self.can_rerun) or self.startup_was_cleared:
-                return None
-            return self._trip(f"the loss scale fell to {self.scale.scale:g} at the start", is_descending=True)
+            return None
         self.octaves = [entry for entry in self.octaves if entry[0] > self.num_updates - SKIP_WINDOW]
         lost = [octaves for _, octaves in self.octaves]
         num_skips, net = sum(octaves >= 0 for octaves in lost), sum(lost)
@@ -227,13 +223,12 @@ class Policy(PolicyState):
         self._is_failing = False
         return self._step_down(reason, None)
 
-    def _trip(self, reason: str, *, is_failing: bool = False, is_descending: bool = False) -> Action | None:
-        self._is_failing, self._is_descending = is_failing, is_descending
+    def _trip(self, reason: str, *, is_failing: bool = False) -> Action | None:
+        self._is_failing = is_failing
         if self.num_updates < self.quiet_until:
             return None
-        if self._loss_growth > DIVERGED_GROWTH:
-            growth = f"{self._loss_growth:.3g} times its best, above where it began"
-            return Action("not_precision", f"{reason}, and the loss has grown to {growth}: it diverges")
+        if (growth := self._loss_growth) > DIVERGED_GROWTH:
+            return Action("not_precision", f"{reason}, and the loss is {growth:.3g} times its best: it diverges")
         return Action("diagnose", reason) if self.can_rerun else self._step_down(reason, None)
 
     def judge(self, reason: str, finding: Finding) -> Action | None:
@@ -247,9 +242,6 @@ class Policy(PolicyState):
         reason += f", first in {finding.culprit}" if finding.culprit else ""
         if finding.is_precision is False:
             return Action("not_precision", f"{reason}, in fp32 too: it is not precision")
-        if self._is_descending:
-            self.startup_was_cleared = True
-            return None
         if finding.is_precision and finding.pins and not self.has_pinned:
             return Action("pin", reason, modules=finding.pins)
         return self._step_down(reason, finding.finite_in if finding.is_precision else None)
@@ -270,10 +262,10 @@ class Policy(PolicyState):
         self.decline()
         return Action("warn", f"{reason}; there is no rung to step down to{why}")
 
-    def refuse(self, action: Action, reason: str) -> Action:
-        """The rung of `action` does not fit; what to do instead."""
-        self.withdrawn[self.rungs[action.rung]] = reason
-        return self._step_down(action.reason, self._finite_in)
+    def refuse(self, demotion: Action, reason: str) -> Action:
+        """Its rung does not fit; what to do instead."""
+        self.withdrawn[self.rungs[demotion.rung]] = reason
+        return self._step_down(demotion.reason, self._finite_in)
 
     def decline(self, num_quiet: int = DWELL_STEPS) -> None:
         """Nothing can be done about a trip (the caller may be advisory): no other for `num_quiet` updates."""

@@ -164,7 +164,6 @@ class PolicyState:
     last_overflow: int | None = None
     demoted_from: int | None = None
     has_pinned: bool = False
-    startup_was_cleared: bool = False
     was_promoted: bool = False
     num_promotions: int = 0
     num_failures: int = 0

@@ -176,14 +176,6 @@ def test_a_scale_that_cannot_work_is_refused(scale: Any) -> None:
         assert "finite number above 0" in refused(controller, given_state | {"scale": scale}).message
 
 
-@pytest.mark.parametrize("key", ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"])
-def test_a_missing_key_is_named(key: str) -> None:
-    controller = used()
-    state = controller.state_dict()
-    del state[key]
-    assert f"`{key}`" in refused(controller, state).message
-
-
 def test_a_newer_format_and_other_rungs_are_refused() -> None:
     controller = used()
     state = controller.state_dict()

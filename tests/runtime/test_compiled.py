@@ -14,7 +14,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from training import Batch, batches, fp16, same
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.precision import torch_state
 from autotune_amp.runtime.controller import PrecisionController
 
 MOVES: list[Precision] = ["fp16", "bf16", "fp32", "fp16", "bf16", "fp32"]
@@ -88,27 +87,6 @@ def test_each_new_precision_compiles_once_comes_back_for_free_and_is_never_stale
         fresh.plain(scaler if name == "fp16" else torch.amp.GradScaler("cpu", enabled=False), name, batch)
         weights = fresh.model.state_dict()
     assert same(mine.model, fresh.model)
-
-
-def test_code_with_an_autocast_of_its_own_recompiles_as_often_and_runs_in_the_precision_asked_for() -> None:
-    model = small()
-    given = batches(len(MOVES))
-    own = torch.autocast("cpu", dtype=torch.float16)
-    mine = Training(model, "aot_eager")
-    controller = PrecisionController(fp16(), device="cpu")
-    controller.attach(mine.compiled)
-    counts = []
-    for name, (inputs, targets) in zip(MOVES, given, strict=True):
-        controller.set_precision(name)
-        plain = copy.deepcopy(model)
-        plain.load_state_dict(mine.model.state_dict())
-        with torch_state.autocast(name, "cpu"):
-            expected = plain(inputs)
-        with own:
-            assert torch.equal(mine.compiled(inputs), expected)
-        mine.step(controller, own, (inputs, targets))
-        counts.append(mine.counter.frame_count)
-    assert counts == [1, 2, 3, 3, 3, 3]
 
 
 def test_code_with_an_autocast_of_its_own_has_its_backward_pass_in_the_lower_rung_too() -> None:

@@ -124,16 +124,6 @@ def test_a_copy_between_two_updates_goes_on_as_gradscalers_does(copied: Callable
         scalers = [copied(scaler) for scaler in scalers]
 
 
-def test_no_copy_in_the_middle_of_an_iteration() -> None:
-    for scaler in (grad_scaler(), controller()):
-        model = mlp()
-        optimizer = OPTIMIZERS["SGD"](model.parameters())
-        scaler.scale(model(torch.ones(1, 8)).sum()).backward()
-        scaler.unscale_(optimizer)
-        with pytest.raises(AssertionError, match="may only be pickled at the beginning of an iteration"):
-            pickle.dumps(scaler)
-
-
 def test_without_a_way_to_change_the_precision_it_says_once_that_it_is_advisory(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -218,28 +218,6 @@ def test_a_scale_that_harms_weights_is_refused_and_nothing_changes(scale: float 
     loop.steered(scaler).assert_is(Loop().plain(2))
 
 
-@pytest.mark.parametrize("reruns", [False, True])
-def test_a_loop_that_updates_inside_its_own_autocast_is_demoted_all_the_same(reruns: bool) -> None:
-    scaler = make(fallback=["bf16"])
-    loop = Loop()
-
-    def rerun() -> Tensor:  # of a batch that fp16 alone cannot bear
-        hidden: Tensor = loop.model(torch.full((2, 4), 1e5))
-        return hidden.float().mean()
-
-    scaler.attach(loop.model, rerun if reruns else None)
-    seen = []
-    for step in range(6):
-        with torch.autocast("cpu", dtype=torch.float16):
-            output = loop.model(torch.ones(2, 4))
-            seen.append(output.dtype)
-            loop.optimizer.zero_grad()
-            scaler.scale(output.float().mean() * (float("nan") if step < 2 else 1.0)).backward()
-            scaler.step(loop.optimizer)
-            scaler.update()
-    assert seen == [torch.float16] * 2 + [torch.bfloat16] * 4
-
-
 def test_variables_that_were_not_set_before_python_are_warned_of(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,20 +156,6 @@ def test_a_nan_gradient_in_every_precision_halts_naming_the_module(mode: str, pr
     assert all(torch.equal(before[name], value) for name, value in weights(model).items())
 
 
-@pytest.mark.parametrize("attaches", [True, False])
-def test_without_a_rerun_the_demotion_does_not_last(attaches: bool) -> None:
-    model = WithRoot()
-    before = weights(model)
-    steered = controller()
-    loop = Loop(model, steered, reruns=False, attaches=attaches)
-    with pytest.raises(NotPrecisionError, match="not precision"):
-        loop.run(batches(100))
-    status = steered.status()
-    assert status.precision == "fp16"
-    assert [record.kind for record in status.history] == ["demotion", "revert", "stop"]
-    assert all(torch.equal(before[name], value) for name, value in weights(model).items())
-
-
 def test_a_frozen_low_precision_base_is_not_offered_fp32() -> None:
     base = nn.Linear(8, 8).to(torch.bfloat16).requires_grad_(False)
     adapter = nn.Linear(8, 1)
