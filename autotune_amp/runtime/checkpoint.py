@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -13,8 +13,8 @@ from autotune_amp.core.errors import FormatError
 from autotune_amp.numerics.modules import named
 from autotune_amp.runtime.executor import Executor, Wish
 from autotune_amp.runtime.policy_state import check_scale, converted
-from autotune_amp.runtime.scaler import Waiting, Window
-from autotune_amp.runtime.status import Metrics, from_plain, to_plain
+from autotune_amp.runtime.scaler import Window
+from autotune_amp.runtime.status import from_plain, to_plain
 
 KEY = "autotune_amp"
 FORMAT = 1
@@ -34,9 +34,7 @@ class _Versioned(msgspec.Struct):
     format: int
 
 
-class Counters(msgspec.Struct):
-    """What a run had counted and was waiting for."""
-
+class _Counters(msgspec.Struct):
     num_steps: int
     num_amp_steps: int
     num_passes: int
@@ -52,28 +50,16 @@ class _Own(msgspec.Struct):
     steering: dict[str, Any]  # the policy's
     pinned: list[str]
     history: list[dict[str, Any]]
-    counters: Counters
+    counters: _Counters
 
 
-def save(
-    executor: Executor,
-    metrics: Metrics,
-    window: Window,
-    *,
-    scale: float,
-    growth_tracker: int,
-    wishes: Sequence[tuple[Wish, str]],
-    waiting: Waiting,
-) -> dict[str, Any]:
-    """Plain types only: it loads under ``torch.load(weights_only=True)``.
-
-    `scale` and `growth_tracker` are the device's, `wishes` what is to be done once the window ends, and `waiting` what
-    is on its way from the device.
-    """
+def save(executor: Executor, window: Window) -> dict[str, Any]:
+    """Plain types only: it loads under ``torch.load(weights_only=True)``. `window` is the one that the loop is in."""
+    scaler, metrics = executor.scaler, executor.metrics
     return {
-        "scale": scale,
-        **{name: getattr(executor.policy.scale, name) for name in _RULE},
-        "_growth_tracker": growth_tracker,
+        "scale": scaler.current_scale(),
+        **{name: getattr(scaler.rule, name) for name in _RULE},
+        "_growth_tracker": scaler.current_growth_tracker(),
         KEY: {
             "format": FORMAT,
             "steering": executor.policy.state_dict(),
@@ -87,15 +73,15 @@ def save(
                 "loss_was_finite": math.isfinite(float(window.loss_probe)),
                 "loss": float(window.loss),
                 "is_off": executor.is_off,
-                "wishes": [list(wish) for wish in wishes],
-                "waiting": [[list(values), list(label)] for values, label in waiting],
+                "wishes": [list(wish) for wish in executor.wishes if wish[0] != "act"],
+                "waiting": [[list(values), list(label)] for values, label in scaler.reader.waiting()],
             },
         },
     }
 
 
-def load(executor: Executor, metrics: Metrics, window: Window, state: object) -> Counters | None:
-    """Take over a saved state, but for what it returns: what the controller has still to do, None for a GradScaler's.
+def load(executor: Executor, window: Window, state: object) -> None:
+    """Take over a saved state.
 
     Raises `FormatError` for what is no such state, was written by a newer version or belongs to other rungs, and
     `InvalidRequestError` for a loss scale that cannot work. Nothing is changed then.
@@ -105,19 +91,21 @@ def load(executor: Executor, metrics: Metrics, window: Window, state: object) ->
             f"The scaler's state is a {type(state).__name__}; it must be what state_dict() gave.",
             "If the checkpoint has none, do not load one: the controller then starts as its config says.",
         )
+    metrics, scaler = executor.metrics, executor.scaler
     if not state:  # a disabled GradScaler's
         metrics.resume(None)
-        return None
-    scaler, rule = converted(state, _Scaler), executor.policy.scale
-    scale = check_scale(scaler.scale)
+        return
+    plain, rule = converted(state, _Scaler), scaler.rule
+    scale = check_scale(plain.scale)
     own = state.get(KEY)
     if own is None:
         for name in _RULE:
             setattr(rule, name, state[name])
-        rule.growth_tracker = scaler.growth_tracker
+        rule.growth_tracker = plain.growth_tracker
         rule.set(scale)
         metrics.resume(None)
-        return None
+        executor.apply()
+        return
     if (version := converted(own, _Versioned).format) > FORMAT:
         raise FormatError(
             f"The controller's state has format {version}; this version reads up to {FORMAT}.", "Upgrade autotune_amp."
@@ -131,6 +119,7 @@ def load(executor: Executor, metrics: Metrics, window: Window, state: object) ->
         setattr(rule, name, state[name])
     counters = saved.counters
     executor.history[:] = history
+    executor.wishes[:] = counters.wishes
     executor.load_pins(saved.pinned)
     executor.is_off = counters.is_off
     metrics.resume(counters.run_id)
@@ -138,4 +127,7 @@ def load(executor: Executor, metrics: Metrics, window: Window, state: object) ->
     window.num_passes = counters.num_passes
     window.loss_probe = 0.0 if counters.loss_was_finite else math.nan
     window.loss = counters.loss
-    return counters
+    executor.apply()
+    scaler.reader.restore(counters.waiting)
+    if counters.waiting:  # the device, at this scale, was that much ahead of the host
+        scaler.place(executor.ranks.device, scale, plain.growth_tracker)

@@ -237,7 +237,7 @@ class PrecisionController(torch.amp.GradScaler):
         """
         if new_scale is not None:
             scale = check_scale(float(new_scale))
-            growth_tracker = self._get_growth_tracker()
+            growth_tracker = self._scaler.current_growth_tracker()
             self._end_window()
             self.synchronize()
             self._rule.set(scale)
@@ -331,9 +331,6 @@ class PrecisionController(torch.amp.GradScaler):
         """The current loss scale, 1.0 where the loss is not scaled; waits for the device."""
         self._check.window.scale_was_read = self._check.window.num_passes > 0
         return self._scaler.current_scale()
-
-    def _get_growth_tracker(self) -> int:
-        return self._scaler.current_growth_tracker()
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
@@ -459,15 +456,7 @@ class PrecisionController(torch.amp.GradScaler):
         What is still on its way from the device is saved with it, and acted on after loading: one rank may save alone.
         Inside an accumulation window save the gradients too: they are the model's, not the controller's.
         """
-        return checkpoint.save(
-            self._executor,
-            self._metrics,
-            self._check.window,
-            scale=self._scaler.current_scale(),
-            growth_tracker=self._get_growth_tracker(),
-            wishes=[wish for wish in self._executor.wishes if wish[0] != "act"],
-            waiting=self._scaler.reader.waiting(),
-        )
+        return checkpoint.save(self._executor, self._check.window)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state: a controller's, a plain GradScaler's, or ``{}``, which a disabled one saves.
@@ -476,12 +465,5 @@ class PrecisionController(torch.amp.GradScaler):
         scale that cannot work (0, infinite); then nothing is changed.
         """
         self.synchronize()
-        counters = checkpoint.load(self._executor, self._metrics, self._check.window, state_dict)
-        if counters is not None:
-            self._is_in_window = counters.num_passes > 0
-            self._executor.wishes[:] = counters.wishes
-        self._executor.apply()
-        if counters is not None:
-            self._scaler.reader.restore(counters.waiting)
-            if counters.waiting:  # the device, at this scale, was that much ahead of the host
-                self._scaler.place(self._ranks.device, state_dict["scale"], state_dict["_growth_tracker"])
+        checkpoint.load(self._executor, self._check.window, state_dict)
+        self._is_in_window = self._check.window.num_passes > 0

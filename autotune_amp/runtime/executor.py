@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
+from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError, TrainingStoppedError
 from autotune_amp.hardware import cuda
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.modes import MODES
@@ -63,9 +63,9 @@ class Executor:
         self.listeners: list[Callable[[MoveRecord], object]] = []
         self.on_step: list[tuple[Callable[[], object], int | None]] = []  # of which optimizer, None: any
         self.pins_to_come = config.pinned_modules  # until a model is attached
-        self._scaler = scaler
-        self._metrics = metrics
-        self._ranks = ranks
+        self.scaler = scaler
+        self.metrics = metrics
+        self.ranks = ranks
         self._guards = guards
         self._halts = halts
         self._on_demotion = on_demotion
@@ -116,17 +116,17 @@ class Executor:
     def apply(self) -> None:
         """Bring everything in line with the policy's rung."""
         self.precision = "fp32" if self.is_off else self.policy.precision
-        self._metrics.begin_rung(self.precision)
+        self.metrics.begin_rung(self.precision)
         if self._found is not None and self.precision == self.own_config.precision and not self.is_off:
             torch_state.apply_fp32_flags(self._found)
         else:
             torch_state.set_flags(self.precision)
         torch.clear_autocast_cache()
-        self._scaler.is_scaling = self.policy.is_scaling and not self.is_off
-        self.is_checking = not self.is_off and (self._guards or self._scaler.is_scaling)
+        self.scaler.is_scaling = self.policy.is_scaling and not self.is_off
+        self.is_checking = not self.is_off and (self._guards or self.scaler.is_scaling)
         self._force_model()
         self._begin_verifying()
-        self._scaler.write(is_forced=True)
+        self.scaler.write(is_forced=True)
 
     def use_own_autocast(self) -> None:
         """The loop uses the controller's autocast: there the precision can be changed."""
@@ -151,7 +151,7 @@ class Executor:
         """Whether the model's layers were seen to run in another precision although they are forced into this one."""
         model.is_verifying = False
         wanted = {self.precision, "fp32"}  # a layer that the user or a pin keeps in fp32 does no harm
-        if not self._ranks.any(not model.observer.precisions <= wanted):
+        if not self.ranks.any(not model.observer.precisions <= wanted):
             return False
         if not model.is_forced:  # the loop is written in another precision than the config's
             model.run_in(self.precision)
@@ -161,20 +161,20 @@ class Executor:
 
     def status(self) -> Status:
         """Where the run stands, as far as the host knows."""
-        policy, metrics, model = self.policy, self._metrics, self.model
+        policy, metrics, model = self.policy, self.metrics, self.model
         return Status(
             precision=self.precision,
             is_enabled=not self.is_off,
             is_advisory=self.is_advisory,
             pinned_modules=model.pinned if model else (),
-            scale=self._scaler.target,
+            scale=self.scaler.target,
             num_updates=policy.num_updates,
             num_steps=metrics.num_steps,
             num_skips=policy.num_skips,
             skip_share=policy.num_skips / max(1, policy.num_updates),
             amp_share=metrics.num_amp_steps / max(1, metrics.num_steps),
             step_seconds=metrics.step_seconds,
-            peak_memory_bytes=peak_memory_bytes(self._ranks.device),
+            peak_memory_bytes=peak_memory_bytes(self.ranks.device),
             forward_max=model.forward_max() if model else None,
             history=tuple(self.history),
         )
@@ -210,12 +210,12 @@ class Executor:
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context for a forward pass in the current precision, fresh each time."""
-        return nullcontext() if self.is_off else torch_state.autocast(self.precision, self._ranks.device.type)
+        return nullcontext() if self.is_off else torch_state.autocast(self.precision, self.ranks.device.type)
 
     @property
     def is_in_own_autocast(self) -> bool:
         """Whether an autocast of the controller's is on."""
-        return self.uses_own_autocast and torch.is_autocast_enabled(self._ranks.device.type)
+        return self.uses_own_autocast and torch.is_autocast_enabled(self.ranks.device.type)
 
     def end_window(self, skipped: bool | Tensor) -> None:
         """The window ends without a step, or with one: the model's running statistics follow."""
@@ -227,14 +227,14 @@ class Executor:
         model.end_window(skipped)
         if not self.uses_own_autocast:
             model.begin_window()
-        model.observer.is_sampling = self._metrics.wants_sample or model.is_verifying
+        model.observer.is_sampling = self.metrics.wants_sample or model.is_verifying
 
     def judge(self, found: Found) -> None:
         """Tell the policy of an update, in order and once each, and everybody who wants to know."""
         if not found.verdicts:
             return
         worst, is_checking = found.worst, self.is_checking
-        self._metrics.begin_update(was_taken=worst == CLEAN)
+        self.metrics.begin_update(was_taken=worst == CLEAN)
         if self.is_off:
             self.policy.num_updates += 1  # nothing is checked, but the run goes on
         else:
@@ -246,14 +246,15 @@ class Executor:
         for callback, number in self.on_step:  # last: they may save a checkpoint
             if CLEAN in found.verdicts.values() if number is None else found.verdicts.get(number) == CLEAN:
                 callback()
-        self._metrics.end_update(found.loss if is_checking else None)
+        self.metrics.end_update(found.loss if is_checking else None)
 
     def carry_out_next(self) -> None:
         """Carry out the first of `wishes`. Raises the errors of `TrainingStoppedError`."""
         what, name = self.wishes.pop(0)
         if what == "act":
             action, self._action = self._action, None
-            self._act(action)
+            while action is not None:
+                action = self._act(action)
         elif what == "give_up":
             self._give_up_moving()
         elif what == "set_precision":
@@ -261,21 +262,19 @@ class Executor:
         else:
             self._turn(off=what == "disable")
 
-    def _act(self, action: Action | None) -> None:
-        """Carry out `action` and what follows from it."""
-        while action is not None:
-            if action.kind == "diagnose":
-                action = self._diagnose(action)
-            elif action.kind == "probe":
-                action = self._probe(action)
-            elif action.kind == "warn":
-                log.warning("%s", action.reason)
-                return
-            elif action.kind == "stop":
-                self._stop(action)
-                return
-            else:
-                action = self._move(action)
+    def _act(self, action: Action) -> Action | None:
+        """Carry out `action`, and give what follows from it."""
+        if action.kind == "diagnose":
+            return self._diagnose(action)
+        if action.kind == "probe":
+            return self._probe(action)
+        if action.kind == "warn":
+            log.warning("%s", action.reason)
+        elif action.kind == "stop":
+            self._stop(action)
+        else:
+            return self._move(action)
+        return None
 
     def _move(self, move: Action) -> Action | None:
         policy, before, reason = self.policy, self.policy.precision, move.reason
@@ -286,9 +285,9 @@ class Executor:
                 should = f"The precision should be {plan.precision}, but the loop gives no way to change it from here"
                 self._note("advice", plan.precision, f"{reason}. {should}")
                 return None
-            needed, available = plan.peak_memory_bytes or 0, available_memory_bytes(self._ranks.device)
+            needed, available = plan.peak_memory_bytes or 0, available_memory_bytes(self.ranks.device)
             why_not = f"it takes {needed / 2**30:.2f} GiB and {available / 2**30:.2f} GiB can be had"
-            if reasons := self._ranks.union([why_not] if needed > available else []):
+            if reasons := self.ranks.union([why_not] if needed > available else []):
                 return policy.refuse(move, reasons[0])
             if (plan.batch_size, plan.accumulation_steps) != (own.batch_size, own.accumulation_steps):
                 reason += f"; batch size {plan.batch_size} with {plan.accumulation_steps} accumulation steps fits"
@@ -309,7 +308,7 @@ class Executor:
     def _rerunner(self) -> diagnosis.Rerunner:
         assert self.model is not None and self.model.rerun is not None  # noqa: PT018 # else never asked for
         self.model.observer.is_sampling = False  # a rerun in another precision says nothing of the run
-        return diagnosis.Rerunner(self.model.given, self.model.rerun, self.policy.precision, self._ranks)
+        return diagnosis.Rerunner(self.model.given, self.model.rerun, self.policy.precision, self.ranks)
 
     def _diagnose(self, asked: Action) -> Action | None:
         policy, model = self.policy, self.model
@@ -320,7 +319,7 @@ class Executor:
                 [name for name in policy.rungs[policy.rung + 1 :] if name not in policy.withdrawn],
                 policy.scale_before_burst if policy.is_scaling else 1.0,
                 finds_pins=not policy.has_pinned,
-                is_whole=not self._ranks.any(model.num_window_passes > 1),
+                is_whole=not self.ranks.any(model.num_window_passes > 1),
                 can_run_fp32=not model.has_frozen_half_weights,
             )
         except InvalidRequestError as error:
@@ -350,17 +349,15 @@ class Executor:
         if not self._halts:
             return
         self.policy.decline(num_quiet=0)  # a run that goes on from here all the same is judged anew
-        message = f"Training was stopped in {self.policy.precision}: {reason}."
-        if stop.is_precision:
-            raise NoRungFitsError(
-                message,
-                "Search again so that the config gets fallback plans that fit, or train in fp32 with a smaller batch.",
-            )
-        raise NotPrecisionError(
-            message,
+        kind: type[TrainingStoppedError] = NotPrecisionError
+        next_step = (
             "Look at the data and the learning rate: a lower precision would not have helped. "
-            "PrecisionController(..., halt=False) skips such steps for ever instead.",
+            "PrecisionController(..., halt=False) skips such steps for ever instead."
         )
+        if stop.is_precision:
+            kind = NoRungFitsError
+            next_step = "Search again for fallback plans that fit, or train in fp32 with a smaller batch."
+        raise kind(f"Training was stopped in {self.policy.precision}: {reason}.", next_step)
 
     def _give_up_moving(self) -> None:
         """The loop was seen to run in another precision than it was told to: scale and guard as it is written."""
@@ -415,16 +412,10 @@ class Executor:
         self._note("by_hand", self.precision, "disabled" if off else "enabled", before)
 
     def _note(self, kind: str, after: Precision, reason: str, before: Precision | None = None) -> None:
-        record = MoveRecord(
-            update=self.policy.num_updates,
-            kind=kind,
-            before=before or self.policy.precision,
-            after=after,
-            reason=reason,
-            config=self.config,
-        )
+        policy = self.policy
+        record = MoveRecord(policy.num_updates, kind, before or policy.precision, after, reason, self.config)
         self.history.append(record)
         log.warning("%s at update %d, %s -> %s: %s", kind, record.update, record.before, after, reason)
-        self._metrics.log_move(record)
+        self.metrics.log_move(record)
         for listener in self.listeners:
             listener(record)

@@ -233,10 +233,8 @@ def makes_buffers_unread(optimizer: torch.optim.Optimizer) -> bool:
 
 def refuse_half_parameters(optimizer: torch.optim.Optimizer, precision: Precision) -> None:
     """Raise `InvalidRequestError` where fp16's scaled gradients could not be unscaled: half precision parameters."""
-    if not MODES[precision].takes_scaler:
-        return
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if parameter.requires_grad and parameter.dtype in HALF_DTYPES:
+        if MODES[precision].takes_scaler and parameter.requires_grad and parameter.dtype in HALF_DTYPES:
             raise InvalidRequestError(
                 f"A trainable parameter of shape {tuple(parameter.shape)} is {str(parameter.dtype).split('.')[1]}; "
                 "precision fp16 needs trainable parameters in fp32, since fp16 gradients cannot be unscaled.",
