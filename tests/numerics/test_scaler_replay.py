@@ -23,7 +23,7 @@ from autotune_amp.numerics.scaler_replay import (
     skips,
     starting_scale,
 )
-from autotune_amp.runtime.policy import ScaleRule
+from autotune_amp.runtime.policy_state import ScaleRule
 
 NEVER_FINITE = -math.inf
 WIDE: dict[str, Any] = {"min_scale": MIN_LOSS_SCALE, "max_scale": 2.0**100}  # what GradScaler does not know
