@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from autotune_amp.core.errors import FormatError
-from autotune_amp.numerics.modules import named
+from autotune_amp.precision.forward_wrapper import named
 from autotune_amp.runtime.executor import Executor, Wish
 from autotune_amp.runtime.policy_state import check_scale, converted
 from autotune_amp.runtime.scaler import Window
