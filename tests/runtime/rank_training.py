@@ -1,9 +1,8 @@
-"""A training run on one of two ranks, what befalls one of them in it, and the same run by hand in one process."""
+"""A training run on one of two ranks, and what befalls one of them in it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -232,34 +231,3 @@ def _train(scenario: Scenario, rank: int) -> Outcome:
     outcome.state[checkpoint.KEY]["counters"]["run_id"] = None  # that of the log, which rank 0 alone writes
     outcome.weights = whole_weights(model)
     return outcome
-
-
-def trained_by_hand(scenario: Scenario, precisions: Sequence[str], skipped: Collection[int]) -> list[dict[str, Any]]:
-    """Each rank's weights after a plain loop in one process: no wrapper, no scaler, the steps in `skipped` left out."""
-    models = [new_model() for _ in range(NUM_RANKS)]
-    optimizers = [optimizers_of(model, scenario) for model in models]
-    for step, precision in enumerate(precisions):
-        if step in skipped:
-            continue
-        loss_scale = INIT_SCALE if precision == "fp16" else 1.0
-        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
-        for rank, model in enumerate(models):
-            for micro_batch in range(scenario.accumulation_steps):
-                with torch.autocast("cpu", dtype) if dtype else nullcontext():
-                    trouble = scenario.trouble if micro_batch == 0 else None
-                    loss = loss_of(model, batch_of(step, micro_batch, rank), trouble, step, rank)
-                (loss / scenario.accumulation_steps * loss_scale).backward()  # type: ignore[no-untyped-call]
-        for name, *copies in zip(
-            dict(models[0].named_parameters()), *(model.parameters() for model in models), strict=True
-        ):
-            is_own = scenario.wrapper == "ddp_ignored" and name.startswith("side.")
-            gradients = [copy.grad / loss_scale for copy in copies if copy.grad is not None]
-            if not is_own:
-                gradients = [torch.stack(gradients).sum(dim=0) / NUM_RANKS] * NUM_RANKS
-            for copy, gradient in zip([c for c in copies if not is_own or c.grad is not None], gradients, strict=True):
-                copy.grad = gradient.clone()
-        for mine in optimizers:
-            for optimizer in mine:
-                optimizer.step()
-                optimizer.zero_grad()
-    return [whole_weights(model) for model in models]

@@ -50,14 +50,9 @@ class Run:
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.controller = PrecisionController(config, device="cpu", halt=False)
         self.num_passes = 0
-        self.num_callbacks = 0
         self.batch: Batch = NAN
-        self.controller.on_step(self._count)
         if attaches:
             self.controller.attach(self.model, self.rerun if reruns else None)
-
-    def _count(self) -> None:
-        self.num_callbacks += 1
 
     def rerun(self) -> Tensor:
         inputs, targets = self.batch

@@ -14,7 +14,6 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from resumable import (
     ACCUMULATION_STEPS,
-    BEYOND_FP16,
     CLEAN,
     LARGE_GRADIENT,
     NAN,
@@ -46,12 +45,6 @@ SCRIPTS: dict[str, tuple[Callable[[], nn.Module], LossScale, dict[str, bool], Sc
         ),
     ),
     "pinned": (FeedForward, STABLE, {}, (CLEAN[:16], {}, {"pin", "fp16"})),
-    "stepped down without a rerun": (
-        normalized,
-        STABLE,
-        {"reruns": False},
-        ([*CLEAN[:4], *[BEYOND_FP16] * 4, *CLEAN[4:12]], {}, {"demotion", "PROBATION", "bf16"}),
-    ),
     "blamed": (normalized, STABLE, {}, ([*CLEAN[:4], *[NAN] * 6, CLEAN[4], NAN, *CLEAN[5:11]], {}, {"BLAMED"})),
     "reverted": (
         normalized,

@@ -18,7 +18,6 @@ from autotune_amp.runtime.controller import PrecisionController
 
 MOVES: list[Precision] = ["fp16", "bf16", "fp32", "fp16", "bf16", "fp32"]
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-LEVEL = 66246.0
 INDUCTOR_WARNS = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # importing inductor
 
 

@@ -20,9 +20,8 @@ from resumable import CLEAN as STEADY_BATCHES
 from torch import Tensor, nn
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController
-from autotune_amp.core.config import DemotedError
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.errors import FormatError, InvalidRequestError, NotPrecisionError
+from autotune_amp.core.errors import FormatError, InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.runtime import run_log
 from autotune_amp.runtime import status as metrics
@@ -88,20 +87,6 @@ def test_the_numbers_are_those_of_the_script() -> None:
     training.assert_trained_on(7)
 
 
-def test_the_share_of_steps_under_amp_counts_the_steps_taken() -> None:
-    training = scripted(fp16(fallback=["bf16", "fp32"])).run("clean", "clean")
-    training.controller.set_precision("bf16")
-    training.run("clean", "bad loss")
-    training.controller.set_precision("fp32")
-    training.run("clean", "clean")
-    training.controller.disable()
-    training.run("clean")
-    status = training.controller.status()
-    assert status.amp_share == 3 / 6
-    assert (status.precision, status.scale, status.is_enabled) == ("fp32", 1.0, False)
-    training.assert_trained_on(6)
-
-
 def test_the_median_time_of_the_current_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 1.0, 2.0, 9.0, 10.0, 20.0, 22.0])
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: next(times)))
@@ -133,19 +118,6 @@ def test_the_history_has_every_move_with_its_reason_and_listeners_hear_of_it(cap
     logged = [record.getMessage() for record in caplog.records]
     assert [history[index].reason in line for index, line in enumerate(logged)] == [True] * 5
     training.assert_trained_on(7)
-
-
-def test_a_stop_and_a_demotion_that_raises_are_in_the_history_too() -> None:
-    training = scripted(fp16())
-    with pytest.raises(NotPrecisionError):
-        training.run(*BAD_LOSS * 20)
-    assert [record.kind for record in training.controller.status().history] == ["not_precision", "stop"]
-    training = scripted(fp16(fallback=["fp32"]), on_demotion="checkpoint_and_stop")
-    with pytest.raises(DemotedError) as caught:
-        training.run(*BAD_LOSS * 2)
-    assert training.controller.status().history[-1].config == caught.value.config
-    assert caught.value.config.precision == "fp32"
-    training.assert_trained_on(0)
 
 
 def test_an_advisory_controller_records_its_advice_and_stays() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,7 +60,6 @@ class Loop:
         loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.mse_loss,
         backend: str = "eager",
     ) -> None:
-        self.plain = model
         self.controller = controller
         self.loss = loss
         self.own_autocast = own_autocast
@@ -119,7 +117,3 @@ class Loop:
         for batch in given:
             self.step(batch)
         return self
-
-
-def copies(model: nn.Module, count: int) -> Sequence[nn.Module]:
-    return [copy.deepcopy(model) for _ in range(count)]
