@@ -46,11 +46,11 @@ class BaselineEvidence(msgspec.Struct, frozen=True, kw_only=True):
 class LossScaleEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """What the recommended init_scale and growth_interval are based on: a replay of the measured largest safe scales.
 
-    Over the horizon of `num_steps` optimizer steps `num_skips` are foretold, and `applied_share` of the gradient
-    reaches the optimizer; `default_...` is the same with the defaults of ``torch.amp.GradScaler``. In the
-    `num_confirming_steps` measured by the confirmation `num_skips_seen` were skipped, where `num_skips_foretold` were
-    foretold. The largest safe scale was measured at `num_calibrated_steps` steps; a real training has other batches.
-    `flushed_share` of the gradient's entries, true zeros left out, are flushed to zero at the init_scale.
+    Over `num_steps` optimizer steps `num_skips` are foretold, and `applied_share` of the gradient reaches the
+    optimizer; `default_...` is the same with the defaults of ``torch.amp.GradScaler``. In the `num_confirming_steps` of
+    the confirmation `num_skips_seen` were skipped, `num_skips_foretold` foretold. The largest safe scale was measured
+    at `num_calibrated_steps` steps; a real training has other batches. `flushed_share` of the gradient's entries, true
+    zeros left out, are flushed to zero at the init_scale.
     """
 
     num_steps: int
@@ -99,9 +99,9 @@ class ProcessPeak(msgspec.Struct, frozen=True, kw_only=True):
 class MemoryEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """What the peak memory was measured on.
 
-    `worst_case` says which batch in a sentence, None where all batches are alike or nobody knows; `num_seen` of
-    `num_samples` samples were looked at for it, None where it was named. `has_evaluation` and `has_checkpoint` say
-    whether the confirmation ran the workload's own. `processes` are those behind the peak, which is their highest.
+    `worst_case` says which batch, None where all are alike or nobody knows; `num_seen` of `num_samples` samples were
+    looked at for it, None where it was named. `has_evaluation`, `has_checkpoint`: the confirmation ran the workload's
+    own. `processes` are those behind the peak, which is their highest.
     """
 
     worst_case: str | None
@@ -146,17 +146,14 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
     Intervals are 95 %: `samples_per_second_interval` is where a new run is expected to land, `speedup_interval` holds
     the mean ratio to the baseline. `num_processes` fresh processes of the config stand behind them; `is_confirmed` is
-    false where they or the baseline's are fewer than three. `peak_memory_bytes` is the highest of theirs; on a CPU
-    their resident size, without that of loader workers. `data_share` is the share of a step spent waiting for data,
-    `update_share` that spent in the optimizer, None where it was not timed apart. `fidelity` is the verdict on the
-    config's precision, *unchecked* where no check was made; None for fp32, which the others are held to. `loss_scale`
-    is None for fp16 not calibrated, and for every other precision. `accumulation` is what was found of it, None where
-    nobody asked; `loader` is None where the data loader does not set the speed. `is_build_shared`: the processes shared
-    a model that was built once, so that the interval does not hold what building it anew changes.
-    `are_processes_shared`: each of them measured everything that was confirmed, in turn. `joules_per_sample`
-    is None where nothing says what the device draws, `load` where nobody looked what others did on the machine.
-    `search_samples_per_second` is what the search's trials reached, where the confirmation is more than half off it:
-    then the interval holds both.
+    false where they or the baseline's are fewer than three. `peak_memory_bytes` is the highest of theirs, without
+    loader workers. `data_share` of a step is spent waiting for data, `update_share` in the optimizer. `fidelity` is the
+    verdict on the config's precision, None for fp32. `loss_scale` is None but for calibrated fp16, `accumulation` where
+    nobody asked, `loader` where the data loader does not set the speed, `joules_per_sample` where nothing says what the
+    device draws, `load` where nobody looked. `is_build_shared`: the processes shared a model that was built once, so
+    that the interval does not hold what building it anew changes. `are_processes_shared`: each measured everything that
+    was confirmed, in turn. `search_samples_per_second` is what the search's trials reached, where the confirmation is
+    more than half off it: then the interval holds both.
     """
 
     samples_per_second: float
