@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import LoadEvidence
 from autotune_amp.core.outcome import Accumulation, Fidelity
@@ -256,13 +256,6 @@ def memory_line(evidence: Evidence, device_type: str) -> str:
     return text
 
 
-def pauses_line(evidence: Evidence) -> str | None:
-    """How long the workload's own evaluation and checkpoint take; None where neither was run."""
-    named = [("an evaluation", evidence.evaluation_seconds), ("a checkpoint", evidence.checkpoint_seconds)]
-    taken = [f"{name} takes {duration(seconds)}" for name, seconds in named if seconds is not None]
-    return ", ".join(taken) or None
-
-
 def job_line(job: Job) -> str:
     """``0.84 h (0.71 to 1.13) for 10,000 steps, 2.52 (2.13 to 3.39) at 3 an hour; 1.7 h as it runs today``."""
     low, high = job.hours_interval
@@ -276,13 +269,9 @@ def job_line(job: Job) -> str:
 
 def outlook_line(outlook: Outlook) -> str:
     """What another effective batch size would reach, and what it would ask for."""
-    reached = [rate(outlook.samples_per_second), size(outlook.peak_memory_bytes)]
-    if outlook.speedup is not None:
-        reached.insert(0, f"{outlook.speedup:.1f} times today's")
-    return (
-        f"with another effective batch size: {outlook}, {', '.join(reached)}; "
-        "the learning rate would have to be looked at"
-    )
+    speedup = "" if outlook.speedup is None else f", {outlook.speedup:.1f} times today's"
+    reached = measured_line(f"{outlook}{speedup}", outlook.samples_per_second, outlook.peak_memory_bytes)
+    return f"with another effective batch size: {reached}; the learning rate would have to be looked at"
 
 
 def _figure(hours: float) -> str:
@@ -362,12 +351,10 @@ def _percent(share: float) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
-def fallback_line(plan: FallbackPlan) -> str:
-    """A plan to step down to, and what was measured of it."""
-    measured = [] if plan.samples_per_second is None else [rate(plan.samples_per_second)]
-    if plan.peak_memory_bytes is not None:
-        measured.append(size(plan.peak_memory_bytes))
-    return ", ".join([str(plan), *measured])
+def measured_line(what: object, samples_per_second: float | None, peak_memory_bytes: int | None) -> str:
+    """What was measured of something: its throughput and its peak memory."""
+    speed = [] if samples_per_second is None else [rate(samples_per_second)]
+    return ", ".join([str(what), *speed, *([] if peak_memory_bytes is None else [size(peak_memory_bytes)])])
 
 
 AUTOCAST_DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
