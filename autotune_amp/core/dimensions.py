@@ -149,7 +149,7 @@ PRECISION = _Precision()
 BATCH_SIZE = _Plain("batch_size", 1, "speed", "memory", label="batch {}".format, risk=int, found_by="sampler")
 ACCUMULATION_STEPS = _Plain("accumulation_steps", 1, "speed", label=lambda num: f"x {num}" if num > 1 else "")
 PINNED_MODULES = _PinnedModules()
-# Tried where the data loader sets the speed (`search.stages.loader_workers`); the user's own number first.
+# Tried where the data loader sets the speed (`search.stages.variants`); the user's own number first.
 NUM_WORKERS = _Plain(
     "num_workers",
     None,
@@ -157,5 +157,5 @@ NUM_WORKERS = _Plain(
     label=lambda num: "" if num is None else f"with {num} loader worker{'' if num == 1 else 's'}",
     risk=lambda num: 0 if num is None else 1 + num,
 )
-# The baseline's alone; its numbers are those of the precision that it amounts to (`check_results.check_key`).
+# The baseline's alone; its numbers are those of the precision that it amounts to (`ranking.check_key`).
 AS_FOUND = _Plain("as_found", False, "speed", "memory", label=lambda is_so: "as found" if is_so else "")
