@@ -116,12 +116,9 @@ class FallbackPlan(Setting, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a training run is to use.
 
-    `batch_size` is the number of samples in one forward pass on one device; `accumulation_steps` such passes make
-    one optimizer step. `loss_scale` belongs to fp16 and to nothing else. `fallback` is what to step down to, first
-    choice first: measured plans, or names of precisions, which are taken at their word; read it through `plans`.
-    `num_workers` is the DataLoader's number of worker processes, None for the one that the data came with.
-    `environment` holds variables to set before Python starts. `as_found` keeps the TF32 flags and autocast that the
-    script has, instead of the strict flags of `precision`: they are what was measured. Raises `InvalidRequestError`
+    The fields of a `Setting` mean what they mean there. `loss_scale` belongs to fp16 and to nothing else. `fallback`
+    is what to step down to, first choice first: measured plans, or names of precisions, which are taken at their word;
+    read it through `plans`. `environment` holds variables to set before Python starts. Raises `InvalidRequestError`
     when a value cannot work.
     """
 
@@ -158,16 +155,13 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def to_training_arguments(self, *, like: Any = None, **others: Any) -> Any:
         """``transformers.TrainingArguments`` with this config's batch size, accumulation, precision and loader workers.
 
-        `like` are today's: the result is of their class, ``Seq2SeqTrainingArguments`` or TRL's for example, and keeps
-        what neither this config nor `others`, its other arguments, decide: learning rate, optimizer, schedule. What
-        their class has derived from the former batch size is kept too, as ``dataclasses.replace`` does: name it in
-        `others` (of TRL's ``GRPOConfig`` its ``generation_batch_size``).
+        `like` are today's: the result is of their class and keeps what neither this config nor `others`, its other
+        arguments, decide, such as the learning rate. What their class has derived from the former batch size is kept
+        too: name it in `others` (of TRL's ``GRPOConfig`` its ``generation_batch_size``).
 
-        It cannot hold the loss scale, the fallbacks, the pinned modules and the environment:
-        ``AutotuneTrainer(amp_config=config)`` of `autotune_amp.integrations.transformers` keeps to them, a plain
-        ``Trainer`` scales fp16 with GradScaler's defaults. Raises `InvalidRequestError` for an argument that this
-        config decides, for fp8 and for a `like` of another kind, ``ImportError`` without transformers, and what
-        TrainingArguments raises itself, as for bf16 without an accelerator unless ``use_cpu=True``.
+        It cannot hold the loss scale, the fallbacks, the pinned modules and the environment, to which
+        ``AutotuneTrainer(amp_config=config)`` keeps. Raises `InvalidRequestError` for an argument that this config
+        decides, for fp8 and for a `like` of another kind, and what TrainingArguments raises itself.
         """
         import dataclasses
 

@@ -87,9 +87,8 @@ def _setting(value: object) -> str:
 def workload_parts(workload: object) -> tuple[dict[str, str], tuple[str, ...]]:
     """What makes the workload: a digest by part name, and what of it cannot be known (empty: everything can).
 
-    `workload` is an object with attributes, or a function that returns one and is not called. A name is what a user
-    would call the part: ``function loss of train.py``, ``global LEARNING_RATE of train.py``. A value that begins with
-    ``=`` is no digest but the thing itself, a library's version.
+    `workload` is an object with attributes, or a function that returns one and is not called. A name is such as
+    ``function loss of train.py``. A value that begins with ``=`` is the thing itself, a library's version.
     """
     walk = Walk()
     if is_a(workload, FunctionType, BuiltinFunctionType, MethodType, type, partial):
