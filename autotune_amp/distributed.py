@@ -54,8 +54,8 @@ def is_from_launcher(variable: str) -> bool:
 class Place(NamedTuple):
     """Which rank this process is, of how many.
 
-    `is_rerun`: one that Lightning started by running the script again, where rank 0, which knew of no other ranks then,
-    has come past this call. It takes what was saved there, as the one rank that rank 0 took itself for.
+    `is_rerun`: one that Lightning started by running the script again, where rank 0 has come past this call, and knew
+    of no other ranks. It takes what was saved there.
     """
 
     rank: int
@@ -167,8 +167,8 @@ class RankStore:
     """One answer of rank 0 for `num_ranks` ranks; every rank makes as many of these as the others.
 
     Uses the store of the default process group, or else one at MASTER_ADDR and MASTER_PORT, which a process group made
-    afterwards shares. Waits up to `limit_seconds` for rank 0 to be there. Raises `InvalidRequestError` where there is
-    neither, `RunnerError` where rank 0 cannot be reached.
+    afterwards shares. Raises `InvalidRequestError` where there is neither, `RunnerError` where rank 0 is not reached in
+    `limit_seconds`.
     """
 
     def __init__(self, rank: int, num_ranks: int, limit_seconds: float) -> None:

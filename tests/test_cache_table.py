@@ -126,12 +126,12 @@ def python(code: str, *arguments: str | Path, text: str = "") -> str:
     return done.stdout
 
 
-def written(folder: Path, file: str = "", old: str = "", new: str = "") -> str:
+def written(folder: Path, file: str = "train.py", old: str = "", new: str = "") -> str:
     """A folder with the files, one of them edited."""
-    assert old in FILES.get(file, "")
+    assert old in FILES[file]
     folder.mkdir()
-    for name, content in FILES.items():
-        (folder / name).write_text(content.replace(old, new) if name == file else content)
+    for name, content in {**FILES, file: FILES[file].replace(old, new) if old else FILES[file]}.items():
+        (folder / name).write_text(content)
     return str(folder)
 
 

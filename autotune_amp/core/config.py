@@ -7,7 +7,7 @@ takes 160 ms where msgspec takes 4 (measured, Python 3.11).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence  # msgspec reads it from the annotations
+from collections.abc import Callable, Mapping, Sequence  # msgspec reads it from the annotations
 from itertools import pairwise
 from typing import Any
 
@@ -25,29 +25,27 @@ MIN_LOSS_SCALE = 2.0**-24
 FP16_MAX = 65504.0  # the largest number that fp16 holds
 
 
-def _require(condition: bool, message: str, next_step: str) -> None:
-    if not condition:
-        raise InvalidRequestError(message, next_step)
-
-
-def _require_positive(given: msgspec.Struct, *names: str, or_none: bool = False) -> None:
-    for name in names:
+def _must_be(given: msgspec.Struct, names: str, what: str, is_right: Callable[[Any], bool]) -> None:
+    """Raises `InvalidRequestError` for the first of these fields, named in one string, that is not."""
+    for name in names.split():
         value = getattr(given, name)
-        _require(
-            (value is None and or_none) or (isinstance(value, (int, float)) and math.isfinite(value) and value > 0),
-            f"{type(given).__name__}.{name} is {value!r}; it must be a finite number above 0.",
-            f"Leave {name} out to use the default.",
-        )
+        if not is_right(value):
+            raise InvalidRequestError(
+                f"{type(given).__name__}.{name} is {value!r}; it must be {what}.",
+                f"Change {name}; to use the default, leave it out.",
+            )
 
 
-def _require_count(given: msgspec.Struct, *names: str, least: int = 1) -> None:
-    for name in names:
-        value = getattr(given, name)
-        _require(
-            (value is None and least == 0) or (type(value) is int and value >= least),
-            f"{type(given).__name__}.{name} is {value!r}; it must be a whole number from {least} up.",
-            f"Pass {name}={least} or more" + (", or leave it out to keep the data's own." if least == 0 else "."),
-        )
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value) and value > 0
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 class LossScale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,22 +65,16 @@ class LossScale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_scale: float = 16777216.0
 
     def __post_init__(self) -> None:
-        _require_positive(self, "init_scale", "growth_factor", "backoff_factor", "max_scale")
-        _require_positive(self, "min_scale", or_none=True)
-        _require_count(self, "growth_interval", "hysteresis")
-        for name, is_within, bound in (
-            ("growth_factor", self.growth_factor > 1, "above 1"),
-            ("backoff_factor", self.backoff_factor <= 1, "at most 1"),
-            ("min_scale", self.floor >= MIN_LOSS_SCALE, "at least 2**-24, the least that fp16 holds"),
-        ):
-            found = f"LossScale.{name} is {getattr(self, name)!r}"
-            _require(is_within, f"{found}; it must be {bound}.", f"Leave {name} out to use the default.")
-        _require(
-            self.floor <= self.init_scale <= self.max_scale,
-            f"LossScale.init_scale is {self.init_scale!r}, outside [min_scale, max_scale] = "
-            f"[{self.floor!r}, {self.max_scale!r}].",
-            "Move init_scale inside the bounds, or widen them (min_scale goes down to 2**-24).",
+        _must_be(self, "init_scale growth_factor backoff_factor max_scale", "a finite number above 0", _is_positive)
+        _must_be(self, "growth_factor", "above 1", lambda factor: factor > 1)
+        _must_be(self, "backoff_factor", "at most 1", lambda factor: factor <= 1)
+        _must_be(self, "growth_interval hysteresis", "a whole number from 1 up", _is_count)
+        least = "at least 2**-24, the least that fp16 holds"
+        _must_be(
+            self, "min_scale", least, lambda scale: scale is None or (_is_positive(scale) and scale >= MIN_LOSS_SCALE)
         )
+        bounds = f"within min_scale and max_scale, from {self.floor!r} to {self.max_scale!r}"
+        _must_be(self, "init_scale", bounds, lambda scale: self.floor <= scale <= self.max_scale)
 
     @property
     def floor(self) -> float:
@@ -97,26 +89,13 @@ class LossScale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return max(MIN_LOSS_SCALE, min(1.0, self.init_scale * 2.0**-12))
 
 
-def _require_setting(setting: Setting) -> None:
-    owner = type(setting).__name__
-    _require(
-        setting.precision in PRECISIONS,
-        f"{owner}.precision is {setting.precision!r}; it must be one of {', '.join(PRECISIONS)}.",
-        "Pick one of the names given.",
-    )
-    _require_count(setting, "batch_size", "accumulation_steps")
-    _require_count(setting, "num_workers", least=0)
-    _make_tuple(setting, "pinned_modules", "module names", "head")
-
-
-def _make_tuple(given: msgspec.Struct, name: str, what: str, example: str) -> None:
-    value = getattr(given, name)
-    _require(
-        isinstance(value, Sequence) and not isinstance(value, str),
-        f"{type(given).__name__}.{name} is {value!r}; it must be a list of {what}.",
-        f'Write it as a list, e.g. {name}=["{example}"].',
-    )
-    msgspec.structs.force_setattr(given, name, tuple(value))
+def _check_setting(setting: Setting) -> None:
+    _must_be(setting, "precision", f"one of {', '.join(PRECISIONS)}", PRECISIONS.__contains__)
+    _must_be(setting, "batch_size accumulation_steps", "a whole number from 1 up", _is_count)
+    or_none = "a whole number from 0 up, or None to keep the data's own"
+    _must_be(setting, "num_workers", or_none, lambda num: num is None or (type(num) is int and num >= 0))
+    _must_be(setting, "pinned_modules", "a list of module names", _is_list)
+    msgspec.structs.force_setattr(setting, "pinned_modules", tuple(setting.pinned_modules))
 
 
 class FallbackPlan(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -130,19 +109,16 @@ class FallbackPlan(Setting, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     slowdown: float | None = None
 
     def __post_init__(self) -> None:
-        _require_setting(self)
-        _require_positive(self, "slowdown", or_none=True)
+        _check_setting(self)
+        _must_be(self, "slowdown", "above 0, or None", lambda factor: factor is None or _is_positive(factor))
 
 
 class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a training run is to use.
 
-    `batch_size` is the number of samples in one forward pass on one device; `accumulation_steps` such passes make
-    one optimizer step. `loss_scale` belongs to fp16 and to nothing else. `fallback` is what to step down to, first
-    choice first: measured plans, or names of precisions, which are taken at their word; read it through `plans`.
-    `num_workers` is the DataLoader's number of worker processes, None for the one that the data came with.
-    `environment` holds variables to set before Python starts. `as_found` keeps the TF32 flags and autocast that the
-    script has, instead of the strict flags of `precision`: they are what was measured. Raises `InvalidRequestError`
+    The fields of a `Setting` mean what they mean there. `loss_scale` belongs to fp16 and to nothing else. `fallback`
+    is what to step down to, first choice first: measured plans, or names of precisions, which are taken at their word;
+    read it through `plans`. `environment` holds variables to set before Python starts. Raises `InvalidRequestError`
     when a value cannot work.
     """
 
@@ -151,25 +127,18 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
     environment: dict[str, str] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _require_setting(self)
-        _require(
-            (self.loss_scale is not None) == (self.precision == "fp16"),
-            f"AmpConfig.loss_scale is {self.loss_scale!r} under precision {self.precision!r}; "
-            "fp16 needs a loss scale and no other precision takes one.",
-            "Pass loss_scale=LossScale() with fp16 and leave it out otherwise.",
+        _check_setting(self)
+        is_fp16 = self.precision == "fp16"
+        what = (
+            "LossScale() with fp16" if is_fp16 else f"left out with {self.precision}: no precision but fp16 takes one"
         )
-        _make_tuple(self, "fallback", "precisions or plans", "fp32")
-        rungs = [self.precision, *(plan.precision for plan in self.plans)]
-        safety = [PRECISIONS.index(rung) for rung in rungs]
-        below = PRECISIONS[: safety[0]][::-1]
-        _require(
-            all(after < before for before, after in pairwise(safety)),
-            f"AmpConfig.fallback is {', '.join(rungs[1:])} below {self.precision}; each precision must have less to go "
-            "wrong than the one before it.",
-            f"Choose from {', '.join(below)}, in this order."
-            if below
-            else "Leave fallback out: nothing is below fp32.",
-        )
+        _must_be(self, "loss_scale", what, lambda scale: (scale is not None) == is_fp16)
+        _must_be(self, "fallback", 'a list of precisions or plans, as ["fp32"]', _is_list)
+        msgspec.structs.force_setattr(self, "fallback", tuple(self.fallback))
+        safety = [PRECISIONS.index(rung.precision) for rung in (self, *self.plans)]
+        below = ", ".join(PRECISIONS[: safety[0]][::-1]) or "none"
+        order = f"below {self.precision}, each with less to go wrong than the one before it: of {below}, in this order"
+        _must_be(self, "fallback", order, lambda _: all(after < before for before, after in pairwise(safety)))
 
     __str__ = msgspec.Struct.__repr__  # a printed config says all that it holds, and not its setting alone
 
@@ -186,16 +155,13 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def to_training_arguments(self, *, like: Any = None, **others: Any) -> Any:
         """``transformers.TrainingArguments`` with this config's batch size, accumulation, precision and loader workers.
 
-        `like` are today's: the result is of their class, ``Seq2SeqTrainingArguments`` or TRL's for example, and keeps
-        what neither this config nor `others`, its other arguments, decide: learning rate, optimizer, schedule. What
-        their class has derived from the former batch size is kept too, as ``dataclasses.replace`` does: name it in
-        `others` (of TRL's ``GRPOConfig`` its ``generation_batch_size``).
+        `like` are today's: the result is of their class and keeps what neither this config nor `others`, its other
+        arguments, decide, such as the learning rate. What their class has derived from the former batch size is kept
+        too: name it in `others` (of TRL's ``GRPOConfig`` its ``generation_batch_size``).
 
-        It cannot hold the loss scale, the fallbacks, the pinned modules and the environment:
-        ``AutotuneTrainer(amp_config=config)`` of `autotune_amp.integrations.transformers` keeps to them, a plain
-        ``Trainer`` scales fp16 with GradScaler's defaults. Raises `InvalidRequestError` for an argument that this
-        config decides, for fp8 and for a `like` of another kind, ``ImportError`` without transformers, and what
-        TrainingArguments raises itself, as for bf16 without an accelerator unless ``use_cpu=True``.
+        It cannot hold the loss scale, the fallbacks, the pinned modules and the environment, to which
+        ``AutotuneTrainer(amp_config=config)`` keeps. Raises `InvalidRequestError` for an argument that this config
+        decides, for fp8 and for a `like` of another kind, and what TrainingArguments raises itself.
         """
         import dataclasses
 
@@ -203,11 +169,11 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
         if like is None:
             return TrainingArguments(**training_arguments(self, others))
-        _require(
-            isinstance(like, TrainingArguments),
-            f"to_training_arguments(like=...) got a {type(like).__name__}; it must be TrainingArguments.",
-            "Pass those of your Trainer: like=trainer.args.",
-        )
+        if not isinstance(like, TrainingArguments):
+            raise InvalidRequestError(
+                f"to_training_arguments(like=...) got a {type(like).__name__}; it must be TrainingArguments.",
+                "Pass those of your Trainer: like=trainer.args.",
+            )
         without_workers = {"dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
         changed = without_workers if self.num_workers == 0 else {}
         return dataclasses.replace(like, **changed | training_arguments(self, others))

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import LoadEvidence
 from autotune_amp.core.outcome import Accumulation, Fidelity
@@ -46,11 +46,11 @@ class BaselineEvidence(msgspec.Struct, frozen=True, kw_only=True):
 class LossScaleEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """What the recommended init_scale and growth_interval are based on: a replay of the measured largest safe scales.
 
-    Over the horizon of `num_steps` optimizer steps `num_skips` are foretold, and `applied_share` of the gradient
-    reaches the optimizer; `default_...` is the same with the defaults of ``torch.amp.GradScaler``. In the
-    `num_confirming_steps` measured by the confirmation `num_skips_seen` were skipped, where `num_skips_foretold` were
-    foretold. The largest safe scale was measured at `num_calibrated_steps` steps; a real training has other batches.
-    `flushed_share` of the gradient's entries, true zeros left out, are flushed to zero at the init_scale.
+    Over `num_steps` optimizer steps `num_skips` are foretold, and `applied_share` of the gradient reaches the
+    optimizer; `default_...` is the same with the defaults of ``torch.amp.GradScaler``. In the `num_confirming_steps` of
+    the confirmation `num_skips_seen` were skipped, `num_skips_foretold` foretold. The largest safe scale was measured
+    at `num_calibrated_steps` steps; a real training has other batches. `flushed_share` of the gradient's entries, true
+    zeros left out, are flushed to zero at the init_scale.
     """
 
     num_steps: int
@@ -99,9 +99,9 @@ class ProcessPeak(msgspec.Struct, frozen=True, kw_only=True):
 class MemoryEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """What the peak memory was measured on.
 
-    `worst_case` says which batch in a sentence, None where all batches are alike or nobody knows; `num_seen` of
-    `num_samples` samples were looked at for it, None where it was named. `has_evaluation` and `has_checkpoint` say
-    whether the confirmation ran the workload's own. `processes` are those behind the peak, which is their highest.
+    `worst_case` says which batch, None where all are alike or nobody knows; `num_seen` of `num_samples` samples were
+    looked at for it, None where it was named. `has_evaluation`, `has_checkpoint`: the confirmation ran the workload's
+    own. `processes` are those behind the peak, which is their highest.
     """
 
     worst_case: str | None
@@ -146,17 +146,14 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
     Intervals are 95 %: `samples_per_second_interval` is where a new run is expected to land, `speedup_interval` holds
     the mean ratio to the baseline. `num_processes` fresh processes of the config stand behind them; `is_confirmed` is
-    false where they or the baseline's are fewer than three. `peak_memory_bytes` is the highest of theirs; on a CPU
-    their resident size, without that of loader workers. `data_share` is the share of a step spent waiting for data,
-    `update_share` that spent in the optimizer, None where it was not timed apart. `fidelity` is the verdict on the
-    config's precision, *unchecked* where no check was made; None for fp32, which the others are held to. `loss_scale`
-    is None for fp16 not calibrated, and for every other precision. `accumulation` is what was found of it, None where
-    nobody asked; `loader` is None where the data loader does not set the speed. `is_build_shared`: the processes shared
-    a model that was built once, so that the interval does not hold what building it anew changes.
-    `are_processes_shared`: each of them measured everything that was confirmed, in turn. `joules_per_sample`
-    is None where nothing says what the device draws, `load` where nobody looked what others did on the machine.
-    `search_samples_per_second` is what the search's trials reached, where the confirmation is more than half off it:
-    then the interval holds both.
+    false where they or the baseline's are fewer than three. `peak_memory_bytes` is the highest of theirs, without
+    loader workers. `data_share` of a step is spent waiting for data, `update_share` in the optimizer. `fidelity` is the
+    verdict on the config's precision, None for fp32. `loss_scale` is None but for calibrated fp16, `accumulation` where
+    nobody asked, `loader` where the data loader does not set the speed, `joules_per_sample` where nothing says what the
+    device draws, `load` where nobody looked. `is_build_shared`: the processes shared a model that was built once, so
+    that the interval does not hold what building it anew changes. `are_processes_shared`: each measured everything that
+    was confirmed, in turn. `search_samples_per_second` is what the search's trials reached, where the confirmation is
+    more than half off it: then the interval holds both.
     """
 
     samples_per_second: float
@@ -259,13 +256,6 @@ def memory_line(evidence: Evidence, device_type: str) -> str:
     return text
 
 
-def pauses_line(evidence: Evidence) -> str | None:
-    """How long the workload's own evaluation and checkpoint take; None where neither was run."""
-    named = [("an evaluation", evidence.evaluation_seconds), ("a checkpoint", evidence.checkpoint_seconds)]
-    taken = [f"{name} takes {duration(seconds)}" for name, seconds in named if seconds is not None]
-    return ", ".join(taken) or None
-
-
 def job_line(job: Job) -> str:
     """``0.84 h (0.71 to 1.13) for 10,000 steps, 2.52 (2.13 to 3.39) at 3 an hour; 1.7 h as it runs today``."""
     low, high = job.hours_interval
@@ -279,13 +269,9 @@ def job_line(job: Job) -> str:
 
 def outlook_line(outlook: Outlook) -> str:
     """What another effective batch size would reach, and what it would ask for."""
-    reached = [rate(outlook.samples_per_second), size(outlook.peak_memory_bytes)]
-    if outlook.speedup is not None:
-        reached.insert(0, f"{outlook.speedup:.1f} times today's")
-    return (
-        f"with another effective batch size: {outlook}, {', '.join(reached)}; "
-        "the learning rate would have to be looked at"
-    )
+    speedup = "" if outlook.speedup is None else f", {outlook.speedup:.1f} times today's"
+    reached = measured_line(f"{outlook}{speedup}", outlook.samples_per_second, outlook.peak_memory_bytes)
+    return f"with another effective batch size: {reached}; the learning rate would have to be looked at"
 
 
 def _figure(hours: float) -> str:
@@ -365,12 +351,10 @@ def _percent(share: float) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
-def fallback_line(plan: FallbackPlan) -> str:
-    """A plan to step down to, and what was measured of it."""
-    measured = [] if plan.samples_per_second is None else [rate(plan.samples_per_second)]
-    if plan.peak_memory_bytes is not None:
-        measured.append(size(plan.peak_memory_bytes))
-    return ", ".join([str(plan), *measured])
+def measured_line(what: object, samples_per_second: float | None, peak_memory_bytes: int | None) -> str:
+    """What was measured of something: its throughput and its peak memory."""
+    speed = [] if samples_per_second is None else [rate(samples_per_second)]
+    return ", ".join([str(what), *speed, *([] if peak_memory_bytes is None else [size(peak_memory_bytes)])])
 
 
 AUTOCAST_DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}

@@ -87,11 +87,10 @@ class CardProcess(msgspec.Struct, frozen=True, kw_only=True):
 class MachineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What others did during `seconds`, averaged over them; None is what the system does not say.
 
-    `num_cpus` are those that we may run on. `others_num_cores` is the CPU time of all processes that do not descend
-    from the calling one, in cores, `own_num_cores` that of those that do. `busiest` are the others that used most.
-    `stolen_share` is the share of the CPU time wanted by anybody that a hypervisor gave away, `clock_share` the clock
-    of the fastest CPU against the highest it has. `card_utilization` is the share of time that the card was at work
-    before our first context on it, `card_processes` are others' on it, `card_slowdowns` why it lowered its clocks.
+    `others_num_cores` is the CPU time, in cores, of all processes that do not descend from the calling one,
+    `own_num_cores` of those that do; `busiest` are the others that used most. `stolen_share` is the share of the CPU
+    time wanted that a hypervisor gave away, `clock_share` the fastest CPU's clock against its highest.
+    `card_utilization` is the card's before our first context on it, `card_slowdowns` why it lowered its clocks.
     """
 
     seconds: float
@@ -107,15 +106,13 @@ class MachineLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What others did on the machine while the confirmation ran, or else the trial that has to do for it; None is what
-    the system does not say.
+    """What others did while the confirmation ran, or the trial that has to do for it; None is what the system does not
+    say.
 
-    `others_num_cores` is the mean over its processes of the CPU cores that others used, of `num_cpus`,
-    `others_num_cores_range` the least and the most; `search_others_num_cores` the mean over the search's trials, None
-    without a confirmation; `busiest` are the others of the busiest moment. `stolen_share` is the mean share of CPU time
-    that a hypervisor gave away, `clock_share` the lowest clock against the CPU's highest. `is_busy`, `is_stolen`:
-    others, or the hypervisor, took enough to be worth a word. `interval_factors` are what the ends of the throughput's
-    interval were multiplied by for it.
+    `others_num_cores` is the mean over its processes, `others_num_cores_range` the least and the most,
+    `search_others_num_cores` the mean over the search's trials, None without a confirmation. `is_busy`, `is_stolen`:
+    others, or the hypervisor, took enough to be worth a word. The ends of the throughput's interval were multiplied by
+    `interval_factors` for it. The others are as in `MachineLoad`.
     """
 
     num_cpus: int

@@ -23,22 +23,18 @@ FailureKind: TypeAlias = Literal["oom", "timeout", "nonfinite", "unsupported", "
 class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="measurement"):
     """A candidate that ran.
 
-    `step_seconds` is one optimizer step (all its accumulation steps) with the wait for its data, which
-    `data_seconds` holds apart. `raw_step_seconds` are as timed, each the mean of `num_steps_together` steps, and
-    `step_seconds_interval` is the trimmed 95 % interval over them, as wide as it takes to hold `step_seconds`, their
-    mean. `was_cut`: stopped early as clearly slower than the best.
-    `peak_memory_bytes` is the peak resident memory of the process on a CPU, the peak allocated on an accelerator;
-    `reserved_memory_bytes` is what counts against the limit. `num_skips`: measured steps that the loss scaler
-    skipped. `build_seconds` is model, data and optimizer; `context_seconds` starting the accelerator;
-    `first_step_seconds` the first training step, with its compilation. `update_seconds` is the optimizer's part of a
-    step, None where it was not timed apart. `num_compiling_steps` were timed anew because a compiler ran in them.
-    `is_build_shared`: the model was built once and shared with other trials. `evaluation_seconds` and
-    `checkpoint_seconds` are those of the workload's own, None where it has none or they did not run to their end;
-    `ending_seconds` is what was spent on both, None where they were not to be run, and `ending_problem` why one of them
-    did not end.
-    `joules_per_sample` is what the device drew over the measured steps, None where nothing says so.
-    `num_steps_taken` are all the optimizer steps behind `peak_memory_bytes`, 0 where an earlier version did not count
-    them.
+    `step_seconds` is one optimizer step (all its accumulation steps) with the wait for its data, which `data_seconds`
+    holds apart, and of which `update_seconds` is the optimizer's part, None where it was not timed apart.
+    `raw_step_seconds` are as timed, each the mean of `num_steps_together` steps; `step_seconds_interval` is the trimmed
+    95 % interval over them, widened to hold their mean `step_seconds`. `was_cut`: stopped as clearly slower than the
+    best. `peak_memory_bytes` is the peak resident memory of the process on a CPU, the peak allocated on an accelerator;
+    `reserved_memory_bytes` is what counts against the limit. `num_skips` are measured steps that the loss scaler
+    skipped, `num_compiling_steps` were timed anew because a compiler ran in them, `num_steps_taken` are all behind the
+    peak (0: an earlier version did not count them). `build_seconds` is model, data and optimizer, `context_seconds`
+    starting the accelerator, `first_step_seconds` the first step with its compilation. `is_build_shared`: the model was
+    built once for several trials. `evaluation_seconds` and `checkpoint_seconds` are the workload's own, None where it
+    has none or they did not end; `ending_seconds` both, None where they were not to be run, `ending_problem` why one
+    did not end. `joules_per_sample` is what the device drew, None where nothing says so.
     """
 
     step_seconds: float
@@ -106,23 +102,17 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     """How faithful a precision's loss and gradients are to fp32, on the same weights, batches and draws.
 
     `noise_ratio` is |g_low - g_32| over |g_32(A) - g_32(B)|: rounding noise against the noise between two batches of
-    `batch_size`. `loss_error` is relative to the fp32 loss. `gradient_cosine` and `gradient_norm_ratio` (low over
-    fp32) are of the whole gradient, `flushed_share` the entries that count and are zero only in the low precision.
+    `batch_size`. `loss_error` is relative to the fp32 loss. `gradient_cosine` and `gradient_norm_ratio` (low over fp32)
+    are of the whole gradient, `flushed_share` the entries that count and are zero only in the low precision.
     `forward_max` is the largest magnitude a module put out, `format_max` the largest that the precision holds.
     `training_gap` is the mean distance between the losses of a paired training run over `num_paired_steps` steps, in
     units of that between fp32 runs whose first weights differ by one rounding of the precision, `training_noise_gap`
-    the same in units of the loss's own scatter from batch to batch. `num_skips` are steps of it that overflowed.
-    `has_moved` is False where fp32's training run moved no weight, so that nothing was seen of the training.
-
-    `modules` are in the order of the model, each with the parameters of its own: larger ones, with all that is in
-    them, where there would be more than a chart can show; "" holds the parameters outside of every module.
-
-    `gradient_histogram` counts the non-zero entries of the fp32 gradient of one batch, as `Calibration` does; empty
-    where an earlier version made the check.
-
-    `culprits` are the modules responsible, "" the code outside of every module, as the loss function is.
-    `healing_pins`: with these modules in fp32 the precision was found faithful; `pinned_modules` were in fp32 during
-    the check. None stands where a number could not be had. `num_passes` counts forward and backward passes.
+    the same in units of the loss's own scatter from batch to batch; `num_skips` of its steps overflowed, and
+    `has_moved` is False where fp32 moved no weight in it. `modules` are in the order of the model, each with its own
+    parameters, or larger ones with all that is in them where there would be too many; "" is what is outside of every
+    module. `gradient_histogram` counts the non-zero entries of an fp32 gradient, as `Calibration` does. `culprits` are
+    the modules responsible; with `healing_pins` in fp32 the precision was found faithful; `pinned_modules` were in fp32
+    during the check. `num_passes` counts forward and backward passes. None stands where a number could not be had.
     """
 
     precision: Precision
@@ -163,11 +153,10 @@ AccumulationVerdict: TypeAlias = Literal["mean", "sum", "weighted", "inexact", "
 class Accumulation(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="accumulation"):
     """Whether the gradients of micro-batches add up to that of the whole batch, found out in fp32 without dropout.
 
-    `verdict`: their *mean* does, their *sum* does (a loss that is a sum), a *weighted* mean does (a loss that is a mean
-    over something of which the micro-batches hold unequal shares, as tokens; `weighted_by` names it where it was found,
-    such as "labels != -100"), or none does: *inexact*. *unchecked* could not be found out. `error` is the distance of
-    the best such combination from the whole batch's gradient, relative to it; `mean_error` that of the plain mean.
-    `batch_size` samples were cut into `num_micro_batches`.
+    `verdict`: their *mean* does, their *sum* does, a *weighted* mean does (a loss that is a mean over something of
+    which they hold unequal shares, as tokens: `weighted_by`, such as "labels != -100"), none does (*inexact*), or
+    nobody could find out (*unchecked*). `error` is the distance of the best of these from the whole batch's gradient,
+    relative to it; `mean_error` that of the plain mean. `batch_size` samples were cut into `num_micro_batches`.
     """
 
     verdict: AccumulationVerdict
@@ -214,11 +203,10 @@ CheckOutcome: TypeAlias = Fidelity | Calibration | Accumulation | Failure
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One line of outcomes.jsonl: a trial or a check, and its outcome.
 
-    `search_id` tells the searches in one folder apart; only lines of the running search are resumed. `seconds` is
-    what the trial cost, process start and set-up included. `round` numbers the confirmation rounds from 0. `loss_scale`
-    is what fp16 ran with, `load` what others did on the machine meanwhile; both are None where an earlier version did
-    not log them, `load` of a check too. `start_seconds` is what its process took to start, 0.0 in one that was kept
-    from an earlier trial, None in a forked one, of a check, and where an earlier version did not log it.
+    Only lines of the running `search_id` are resumed. `seconds` is what it cost, process start and set-up included, of
+    which `start_seconds` is the start of its process: 0.0 in one kept from an earlier trial, None in a forked one and
+    of a check. `round` numbers the confirmation rounds from 0. `loss_scale` is what fp16 ran with, `load` what others
+    did on the machine meanwhile. None also stands where an earlier version did not log it.
     """
 
     format: int = 1
@@ -254,16 +242,15 @@ class SampleSizes(msgspec.Struct, frozen=True, kw_only=True):
 class Description(msgspec.Struct, frozen=True, kw_only=True):
     """What the workload is, found out in a child before the first trial.
 
-    `batch_size` is that of the user's own loader, None where the data has none. `num_samples` is the dataset's
-    length, None where it has none. `as_found_precision` is what the caller's own autocast and TF32 flags amount to;
-    `is_as_found_strict` says that they equal the strict flags of that precision, so that the baseline is an ordinary
-    candidate. `build_seconds` is one building of model, data and optimizer. `num_workers` are the worker processes of
-    its loader, None where it has no loader whose number could be changed. `sample_sizes` is None where the samples are
-    alike, cannot be scanned, or the workload names its worst batch (`has_worst_batch`). `batch_sizes_seen` are the
-    least and the largest size of batches drawn from data that cannot be scanned, None where they were alike.
-    `scan_problem` is the error, in one line, that ended either look, None without one. `has_ending`: it has an
-    evaluation or a checkpoint of its own. `is_loop`: it takes its training steps itself (`Workload.train_step`).
-    `accumulation_steps` are the passes behind an optimizer step today; with `weighs_passes` the training weighs them.
+    `batch_size` is that of the user's own loader, `num_samples` the dataset's length, `num_workers` the loader's worker
+    processes; None where there is none, or none that could be changed. `as_found_precision` is what the caller's own
+    autocast and TF32 flags amount to; `is_as_found_strict`: they equal its strict flags, so that the baseline is an
+    ordinary candidate. `build_seconds` is one building of model, data and optimizer. `sample_sizes` is None where the
+    samples are alike, cannot be scanned, or the workload names its worst batch (`has_worst_batch`); `batch_sizes_seen`
+    are the least and the largest size of batches drawn where they cannot be scanned, None where alike; `scan_problem`
+    is the error that ended either look. `has_ending`: it has an evaluation or a checkpoint. `is_loop`: it takes its
+    training steps itself. `accumulation_steps` are the passes behind an optimizer step today; with `weighs_passes` the
+    training weighs them.
     """
 
     name: str

@@ -19,7 +19,7 @@ from autotune_amp.core.evidence import Evidence, Job, Objective, Outlook
 from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.outcome import Description, Fidelity
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.text import one_line
+from autotune_amp.core.text import duration, one_line
 
 FORMAT = 1
 
@@ -184,6 +184,8 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         config, evidence = self.config, self.evidence
         joules, scale = evidence.joules_per_sample, config.loss_scale
         accumulation = evidence.accumulation if config.accumulation_steps > 1 else None
+        pauses = {"an evaluation": evidence.evaluation_seconds, "a checkpoint": evidence.checkpoint_seconds}
+        taken = [f"{name} takes {duration(seconds)}" for name, seconds in pauses.items() if seconds is not None]
         lines = [
             ("config", explain.config_line(config)),
             ("speed", explain.speed_line(evidence)),
@@ -195,12 +197,12 @@ class Recommendation(Decision, frozen=True, kw_only=True):
             ("job", None if self.job is None else explain.job_line(self.job)),
             ("reason", one_line(self.reason)),
             ("outlook", None if self.outlook is None else explain.outlook_line(self.outlook)),
-            ("pauses", explain.pauses_line(evidence)),
+            ("pauses", ", ".join(taken) or None),
             ("loss scale", None if scale is None else explain.loss_scale_line(scale, evidence.loss_scale)),
             ("accumulation", None if accumulation is None else explain.accumulation_line(accumulation)),
             ("pinned", f"{explain.names(config.pinned_modules)} in fp32" if config.pinned_modules else None),
             *(("fidelity", explain.check_line(found)) for found in self.checks()),
-            *(("fallback", explain.fallback_line(plan)) for plan in config.plans),
+            *(("fallback", explain.measured_line(p, p.samples_per_second, p.peak_memory_bytes)) for p in config.plans),
             *(("warning", one_line(warning)) for warning in self.warnings),
         ]
         return [(label, text) for label, text in lines if text is not None]

@@ -90,11 +90,10 @@ class Workload:
     def from_trainer(cls, trainer: Any) -> Workload:
         """What a ``transformers.Trainer`` trains: its model, train loader, optimizer and ``training_step``.
 
-        Today's batch size, accumulation and mixed precision are those of its TrainingArguments. A trial runs a pass of
-        the trainer's own ``training_step`` at its own batch size, collated and sampled by the trainer's loader, its
-        loss normalised over the pass (``num_items_in_batch``) where the Trainer does so over all passes of a step. The
-        trainer is left as it was. Raises `WorkloadError` for one that trains under DeepSpeed or FSDP, has no
-        train_dataset, has trained in mixed precision before, or is an AutotuneTrainer.
+        Today's batch size, accumulation and mixed precision are those of its TrainingArguments. A trial's loss is
+        normalised over a pass (``num_items_in_batch``) where the Trainer does so over all passes of a step. The trainer
+        is left as it was. Raises `WorkloadError` for one that trains under DeepSpeed or FSDP, has no train_dataset, has
+        trained in mixed precision before, or is an AutotuneTrainer.
         """
         return _adapter("transformers")(trainer)
 
@@ -118,40 +117,25 @@ class Workload:
         given = self.optimizer if isinstance(self.optimizer, list | tuple) else [self.optimizer]
         are_optimizers = bool(given) and all(hasattr(optimizer, "param_groups") for optimizer in given)
         is_data = callable(self.data) or hasattr(self.data, "__getitem__") or hasattr(self.data, "__iter__")
-        functions = ("build", "train_step", "worst_batch", "evaluate", "checkpoint")
-        for name, is_right, wanted, next_step in (
-            (
-                "model",
-                self.is_loop or callable(self.model),
-                "an nn.Module or a function that makes one",
-                "Pass the model itself or `lambda: MyModel(...)`.",
-            ),
-            (
-                "loss",
-                self.is_loop or callable(self.loss),
-                "a function loss(model, batch) -> Tensor",
-                "Pass e.g. `lambda model, batch: model(batch).loss`.",
-            ),
-            (
-                "optimizer",
+        sgd = "`lambda parameters: torch.optim.SGD(parameters, lr=0.1)`"
+        wanted = {
+            "model": (self.is_loop or callable(self.model), "an nn.Module or a function, as `lambda: MyModel()`"),
+            "loss": (self.is_loop or callable(self.loss), "a function, as `lambda model, batch: model(batch).loss`"),
+            "optimizer": (
                 self.optimizer is None or callable(self.optimizer) or are_optimizers,
-                "a function of the parameters or an optimizer",
-                "Pass for example `lambda parameters: torch.optim.SGD(parameters, lr=0.1)`.",
+                f"an optimizer or a function of the parameters, as {sgd}",
             ),
-            (
-                "data",
+            "data": (
                 is_data and not isinstance(self.data, Iterator),
                 "a Dataset, a DataLoader or a function of the batch size; an iterator can be used only once",
-                "Pass the Dataset or DataLoader, or `lambda n: (torch.randn(n, 8), torch.randint(2, (n,)))`.",
             ),
-            *(
-                (name, given is None or callable(given), "a function", f"Pass it itself, as `{name}=my_{name}`.")
-                for name, given in ((name, getattr(self, name)) for name in functions)
-            ),
-        ):
+        }
+        for name in ("build", "train_step", "worst_batch", "evaluate", "checkpoint"):
+            wanted[name] = (getattr(self, name) is None or callable(getattr(self, name)), "a function")
+        for name, (is_right, what) in wanted.items():
             if not is_right:
                 kind = type_name(getattr(self, name))
-                raise WorkloadError(f"Workload({name}=...) is a {kind}; it must be {wanted}.", next_step)
+                raise WorkloadError(f"Workload({name}=...) is a {kind}; it must be {what}.", f"Pass such a {name}.")
 
     def _check_today(self) -> None:
         steps = self.accumulation_steps

@@ -70,13 +70,9 @@ def compute(
     parts |= {"platform" if name == "platform" else f"version of {name}": f"={v}" for name, v in versions().items()}
     for name, value in os.environ.items():
         if name.startswith(_DECIDING) and not (name.startswith(_SET_BY_PROGRAMS) or is_from_launcher(name)):
-            parts[f"environment variable {name}"] = _digest(value)
+            parts[f"environment variable {name}"] = short_hex(Walk().value(value))
     content = msgspec.json.encode(sorted(parts.items()))
     return Fingerprint(digest=hashlib.sha256(content).hexdigest(), parts=parts, unknown=unknown)
-
-
-def _digest(value: object) -> str:
-    return short_hex(Walk().value(value))
 
 
 def _setting(value: object) -> str:
@@ -85,15 +81,14 @@ def _setting(value: object) -> str:
         shown = str(value)
         if len(shown) <= 60:
             return f"={shown}"
-    return _digest(value)
+    return short_hex(Walk().value(value))
 
 
 def workload_parts(workload: object) -> tuple[dict[str, str], tuple[str, ...]]:
     """What makes the workload: a digest by part name, and what of it cannot be known (empty: everything can).
 
-    `workload` is an object with attributes, or a function that returns one and is not called. A name is what a user
-    would call the part: ``function loss of train.py``, ``global LEARNING_RATE of train.py``. A value that begins with
-    ``=`` is no digest but the thing itself, a library's version.
+    `workload` is an object with attributes, or a function that returns one and is not called. A name is such as
+    ``function loss of train.py``. A value that begins with ``=`` is the thing itself, a library's version.
     """
     walk = Walk()
     if is_a(workload, FunctionType, BuiltinFunctionType, MethodType, type, partial):

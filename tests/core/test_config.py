@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from typing import Any
 
 import msgspec
@@ -60,8 +59,8 @@ def test_a_config_survives_json(config: AmpConfig) -> None:
         ({"precision": "fp32", "batch_size": 0}, "batch_size is 0"),
         ({"precision": "fp32", "batch_size": 4, "accumulation_steps": -1}, "accumulation_steps is -1"),
         ({"precision": "fp32", "batch_size": 4, "num_workers": True}, "num_workers is True"),
-        ({"precision": "fp16", "batch_size": 4}, "fp16 needs a loss scale"),
-        ({"precision": "bf16", "batch_size": 4, "loss_scale": LossScale()}, "no other precision takes one"),
+        ({"precision": "fp16", "batch_size": 4}, "with fp16"),
+        ({"precision": "bf16", "batch_size": 4, "loss_scale": LossScale()}, "no precision but fp16"),
     ],
 )
 def test_an_impossible_config_is_refused_by_name(fields: dict[str, Any], word: str) -> None:
@@ -127,20 +126,19 @@ def test_a_document_without_what_came_later_is_still_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "fallback", "said", "advice"),
+    ("precision", "fallback", "said"),
     [
-        ("bf16", ["fp32", "tf32"], "fp32, tf32 below bf16", "tf32, fp32, in this order"),
-        ("bf16", ["fp32", "fp32"], "fp32, fp32 below bf16", "in this order"),
-        ("bf16", [BF16, FP32], "bf16, fp32 below bf16", "in this order"),
-        ("fp32", ["fp32"], "fp32 below fp32", "Leave fallback out"),
-        ("bf16", ["int8"], "'int8'; it must be one of", "Pick one"),
-        ("bf16", "fp32", "is 'fp32'; it must be a list", r'fallback=\["fp32"\]'),
+        ("bf16", ["fp32", "tf32"], "below bf16.*: of tf32, fp32, in this order"),
+        ("bf16", ["fp32", "fp32"], "in this order"),
+        ("bf16", [BF16, FP32], "below bf16"),
+        ("fp32", ["fp32"], "below fp32.*none"),
+        ("bf16", ["int8"], "'int8'; it must be one of"),
+        ("bf16", "fp32", "is 'fp32'; it must be a list"),
     ],
 )
-def test_an_impossible_fallback_is_refused(precision: Precision, fallback: Any, said: str, advice: str) -> None:
-    with pytest.raises(InvalidRequestError, match=said) as caught:
+def test_an_impossible_fallback_is_refused(precision: Precision, fallback: Any, said: str) -> None:
+    with pytest.raises(InvalidRequestError, match=said):
         AmpConfig(precision=precision, batch_size=4, fallback=fallback)
-    assert re.search(advice, caught.value.next_step)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"precision": "fp32", "batch_size": 4, "unknown": 1}'])

@@ -19,8 +19,7 @@ SCRIPT = """
 import json, logging, os
 import lightning, torch
 from transformers import (
-    GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, ViTConfig,
-    ViTForImageClassification)
+    GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments)
 from autotune_amp import Workload
 from autotune_amp.fingerprint import workload_parts
 
@@ -63,7 +62,6 @@ def fitted():
 
 workloads = {
     "llama": live(LlamaForCausalLM(LlamaConfig(vocab_size=8, **SIZES))),
-    "vit": live(ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, **SIZES))),
     "trained": Workload.from_trainer(trained()),
     "fitted": fitted(),
 }
