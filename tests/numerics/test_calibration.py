@@ -9,10 +9,9 @@ import math
 import msgspec
 import pytest
 import torch
-from fidelity_subjects import everything_of
-from fp16_subjects import CPU, SUBJECTS, Batch, brute_force, build, dense, mean_square, mlp, subject, times
 from hypothesis import given
 from hypothesis import strategies as st
+from subjects import CPU, SUBJECTS, Batch, brute_force, build, dense, everything_of, mean_square, mlp, subject, times
 from torch import Tensor, nn
 
 from autotune_amp.core.outcome import Calibration
