@@ -198,12 +198,14 @@ class Experiment:
         sums, found, training = attempt.comparison, attempt.found, attempt.training
         parameters = [] if sums is None else sums.parameters
         verdict, low_weights = attempt.grade.verdict, self._low_weights
+        outside = "the code outside of the modules, as the loss and the optimizer"
+        where = f"; it begins in {', '.join(culprit or outside for culprit in culprits)}" if culprits else ""
         is_of_weights = attempt.grade.is_of_weights or (low_weights is not None and culprits == (OUTSIDE,))
         return Fidelity(
             precision=self.precision,
             batch_size=self._batch_size,
             verdict=verdict,
-            reason=f"{self.precision} is {verdict}: {attempt.grade.reason}{_where(culprits)}.",
+            reason=f"{self.precision} is {verdict}: {attempt.grade.reason}{where}.",
             next_step=next_step(self.precision, verdict, healing, is_of_weights=is_of_weights),
             pinned_modules=attempt.pins,
             **{name: getattr(found, name) for name in _SAID},
@@ -331,8 +333,3 @@ def _suspects(experiment: Experiment, attempt: Attempt) -> tuple[str, ...]:
 def _parent(name: str) -> str:
     """The module around the module or parameter of this name, which is `OUTSIDE` for those of the model itself."""
     return name.rpartition(".")[0]
-
-
-def _where(culprits: tuple[str, ...]) -> str:
-    outside = "the code outside of the modules, as the loss and the optimizer"
-    return f"; it begins in {', '.join(culprit or outside for culprit in culprits)}" if culprits else ""

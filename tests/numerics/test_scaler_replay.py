@@ -6,7 +6,6 @@ import math
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -151,17 +150,6 @@ def test_flushed_share_of_a_histogram_by_hand() -> None:
     assert {log2_scale: divided.at(log2_scale + 3.0) for log2_scale in expected} == expected
     assert flushed.at(-6.0) == flushed.at(-100.0) == flushed.at(-math.inf) == 1.0
     assert FlushedShares({}).at(0.0) == FlushedShares({-40: 0.0}).at(-200.0) == 0.0
-    with pytest.raises(ValueError, match="finite numbers"):
-        FlushedShares({-3: math.nan})
-
-
-@given(seed=st.integers(0, 2**32 - 1), log2_scale=st.floats(-10.0, 24.0))
-def test_flushed_share_is_what_fp16_flushes(seed: int, log2_scale: float) -> None:
-    log2_gradients = np.random.default_rng(seed).normal(-34.0, 6.0, 20_000)
-    octaves, numbers = np.unique(np.floor(log2_gradients), return_counts=True)
-    flushed = FlushedShares({int(k): float(n) for k, n in zip(octaves, numbers, strict=True)})
-    in_fp16 = np.minimum(2.0 ** (log2_gradients + log2_scale), 65504.0).astype(np.float16)
-    assert flushed.at(log2_scale) == pytest.approx((in_fp16 == 0).mean(), abs=0.015)
 
 
 # -- the horizon -------------------------------------------------------------------------------------------------------
