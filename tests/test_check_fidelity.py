@@ -14,7 +14,6 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import BudgetTooSmallError, InvalidRequestError, WorkloadError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware, Level
 from autotune_amp.core.outcome import Description
-from autotune_amp.core.setting import Setting
 from autotune_amp.search.check_fidelity import check_job, checked_request
 from autotune_amp.trial.jobs import Check
 
@@ -150,14 +149,6 @@ def specified(precision: str, asked_batch_size: int | None = None, **about: Any)
 )
 def test_the_batch_size(asked: int | None, about: dict[str, Any], expected: int) -> None:
     assert specified("bf16", asked, **about).candidate.batch_size == expected
-
-
-def test_what_was_asked_for_reaches_the_check() -> None:
-    spec = specified("fp16", 4)
-    assert (spec.what, spec.device) == ("fidelity", "cpu")
-    assert spec.candidate == Setting(precision="fp16", batch_size=4, pinned_modules=("head",))
-    assert (spec.seed, spec.deadline_seconds, spec.memory_limit_bytes) == (5, 7.0, 900)
-    assert specified("fp32", weights="bf16").candidate.precision == "fp32", "checked where the weights are not in it"
 
 
 @pytest.mark.parametrize(

@@ -252,11 +252,6 @@ class Sums:
         """Whether these weights give the whole batch's gradient."""
         return self.error(weights) <= self.tolerance(weights)
 
-    def best(self) -> Tensor:
-        """The weights of least error."""
-        weights: Tensor = torch.linalg.pinv(self.gram[1:, 1:], rtol=1e-12, hermitian=True) @ self.gram[0, 1:]
-        return weights
-
     def tell_apart(self, weights: Tensor) -> bool:
         """Whether no others fit as well, as they do where micro-batches are too much alike."""
         least, num = float(torch.linalg.eigvalsh(self.gram[1:, 1:])[0]), len(weights)
@@ -285,7 +280,7 @@ def find_weights(sums: Sums, shares: Sequence[tuple[str, Tensor]]) -> Finding:
     for finding in (*simple, *(Finding("weighted", weights, name) for name, weights in shares)):
         if sums.fits(finding.weights):
             return finding
-    best = sums.best()
+    best = torch.linalg.pinv(sums.gram[1:, 1:], rtol=1e-12, hermitian=True) @ sums.gram[0, 1:]  # of least error
     if sums.fits(best) and not sums.tell_apart(best):
         return Finding("unchecked", best)
     return Finding("weighted" if sums.fits(best) and sums.do_losses_fit(best) else "inexact", best)
@@ -392,8 +387,7 @@ def _cause(passes: Passes) -> tuple[str, str]:
             "Keep the batch whole, or change these buffers once per optimizer step, outside of the forward pass.",
         )
     return (
-        "the loss or the model compares samples with each other, as in-batch negatives and load balancing do, the "
-        "padding counts, of which each micro-batch has its own length, or the loss holds a term that is no mean over "
-        "samples",
+        "the loss or the model compares samples with each other, as in-batch negatives do, the padding counts, or the "
+        "loss holds a term that is no mean over samples",
         "Keep the batch whole: smaller batches accumulated would learn something else.",
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -22,7 +23,6 @@ from autotune_amp.numerics.scaler_replay import starting_scale
 from autotune_amp.precision.forward_wrapper import watch_forward
 
 _STEPS_PER_HISTOGRAM = 4
-_LOWEST_OCTAVE, _HIGHEST_OCTAVE = -149, 127  # of float32, subnormal numbers included
 FIRST_GUESS = 12.0  # log2 S*
 # A scale under 2^-24 is 0 in fp16, where the backward pass begins with it. Above 2^40 nobody needs to look: no fp16
 # number times that stays finite, so that all gradients would have to be in fp32.
@@ -40,7 +40,8 @@ def calibrate(subject: Subject, *, batch_size: int, pinned_modules: Sequence[str
     started = time.perf_counter()
     first, passes = Passes(subject), Passes(subject)
     log2_scales: list[float | None] = []
-    octaves, forward_max, guess = count_octaves([]), 0.0, FIRST_GUESS
+    octaves: Counter[int] = Counter()
+    forward_max, guess = 0.0, FIRST_GUESS
     try:
         with passes.pinned(pinned_modules), watch_forward(passes.model, subject.device) as read_maxima:
             optimizer = subject.make_optimizer(passes.model)
@@ -64,7 +65,7 @@ def calibrate(subject: Subject, *, batch_size: int, pinned_modules: Sequence[str
         batch_size=batch_size,
         log2_scales=tuple(log2_scales),
         bisected_log2_scales=dict(enumerate(log2_scales)),
-        gradient_histogram=histogram(octaves),
+        gradient_histogram=tuple(sorted(octaves.items())),
         init_scale=starting_scale(known) if max(known) > -math.inf else None,
         forward_max=forward_max,
         pinned_modules=tuple(pinned_modules),
@@ -73,41 +74,33 @@ def calibrate(subject: Subject, *, batch_size: int, pinned_modules: Sequence[str
     )
 
 
-def count_octaves(gradients: Iterable[Tensor]) -> Tensor:
-    """How many entries there are in each octave of float32, from the lowest up.
+def count_octaves(gradients: Iterable[Tensor]) -> Counter[int]:
+    """How many entries there are in each octave of float32.
 
     Left out are zeros, non-finite ones and those that move nothing beside the largest of their tensor (`COUNTS`): an
     output layer's gradients for words that are all but impossible are most of what fp16 flushes, and no loss.
     """
-    counts = torch.zeros(_HIGHEST_OCTAVE - _LOWEST_OCTAVE + 1, dtype=torch.int64)
+    found: Counter[int] = Counter()
     for gradient in gradients:
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
         values = torch.view_as_real(values) if values.is_complex() else values
         counted = values[values.isfinite() & (values != 0)].float()
         if counted.numel():
             counted = counted[counted.abs() > COUNTS * counted.abs().amax()]
-        octaves = torch.frexp(counted).exponent - 1  # its mantissa lies in [1/2, 1)
-        counts += torch.bincount(octaves - _LOWEST_OCTAVE, minlength=len(counts)).cpu()
-    return counts
-
-
-def histogram(counts: Tensor) -> tuple[tuple[int, int], ...]:
-    """What `count_octaves` counted as (octave, count), in rising order and without the empty ones."""
-    return tuple((octave, count) for octave, count in enumerate(counts.tolist(), _LOWEST_OCTAVE) if count)
+        exponents = torch.frexp(counted).exponent  # of a mantissa in [1/2, 1)
+        octaves, numbers = torch.unique(exponents - 1, return_counts=True)
+        found.update(dict(zip(octaves.tolist(), numbers.tolist(), strict=True)))
+    return found
 
 
 # -- the largest safe loss scale of one batch --------------------------------------------------------------------------
 
 
 class SafeScale(NamedTuple):
-    """`log2_scale` is log2 S*, None where the batch is non-finite at every scale; `last` the last pass made for it.
-
-    `last` is at `last_scale`, which is a safe one unless there is none.
-    """
+    """`log2_scale` is log2 S*, and `last` a pass at it; None where the batch is non-finite at every scale."""
 
     log2_scale: float | None
     last: Pass
-    last_scale: float
 
 
 def largest_safe_scale(passes: Passes, index: int, start: float = FIRST_GUESS) -> SafeScale:
@@ -133,7 +126,7 @@ def largest_safe_scale(passes: Passes, index: int, start: float = FIRST_GUESS) -
         else:
             exponent = (safe + unsafe) // 2
         stride *= 2
-    return SafeScale(None, done, 2.0**exponent) if best is None else SafeScale(float(safe), best, 2.0**safe)
+    return SafeScale(None, done) if best is None else SafeScale(float(safe), best)
 
 
 def _within_limits(log2_scale: float) -> int:

@@ -17,10 +17,10 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from autotune_amp.core.config import FP16_MAX
+from autotune_amp.core.config import FP16_MAX, MIN_LOSS_SCALE
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Fidelity, LowWeights
-from autotune_amp.numerics.calibration import FIRST_GUESS, count_octaves, histogram, largest_safe_scale
+from autotune_amp.numerics.calibration import FIRST_GUESS, count_octaves, largest_safe_scale
 from autotune_amp.numerics.comparison import (
     Comparison,
     Run,
@@ -141,52 +141,42 @@ class Experiment:
         self._low_weights = self._lost_updates()
 
     def attempt(self, pins: tuple[str, ...]) -> Attempt:
-        """One step, and where that is not bad already, a training run."""
-        attempt = self.one_step(pins)
-        return self.train(attempt) if attempt.grade.verdict in ("faithful", "doubtful") else attempt
-
-    def one_step(self, pins: Sequence[str]) -> Attempt:
-        """Loss and gradients of the first batches at the first weights."""
+        """One step, over the first batches; where that is not bad, a training run, at whose end the model is left."""
         self._read_maxima()  # of passes before
         with self.low.pinned(pins):
             low, scale, has_safe_scale = self._low_passes()
-        maxima = self._low_maxima()
-        found = Findings(
-            is_finite=low[-1].is_finite,
-            is_reference_finite=all(done.is_finite for done in self._reference),
-            has_safe_scale=has_safe_scale,
-            forward_max=max(maxima.values(), default=None),
-            format_max=self._format_max,
-            lost_share=None if self._low_weights is None else self._low_weights.lost_share,
-        )
-        attempt = Attempt(tuple(pins), scale, maxima, found)
-        if not found.is_finite:
-            return replace(attempt, bad_index=len(low) - 1)
-        difference = math.hypot(*(a.loss - b.loss for a, b in zip(low, self._reference, strict=False)))
-        size = math.hypot(*(done.loss for done in self._reference))
-        gradients = [done.gradients for done in low]
-        sums = compare(gradients, [done.gradients for done in self._reference], self.signals)
-        found = found._replace(
-            loss_error=difference / size if size else difference,
-            noise_ratio=sums.whole.noise_ratio,
-            flushed_share=sums.whole.flushed_share,
-            most_flushed=max(sums.parameters, key=attrgetter("flushed_share"), default=None),
-            noisiest=max(sums.parameters, key=attrgetter("noise_ratio"), default=None),
-        )
-        return replace(attempt, found=found, comparison=sums)
-
-    def train(self, attempt: Attempt) -> Attempt:
-        """The same with a paired training run; the model is left where that ended."""
-        reference, perturbed = runs = self._fp32_runs()
-        self._read_maxima()  # of passes before
-        with self.low.pinned(attempt.pins):
-            run = train(self.low, self.precision, NUM_PAIRED_STEPS, scale=attempt.scale)
+            maxima = self._low_maxima({})
+            found = Findings(
+                is_finite=low[-1].is_finite,
+                is_reference_finite=all(done.is_finite for done in self._reference),
+                has_safe_scale=has_safe_scale,
+                forward_max=max(maxima.values(), default=None),
+                format_max=self._format_max,
+                lost_share=None if self._low_weights is None else self._low_weights.lost_share,
+            )
+            if not found.is_finite:
+                return Attempt(pins, scale, maxima, found, bad_index=len(low) - 1)
+            difference = math.hypot(*(a.loss - b.loss for a, b in zip(low, self._reference, strict=True)))
+            size = math.hypot(*(done.loss for done in self._reference))
+            reference = [done.gradients for done in self._reference]
+            sums = compare([done.gradients for done in low], reference, self.signals)
+            found = found._replace(
+                loss_error=difference / size if size else difference,
+                noise_ratio=sums.whole.noise_ratio,
+                flushed_share=sums.whole.flushed_share,
+                most_flushed=max(sums.parameters, key=attrgetter("flushed_share"), default=None),
+                noisiest=max(sums.parameters, key=attrgetter("noise_ratio"), default=None),
+            )
+            attempt = Attempt(pins, scale, maxima, found, comparison=sums)
+            if attempt.grade.verdict not in ("faithful", "doubtful"):
+                return attempt
+            plain, perturbed = runs = self._fp32_runs()
+            run = train(self.low, self.precision, NUM_PAIRED_STEPS, scale=scale)
         are_finite = all(each.is_finite for each in (run, *runs))
-        training_gap, noise_gap = gap(run, reference, perturbed) if are_finite else (None, None)
-        before = attempt.forward_maxima
-        maxima = {name: max(maximum, before.get(name, 0.0)) for name, maximum in self._low_maxima().items()}
-        found = attempt.found._replace(
-            is_reference_finite=attempt.found.is_reference_finite and reference.is_finite,
+        training_gap, noise_gap = gap(run, plain, perturbed) if are_finite else (None, None)
+        maxima = self._low_maxima(maxima)
+        found = found._replace(
+            is_reference_finite=found.is_reference_finite and plain.is_finite,
             forward_max=max(maxima.values(), default=None),
             is_training_finite=run.is_finite,
             training_gap=training_gap,
@@ -203,22 +193,19 @@ class Experiment:
         moved = self.fp32.run(0, "fp32", restores=False)
         return signals(self._reference[0].gradients, moved.gradients)
 
-    def too_large(self, attempt: Attempt) -> list[str]:
-        """The modules whose outputs come too near to the largest number of the format."""
-        limit = MAX_FORWARD_SHARE * self._format_max
-        return [name for name, maximum in attempt.forward_maxima.items() if maximum > limit]
-
     def report(self, attempt: Attempt, culprits: tuple[str, ...] = (), healing: tuple[str, ...] = ()) -> Fidelity:
         """What was found so far."""
         sums, found, training = attempt.comparison, attempt.found, attempt.training
         parameters = [] if sums is None else sums.parameters
         verdict, low_weights = attempt.grade.verdict, self._low_weights
+        outside = "the code outside of the modules, as the loss and the optimizer"
+        where = f"; it begins in {', '.join(culprit or outside for culprit in culprits)}" if culprits else ""
         is_of_weights = attempt.grade.is_of_weights or (low_weights is not None and culprits == (OUTSIDE,))
         return Fidelity(
             precision=self.precision,
             batch_size=self._batch_size,
             verdict=verdict,
-            reason=f"{self.precision} is {verdict}: {attempt.grade.reason}{_where(culprits)}.",
+            reason=f"{self.precision} is {verdict}: {attempt.grade.reason}{where}.",
             next_step=next_step(self.precision, verdict, healing, is_of_weights=is_of_weights),
             pinned_modules=attempt.pins,
             **{name: getattr(found, name) for name in _SAID},
@@ -229,7 +216,7 @@ class Experiment:
             num_skips=0 if training is None else training.num_skips,
             worst_parameters=tuple(sorted(parameters, key=attrgetter("noise_ratio"), reverse=True)[:_NUM_WORST]),
             modules=() if sums is None else tuple(sums.modules),
-            gradient_histogram=histogram(count_octaves(self._reference[0].gradients.values())),
+            gradient_histogram=tuple(sorted(count_octaves(self._reference[0].gradients.values()).items())),
             culprits=culprits,
             healing_pins=healing,
             low_weights=low_weights,
@@ -253,15 +240,16 @@ class Experiment:
         train(self.fp32, "fp32", 1)
         return lost_updates(self._subject.model, before, after=weights)
 
-    def _low_maxima(self) -> dict[str, float]:
-        return {name: math.inf if math.isnan(m) else m for name, m in self._read_maxima().items()}
+    def _low_maxima(self, before: dict[str, float]) -> dict[str, float]:
+        maxima = self._read_maxima().items()
+        return {name: math.inf if math.isnan(m) else max(m, before.get(name, 0.0)) for name, m in maxima}
 
     def _low_passes(self) -> tuple[list[Pass], float, bool]:
         scale = 1.0
         if self._mode.takes_scaler:
             safe = largest_safe_scale(self.low, 0, self._log2_guess)
             if safe.log2_scale is None:
-                return [safe.last], safe.last_scale, False
+                return [safe.last], MIN_LOSS_SCALE, False
             self._log2_guess = safe.log2_scale
             scale = starting_scale([safe.log2_scale])
         low: list[Pass] = []
@@ -333,7 +321,8 @@ def _suspects(experiment: Experiment, attempt: Attempt) -> tuple[str, ...]:
         if attempt.bad_index is not None:
             low.restore()
             return blown_up(low, attempt.bad_index, precision, attempt.scale)
-        if too_large := experiment.too_large(attempt):
+        limit = MAX_FORWARD_SHARE * attempt.found.format_max
+        if too_large := [name for name, maximum in attempt.forward_maxima.items() if maximum > limit]:
             return tuple(n for n in too_large if not any(other != n and is_inside(other, (n,)) for other in too_large))
         if wrong := first_wrong(low, experiment.fp32, 0, precision):
             return (wrong,)
@@ -344,8 +333,3 @@ def _suspects(experiment: Experiment, attempt: Attempt) -> tuple[str, ...]:
 def _parent(name: str) -> str:
     """The module around the module or parameter of this name, which is `OUTSIDE` for those of the model itself."""
     return name.rpartition(".")[0]
-
-
-def _where(culprits: tuple[str, ...]) -> str:
-    outside = "the code outside of the modules, as the loss and the optimizer"
-    return f"; it begins in {', '.join(culprit or outside for culprit in culprits)}" if culprits else ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -96,7 +96,7 @@ def blown_up(passes: Passes, index: int, precision: Precision, scale: float) -> 
     """
     healthy = None if has_half_weights(passes.model) else _recorded(passes, index, "fp32", 1.0)
     damaged, _ = _recorded(passes, index, precision, scale).damaged(healthy)
-    return tuple(filter(None, damaged)) or (OUTSIDE,)
+    return tuple(filter(None, dict.fromkeys(damaged))) or (OUTSIDE,)
 
 
 def _recorded(passes: Passes, index: int, precision: Precision, scale: float) -> Recorder:
@@ -156,19 +156,15 @@ def _look(tensor: Tensor) -> tuple[Health, float]:
 
 @dataclass(eq=False)
 class Call:
-    """One call of a module. `key` finds the same call in another pass."""
+    """One call of the module of this name, of which it is call `number`."""
 
-    key: tuple[str, int]
+    name: str
+    number: int
     parent: Call | None
     inputs: Health
     first_node: int
     outputs: Health = Health.FINITE
     end_node: int = 0  # the number of the first autograd node made after the call
-
-    @property
-    def name(self) -> str:
-        """The module's name in the model."""
-        return self.key[0]
 
     def ancestors(self) -> Iterator[Call]:
         """The calls around this one, innermost first."""
@@ -197,7 +193,7 @@ class Recorder:
         self._modules = modules
         self._timeline: list[tuple[Call, bool]] = []  # the call, and whether it ended there or began
         self._running: list[Call] = []
-        self._num_calls: dict[str, int] = {}
+        self._num_calls: Counter[str] = Counter()
         self._origins: list[_Origin] = []
         self._first_bad_sum: _Origin | None = None
 
@@ -208,35 +204,29 @@ class Recorder:
         """Record the forward pass inside; what a checkpoint recomputes in the backward pass is none."""
         with ExitStack() as hooks:
             for name, module in self._modules.items():
-                beginning = module.register_forward_pre_hook(self._beginning(name), with_kwargs=True)
+                beginning = module.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True)
                 hooks.callback(beginning.remove)
-                hooks.callback(module.register_forward_hook(self._ending(name)).remove)
+                hooks.callback(module.register_forward_hook(partial(self._end, name)).remove)
             yield
 
-    def _beginning(self, name: str) -> Callable[..., None]:
-        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            num_before = self._num_calls.get(name, 0)
-            self._num_calls[name] = num_before + 1
-            parent = self._running[-1] if self._running else None
-            call = Call((name, num_before), parent, health((args, kwargs)), _next_node())
-            self._running.append(call)
-            self._timeline.append((call, False))
+    def _begin(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._num_calls[name] += 1
+        parent = self._running[-1] if self._running else None
+        call = Call(name, self._num_calls[name], parent, health((args, kwargs)), _next_node())
+        self._running.append(call)
+        self._timeline.append((call, False))
 
-        return begin
-
-    def _ending(self, name: str) -> Callable[..., None]:
-        def end(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-            # A call that raised, inside a module that caught it, never ended.
-            while (call := self._running.pop()).name != name:
-                pass
-            seen = [_look(tensor) for tensor in _floating(output)]
-            call.outputs = max((health for health, _ in seen), default=Health.FINITE)
-            call.end_node = _next_node()
-            # Of the first tensor, as the observers have it: later ones often are masks.
-            self.forward_max = _larger(self.forward_max, seen[0][1] if seen else 0.0)
-            self._timeline.append((call, True))
-
-        return end
+    def _end(self, name: str, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        # A call that raised, inside a module that caught it, never ended.
+        while (call := self._running.pop()).name != name:
+            pass
+        seen = [_look(tensor) for tensor in _floating(output)]
+        call.outputs = max((health for health, _ in seen), default=Health.FINITE)
+        call.end_node = _next_node()
+        # Of the first tensor, as the observers have it: later ones often are masks. NaN wins.
+        largest = seen[0][1] if seen else 0.0
+        self.forward_max = self.forward_max if self.forward_max >= largest or math.isnan(self.forward_max) else largest
+        self._timeline.append((call, True))
 
     def forward_culprit(self) -> str:
         """Who made the loss non-finite, in the order of execution."""
@@ -268,19 +258,16 @@ class Recorder:
             next_nodes = [following for following, _ in node.next_functions if following is not None]
             # The hook must not hold the node itself: a cycle through C++ is never collected.
             origin = _Origin(node._sequence_nr(), tuple(following._sequence_nr() for following in next_nodes))
-            node.register_hook(self._passing(origin))
+            node.register_hook(partial(self._passed, origin))
             pending += [following for following in next_nodes if following not in seen]
             seen.update(next_nodes)
         return leaves
 
-    def _passing(self, origin: _Origin) -> Callable[[Any, Any], None]:
-        def passed(grad_inputs: Any, grad_outputs: Any) -> None:
-            if health(grad_outputs) is not Health.FINITE:
-                self._first_bad_sum = self._first_bad_sum or origin
-            elif health(grad_inputs) is not Health.FINITE:
-                self._origins.append(origin)
-
-        return passed
+    def _passed(self, origin: _Origin, grad_inputs: Any, grad_outputs: Any) -> None:
+        if health(grad_outputs) is not Health.FINITE:
+            self._first_bad_sum = self._first_bad_sum or origin
+        elif health(grad_inputs) is not Health.FINITE:
+            self._origins.append(origin)
 
     def backward_culprit(self) -> str | None:
         """Who made the first non-finite gradient; None where no node did, as in a reduction between ranks."""
@@ -306,19 +293,19 @@ class Recorder:
 
         Children are taken before the modules that hold them.
         """
-        before = {} if healthy is None else {call.key: call for call in healthy._ended_calls()}
+        before = {} if healthy is None else {(call.name, call.number): call for call in healthy._ended_calls()}
         found: list[Call] = []
         has_found_inside: set[Call] = set()
         for call in self._ended_calls():
-            reference = before.get(call.key)
+            reference = before.get((call.name, call.number))
             is_worse_in = call.inputs > (reference.inputs if reference else Health.FINITE)
             is_worse_out = call.outputs > (reference.outputs if reference else Health.FINITE)
             if is_worse_out and not is_worse_in and call not in has_found_inside:
                 found.append(call)
                 has_found_inside.update(call.ancestors())
         if found:
-            return _names(found), self._module(found[0])
-        return _names(self._backward_calls()), self.backward_culprit()
+            return [call.name for call in found], self._module(found[0])
+        return [call.name for call in self._backward_calls()], self.backward_culprit()
 
     def _backward_calls(self) -> Iterator[Call]:
         for origin in self._backward_origins():
@@ -336,14 +323,6 @@ class Recorder:
     def _module(self, call: Call) -> str:
         kind = type(self._modules[call.name]).__name__
         return f"module {call.name} ({kind})" if call.name else f"the model itself ({kind})"
-
-
-def _names(calls: Iterable[Call]) -> list[str]:
-    return list(dict.fromkeys(call.name for call in calls))
-
-
-def _larger(one: float, other: float) -> float:
-    return one if one >= other or one != one else other  # NaN wins
 
 
 def _next_node() -> int:

@@ -63,13 +63,10 @@ class FlushedShares:
     """F0: the share of gradient entries, true zeros left out, that fp16 flushes to zero at a loss scale.
 
     `histogram` maps an octave k to the number of entries with floor(log2|g|) = k at loss scale 1, in fp32.
-    `log2_divisor` is what the loss is divided by before it is scaled, as in an accumulation window. Raises `ValueError`
-    for a number that is negative or not finite.
+    `log2_divisor` is what the loss is divided by before it is scaled, as in an accumulation window.
     """
 
     def __init__(self, histogram: Mapping[int, float], log2_divisor: float = 0.0) -> None:
-        if not all(math.isfinite(number) and number >= 0 for number in histogram.values()):
-            raise ValueError(f"The histogram is {dict(histogram)!r}; it must hold finite numbers from 0 up.")
         self._threshold = _FLUSHED_LOG2 + log2_divisor
         counted = {octave: number for octave, number in histogram.items() if number}
         self._edges = np.arange(min(counted, default=0), max(counted, default=-1) + 2)

@@ -308,7 +308,8 @@ def set_roles(module: nn.Module, roles: Roles) -> None:
             "A TorchScript module cannot be pinned, overridden or observed: its forward is compiled in.",
             "Give the model as it was before torch.jit.script or torch.jit.trace; torch.compile is supported.",
         )
-    _swap(module)
+    if not isinstance(module, _Swapped):
+        module.__class__ = _swapped_class(type(module))  # type: ignore[arg-type] # mypy takes a module's own hash for its class's
     if "forward" in state and not isinstance(state["forward"], _OwnForward):
         state["forward"] = _OwnForward(module, state["forward"])
     state[_ROLES] = roles
@@ -318,11 +319,6 @@ def _uncompiled(module: nn.Module) -> nn.Module:
     """What torch.compile wrapped, so that the roles are played inside the compiled graph."""
     inner: nn.Module = getattr(module, "_orig_mod", module)
     return inner
-
-
-def _swap(module: nn.Module) -> None:
-    if not isinstance(module, _Swapped):
-        module.__class__ = _swapped_class(type(module))  # type: ignore[arg-type] # mypy takes a module's own hash for its class's
 
 
 def _restore_forward(state: dict[str, Any]) -> None:
@@ -355,7 +351,7 @@ class _Swapped:
 
 def _rebuild(build: Callable[..., nn.Module], arguments: tuple[Any, ...]) -> nn.Module:
     module = build(*arguments)
-    _swap(module)
+    module.__class__ = _swapped_class(type(module))  # type: ignore[arg-type] # as above
     return module
 
 

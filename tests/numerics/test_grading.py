@@ -77,12 +77,6 @@ def test_where_the_limits_lie(worse: dict[str, Any], verdict: Verdict, says: str
     assert verdict != "unfaithful" or worse.get("noise_ratio") != 0.25 or "noise between" not in found.reason
 
 
-def test_it_is_of_the_weights_only_where_nothing_as_bad_is_not() -> None:
-    assert grade(FAITHFUL._replace(lost_share=0.9)).is_of_weights
-    assert not grade(FAITHFUL._replace(lost_share=0.9, noise_ratio=0.25)).is_of_weights
-    assert not grade(FAITHFUL._replace(lost_share=0.9, noise_ratio=0.5)).is_of_weights
-
-
 RATIOS = st.floats(0, 1e3) | st.just(math.inf)
 SHARES = st.floats(0, 1)
 FINDINGS = st.builds(
@@ -124,18 +118,9 @@ def test_a_worse_number_never_gives_a_better_verdict(found: Findings, data: st.D
         assert badness(**{name: damage(high, many)}) >= badness(**{name: damage(low, few)})
 
 
-@pytest.mark.parametrize(
-    ("verdict", "pins", "is_of_weights", "says"),
-    [
-        ("faithful", (), False, "Train in bf16"),
-        ("unchecked", (), False, "compare"),
-        ("doubtful", (), False, "Compare"),
-        ("unfaithful", (), False, "less to go wrong"),
-        ("unfaithful", ("head",), False, "pinned_modules=['head']"),
-        ("doubtful", (), True, "model.float()"),
-    ],
-)
-def test_there_is_always_something_to_do_next(
-    verdict: Verdict, pins: tuple[str, ...], is_of_weights: bool, says: str
-) -> None:
-    assert says in next_step("bf16", verdict, pins, is_of_weights=is_of_weights)
+def test_what_to_do_next_follows_from_the_verdict_the_pins_and_the_weights() -> None:
+    assert "Train in bf16" in next_step("bf16", "faithful", ())
+    assert "pinned_modules=['head']" in next_step("bf16", "unfaithful", ("head",))
+    assert grade(FAITHFUL._replace(lost_share=0.9)).is_of_weights
+    assert not grade(FAITHFUL._replace(lost_share=0.9, noise_ratio=0.25)).is_of_weights
+    assert "model.float()" in next_step("bf16", "doubtful", (), is_of_weights=True)

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fidelity_subjects import Applied, compiled, running_sum
-from fp16_subjects import Batch, Checkpointed, mean_square, subject
+from subjects import Applied, Batch, Checkpointed, compiled, mean_square, running_sum, subject
 from torch import Tensor, nn
 
 from autotune_amp.core.dimensions import Precision
@@ -33,24 +32,6 @@ class SkipsByChance(nn.Module):
         return x + self.body(x) if random.random() < 0.5 else x
 
 
-class Careful(nn.Module):
-    """Goes another way where the first raises."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Applied(self._fail), nn.Linear(16, 16)
-
-    def _fail(self, _: Tensor) -> Tensor:
-        raise RuntimeError("not today")
-
-    def forward(self, x: Tensor) -> Tensor:
-        try:
-            out: Tensor = self.first(x)
-        except RuntimeError:
-            out = self.second(x)
-        return out
-
-
 def offset() -> nn.Module:
     return Applied(lambda x: (x + 3000.0) - 3000.0)
 
@@ -60,7 +41,6 @@ INNOCENT: dict[str, Callable[[], nn.Module]] = {
     "in-place ReLU": lambda: nn.ReLU(inplace=True),
     "BatchNorm": lambda: nn.BatchNorm1d(16),
     "chance": SkipsByChance,
-    "a child that raises": Careful,
 }
 GUILTY: dict[str, Callable[[], nn.Module]] = {
     "block.guilty": lambda: Applied(running_sum),

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from fp16_subjects import SUBJECTS, Batch, build, dense, mean_square, mlp, subject
+from subjects import SUBJECTS, Batch, build, dense, mean_square, mlp, subject
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint

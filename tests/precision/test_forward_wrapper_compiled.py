@@ -9,8 +9,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from swap_samples import Block, Model
-from torch import Tensor, nn
+from swap_samples import Model
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from autotune_amp.core.dimensions import Precision
@@ -70,28 +70,6 @@ def test_compiled_graphs_and_numerics_stay_as_they_were(backend: str, x: Tensor)
     assert (maxima[1] > 0).all()
     assert torch.equal(maxima[1], maxima[2])
     assert psutil.Process().children() == children
-
-
-def test_observed_modules_of_one_class_share_a_graph_where_the_model_breaks_into_many(x: Tensor) -> None:
-    class Breaks(Block):
-        def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
-            x = self.linear(x) * scale
-            torch._dynamo.graph_break()
-            return torch.relu(x)
-
-    counts = []
-    for num_blocks in (3, 12):  # the compiler gives up after 8 graphs of one function
-        torch._dynamo.reset()
-        model, observer = Model(), Observer(num_blocks, "cpu")
-        model.blocks = nn.ModuleList(Breaks() for _ in range(num_blocks))
-        for slot, block in enumerate(model.blocks):
-            observe(block, observer, slot)
-        counter = CompileCounterWithBackend("eager")
-        with torch.no_grad():
-            torch.compile(model, backend=counter)(x)
-        assert (observer.read() > 0).all()
-        counts.append(counter.frame_count)
-    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("is_pinned_before", [False, True])
