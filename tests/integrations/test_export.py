@@ -23,7 +23,6 @@ from export_samples import (
     PINNED,
     exec_text,
     precision_here,
-    precision_of,
     scaler_values,
     values_after,
 )
@@ -304,7 +303,7 @@ def test_a_text_trains_as_the_config_says(config: AmpConfig, target: str) -> Non
         assert scaler_values(scaler) == values_after(config.loss_scale, ran.num_steps)
 
 
-@pytest.mark.parametrize("config", CONFIGS[:2], ids=precision_of)
+@pytest.mark.parametrize("config", CONFIGS[:2], ids=["fp32", "bf16"])
 def test_a_plain_accelerator_takes_the_launch_file(config: AmpConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("accelerate.yaml").write_text(accelerate_file(Exportable(config, "cpu")).text)
     loaded = load_config_from_file("accelerate.yaml")
