@@ -8,7 +8,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from lightning_samples import Net
+from lightning_samples import QUIET, Net
 from samples import same
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,11 +20,7 @@ from autotune_amp.isolation.packing import pack, unpack
 from autotune_amp.trial import data
 from autotune_amp.trial.context import each, make_model, make_optimizer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers which may be a bottleneck"),  # tiny data on purpose
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),  # Lightning under this torch
-    pytest.mark.filterwarnings("ignore:GPU available but not used"),  # as asked for here
-]
+pytestmark = QUIET
 
 
 class Data(lightning.LightningDataModule):
