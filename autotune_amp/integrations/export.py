@@ -18,7 +18,7 @@ import msgspec
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale, training_arguments
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.core.explain import (
+from autotune_amp.core.evidence import (
     AUTOCAST_DTYPES,
     LOADER_COMMENT,
     LOSS,

@@ -35,7 +35,7 @@ from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError, 
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.workload import OptimizersOfModel, Workload, type_name
 from autotune_amp.integrations.bridge import Window, config_of, readings, refuse_other, refuse_other_window
-from autotune_amp.numerics.modules import unwrap
+from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.runtime.controller import PrecisionController
 
 __all__ = ["AutotuneCallback", "AutotunePrecision", "trainer_arguments", "workload"]

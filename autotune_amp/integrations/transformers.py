@@ -26,7 +26,7 @@ from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.workload import Workload, type_name
 from autotune_amp.integrations.accelerate import plain_optimizers
 from autotune_amp.integrations.bridge import config_of, readings, refuse_other_window
-from autotune_amp.numerics.modules import unwrap
+from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.precision.modes import MODES
 from autotune_amp.runtime.controller import PrecisionController
 
