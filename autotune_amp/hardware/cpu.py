@@ -83,12 +83,8 @@ def capabilities(_: str) -> dict[Precision, Capability]:
         flags = frozenset(name for name, value in torch.cpu.get_capabilities().items() if value is True)
     else:
         flags = host.cpu_flags()
-    return decide(flags, has_onednn_fp16=_has_onednn_fp16())
-
-
-def _has_onednn_fp16() -> bool:
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call] # torch gives no types
-    return has_onednn and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return decide(flags, has_onednn_fp16=has_onednn and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported()))
 
 
 def notes(_: str) -> tuple[str, ...]:

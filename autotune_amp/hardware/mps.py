@@ -35,11 +35,11 @@ def is_built() -> bool:
 
 def resolve(index: int | None) -> str:
     """``mps``; raises `DeviceError` where this build or this machine has none."""
-    next_step = "Pass device='cpu', or use an Apple silicon Mac with the macOS build of PyTorch."
-    if not is_built():
-        raise DeviceError(f"No MPS device: this PyTorch ({torch.__version__}) was built without MPS.", next_step)
     if not torch.backends.mps.is_available():
-        raise DeviceError("No MPS device: this Mac has no GPU that Metal can use, or its macOS is too old.", next_step)
+        raise DeviceError(
+            "No MPS device: this PyTorch was built without MPS, or this Mac has no GPU that Metal can use.",
+            "Pass device='cpu', or use an Apple silicon Mac with the macOS build of PyTorch.",
+        )
     return only("mps", index)
 
 

@@ -38,15 +38,10 @@ def is_built() -> bool:
 
 def resolve(index: int | None) -> str:
     """``xpu:N``; raises `DeviceError` where this build or this machine has none, or not that many."""
-    if not is_built():
+    if not (is_built() and torch.xpu.is_available()):
         raise DeviceError(
-            f"No XPU device: this PyTorch ({torch.__version__}) was built without XPU.",
-            "Install the XPU build of PyTorch (https://pytorch.org/get-started/locally/), or pass device='cpu'.",
-        )
-    if not torch.xpu.is_available():
-        raise DeviceError(
-            "No XPU device: PyTorch was built for XPUs, but Intel's GPU driver shows none.",
-            "Install Intel's GPU driver, check ZE_AFFINITY_MASK, or pass device='cpu'.",
+            f"No XPU device: PyTorch {torch.__version__} has no XPU support, or Intel's GPU driver shows none.",
+            "Install the XPU build of https://pytorch.org/get-started/locally/ and the driver, or pass device='cpu'.",
         )
     return numbered("xpu", torch.xpu.current_device() if index is None else index, torch.xpu.device_count())
 

@@ -333,7 +333,6 @@ def lightning(setting: Exportable) -> str:
     script.imports.add("from autotune_amp.integrations.lightning import trainer_arguments")
     script.imports.add("from lightning.pytorch import Trainer")
     script.comments += setting.divided_by("Lightning")
-    _add_names_of_pins(script, "the LightningModule")
     script.add_config()
     script.add_loader()
     script.lines += [
@@ -350,7 +349,6 @@ def transformers(setting: Exportable) -> str:
     script.imports.add("from autotune_amp.integrations.transformers import AutotuneTrainer")
     script.imports.add("from transformers import TrainingArguments")
     script.comments += setting.divided_by("Where the loss is the script's own, Trainer")
-    _add_names_of_pins(script, "`model`")
     script.add_config()
     arguments = {"output_dir": "output", **training_arguments(setting.config)}
     if setting.device_type == "cpu":
@@ -392,15 +390,6 @@ def beside_deepspeed(setting: Exportable) -> list[str]:
 _TEXTS: dict[str, Callable[[Exportable], str]] = {
     text.__name__: text for text in (accelerate, lightning, torch, transformers, env)
 }
-
-
-def _add_names_of_pins(script: Script, holder: str) -> None:
-    """Say what to change where the framework trains a module around the one that was searched."""
-    if pins := script.setting.config.pinned_modules:
-        script.comments.append(
-            f"pinned_modules has the names of the model that was searched. Where {holder} holds that model as an "
-            f'attribute, self.net for one, put it before them: "net.{pins[0]}".'
-        )
 
 
 def _controlled(script: Script, lines: Sequence[str]) -> str:

@@ -23,7 +23,6 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import LocalBackend, Payload
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.precision import torch_state
-from autotune_amp.runtime.scaler import LaggedReader
 from autotune_amp.trial import worker
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.jobs import Describe, Trial
@@ -144,17 +143,6 @@ print([why_not_fork(device, 1, "loading") is None for device in ("cuda:0", "cuda
 holder.communicate(b"\\n")
 """
     assert run(code, virtual_machine(num=2, exclusive=1)) == "[False, True]"
-
-
-@two_cards
-def test_a_number_is_waited_for_on_the_card_that_it_comes_from() -> None:
-    reader = LaggedReader()
-    reader.push([torch.ones((), device="cuda:1")], (7,))
-    ((_, event, _),) = reader._waiting
-    assert event is not None
-    assert event.device == torch.device("cuda:1")
-    assert torch.cuda.current_device() == 0
-    assert reader.pop() == ([1.0], (7,))
 
 
 def test_bf16_is_withdrawn_where_the_controllers_own_card_only_emulates_it(virtual_machine: VirtualMachine) -> None:

@@ -50,12 +50,9 @@ def test_fast_or_slow_it_takes_its_time_and_little_more(log_rate: float) -> None
     assert 0.2 <= device.now <= 0.3
 
 
-def test_overhead_does_not_pass_for_a_slow_device() -> None:
+def test_overhead_does_not_pass_for_a_slow_device_and_it_keeps_within_the_memory_given() -> None:
     device = MadeDevice(rate=2e11, overhead_seconds=0.004)  # a core shared with another process
     assert device.measured(seconds=0.2, max_bytes=2**40) > 0.4 * device.rate
-
-
-def test_it_keeps_within_the_memory_given() -> None:
     device = MadeDevice(rate=1e16, overhead_seconds=0)
     device.measured(seconds=0.2, max_bytes=3 * 4 * 1024**2)
     assert device.sizes == [128, 256, 512, 1024]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from samples import ambient
 from torch import Tensor, nn
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
@@ -29,11 +30,6 @@ PINNED = AmpConfig(
     pinned_modules=("second",),
     fallback=(FallbackPlan(precision="fp32", batch_size=4, accumulation_steps=2, slowdown=1.5),),
 )
-_PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-
-
-def precision_of(config: AmpConfig) -> str:
-    return config.precision
 
 
 def scaler_values(scaler: Any) -> tuple[float, ...]:
@@ -50,7 +46,7 @@ def values_after(scale: LossScale | None, num_steps: int) -> tuple[float, ...]:
 
 def precision_here() -> str:
     """What autocast means around the caller."""
-    return _PRECISIONS[torch.get_autocast_dtype("cpu")] if torch.is_autocast_enabled("cpu") else "fp32"
+    return {torch.float16: "fp16", torch.bfloat16: "bf16", None: "fp32"}[ambient()]
 
 
 class Net(nn.Module):

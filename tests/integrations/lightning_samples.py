@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from samples import ambient
@@ -14,6 +15,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 NUM_BATCHES = 24
+QUIET = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers which may be a bottleneck"),  # tiny data on purpose
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),  # Lightning under this torch
+    pytest.mark.filterwarnings("ignore:GPU available but not used"),  # as asked for here
+    pytest.mark.filterwarnings("ignore:The number of training batches"),  # and fewer than its logging interval
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch"),  # as meant here
+]
 
 
 def loader(num_batches: int = NUM_BATCHES, batch_size: int = 4) -> DataLoader[Any]:

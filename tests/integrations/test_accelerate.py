@@ -125,36 +125,21 @@ def test_it_trains_bit_for_bit_as_the_controller_does_by_hand(
     assert same(run.net, by_hand(config, samples, 0.5))
 
 
-def test_two_optimizers_of_one_backward_pass_step_at_the_same_scale() -> None:
+def test_two_optimizers_of_one_backward_pass_step_at_the_same_scale_as_one_would() -> None:
     """The scale grows at every update: after the first of the two the second would unscale by too much."""
     config = fp16(loss_scale=LossScale(init_scale=4.0, growth_interval=1, max_scale=64.0), fallback=[])
-    accelerator = AutotuneAccelerator(config, cpu=True)
-    nets = [Net(), Net()]
-    model, *optimizers = accelerator.prepare(
-        nets[0], *(torch.optim.SGD(part.parameters(), lr=0.1) for part in (nets[0].first, nets[0].second))
-    )
-    controller = PrecisionController(config, "cpu")
-    alone = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (nets[1].first, nets[1].second)]
-    for batch in batches_of(inputs(8)):
-        accelerator.backward(loss_of(model, batch))
-        accelerator.clip_grad_norm_(nets[0].first.parameters(), 1.0)
-        accelerator.clip_grad_norm_(nets[0].second.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        with controller.autocast():
-            outputs = nets[1](batch)
-        controller.backward(nn.functional.mse_loss(outputs.float(), batch[:, :4].sign()))
-        for plain in alone:
-            controller.unscale_(plain)
-        nn.utils.clip_grad_norm_(nets[1].first.parameters(), 1.0)
-        nn.utils.clip_grad_norm_(nets[1].second.parameters(), 1.0)
-        for plain in alone:
-            controller.step(plain)
-            plain.zero_grad()
-        controller.update()
-    assert accelerator.controller.status().num_updates == 8
-    assert same(nets[0], nets[1])
+    together, apart = Net(), Net()
+    for net, parts in ((together, [together]), (apart, [apart.first, apart.second])):
+        reset()
+        accelerator = AutotuneAccelerator(config, cpu=True)
+        model, *optimizers = accelerator.prepare(net, *(torch.optim.SGD(p.parameters(), lr=0.1) for p in parts))
+        for batch in batches_of(inputs(8)):
+            accelerator.backward(loss_of(model, batch))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert accelerator.controller.status().num_updates == 8
+    assert same(together, apart)
 
 
 def test_what_is_prepared_after_free_memory_begins_anew() -> None:

@@ -29,6 +29,7 @@ from autotune_amp.precision import torch_state
 from autotune_amp.runtime.controller import PrecisionController
 
 NUM_RANKS, NUM_BATCHES = 2, 16
+pytestmark = lightning_samples.QUIET
 ON_SECOND_RANK = (5, 7, 9)  # batches that overflow: the odd ones are rank 1's
 
 
@@ -100,9 +101,6 @@ FRAMEWORKS: dict[str, Callable[[Path, str, Sequence[int]], dict[str, Any]]] = {
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:.*does not have many workers which may be a bottleneck")  # tiny data on purpose
-@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec")  # Lightning under this torch
-@pytest.mark.filterwarnings("ignore:The number of training batches")  # fewer than its logging interval
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_an_overflow_on_a_card_is_diagnosed_and_demotes(
     tmp_path: Path, framework: str, monkeypatch: pytest.MonkeyPatch

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning_samples import NUM_BATCHES, Net, Validated, loader, trainer
+from lightning_samples import NUM_BATCHES, QUIET, Net, Validated, loader, trainer
 from samples import ambient, are_finite, fp16, same
 from torch import Tensor, nn
 
@@ -21,13 +21,7 @@ from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPr
 from autotune_amp.integrations.lightning import AutotuneCallback, AutotunePrecision, trainer_arguments
 from autotune_amp.runtime.controller import PrecisionController
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers which may be a bottleneck"),  # tiny data on purpose
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),  # Lightning under this torch
-    pytest.mark.filterwarnings("ignore:GPU available but not used"),  # as asked for here
-    pytest.mark.filterwarnings("ignore:The number of training batches"),  # and fewer than its logging interval
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch"),  # as meant here
-]
+pytestmark = QUIET
 BF16, FP16 = torch.bfloat16, torch.float16
 
 

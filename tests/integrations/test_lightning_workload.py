@@ -8,26 +8,19 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from lightning_samples import Net, loader, trainer
+from lightning_samples import QUIET, Net
 from samples import same
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from autotune_amp import AmpConfig, Workload
+from autotune_amp import Workload
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.workload import make_workload
-from autotune_amp.integrations.lightning import trainer_arguments
 from autotune_amp.isolation.packing import pack, unpack
-from autotune_amp.precision import torch_state
-from autotune_amp.precision.step_amp import StepAmp
 from autotune_amp.trial import data
-from autotune_amp.trial.context import LoopState, each, make_model, make_optimizer
+from autotune_amp.trial.context import each, make_model, make_optimizer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers which may be a bottleneck"),  # tiny data on purpose
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),  # Lightning under this torch
-    pytest.mark.filterwarnings("ignore:GPU available but not used"),  # as asked for here
-]
+pytestmark = QUIET
 
 
 class Data(lightning.LightningDataModule):
@@ -114,10 +107,9 @@ def by_steps(trainer: Any, optimizer: torch.optim.Optimizer) -> Any:
 class Asking(Net):
     """Asks its Trainer for the DataModule, and for how long it trains."""
 
-    def __init__(self, schedule: Any, *, is_manual: bool = False) -> None:
+    def __init__(self, schedule: Any) -> None:
         super().__init__()
         self.schedule = schedule
-        self.automatic_optimization = not is_manual
 
     def setup(self, stage: str) -> None:
         trainer: Any = self.trainer
@@ -128,62 +120,17 @@ class Asking(Net):
         return [optimizer], [self.schedule(self.trainer, optimizer)]
 
 
-@pytest.mark.parametrize("is_manual", [False, True])
 @pytest.mark.parametrize(("schedule", "rate"), [(warm_up, 0.02), (by_steps, 0.05)])
-def test_a_module_may_ask_its_trainer_and_a_warm_up_begins_at_a_tenth_of_its_peak(
-    schedule: Any, rate: float, is_manual: bool
-) -> None:
-    live = Workload.from_lightning(Asking(schedule, is_manual=is_manual), Counted())
+def test_a_module_may_ask_its_trainer_and_a_warm_up_begins_at_a_tenth_of_its_peak(schedule: Any, rate: float) -> None:
+    live = Workload.from_lightning(Asking(schedule), Counted())
     workload = make_workload(unpack(pack(live)), "a test")
-    made: Any = make_model(workload)
-    module = made.held["module"] if is_manual else made
-    (optimizer,) = made.held["optimizers"] if is_manual else each(make_optimizer(workload, module))
+    module: Any = make_model(workload)
+    (optimizer,) = each(make_optimizer(workload, module))
     assert module.num_inputs == 8
     assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
     assert optimizer.param_groups[0]["momentum"] == 0.75
     if workload.loss is not None:
         assert workload.loss(module, next(data.stream(workload.data, 4))).isfinite()
-
-
-class Pair(lightning.LightningModule):
-    """Manual optimization of two layers, each with its own optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.automatic_optimization = False
-        self.one, self.other = nn.Linear(8, 1), nn.Linear(8, 1)
-
-    def training_step(self, batch: tuple[Tensor, Tensor]) -> None:
-        optimizers: Any = self.optimizers()
-        for optimizer, layer in zip(optimizers, (self.one, self.other), strict=True):
-            loss = nn.functional.mse_loss(layer(batch[0]), batch[1])
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-            self.log("loss", loss)
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.one, self.other)]
-
-
-def test_a_module_with_manual_optimization_becomes_a_loop(tmp_path: Any) -> None:
-    live, batches = Pair(), loader(5)
-    workload = make_workload(unpack(pack(Workload.from_lightning(live, batches))), "a test")
-    state = make_model(workload)
-    assert isinstance(state, LoopState)
-    config = AmpConfig(precision="bf16", batch_size=4)
-    amp = StepAmp(lambda: torch_state.autocast("bf16", "cpu"), "cpu", config)
-    assert workload.train_step is not None
-    for batch in batches:
-        amp.begin()
-        workload.train_step(state.held, batch, amp)
-    assert (amp.num_autocasts, amp.num_scalings, amp.num_steps, amp.num_updates) == (5, 10, 10, 10)
-
-    trained = Pair()
-    trainer(tmp_path, **trainer_arguments(config)).fit(trained, batches)
-    assert same(state.held["module"], trained), "not what the Trainer does"
-    assert same(live, Pair())
 
 
 def test_what_is_no_training_of_lightnings_is_refused() -> None:
@@ -193,7 +140,12 @@ def test_what_is_no_training_of_lightnings_is_refused() -> None:
 
     with pytest.raises(WorkloadError, match="returned several loaders, as a list"):
         Workload.from_lightning(Net(), Several())
-    with pytest.raises(WorkloadError, match="was given a str; it must be a LightningModule"):
+    with pytest.raises(WorkloadError, match="got a str; it must be a LightningModule"):
         Workload.from_lightning("Net", Data())
     with pytest.raises(WorkloadError, match="it must be a LightningModule"):
         make_model(Workload.from_lightning(lambda: nn.Linear(1, 1), Data()))
+    by_hand = Net()
+    by_hand.automatic_optimization = False
+    with pytest.raises(WorkloadError, match="manual optimization") as raised:
+        Workload.from_lightning(by_hand, Data())
+    assert "train_step" in raised.value.next_step

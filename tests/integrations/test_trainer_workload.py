@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -135,12 +135,10 @@ def test_a_trial_takes_the_optimizer_loader_and_preparation_of_the_trainer_and_l
     assert same(before, live.model.state_dict())
     assert attributes == (vars(live), vars(live.args))
     assert not live.model.is_activation_checkpointing
-    names = {id(parameter): name for name, parameter in training.model.named_parameters()}
     decayed, others = training.optimizer.param_groups
-    assert {names[id(p)] for p in decayed["params"]} == {*live.get_decay_parameter_names(live.model)} & {
-        *names.values()
-    }
-    assert len(decayed["params"]) + len(others["params"]) == len(names)
+    names = {name for name, p in training.model.named_parameters() if any(p is one for one in decayed["params"])}
+    assert names <= {*live.get_decay_parameter_names(live.model)}
+    assert len(decayed["params"]) + len(others["params"]) == len(list(training.model.parameters()))
     assert isinstance(training.optimizer, torch.optim.AdamW)
     assert [group["weight_decay"] for group in (decayed, others)] == [0.1, 0]
     assert all((group["lr"], group["betas"][1]) == (0.01, 0.95) for group in (decayed, others))
@@ -174,17 +172,12 @@ def test_it_runs_under_the_trials_autocast_and_says_what_runs_today(tmp_path: Pa
     with another_process():
         workload = Workload.from_trainer(live)
         training = trial(workload)
-        training.forward_backward(padded_rows())
+        training.forward_backward(torch.utils.data.default_collate(rows(BATCH)))
     assert training.model.runs == {0: {(None, torch.float32, BATCH)}}  # not the trainer's own bf16
     assert (workload.accumulation_steps, workload.precision, workload.weighs_passes) == (3, "bf16", False)
     assert workload.data.batch_size == BATCH
     # On a CPU Accelerate has no autocast for fp16.
     assert Workload.from_trainer(trainer(tmp_path, fp16=True)).precision is None
-
-
-def padded_rows() -> dict[str, Tensor]:
-    made = rows(BATCH)
-    return {name: torch.stack([row[name] for row in made]) for name in made[0]}
 
 
 class MeanLoss(Trainer):
@@ -193,14 +186,11 @@ class MeanLoss(Trainer):
     loss_is_scaled_for_ga = False
 
 
-@pytest.mark.parametrize(
-    ("made", "weighs"),
-    [(trainer, True), (lambda folder: trainer(folder, MeanLoss), False)],
-)
+@pytest.mark.parametrize(("kind", "weighs"), [(Trainer, True), (MeanLoss, False)])
 def test_it_weighs_passes_where_the_trainer_does_not_divide_by_their_number(
-    tmp_path: Path, made: Callable[[Path], Any], weighs: bool
+    tmp_path: Path, kind: type[Trainer], weighs: bool
 ) -> None:
-    live = made(tmp_path)
+    live = trainer(tmp_path, kind)
     losses = []
     for num_passes in (1, 2):
         live.current_gradient_accumulation_steps = num_passes
