@@ -182,7 +182,7 @@ def test_a_check_that_fails_takes_nothing_down(kind: FailureKind, verdict: str) 
     assert all(row.status not in ("crash", "oom") for row in decision.candidates)
     assert decision.config.precision == "fp32"
     if verdict == "unchecked":
-        assert f"is 2.00 times as fast but unchecked: the check did not come to an end: {kind}: it" in decision.reason
+        assert f"bf16 is unchecked: the check did not come to an end: {kind}: it" in decision.reason
         made.records = made.records[1:]
         decision = decided(made)
         assert decision.config.precision == "bf16"
@@ -193,11 +193,11 @@ def test_unchecked_comes_after_faithful_and_before_doubtful() -> None:
     made = log(fp16=210.0, bf16=200.0).add(candidate("fp16", 16), fidelity("fp16", "doubtful"), "fidelity")
     decision = decided(made, is_checked=False)
     assert decision.config.precision == "bf16"
-    assert "fp16 batch 64 is 1.05 times as fast but doubtful: so it was written." in decision.reason
+    assert "fp16 batch 64 is 1.05 times as fast and is left out: fp16 is doubtful" in decision.reason
     made.add(FP32, 20.0)
     decision = decided(made, is_checked=False)
     assert decision.config.precision == "fp32"
-    assert "fp16 batch 64 is 10.50 times as fast but doubtful" in decision.reason
+    assert "fp16 batch 64 is 10.50 times as fast and is left out" in decision.reason
 
 
 def test_a_faithful_verdict_on_weights_that_do_not_train_is_a_warning() -> None:
@@ -362,7 +362,7 @@ def test_the_checks_keep_to_the_budget_and_what_they_left_is_said(tmp_path: Path
     assert machine.checks() == []
     decision = machine.decide()
     assert decision.config.precision == "fp32"
-    assert "times as fast but unchecked: the budget ended before it was checked" in decision.reason
+    assert "times as fast and is left out: bf16 is unchecked: the budget ended before it was checked" in decision.reason
 
 
 def test_refused_fp16_leaves_the_choice(tmp_path: Path) -> None:
