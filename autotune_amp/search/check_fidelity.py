@@ -11,11 +11,10 @@ from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Description, Failure, Fidelity
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import LocalBackend
-from autotune_amp.search.budget import Budget
 from autotune_amp.search.options import SearchOptions, is_count
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.ranking import MAX_BATCH_SIZE
-from autotune_amp.search.run import ProgressWatcher
+from autotune_amp.search.run import Budget, ProgressWatcher
 from autotune_amp.search.source import Source, message_of, open_workload
 from autotune_amp.search.space import build_space
 from autotune_amp.trial.jobs import Check

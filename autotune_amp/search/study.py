@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from autotune_amp.core.outcome import Outcome
     from autotune_amp.core.setting import Setting
     from autotune_amp.numerics.scaler_replay import Replay
-    from autotune_amp.search.budget import Budget
     from autotune_amp.search.ledger import Ledger
+    from autotune_amp.search.run import Budget
 
 SAMPLED = tuple(dimension for dimension in DIMENSIONS if dimension.found_by == "sampler")
 GROWTH_INTERVALS = (10, 20_000)

@@ -15,8 +15,8 @@ from autotune_amp.search.ranking import Runs, is_waiting
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.explore import EXPLORING, LOADER_SHARE, left_to_explore
-from autotune_amp.search.stages.loader_workers import LoaderWorkers, ladder, next_to_try
 from autotune_amp.search.stages.trials import DEADLINE_RATIO
+from autotune_amp.search.stages.variants import LoaderWorkers, ladder
 from autotune_amp.search.study import Study
 from autotune_amp.trial.jobs import Check, Trial
 
@@ -64,11 +64,12 @@ class LoadingMachine:
 
     def search(self, max_trials: int | None = None) -> Decision:
         with Study.open("sqlite://", "scripted", self.ledger) as study:
-            checks = Checks(self.searched.conditions, study)
+            conditions = msgspec.structs.replace(self.searched.conditions, max_trials=max_trials)
+            checks = Checks(conditions)
             for stage in EXPLORING:
-                self.searched.run(stage(self.searched.conditions, study, max_trials))
+                self.searched.run(stage(conditions, study))
                 self.searched.run(checks)
-            self.searched.run(LoaderWorkers(self.searched.conditions, checks, max_trials))
+            self.searched.run(LoaderWorkers(conditions, checks))
             told = [trial.user_attrs["candidate"] for trial in study._study.trials]
         assert not any("worker" in name for name in told), "other workers are not in the study's space"
         self.searched.measure_fallbacks()
@@ -81,7 +82,8 @@ class LoadingMachine:
         return [(c.precision, c.num_workers) for c in ours if c.num_workers is not None]
 
     def next(self) -> Setting | None:
-        return next_to_try(self.ledger, self.own or 0, self.num_cpus)
+        conditions = self.searched.conditions
+        return LoaderWorkers(conditions, Checks(conditions)).setting(self.ledger)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import Objective
 from autotune_amp.core.outcome import Measurement, Verdict
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.loss_scales import calibrated, loss_scale
+from autotune_amp.search.loss_scales import calibrated
 from autotune_amp.search.ranking import Merit, keeps_baseline, least_speed, rank, rank_for, tier
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Todo, next_todo
@@ -198,7 +198,7 @@ def test_a_search_for_memory_tries_smaller_batches_until_they_are_too_slow() -> 
 def test_foretold_skips_are_held_only_against_runs_with_the_same_scale() -> None:
     log = Log().add(FP32, 100.0).add(FP16, 200.0).add(FP16, calibration(), "calibration").confirm(FP32, *[100.0] * 3)
     scales = calibrated(log.records)
-    ours = loss_scale(scales, FP16, LossScale())
+    ours = ledger_of(log.records, Space(candidates=(), baseline=FP32), scales).loss_scale(FP16)
     assert ours is not None
     for number, used in enumerate((ours, ours, LossScale(init_scale=ours.init_scale / 2), None)):
         log.add(FP16, 200.0, "confirm", round=number, loss_scale=used)

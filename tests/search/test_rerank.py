@@ -13,8 +13,7 @@ from scripted_backend import ScriptedSearch, all_well, described, hardware, meas
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError, StudyError
-from autotune_amp.core.evidence import Job
-from autotune_amp.core.explain import job_line
+from autotune_amp.core.evidence import Job, job_line
 from autotune_amp.core.outcome import Calibration, CheckOutcome, Outcome
 from autotune_amp.core.recommendation import Fingerprint, Recommendation, SearchSummary
 from autotune_amp.core.setting import Setting

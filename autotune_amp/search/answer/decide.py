@@ -41,8 +41,8 @@ from autotune_amp.search.options import RANKING, SearchOptions
 from autotune_amp.search.ranking import PLATEAU, Runs, best_runs, confirm_runs, data_share
 from autotune_amp.search.space import build_space
 from autotune_amp.search.stages.fallbacks import fallback_plans
-from autotune_amp.trial.heap import recommended_environment
 from autotune_amp.trial.jobs import NUM_STEPS_BEFORE_CUT
+from autotune_amp.trial.memory import recommended_environment
 
 # A confirmation that differs from the search's trials by more was not measured on the same machine, so to speak: left
 # alone, the two differed by factors of 0.72 to 1.31 (forty searches of studies/truth, real_training and peers).
@@ -188,7 +188,7 @@ def gather(
         evaluation_seconds=_median(m.evaluation_seconds for m in chosen.measurements),
         checkpoint_seconds=_median(m.checkpoint_seconds for m in chosen.measurements),
         accumulation=ledger.accumulation,
-        load=machine_load.evidence(records, chosen.loads),
+        load=machine_load.evidence(chosen.loads),
     )
 
 
