@@ -50,9 +50,9 @@ def cached_answer(
 
     One for another objective, length of training or price is ranked again, and saved.
     """
-    if cached is None or cached.search.was_interrupted or fingerprint.unknown:
+    if cached is None or cached.search.was_interrupted:
         return None
-    if cached.fingerprint.digest != fingerprint.digest:
+    if fingerprint.unknown or cached.fingerprint.digest != fingerprint.digest:
         return None
     before = msgspec.convert(cached.options, SearchOptions)
     if all(getattr(before, name) == getattr(options, name) for name in RANKING):

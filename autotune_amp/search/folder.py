@@ -76,10 +76,9 @@ class StudyFolder:
 
     def search_id(self, digest: str, *, is_fresh: bool) -> str:
         """Names the search of this fingerprint that is to be gone on with, or a new one for `is_fresh`."""
-        prefix = digest[:12]
-        numbers = [int(r.search_id.rpartition("-")[2]) for r in self.records() if r.search_id.startswith(f"{prefix}-")]
-        number = max(numbers, default=0 if is_fresh else 1) + (1 if is_fresh else 0)
-        return f"{prefix}-{number}"
+        prefix = f"{digest[:12]}-"
+        numbers = [int(r.search_id.removeprefix(prefix)) for r in self.records() if r.search_id.startswith(prefix)]
+        return f"{prefix}{max(numbers, default=0) + 1 if is_fresh else max(numbers, default=1)}"
 
     def records(self, search_id: str | None = None) -> list[Record]:
         """What was measured, of one search or of all. Another search may be writing: half a line is left out."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from autotune_amp.core.evidence import Objective
     from autotune_amp.core.hardware import MachineLoad
-    from autotune_amp.core.outcome import Record
+    from autotune_amp.core.outcome import Record, Verdict
     from autotune_amp.core.setting import Setting
     from autotune_amp.search.space import Space
 
@@ -126,11 +126,8 @@ def data_share(measured: Measurement) -> float:
 
 def is_waiting(records: Sequence[Record]) -> bool:
     """Whether the loader sets the speed of any candidate that was measured with the user's own number of workers."""
-    return any(
-        isinstance(r.outcome, Measurement) and not r.outcome.was_cut and data_share(r.outcome) > MAX_DATA_SHARE
-        for r in records
-        if r.purpose == "search" and r.candidate.num_workers is None
-    )
+    own = [r.outcome for r in records if r.purpose == "search" and r.candidate.num_workers is None]
+    return any(isinstance(o, Measurement) and not o.was_cut and data_share(o) > MAX_DATA_SHARE for o in own)
 
 
 def check_key(candidate: Setting) -> Setting:
@@ -154,13 +151,11 @@ def can_check(candidate: Setting, space: Space) -> bool:
 
 def found_fidelity(records: Sequence[Record]) -> dict[Setting, Fidelity]:
     """The latest verdict of each check that was made, one that failed too."""
-    found: dict[Setting, Fidelity] = {}
-    for record in records:
-        if record.purpose == "fidelity":
-            outcome = record.outcome
-            judged = outcome if isinstance(outcome, Fidelity) else _of_failure(record)
-            found[check_key(record.candidate)] = judged
-    return found
+    return {
+        check_key(r.candidate): r.outcome if isinstance(r.outcome, Fidelity) else _of_failure(r)
+        for r in records
+        if r.purpose == "fidelity"
+    }
 
 
 def found_accumulation(records: Sequence[Record]) -> Accumulation | None:
@@ -186,12 +181,10 @@ def verdict_on(candidate: Setting, space: Space, known: Mapping[Setting, Fidelit
     """The verdict on a candidate, *unchecked* where no check was made; None for fp32, which the others are held to."""
     if not needs_check(candidate, space):
         return None
-    unmade = (
-        ("the budget ended before it was checked", "Give a larger --budget.")
-        if can_check(candidate, space)
-        else ("its flags are the caller's own, and here they cannot be checked", "Try --baseline with a precision.")
-    )
-    return known.get(check_key(candidate)) or _unchecked(candidate, *unmade)
+    unmade = "the budget ended before it was checked", "Give a larger --budget."
+    if not can_check(candidate, space):
+        unmade = "its flags are the caller's own, and here they cannot be checked", "Try --baseline with a precision."
+    return known.get(check_key(candidate)) or _judged(candidate, "unchecked", *unmade)
 
 
 def harm(known: Mapping[Setting, Fidelity], candidate: Setting) -> str | None:
@@ -219,30 +212,22 @@ def _next_step(failure: Failure) -> str:
 
 
 def _of_failure(record: Record) -> Fidelity:
-    failure, candidate = record.outcome, record.candidate
+    failure = record.outcome
     assert isinstance(failure, Failure)
     what = f"{failure.kind}: {failure.message}"
-    if failure.kind not in OF_THE_PRECISION:
-        return _unchecked(candidate, f"the check did not come to an end: {what}", _next_step(failure))
-    return Fidelity(
-        precision=candidate.precision,
-        batch_size=candidate.batch_size,
-        pinned_modules=candidate.pinned_modules,
-        verdict="unfaithful",
-        reason=sentence(f"{candidate.precision} is unfaithful: {what}"),
-        next_step="Use another precision.",
-        seconds=record.seconds,
-    )
+    if failure.kind in OF_THE_PRECISION:
+        return _judged(record.candidate, "unfaithful", what, "Use another precision.")
+    return _judged(record.candidate, "unchecked", f"the check did not come to an end: {what}", _next_step(failure))
 
 
-def _unchecked(candidate: Setting, reason: str, next_step: str) -> Fidelity:
+def _judged(candidate: Setting, verdict: Verdict, reason: str, next_step: str) -> Fidelity:
     precision = check_key(candidate).precision
     return Fidelity(
         precision=precision,
         batch_size=candidate.batch_size,
         pinned_modules=candidate.pinned_modules,
-        verdict="unchecked",
-        reason=sentence(f"{precision} is unchecked: {reason}"),
+        verdict=verdict,
+        reason=sentence(f"{precision} is {verdict}: {reason}"),
         next_step=next_step,
     )
 

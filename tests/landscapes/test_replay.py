@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
-import landscape as landscapes
 import msgspec
 import pytest
 from backend_contract import BackendContract, Made
@@ -24,7 +22,6 @@ from autotune_amp.trial.jobs import Check, Trial
 FP32 = Setting(precision="fp32", batch_size=16)
 BEST = Setting(precision="bf16", batch_size=64)
 STEADY = process(FP32, (0.1,) * 20, warmup=(0.5, 0.1, 0.1))
-RECORDED = sorted(Path(landscapes.__file__).parent.glob("results/*.jsonl"))
 
 
 class TestReplay(BackendContract):
@@ -173,11 +170,3 @@ def test_the_same_seed_searches_alike() -> None:
     one, other, third = (search_replay(whole, seed, 60.0) for seed in (1, 1, 2))
     assert one.trace == other.trace
     assert one.trace != third.trace
-
-
-@pytest.mark.parametrize("path", RECORDED[:2], ids=lambda path: path.stem)
-def test_a_recorded_landscape_is_searched(path: Path) -> None:
-    whole = Landscape.load(path)
-    found = search_replay(whole, 0)
-    assert found.decision is not None
-    assert whole.samples_per_second(candidate_of(found.decision)) > 0

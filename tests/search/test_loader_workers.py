@@ -110,7 +110,7 @@ def test_workers_are_tried_until_the_wait_is_over_and_recommended() -> None:
     assert evidence.loader.step_samples_per_second == pytest.approx(200.0)
     assert [t.num_workers for t in evidence.loader.tried] == [1, 2, 4]
     assert [t.samples_per_second for t in evidence.loader.tried] == pytest.approx([60.0, 120.0, 200.0])
-    assert "77 % of a step waited for it with 0 workers, 0 % with 4 workers" in decision.reason
+    assert "77 % of a step waited for it, 0 % with 4 workers" in decision.reason
     assert not any("loader" in warning for warning in decision.warnings)
     (plan,) = config.plans
     assert plan.samples_per_second == pytest.approx(100.0), "the plan below was measured with the same workers"

@@ -105,12 +105,7 @@ def test_memory_is_chosen_confirmed_and_said() -> None:
     assert (decision.config.precision, decision.config.batch_size) == ("bf16", 8)
     assert decision.evidence.is_confirmed
     assert decision.evidence.peak_memory_bytes == 200 * MIB
-    for part in (
-        "bf16 batch 8 has the least memory",
-        "200 MiB beside 400 MiB",
-        "1.10 of its speed",
-        "bf16 batch 4",
-    ):
+    for part in ("bf16 batch 8 takes 200 MiB and reaches 110 samples/s, 1.10 times", "400 MiB", "bf16 batch 4"):
         assert part in decision.reason
 
 
@@ -119,7 +114,7 @@ def test_energy_is_chosen_confirmed_and_said() -> None:
     assert decision.config.batch_size == 64
     assert decision.evidence.joules_per_sample == 0.6
     assert {r.batch_size: r.joules_per_sample for r in decision.candidates} == {32: 1.0, 64: 0.6, 8: 0.8, 4: 2.0}
-    assert decision.reason.startswith("bf16 batch 64 draws the least: 0.6 J")
+    assert decision.reason.startswith("bf16 batch 64 takes 0.6 J a sample and reaches")
     assert any("whole device" in warning for warning in decision.warnings)
 
 

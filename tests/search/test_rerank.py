@@ -111,7 +111,7 @@ def test_ranked_again_for_memory(finished: tuple[Recommendation, StudyFolder]) -
     assert again.options["objective"] == "memory"
     assert not again.evidence.is_confirmed
     assert "The machine was busy." in again.warnings
-    assert "has the least memory of what is no slower than the baseline" in again.reason
+    assert "MiB and reaches" in again.reason
     assert (again.search, again.hardware, again.fingerprint) == (found.search, found.hardware, found.fingerprint)
 
 

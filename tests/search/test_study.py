@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import gc
 import math
-import os
 import signal
 import sqlite3
 import subprocess
@@ -296,23 +294,6 @@ def test_a_storage_that_breaks_during_the_search_is_an_error(tmp_path: Path) -> 
         connection.close()
         with pytest.raises(StudyError, match="trial_user_attributes"):
             study.tell(asked, measured())
-
-
-def test_closing_leaves_no_descriptor_and_no_verbosity_behind(file: Path, tmp_path: Path) -> None:
-    def open_files() -> list[str]:
-        gc.collect()
-        links = (os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))  # noqa: PTH208
-        return [link for link in links if link.startswith(str(tmp_path))]
-
-    if not os.path.isdir("/proc/self/fd"):  # noqa: PTH112
-        pytest.skip("needs /proc to see open files")
-    optuna.logging.set_verbosity(optuna.logging.DEBUG)
-    with opened(file, "demo", SPACE, search_id="s1") as study:
-        study.tell(study.ask(), measured())
-        assert optuna.logging.get_verbosity() == optuna.logging.ERROR
-    assert optuna.logging.get_verbosity() == optuna.logging.DEBUG
-    assert open_files() == []
-    optuna.logging.set_verbosity(optuna.logging.INFO)
 
 
 def test_the_search_says_nothing_on_its_own(file: Path, capfd: pytest.CaptureFixture[str]) -> None:

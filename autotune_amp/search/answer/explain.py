@@ -49,45 +49,25 @@ def reason(
     """
     objective, baseline = ledger.objective, ledger.space.baseline
     ours = today if is_kept and today is not None else contenders[chosen]
-    why_not_better, is_all_compared = _why_not_better(ledger, chosen, ours, today, contenders)
+    why_not_better, is_all_compared = _why_not_better(ledger, ours, today, contenders, {chosen, baseline})
     if is_kept:
         amount = "" if objective == "speed" else f", {_amount(objective, ours)}"
         compared = "measured" if is_all_compared else "confirmed"
         gain = f"Keep what you have: {baseline}{amount}; nothing {compared} is worth a change."
-    elif objective == "speed":
-        is_choice = baseline not in ledger.ruled_out and ledger.tiers.get(baseline) == ledger.tiers[chosen]
-        gain = _faster(chosen, baseline, evidence, is_baseline_a_choice=is_choice)
     else:
-        gain = _less(objective, chosen, baseline, ours, today)
+        amount = "" if objective == "speed" else f"takes {_amount(objective, ours)} and "
+        where = "in the recommended environment " if chosen == baseline else ""
+        gain = f"{chosen} {where}{amount}reaches {rate(evidence.samples_per_second)}"
+        if today is None or evidence.speedup is None:
+            gain += f"; the baseline, {baseline}, has no measurement ({evidence.baseline.reason})."
+        else:
+            beside = "" if objective == "speed" else f", {_amount(objective, today)}"
+            gain += f", {evidence.speedup:.2f} times the baseline, {baseline}{beside}."
+            if objective == "speed" and evidence.speedup < 1 and ledger.tiers.get(baseline) == ledger.tiers[chosen]:
+                gain += " It has less to go wrong."
+            if ours.samples_per_second < least_speed(objective, today):
+                gain += " Nothing that may be recommended is as fast as the baseline."
     return " ".join([gain, *why_not_better, *_loader_reason(chosen, evidence)])
-
-
-def _faster(chosen: Setting, baseline: Setting, evidence: Evidence, *, is_baseline_a_choice: bool) -> str:
-    speed = f"{chosen} reaches {rate(evidence.samples_per_second)}"
-    if evidence.speedup is None:
-        why = evidence.baseline.reason
-        return f"{speed}; there is no speed-up to give: the baseline, {baseline}, has no measurement ({why})."
-    if chosen == baseline:
-        return f"{speed} in the recommended environment, {evidence.speedup:.2f} times what it reaches without."
-    if evidence.speedup < 1 and is_baseline_a_choice:
-        return f"{speed}, within 3 % of the baseline, {baseline}, and has less to go wrong."
-    return f"{speed}, {evidence.speedup:.2f} times the baseline, {baseline}."
-
-
-def _less(objective: Objective, chosen: Setting, baseline: Setting, ours: Merit, today: Merit | None) -> str:
-    """For memory or energy: what the choice takes beside the baseline."""
-    name = f"{chosen} in the recommended environment" if chosen == baseline else str(chosen)
-    least = (
-        "draws the least" if objective == "energy" else "has the least memory of what is no slower than the baseline"
-    )
-    amount, speed = _amount(objective, ours), ours.samples_per_second
-    if today is None:
-        return f"{name} {least}: {amount}, at {rate(speed)}; the baseline, {baseline}, has no measurement."
-    beside = f"{amount} beside {_amount(objective, today)} of the baseline, {baseline}, "
-    beside += f"at {speed / today.samples_per_second:.2f} of its speed."
-    if speed < least_speed(objective, today):
-        return f"Nothing that may be recommended is as fast as the baseline; {name} comes nearest: {beside}"
-    return f"{name} {least}: {beside}"
 
 
 def _amount(objective: Objective, found: Merit) -> str:
@@ -98,61 +78,52 @@ def _amount(objective: Objective, found: Merit) -> str:
     return "an unknown energy" if joules is None else f"{joules:.3g} J a sample"
 
 
-def _share(objective: Objective, other: Merit, ours: Merit) -> float | None:
-    """What one takes as a share of what the other takes, for speed the time; None where that is not known."""
+def _share(objective: Objective, other: Merit, ours: Merit) -> float:
+    """What one takes as a share of what the other takes, for speed the time; 1 where that is unknown."""
     if objective == "speed":
         return ours.samples_per_second / other.samples_per_second
     if objective == "memory":
         share = other.peak_memory_bytes / ours.peak_memory_bytes
         return share if share < SAME_MEMORY else max(share, 1.0)
     if other.joules_per_sample is None or ours.joules_per_sample is None:
-        return None
+        return 1.0
     return other.joules_per_sample / ours.joules_per_sample
 
 
 def _why_not_better(
-    ledger: Ledger, chosen: Setting, ours: Merit, today: Merit | None, contenders: Mapping[Setting, Merit]
+    ledger: Ledger, ours: Merit, today: Merit | None, contenders: Mapping[Setting, Merit], held: set[Setting]
 ) -> tuple[list[str], bool]:
     """A sentence about the best of the contenders that is better than the choice, and one about the best of the others;
-    and whether all that may be recommended was held against the choice."""
-    baseline, top = ledger.space.baseline, min(ledger.tiers.values())
-    least = least_speed(ledger.objective, today)
+    and whether all that may be recommended was held against the choice. Nothing is said of the `held`."""
+    objective, baseline, top = ledger.objective, ledger.space.baseline, min(ledger.tiers.values())
 
     def why_not(other: Setting, found: Merit) -> str:
+        verdict = ledger.verdict(other)
         if other in ledger.ruled_out:
             return f"is left out: {ledger.ruled_out[other]}"
-        if ledger.tiers[other] > top:
-            verdict = ledger.verdict(other)
-            return f"is left out: {verdict.reason}" if verdict is not None else ""
-        if found.samples_per_second < least:
+        if ledger.tiers[other] > top and verdict is not None:
+            return f"is left out: {verdict.reason}"
+        if found.samples_per_second < least_speed(objective, today):
             return "is slower than the baseline"
         if other not in contenders:
             return _UNCONFIRMED
-        if other.precision != chosen.precision:
-            return "has more to go wrong"
-        return "takes a larger batch" if other.batch_size > chosen.batch_size else "takes more loader workers"
+        return "is within 3 %, where less to go wrong and a smaller batch come first"
 
     close: dict[Setting, tuple[float, str]] = {}
     behind: dict[Setting, tuple[float, str]] = {}
     for other, searched in ledger.measured.items():
         found = contenders.get(other) or ledger.merits.get(other, searched)
-        share = _share(ledger.objective, found, ours)
-        if other in (chosen, baseline) or other.as_found or share is None:
-            continue
-        if share < (1 if other in contenders else 1 - PLATEAU):
-            (close if other in contenders else behind)[other] = share, why_not(other, found)
+        share = _share(objective, found, ours)
+        is_contender = other in contenders
+        if other not in held and not other.as_found and share < (1 if is_contender else 1 - PLATEAU):
+            (close if is_contender else behind)[other] = share, why_not(other, found)
     said = [f"The baseline is no choice: {sentence(harm)}" for c, harm in ledger.ruled_out.items() if c == baseline]
     for better in filter(None, (close, behind)):
         other = min(better, key=lambda c: better[c])
         share, why = better[other]
-        said.append(f"{other} {_compared(ledger.objective, share)} and {sentence(why)}")
+        compared = f"is {1 / share:.2f} times as fast" if objective == "speed" else f"takes {share:.2f} of that"
+        said.append(f"{other} {compared} and {sentence(why)}")
     return said, all(why != _UNCONFIRMED for _, why in behind.values())
-
-
-def _compared(objective: Objective, share: float) -> str:
-    if objective == "speed":
-        return f"is {1 / share:.2f} times as fast"
-    return f"{'draws' if objective == 'energy' else 'takes'} {share:.2f} of that"
 
 
 def _loader_reason(chosen: Setting, evidence: Evidence) -> list[str]:
@@ -160,9 +131,8 @@ def _loader_reason(chosen: Setting, evidence: Evidence) -> list[str]:
     loader = evidence.loader
     if chosen.num_workers is None or loader is None:
         return []
-    own = "" if loader.num_workers is None else f" with {count(loader.num_workers, 'worker')}"
     return [
-        f"The data loader set the speed: {100 * loader.data_share:.0f} % of a step waited for it{own}, "
+        f"The data loader set the speed: {100 * loader.data_share:.0f} % of a step waited for it, "
         f"{100 * evidence.data_share:.0f} % with {count(chosen.num_workers, 'worker')}."
     ]
 
