@@ -19,7 +19,6 @@ from autotune_amp.search.stages.explore import (
     fit_step_time,
     next_look,
     next_seed,
-    smallest_on_plateau,
 )
 
 if TYPE_CHECKING:
@@ -161,11 +160,6 @@ def test_what_is_ruled_out_takes_no_place_among_the_fastest() -> None:
         assert seed is not None
         seeds[precisions] = seed.precision
     assert list(seeds.values()) == ["bf16", "fp32"]
-
-
-def test_smallest_on_plateau() -> None:
-    assert smallest_on_plateau({8: 50.0, 16: 97.1, 32: 100.0, 64: 99.0}) == 16
-    assert smallest_on_plateau({8: 50.0, 16: 96.9, 32: 100.0, 64: 99.0}) == 32
 
 
 @settings(max_examples=200)
