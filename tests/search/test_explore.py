@@ -31,16 +31,6 @@ def known(records: list[Record]) -> Ledger:
     return ledger_of(records, Space(candidates=(), baseline=candidate("fp32", 32)))
 
 
-def test_the_fastest_are_measured_again_one_after_the_other() -> None:
-    rates = {16: 50.0, 32: 90.0, 64: 100.0, 128: 95.0}
-    records = tried([(candidate("fp32", size), rate) for size, rate in rates.items()])
-    again = []
-    while (found := next_repeat(known(records))) is not None:
-        again.append(found.batch_size)
-        records += tried([(found, rates[found.batch_size])])
-    assert sorted(again) == [32, 64, 128]
-
-
 def test_what_failed_or_ran_as_found_is_not_measured_again() -> None:
     as_found = Setting(precision="fp32", batch_size=64, as_found=True)
     records = tried([(as_found, 100.0), (candidate("fp32", 32), 90.0)])
