@@ -7,6 +7,7 @@ from typing import Any
 
 import optuna
 import pytest
+from msgspec.structs import replace
 from scripted_backend import calibration, candidate, fidelity, ledger_of, shortlist
 from scripted_backend import measurement as measured
 from test_decide import HEAP, Log, at, decided
@@ -151,6 +152,14 @@ def test_a_check_that_fails_takes_nothing_down(kind: FailureKind, verdict: str) 
         decision = decided(made)
         assert decision.config.precision == "bf16"
         assert any("learns was not" in w and "it went wrong" in w for w in decision.warnings)
+
+
+def test_fp16_counts_what_is_applied() -> None:
+    """A tenth of its steps never reach the optimizer, whatever the pair: bf16 is ahead then."""
+    bad = replace(calibration(), log2_scales=(14.5, None, *[14.5] * 8) * 2)
+    made = log(fp32=100.0, fp16=200.0, bf16=190.0).add(FP16, bad, "calibration")
+    assert ledger_of(made.records, WHERE).speeds[FP16] < 185.0
+    assert decided(made, scales=calibrated(made.records)).config.precision == "bf16"
 
 
 def test_a_calibrated_choice_carries_its_pair_and_its_evidence() -> None:
