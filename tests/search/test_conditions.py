@@ -36,11 +36,6 @@ ALL_SEEN = SampleSizes(
         ),
         ({"sample_sizes": ALL_SEEN}, "the largest of 10,000 samples, 4 to 512 numbers each, median 120", None),
         ({"batch_sizes_seen": (1024, 8192)}, None, "from 1,024 to 8,192 numbers in those drawn, and the data cannot"),
-        (
-            {"sample_sizes": ALL_SEEN, "scan_problem": "E"},
-            "the largest of 10,000 samples, 4 to 512 numbers each, median 120",
-            "ended after 10,000 of 10,000 samples (E): a batch may",
-        ),
     ],
 )
 def test_the_worst_case_is_told(fields: dict[str, Any], worst_case: str | None, doubt: str | None) -> None:

@@ -12,7 +12,7 @@ from autotune_amp.search.answer.evidence import confirm_runs, gather
 from autotune_amp.search.check_results import failures
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.explore import Looks, next_repeat
+from autotune_amp.search.stages.explore import Looks
 from autotune_amp.search.study import Study
 from autotune_amp.trial.jobs import NUM_STEPS_BEFORE_CUT, Trial
 
@@ -29,13 +29,6 @@ def tried(rates: list[tuple[Setting, float]]) -> list[Record]:
 
 def known(records: list[Record]) -> Ledger:
     return ledger_of(records, Space(candidates=(), baseline=candidate("fp32", 32)))
-
-
-def test_what_failed_or_ran_as_found_is_not_measured_again() -> None:
-    as_found = Setting(precision="fp32", batch_size=64, as_found=True)
-    records = tried([(as_found, 100.0), (candidate("fp32", 32), 90.0)])
-    records.append(record(9, candidate("fp32", 32), Failure(kind="crash", message="it died")))
-    assert next_repeat(known(records)) is None
 
 
 def test_a_stall_while_measuring_again_does_not_rule_out_what_was_measured() -> None:

@@ -83,21 +83,6 @@ def test_fp16_is_refused_with_the_number_where_too_much_flushes_at_every_safe_sc
     assert (exclusion.precision, exclusion.batch_size, exclusion.reason) == ("fp16", 16, known.refusal)
 
 
-@pytest.mark.parametrize(
-    ("outcome", "said"),
-    [
-        (calibration(None), "not finite at any loss scale"),
-        (Failure(kind="nonfinite", message="nan"), "could not be calibrated: nonfinite: nan"),
-        (Failure(kind="unsupported", message="no LSTM"), "could not be calibrated: unsupported: no LSTM"),
-    ],
-)
-def test_without_a_safe_scale_fp16_is_refused(outcome: Calibration | Failure, said: str) -> None:
-    answers = calibrated([recorded(outcome)])
-    assert said in (loss_scales.refusal(answers, FP16) or "")
-    assert loss_scales.refusal(answers, candidate("fp16", 32)) is None
-    assert loss_scales.refusal(answers, candidate("bf16", 16)) is None
-
-
 def test_a_calibration_that_did_not_end_refuses_nothing() -> None:
     answers = calibrated([recorded(Failure(kind="oom", message="it went wrong"))])
     assert loss_scales.refusal(answers, FP16) is None
@@ -164,3 +149,17 @@ def test_the_evidence_sets_what_was_seen_beside_what_was_foretold() -> None:
     assert found.num_skips <= found.default_num_skips  # 65536 is above 2^14.5: it has to come down first
     assert found.applied_share > found.default_applied_share
     assert loss_scales.evidence({}, FP16, []) is None
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        (calibration(None), "not finite at any loss scale"),
+        (Failure(kind="unsupported", message="no LSTM"), "could not be calibrated: unsupported: no LSTM"),
+    ],
+)
+def test_without_a_safe_scale_fp16_is_refused(outcome: Calibration | Failure, said: str) -> None:
+    answers = calibrated([recorded(outcome)])
+    assert said in (loss_scales.refusal(answers, FP16) or "")
+    assert loss_scales.refusal(answers, candidate("fp16", 32)) is None
+    assert loss_scales.refusal(answers, candidate("bf16", 16)) is None
