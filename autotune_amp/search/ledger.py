@@ -13,10 +13,10 @@ from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.precision.modes import MODES
-from autotune_amp.search import check_results, loss_scales
+from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.loss_scales import Answer, Pair
-from autotune_amp.search.objective import Merit, least_speed, merit, rank_for
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
+from autotune_amp.search.ranking import Merit, least_speed, merit, rank_for
 from autotune_amp.search.space import Space, excluded_by_outcomes, with_accumulation_checked
 
 RIVAL = 0.10  # a rival within 10 % may overtake the winner in the confirmation: processes differ by a few percent
@@ -88,7 +88,7 @@ class Ledger:
     @cached_property
     def accumulation(self) -> Accumulation | None:
         """What the check of accumulation found, None where there was none."""
-        return check_results.found_accumulation(self.records)
+        return ranking.found_accumulation(self.records)
 
     @property
     def is_loss_sum(self) -> bool:
@@ -104,16 +104,16 @@ class Ledger:
     @cached_property
     def fidelity(self) -> dict[Setting, Fidelity]:
         """What the checks against fp32 found."""
-        return check_results.found_fidelity(self.records)
+        return ranking.found_fidelity(self.records)
 
     def verdict(self, setting: Setting) -> Fidelity | None:
         """The verdict on a setting, *unchecked* where no check was made; None for fp32 itself."""
-        return check_results.verdict_on(setting, self.space, self.fidelity)
+        return ranking.verdict_on(setting, self.space, self.fidelity)
 
     @cached_property
     def trials(self) -> list[Record]:
         """The records without the checks."""
-        return [r for r in self.records if check_results.is_trial(r)]
+        return [r for r in self.records if ranking.is_trial(r)]
 
     @property
     def num_failures(self) -> int:
@@ -123,14 +123,14 @@ class Ledger:
     @cached_property
     def failures(self) -> dict[Setting, Failure]:
         """The settings with a failure that speaks against them, and the first such of each."""
-        return check_results.failures(self.records)
+        return ranking.failures(self.records)
 
     @cached_property
     def outcomes(self) -> dict[Setting, Outcome]:
         """The last measurement of each setting before the confirmation, or else the failure that speaks against it."""
-        known = [r for r in self.records if r.purpose in check_results.BEFORE_CONFIRMATION]
+        known = [r for r in self.records if r.purpose in ranking.BEFORE_CONFIRMATION]
         measured: dict[Setting, Outcome] = {r.candidate: r.outcome for r in known if isinstance(r.outcome, Measurement)}
-        return measured | dict(check_results.failures(known))
+        return measured | dict(ranking.failures(known))
 
     @property
     def ordinary_outcomes(self) -> dict[Setting, Outcome]:
@@ -141,7 +141,7 @@ class Ledger:
     def exclusions(self) -> tuple[Exclusion, ...]:
         """What the outcomes and the checks rule out, with the reason."""
         return (
-            *check_results.exclusions(self.fidelity),
+            *ranking.exclusions(self.fidelity),
             *loss_scales.exclusions(self.scales),
             *excluded_by_outcomes(self.space, self.ordinary_outcomes),
         )
@@ -185,12 +185,12 @@ class Ledger:
     @cached_property
     def pending_tiers(self) -> dict[Setting, int]:
         """The tiers of what may be recommended, while what awaits its check counts as faithful."""
-        return {c: check_results.tier(self.fidelity.get(check_results.check_key(c))) for c in self.merits}
+        return {c: ranking.tier(self.fidelity.get(ranking.check_key(c))) for c in self.merits}
 
     @cached_property
     def tiers(self) -> dict[Setting, int]:
         """The same once the checks are over: what has none by now is *unchecked*."""
-        return {c: check_results.tier(self.verdict(c)) for c in self.merits}
+        return {c: ranking.tier(self.verdict(c)) for c in self.merits}
 
     @cached_property
     def shortlist(self) -> Shortlist | None:
@@ -264,10 +264,9 @@ class Ledger:
             (r, r.outcome)
             for r in self.records
             if isinstance(r.outcome, Measurement)
-            and r.purpose in check_results.BEFORE_CONFIRMATION
+            and r.purpose in ranking.BEFORE_CONFIRMATION
             and (r.purpose == "search" or r.candidate.with_own_workers in self.space.candidates)
         ]
 
     def _harm(self, setting: Setting) -> str | None:
-        found = check_results.unfaithful(self.fidelity, setting)
-        return check_results.harm(found) if found else loss_scales.refusal(self.scales, setting)
+        return ranking.harm(self.fidelity, setting) or loss_scales.refusal(self.scales, setting)

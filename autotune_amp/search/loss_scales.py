@@ -13,7 +13,6 @@ from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.text import exact
 from autotune_amp.numerics.grading import MAX_FLUSHED_SHARE, MAX_FORWARD_SHARE
 from autotune_amp.numerics.scaler_replay import (
-    Burst,
     FlushedShares,
     Replay,
     best_pair,
@@ -24,8 +23,8 @@ from autotune_amp.numerics.scaler_replay import (
     stretches,
 )
 from autotune_amp.precision.modes import MODES
-from autotune_amp.search.check_results import OF_THE_PRECISION, found_accumulation
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
+from autotune_amp.search.ranking import OF_THE_PRECISION, found_accumulation
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
 
 if TYPE_CHECKING:
@@ -146,9 +145,7 @@ class Scales:
         A trial trains with ``torch.amp.GradScaler``, which knows no bounds.
         """
         num_foreseen = NUM_WARMUP_STEPS + 64 + num_measured
-        trace = extend(
-            self.log2_scales, num_foreseen, burst=Burst(num_steps=0), num_passes_per_step=self._accumulation_steps
-        )
+        trace = extend(self.log2_scales, num_foreseen, num_burst_steps=0, num_passes_per_step=self._accumulation_steps)
         steps = set(skips(trace, rule(pair)))
         after_warmup = range(NUM_WARMUP_STEPS, num_foreseen - num_measured)
         start = next((step for step in after_warmup if step - 1 not in steps), after_warmup.stop)

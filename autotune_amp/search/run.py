@@ -13,7 +13,7 @@ from autotune_amp.core.errors import BudgetTooSmallError
 from autotune_amp.core.outcome import Record
 from autotune_amp.core.setting import NUMERIC
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.isolation.backend import Handle
+from autotune_amp.isolation.local import Handle
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.progress import Progress

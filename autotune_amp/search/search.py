@@ -20,7 +20,7 @@ from autotune_amp.core.recommendation import (
     SearchSummary,
 )
 from autotune_amp.core.text import size
-from autotune_amp.distributed.ranks import alone
+from autotune_amp.distributed import alone
 from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import identify, machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
@@ -32,7 +32,7 @@ from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import Budget, ProgressWatcher, Stage, run
-from autotune_amp.search.source import Opened, Source, open_workload
+from autotune_amp.search.source import Opened, Source, held_bytes, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.search.stages.checks import EARLY_SHARE, AccumulationCheck, Checks, LossScales
 from autotune_amp.search.stages.confirm import Confirm, ConfirmingProcesses, LargerBatches, reserved_seconds
@@ -42,7 +42,7 @@ from autotune_amp.search.stages.trials import MIN_TRIAL_SECONDS, Conditions
 from autotune_amp.search.stages.variants import LoaderWorkers, Variants
 from autotune_amp.search.study import Study
 from autotune_amp.trial.energy import require_counter
-from autotune_amp.trial.heap import recommended_environment
+from autotune_amp.trial.memory import recommended_environment
 
 _HELD_SHARE_WORTH_A_WORD = 0.05
 
@@ -107,7 +107,7 @@ class _Search:
         """Open, say what can be tried, explore, check, confirm, decide and save."""
         opened = self._open(backend)
         load_before = self._meter.stop()  # what others did while the workload was loaded and probed
-        for line in machine_load.before_first_trial(load_before):
+        for line in machine_load.doubts(machine_load.evidence([load_before]), "search on an idle machine"):
             self._progress.note(line)
             self._warnings.append(line)
         ledger = self._ledger(build_space(opened.hardware, opened.description, self._options), search_id)
@@ -220,7 +220,7 @@ class _Search:
         if opened.why_not_forked is not None:
             self._warnings.append(f"Trials shared one process until it failed: {opened.why_not_forked}.")
         hardware = opened.hardware
-        held = max(hardware.memory.held_by_caller, self._source.held_bytes(hardware.device))
+        held = max(hardware.memory.held_by_caller, held_bytes(hardware.device))
         hardware = replace(hardware, memory=replace(hardware.memory, held_by_caller=held))
         self._progress.found_hardware(hardware)
         self._warnings += [*hardware.notes, *alone(self._options.num_ranks, hardware.device)]

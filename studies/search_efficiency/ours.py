@@ -10,7 +10,6 @@ from statistics import median
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import paths  # noqa: F401 - finds replay
 from changes import Patch, climbing_within, steps
 from landscape import Landscape
 from optuna.samplers import GPSampler
@@ -19,7 +18,7 @@ from truth import Rates, regret
 
 from autotune_amp.core.outcome import Measurement, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.search import objective, study
+from autotune_amp.search import ranking, study
 from autotune_amp.search.stages import confirm, explore, trials
 
 BUDGET_SECONDS = 110.0  # the default
@@ -68,7 +67,7 @@ VARIANTS: dict[str, tuple[Patch, ...]] = {
     "a climb ends below 3 %": (Patch(explore, "MIN_GAIN", 0.03),),
     "precisions within 30 % climb": (climbing_within(0.30),),
     "precisions within 30 % climb, 8 steps, no sampler": (climbing_within(0.30), steps(8, 8), _NO_SAMPLER),
-    "no plateau": (Patch(objective, "PLATEAU", 0.0),),
+    "no plateau": (Patch(ranking, "PLATEAU", 0.0),),
 }
 
 

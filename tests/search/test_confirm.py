@@ -12,9 +12,10 @@ from scripted_backend import ScriptedBackend, ScriptedSearch, candidate, describ
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Isolation
-from autotune_amp.search.answer.evidence import confirm_runs, gather, were_processes_shared
+from autotune_amp.search.answer.decide import gather
 from autotune_amp.search.ledger import Shortlist
 from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.ranking import confirm_runs, were_processes_shared
 from autotune_amp.search.run import CONFIRM_SHARE
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.confirm import (

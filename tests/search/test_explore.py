@@ -8,9 +8,9 @@ from scripted_backend import ScriptedSearch, candidate, ledger_of, measured
 
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.answer.evidence import confirm_runs, gather
-from autotune_amp.search.check_results import failures
+from autotune_amp.search.answer.decide import gather
 from autotune_amp.search.ledger import Ledger
+from autotune_amp.search.ranking import confirm_runs, failures
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.explore import Looks
 from autotune_amp.search.study import Study

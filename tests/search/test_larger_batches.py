@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scripted_backend import ScriptedSearch, candidate, described, hardware, measured, out_of_memory
 
-from autotune_amp.core.explain import outlook_line
+from autotune_amp.core.evidence import outlook_line
 from autotune_amp.core.outcome import Outcome
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.search.space import Space

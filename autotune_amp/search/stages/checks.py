@@ -12,10 +12,9 @@ from msgspec.structs import replace
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision.modes import MODES
-from autotune_amp.search import check_results, loss_scales
-from autotune_amp.search.check_results import check_key
+from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.ledger import RIVAL, Ledger
-from autotune_amp.search.objective import rank
+from autotune_amp.search.ranking import check_key, rank
 from autotune_amp.search.run import Budget
 from autotune_amp.search.space import HOPELESS
 from autotune_amp.search.stages.trials import Conditions
@@ -109,12 +108,12 @@ def next_todo(ledger: Ledger) -> Todo | None:
 
 
 def _is_unchecked(ledger: Ledger, setting: Setting) -> bool:
-    return check_results.can_check(setting, ledger.space) and check_key(setting) not in ledger.fidelity
+    return ranking.can_check(setting, ledger.space) and check_key(setting) not in ledger.fidelity
 
 
 def _healing(ledger: Ledger) -> Todo | None:
     """The next step for a precision that some pinned modules make faithful: check it with the pins, then measure it."""
-    tried = {r.candidate for r in ledger.records if r.purpose in check_results.BEFORE_CONFIRMATION}
+    tried = {r.candidate for r in ledger.records if r.purpose in ranking.BEFORE_CONFIRMATION}
     for key, found in ledger.fidelity.items():
         ours = [c for c in tried if check_key(c) == key and not c.as_found]
         if found.verdict != "unfaithful" or not found.healing_pins or not ours:
@@ -150,5 +149,5 @@ def _healable(ledger: Ledger, fastest: float) -> Setting | None:
 
 
 def _compare(setting: Setting) -> Todo:
-    size = min(check_results.MAX_BATCH_SIZE, setting.batch_size)
+    size = min(ranking.MAX_BATCH_SIZE, setting.batch_size)
     return Todo("fidelity", replace(check_key(setting), batch_size=size))

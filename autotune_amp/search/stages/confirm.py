@@ -11,10 +11,9 @@ from msgspec.structs import replace
 
 from autotune_amp.core.outcome import Measurement, Purpose, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.backend import Backend, Handle
-from autotune_amp.isolation.local import Isolation
+from autotune_amp.isolation.local import Backend, Handle, Isolation
 from autotune_amp.search.ledger import Ledger, Shortlist
-from autotune_amp.search.objective import PLATEAU
+from autotune_amp.search.ranking import PLATEAU
 from autotune_amp.search.run import CONFIRM_SHARE, Budget
 from autotune_amp.search.space import HOPELESS, SEARCH_UP
 from autotune_amp.search.stages.trials import Conditions

@@ -19,12 +19,11 @@ from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.backend import Backend
-from autotune_amp.search import check_results
-from autotune_amp.search.answer.evidence import is_waiting
+from autotune_amp.isolation.local import Backend
+from autotune_amp.search import ranking
 from autotune_amp.search.ledger import Ledger
-from autotune_amp.search.objective import PLATEAU
 from autotune_amp.search.progress import Progress
+from autotune_amp.search.ranking import PLATEAU, is_waiting
 from autotune_amp.search.run import CHECK_SHARE, Budget
 from autotune_amp.search.space import Space, excluded_by_outcomes, without
 from autotune_amp.search.stages.trials import Conditions, is_hopeless
@@ -159,7 +158,7 @@ def _is_affordable(ledger: Ledger, setting: Setting, left_seconds: float) -> boo
 def left_to_explore(conditions: Conditions, ledger: Ledger, budget: Budget) -> float:
     """Seconds left before the share of the checks begins, and of other numbers of loader workers."""
     space = ledger.space
-    is_checked = any(check_results.needs_check(c, space) for c in (*space.candidates, space.baseline))
+    is_checked = any(ranking.needs_check(c, space) for c in (*space.candidates, space.baseline))
     has_workers = conditions.description.num_workers is not None
     share = is_checked * CHECK_SHARE + (has_workers and is_waiting(ledger.records)) * LOADER_SHARE
     left = budget.left_for_search() - share * budget.seconds

@@ -13,7 +13,7 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Failure, Measurement, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision.modes import MODES
-from autotune_amp.search import check_results
+from autotune_amp.search import ranking
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.run import Budget
 from autotune_amp.search.stages.trials import Conditions
@@ -52,7 +52,7 @@ class Fallbacks:
 
 def missing_plans(ledger: Ledger, contender: Setting) -> list[Setting]:
     """For each precision to step down to, what would be measured next for it. Pure."""
-    harmful = {e.precision for e in check_results.exclusions(ledger.fidelity)}
+    harmful = {e.precision for e in ranking.exclusions(ledger.fidelity)}
     missing = []
     for precision in MODES[contender.precision].rungs_below:
         if precision in harmful or not any(c.precision == precision for c in ledger.space.candidates):
@@ -83,7 +83,7 @@ def fallback_plans(
     accumulation steps than `chosen`. `harmful` precisions are none to step down to, nor is one with pins, which a plan
     cannot say.
     """
-    failed = check_results.failures(records)
+    failed = ranking.failures(records)
     measured: dict[Setting, list[Measurement]] = {}
     for record in records:
         if isinstance(record.outcome, Measurement) and record.purpose != "plain":  # no plan is run so

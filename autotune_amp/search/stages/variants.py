@@ -12,9 +12,8 @@ from msgspec.structs import replace
 
 from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import DIMENSIONS, Setting
-from autotune_amp.search.answer.evidence import MAX_DATA_SHARE, data_share
 from autotune_amp.search.ledger import Ledger
-from autotune_amp.search.objective import PLATEAU, rank
+from autotune_amp.search.ranking import MAX_DATA_SHARE, PLATEAU, data_share, rank
 from autotune_amp.search.run import Budget
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.trials import Conditions
