@@ -147,11 +147,12 @@ def test_a_check_that_fails_takes_nothing_down(kind: FailureKind, verdict: str) 
     assert all(row.status not in ("crash", "oom") for row in decision.candidates)
     assert decision.config.precision == "fp32"
     if verdict == "unchecked":
-        assert f"is 2.00 times as fast but unchecked: the check did not come to an end: {kind}: it" in decision.reason
+        assert "2.00 times" in decision.reason
+        assert f"{kind}: it went wrong" in decision.reason
         made.records = made.records[1:]
         decision = decided(made)
         assert decision.config.precision == "bf16"
-        assert any("learns was not" in w and "it went wrong" in w for w in decision.warnings)
+        assert any("unchecked" in w and "it went wrong" in w for w in decision.warnings)
 
 
 def test_fp16_counts_what_is_applied() -> None:
@@ -282,7 +283,8 @@ def test_the_checks_keep_to_the_budget_and_what_they_left_is_said(tmp_path: Path
     assert machine.checks() == []
     decision = machine.decide()
     assert decision.config.precision == "fp32"
-    assert "times as fast but unchecked: the budget ended before it was checked" in decision.reason
+    assert "unchecked" in decision.reason
+    assert "budget ended" in decision.reason
 
 
 def test_what_a_check_speaks_against_is_not_tried_again_and_what_is_left_is_seeded(tmp_path: Path) -> None:
