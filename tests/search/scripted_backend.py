@@ -59,14 +59,12 @@ class ScriptedBackend:
         self,
         answer: Callable[[Trial], Outcome],
         budget: ReplayBudget,
-        environment: dict[str, str] | None = None,
         check_answer: Callable[[Check], CheckOutcome] | None = None,
     ) -> None:
         self._answer = answer
         self._check_answer = check_answer or all_well
         self.checks: list[Check] = []
         self._budget = budget
-        self.environment = environment or {}
         self.is_forking = True
         self.is_build_shared = False
         self.start_seconds: float | None = SETUP_SECONDS
@@ -75,8 +73,7 @@ class ScriptedBackend:
 
     @property
     def abilities(self) -> frozenset[Ability]:
-        both: frozenset[Ability] = frozenset({"check"})
-        return both | {"share_build"} if self.is_forking else both
+        return frozenset({"check", "share_build"}) if self.is_forking else frozenset({"check"})
 
     @property
     def slots(self) -> Sequence[Slot]:
@@ -296,10 +293,10 @@ class ScriptedSearch:
             self.share_building()
             conditions = replace(self.conditions, max_trials=max_trials)
             explore = [stage(conditions, study) for stage in EXPLORING]
-            early = [Checks(self.conditions, EARLY_SHARE)] if is_checked else []
-            checks = [Checks(self.conditions)] if is_checked else []
-            scales = [LossScales(study)] if is_checked else []
-            for stage in (explore[0], *early, *explore, *checks, *scales):
+            stages: list[Stage] = [*explore]
+            if is_checked:
+                stages = [explore[0], Checks(conditions, EARLY_SHARE), *explore, Checks(conditions), LossScales(study)]
+            for stage in stages:
                 for _ in run(stage, self.backend, self.ledger, self.budget, self.watcher):
                     self.share_building()
 

@@ -38,17 +38,8 @@ ALL = "the 1 largest of 10,000 samples looked at, of 10,000: 4 to 512 numbers ea
             "the 64 largest of 3,120 samples looked at, of 10,000: 4 to 512 numbers each, median 120",
             "the largest of 3,120 among 10,000 samples",
         ),
-        (
-            {"sample_sizes": ALL_SEEN},
-            ALL,
-            None,
-        ),
+        ({"sample_sizes": ALL_SEEN}, ALL, None),
         ({"batch_sizes_seen": (1024, 8192)}, None, "from 1,024 to 8,192 numbers in those drawn"),
-        (
-            {"sample_sizes": ALL_SEEN, "scan_problem": "E"},
-            ALL,
-            "no end (E); another may",
-        ),
     ],
 )
 def test_the_worst_case_is_told(fields: dict[str, Any], worst_case: str | None, doubt: str | None) -> None:

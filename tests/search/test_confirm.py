@@ -1,14 +1,21 @@
-"""What the confirmation runs in its time, evaluations and checkpoints among it."""
+"""What the confirmation runs, in which processes and in what time: on a scripted CPU, and on a card."""
 
 from __future__ import annotations
 
-import msgspec
-import pytest
-from scripted_backend import SETUP_SECONDS, ScriptedSearch, candidate, described, measured
+from collections.abc import Sequence
+from typing import Any
 
-from autotune_amp.core.outcome import Outcome, Record
+import pytest
+from msgspec.structs import replace
+from scripted_backend import ScriptedBackend, ScriptedSearch, candidate, described, hardware, ledger_of, measured
+
+from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
+from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.local import Isolation
+from autotune_amp.search.answer.decide import gather
 from autotune_amp.search.ledger import Shortlist
-from autotune_amp.search.ranking import confirm_runs
+from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.ranking import confirm_runs, were_processes_shared
 from autotune_amp.search.run import CONFIRM_SHARE
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.confirm import (
@@ -16,145 +23,236 @@ from autotune_amp.search.stages.confirm import (
     MIN_ROUNDS,
     NUM_ROUNDS,
     Confirm,
+    ConfirmingProcesses,
     plan_round,
+    reserved_seconds,
     run_seconds,
     start_seconds,
 )
 from autotune_amp.trial.jobs import Trial
 
-BF16, FP32 = candidate("bf16", 32), candidate("fp32", 32)
+BF16, LARGER, SLOW, FP32 = candidate("bf16", 32), candidate("bf16", 64), candidate("fp32", 8), candidate("fp32", 32)
+SHORTLIST = Shortlist(BF16, LARGER, FP32)
 HEAP = {"MALLOC_TRIM_THRESHOLD_": "1"}
-BUDGET_SECONDS = 40.0
-ENDING_SECONDS = ENDING_SHARE * CONFIRM_SHARE * BUDGET_SECONDS
+RUN_SECONDS = 2.5
 
 
 class Machine:
-    """Whose workload evaluates for `evaluation_seconds` wherever it is asked to."""
+    """A search that measured what its shortlist names. A process takes `start_seconds` to its first step, a run 2.5 s,
+    and the workload evaluates for `evaluation_seconds` wherever it is asked to.
+    """
 
-    def __init__(self, evaluation_seconds: float | None) -> None:
-        self.evaluation_seconds = evaluation_seconds
-        self.process_seconds = 0.0
-        self.speeds = {BF16: 2000.0, FP32: 1000.0}
-        space = Space(candidates=(BF16, FP32), baseline=FP32)
-        description = described(has_ending=evaluation_seconds is not None)
-        self.searched = ScriptedSearch(space, self.answered, BUDGET_SECONDS, description=description)
-        self.searched.measure(BF16, FP32)
+    def __init__(
+        self,
+        device: str = "cpu",
+        budget_seconds: float = 1000.0,
+        start_seconds: float = 5.0,
+        evaluation_seconds: float | None = None,
+    ) -> None:
+        self.start_seconds, self.evaluation_seconds = start_seconds, evaluation_seconds
+        self.speeds = {BF16: 2000.0, LARGER: 1950.0, FP32: 1000.0}
+        self.made: list[Isolation] = []
+        self.specs: list[Trial] = []
+        self.failing: tuple[Setting, int] | None = None
+        self.process_factors = [1.0] * 99
+        self.is_started = False
+        self.searched = ScriptedSearch(
+            Space(candidates=tuple(self.speeds), baseline=FP32),
+            lambda spec: measured(spec, self.speeds[spec.candidate]),
+            budget_seconds,
+            device=replace(hardware({"fp32": 1.0, "bf16": 2.0}), device=device),
+            description=described(has_ending=evaluation_seconds is not None),
+        )
+        self.searched.measure(*self.speeds)
         self.ledger, self.budget = self.searched.ledger, self.searched.budget
 
-    def answered(self, spec: Trial) -> Outcome:
-        found = measured(spec, self.speeds[spec.candidate])
-        self.searched.budget.now += self.process_seconds
-        if spec.ending_seconds is None:
-            return found
-        assert self.evaluation_seconds is not None
-        seconds = min(self.evaluation_seconds, spec.ending_seconds)
-        self.searched.budget.now += seconds
-        problem = None if seconds == self.evaluation_seconds else "evaluate did not end"
-        return msgspec.structs.replace(found, ending_seconds=seconds, ending_problem=problem)
+    def confirm(self, environment: dict[str, str] | None = None, shortlist: Shortlist = SHORTLIST) -> Sequence[Record]:
+        """The records of the confirmation, which has its own share of the budget and no more."""
+        self.budget.now = max(self.budget.now, self.budget.seconds - self.budget.confirm_seconds)
+        num_before = len(self.ledger.records)
+        conditions = self.searched.fresh(environment or {}, self.start_seconds)
+        processes = ConfirmingProcesses(self.make, are_shared=conditions.shares_processes)
+        self.searched.run(Confirm(conditions, shortlist), processes)
+        return self.ledger.records[num_before:]
 
-    def confirm(self) -> list[Trial]:
-        """The trials that are run for it."""
-        num_before = len(self.searched.backend.specs)
-        start_seconds = SETUP_SECONDS + self.process_seconds
-        self.searched.confirm(Shortlist(BF16, None, FP32), HEAP, start_seconds)
-        return self.searched.backend.specs[num_before:]
+    def make(self, isolation: Isolation, environment: dict[str, str]) -> ScriptedBackend:
+        self.made.append(isolation)
+        self.is_started = False
+        backend = ScriptedBackend(self.answer, self.budget)
+        backend.run = lambda spec: self.run(backend, spec)  # type: ignore[method-assign]
+        return backend
+
+    def run(self, backend: ScriptedBackend, spec: Trial) -> Outcome:
+        self.specs.append(spec)
+        backend.start_seconds = 0.0 if self.is_started else self.start_seconds
+        self.budget.now += backend.start_seconds + RUN_SECONDS
+        outcome = self.answer(spec)
+        self.is_started = isinstance(outcome, Measurement)
+        return outcome
+
+    def answer(self, spec: Trial) -> Outcome:
+        number = sum(r.round is not None and r.candidate == spec.candidate for r in self.ledger.records)
+        if self.failing == (spec.candidate, number):
+            return Failure(kind="oom", message="another process took the memory")
+        rate = self.process_factors[len(self.made) - 1] * self.speeds[spec.candidate]
+        found = measured(spec, rate, build_seconds=0.0)
+        if spec.ending_seconds is None or self.evaluation_seconds is None:
+            return found
+        seconds = min(self.evaluation_seconds, spec.ending_seconds)
+        self.budget.now += seconds
+        problem = None if seconds == self.evaluation_seconds else "evaluate did not end"
+        return replace(found, ending_seconds=seconds, ending_problem=problem)
+
+    def num_confirming(self, tried: Setting, environment: dict[str, str] | None = None) -> int:
+        return confirm_runs(self.ledger.records, tried, environment or {}).num_confirming
+
+    def forget_after(self, *kept: Record) -> None:
+        """A search that was killed then, and goes on."""
+        self.ledger.records = kept
+        self.ledger._forget()
+        self.specs.clear()
+
+
+def names(records: Sequence[Record]) -> list[list[str]]:
+    """What was measured in each process."""
+    found: list[list[str]] = []
+    for record in records:
+        if record.start_seconds:
+            found.append([])
+        found[-1].append(str(record.candidate))
+    return found
+
+
+def test_a_round_is_one_process_on_an_accelerator_and_its_order_alternates() -> None:
+    machine = Machine("cuda:0")
+    records = machine.confirm()
+    order = [str(c) for c in (BF16, LARGER, FP32)]
+    assert names(records) == [order if number % 2 == 0 else order[::-1] for number in range(NUM_ROUNDS)]
+    assert machine.made == ["kept"] * NUM_ROUNDS
+
+
+def test_a_run_keeps_a_process_of_its_own_on_a_cpu() -> None:
+    machine = Machine()
+    records = machine.confirm(HEAP)
+    assert set(map(len, names(records))) == {1}
+    assert set(machine.made) == {"fresh"}
+    assert not were_processes_shared(records)
+    assert {spec.hold_heap for spec in machine.specs} == {False}, "its process starts with the variables, or without"
+
+
+@pytest.mark.parametrize("start_seconds", [5.0, 8.0, 10.0])
+def test_the_default_budget_confirms_where_a_process_takes_seconds_to_start(start_seconds: float) -> None:
+    machine = Machine("cuda:0", SearchOptions().budget_seconds, start_seconds)
+    machine.budget.confirm_seconds = reserved_seconds(machine.budget.seconds, start_seconds)
+    machine.confirm()
+    assert min(machine.num_confirming(BF16), machine.num_confirming(FP32)) >= MIN_ROUNDS
+    assert machine.budget.left() >= 0
+
+
+def test_a_failure_costs_its_own_row_and_a_process() -> None:
+    machine = Machine("cuda:0")
+    machine.failing = LARGER, 0
+    records = machine.confirm()
+    assert names(records)[:3] == [[str(BF16), str(LARGER)], [str(FP32)], [str(FP32), str(BF16)]]
+    assert [r.candidate for r in records if isinstance(r.outcome, Failure)] == [LARGER]
+    assert machine.num_confirming(FP32) == NUM_ROUNDS
+
+
+def test_only_the_rounds_that_are_missing_are_run_by_a_search_that_goes_on() -> None:
+    machine = Machine("cuda:0")
+    machine.confirm()
+    done = [r for r in machine.ledger.records if r.round in (None, 0) or (r.round == 1 and r.candidate == FP32)]
+    machine.forget_after(*done)
+    again = machine.confirm()
+    assert names(again)[0] == [str(LARGER), str(BF16)]
+    assert [r.round for r in again if r.candidate == FP32] == [2, 3, 4]
+
+
+def test_what_ran_in_the_same_processes_says_nothing_more_of_how_far_processes_differ() -> None:
+    machine = Machine("cuda:0", SearchOptions().budget_seconds)
+    machine.process_factors = [0.95, 1.0, 1.05] * 7
+    records = machine.confirm()
+
+    def width(known: Sequence[Record]) -> float:
+        winner, baseline = confirm_runs(known, BF16, {}), confirm_runs(known, FP32, {})
+        found = gather(ledger_of(known, machine.ledger.space), winner, baseline, {})
+        assert found.are_processes_shared == were_processes_shared(known)
+        low, high = found.samples_per_second_interval
+        return high / low
+
+    assert width(records) > width([replace(r, start_seconds=5.0) for r in records])
 
 
 @pytest.mark.parametrize("evaluation_seconds", [0.5, 8.0, 1000.0])
 def test_an_evaluation_leaves_time_for_the_rounds(evaluation_seconds: float) -> None:
-    machine = Machine(evaluation_seconds)
-    given = [spec for spec in machine.confirm() if spec.ending_seconds is not None]
-    assert [(spec.candidate, spec.purpose) for spec in given] == [(BF16, "confirm"), (FP32, "confirm")]
-    assert given[0].ending_seconds == ENDING_SECONDS
-    assert given[1].ending_seconds == max(0.0, ENDING_SECONDS - evaluation_seconds)
-    for tried, environment in ((BF16, HEAP), (FP32, {})):
-        assert confirm_runs(machine.ledger.records, tried, environment).num_confirming >= MIN_ROUNDS
-    assert machine.budget.now <= BUDGET_SECONDS
-
-
-def test_what_went_wrong_once_is_not_tried_again_by_a_search_that_goes_on() -> None:
-    machine = Machine(8.0)
-    machine.confirm()
-    kept = [r for r in machine.ledger.records if r.round in (None, 0)]
-    machine.ledger.records = tuple(kept)
-    machine.ledger._forget()
-    assert all(spec.ending_seconds is None for spec in machine.confirm())
+    machine = Machine("cpu", 80.0, 0.5, evaluation_seconds)
+    machine.confirm(HEAP, Shortlist(BF16, None, FP32))
+    share = ENDING_SHARE * CONFIRM_SHARE * 80.0
+    given = {spec.candidate: spec.ending_seconds for spec in machine.specs if spec.ending_seconds is not None}
+    assert given == {BF16: share, FP32: max(0.0, share - evaluation_seconds)}
+    assert min(machine.num_confirming(BF16, HEAP), machine.num_confirming(FP32)) >= MIN_ROUNDS
+    assert machine.budget.left() >= 0
+    machine.forget_after(*[r for r in machine.ledger.records if r.round in (None, 0)])
+    machine.budget.now = 0.0
+    machine.confirm(HEAP, Shortlist(BF16, None, FP32))
+    assert all(spec.ending_seconds is None for spec in machine.specs), "what went wrong once is not tried again"
 
 
 def test_what_the_search_left_over_confirms_both_and_no_more() -> None:
-    machine = Machine(None)
-    machine.process_seconds = 0.1 * BUDGET_SECONDS  # their share holds four processes, of the seven that it takes
-    machine.confirm()
-    for tried, environment in ((BF16, HEAP), (FP32, {})):
-        assert confirm_runs(machine.ledger.records, tried, environment).num_confirming == MIN_ROUNDS
-    assert CONFIRM_SHARE * BUDGET_SECONDS < machine.budget.now <= BUDGET_SECONDS
+    machine = Machine("cpu", 80.0, start_seconds=5.5)  # their share holds four processes, of the seven that it takes
+    machine.searched.run(
+        Confirm(machine.searched.fresh(HEAP, 5.5), Shortlist(BF16, None, FP32)),
+        ConfirmingProcesses(machine.make, are_shared=False),
+    )
+    assert machine.num_confirming(BF16, HEAP) == machine.num_confirming(FP32) == MIN_ROUNDS
+    assert CONFIRM_SHARE * 80.0 < machine.budget.now <= 80.0
 
 
 @pytest.mark.parametrize(("margin", "runs"), [(1.05, False), (1.15, True)])
 def test_a_process_is_started_where_a_tenth_more_than_its_time_is_left(margin: float, runs: bool) -> None:
-    machine = Machine(None)
+    machine = Machine()
     stage = Confirm(machine.searched.fresh({}, 3.0), Shortlist(FP32, None, FP32))
-    machine.budget.now = BUDGET_SECONDS - margin * (3.0 + run_seconds(machine.ledger, FP32))
+    machine.budget.now = machine.budget.seconds - margin * (3.0 + run_seconds(machine.ledger, FP32))
     assert (stage.next(machine.ledger, machine.budget) is not None) == runs
 
 
 def test_what_processes_took_is_the_mean_of_what_was_seen() -> None:
-    machine = Machine(None)
+    machine = Machine()
+    found = measured(Trial(candidate=FP32, device="cpu"), 1000.0, build_seconds=1.0)
+    fields: dict[str, Any] = {"search_id": "s", "number": 9, "candidate": FP32, "round": 0, "outcome": found}
     for seconds in (4.0, 10.0):
-        found = msgspec.structs.replace(measured(Trial(candidate=FP32, device="cpu"), 1000.0), build_seconds=1.0)
-        machine.ledger.append(
-            Record(
-                search_id="s",
-                number=9,
-                candidate=FP32,
-                purpose="confirm",
-                round=0,
-                outcome=found,
-                seconds=seconds,
-                start_seconds=seconds / 4,
-            )
-        )
+        machine.ledger.append(Record(**fields, purpose="confirm", seconds=seconds, start_seconds=seconds / 4))
     assert start_seconds(machine.ledger.records, 100.0) == pytest.approx((2.0 + 3.5) / 2)
     assert run_seconds(machine.ledger, FP32) == pytest.approx((2.0 + 6.5) / 2)
 
 
 @pytest.mark.parametrize(("speed", "is_run"), [(390.0, False), (410.0, True)])
 def test_a_runner_up_five_times_slower_costs_no_process(speed: float, is_run: bool) -> None:
-    machine, slow = Machine(None), candidate("fp32", 8)
-    machine.speeds[slow] = speed
-    machine.searched.measure(slow)
-    machine.searched.confirm(Shortlist(BF16, slow, FP32), HEAP, start_seconds=0.1)
-    confirming = [spec for spec in machine.searched.backend.specs if spec.is_miniature]
-    assert (slow in {spec.candidate for spec in confirming}) == is_run
-    assert {spec.hold_heap for spec in confirming} == {False}, "its process starts with the variables, or without"
+    machine = Machine()
+    machine.speeds[SLOW] = speed
+    machine.searched.measure(SLOW)
+    machine.confirm(HEAP, Shortlist(BF16, SLOW, FP32))
+    assert (SLOW in {spec.candidate for spec in machine.specs}) == is_run
 
 
-SHORTLIST = Shortlist(candidate("bf16", 64), candidate("bf16", 128), candidate("fp32", 32))
-
-
-def test_rounds_are_interleaved_and_alternate() -> None:
+def test_the_winner_runs_once_in_the_users_own_environment() -> None:
     rounds = [plan_round(SHORTLIST, HEAP, len, 100.0, number) for number in range(NUM_ROUNDS)]
-    kinds = [[run.setting for run in runs if run.purpose == "confirm"] for runs in rounds]
-    assert kinds[1] == kinds[0][::-1]
-    assert kinds[2] == kinds[0]
-    assert all(len(runs) == 3 for runs in kinds)
-    assert [run.purpose for runs in rounds for run in runs].count("plain") == 1
+    assert [run for runs in rounds for run in runs if run.purpose == "plain"] == [(BF16, "plain", {})]
     environments = {run.setting: run.environment for run in rounds[0] if run.purpose == "confirm"}
-    assert environments == {SHORTLIST.winner: HEAP, SHORTLIST.runner_up: HEAP, SHORTLIST.baseline: {}}
+    assert environments == {BF16: HEAP, LARGER: HEAP, FP32: {}}
 
 
 @pytest.mark.parametrize(
     ("left", "number", "expected"),
     [
-        (10.0, 0, ["bf16 batch 64", "bf16 batch 128", "fp32 batch 32", "bf16 batch 64"]),
-        (9.9, 0, ["bf16 batch 64", "fp32 batch 32", "bf16 batch 64"]),  # the runner-up gives way to a third round
-        (5.0, 1, ["fp32 batch 32", "bf16 batch 64"]),
-        (2.0, 0, ["bf16 batch 64", "fp32 batch 32"]),
-        (1.9, 0, ["bf16 batch 64"]),
+        (10.0, 0, [BF16, LARGER, FP32, BF16]),
+        (9.9, 0, [BF16, FP32, BF16]),  # the runner-up gives way to a third round
+        (5.0, 1, [FP32, BF16]),
+        (2.0, 0, [BF16, FP32]),
+        (1.9, 0, [BF16]),
         (0.9, 0, []),
-        (3.0, 3, ["fp32 batch 32", "bf16 batch 128", "bf16 batch 64"]),
+        (3.0, 3, [FP32, LARGER, BF16]),
     ],
 )
-def test_what_a_round_runs_with_the_time_left(left: float, number: int, expected: list[str]) -> None:
-    runs = plan_round(SHORTLIST, HEAP, len, left, number)
-    assert [str(run.setting) for run in runs] == expected
+def test_what_a_round_runs_with_the_time_left(left: float, number: int, expected: list[Setting]) -> None:
+    assert [run.setting for run in plan_round(SHORTLIST, HEAP, len, left, number)] == expected

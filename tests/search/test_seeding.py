@@ -1,3 +1,5 @@
+"""What is tried first and where that leads; the course of whole searches is in tests/golden."""
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,6 @@ from autotune_amp.search.stages.explore import (
     fit_step_time,
     next_look,
     next_seed,
-    smallest_on_plateau,
 )
 
 if TYPE_CHECKING:
@@ -121,28 +122,6 @@ def test_the_memory_model(points: list[tuple[int, int]], size: int, expected: fl
     assert model.bytes_at(size) == pytest.approx(expected)
 
 
-def test_the_baseline_comes_first_then_every_precision_by_its_measured_rate() -> None:
-    order = list(run(saturating({"fp32": 0.004, "tf32": 0.003, "bf16": 0.001, "fp16": 0.002})))
-    assert order[:4] == [at("fp32", 32), at("bf16", 32), at("fp16", 32), at("tf32", 32)]
-
-
-def test_the_batch_is_climbed_only_for_the_two_fastest_precisions() -> None:
-    outcomes = run(saturating({"fp32": 0.004, "tf32": 0.003, "bf16": 0.001, "fp16": 0.002}, overhead=0.1))
-    tried = {p: [c.batch_size for c in outcomes if c.precision == p] for p in PRECISIONS}
-    assert tried["tf32"] == [32]
-    assert tried["fp32"] == [32]
-    assert max(tried["bf16"]) == 512
-    assert len(tried["fp16"]) > 1
-
-
-def test_a_hopeless_precision_is_excluded_with_its_number_and_left_alone() -> None:
-    outcomes = run(saturating({"fp32": 0.001, "tf32": 0.002, "bf16": 0.002, "fp16": 0.05}, overhead=0.0))
-    assert [c for c in outcomes if c.precision == "fp16"] == [at("fp16", 32)]
-    (exclusion,) = excluded_by_outcomes(space(), outcomes)
-    assert (exclusion.precision, exclusion.batch_size) == ("fp16", None)
-    assert "50 times slower than fp32" in exclusion.reason
-
-
 @pytest.mark.parametrize(("over_limit", "is_tried"), [(1.05, True), (1.2, False)])
 def test_what_the_memory_model_puts_a_tenth_over_the_limit_is_skipped(over_limit: float, is_tried: bool) -> None:
     outcomes: dict[Setting, Outcome] = {at("fp32", size): measured(size * 1.0, memory=size) for size in (16, 32, 64)}
@@ -163,11 +142,6 @@ def test_what_is_ruled_out_takes_no_place_among_the_fastest() -> None:
     assert list(seeds.values()) == ["bf16", "fp32"]
 
 
-def test_smallest_on_plateau() -> None:
-    assert smallest_on_plateau({8: 50.0, 16: 97.1, 32: 100.0, 64: 99.0}) == 16
-    assert smallest_on_plateau({8: 50.0, 16: 96.9, 32: 100.0, 64: 99.0}) == 32
-
-
 @settings(max_examples=200)
 @given(
     st.dictionaries(
@@ -186,18 +160,6 @@ def test_seeding_ends_and_never_repeats_on_any_landscape(
 
     outcomes = run(measure, limit=limit)
     assert next(iter(outcomes)) == at("fp32", 32)
-
-
-def test_a_slow_process_that_ended_a_climb_is_looked_past() -> None:
-    def measure(candidate: Setting) -> Measurement:
-        slow = 0.5 if candidate.batch_size == 64 else 1.0
-        return measured(slow * candidate.batch_size / (1 + candidate.batch_size / 400))
-
-    found = space(("fp32",))
-    outcomes = run(measure, found=found)
-    assert max(c.batch_size for c in outcomes) < 512, "the climb ended early"
-    look(measure, outcomes, found)
-    assert at("fp32", 512) in outcomes
 
 
 def test_looking_ends_on_a_side_where_two_in_a_row_are_far_behind() -> None:

@@ -36,14 +36,14 @@ class Machine(ScriptedSearch):
             progress=progress,
         )
         self.backend.share_build = self.share_build  # type: ignore[method-assign]  # it takes its time
-        self.num_builds = 0
+        self.num_builds, self.rate = 0, 1000.0
 
     def answer(self, spec: Trial) -> Outcome:
         is_shared = self.backend.is_build_shared
         seconds = 0.0 if is_shared else self.build()
         if spec.deadline_seconds is not None and seconds > spec.deadline_seconds:
             return Failure(kind="timeout", message="it was still building the workload when its time was up")
-        found = measured(spec, 1000.0, build_seconds=seconds)
+        found = measured(spec, self.rate, build_seconds=seconds)
         return msgspec.structs.replace(found, context_seconds=self.context_seconds, is_build_shared=is_shared)
 
     def build(self) -> float:
@@ -57,33 +57,26 @@ class Machine(ScriptedSearch):
         return self.backend.why_not_shared
 
 
-# A trial of this machine takes 0.3 s from its first step on, and one that measures for as long as it may 12.5 s.
+# Ten steps of 32 samples: a trial takes 0.3 s from its first step on at a rate of 1000, and 3.2 s at 100.
 @pytest.mark.parametrize(
-    ("build_seconds", "context_seconds", "shares", "is_kept"),
+    ("build_seconds", "context_seconds", "rate", "shares", "is_kept"),
     [
-        (0.4, 0.0, False, False),  # most of a trial, and nothing to save
-        (0.6, 0.0, True, False),
-        (0.6, 0.5, True, False),
-        (0.2, 0.6, False, True),  # forks do not inherit the context
+        (0.4, 0.0, 1000.0, False, False),  # most of a trial, and nothing to save
+        (0.6, 0.0, 1000.0, True, False),
+        (0.6, 0.5, 1000.0, True, False),
+        (0.2, 0.6, 1000.0, False, True),  # forks do not inherit the context
+        (0.6, 0.0, 100.0, False, False),  # less than a fifth of it
     ],
 )
 def test_building_is_shared_where_it_is_much_of_a_trial(
-    build_seconds: float, context_seconds: float, shares: bool, is_kept: bool
+    build_seconds: float, context_seconds: float, rate: float, shares: bool, is_kept: bool
 ) -> None:
     machine = Machine(build_seconds, context_seconds)
+    machine.rate = rate
     machine.explore(max_trials=2)
     assert machine.backend.is_build_shared == shares
     assert machine.backend.is_forking != is_kept
     assert len(machine.lines) == (shares or is_kept)
-
-
-@pytest.mark.parametrize(("rate", "shares"), [(100.0, False), (1000.0, True)])
-def test_building_is_not_shared_where_it_is_less_than_a_fifth_of_a_trial(rate: float, shares: bool) -> None:
-    machine = Machine(build_seconds=0.6)
-    machine.answer = lambda spec: measured(spec, rate, build_seconds=0.6)  # type: ignore[method-assign]
-    machine.backend._answer = machine.answer
-    machine.explore(max_trials=2)
-    assert machine.backend.is_build_shared == shares
 
 
 def test_the_first_trial_shows_what_building_costs() -> None:

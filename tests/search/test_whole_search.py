@@ -136,7 +136,7 @@ def test_a_fallback_that_does_not_fit_is_split(tmp_path: Path) -> None:
     assert (plan.precision, plan.batch_size, plan.accumulation_steps) == ("fp32", 32, 2)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     base=st.fixed_dictionaries({p: st.floats(1.0, 1000.0) for p in ("fp32", "bf16", "fp16")}),
     oom=st.fixed_dictionaries({p: st.sampled_from([*SIZES, 10**9]) for p in ("fp32", "bf16", "fp16")}),

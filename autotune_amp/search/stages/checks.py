@@ -97,13 +97,9 @@ def next_todo(ledger: Ledger) -> Todo | None:
     for setting in dict.fromkeys(c for c in chosen if c is not None and c in speeds):
         if HOPELESS * speeds[setting] < speeds[chosen.winner] and setting != chosen.baseline:
             continue
-        is_rival = (
-            ledger.objective != "speed"  # then what is slower may win
-            or speeds[setting] >= (1 - RIVAL) * fastest
-            or setting == chosen.winner
-        )
-        takes_scaler = MODES[setting.precision].takes_scaler
-        if takes_scaler and is_rival and setting.numerics not in ledger.scales:
+        is_rival = setting == chosen.winner or speeds[setting] >= (1 - RIVAL) * fastest
+        may_win = is_rival or ledger.objective != "speed"  # then what is slower may win
+        if MODES[setting.precision].takes_scaler and may_win and setting.numerics not in ledger.scales:
             return Todo("calibration", setting.with_own_workers)  # no check depends on their number
         if _is_unchecked(ledger, setting):
             return _compare(setting)

@@ -129,14 +129,14 @@ class Suggestions(_Explore):
             # While nothing has worked there is nothing to learn from: the smallest first, until one does.
             asked = self.study.ask(None if ledger.best else min(untried, key=lambda c: c.batch_size))
             known = ledger.outcomes.get(asked.setting)
-            if known is None and asked.setting not in untried:
-                reason = next(e.reason for e in ledger.exclusions if e.covers(asked.setting))
-                known = Failure(kind="timeout", message=reason)
-            elif known is None and ledger.best and not _is_affordable(ledger, asked.setting, left_seconds):
-                known = Failure(kind="timeout", message="the time left is too short for it")
             if known is None:
-                self._best_before = ledger.best
-                return asked.setting
+                excluded = (e.reason for e in ledger.exclusions if e.covers(asked.setting))
+                is_too_long = ledger.best and not _is_affordable(ledger, asked.setting, left_seconds)
+                reason = next(excluded, "the time left is too short for it" if is_too_long else None)
+                if reason is None:
+                    self._best_before = ledger.best
+                    return asked.setting
+                known = Failure(kind="timeout", message=reason)
             self.study.tell(asked, known)
             self._num_idle += 1
         self._num_idle = MAX_IDLE_SUGGESTIONS

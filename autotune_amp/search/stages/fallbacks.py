@@ -58,9 +58,7 @@ def missing_plans(ledger: Ledger, contender: Setting) -> list[Setting]:
         if precision in harmful or not any(c.precision == precision for c in ledger.space.candidates):
             continue
         for factor in (2**power for power in range(MAX_FALLBACK_TRIES) if contender.batch_size % 2**power == 0):
-            setting = _stepped_down(
-                contender, precision, contender.batch_size // factor, contender.accumulation_steps * factor
-            )
+            setting = _stepped_down(contender, precision, factor)
             outcome = ledger.outcomes.get(setting)
             if outcome is None:
                 missing.append(setting)
@@ -69,16 +67,11 @@ def missing_plans(ledger: Ledger, contender: Setting) -> list[Setting]:
     return missing
 
 
-def _stepped_down(setting: Setting, precision: Precision, batch_size: int, accumulation_steps: int) -> Setting:
-    """What else the setting decides, such as the loader's workers, stays when the precision goes down."""
-    return replace(
-        setting,
-        precision=precision,
-        batch_size=batch_size,
-        accumulation_steps=accumulation_steps,
-        as_found=False,
-        pinned_modules=(),
-    )
+def _stepped_down(setting: Setting, precision: Precision, factor: int) -> Setting:
+    """With batches split by `factor`. What else the setting decides, such as the loader's workers, stays."""
+    batch_size, num_steps = setting.batch_size // factor, setting.accumulation_steps * factor
+    split = replace(setting, batch_size=batch_size, accumulation_steps=num_steps)
+    return replace(split, precision=precision, as_found=False, pinned_modules=())
 
 
 def fallback_plans(
@@ -99,15 +92,13 @@ def fallback_plans(
     fitting = [
         c
         for c in measured
-        if c.effective_batch_size == chosen.effective_batch_size
-        and chosen.batch_size % c.batch_size == 0
+        if c == _stepped_down(chosen, c.precision, max(1, chosen.batch_size // c.batch_size))
+        and c.effective_batch_size == chosen.effective_batch_size
         and (may_add_steps or c.accumulation_steps == chosen.accumulation_steps)
-        and c == _stepped_down(chosen, c.precision, c.batch_size, c.accumulation_steps)
+        and c.precision not in harmful
         and c not in failed
     ]
-    rungs = [precision for precision in MODES[chosen.precision].rungs_below if precision not in harmful]
-    rivals = [[c for c in fitting if c.precision == precision] for precision in rungs]
-    fastest = [max(some, key=lambda c: speeds[c]) for some in rivals if some]
+    rivals = [[c for c in fitting if c.precision == precision] for precision in MODES[chosen.precision].rungs_below]
     return tuple(
         FallbackPlan.of(
             best,
@@ -115,5 +106,5 @@ def fallback_plans(
             samples_per_second=speeds[best],
             slowdown=speeds[chosen] / speeds[best],
         )
-        for best in fastest
+        for best in (max(some, key=lambda c: speeds[c]) for some in rivals if some)
     )
