@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.recommendation import NothingWorksError, Recommendation, SearchInterruptedError
 from autotune_amp.core.workload import Workload
-from autotune_amp.distributed.ranks import answer_on_first, place
+from autotune_amp.distributed import answer_on_first, place
 from autotune_amp.report.files import keep_report
 from autotune_amp.search.cache import search
 from autotune_amp.search.options import SearchOptions

@@ -140,7 +140,7 @@ def search(
     # Every option goes to recommend_config() under the name and with the default that it has there.
     asked = {name: value for name, value in locals().items() if name != "as_json"}
     from autotune_amp.api import recommend_config
-    from autotune_amp.distributed.ranks import place
+    from autotune_amp.distributed import place
     from autotune_amp.report.progress import TerminalProgress
 
     recommendation = recommend_config(**asked, progress=None if quiet else TerminalProgress(sys.stderr))

@@ -127,25 +127,6 @@ print("answer", found.config.precision)
     assert "answer fp32" in done.stdout, done.stderr
 
 
-def test_what_cannot_be_sent_to_a_trial_is_named_by_its_path(cli: CommandLine) -> None:
-    script = f"""{PREAMBLE}
-import threading
-class Data(torch.utils.data.Dataset):
-    def __init__(self):
-        self.inner = {{"guard": [threading.Lock()]}}
-    def __len__(self): return 8
-    def __getitem__(self, index): return torch.zeros(8), torch.zeros(1)
-try:
-    recommend_config(Workload(lambda: nn.Linear(8, 1), lambda m, b: m(b[0]).sum(), Data()), {OPTIONS})
-except Exception as error:
-    print(type(error).__name__, error)
-"""
-    done = python(cli, script)
-    assert done.returncode == 0, done.stderr
-    assert "WorkloadError" in done.stdout
-    assert "workload.data.inner['guard'][0]" in done.stdout
-
-
 CACHED = """
 import sys, time
 import torch

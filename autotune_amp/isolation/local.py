@@ -1,4 +1,4 @@
-"""The backends on this machine: processes that are forked, kept or fresh. No torch here, and no accelerator."""
+"""Backend: where jobs run; and the one of this machine, in processes that are forked, kept or fresh. No torch here."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
 from autotune_amp.core.errors import AutotuneAmpError, BudgetTooSmallError, WorkloadError
 from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Failure
-from autotune_amp.distributed.ranks import is_from_launcher
-from autotune_amp.isolation.backend import Ability, Slot
+from autotune_amp.distributed import is_from_launcher
 from autotune_amp.isolation.process import Process, ProcessEndedError, Watcher
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 Found = TypeVar("Found")
+Found_co = TypeVar("Found_co", covariant=True)
 Isolation: TypeAlias = Literal["forked", "kept", "fresh"]
+# check, profile: it runs such jobs. share_build: it can build the model once for all jobs.
+Ability: TypeAlias = Literal["check", "profile", "share_build"]
 
 _TRIAL_ENVIRONMENT = {
     "AUTOTUNE_AMP_TRIAL": "1",
@@ -33,6 +38,64 @@ _TRIAL_ENVIRONMENT = {
     "DISABLE_MLFLOW_INTEGRATION": "TRUE",
     "TRACKIO_DISABLED": "1",
 }
+
+
+class Slot(NamedTuple):
+    """A device on which one job runs at a time; a job names its device, and by it its slot."""
+
+    device: str
+
+
+class Handle(Protocol[Found_co]):
+    """A job that was submitted."""
+
+    def result(self) -> Found_co | Failure:
+        """Wait for what it found, or for how it failed. Raises our own errors where the job gives them no other
+        meaning."""
+
+    @property
+    def start_seconds(self) -> float | None:
+        """What it waited for its process to start: 0.0 where one was there already, None if it was forked."""
+
+
+class Backend(Protocol):
+    """Runs jobs for one workload, each isolated from the others; a failure is a result, and the next job runs.
+
+    As a context manager it ends whatever it started on the way out.
+    """
+
+    @property
+    def abilities(self) -> frozenset[Ability]:
+        """What can be asked of it now."""
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """Where jobs can run at the same time."""
+
+    @property
+    def is_build_shared(self) -> bool:
+        """Whether the model is built once for all jobs."""
+
+    def submit(self, job: Job[Found]) -> Handle[Found]:
+        """Start a job."""
+
+    def share_build(self, job: Job[Found], deadline_seconds: float) -> str | None:
+        """Build the model once, as `job` would, for all jobs to come.
+
+        Returns why that cannot be, None where it can; after a reason the backend is to be closed, or a process kept.
+        """
+
+    def keep(self) -> None:
+        """Go on with one process that is kept from job to job until one fails."""
+
+    def close(self) -> None:
+        """End every process."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.close()
 
 
 class Payload(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,20 +118,15 @@ class Opened(NamedTuple):
     why_not_forked: str | None
 
 
-class LocalBackend:
-    """Runs jobs for one workload in processes of their own.
+class LocalBackend(Backend):
+    """A `Backend` whose jobs run in processes of their own.
 
-    `isolation`: ``forked`` forks each job from a template that holds the workload; ``kept`` lets one worker run job
-    after job until one fails; ``fresh`` starts a process for each. None forks where that is sound, else keeps.
-    `environment` is laid over the caller's. Use as a context manager: on the way out every process is dead.
+    `isolation`: ``forked`` from a template that holds the workload, ``kept`` in one worker until a job fails, or a
+    ``fresh`` one for each; None forks where that is sound, else keeps. `environment` is laid over the caller's.
     """
 
     def __init__(
-        self,
-        payload: Payload,
-        isolation: Isolation | None,
-        watcher: Watcher,
-        environment: dict[str, str] | None = None,
+        self, payload: Payload, isolation: Isolation | None, watcher: Watcher, environment: dict[str, str] | None = None
     ) -> None:
         self.isolation: Isolation = isolation or ("forked" if can_fork() else "kept")
         self._payload = payload
@@ -79,12 +137,6 @@ class LocalBackend:
         self._device = "cpu"
         self._num_threads: int | None = None
         self._share_command: dict[str, Any] | None = None
-
-    def __enter__(self) -> LocalBackend:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End every process."""
@@ -114,10 +166,7 @@ class LocalBackend:
         self.isolation, self._share_command = "kept", None
 
     def share_build(self, job: Any, deadline_seconds: float) -> str | None:
-        """Have the template build the model once, as the trial `job` would, for all jobs to come.
-
-        Returns why that cannot be, None where it can; after a reason the process is to be closed, or another kept.
-        """
+        """Have the template build the model once, as the trial `job` would; see `Backend`."""
         command = {"cmd": "share", "device": job.device, "state": job.torch_state, "seed": job.seed}
         until = time.monotonic() + deadline_seconds
         try:
@@ -170,6 +219,9 @@ class LocalBackend:
         assert self._process is not None
         try:
             value = self._process.wait(until, job.deadlines, ends_with_exit=self.isolation == "forked")
+        except AutotuneAmpError:
+            self.close()
+            raise
         except ProcessEndedError as ended:
             if self.isolation != "forked":  # a template outlives its children; if it has not, the next job sees it
                 self.close()
@@ -245,31 +297,24 @@ class Submitted(Generic[Found]):
             self.start_seconds = self._backend.start(job, self._until)
         except AutotuneAmpError as error:
             self._problem = error
-        except BaseException:
-            self._backend.close()
-            raise
 
     def result(self) -> Found | Failure:
         """Wait for it, and run what the job asks for in its place after a failure."""
         while True:
-            found, so_far = self._wait()
-            if not isinstance(found, (Failure, AutotuneAmpError)):
-                return found
-            follows = self._job.after(found, so_far)
+            problem: Failure | AutotuneAmpError | None = self._problem
+            so_far = None
+            if problem is None:
+                try:
+                    found, so_far = self._backend.wait(self._job, self._until)
+                    if not isinstance(found, Failure):
+                        return found
+                    problem = found
+                except AutotuneAmpError as error:
+                    problem = error
+            follows = self._job.after(problem, so_far)
             if not isinstance(follows, Job):
                 return follows
             self._start(follows)  # in another process: what a failed allocation leaves must not count against it
-
-    def _wait(self) -> tuple[Found | Failure | AutotuneAmpError, Found | None]:
-        if self._problem is not None:
-            return self._problem, None
-        try:
-            return self._backend.wait(self._job, self._until)
-        except BaseException as error:
-            self._backend.close()
-            if isinstance(error, AutotuneAmpError):
-                return error, None
-            raise
 
 
 def _converted(job: Job[Found], value: Any) -> Found:

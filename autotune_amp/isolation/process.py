@@ -31,7 +31,6 @@ TICK_SECONDS = 0.1
 _MARK = "AUTOTUNE_AMP_PROCESS"
 _OUTPUT_TAIL_CHARACTERS = 4000
 _EXIT_SECONDS, _KILL_SECONDS = 10.0, 5.0
-_EXEC_SECONDS = 2.0  # a process that is just executing another program shows no environment, and so no mark
 _SERVER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from autotune_amp.isolation.server import main; main(sys.argv[2], int(sys.argv[3]))"
@@ -74,7 +73,6 @@ class Process:
         self._tail: deque[str] = deque(maxlen=64)
         self._num_oom_kills = 0
         self._folders: list[str] = []  # that a child makes and removes, unless it is killed
-        self._begun = time.time() - 1.0  # by a clock that may be set back a little
         try:
             self._popen = subprocess.Popen(  # noqa: S603 - our own interpreter and module
                 [sys.executable, "-c", _SERVER, json.dumps(sys.path), mode, str(os.getpid())],
@@ -108,13 +106,11 @@ class Process:
     def wait(self, until: float | None, deadlines: Deadlines = _NO_DEADLINES, *, ends_with_exit: bool = False) -> Any:
         """The answer to the last message; raises `ProcessEndedError` if there is none, whoever ended the process.
 
-        `until` is a time on the monotonic clock; of the deadlines only those of steps count.
-
-        A template's children answer and then exit; `ends_with_exit` waits for that too.
+        `until` is a time on the monotonic clock; of the deadlines only those of steps count. A template's children
+        answer and then exit; `ends_with_exit` waits for that too.
         """
-        answer: Any = None
+        answer: dict[str, Any] | None = None
         so_far: Any = None
-        is_answered = False
         allowed = limit = None
         phase = "building the workload"
         self._tail.clear()
@@ -139,15 +135,10 @@ class Process:
                 allowed = deadlines.step_seconds
                 self._watcher.step(message["number"], message["seconds"])
             elif event in ("result", "failed", "error"):
-                answer, is_answered, allowed = _answer(message), True, None
-                if not ends_with_exit:
-                    return _raised(answer)
+                answer, allowed = message, None
                 until = now + _EXIT_SECONDS
             elif event == "exit":
                 self._drain_output()
-                if is_answered:
-                    return _raised(answer)
-                raise ProcessEndedError(self._classify_exit(message["status"], phase), so_far)
             if event is not None and event != "so far":
                 limit = None if allowed is None else now + allowed
             overdue = None
@@ -155,11 +146,13 @@ class Process:
                 overdue = f"it was still {phase} when its time was up"
             elif limit is not None and now > limit:
                 overdue = f"a step took longer than {allowed:.1f} s ({phase})"
+            if overdue is not None and ends_with_exit:
+                self._kill_child()
+            if answer is not None and (not ends_with_exit or event == "exit" or overdue is not None):
+                return _value(answer)
+            if event == "exit":
+                raise ProcessEndedError(self._classify_exit(message["status"], phase), so_far)
             if overdue is not None:
-                if ends_with_exit:
-                    self._kill_child()
-                if is_answered:
-                    return _raised(answer)
                 raise ProcessEndedError(Failure(kind="timeout", message=overdue), so_far)
 
     def _next_message(self) -> dict[str, Any] | None:
@@ -208,12 +201,12 @@ class Process:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
-        deadline = time.monotonic() + _EXEC_SECONDS
-        is_over = False
-        while not is_over and time.monotonic() < deadline:
-            marked, are_executing = _marked(self._mark, self._begun)
-            _kill(marked)
-            is_over = not marked and not are_executing  # else what they started meanwhile may be there
+        until = time.monotonic() + _KILL_SECONDS
+        while (marked := _marked(self._mark)) and time.monotonic() < until:  # what they start meanwhile is marked too
+            for process in marked:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(marked, timeout=_KILL_SECONDS)
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
         for thread in self._threads:
@@ -248,39 +241,23 @@ def _compiling_seconds(deadlines: Deadlines, until: float | None, now: float) ->
     return max(deadlines.first_step_seconds, (until - now) / 2)
 
 
-def _answer(message: dict[str, Any]) -> Any:
-    if message["event"] == "result":
-        return message["value"]
-    if message["event"] == "failed":
-        return msgspec.convert(message["failure"], Failure)
-    kind: type[AutotuneAmpError] = getattr(errors, message["type"])
-    return kind(message["message"], message["next_step"])
+def _value(answer: dict[str, Any]) -> Any:
+    if answer["event"] == "result":
+        return answer["value"]
+    if answer["event"] == "failed":
+        return msgspec.convert(answer["failure"], Failure)
+    kind: type[AutotuneAmpError] = getattr(errors, answer["type"])
+    raise kind(answer["message"], answer["next_step"])
 
 
-def _raised(answer: Any) -> Any:
-    if isinstance(answer, AutotuneAmpError):
-        raise answer
-    return answer
-
-
-def _kill(processes: list[psutil.Process]) -> None:
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(processes, timeout=_KILL_SECONDS)
-
-
-def _marked(mark: str, begun: float) -> tuple[list[psutil.Process], bool]:
-    """The processes that inherited this mark, and whether any that began since `begun` shows no environment yet."""
-    found, are_executing = [], False
+def _marked(mark: str) -> list[psutil.Process]:
+    """The living processes that inherited this mark."""
+    found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            environment = process.environ()
-            if environment.get(_MARK) == mark:
+            if process.environ().get(_MARK) == mark:
                 found.append(process)
-            elif not environment and process.create_time() >= begun and process.status() != psutil.STATUS_ZOMBIE:
-                are_executing = True
-    return found, are_executing
+    return found
 
 
 def _count_oom_kills() -> int:

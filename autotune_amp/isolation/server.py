@@ -1,9 +1,8 @@
 """The process that trials run in or are forked from; started by process.py, spoken to in lines of JSON.
 
-As a *template* (Linux) it imports torch, loads the workload once with one thread and forks a child for each job.
-As a *worker* it runs jobs itself, one after the other, until it is told to end. Either way the parent speaks
-on standard input and hears on what was standard output when the process started; what the user's code prints goes
-to standard error. When the parent is gone, so is everything here.
+As a *template* (Linux) it loads the workload once with one thread and forks a child for each job; as a *worker* it runs
+jobs itself, one after the other. The parent speaks on standard input and hears on what was standard output when the
+process started; what the user's code prints goes to standard error. When the parent is gone, so is everything here.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ from autotune_amp.trial.context import Context
 from autotune_amp.trial.worker import classify, raise_oom_score
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_set_num_threads = torch.set_num_threads
 _CANARY_SECONDS, _ACCELERATOR_CANARY_SECONDS = 10.0, 60.0  # the latter starts the driver
 
 
@@ -53,7 +53,7 @@ class Channel:
         os.dup2(null, 0)
         os.close(null)
         os.dup2(2, 1)
-        self._buffer = b""
+        self._buffer = bytearray()
 
     def send(self, message: dict[str, Any]) -> None:
         """Write one message."""
@@ -64,24 +64,21 @@ class Channel:
     def read_line(self) -> dict[str, Any] | None:
         """The next message, None at the end of the input."""
         while b"\n" not in self._buffer:
-            chunk = os.read(self.input, 1 << 16)
-            if not chunk:
+            if not (chunk := os.read(self.input, 1 << 16)):
                 return None
             self._buffer += chunk
-        line, _, self._buffer = self._buffer.partition(b"\n")
+        line, _, rest = self._buffer.partition(b"\n")
+        self._buffer = bytearray(rest)
         message: dict[str, Any] = json.loads(line)
         return message
 
     def read_exactly(self, num_bytes: int) -> bytes:
         """The raw bytes that follow a message; fewer at the end of the input."""
-        parts = bytearray(self._buffer[:num_bytes])
-        self._buffer = self._buffer[num_bytes:]
-        while len(parts) < num_bytes:
-            chunk = os.read(self.input, min(1 << 20, num_bytes - len(parts)))
-            if not chunk:
-                break
-            parts += chunk
-        return bytes(parts)
+        while len(self._buffer) < num_bytes and (chunk := os.read(self.input, 1 << 20)):
+            self._buffer += chunk
+        found = bytes(self._buffer[:num_bytes])
+        del self._buffer[:num_bytes]
+        return found
 
 
 class Server:
@@ -93,7 +90,7 @@ class Server:
         self._is_template = mode == "forked"
         self._origin = ""
         self._context: Any = None
-        self._threads: Any = None
+        self._num_threads = 1  # what the user's code asked for, while a template is held at one
 
     def handle(self, command: dict[str, Any]) -> None:
         """Answer one command in this process, or say what went wrong; the user's code may raise anything."""
@@ -117,7 +114,7 @@ class Server:
         self._origin = target or "workload"
         packed = self._channel.read_exactly(num_packed_bytes)
         if self._is_template:
-            self._threads = HeldThreads()
+            self._hold_threads()
         source = workload.import_target(target) if target else packing.unpack(packed)
         self._context = Context(source, is_kept=self._mode == "kept", is_template=self._is_template)
         return self._torch_state()
@@ -138,11 +135,11 @@ class Server:
 
     def share(self, device: str, state: dict[str, Any], seed: int) -> str | None:
         """Build the model once, as a trial would, for all children; returns why they could not work after it."""
-        self._threads = HeldThreads()
+        self._hold_threads()
         torch_state.apply(state)
         torch_state.seed(seed)
         self._context.share(self._torch_state)
-        return self._why_not_fork(device, self._threads.num_threads, "building")
+        return self._why_not_fork(device, self._num_threads, "building")
 
     def run(self, kind: str, job: dict[str, Any]) -> Any:
         """Run a job in this process."""
@@ -150,35 +147,27 @@ class Server:
 
     def _torch_state(self) -> dict[str, Any]:
         state = torch_state.capture()
-        return {**state, "num_threads": self._threads.num_threads} if self._is_template else state
+        return {**state, "num_threads": self._num_threads} if self._is_template else state
+
+    def _hold_threads(self) -> None:
+        """Stay at one thread while the user's code runs here, since a thread pool does not survive a fork and children
+        would hang on it. What that code asks for is only noted: trials take it over."""
+
+        def note(num_threads: int) -> None:
+            self._num_threads = num_threads
+
+        self._num_threads = torch.get_num_threads()
+        _set_num_threads(1)
+        torch.set_num_threads = note  # type: ignore[assignment]  # the same but for a name
 
     def _why_not_fork(self, device: str, num_threads: int, done: str) -> str | None:
-        self._threads.release()
+        torch.set_num_threads = _set_num_threads
         reason = why_not_fork(device, num_threads, done)
         gc.freeze()  # a collection in a child would copy every page that holds an object
         return reason
 
 
 # -- a process that others are forked from -----------------------------------------------------------------------------
-
-
-class HeldThreads:
-    """Keeps this process at one thread while the user's code runs in it, since a thread pool does not survive a fork
-    and children would hang on it. What the user's code asks for is only noted: trials take it over.
-    """
-
-    def __init__(self) -> None:
-        self.num_threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        self._set_num_threads: Any = torch.set_num_threads
-        torch.set_num_threads = self._note  # type: ignore[assignment]  # the same but for a name
-
-    def _note(self, num_threads: int) -> None:
-        self.num_threads = num_threads
-
-    def release(self) -> None:
-        """Let the next call of `torch.set_num_threads` act."""
-        torch.set_num_threads = self._set_num_threads
 
 
 def why_not_fork(device: str, num_threads: int, done: str) -> str | None:
@@ -284,24 +273,21 @@ def _end_orphans(own: set[int]) -> None:
 
 
 def run_worker(channel: Channel, server: Server) -> None:
-    """Run jobs in this process, while a thread listens for the parent's end."""
+    """Load, then run jobs in this process while a thread listens for the parent's end."""
     commands: queue.Queue[dict[str, Any]] = queue.Queue()
-    done = threading.Event()
 
     def listen() -> None:
         while (command := channel.read_line()) is not None:
-            is_load = command["cmd"] == "load"
             commands.put(command)
-            if is_load:  # its packed bytes follow, and are the main thread's to read
-                done.wait()
         _kill_group(os.getpid())
         os._exit(1)
 
-    threading.Thread(target=listen, daemon=True).start()
     _enter_trial()
+    if (load := channel.read_line()) is not None:  # its packed bytes follow, before any other command
+        server.handle(load)
+    threading.Thread(target=listen, daemon=True).start()
     while True:
         server.handle(commands.get())
-        done.set()  # a process loads once, and first of all
 
 
 def _enter_trial() -> None:

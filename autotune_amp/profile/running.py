@@ -30,10 +30,9 @@ from autotune_amp.isolation.local import LocalBackend
 from autotune_amp.precision.modes import MODES
 from autotune_amp.profile.gap import LOW, Profile, Profiled, gap, next_steps
 from autotune_amp.profile.results import AmpProfile, PrecisionRow, Verdict
-from autotune_amp.search.budget import Budget
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher, RunsJobs
+from autotune_amp.search.run import Budget, ProgressWatcher, RunsJobs
 from autotune_amp.search.source import Opened, Source, message_of, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.trial.jobs import Trial
@@ -88,7 +87,7 @@ def run_profile(
         trials = {p: _trial(p, space, opened) for p in asked if p not in refused}
         meter.start()
         outcomes = time_in_turns(backend, trials, num_batches, progress)
-        load = machine_load.evidence((), [meter.stop()])
+        load = machine_load.evidence([meter.stop()])
         if load is not None:  # the rows' intervals are the processes' own
             load = msgspec.structs.replace(load, interval_factors=(1.0, 1.0))
         others = machine_load.doubts(load, "profile again")

@@ -18,7 +18,7 @@ from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, duration, number, one_line, outcome_name, rate, size
 from autotune_amp.report.rows import baseline_row, outcome_line, recommended_row
-from autotune_amp.search.check_results import is_trial
+from autotune_amp.search.ranking import is_trial
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -11,7 +11,7 @@ from autotune_amp.core.text import count, exact, one_line
 from autotune_amp.numerics.grading import FAITHFUL_NOISE, UNFAITHFUL_NOISE
 from autotune_amp.report.charts import LOOKS, Drawn, framed, marks, rule, said
 from autotune_amp.search import loss_scales
-from autotune_amp.search.loss_scales import DEFAULT_PAIR, Pair, Scales, Uncalibrated, key_of
+from autotune_amp.search.loss_scales import DEFAULT_PAIR, Pair, Scales, Uncalibrated
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def calibrated(recommendation: Recommendation, records: Sequence[Record]) -> Cal
     """The calibration behind the config, or else the last one; or the clause that says why there is none."""
     config, evidence = recommendation.config, recommendation.evidence.loss_scale
     known = loss_scales.calibrated(records, DEFAULT_NUM_STEPS if evidence is None else evidence.num_steps)
-    own = key_of(config)
+    own = config.numerics
     for key in (*filter(own.__eq__, known), *reversed(known)):
         found = known[key]
         if isinstance(found, Scales):

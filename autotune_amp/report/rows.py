@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from autotune_amp.core import explain
+from autotune_amp.core import evidence as explain
 from autotune_amp.core.dimensions import PRECISION
 from autotune_amp.core.outcome import Accumulation, Calibration, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import VARIANTS, Setting

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from autotune_amp.core.explain import accumulation_line, check_line, export_lines
+from autotune_amp.core.evidence import accumulation_line, check_line, export_lines
 from autotune_amp.core.outcome import Accumulation, Failure, Fidelity
 from autotune_amp.core.text import count, duration, exact, number, one_line, outcome_name, size, times
 from autotune_amp.report import document, rows
 from autotune_amp.report.charts import course, memory, pareto, throughput
 from autotune_amp.report.document import chart
 from autotune_amp.report.numerics_charts import Calibrated, calibrated, fidelity, foretold, gradients
-from autotune_amp.search import check_results, loss_scales
-from autotune_amp.search.check_results import is_trial
+from autotune_amp.search import loss_scales, ranking
+from autotune_amp.search.ranking import is_trial
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -85,7 +85,7 @@ def search_page(recommendation: Recommendation, records: Sequence[Record], path:
 def unfinished_page(name: str, records: Sequence[Record]) -> str:
     """The HTML document of the study `name`; `records` are of one search, and at least one."""
     ruled_out = (
-        *check_results.exclusions(check_results.found_fidelity(records)),
+        *ranking.exclusions(ranking.found_fidelity(records)),
         *loss_scales.exclusions(loss_scales.calibrated(records)),
     )
     checks = [record.outcome for record in records if isinstance(record.outcome, Fidelity)]

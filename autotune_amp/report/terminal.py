@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from autotune_amp.core.explain import export_lines
+from autotune_amp.core.evidence import export_lines
 from autotune_amp.core.text import count, duration, one_line
 from autotune_amp.profile import results
 from autotune_amp.report import rows

@@ -13,6 +13,7 @@ import statistics
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice, zip_longest
 from typing import Any, TypeAlias
@@ -21,13 +22,12 @@ import msgspec
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import MIN_CUT_SAMPLES, Accumulation, Calibration, CheckOutcome, Failure, Fidelity
 from autotune_amp.core.setting import NUMERIC
-from autotune_amp.numerics import accumulation, batches, calibration, fidelity
-from autotune_amp.numerics.accumulation import IGNORED_LABEL, num_micro_batches
+from autotune_amp.numerics import accumulation, calibration, fidelity
+from autotune_amp.numerics.accumulation import IGNORED_LABEL, cut, first_dimensions, num_micro_batches, tensors
 from autotune_amp.numerics.passes import Loop, NoStepError, Passes, Subject, no_loss
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import has_half_weights
@@ -66,7 +66,7 @@ def _check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
     except NoStepError:
         reason = "one call of train_step takes no optimizer step, so that it cannot be held against fp32"
         if spec.what == "fidelity":
-            return _unchecked(spec, reason, "Give train_step a whole step of it, or compare runs of some hundred steps")
+            return spec.unchecked(reason, "Give train_step a whole step of it, or compare runs of some hundred steps")
         return Failure(kind="workload_error", message=reason)
     except Exception as error:
         failure = classify(error)
@@ -78,20 +78,16 @@ def _check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
 def _attributed(failure: Failure, subject: Subject, spec: Check) -> Failure:
     """`failure` as what a single pass shows it to be: the workload's own, the precision's, or neither's."""
     passes = Passes(subject)
-    if not _runs(passes, "fp32"):
-        return msgspec.structs.replace(failure, kind="workload_error")
-    with passes.pinned(spec.candidate.pinned_modules):
-        if not _runs(passes, spec.candidate.precision):
-            return msgspec.structs.replace(failure, kind="unsupported")
-    return msgspec.structs.replace(failure, kind="crash", details=traceback.format_exc()[-8000:])
-
-
-def _runs(passes: Passes, precision: Precision) -> bool:
     try:
-        passes.run(0, precision)
+        passes.run(0, "fp32")
     except Exception:  # the user's code may raise anything
-        return False
-    return True
+        return msgspec.structs.replace(failure, kind="workload_error")
+    try:
+        with passes.pinned(spec.candidate.pinned_modules):
+            passes.run(0, spec.candidate.precision)
+    except Exception:  # the user's code may raise anything
+        return msgspec.structs.replace(failure, kind="unsupported")
+    return msgspec.structs.replace(failure, kind="crash", details=traceback.format_exc()[-8000:])
 
 
 def _found(subject: Subject, spec: Check, tell: Tell) -> Fidelity | Calibration | Accumulation:
@@ -102,12 +98,10 @@ def _found(subject: Subject, spec: Check, tell: Tell) -> Fidelity | Calibration 
         return calibration.calibrate(subject, batch_size=asked.batch_size, pinned_modules=asked.pinned_modules)
     if unseen := [name for name in _UNSEEN if getattr(asked, name) != getattr(asked.ordinary, name)]:
         reason = f"no check looks at what {' and '.join(unseen)} does to the numbers"
-        return _unchecked(spec, reason, "Compare a few hundred steps of a training with it and of one without.")
+        return spec.unchecked(reason, "Compare a few hundred steps of a training with it and of one without.")
     if subject.loop is not None and has_half_weights(subject.model):
         reason = "a loop that keeps weights in half precision cannot be run in fp32"
-        return _unchecked(
-            spec, reason, "Compare a few hundred of its steps with those of the same loop whose weights are in fp32."
-        )
+        return spec.unchecked(reason, "Compare a few hundred of its steps with those of the same loop in fp32.")
     return fidelity.check(
         subject,
         asked.precision,
@@ -115,17 +109,6 @@ def _found(subject: Subject, spec: Check, tell: Tell) -> Fidelity | Calibration 
         batch_size=asked.batch_size,
         find_pins=spec.find_pins and subject.loop is None,
         on_bad_verdict=lambda found: tell({"event": "so far", "value": msgspec.to_builtins(found)}),
-    )
-
-
-def _unchecked(spec: Check, reason: str, next_step: str) -> Fidelity:
-    return Fidelity(
-        precision=spec.candidate.precision,
-        batch_size=spec.candidate.batch_size,
-        pinned_modules=spec.candidate.pinned_modules,
-        verdict="unchecked",
-        reason=f"{spec.candidate.precision} is unchecked: {reason}.",
-        next_step=next_step,
     )
 
 
@@ -137,30 +120,27 @@ def _subject(context: Context, spec: Check) -> Subject:
     if device.type != "cpu":
         given = [data.move(batch, device) for batch in given]
     # Each pass gets a copy: what the user's code takes out of its batch, or changes in it, is there for the next one.
-    if isinstance(model, LoopState):
-        train_step = workload.train_step
-        assert train_step is not None
-        return Subject(
-            model=model,
-            loss=no_loss,
-            batches=given,
-            make_optimizer=lambda _: model.first_optimizer(),
-            device=device,
-            seed=spec.seed,
-            loop=Loop(
-                step=lambda state, batch, amp: train_step(state.held, copy.deepcopy(batch), amp),
-                forget=LoopState.forget_steps,
-                batch_size=spec.candidate.batch_size,
-            ),
-        )
-    loss = checked_loss(workload.loss)
-    return Subject(
+    subject = Subject(
         model=model,
-        loss=lambda model, batch: loss(model, copy.deepcopy(batch)),
+        loss=no_loss,
         batches=given,
         make_optimizer=partial(make_optimizer, workload),
         device=device,
         seed=spec.seed,
+    )
+    if not isinstance(model, LoopState):
+        loss = checked_loss(workload.loss)
+        return replace(subject, loss=lambda model, batch: loss(model, copy.deepcopy(batch)))
+    train_step = workload.train_step
+    assert train_step is not None
+    return replace(
+        subject,
+        make_optimizer=lambda _: model.first_optimizer(),
+        loop=Loop(
+            step=lambda state, batch, amp: train_step(state.held, copy.deepcopy(batch), amp),
+            forget=LoopState.forget_steps,
+            batch_size=spec.candidate.batch_size,
+        ),
     )
 
 
@@ -188,7 +168,7 @@ def whole_and_parts(user_data: Any, num_samples: int, seed: int, seconds: float 
     where nearly all are cut to one length, sixteen that are drawn are often all of it, and a mean over tokens then
     looks like one over samples. They are collated twice, so that padding is what it really is. Elsewhere the first
     batch is cut along the first dimension of its tensors, as is one whose collating draws at random. Raises
-    `CannotCutError` where that cannot be done, and what the user's data raises.
+    `CannotCutError` where that cannot be done.
     """
     if num_samples < MIN_CUT_SAMPLES:
         raise CannotCutError(f"fewer than {MIN_CUT_SAMPLES} samples cannot be cut into micro-batches of two at least")
@@ -208,22 +188,17 @@ def _samples(loader: DataLoader[Any], num_samples: int, seed: int, seconds: floa
     order = random.Random(seed).sample(drawn, min(len(drawn), MAX_SAMPLES_SEEN))  # noqa: S311 - no secret
     # A collate function may want more than one sample, and raise: then they are taken as drawn.
     seen, _ = looked_at(loader, order, partial(_counts_of_each, loader.collate_fn), seconds)
-    positions = picked(seen, num_samples)
-    rest = [position for position in range(len(order)) if position not in positions]
+    positions = dict.fromkeys([*picked(seen, num_samples), *range(len(order))])
     torch_state.seed(seed)  # however many were looked at
-    alone = data.rebuilt(
-        loader,
-        min(loader.num_workers, 1),
-        batch_size=None,
-        sampler=[order[position] for position in (positions + rest)[:num_samples]],
-        collate_fn=copied,
-        generator=torch.Generator(),
-        pin_memory=False,
-    )
-    samples = list(alone)
+    samples = list(_alone(loader, [order[position] for position in islice(positions, num_samples)]))
     if len(samples) < num_samples:
         raise CannotCutError(f"the data holds {len(samples)} samples, fewer than the {num_samples} of a batch")
     return samples
+
+
+def _alone(loader: DataLoader[Any], indices: list[Any]) -> DataLoader[Any]:
+    settings = {"collate_fn": copied, "generator": torch.Generator(), "pin_memory": False}
+    return data.rebuilt(loader, min(loader.num_workers, 1), batch_size=None, sampler=indices, **settings)
 
 
 def _counts_of_each(collate: Callable[[Any], Any], samples: list[Any]) -> list[Counts]:
@@ -233,7 +208,7 @@ def _counts_of_each(collate: Callable[[Any], Any], samples: list[Any]) -> list[C
 def counts(batch: Any) -> Counts:
     """What a loss may average over: how many entries each tensor has, and how many of them count."""
     found: Counts = {}
-    for name, tensor in batches.tensors(batch):
+    for name, tensor in tensors(batch):
         found |= {
             f"{name} != {IGNORED_LABEL}": int((tensor != IGNORED_LABEL).sum()),
             f"{name} != 0": int(tensor.count_nonzero()),
@@ -243,31 +218,29 @@ def counts(batch: Any) -> Counts:
 
 
 def picked(seen: Sequence[Mapping[str, int]], num: int) -> list[int]:
-    """Which `num` of the samples seen to take: first half of them unlike most others, then ordinary ones.
+    """Which `num` of the samples seen to take: half of them have less than most of some count, the others more.
 
-    Of each count those below its median, or above where there are many more of these; the counts take turns, since in
-    one of them all samples may be alike, and in another they differ by chance. Samples without any label come last: a
-    micro-batch of nothing else has no mean, which in a training hardly happens.
+    The counts take turns, since in one of them all samples may be alike, and in another they differ by chance. Samples
+    without any label come last: a micro-batch of nothing else has no mean, which in a training hardly happens.
     """
-    unlabelled = {
+    labelled = [
         index
         for index, of_sample in enumerate(seen)
-        if any(name.endswith(f" != {IGNORED_LABEL}") and not count for name, count in of_sample.items())
-    }
-    beside = [_beside_median([of_sample.get(name, 0) for of_sample in seen]) for name in dict.fromkeys(chain(*seen))]
-    in_turn = dict.fromkeys(index for turn in zip_longest(*beside) for index in turn if index is not None)
-    unlike = [index for index in in_turn if index not in unlabelled][: num // 2]
-    others = [index for index in range(len(seen)) if index not in unlike]
-    groups = [set(group) for group in beside]
-    ordinary = sorted(others, key=lambda index: (index in unlabelled, sum(index in group for group in groups)))
-    return unlike + ordinary[: num - len(unlike)]
+        if all(count for name, count in of_sample.items() if name.endswith(f" != {IGNORED_LABEL}"))
+    ]
+    below, above = [], []
+    for name in dict.fromkeys(chain(*seen)):
+        column = [of_sample.get(name, 0) for of_sample in seen]
+        ordered = sorted(labelled, key=column.__getitem__)
+        median = statistics.median_low(column)
+        below.append([index for index in ordered if column[index] < median])
+        above.append([index for index in reversed(ordered) if column[index] > median])
+    less, more = _in_turn(below)[: num // 2], _in_turn(above)[: num // 2]
+    return list(dict.fromkeys([*less, *more, *labelled, *range(len(seen))]))[:num]
 
 
-def _beside_median(column: list[int]) -> list[int]:
-    median = statistics.median_low(column)
-    below = [index for index, count in enumerate(column) if count < median]
-    above = [index for index, count in enumerate(column) if count > median]
-    return below if 2 * len(below) >= len(above) else above  # the shorter ones take less memory
+def _in_turn(columns: list[list[int]]) -> list[int]:
+    return list(dict.fromkeys(index for turn in zip_longest(*columns) for index in turn if index is not None))
 
 
 def _collated(collate: Callable[[Any], Any], samples: list[Any], seed: int) -> list[Any]:
@@ -284,16 +257,16 @@ def _collated(collate: Callable[[Any], Any], samples: list[Any], seed: int) -> l
 
 
 def _cut_batch(batch: Any, num_samples: int) -> list[Any]:
-    found = batches.first_dimensions(batch)
+    found = first_dimensions(batch)
     if len(found) != 1 or min(found) < num_samples:
         dimensions = f"tensors with first dimensions {sorted(found)}" if found else "no tensors"
         raise CannotCutError(f"a batch of {num_samples} samples has {dimensions} and cannot be cut into smaller ones")
-    whole = batches.cut(batch, num_samples)[0]
-    return [whole, *batches.cut(whole, num_samples // num_micro_batches(num_samples))]
+    whole = cut(batch, num_samples)[0]
+    return [whole, *cut(whole, num_samples // num_micro_batches(num_samples))]
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    ours, theirs = dict(batches.tensors(one)), dict(batches.tensors(other))
+    ours, theirs = dict(tensors(one)), dict(tensors(other))
     return ours.keys() == theirs.keys() and all(
         ours[name].shape == theirs[name].shape and torch.equal(ours[name].nan_to_num(), theirs[name].nan_to_num())
         for name in ours

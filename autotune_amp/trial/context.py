@@ -7,7 +7,8 @@ import inspect
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,14 @@ from autotune_amp.core.workload import OptimizersOfModel, Workload, WorkloadSour
 from autotune_amp.precision import torch_state
 from autotune_amp.trial.memory import BuildMemory, file_bytes, watched_build
 
-_PLAIN = (str, bytes, int, float, complex, type(None))
-_NOT_LOOKED_INTO = (*_PLAIN, type, types.ModuleType, types.FunctionType, types.MethodType, Dataset, DataLoader)
+_NOT_LOOKED_INTO = (
+    *(str, bytes, int, float, complex, type(None)),
+    *(type, types.ModuleType, types.FunctionType, types.MethodType, Dataset, DataLoader),
+)
 # Who waits for whom is no state of the training's: put back, a thread that waits would never be woken.
 _MACHINERY = ("asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading")
+
+_ALL = "Return everything that train_step needs, for example a dict of the models and their optimizers."
 
 
 class LoopState(nn.Module):
@@ -35,13 +40,13 @@ class LoopState(nn.Module):
 
     held: Any
     optimizers: dict[str, torch.optim.Optimizer]
-    _noted: list[tuple[Any, Any]]  # what changes from step to step, and what was in it at first
+    _undo: list[Callable[[], object]]  # put back what changes from step to step
     _first_states: dict[str, dict[str, Any]]  # of the optimizers
 
     def __init__(self, held: Any) -> None:
         super().__init__()
         # As an attribute, a state that is a module itself would be registered a second time.
-        self.__dict__.update(held=held, optimizers={}, _noted=[])
+        self.__dict__.update(held=held, optimizers={}, _undo=[])
         tensors: dict[str, Tensor] = {}
         for path, value in _walk(held):
             name = path or "model"
@@ -54,12 +59,9 @@ class LoopState(nn.Module):
             elif isinstance(value, Tensor):
                 tensors[name] = value
             if not isinstance(value, Tensor | torch.optim.Optimizer):
-                self._noted.append((value, _contents(value)))
+                self._undo.append(_undo(value))
         if not self._modules and not self.optimizers:
-            raise WorkloadError(
-                f"build() returned a {type_name(held)} without any module or optimizer in it.",
-                "Return everything that train_step needs, for example a dict of the models and their optimizers.",
-            )
+            raise WorkloadError(f"build() returned a {type_name(held)} without any module or optimizer in it.", _ALL)
         first = {name: copy.deepcopy(optimizer.state_dict()) for name, optimizer in self.optimizers.items()}
         self.__dict__["_first_states"] = first
         known = {id(tensor) for tensor in (*self.parameters(), *self.buffers())}
@@ -98,7 +100,7 @@ class LoopState(nn.Module):
             raise WorkloadError(
                 f"build() returned a {type_name(self.held)} without any optimizer in it, so that no step can be taken "
                 "back to take it again in another precision: return the optimizer from build() with the rest.",
-                "Return everything that train_step needs, for example a dict of the models and their optimizers.",
+                _ALL,
             )
         self._put_optimizers_back()
         return Optimizers(list(self.optimizers.values()))
@@ -113,8 +115,8 @@ class LoopState(nn.Module):
         Counters, lists, deques, sets, generators, keys and attributes that are new, and what train_step has put others
         in the place of.
         """
-        for value, contents in self._noted:
-            _put_back(value, contents)
+        for undo in self._undo:
+            undo()
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -127,7 +129,8 @@ def _walk(held: Any) -> Iterator[tuple[str, Any]]:
     pending = [("", held)]
     while pending:
         path, value = pending.pop()
-        if isinstance(value, _NOT_LOOKED_INTO) or id(value) in known or _package(value) in _MACHINERY:
+        package = type(value).__module__.partition(".")[0]
+        if isinstance(value, _NOT_LOOKED_INTO) or package in _MACHINERY or id(value) in known:
             continue
         known[id(value)] = value
         if not isinstance(value, Tensor) or value.is_leaf:
@@ -137,10 +140,6 @@ def _walk(held: Any) -> Iterator[tuple[str, Any]]:
         if not isinstance(value, Tensor | torch.optim.Optimizer | torch.Generator):
             parts = [(f"{path}.{name}" if path else name, part) for name, part in _parts(value)]
             pending += reversed(parts)
-
-
-def _package(value: Any) -> str:
-    return type(value).__module__.partition(".")[0]
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
@@ -165,36 +164,31 @@ def _attributes(value: Any) -> dict[str, Any]:
     return found
 
 
-def _contents(value: Any) -> Any:
-    """What `_put_back` needs."""
+def _undo(value: Any) -> Callable[[], object]:
+    """What puts back what is in it now."""
     if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, list | deque | set):
-        return list(value)
-    return dict(value if isinstance(value, MutableMapping) else _attributes(value))
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, list | deque | set | MutableMapping):
+        contents = list(value) if isinstance(value, list | deque | set) else dict(value)
+        fill = value.extend if isinstance(value, list | deque) else value.update
 
+        def refill() -> None:
+            value.clear()
+            fill(contents)
 
-def _put_back(value: Any, contents: Any) -> None:
-    if isinstance(value, torch.Generator):
-        value.set_state(contents)
-    elif isinstance(value, list | deque):
-        value.clear()
-        value.extend(contents)
-    elif isinstance(value, set):
-        value.clear()
-        value.update(contents)
-    elif isinstance(value, MutableMapping):
-        for key in [key for key in value if key not in contents]:
-            del value[key]
-        value.update(contents)
-    else:
+        return refill
+    first = dict(_attributes(value))
+
+    def set_again() -> None:
         present = _attributes(value)
-        for name, part in contents.items():
+        for name, part in first.items():
             if name not in present or present[name] is not part:
                 object.__setattr__(value, name, part)
         if not isinstance(value, nn.Module):  # what a module makes at its first pass, compiled code may rely on
-            for name in present.keys() - contents.keys():
+            for name in present.keys() - first.keys():
                 object.__delattr__(value, name)
+
+    return set_again
 
 
 def make_model(workload: Workload) -> nn.Module:
@@ -207,8 +201,7 @@ def make_model(workload: Workload) -> nn.Module:
     model = workload.model if isinstance(workload.model, nn.Module) else workload.model()
     if not isinstance(model, nn.Module):
         raise WorkloadError(
-            f"The model function returned a {type_name(model)}; it must return an nn.Module.",
-            "Return the model alone.",
+            f"The model function returned a {type_name(model)}; it must return an nn.Module.", "Return the model alone."
         )
     if not model.training:
         model.train()
@@ -269,32 +262,23 @@ def make_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimize
 
     Learning rates are as `raise_learning_rates` leaves them.
     """
-    several = _made(workload, model)
-    for optimizer in several:
-        raise_learning_rates(optimizer)
-    return several[0] if len(several) == 1 else Optimizers(several)
-
-
-def _made(workload: Workload, model: nn.Module) -> list[torch.optim.Optimizer]:
     given: Any = torch.optim.AdamW if workload.optimizer is None else workload.optimizer
-    if not isinstance(given, torch.optim.Optimizer) and callable(given):
-        return _checked(given(model if isinstance(given, OptimizersOfModel) else model.parameters()))
-    several = _checked(given)
-    return [_like(optimizer, workload.model, model, is_alone=len(several) == 1) for optimizer in several]
-
-
-def _checked(made: Any) -> list[torch.optim.Optimizer]:
-    several = list(made) if isinstance(made, list | tuple) else [made]
-    for optimizer in several:
+    is_function = not isinstance(given, torch.optim.Optimizer) and callable(given)
+    if is_function:
+        given = given(model if isinstance(given, OptimizersOfModel) else model.parameters())
+    several = list(given) if isinstance(given, list | tuple) else [given]
+    for optimizer in several or [given]:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise WorkloadError(
                 f"The optimizer function returned a {type_name(optimizer)}; it must return a torch.optim.Optimizer "
                 "or several in a list.",
                 "Return for example torch.optim.SGD(parameters, lr=0.1).",
             )
-    if not several:
-        raise WorkloadError("There is no optimizer in the list.", "Return at least one, or leave optimizer= out.")
-    return several
+    if not is_function:
+        several = [_like(optimizer, workload.model, model, is_alone=len(several) == 1) for optimizer in several]
+    for optimizer in several:
+        raise_learning_rates(optimizer)
+    return several[0] if len(several) == 1 else Optimizers(several)
 
 
 def _like(
@@ -311,37 +295,30 @@ def _like(
     if all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         groups = [{**group, "params": [own[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
     elif len(optimizer.param_groups) > 1 or not is_alone:
-        whose = f"The optimizer has {len(optimizer.param_groups)} parameter groups" if is_alone else "One optimizer is"
         raise WorkloadError(
-            f"{whose} over another model's parameters.",
+            f"An optimizer of {len(optimizer.param_groups)} parameter groups is over another model's parameters.",
             "Pass the model instance that it was made for, or an optimizer function of the parameters.",
         )
     return kind(groups, **defaults)
-
-
-class _Shared(NamedTuple):
-    """What was built once: `torch_state` is how building left it, `first_state` what a kept worker goes back to."""
-
-    model: nn.Module
-    memory: BuildMemory
-    torch_state: dict[str, Any]
-    first_state: dict[str, torch.Tensor] | None
 
 
 class Context:
     """What a trial process holds.
 
     A template builds the model once, on the CPU, for the children it forks; a kept worker builds it in its first
-    trial and starts every other from its first state.
+    trial and starts every other from its first state. `build_memory` is what the model that is there took.
     """
 
     def __init__(self, source: WorkloadSource, *, is_kept: bool, is_template: bool = False) -> None:
         self.source = source
         self.is_kept = is_kept
         self.template_file_bytes = 0
+        self.build_memory: BuildMemory | None = None
         self._is_template = is_template
         self._workload = source if isinstance(source, Workload) else None
-        self._shared: _Shared | None = None
+        self._model: nn.Module | None = None  # built once, with how building left the torch state
+        self._torch_state: dict[str, Any] = {}
+        self._first_state: dict[str, Tensor] | None = None  # of the model, what a kept worker goes back to
 
     def open(self, origin: str) -> None:
         """Make the workload; `origin` is what errors call its source."""
@@ -354,35 +331,24 @@ class Context:
         assert self._workload is not None, "open() comes first"
         return self._workload
 
-    @property
-    def is_build_shared(self) -> bool:
-        """Whether the model is there already."""
-        return self._shared is not None
-
-    @property
-    def build_memory(self) -> BuildMemory | None:
-        """What the model that is there took, None where there is none yet."""
-        return None if self._shared is None else self._shared.memory
-
     def share(self, capture: Callable[[], dict[str, Any]]) -> None:
         """Build the model for all children that are forked after this; `capture` reads the torch state they take."""
-        model, memory = watched_build(lambda: make_model(self.workload))
-        self._shared = _Shared(model, memory, capture(), None)
+        self._model, self.build_memory = watched_build(lambda: make_model(self.workload))
+        self._torch_state = capture()
 
     def model(self, device: torch.device) -> nn.Module:
         """The model on the device, as first built."""
-        if self._shared is None:
+        if self._model is None:
             model, memory = watched_build(lambda: make_model(self.workload).to(device))
             if self.is_kept and not any(map(is_lazy, model.state_dict().values())):
-                first_state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
-                self._shared = _Shared(model, memory, torch_state.capture(), first_state)
+                self._first_state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+                self._model, self.build_memory, self._torch_state = model, memory, torch_state.capture()
             return model
-        torch_state.apply(self._shared.torch_state)
-        model = self._shared.model
-        if self._shared.first_state is not None:
-            model.zero_grad(set_to_none=True)
-            if isinstance(model, LoopState):
-                model.start_again(self._shared.first_state)
+        torch_state.apply(self._torch_state)
+        if self._first_state is not None:
+            self._model.zero_grad(set_to_none=True)
+            if isinstance(self._model, LoopState):
+                self._model.start_again(self._first_state)
             else:
-                model.load_state_dict(self._shared.first_state)
-        return model.to(device)
+                self._model.load_state_dict(self._first_state)
+        return self._model.to(device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import heapq
-import math
 import operator
 import random
 import statistics
@@ -13,7 +12,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import chain, cycle, islice, repeat
+from itertools import chain, count, cycle, islice, repeat
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -26,14 +25,13 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
-    default_collate,
 )
 
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.outcome import SampleSizes
 from autotune_amp.core.workload import Workload
-from autotune_amp.numerics.batches import tensors
-from autotune_amp.numerics.passes import keep_generators
+from autotune_amp.numerics.accumulation import tensors
+from autotune_amp.precision.torch_state import keep_generators
 
 Stream: TypeAlias = Generator[Any, None, None]
 Seen = TypeVar("Seen")
@@ -98,13 +96,11 @@ def worst_batches(
     samples: Sequence[int],
     batch_size: int,
     num_batches: int,
-    *,
-    is_exact: bool,
 ) -> Stream:
     """What `named` gives for the batch size, else the `samples` collated by the loader, again and again if too few.
 
     The same batch anew, `num_batches` times; none where there is neither. Raises `WorkloadError` where it has too few
-    samples, or `named` gives too many and the data `is_exact`: its batches have as many samples as asked.
+    samples.
     """
     if named is not None:
         origin = "Workload(worst_batch=...)"
@@ -119,8 +115,7 @@ def worst_batches(
         return
     for batch in made:
         found = 0 if batch is None else num_samples(batch, batch_size)
-        is_more = named is not None and is_exact
-        if found is not None and (found < batch_size or (is_more and found > batch_size)):
+        if found is not None and found < batch_size:
             raise WorkloadError(
                 f"{origin} was asked for the worst batch of {batch_size} samples and gave {found}.",
                 "Give Workload(worst_batch=...) a function of the batch size that returns a batch of so many samples.",
@@ -213,14 +208,10 @@ def _from_function(make: Callable[[int], Any], batch_size: int, num_workers: int
         return _rearranged(made, num_workers, shares)
 
     first = remake()
-    waiting = [first]  # what was made already comes before another
-
-    def made() -> Any:
-        return waiting.pop() if waiting else remake()
-
+    made = chain([first], (remake() for _ in count()))
     if isinstance(first, DataLoader | Iterator):
-        return Opened(_cycle(made, batch_size), first if isinstance(first, DataLoader) else None)
-    return Opened(_cycle(lambda: [made()], batch_size), None)
+        return Opened(_cycle(made.__next__, batch_size), first if isinstance(first, DataLoader) else None)
+    return Opened(_cycle(lambda: [next(made)], batch_size), None)
 
 
 def _rearranged(loader: DataLoader[Any], num_workers: int | None, shares: Iterator[float]) -> DataLoader[Any]:
@@ -345,7 +336,7 @@ def look(workload: Workload, batch_size: int) -> Look:
 
     What the user's code raises ends the look. The generators stand where they stood.
     """
-    put_back = keep_generators(torch.device("cpu"))
+    put_back = keep_generators()
     found = Look()
     try:
         batches, loader = opened(workload.data, batch_size)
@@ -356,11 +347,20 @@ def look(workload: Workload, batch_size: int) -> Look:
                 found = Look(None if is_stream and loader.num_workers <= 1 else loader.num_workers)
             if workload.worst_batch is not None:
                 return found
-            sizes, problem, num = ([], None, 0) if loader is None else _sample_sizes(loader)
-            if sizes:
-                num_largest = max(MIN_NUM_LARGEST, NUM_LARGEST_BATCHES * batch_size)
-                return found._replace(sample_sizes=_summary(sizes, num, num_largest), scan_problem=problem)
-            drawn = _sizes_drawn(batches)
+            if loader is not None and loader.batch_sampler is not None and _length(loader.dataset) is not None:
+                indices = _indices(loader)
+                order = random.Random(0).sample(indices, min(len(indices), MAX_SCANNED_SAMPLES))  # noqa: S311 - no secret
+                sizes, problem = looked_at(loader, order, partial(_sizes, loader.collate_fn), SCAN_SECONDS)
+                if sizes:
+                    num_largest = max(MIN_NUM_LARGEST, NUM_LARGEST_BATCHES * batch_size)
+                    summary = _summary(list(zip(sizes, order, strict=False)), len(indices), num_largest)
+                    return found._replace(sample_sizes=summary, scan_problem=problem)
+            drawn: list[int] = []
+            until = time.monotonic() + DRAW_SECONDS
+            for batch in islice(batches, MAX_DRAWN_BATCHES):
+                drawn.append(size(batch))
+                if time.monotonic() > until:
+                    break
             return found._replace(batch_sizes_seen=None if _are_alike(drawn) else (min(drawn), max(drawn)))
     except Exception as error:  # the user's code may raise anything
         return found._replace(scan_problem=_one_line(error))
@@ -391,28 +391,9 @@ def looked_at(
     return found, None
 
 
-def _sample_sizes(loader: DataLoader[Any]) -> tuple[list[tuple[int, int]], str | None, int]:
-    """Sizes of samples with their indices, in random order; what ended the look; and how many samples there are.
-
-    A sample is as large as the loader collates it alone: that may make what takes the memory, as of a file's name.
-    One that cannot be collated alone is as large as it is itself. Nothing of a stream, of ready batches, and of samples
-    that cannot be collated alone and are alike.
-    """
-    is_stream = isinstance(loader.dataset, IterableDataset)
-    if is_stream or loader.batch_sampler is None or _length(loader.dataset) is None:
-        return [], None, 0
-    indices = _indices(loader)
-    order = random.Random(0).sample(indices, min(len(indices), MAX_SCANNED_SAMPLES))  # noqa: S311 - no secret
-    collate = None if loader.collate_fn is default_collate else loader.collate_fn
-    sizes, problem = looked_at(loader, order, partial(_sizes, collate), SCAN_SECONDS)
-    if not sizes and collate is not None:
-        sizes, problem = looked_at(loader, order, partial(_sizes, None), SCAN_SECONDS)
-        sizes = [] if not sizes or _are_alike(sizes) else sizes
-    return list(zip(sizes, order, strict=False)), problem, len(indices)
-
-
-def _sizes(collate: Callable[[list[Any]], Any] | None, samples: list[Any]) -> list[int]:
-    return [size(sample if collate is None else collate([copied(sample)])) for sample in samples]
+def _sizes(collate: Callable[[list[Any]], Any], samples: list[Any]) -> list[int]:
+    """Of each as the loader collates it alone: that may make what takes the memory, as of a file's name."""
+    return [size(collate([copied(sample)])) for sample in samples]
 
 
 def _summary(sizes: list[tuple[int, int]], num_samples: int, num_largest: int) -> SampleSizes | None:
@@ -445,26 +426,12 @@ def _indices(loader: DataLoader[Any]) -> Sequence[int]:
     return range(len(loader.dataset))  # type: ignore[arg-type]  # it has a length
 
 
-def _sizes_drawn(batches: Iterable[Any]) -> list[int]:
-    sizes: list[int] = []
-    deadline = time.monotonic() + DRAW_SECONDS
-    for batch in islice(batches, MAX_DRAWN_BATCHES):
-        sizes.append(size(batch))
-        if time.monotonic() > deadline:
-            break
-    return sizes
-
-
 def _are_alike(sizes: list[int]) -> bool:
     return max(sizes) - min(sizes) <= ALIKE_SHARE * max(sizes)
 
 
 def size(value: Any) -> int:
-    """How many numbers it holds: the elements of tensors and arrays, the pixels of images, the characters of text."""
-    if isinstance(value, (int, float)):  # most of what a list holds
-        return 1
-    if isinstance(value, torch.Tensor):
-        return value.numel()
+    """How many numbers it holds: the elements of tensors and arrays, the characters of text."""
     if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, Mapping):
@@ -472,18 +439,10 @@ def size(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         return sum(map(size, value))
     own = getattr(value, "size", None)
-    if isinstance(own, int):  # an array's
-        return own
-    if isinstance(own, tuple):  # an image's width and height
-        return math.prod(own)
-    if hasattr(value, "__dict__") and not callable(value):
-        return sum(map(size, vars(value).values()))
-    return 1
+    return own if isinstance(own, int) else sum(tensor.numel() for _, tensor in tensors(value)) or 1
 
 
 def _one_line(error: Exception) -> str:
-    """What it says; of what a worker process caught, the last line of the traceback."""
-    name, lines = type(error).__name__, str(error).strip().splitlines()
-    if lines and lines[0].startswith("Caught "):
-        return lines[-1][:MAX_PROBLEM_LENGTH]
-    return (f"{name}: {lines[0]}" if lines else name)[:MAX_PROBLEM_LENGTH]
+    """What it says in its last line, which is the user's own where a worker process caught it."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1] if lines else 'it says nothing'}"[:MAX_PROBLEM_LENGTH]

@@ -70,18 +70,14 @@ def counter_of(device_type: str, uuid: str | None, powercap: Path = POWERCAP) ->
 
 
 def require_counter(device_type: str, uuid: str | None, powercap: Path = POWERCAP) -> None:
-    """Raise `InvalidRequestError`, saying why and what to do, where `counter_of` finds none."""
-    if counter_of(device_type, uuid, powercap) is not None:
-        return
-    what_to_do = "Use --objective speed or memory."
-    if device_type != "cpu":
-        why = f"there is no energy counter of this {device_type} device (MIG instances and older cards have none)"
-    elif _packages(powercap):
-        why = f"this user may not read the CPU's energy counter ({powercap}/intel-rapl:*/energy_uj)"
-        what_to_do = f"Run `chmod a+r {powercap}/intel-rapl:*/energy_uj` as root, or search as root."
-    else:
-        why = f"this machine shows no energy counter of its CPU ({powercap} has no intel-rapl package), as in most VMs"
-    raise InvalidRequestError(f"--objective is 'energy', which cannot be measured here: {why}.", what_to_do)
+    """Raise `InvalidRequestError`, saying what to do, where `counter_of` finds none."""
+    if counter_of(device_type, uuid, powercap) is None:
+        raise InvalidRequestError(
+            f"--objective is 'energy', which cannot be measured here: this {device_type} device has no energy counter "
+            "that this user may read (MIG instances, older cards and most VMs have none, and a CPU's is for root).",
+            "Use --objective speed or memory; or, for a CPU's, run "
+            f"`chmod a+r {powercap}/intel-rapl:*/energy_uj` as root.",
+        )
 
 
 def _packages(powercap: Path) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from statistics import median
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -52,15 +51,14 @@ class Trial(Job[Measurement], frozen=True, kw_only=True):
     """One isolated run of one candidate.
 
     `num_steps` [low, high] bounds the measured optimizer steps: measuring stops between them once the trimmed
-    95 % interval of the step time is within `interval_share` of it, or after `measure_seconds`. An accelerator that
-    takes them all in less than `LEAST_ACCELERATOR_SECONDS` goes on until then. After five steps a median above
-    `cut_step_seconds` ends the trial early. `first_step_deadline_seconds` and `step_deadline_seconds` are enforced by
-    the parent, which kills the process: for a first step with its compilation, and for any other. `worst_samples` are
-    the dataset's largest samples that were found, the largest first; empty where the samples are alike or the workload
-    names its worst batch itself. `is_loss_sum`: the loss is a sum over its samples, so that it is not divided by the
-    accumulation steps. `ending_seconds` is what the workload's evaluation and checkpoint may take after the measuring,
-    with the parent's deadline; None: they are not run. `environment` is what its process starts with beyond the
-    caller's, `round` the confirmation's.
+    95 % interval of the step time is within `interval_share` of it, or after `measure_seconds`. After five steps a
+    median above `cut_step_seconds` ends the trial early. `first_step_deadline_seconds`, with compilation, and
+    `step_deadline_seconds` are enforced by the parent, which kills the process. `worst_samples` are the largest of the
+    dataset that were found, in order; empty where they are alike or the workload names its worst batch itself.
+    `is_loss_sum`: the loss is a sum over its samples, so that it is not divided by the accumulation steps.
+    `ending_seconds` is what the workload's evaluation and checkpoint may take after the measuring, with the parent's
+    deadline; None: they are not run. `environment` is what its process starts with beyond the caller's, `round` the
+    confirmation's.
     """
 
     answer: ClassVar[Any] = Measurement
@@ -97,8 +95,7 @@ class Trial(Job[Measurement], frozen=True, kw_only=True):
     def after(
         self, problem: Failure | AutotuneAmpError, so_far: Measurement | None
     ) -> Measurement | Failure | Job[Measurement]:
-        """A failure, whatever the workload did. One whose evaluation was too long was measured; one that died of its
-        evaluation did not survive its job."""
+        """One whose evaluation was too long was measured; one that died of its evaluation did not survive its job."""
         failure = _failure(problem)
         return so_far if so_far is not None and failure.kind == "timeout" else failure
 
@@ -125,12 +122,11 @@ class Trial(Job[Measurement], frozen=True, kw_only=True):
 
 
 class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=True):
-    """One check of `candidate` in a process of its own: of its numbers against fp32, of the loss scales that are safe,
-    or of whether accumulated gradients equal those of the whole batch (in fp32).
+    """One check of `candidate`: of its numbers against fp32, of the loss scales that are safe, or of whether
+    accumulated gradients equal those of the whole batch (in fp32).
 
     `num_batches` different batches of its size are used, fewer samples where they do not fit into memory. `find_pins`:
-    look for modules that make the precision faithful when they run in fp32. `deadline_seconds` is for all of it; the
-    parent enforces it by killing the process.
+    look for modules that make the precision faithful when they run in fp32.
     """
 
     answer: ClassVar[Any] = Fidelity | Calibration | Accumulation
@@ -159,14 +155,15 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
             return msgspec.structs.replace(self, candidate=msgspec.structs.replace(self.candidate, batch_size=smaller))
         return self.unchecked(failure) if self.what == "fidelity" else failure
 
-    def unchecked(self, failure: Failure) -> Fidelity:
+    def unchecked(self, why: Failure | str, next_step: str = "") -> Fidelity:
         """What it says of its precision where it could not be made: nothing, with the reason."""
+        reason = f"{why.kind}: {why.message.rstrip('.')}" if isinstance(why, Failure) else why
         return Fidelity(
             precision=self.candidate.precision,
             batch_size=self.candidate.batch_size,
             verdict="unchecked",
-            reason=f"{self.candidate.precision} is unchecked ({failure.kind}): {failure.message.rstrip('.')}.",
-            next_step=_NEXT_STEPS[failure.kind],
+            reason=f"{self.candidate.precision} is unchecked: {reason}.",
+            next_step=_NEXT_STEPS[why.kind] if isinstance(why, Failure) else next_step,
             pinned_modules=self.candidate.pinned_modules,
         )
 
@@ -208,7 +205,6 @@ class FingerprintJob(Job[Fingerprint], frozen=True, kw_only=True):
 
 
 def _failure(problem: Failure | AutotuneAmpError) -> Failure:
-    """What a trial or a check that came to nothing has to say."""
     if isinstance(problem, Failure):
         return problem
     if isinstance(problem, BudgetTooSmallError):  # a process that loads it again
@@ -226,7 +222,7 @@ LEAST_ACCELERATOR_SECONDS = 0.25
 
 def is_hopeless(spec: Trial, warmup_step_seconds: Sequence[float]) -> bool:
     """Whether the warm-up after the first step, one step at least, says enough."""
-    return bool(spec.cut_step_seconds) and min(warmup_step_seconds) > HOPELESS_RATIO * (spec.cut_step_seconds or 0.0)
+    return spec.cut_step_seconds is not None and min(warmup_step_seconds) > HOPELESS_RATIO * spec.cut_step_seconds
 
 
 def stop(
@@ -245,16 +241,15 @@ def stop(
     that they are as many as are asked for at the least, `is_most` at the most. They may take `measure_seconds` and took
     `measuring_seconds`, of `training_seconds` since the first step began.
     """
-    deadline_seconds = math.inf if spec.deadline_seconds is None else spec.deadline_seconds
     # A few steps reported are worth more than many cut off by the parent's deadline.
-    is_overdue = measuring_seconds > measure_seconds or training_seconds > DEADLINE_SHARE * deadline_seconds
+    is_late = spec.deadline_seconds is not None and training_seconds > DEADLINE_SHARE * spec.deadline_seconds
+    is_overdue = is_late or measuring_seconds > measure_seconds
     if spec.device != "cpu" and measuring_seconds < LEAST_ACCELERATOR_SECONDS and not is_overdue:
         return None
-    num_steps = len(group_seconds) * spec.num_steps_per_report
-    if spec.cut_step_seconds and num_steps >= NUM_STEPS_BEFORE_CUT and median(group_seconds) > spec.cut_step_seconds:
+    num_steps, cut = len(group_seconds) * spec.num_steps_per_report, spec.cut_step_seconds
+    if cut is not None and num_steps >= NUM_STEPS_BEFORE_CUT and median(group_seconds) > cut:
         return "cut"
-    is_enough = is_overdue or is_most or (is_whole and _is_narrow(group_seconds, spec.interval_share))
-    return "enough" if is_enough else None
+    return "enough" if is_overdue or is_most or (is_whole and _is_narrow(group_seconds, spec.interval_share)) else None
 
 
 def _is_narrow(steps: Sequence[float], share: float) -> bool:

@@ -1,17 +1,25 @@
-"""Peak memory of a trial, and the limit it runs under: one way for each kind of device."""
+"""Memory of a trial: its peak, the limit it runs under, and the heap that it holds.
+
+Imports torch only for an accelerator, since the parent asks for the variables that hold the heap.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
+import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import psutil
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 _STATUS = Path("/proc/self/status")
+_IS_LINUX = sys.platform == "linux"
 _SHORT_SHARE = 0.1
 Built = TypeVar("Built")
 
@@ -25,15 +33,11 @@ class BuildMemory(NamedTuple):
 
 def watched_build(build: Callable[[], Built]) -> tuple[Built, BuildMemory]:
     """What `build` makes, and the memory that this took."""
-    is_linux = sys.platform == "linux"
-    if is_linux:
-        _trim_heap()
-        _reset_peak()
+    _forget_peak()
     held, own = psutil.Process().memory_info().rss, _own_resident_bytes()
     built = build()
-    peak = _peak_resident_bytes() - held if is_linux else 0
-    if is_linux:
-        _trim_heap()  # what building freed is not the model's
+    peak = _peak_resident_bytes() - held if _IS_LINUX else 0
+    _trim_heap()  # what building freed is not the model's
     resident_bytes = max(0, _own_resident_bytes() - own)
     return built, BuildMemory(resident_bytes, max(resident_bytes, peak))
 
@@ -56,18 +60,14 @@ class PeakMemory:
         self._device = device
         self._template_file_bytes = template_file_bytes
         self._polled = 0
-        self._resident_bytes_before = 0
-        self._build_peak_bytes = 0
         if device.type == "cpu":
-            if sys.platform == "linux":
-                _trim_heap()  # what an earlier trial of a kept worker left
-                _reset_peak()
+            _forget_peak()  # of an earlier trial of a kept worker
             built, self._build_peak_bytes = build_memory or (0, 0)
             self._resident_bytes_before = psutil.Process().memory_info().rss - built
-            if limit_bytes is not None and sys.platform == "linux":
+            if limit_bytes is not None and _IS_LINUX:
                 _limit_data(max(0, limit_bytes - built))
         elif device.type in ("cuda", "xpu"):
-            backend = getattr(torch, device.type)
+            backend = _module(device)
             backend.reset_peak_memory_stats(device)
             if limit_bytes is not None:
                 total = backend.get_device_properties(device).total_memory
@@ -76,7 +76,7 @@ class PeakMemory:
     def poll(self) -> None:
         """Note the present use where the device keeps no peak of its own (MPS)."""
         if self._device.type == "mps":
-            self._polled = max(self._polled, torch.mps.driver_allocated_memory())
+            self._polled = max(self._polled, _module(self._device).driver_allocated_memory())
 
     def peak_bytes(self) -> tuple[int, int]:
         """The peak to report and what counts against the limit: resident size on a CPU, of a fork that which a process
@@ -87,18 +87,26 @@ class PeakMemory:
             return self._resident_bytes_before + taken + missing, taken
         if self._device.type == "mps":
             return self._polled, self._polled
-        stats = getattr(torch, self._device.type).memory_stats(self._device)
+        stats = _module(self._device).memory_stats(self._device)
         return stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
 
     def num_allocator_retries(self) -> int:
         """CUDA's count of flushes to make room: throughput collapses as it rises (composer#1998)."""
         if self._device.type != "cuda":
             return 0
-        return int(torch.cuda.memory_stats(self._device)["num_alloc_retries"])
+        return int(_module(self._device).memory_stats(self._device)["num_alloc_retries"])
+
+
+def _module(device: torch.device) -> Any:
+    import torch
+
+    return torch.get_device_module(device)
 
 
 def is_memory_short() -> bool:
     """Whether less than a tenth of what this process may take of the current CUDA device is left, or once was."""
+    import torch
+
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch does not type it
         return False
     try:
@@ -110,23 +118,24 @@ def is_memory_short() -> bool:
 
 
 def _trim_heap() -> None:
-    ctypes.CDLL(None).malloc_trim(0)
+    if _IS_LINUX:
+        ctypes.CDLL(None).malloc_trim(0)
 
 
-def _reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM, which a fork inherits
+def _forget_peak() -> None:
+    _trim_heap()
+    if _IS_LINUX:
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM, which a fork inherits
 
 
 def file_bytes() -> int:
     """Resident memory that is mapped from files, 0 where the system does not say."""
-    return _status_bytes("RssFile") if sys.platform == "linux" else 0
+    return _status_bytes("RssFile") if _IS_LINUX else 0
 
 
 def _own_resident_bytes() -> int:
     """Resident memory without what is mapped from files, which a forked child has only in part."""
-    if sys.platform == "linux":
-        return _status_bytes("RssAnon")
-    return psutil.Process().memory_info().rss
+    return _status_bytes("RssAnon") if _IS_LINUX else psutil.Process().memory_info().rss
 
 
 def _status_bytes(name: str) -> int:
@@ -135,7 +144,7 @@ def _status_bytes(name: str) -> int:
 
 
 def _peak_resident_bytes() -> int:
-    if sys.platform == "linux":
+    if _IS_LINUX:
         return _status_bytes("VmHWM")
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
@@ -154,3 +163,30 @@ def _limit_data(limit_bytes: int) -> None:
     allowed = _status_bytes("VmData") + limit_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (allowed if hard < 0 else min(allowed, hard), hard))
+
+
+# -- the heap ----------------------------------------------------------------------------------------------------------
+
+# Where freed blocks are reused rather than returned to the system and faulted in again at every step, a forked process
+# and a fresh one agree, steps on a CPU are up to 1.6 times faster and processes differ by a few percent
+# (studies/README.md). mallopt(3): M_MMAP_THRESHOLD and M_TRIM_THRESHOLD.
+_MALLOPT = {-3: 2**30, -1: 2**31 - 1}
+HELD_HEAP_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
+
+
+def recommended_environment(device: str) -> dict[str, str]:
+    """The variables to start a training on this device with; none where they are set already, or mean nothing to an
+    allocator that is not glibc's own (musl's, or one preloaded)."""
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    is_replaced = any(name in preloaded for name in ("jemalloc", "tcmalloc", "mimalloc"))
+    is_glibc = _IS_LINUX and platform.libc_ver()[0] == "glibc" and not is_replaced
+    if device != "cpu" or not is_glibc or any(name in os.environ for name in HELD_HEAP_ENVIRONMENT):
+        return {}
+    return dict(HELD_HEAP_ENVIRONMENT)
+
+
+def hold_heap() -> None:
+    """Do to this process what HELD_HEAP_ENVIRONMENT does to one that starts with it."""
+    libc = ctypes.CDLL(None)
+    for option, value in _MALLOPT.items():
+        libc.mallopt(option, value)

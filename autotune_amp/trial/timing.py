@@ -79,10 +79,10 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     num_steps_together: int
     data_seconds: float
     update_seconds: float | None
-    num_skips: int
+    num_skips: int = 0
     last_loss: float
     was_cut: bool
-    num_compiling_steps: int
+    num_compiling_steps: int = 0
 
 
 def time_steps(
@@ -90,11 +90,10 @@ def time_steps(
 ) -> Timing:
     """Warm up and measure as `training.spec` says; `report` hears of every step (its number, its seconds).
 
-    The loader's workers start before the first step, as a part of it. Where there is a worst batch the first step is
-    taken on it, and one after the warm-up, since only then does the optimizer hold its state; a miniature's last step
-    too. `enter` hears of those that no step's deadline is meant for. A step in which `count_compilations` rose is not
-    counted but taken again, `MAX_COMPILING_STEPS` times at most. Raises `NonFiniteError` for a loss that is not finite,
-    and where the loss scaler skips every step.
+    Where there is a worst batch the first step is taken on it, and one after the warm-up, since only then does the
+    optimizer hold its state; a miniature's last step too. `enter` hears of those that no step's deadline is meant for.
+    A step in which `count_compilations` rose is taken again, `MAX_COMPILING_STEPS` times at most. Raises
+    `NonFiniteError` for a loss that is not finite, and where the loss scaler skips every step.
     """
     spec = training.spec
     timer = _StepTimer(training, count_compilations)
@@ -120,14 +119,11 @@ def time_steps(
     fewest, most = (math.ceil(num_steps / spec.num_steps_per_report / burst) * burst for num_steps in spec.num_steps)
     most = max(most, MIN_BURSTS * burst) if burst > 1 else most
     limit_seconds = math.inf if spec.measure_seconds is None else spec.measure_seconds
-    scale = training.loss_scale()
     while reason is None:
+        scale = training.loss_scale()
         groups.append(timer.time_compiled(spec.num_steps_per_report))
-        num_steps = len(groups) * spec.num_steps_per_report
-        report(num_steps, groups[-1].seconds)
-        new_scale = training.loss_scale()
-        skips.append(_num_backoffs(training, scale, new_scale))
-        scale = new_scale
+        skips.append(_num_backoffs(training, scale))
+        report(len(groups) * spec.num_steps_per_report, groups[-1].seconds)
         now = time.perf_counter()
         num_needed = burst * (MIN_BURSTS if burst > 1 and _waits(groups) else 1)
         reason = stop(
@@ -139,8 +135,8 @@ def time_steps(
             measuring_seconds=now - started - timer.compiling_seconds,
             training_seconds=now - began,
         )
-    if sum(skips) >= num_steps:
-        raise NonFiniteError(f"the loss scaler skipped all {num_steps} measured steps")
+    if sum(skips) >= len(groups) * spec.num_steps_per_report:
+        raise NonFiniteError(f"the loss scaler skipped all {sum(skips)} measured steps")
     num_kept = len(groups) // burst * burst or len(groups)
     groups, num_skips = groups[:num_kept], sum(skips[:num_kept])
     held_seconds = None
@@ -155,12 +151,10 @@ def time_steps(
 
 
 def _groups_per_burst(training: BaseTraining) -> int:
-    """Steps timed together after which they have taken whole multiples of what the loader's workers deliver at a time.
-
-    Workers that begin together are ready together: then one step in so many waits for all of them.
-    """
+    """Steps timed together after which they have taken whole multiples of what the loader's workers deliver at a time:
+    workers that begin together are ready together, and one step in so many waits for all of them."""
     num_batches = training.spec.num_timed_micro_batches * training.spec.num_steps_per_report
-    num_workers = max(1, training.num_loader_workers)
+    num_workers = training.num_loader_workers or 1
     return num_workers // math.gcd(num_workers, num_batches)
 
 
@@ -170,20 +164,16 @@ def _waits(groups: list[_Timed]) -> bool:
 
 def _drop_loaded_ahead(training: BaseTraining, timer: _StepTimer, report: Report) -> None:
     """Take what workers may have loaded during the slow first steps: steps on it would wait for nothing, whatever the
-    loader can keep up with. Then take a step, which waits for them to load again.
-    """
-    if not training.num_loaded_ahead:
-        return
-    limit_seconds = training.spec.measure_seconds
+    loader can keep up with. Then take a step, which waits for them to load again."""
     began = time.perf_counter()
     for _ in range(training.num_loaded_ahead):
         asked = time.perf_counter()
         training.next_batch()
-        now = time.perf_counter()
-        report(0, now - asked)
-        if limit_seconds is not None and now - began > limit_seconds:
+        report(0, time.perf_counter() - asked)
+        if time.perf_counter() - began > (training.spec.measure_seconds or math.inf):
             break
-    report(0, timer.time_compiled(1).seconds)
+    if training.num_loaded_ahead:
+        report(0, timer.time_compiled(1).seconds)
 
 
 def _step_on_worst(training: BaseTraining, timer: _StepTimer, enter: Enter) -> float:
@@ -199,7 +189,7 @@ def _warm_up(training: BaseTraining, timer: _StepTimer, report: Report) -> list[
         scale = training.loss_scale()
         steps.append(timer.time_compiled(1))
         report(0, steps[-1].seconds)
-        is_skipping = _num_backoffs(training, scale, training.loss_scale()) > 0
+        is_skipping = _num_backoffs(training, scale) > 0
         num_done = 1 + len(steps)
         if num_done >= spec.num_warmup_steps and not is_skipping and training.has_stepped:
             return steps
@@ -209,7 +199,8 @@ def _warm_up(training: BaseTraining, timer: _StepTimer, report: Report) -> list[
             )
 
 
-def _num_backoffs(training: BaseTraining, before: float | None, after: float | None) -> int:
+def _num_backoffs(training: BaseTraining, before: float | None) -> int:
+    after = training.loss_scale()
     if before is None or after is None or training.scaler is None or not 0 < after < before:
         return 0
     return round(math.log(after / before) / math.log(training.scaler.get_backoff_factor()))
@@ -237,29 +228,22 @@ class _StepTimer:
         self.last_loss = math.nan
 
     def result(
-        self,
-        first_step_seconds: float,
-        groups: list[_Timed],
-        *,
-        num_skips: int = 0,
-        was_cut: bool = False,
-        held_seconds: float | None = None,
+        self, first_step_seconds: float, groups: list[_Timed], *, held_seconds: float | None = None, **ended: Any
     ) -> Timing:
         """What `groups` measured; a step without any wait for data takes `held_seconds`, None where nobody timed it."""
-        has_update_seconds = self._is_split and self._training.is_update_apart
         data_seconds = _mean(groups, "data_seconds")
         if held_seconds is not None:  # the host waits while the device computes
             data_seconds = min(data_seconds, max(0.0, _mean(groups, "seconds") - held_seconds))
+        has_update_seconds = self._is_split and self._training.is_update_apart
         return Timing(
             first_step_seconds=first_step_seconds,
             raw_step_seconds=tuple(group.seconds for group in groups),
             num_steps_together=groups[0].num_steps,
             data_seconds=data_seconds,
             update_seconds=_mean(groups, "update_seconds") if has_update_seconds else None,
-            num_skips=num_skips,
             last_loss=self.last_loss,
-            was_cut=was_cut,
             num_compiling_steps=self.num_compiling_steps,
+            **ended,
         )
 
     def time_compiled(self, num_steps: int) -> _Timed:

@@ -16,8 +16,8 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.setting import DIMENSIONS
 from autotune_amp.core.workload import Workload, type_name
-from autotune_amp.numerics.modules import named
 from autotune_amp.precision import forward_wrapper, torch_state
+from autotune_amp.precision.forward_wrapper import named
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.step_amp import StepAmp, has_gradients
 from autotune_amp.precision.torch_state import as_found_autocast
@@ -27,12 +27,10 @@ from autotune_amp.trial.jobs import Trial
 
 
 class BaseTraining(ABC):
-    """A model and its batches, ready to take steps as `spec` says.
-
-    `forward_backward` runs one batch and adds to the gradients; `update` takes the optimizer step.
-    """
+    """A model and its batches, ready to take steps as `spec` says."""
 
     scaler: torch.amp.GradScaler | None
+    parts: tuple[Any, ...]  # what the user's own functions know the training by: (model, optimizer) or (state,)
     is_update_apart = True  # whether `update` is all of the optimizer's work
     num_steps_taken = 0  # counted by who takes them
     has_stepped = True  # False until a loop that accumulates over its calls has taken its first optimizer step
@@ -42,11 +40,12 @@ class BaseTraining(ABC):
         self.workload = workload
         self.device = torch.device(spec.device)
         self.model = model
-        candidate = spec.candidate
-        self.batches, self._loader = data.opened(workload.data, candidate.batch_size, candidate.num_workers)
+        self.batches, self._loader = data.opened(workload.data, spec.candidate.batch_size, spec.candidate.num_workers)
         self._taken: list[Any] = []
         self._last_batch: Any = None
-        self._worst: data.Stream | None = None
+        self._worst = data.worst_batches(
+            workload.worst_batch, self._loader, spec.worst_samples, spec.candidate.batch_size, spec.num_worst_batches
+        )
         self._pinned: list[nn.Module] = []
 
     def set_precision(self, wanted: Precision) -> None:
@@ -62,23 +61,9 @@ class BaseTraining(ABC):
             for module in self._pinned:
                 forward_wrapper.pin_fp32(module, self.device.type)
 
-    @property
-    @abstractmethod
-    def parts(self) -> tuple[Any, ...]:
-        """What the user's own functions know the training by: (model, optimizer) or (state,)."""
-
     def start_loading(self) -> None:
         """Take the first batch, which starts the loader's workers, and keep it for `next_batch`."""
         self._taken.append(next(self.batches))
-        spec, size = self.spec, self.spec.candidate.batch_size
-        self._worst = data.worst_batches(
-            self.workload.worst_batch,
-            self._loader,
-            spec.worst_samples,
-            size,
-            spec.num_worst_batches,
-            is_exact=data.num_samples(self._taken[0], size) == size,
-        )
 
     def next_batch(self) -> Any:
         """The next batch as the loader gives it; the one before is let go only now, as in any loop."""
@@ -86,27 +71,18 @@ class BaseTraining(ABC):
         return self._last_batch
 
     @property
-    def has_loader(self) -> bool:
-        """Whether a DataLoader makes the batches."""
-        return self._loader is not None
-
-    @property
-    def num_loader_workers(self) -> int:
-        """Worker processes of the loader, 0 without one."""
-        return 0 if self._loader is None else self._loader.num_workers
+    def num_loader_workers(self) -> int | None:
+        """Worker processes of the loader, None without one."""
+        return None if self._loader is None else self._loader.num_workers
 
     @property
     def num_loaded_ahead(self) -> int:
         """Batches that the loader's workers may hold ready."""
-        loader = self._loader
-        return 0 if loader is None or loader.num_workers == 0 else loader.num_workers * (loader.prefetch_factor or 0)
+        return 0 if self._loader is None else self._loader.num_workers * (self._loader.prefetch_factor or 0)
 
     def worst_batch(self) -> Any | None:
-        """The one that takes the most memory, made anew each time; None where all are alike or nobody knows.
-
-        `start_loading` comes before it.
-        """
-        return None if self._worst is None else next(self._worst, None)
+        """The one that takes the most memory, made anew each time; None where all are alike or nobody knows."""
+        return next(self._worst, None)
 
     def evaluate(self) -> None:
         """The workload's own evaluation, in the candidate's precision; modules are left training or not as before."""
@@ -146,8 +122,7 @@ class BaseTraining(ABC):
     def close(self) -> None:
         """End the loader's workers, which remove what they made only then, and leave the model as it was before."""
         self.batches.close()
-        if self._worst is not None:
-            self._worst.close()
+        self._worst.close()
         for module in self._pinned:
             forward_wrapper.unpin(module)
 
@@ -162,19 +137,14 @@ class Training(BaseTraining):
         super().__init__(workload, model, spec)
         self.loss = checked_loss(workload.loss)
         self.optimizer = make_optimizer(workload, model)
+        several = list(each(self.optimizer))
+        self.parts = (model, several if isinstance(self.optimizer, Optimizers) else self.optimizer)
         # A loop's own variable holds the last graph until the next is there. Blocks that large tensors leave free
         # cannot be joined over it: a heap without it peaks up to 5 % lower than a training's (studies/peak_memory).
         self._last_loss: Tensor | None = None
         self.scaler = torch_state.grad_scaler(spec.loss_scale, self.device.type)
 
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        """The model and the optimizer; several as a list."""
-        several = list(each(self.optimizer))
-        return self.model, several if isinstance(self.optimizer, Optimizers) else self.optimizer
-
-    def forward_backward(self, batch: Any) -> Tensor:
-        """Move the batch to the device and add its gradients; returns a copy of the loss, of no dimension."""
+    def forward_backward(self, batch: Any) -> Tensor:  # noqa: D102 - see BaseTraining
         batch = self._on_device(batch)
         with self.autocast():
             loss = self.loss(self.model, batch)
@@ -185,8 +155,7 @@ class Training(BaseTraining):
         # Under CUDA graphs each pass of a compiled loss overwrites what the one before it returned.
         return loss.detach().clone().reshape(())
 
-    def update(self) -> None:
-        """Take the optimizer step and clear the gradients."""
+    def update(self) -> None:  # noqa: D102 - see BaseTraining
         if self.scaler is None:
             self.optimizer.step()
         else:
@@ -209,22 +178,17 @@ class LoopTraining(BaseTraining):
         super().__init__(workload, model, spec)
         assert workload.train_step is not None
         self._train_step = workload.train_step
-        self._state = model.held
+        self.parts = (model.held,)
         candidate = spec.candidate
         loss_scale = (spec.loss_scale or LossScale()) if MODES[candidate.precision].takes_scaler else None
         self._amp = StepAmp(self.autocast, self.device.type, AmpConfig.of(candidate, loss_scale=loss_scale))
         self.scaler = self._amp if self._amp.is_enabled() else None
 
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        """The state, as `build` returned it."""
-        return (self._state,)
-
     def forward_backward(self, batch: Any) -> Tensor:
         """Move the batch to the device and take the step; returns the sum of the losses that amp saw, detached."""
         batch = self._on_device(batch)
         self._amp.begin()
-        self._train_step(self._state, batch, self._amp)
+        self._train_step(self.parts[0], batch, self._amp)
         candidate = self.spec.candidate
         needs_autocast = MODES[candidate.precision].uses_autocast and not candidate.as_found
         loss = self._amp.total_loss(needs_autocast=needs_autocast)
@@ -236,10 +200,7 @@ class LoopTraining(BaseTraining):
 
 
 def make_training(workload: Workload, model: nn.Module, spec: Trial) -> BaseTraining:
-    """The training of a `model` made by `make_model`, as each dimension of the setting has it.
-
-    Raises `WorkloadError` for what cannot train.
-    """
+    """The training of a `model` made by `make_model`, as each dimension of the setting has it."""
     training: BaseTraining = (
         LoopTraining(workload, model, spec) if isinstance(model, LoopState) else Training(workload, model, spec)
     )

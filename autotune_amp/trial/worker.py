@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import inspect
 import tempfile
 import time
 import traceback
@@ -21,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.errors import AutotuneAmpError, WorkloadError
+from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.job import Tell
@@ -35,9 +34,8 @@ from autotune_amp.precision.torch_state import CUDA_FLAGS
 from autotune_amp.trial import data
 from autotune_amp.trial.context import Context, LoopState, make_optimizer
 from autotune_amp.trial.energy import Counter, EnergyMeter, counter_of
-from autotune_amp.trial.heap import hold_heap
 from autotune_amp.trial.jobs import Check, Describe, Probe, Trial
-from autotune_amp.trial.memory import PeakMemory, is_memory_short
+from autotune_amp.trial.memory import PeakMemory, hold_heap, is_memory_short
 from autotune_amp.trial.timing import CompileWatch, NonFiniteError, Timing, forget_compiled, time_steps
 from autotune_amp.trial.training import BaseTraining, make_training
 
@@ -126,7 +124,6 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
     """What the workload is, from building it once."""
     workload, device, state = context.workload, torch.device(job.device), job.torch_state
     torch_state.apply(state)
-    _check_signatures(workload)
     context_seconds = _start_accelerator(device)
     kind, batch_size, num_samples = data.describe(workload.data)
     started = time.perf_counter()
@@ -164,27 +161,6 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
     )
 
 
-def _check_signatures(workload: Workload) -> None:
-    """Raises `WorkloadError` where evaluate or checkpoint cannot be called with what they will be given."""
-    parts = ("state",) if workload.is_loop else ("model", "optimizer")
-    for name, given in (("evaluate", parts[:1]), ("checkpoint", (*parts, "folder"))):
-        function = getattr(workload, name)
-        if function is None:
-            continue
-        try:
-            signature = inspect.signature(function)
-        except (TypeError, ValueError):  # of a function that is not written in Python nobody knows
-            continue
-        try:
-            signature.bind(*given)
-        except TypeError as error:
-            call = f"{name}({', '.join(given)})"
-            raise WorkloadError(
-                f"Workload({name}=...) takes {signature} and is called as {call}: {error}.",
-                f"Write `def {call}: ...`.",
-            ) from error
-
-
 def as_run(
     workload: Workload,
     model: nn.Module,
@@ -196,15 +172,12 @@ def as_run(
 ) -> tuple[Precision, bool]:
     """`torch_state.as_found` of the flags that concern a step of `batch_size`; a precision of the workload's own is so.
 
-    One step is taken where that can make a difference; with None for `batch_size` none is, and all flags count.
+    One step is taken where cuDNN's flags alone make a difference; with None for `batch_size` none is, and all count.
     """
     if workload.precision is not None:
         return workload.precision, True
-    if not has_tf32:
-        return torch_state.as_found(state, device.type, CUDA_FLAGS)
-    found = torch_state.as_found(state, device.type)
-    _, could_be_strict = torch_state.as_found(state, device.type, _FLAG_OPERATORS)
-    if batch_size is None or found[1] or not could_be_strict:
+    found = torch_state.as_found(state, device.type, () if has_tf32 else CUDA_FLAGS)
+    if batch_size is None or found[1] or not torch_state.as_found(state, device.type, _FLAG_OPERATORS)[1]:
         return found
     candidate = Setting(precision=found[0], batch_size=batch_size, as_found=True)
     used = used_flags(workload, model, Trial(candidate=candidate, device=str(device), torch_state=dict(state)))
@@ -306,12 +279,11 @@ def clean(device: torch.device) -> None:
 
 def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
     memory, context_seconds = prepare(context, spec)
-    building: dict[str, Any] = {"context_seconds": context_seconds, "is_build_shared": context.is_build_shared}
+    is_build_shared = context.build_memory is not None
     started = time.perf_counter()
-    training = make_training(context.workload, context.model(torch.device(spec.device)), spec)
-    building["build_seconds"] = time.perf_counter() - started
-    with closing(training):
-        return _train(training, memory, tell, building)
+    with closing(make_training(context.workload, context.model(torch.device(spec.device)), spec)) as training:
+        built = {"build_seconds": time.perf_counter() - started, "context_seconds": context_seconds}
+        return _train(training, memory, tell, {**built, "is_build_shared": is_build_shared})
 
 
 def _train(training: BaseTraining, memory: PeakMemory, tell: Tell, building: dict[str, Any]) -> Outcome:
@@ -392,8 +364,9 @@ def _ending(training: BaseTraining, limit_seconds: float, tell: Tell, measured: 
         if left_seconds <= 0:
             problems.append(f"{what} was not run, for want of time")
             return
-        overdue = f"{what} did not end within {left_seconds:.{0 if left_seconds >= 10 else 1}f} s"
-        so_far = msgspec.structs.replace(measured, **fields(limit_seconds, overdue))
+        so_far = msgspec.structs.replace(
+            measured, **fields(limit_seconds, f"{what} did not end within {left_seconds:.3g} s")
+        )
         tell({"event": "so far", "value": msgspec.to_builtins(so_far)})
         tell({"event": "phase", "seconds": left_seconds, **phase})
         try:

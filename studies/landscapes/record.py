@@ -29,8 +29,8 @@ from autotune_amp.isolation.local import LocalBackend
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.search.ledger import LOSS_SCALE
 from autotune_amp.search.source import target
-from autotune_amp.trial.heap import recommended_environment
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Describe, Probe, Trial
+from autotune_amp.trial.memory import recommended_environment
 
 HERE = Path(__file__).parent
 NUM_STEPS, MEASURE_SECONDS = (8, 40), 0.7

@@ -28,8 +28,8 @@ from autotune_amp.isolation.local import Isolation, LocalBackend
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.search.source import target
 from autotune_amp.search.stages.confirm import MAX_STEPS, MEASURE_SECONDS
-from autotune_amp.trial.heap import recommended_environment
 from autotune_amp.trial.jobs import Trial
+from autotune_amp.trial.memory import recommended_environment
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

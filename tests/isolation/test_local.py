@@ -7,19 +7,19 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import psutil
 import pytest
 from backend_contract import BackendContract, Made
+from listening import Listener
 
 from autotune_amp.core.errors import BudgetTooSmallError, WorkloadError
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Isolation, LocalBackend, Payload, can_fork
-from autotune_amp.isolation.process import ProcessEndedError, Watcher, _marked
+from autotune_amp.isolation.process import ProcessEndedError, Watcher
 from autotune_amp.trial.jobs import Check, Describe, Trial
 
 needs_fork = pytest.mark.skipif(not can_fork(), reason="trials are not forked here")
@@ -31,14 +31,14 @@ import torch
 from torch import nn
 from autotune_amp import Workload
 
-print("imported in", os.getpid())
+print("imported", os.getpid())
 print({name: os.environ.get(name) for name in ("OWN_TOKEN", "AUTOTUNE_AMP_TRIAL", "WANDB_MODE")})
 helper = subprocess.Popen(["sleep", "1000"])
 torch.set_num_threads(3)
 torch.ones(1 << 22).add_(1)
 
 def model():
-    print("built in", os.getpid())
+    print("built", os.getpid())
     return nn.Linear(4, 1)
 
 def loss(model, batch):
@@ -64,20 +64,15 @@ def workload():
 """
 
 
-class Listener(Watcher):
-    def __init__(self) -> None:
-        self.text = ""
-        self.steps: list[int] = []
+class Heard(Listener):
+    """Which steps were reported too."""
 
-    def output(self, text: str) -> None:
-        self.text += text
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []
 
     def step(self, num_steps: int, step_seconds: float) -> None:
         self.steps.append(num_steps)
-
-    def words(self, first: str) -> list[str]:
-        """The last word of each line that begins so."""
-        return [line.split()[-1] for line in self.text.splitlines() if line.startswith(first)]
 
 
 class Opened:
@@ -85,7 +80,7 @@ class Opened:
 
     def __init__(self, folder: Path, isolation: Isolation, *, text: str = WORKLOAD) -> None:
         (folder / "train.py").write_text(text)
-        self.listener = Listener()
+        self.listener = Heard()
         payload = Payload(target="train:workload", path=(str(folder), *sys.path))
         self.backend = LocalBackend(payload, isolation, self.listener)
         self.loaded_state = self.backend.load(60)
@@ -176,12 +171,12 @@ class TestFresh(BackendContract):
 
     def test_each_trial_has_a_process_of_its_own(self, fresh: Opened) -> None:
         fresh.backend.close()
-        before = len(set(fresh.listener.words("imported in")))
+        before = len(set(fresh.listener.words("imported")))
         for _ in range(2):
             handle = fresh.backend.submit(fresh.trial())
             assert isinstance(handle.result(), Measurement)
             assert handle.start_seconds
-        assert len(set(fresh.listener.words("imported in"))) == before + 2
+        assert len(set(fresh.listener.words("imported"))) == before + 2
 
 
 def test_a_template_loads_once_and_forks_for_each_trial(forked: Opened) -> None:
@@ -204,7 +199,7 @@ def test_a_kept_worker_builds_once_and_starts_each_trial_from_the_first_weights(
         handle = kept.backend.submit(kept.trial())
         assert isinstance(handle.result(), Measurement)
         assert handle.start_seconds == 0.0
-    assert kept.listener.words("built in") == []
+    assert kept.listener.words("built") == []
     weights = [line.split(" in ")[0] for line in kept.listener.text.splitlines() if line.startswith("weight")]
     assert weights[0] == weights[4]
     assert len(set(weights)) == 4
@@ -231,16 +226,13 @@ def test_what_a_dying_trial_leaves_in_another_session_is_ended(isolation: str, r
     assert not psutil.pid_exists(sleeper) or psutil.Process(sleeper).status() == psutil.STATUS_ZOMBIE
 
 
-def test_what_the_workloads_code_sets_and_prints_is_taken_over(forked: Opened) -> None:
+def test_what_the_workloads_code_sets_and_prints_is_taken_over_and_trackers_are_off(forked: Opened) -> None:
     assert (forked.loaded_state["cudnn.benchmark"], forked.state["cudnn.benchmark"]) == (False, True)
     assert forked.why_not_forked is None, "the template stays at one thread whatever the workload's code asks for"
     assert forked.state["num_threads"] == 3
     assert isinstance(forked.run(), Measurement)
     assert set(forked.listener.words("threads")) == {"3"}
     assert '{"event": "exit", "status": 3}' in forked.listener.text, "no message of ours"
-
-
-def test_trackers_are_off_and_the_environment_is_inherited(forked: Opened) -> None:
     assert "{'OWN_TOKEN': 'secret', 'AUTOTUNE_AMP_TRIAL': '1', 'WANDB_MODE': 'disabled'}" in forked.listener.text
     assert "AUTOTUNE_AMP_TRIAL" not in os.environ
 
@@ -278,27 +270,6 @@ def test_a_killed_template_is_started_again(forked: Opened) -> None:
 def test_a_module_that_crashes_while_loading_is_named_with_its_signal(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="SIGKILL"):
         Opened(tmp_path, "kept", text="import os; os.kill(os.getpid(), 9)")
-
-
-@pytest.mark.slow
-def test_a_fresh_and_a_forked_trial_agree_on_memory_that_is_the_models(tmp_path: Path) -> None:
-    text = WORKLOAD.replace(
-        "return nn.Linear(4, 1)", "return nn.Sequential(nn.Linear(4, 1), nn.Embedding(1 << 16, 512))"
-    )
-    text = text.replace("model.weight", "model[0].weight").replace("model(batch)", "model[0](batch)")
-    counted, peaks = {}, {}  # the table is 128 MiB
-    isolations: tuple[Isolation, ...] = ("forked", "kept", "fresh")
-    for isolation in isolations:
-        made = Opened(tmp_path, isolation, text=text)
-        with made.backend:
-            found = [made.run() for _ in range(2)]
-        measured = [outcome for outcome in found if isinstance(outcome, Measurement)]
-        counted[isolation] = [outcome.reserved_memory_bytes / 2**20 for outcome in measured]
-        peaks[isolation] = measured[0].peak_memory_bytes
-    assert counted["forked"] == pytest.approx(counted["fresh"], abs=40)
-    assert counted["forked"][1] > 120
-    assert counted["kept"][1] > 120
-    assert peaks["forked"] == pytest.approx(peaks["fresh"], rel=0.1)
 
 
 class Scripted:
@@ -389,55 +360,3 @@ def test_a_check_halves_its_batch_in_the_time_that_is_left_and_keeps_what_it_had
     calibration = msgspec.structs.replace(CHECK, what="calibration", candidate=smallest)
     backend, _ = scripted(monkeypatch, "forked", *READY, full)
     assert getattr(backend.submit(calibration).result(), "kind", None) == "oom"
-
-
-def test_a_process_that_shows_no_environment_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As between the start of a program and its first instruction: what a trial left would outlive the search."""
-
-    def process(environment: dict[str, str], begun: float = 5.0, status: str = psutil.STATUS_SLEEPING) -> Any:
-        return SimpleNamespace(environ=lambda: environment, create_time=lambda: begun, status=lambda: status)
-
-    ours, other = process({"AUTOTUNE_AMP_PROCESS": "mark"}), process({"AUTOTUNE_AMP_PROCESS": "another"})
-    for processes, expected in (
-        ([ours, other], ([ours], False)),
-        ([process({})], ([], True)),
-        ([process({}, begun=1.0)], ([], False)),
-        ([process({}, status=psutil.STATUS_ZOMBIE)], ([], False)),
-    ):
-        monkeypatch.setattr(psutil, "process_iter", lambda processes=processes: processes)
-        assert _marked("mark", 2.0) == expected
-
-
-ENDINGS = """
-import os, time
-import torch
-from torch import nn
-from autotune_amp import Workload
-
-def checkpoint(model, optimizer, folder):
-    print("folder", folder)
-    (folder / "half.pt").write_text("half")
-    os._exit(7) if os.environ.get("DIES") else time.sleep(1000)
-
-def workload():
-    loss = lambda model, batch: model(batch).square().mean()
-    return Workload(nn.Linear(4, 1), loss, lambda size: torch.ones(size, 4), checkpoint=checkpoint)
-"""
-
-
-@pytest.mark.parametrize("dies", [True, False])
-def test_a_checkpoint_that_its_process_did_not_live_to_remove_is_removed(
-    dies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DIES", "1" if dies else "")
-    made = Opened(tmp_path, "kept", text=ENDINGS)
-    with made.backend:
-        found = made.run(purpose="confirm", ending_seconds=60.0 if dies else 0.5)
-    (folder,) = made.listener.words("folder")
-    assert not Path(folder).exists()
-    if dies:
-        assert isinstance(found, Failure), "it did not survive its job"
-        assert (found.kind, "checkpoint" in found.message) == ("crash", True)
-    else:
-        assert isinstance(found, Measurement), "it was measured before its time was up"
-        assert "checkpoint did not end" in (found.ending_problem or "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -79,11 +80,14 @@ def test_what_is_compiled_in_place_is_compiled_where_it_arrives_and_the_rest_is_
     assert torch.equal(found[0].linear.weight, model.state_dict()["0.linear.weight"])
 
 
-def test_a_model_compiled_in_a_way_that_cannot_be_known_is_refused() -> None:
+def test_the_part_that_cannot_travel_is_named() -> None:
     model = Net()
     model._compiled_call_impl = lambda inputs: model.forward(inputs)
-    with pytest.raises(WorkloadError, match=r"^workload\.model.* \(a .*Net\) .*\n.*Call compile\(\) inside a function"):
+    with pytest.raises(WorkloadError, match=r"(?s)^workload\.model .*Net.*compiled in place.*Call compile\(\) inside"):
         pack(workload_of(nn.Sequential(model)))
+    data: Any = [threading.Lock()]
+    with pytest.raises(WorkloadError, match=r"^workload\.data .*lock"):
+        pack(Workload(Net(), lambda model, batch: model(batch).sum(), data))
 
 
 def wrapped(model: nn.Module) -> Any:

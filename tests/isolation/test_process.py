@@ -113,12 +113,7 @@ def test_a_template_kills_a_child_that_is_late_and_one_that_answered_and_does_no
 )
 @pytest.mark.parametrize("is_forked", [True, False])
 def test_how_a_process_ended_says_why(
-    status: int,
-    num_oom_kills: tuple[int, int],
-    kind: str,
-    word: str,
-    is_forked: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    status: int, num_oom_kills: tuple[int, int], kind: str, word: str, is_forked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = iter(num_oom_kills)
     monkeypatch.setattr(process, "_count_oom_kills", lambda: next(counted))

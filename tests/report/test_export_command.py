@@ -34,7 +34,7 @@ def test_export_prints_text_and_notes(saved: Recommendation, capsys: pytest.Capt
     assert run(["export", "studies/latest", "--to", "deepspeed"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["gradient_accumulation_steps"] == saved.config.accumulation_steps
-    assert "Nothing falls back" in captured.err
+    assert "the fallback to fp32" in captured.err
     assert run(["export", "--to", "deepspeed", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["format"], document["to"], document["text"]) == (1, "deepspeed", captured.out)

@@ -46,10 +46,6 @@ def test_it_has_the_controllers_methods_with_the_same_parameters(kind: type) -> 
             assert set(named) <= set(given.parameters) or name == "step", name
 
 
-def test_every_method_left_out_is_one_of_the_controllers() -> None:
-    assert public(PrecisionController) >= NOT_IN_A_STEP.keys()
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_step_can_read_the_config_and_the_status(precision: Precision) -> None:
     controller, amp = scalers(precision)
@@ -116,15 +112,6 @@ def test_optimizers_step_together_or_not_at_all(index: int) -> None:
         assert torch.equal(nets[0].weight, before) is not is_taken
         for optimizer in optimizers:
             optimizer.zero_grad()
-
-
-def test_nothing_is_learnt_of_the_scale_where_no_optimizer_had_gradients() -> None:
-    amp = scalers("fp16")[1]
-    net = nn.Linear(2, 1)
-    amp.scale(net(torch.ones(1, 2)).mean())
-    assert not amp.step(torch.optim.SGD(net.parameters(), lr=0.1))
-    amp.update()
-    assert amp.get_scale() == 2.0**14
 
 
 def test_a_closure_of_losses_is_scaled_and_noted_as_by_grad_scaler() -> None:

@@ -203,16 +203,6 @@ def test_a_kept_worker_pins_for_one_trial_only(
     assert seen == [{"dtype torch.bfloat16"}, {"dtype torch.float32"}, {"dtype torch.bfloat16"}]
 
 
-def test_an_unchecked_precision_says_why_and_what_to_do() -> None:
-    asked = Check(
-        what="fidelity", candidate=Setting(precision="fp16", batch_size=8, pinned_modules=("head",)), device="cpu"
-    )
-    found = asked.unchecked(Failure(kind="timeout", message="it was still checking when its time was up"))
-    assert (found.verdict, found.precision, found.pinned_modules) == ("unchecked", "fp16", ("head",))
-    assert "timeout" in found.reason
-    assert "budget" in found.next_step
-
-
 def test_a_bad_verdict_is_told_before_culprits_are_looked_for() -> None:
     """So that it outlives a search for them that takes too long."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from types import SimpleNamespace
 
@@ -29,9 +28,9 @@ class System:
         self.resident = self.peak = self.anonymous = 1000
         self.files = 100
         self.limits: list[int] = []
-        monkeypatch.setattr(sys, "platform", "linux")
+        monkeypatch.setattr(memory, "_IS_LINUX", True)
         monkeypatch.setattr(memory, "_trim_heap", lambda: None)
-        monkeypatch.setattr(memory, "_reset_peak", self.reset)
+        monkeypatch.setattr(memory, "_forget_peak", self.reset)
         monkeypatch.setattr(memory, "_limit_data", self.limits.append)
         monkeypatch.setattr(memory, "_peak_resident_bytes", lambda: self.peak)
         monkeypatch.setattr(memory, "_own_resident_bytes", lambda: self.anonymous)

@@ -12,7 +12,6 @@ import torch
 from graph_samples import replayed
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
-from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from autotune_amp import LossScale, Workload
@@ -39,29 +38,10 @@ def points(size: int) -> Tensor:
     return torch.randn(size, 8, generator=torch.Generator().manual_seed(size))
 
 
-def plain() -> Made:
-    return nn.Linear(8, 1), mean_square, points, torch.optim.SGD
-
-
 def frozen() -> Made:
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 4))
     model[0].requires_grad_(requires_grad=False)
     return model, mean_square, points, None
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.ReLU())
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.head(checkpoint(self.body, x, use_reentrant=False))
-        return output
-
-
-def checkpointed() -> Made:
-    return Checkpointed(), mean_square, points, None
 
 
 def checkpointed_transformer() -> Made:
@@ -135,9 +115,7 @@ def training(precision: Precision = "fp32", *, is_loss_sum: bool = False, **give
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize(
-    "make", [plain, frozen, checkpointed, checkpointed_transformer, channels_last, several_optimizers]
-)
+@pytest.mark.parametrize("make", [frozen, checkpointed_transformer, channels_last, several_optimizers])
 def test_a_trial_trains_it_as_a_hand_written_loop_does(make: Callable[[], Made], precision: Precision) -> None:
     torch.manual_seed(0)
     model, loss, data, optimizer = make()
@@ -220,9 +198,9 @@ def test_a_loss_that_is_no_loss(broken: Any, word: str) -> None:
         trained.forward_backward(trained.next_batch())
 
 
-@pytest.mark.parametrize("parts", [{"model": lambda: 3}, {"optimizer": lambda parameters: 3}])
+@pytest.mark.parametrize("parts", [{"model": lambda: 3}, *({"optimizer": lambda _, g=g: g} for g in (3, [3], []))])
 def test_factories_that_make_something_else(parts: dict[str, Any]) -> None:
-    with pytest.raises(WorkloadError, match="returned a int"):
+    with pytest.raises(WorkloadError, match=r"returned a (int|list)"):
         training(**parts)
 
 
@@ -277,13 +255,6 @@ def test_optimizers_over_another_models_parameters_are_refused() -> None:
     for given, word in ((grouped, "2 parameter groups"), ([torch.optim.SGD(other.parameters())] * 2, "another model")):
         with pytest.raises(WorkloadError, match=word):
             optimizer_of(given, lambda: nn.Linear(8, 1))
-
-
-@pytest.mark.parametrize("given", [[], [3]])
-def test_a_list_of_something_else_is_refused(given: Any) -> None:
-    for optimizer in (lambda _: given, given):
-        with pytest.raises(WorkloadError):
-            optimizer_of(optimizer, nn.Linear(8, 1))
 
 
 def test_several_optimizers_are_one_whose_groups_are_theirs() -> None:
