@@ -74,14 +74,10 @@ def _cells(row: CandidateRow) -> dict[str, str]:
     }
 
 
-def roles(row: CandidateRow, recommended: CandidateRow | None, baseline: CandidateRow | None) -> list[str]:
-    """What a candidate is beside its outcome: recommended, the baseline, or both."""
-    return ["recommended"] * (row is recommended) + ["baseline"] * (row is baseline)
-
-
-def outcome_words(row: CandidateRow) -> str:
-    """What became of a candidate: ``confirmed, with the variables``."""
-    return outcome_name(row.status) + ", with the variables" * row.has_environment
+def outcome_words(row: CandidateRow, recommended: CandidateRow | None, baseline: CandidateRow | None) -> str:
+    """What a candidate is and what became of it: ``recommended, confirmed, with the variables``."""
+    roles = "recommended, " * (row is recommended) + "baseline, " * (row is baseline)
+    return roles + outcome_name(row.status) + ", with the variables" * row.has_environment
 
 
 def reason_words(row: CandidateRow) -> str:
@@ -91,16 +87,13 @@ def reason_words(row: CandidateRow) -> str:
     return one_line(row.reason or "").removeprefix(f"{outcome_name(row.status)}: ")
 
 
-def exclusions(excluded: Iterable[Exclusion]) -> list[tuple[list[str], str, str]]:
-    """Precisions, the batch sizes that they share, and the one reason for all of it."""
+def exclusions(excluded: Iterable[Exclusion]) -> list[tuple[str, str, str]]:
+    """A precision, the batch sizes that share a reason, and the reason."""
     batch_sizes: dict[tuple[str, str], list[int]] = {}
     for exclusion in excluded:
         sizes = batch_sizes.setdefault((exclusion.precision, one_line(exclusion.reason)), [])
         sizes += [] if exclusion.batch_size is None else [exclusion.batch_size]
-    together: dict[tuple[str, str], list[str]] = {}
-    for (precision, reason), sizes in batch_sizes.items():
-        together.setdefault((span(*sizes) if sizes else "any", reason), []).append(precision)
-    return [(precisions, sizes, reason) for (sizes, reason), precisions in together.items()]
+    return [(precision, span(*s) if s else "any", reason) for (precision, reason), s in batch_sizes.items()]
 
 
 def span(*values: int) -> str:

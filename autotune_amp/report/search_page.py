@@ -169,14 +169,14 @@ def _candidates(recommendation: Recommendation) -> str:
     recommended, baseline = rows.recommended_row(recommendation), rows.baseline_row(recommendation)
     shown, columns = [], ["precision"]
     for row, cells in rows.table(recommendation):
-        outcome = ", ".join([*rows.roles(row, recommended, baseline), rows.outcome_words(row)])
         columns = list(cells)
+        outcome = rows.outcome_words(row, recommended, baseline)
         shown.append([*cells.values(), outcome, rows.reason_words(row)])
     return document.table([*columns, "outcome", "reason"], shown, num_numeric=len(columns) - 1)
 
 
 def _left_out(excluded: Iterable[Exclusion]) -> str:
-    shown = [(", ".join(precisions), sizes, reason) for precisions, sizes, reason in rows.exclusions(excluded)]
+    shown = rows.exclusions(excluded)
     return (
         document.table(("precision", "batch", "reason"), shown) if shown else document.paragraph("Nothing.", "absent")
     )

@@ -76,15 +76,14 @@ def _candidates(recommendation: Recommendation) -> Table:
         }
         columns = list(cells)
         told = "" if (row.precision, row.reason) in everywhere else rows.reason_words(row)
-        outcome = ": ".join(filter(None, [rows.outcome_words(row), told]))
-        text = Text(", ".join([*rows.roles(row, recommended, baseline), outcome]))
+        text = Text(": ".join(filter(None, [rows.outcome_words(row, recommended, baseline), told])))
         style = "bold green" if row is recommended else "dim" if row.samples_per_second is None else ""
         shown.append((list(cells.values()), text, style))
     listed = {(row.precision, row.batch_size) for row in recommendation.candidates}
     unlisted = [e for e in recommendation.excluded if (e.precision, e.batch_size) not in listed]
-    for precisions, sizes, reason in rows.exclusions(unlisted):
+    for precision, sizes, reason in rows.exclusions(unlisted):
         blanks = ["-"] * (len(columns) - 2)
-        shown.append((["\n".join(precisions), sizes, *blanks], Text(f"excluded: {reason}"), "dim"))
+        shown.append(([precision, sizes, *blanks], Text(f"excluded: {reason}"), "dim"))
     table = _table(*columns, last="outcome")
     for texts, outcome_text, style in shown:
         table.add_row(*texts, outcome_text, style=style)
