@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from statistics import fmean, geometric_mean, median
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -91,6 +92,7 @@ _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 # torch marks each step of an optimizer, whoever takes it; our own mark has the scaler's work around it too.
 _OPTIMIZER_MARKS = ("Optimizer.", f"{MARK} update")
 _SECONDS = 1e-6  # the unit of a trace is the microsecond
+_start = attrgetter("ts")  # of an event
 
 
 def step_mark(precision: Precision, number: int) -> str:
@@ -154,10 +156,6 @@ def split(trace: Trace, precision: Precision, numbers: Iterable[int]) -> Split |
         largest={kind: _largest_names(names) for kind, names in by_name.items()},
         is_device=has_kernels,
     )
-
-
-def _start(event: Event) -> float:
-    return event.ts
 
 
 def _largest_names(microseconds: Mapping[str, float]) -> tuple[str, ...]:

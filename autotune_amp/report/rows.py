@@ -74,14 +74,10 @@ def _cells(row: CandidateRow) -> dict[str, str]:
     }
 
 
-def roles(row: CandidateRow, recommended: CandidateRow | None, baseline: CandidateRow | None) -> list[str]:
-    """What a candidate is beside its outcome: recommended, the baseline, or both."""
-    return ["recommended"] * (row is recommended) + ["baseline"] * (row is baseline)
-
-
-def outcome_words(row: CandidateRow) -> str:
-    """What became of a candidate: ``confirmed, with the variables``."""
-    return outcome_name(row.status) + ", with the variables" * row.has_environment
+def outcome_words(row: CandidateRow, recommended: CandidateRow | None, baseline: CandidateRow | None) -> str:
+    """What a candidate is and what became of it: ``recommended, confirmed, with the variables``."""
+    roles = "recommended, " * (row is recommended) + "baseline, " * (row is baseline)
+    return roles + outcome_name(row.status) + ", with the variables" * row.has_environment
 
 
 def reason_words(row: CandidateRow) -> str:

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 _ELSEWHERE = ("config", "reason", "warning", "fidelity")  # facts that have a place of their own
 
 _THROUGHPUT = (
-    "Large marks are the first trial of each batch size; small ones measured again: confirmations in fresh processes, "
-    "other loader workers, pinned modules. Open marks were cut short as far slower than the best. Rings are medians "
-    "over processes, with where a new run is expected to land."
+    "Large marks are the first trial of each batch size, small ones measured again; open ones were cut short as far "
+    "slower than the best. Rings are medians over processes, with where a new run is expected to land."
 )
 _MEMORY = (
     "What counts against the limit: on an accelerator what a trial reserves, on a CPU what it takes beyond the process "
@@ -39,16 +38,15 @@ _PARETO = (
 )
 _COURSE = (
     "Above: each trial where it ended, and the fastest so far that no check has ruled out. Below: what the time went "
-    "into; confirm measures in fresh processes, plain without the environment variables, fallback what the training "
-    "steps down to."
+    "into; confirm measures in fresh processes, plain without the environment variables."
 )
 _GRADIENTS = (
     "Entries of the gradient in fp32 by magnitude. The loss scale moves them to the right: out of the part that fp16 "
     "flushes to zero, yet no further than where a backward pass overflows, which is on larger numbers than these."
 )
 _FORETOLD = (
-    "GradScaler's own rule, replayed over the length of the training on the largest safe scales that were measured. "
-    "Crosses are steps skipped. A burst of five bad batches is put in: without one a slow recovery would cost nothing."
+    "GradScaler's own rule, replayed over the length of the training on the largest safe scales that were measured, "
+    "with a burst of five bad batches. Crosses are steps skipped."
 )
 _FIDELITY = (
     "The noise ratio: how far the precision's rounding moves the gradient, in units of how far another batch of the "
@@ -171,8 +169,8 @@ def _candidates(recommendation: Recommendation) -> str:
     recommended, baseline = rows.recommended_row(recommendation), rows.baseline_row(recommendation)
     shown, columns = [], ["precision"]
     for row, cells in rows.table(recommendation):
-        outcome = ", ".join([*rows.roles(row, recommended, baseline), rows.outcome_words(row)])
         columns = list(cells)
+        outcome = rows.outcome_words(row, recommended, baseline)
         shown.append([*cells.values(), outcome, rows.reason_words(row)])
     return document.table([*columns, "outcome", "reason"], shown, num_numeric=len(columns) - 1)
 

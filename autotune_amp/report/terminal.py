@@ -76,8 +76,7 @@ def _candidates(recommendation: Recommendation) -> Table:
         }
         columns = list(cells)
         told = "" if (row.precision, row.reason) in everywhere else rows.reason_words(row)
-        outcome = ": ".join(filter(None, [rows.outcome_words(row), told]))
-        text = Text(", ".join([*rows.roles(row, recommended, baseline), outcome]))
+        text = Text(": ".join(filter(None, [rows.outcome_words(row, recommended, baseline), told])))
         style = "bold green" if row is recommended else "dim" if row.samples_per_second is None else ""
         shown.append((list(cells.values()), text, style))
     listed = {(row.precision, row.batch_size) for row in recommendation.candidates}

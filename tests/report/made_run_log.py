@@ -21,15 +21,9 @@ def _line(update: int, precision: Precision, scale: float | None, num_skips: int
 def begin(
     update: int = 0, precision: Precision = "fp16", scale: float | None = 65536.0, num_skips: int = 0
 ) -> BeginLine:
-    made: dict[str, Any] = {
-        "run_id": "made",
-        "is_resumed": update > 0,
-        "time": "2026-01-01T00:00:00+00:00",
-        "device": "cuda",
-    }
-    return BeginLine(
-        **_line(update, precision, scale, num_skips), **made, device="cuda", rank=0, num_ranks=2, config=CONFIG
-    )
+    made: dict[str, Any] = {"run_id": "made", "is_resumed": update > 0, "device": "cuda", "rank": 0, "num_ranks": 2}
+    line = _line(update, precision, scale, num_skips)
+    return BeginLine(**line, **made, time="2026-01-01T00:00:00+00:00", config=CONFIG)
 
 
 def sample(update: int, scale: float | None, num_skips: int, precision: Precision = "fp16", **loss: Any) -> SampleLine:

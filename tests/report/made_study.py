@@ -39,10 +39,6 @@ def _fidelity(precision: Any, noise_ratio: float, **changes: Any) -> Fidelity:
         next_step="Train.",
         noise_ratio=noise_ratio,
         gradient_cosine=0.9999,
-        worst_parameters=(
-            _damage("encoder.block.1.layer.1.wo.weight", 2 * noise_ratio),
-            _damage(HOSTILE, 3 * noise_ratio),
-        ),
         modules=(
             _damage("", 0.5 * noise_ratio),
             _damage(HOSTILE, 2.5 * noise_ratio),

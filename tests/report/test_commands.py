@@ -78,18 +78,6 @@ def test_search_passes_every_option_on(search: Mock) -> None:
     assert called.keys() == inspect.signature(recommend_config).parameters.keys()
 
 
-def test_the_api_passes_every_option_on_to_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = ("workload", "fresh", "quiet", "progress")
-    given: dict[str, Any] = {
-        name: name for name in inspect.signature(recommend_config).parameters if name not in others
-    }
-    check = Mock(side_effect=errors.InvalidRequestError("Checked.", "Go on."))
-    monkeypatch.setattr(SearchOptions, "from_user", check)
-    with pytest.raises(errors.InvalidRequestError):
-        recommend_config(**given, quiet=True)
-    check.assert_called_once_with(**given, num_ranks=1)
-
-
 # --- results -------------------------------------------------------------------------------------------------------
 
 

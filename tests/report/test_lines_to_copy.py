@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from report_samples import evidence, loop, recommendation
+from report_samples import evidence, recommendation
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -66,13 +66,6 @@ def test_the_lines_to_copy_step_as_the_whole_batch_would(verdict: AccumulationVe
         torch.testing.assert_close(ours, theirs)
     said = [f"accumulation: {verdict} by labels != -100", "# count(batch) is yours: of a batch, labels != -100"]
     assert [line in [*lines, *shown.explain().splitlines()] for line in said] == [True, verdict == "weighted"]
-
-
-def test_a_loop_is_given_a_controller_of_the_file() -> None:
-    lines = python_lines(recommendation(workload=loop()), "else/where.json")
-    compile("\n".join(lines), "shown", "exec")
-    assert 'PrecisionController.load("else/where.json", "cpu")' in "\n".join(lines)
-    assert lines[-1].startswith("train_step(state, batch, amp)")
 
 
 def pasted(lines: list[str], reduction: str = "mean", num_ignored: int = 0) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def test_with_the_variables_the_row_measured_in_them_is_recommended_and_the_othe
     shown = recommendation(config=config, candidates=(ours, today))
     assert rows.recommended_row(shown) is ours
     assert rows.baseline_row(shown) is today
-    assert "with the variables" in rows.outcome_words(ours)
+    assert rows.outcome_words(ours, ours, today) == "recommended, measured, with the variables"
 
 
 def test_the_baseline_is_the_row_as_found_where_there_is_one_without_pins_and_workers() -> None:
