@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from msgspec.structs import replace
+from scripted_backend import calibration, candidate, fidelity, ledger_of, shortlist
+from scripted_backend import measurement as measured
+from test_decide import HEAP, Log, at, decided
+from test_whole_search import Machine, space
+
 from autotune_amp.core.config import LossScale
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.outcome import Failure
-from autotune_amp.core.outcome import FailureKind
+from autotune_amp.core.outcome import Failure, FailureKind
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.loss_scales import DEFAULT_PAIR
-from autotune_amp.search.loss_scales import calibrated
-from autotune_amp.search.ranking import check_key
-from autotune_amp.search.ranking import found_fidelity
+from autotune_amp.search.loss_scales import DEFAULT_PAIR, calibrated
+from autotune_amp.search.ranking import check_key, found_fidelity
 from autotune_amp.search.search import nothing_works
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages import checks
-from autotune_amp.search.stages.checks import Todo
-from autotune_amp.search.stages.checks import next_todo
+from autotune_amp.search.stages.checks import Todo, next_todo
 from autotune_amp.search.stages.explore import NUM_SEARCH_PROCESSES
 from autotune_amp.search.stages.fallbacks import missing_plans
 from autotune_amp.search.study import sqlite_url
-from msgspec.structs import replace
-from pathlib import Path
-from scripted_backend import calibration
-from scripted_backend import candidate
-from scripted_backend import fidelity
-from scripted_backend import ledger_of
-from scripted_backend import measurement as measured
-from scripted_backend import shortlist
-from test_decide import HEAP
-from test_decide import Log
-from test_decide import at
-from test_decide import decided
-from test_whole_search import Machine
-from test_whole_search import space
-from typing import Any
-import optuna
-import pytest
 
 FP32, BF16, FP16, TF32 = at("fp32", 32), at("bf16", 64), at("fp16", 64), at("tf32", 32)
 FOUND = at("fp32", 32, as_found=True)
