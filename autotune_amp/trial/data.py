@@ -309,7 +309,7 @@ def look(workload: Workload, batch_size: int) -> Look:
     What the user's code raises ends the look. The generators stand where they stood.
     """
     put_back = keep_generators(torch.device("cpu"))
-    found = Look()
+    found, is_stream = Look(), False
     try:
         batches, loader = opened(workload.data, batch_size)
         with closing(batches):
@@ -319,7 +319,7 @@ def look(workload: Workload, batch_size: int) -> Look:
                 found = Look(None if is_stream and loader.num_workers <= 1 else loader.num_workers)
             if workload.worst_batch is not None:
                 return found
-            if loader is not None and loader.batch_sampler is not None and _length(loader.dataset) is not None:
+            if loader is not None and loader.batch_sampler is not None and not is_stream and _length(loader.dataset):
                 indices = _indices(loader)
                 order = random.Random(0).sample(indices, min(len(indices), MAX_SCANNED_SAMPLES))  # noqa: S311 - no secret
                 sizes, problem = looked_at(loader, order, partial(_sizes, loader.collate_fn), SCAN_SECONDS)

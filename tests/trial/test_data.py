@@ -47,6 +47,11 @@ class Counting(IterableDataset[torch.Tensor]):
         return iter(torch.arange(10.0))
 
 
+class Sized(Counting):
+    def __len__(self) -> int:
+        return 10
+
+
 class Sorted(Dataset[int]):
     """The value of a sample is its place in the dataset."""
 
@@ -421,6 +426,7 @@ def test_nothing_is_said_of_what_is_alike() -> None:
         ([torch.zeros(1000 + index % 3) for index in range(50)], 0),
         (lambda size: torch.zeros(size, 3), None),
         (DataLoader(Counting(), batch_size=1, num_workers=1), None),
+        (DataLoader(Sized(), batch_size=1), None),
         (DataLoader(Counting(), batch_size=1, num_workers=2), 2),
     ):
         assert seen_in(given, 1) == Look(num_workers)
