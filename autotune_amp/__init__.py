@@ -5,30 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autotune_amp.api import check_fidelity, profile_amp, recommend_config
-    from autotune_amp.core.config import AmpConfig, LossScale
-    from autotune_amp.core.outcome import Fidelity
-    from autotune_amp.core.recommendation import Recommendation
-    from autotune_amp.core.workload import Workload
-    from autotune_amp.hardware import probe
-    from autotune_amp.profile.results import AmpProfile
-    from autotune_amp.runtime.controller import PrecisionController
+    from autotune_amp.api import check_fidelity as check_fidelity
+    from autotune_amp.api import profile_amp as profile_amp
+    from autotune_amp.api import recommend_config as recommend_config
+    from autotune_amp.core.config import AmpConfig as AmpConfig
+    from autotune_amp.core.config import LossScale as LossScale
+    from autotune_amp.core.outcome import Fidelity as Fidelity
+    from autotune_amp.core.recommendation import Recommendation as Recommendation
+    from autotune_amp.core.workload import Workload as Workload
+    from autotune_amp.hardware import probe as probe
+    from autotune_amp.profile.results import AmpProfile as AmpProfile
+    from autotune_amp.runtime.controller import PrecisionController as PrecisionController
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "AmpConfig",
-    "AmpProfile",
-    "Fidelity",
-    "LossScale",
-    "PrecisionController",
-    "Recommendation",
-    "Workload",
-    "check_fidelity",
-    "probe",
-    "profile_amp",
-    "recommend_config",
-]
 
 _HOMES = {
     "AmpConfig": "core.config",
@@ -43,6 +32,7 @@ _HOMES = {
     "profile_amp": "api",
     "recommend_config": "api",
 }
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> object:

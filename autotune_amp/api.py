@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.recommendation import NothingWorksError, Recommendation, SearchInterruptedError
 from autotune_amp.core.workload import Workload
-from autotune_amp.distributed.ranks import answer_on_first, place
+from autotune_amp.distributed import answer_on_first, place
 from autotune_amp.report.files import keep_report
 from autotune_amp.search.cache import search
 from autotune_amp.search.options import SearchOptions
@@ -80,21 +81,15 @@ def recommend_config(
     def find() -> Recommendation:
         options = SearchOptions.from_user(num_ranks=where.num_ranks, **asked)
         origin = _origin(workload, "recommend_config", "search")
-        shown = progress or _default_progress(quiet)
-        warn = _warn if quiet else shown.note
-        try:
-            recommendation = search(origin, options, shown, is_fresh=fresh, is_rerun=where.is_rerun)
-            keep_report(Path(out, recommendation.search.study), shown.note, warn)
-            return recommendation
-        except SearchInterruptedError as interrupted:
-            if interrupted.best is not None:
-                keep_report(Path(out, interrupted.best.search.study), shown.note, warn)
-            raise
-        except NothingWorksError:
-            keep_report(Path(out, study or origin.name), shown.note, warn)
-            raise
-        finally:
-            shown.ended()
+        with _shown(quiet, progress) as shown:
+            warn = _warn if quiet else shown.note
+            try:
+                found = search(origin, options, shown, is_fresh=fresh, is_rerun=where.is_rerun)
+            except (NothingWorksError, SearchInterruptedError):
+                keep_report(Path(out, study or origin.name), shown.note, warn)
+                raise
+            keep_report(Path(out, found.search.study), shown.note, warn)
+            return found
 
     return answer_on_first(find, where, budget)
 
@@ -125,11 +120,8 @@ def check_fidelity(
 
     request = checked_request(precision, batch_size, device, pinned_modules, seed, budget)
     origin = _origin(workload, "check_fidelity", "check")
-    progress = _default_progress(quiet)
-    try:
+    with _shown(quiet) as progress:
         return run_check(origin, request, progress)
-    finally:
-        progress.ended()
 
 
 def profile_amp(
@@ -146,8 +138,8 @@ def profile_amp(
 
     `workload` is as `recommend_config` takes it. It runs in processes of its own, on copies, at the user's own batch
     size unless `batch_size` is given: all precisions in turns over `num_batches` training steps each, divided among
-    three processes (two where building the model takes long), then a few steps of each under torch.profiler. What takes
-    more than five times as long as fp32, and more than a second a step, is cut. `precision` names those to hold against
+    three processes, then a few steps of each under torch.profiler. What takes more than five times as long as fp32, and
+    more than a second a step, is cut. `precision` names those to hold against
     fp32 (TF32 too, by default, where the device has it). `trace` is a file for the profiler's Chrome trace, which
     https://ui.perfetto.dev opens.
 
@@ -155,15 +147,11 @@ def profile_amp(
     `InvalidRequestError` (a wrong option or device), `WorkloadError` (the workload does not run in fp32 either) and
     `NothingWorksError` (no precision could be measured).
     """
-    from autotune_amp.profile.running import checked_request, run_profile
+    from autotune_amp.profile.running import run_profile
 
-    request = checked_request(num_batches, device, precision, batch_size, trace)
     origin = _origin(workload, "profile_amp", "profile")
-    progress = _default_progress(quiet)
-    try:
-        return run_profile(origin, request, progress)
-    finally:
-        progress.ended()
+    with _shown(quiet) as progress:
+        return run_profile(origin, progress, num_batches, device, precision, batch_size, trace)
 
 
 def _origin(workload: WorkloadArgument, caller: str, what: str) -> Source:
@@ -179,9 +167,15 @@ def _warn(text: str) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
-def _default_progress(quiet: bool) -> Progress:
-    if quiet:
-        return Progress()
-    from autotune_amp.report.progress import TerminalProgress
+@contextmanager
+def _shown(quiet: bool, given: Progress | None = None) -> Iterator[Progress]:
+    """The progress that was given, else on standard error unless `quiet`; it is ended."""
+    progress = given or Progress()
+    if given is None and not quiet:
+        from autotune_amp.report.progress import TerminalProgress
 
-    return TerminalProgress(sys.stderr)
+        progress = TerminalProgress(sys.stderr)
+    try:
+        yield progress
+    finally:
+        progress.ended()

@@ -12,8 +12,9 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -35,7 +36,25 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "default_map": {"help": False}},
 )
 
-Work: TypeAlias = Callable[[], bytes]  # returns what goes to standard output
+
+def _command(work: Callable[..., bytes]) -> Callable[..., bytes]:
+    """Makes a command of a function that returns what goes to standard output.
+
+    Typer only reads the options, and the work is done after it has returned: it would take any broken pipe or end of
+    file for the terminal's.
+    """
+
+    @wraps(work)
+    def deferred(**options: Any) -> Callable[[], bytes]:
+        return partial(work, **options)
+
+    app.command()(deferred)
+    return work
+
+
+def _option(metavar: str, text: str) -> Any:
+    return typer.Option(help=text, metavar=metavar)
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, of an error too.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
@@ -47,29 +66,26 @@ Target = Annotated[
         metavar="TARGET",
     ),
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps, xpu or xpu:N.", metavar="DEVICE")]
 Folder = Annotated[
     Path | None,
     typer.Argument(
         help="A study's folder or its recommendation.json. Without it, the latest in ./studies.", metavar="FOLDER"
     ),
 ]
-_OBJECTIVE = typer.Option(
-    help="Choose for speed, memory (the least that is no slower than the baseline) or energy. A finished search is "
-    "ranked again, nothing is run.",
-    metavar="OBJECTIVE",
+Device = Annotated[str, _option("DEVICE", "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N.")]
+Precision = Annotated[
+    list[str] | None, _option("PRECISION", "Try only this precision: fp32, tf32, bf16, fp16 or fp8. Repeatable.")
+]
+_OBJECTIVE = _option(
+    "OBJECTIVE",
+    "Choose for speed, memory (the least that is no slower than the baseline) or energy. A finished search is ranked "
+    "again, nothing is run.",
 )
 Steps = Annotated[
-    int | None,
-    typer.Option(
-        help="Optimizer steps of the training to come: fp16's loss scale is chosen for them, and its hours are given.",
-        metavar="N",
-    ),
+    int | None, _option("N", "Optimizer steps of the training to come: fp16's loss scale is chosen for them.")
 ]
-Samples = Annotated[int | None, typer.Option(help="The same in samples.", metavar="N")]
-PricePerHour = Annotated[
-    float | None, typer.Option(help="What an hour costs: with --steps or --samples, the price.", metavar="MONEY")
-]
+Samples = Annotated[int | None, _option("N", "The same in samples.")]
+Price = Annotated[float | None, _option("MONEY", "What an hour costs: with --steps or --samples, the price.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -85,284 +101,222 @@ def autotune_amp(
         typer.echo(context.get_help())
 
 
-@app.command()
+@_command
 def search(
     workload: Target = None,
-    budget: Annotated[float, typer.Option(help="Seconds the whole search may take.", metavar="SECONDS")] = 110.0,
-    trials: Annotated[int | None, typer.Option(help="At most this many trials.", metavar="N")] = None,
+    budget: Annotated[float, _option("SECONDS", "Seconds the whole search may take.")] = 110.0,
+    trials: Annotated[int | None, _option("N", "At most this many trials.")] = None,
     device: Device = "auto",
-    precision: Annotated[
-        list[str] | None,
-        typer.Option(help="Try only this precision: fp32, tf32, bf16, fp16 or fp8. Repeatable.", metavar="PRECISION"),
-    ] = None,
-    batch_size: Annotated[
-        str | None, typer.Option(help="Try only batch sizes in this range, such as 8:256.", metavar="LOW:HIGH")
-    ] = None,
+    precision: Precision = None,
+    batch_size: Annotated[str | None, _option("LOW:HIGH", "Try only batch sizes in this range, such as 8:256.")] = None,
     effective_batch_size: Annotated[
         str | None,
-        typer.Option(
-            help="Samples per optimizer step, kept exactly: smaller batches accumulate gradients. Without it, what the "
+        _option(
+            "N|free",
+            "Samples per optimizer step, kept exactly: smaller batches accumulate gradients. Without it, what the "
             "DataLoader has; `free` lets the search change it.",
-            metavar="N|free",
         ),
     ] = None,
     baseline: Annotated[
-        str | None,
-        typer.Option(
-            help="What to compare with, such as fp32:32. Without it, what the workload runs today.",
-            metavar="PRECISION:BATCH",
-        ),
+        str | None, _option("PRECISION:BATCH", "What to compare with, such as fp32:32. Without it, what runs today.")
     ] = None,
-    memory_fraction: Annotated[
-        float, typer.Option(help="Share of the available memory that a trial may take.", metavar="SHARE")
-    ] = 0.9,
+    memory_fraction: Annotated[float, _option("SHARE", "Share of the available memory that a trial may take.")] = 0.9,
     objective: Annotated[str, _OBJECTIVE] = "speed",
     steps: Steps = None,
     samples: Samples = None,
-    price_per_hour: PricePerHour = None,
-    study: Annotated[
-        str | None, typer.Option(help="Name of the study; the same name goes on where it stopped.", metavar="NAME")
-    ] = None,
-    out: Annotated[str, typer.Option(help="Folder that holds the studies.", metavar="FOLDER")] = "studies",
-    storage: Annotated[
-        str | None, typer.Option(help="Optuna storage to use instead of SQLite in the study's folder.", metavar="URL")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the sampler and of the trials.", metavar="N")] = 0,
+    price_per_hour: Price = None,
+    study: Annotated[str | None, _option("NAME", "The study; the same name goes on where it stopped.")] = None,
+    out: Annotated[str, _option("FOLDER", "Folder that holds the studies.")] = "studies",
+    storage: Annotated[str | None, _option("URL", "Optuna storage in place of SQLite in the study's folder.")] = None,
+    seed: Annotated[int, _option("N", "Seed of the sampler and of the trials.")] = 0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, whatever is known from earlier.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
-) -> Work:
+) -> bytes:
     """Find the fastest precision and batch size to train with.
 
     The result is printed and saved in a study folder; the same command again goes on where it stopped.
     """
     # Every option goes to recommend_config() under the name and with the default that it has there.
     asked = {name: value for name, value in locals().items() if name != "as_json"}
+    from autotune_amp.api import recommend_config
+    from autotune_amp.distributed import place
+    from autotune_amp.report.progress import TerminalProgress
 
-    def work() -> bytes:
-        from autotune_amp.api import recommend_config
-        from autotune_amp.distributed.ranks import place
-        from autotune_amp.report.progress import TerminalProgress
-
-        recommendation = recommend_config(**asked, progress=None if quiet else TerminalProgress(sys.stderr))
-        path = Path(out, recommendation.search.study, "recommendation.json")
-        return _result(recommendation, as_json, path) if place().rank == 0 else b""
-
-    return work
+    recommendation = recommend_config(**asked, progress=None if quiet else TerminalProgress(sys.stderr))
+    path = Path(out, recommendation.search.study, "recommendation.json")
+    return _result(recommendation, as_json, path) if place().rank == 0 else b""
 
 
-@app.command()
-def probe(device: Device = "auto", as_json: Json = False) -> Work:
+@_command
+def probe(device: Device = "auto", as_json: Json = False) -> bytes:
     """Say what this machine can do, and why not more.
 
     Device, driver, memory, and each precision as native, emulated or unsupported with a measured rate.
     """
+    from rich.console import Console
 
-    def work() -> bytes:
-        from rich.console import Console
+    from autotune_amp.hardware import probe as probe_hardware
 
-        from autotune_amp.hardware import probe as probe_hardware
+    with Console(stderr=True).status("Probing the device"):
+        hardware = probe_hardware(device)
+    if as_json:
+        return _document({"format": 1, "hardware": hardware})
+    from autotune_amp.report.terminal import hardware_table
 
-        with Console(stderr=True).status("Probing the device"):
-            hardware = probe_hardware(device)
-        if as_json:
-            return _document({"format": 1, "hardware": hardware})
-        from autotune_amp.report.terminal import hardware_table
-
-        return _rendered(lambda console: hardware_table(hardware, console))
-
-    return work
+    return _rendered(lambda console: hardware_table(hardware, console))
 
 
-@app.command()
+@_command
 def show(
     folder: Folder = None,
     objective: Annotated[str | None, _OBJECTIVE] = None,
     steps: Steps = None,
     samples: Samples = None,
-    price_per_hour: PricePerHour = None,
+    price_per_hour: Price = None,
     as_json: Json = False,
-) -> Work:
+) -> bytes:
     """Print a finished recommendation again, ranked again where an option asks for it.
 
     Nothing is run and nothing is saved.
     """
+    from autotune_amp.core.recommendation import Recommendation
+    from autotune_amp.report.files import latest
 
-    def work() -> bytes:
-        from autotune_amp.core.recommendation import Recommendation
-        from autotune_amp.report.files import recommendation_file
+    path = latest(folder, "recommendation.json")
+    recommendation = Recommendation.load(path)
+    if any(given is not None for given in (objective, steps, samples, price_per_hour)):
+        from autotune_amp.search.answer.decide import ranked_again
 
-        path = recommendation_file(folder)
-        recommendation = Recommendation.load(path)
-        if any(given is not None for given in (objective, steps, samples, price_per_hour)):
-            from autotune_amp.search.answer.decide import ranked_again
-
-            recommendation = ranked_again(recommendation, path, objective, steps, samples, price_per_hour)
-        return _result(recommendation, as_json, path)
-
-    return work
+        recommendation = ranked_again(recommendation, path, objective, steps, samples, price_per_hour)
+    return _result(recommendation, as_json, path)
 
 
-@app.command()
+@_command
 def report(
     path: Annotated[
         Path | None,
         typer.Argument(
-            help="A study's folder, or the run log (.jsonl) of a PrecisionController. Without it, the latest study in "
-            "./studies.",
+            help="A study's folder, or the run log (.jsonl) of a PrecisionController. Without it, the latest study.",
             metavar="FOLDER|RUN.jsonl",
         ),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write this file instead of the study's report.html, or of the log's name with .html.",
-            metavar="FILE",
-        ),
+        Path | None, _option("FILE", "Write this file in place of the study's report.html or the log's .html.")
     ] = None,
     as_json: Json = False,
-) -> Work:
+) -> bytes:
     """Draw a search, or a training's run log, as one HTML file, and print its path.
 
     A search that recommended nothing is drawn too, with what failed. A page is written over an earlier one of its kind
     and over no other file.
     """
+    from autotune_amp.report.files import OUTCOMES, latest, write_report, write_run_report
 
-    def work() -> bytes:
-        from autotune_amp.report.files import study_file, write_report, write_run_report
-
-        written = write_run_report(path, out) if _is_run_log(path) else write_report(study_file(path), out)
-        return _document({"format": 1, "report": written.as_posix()}) if as_json else f"{written.as_posix()}\n".encode()
-
-    return work
+    if path is not None and path.is_file() and path.suffix != ".json" and path.name != OUTCOMES:
+        written = write_run_report(path, out)  # the controller writes its log to whatever name it is given
+    else:
+        written = write_report(latest(path, "recommendation.json", OUTCOMES), out)
+    return _document({"format": 1, "report": written.as_posix()}) if as_json else f"{written.as_posix()}\n".encode()
 
 
-@app.command()
+@_command
 def profile(
     target: Target = None,
-    batches: Annotated[int, typer.Option(help="Training steps to time in each precision.", metavar="N")] = 10,
+    batches: Annotated[int, _option("N", "Training steps to time in each precision.")] = 10,
     device: Device = "auto",
-    precision: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Hold only this precision against fp32: tf32, bf16 or fp16. Repeatable.", metavar="PRECISION"
-        ),
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Samples in a batch. Without it, the workload's own.", metavar="N")
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Write the profiled steps to this file, for ui.perfetto.dev.", metavar="FILE")
-    ] = None,
+    precision: Precision = None,
+    batch_size: Annotated[int | None, _option("N", "Samples in a batch. Without it, the workload's own.")] = None,
+    trace: Annotated[Path | None, _option("FILE", "Write the profiled steps here, for ui.perfetto.dev.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
-) -> Work:
+) -> bytes:
     """Say whether mixed precision pays here, and why.
 
     fp32 against bf16 and fp16 on the same batches: speed-up, memory, where a step's time goes, what to try next.
     """
+    from autotune_amp.api import profile_amp
 
-    def work() -> bytes:
-        from autotune_amp.api import profile_amp
+    found = profile_amp(
+        target, batches, device=device, precision=precision, batch_size=batch_size, trace=trace, quiet=quiet
+    )
+    if as_json:
+        return f"{found.to_json()}\n".encode()
+    from autotune_amp.report.terminal import print_profile
 
-        found = profile_amp(
-            target, batches, device=device, precision=precision, batch_size=batch_size, trace=trace, quiet=quiet
-        )
-        if as_json:
-            return f"{found.to_json()}\n".encode()
-        from autotune_amp.report.terminal import print_profile
-
-        return _rendered(lambda console: print_profile(found, console))
-
-    return work
+    return _rendered(lambda console: print_profile(found, console))
 
 
-@app.command()
+@_command
 def export(
     to: Annotated[
-        str,
-        typer.Option(
-            help="lightning, transformers, accelerate, deepspeed, torch, or env for the shell.", metavar="TARGET"
-        ),
+        str, _option("TARGET", "lightning, transformers, accelerate, deepspeed, torch, or env for the shell.")
     ],
     folder: Folder = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Write it to this file. With --to accelerate, a .yaml is the file of `accelerate launch "
-            "--config_file`.",
-            metavar="FILE",
-        ),
+        _option("FILE", "Write it here; of accelerate, a .yaml is the file of `accelerate launch --config_file`."),
     ] = None,
     as_json: Json = False,
-) -> Work:
+) -> bytes:
     """Print a recommendation as text to paste into a training script, or write it to a file and print its path.
 
     A file is written over an earlier export and over no other file.
     """
+    from autotune_amp.core.recommendation import Recommendation
+    from autotune_amp.integrations.export import accelerate_file, is_exported, setting_of
+    from autotune_amp.integrations.export import export as exported
+    from autotune_amp.report.files import latest, write_over
+    from autotune_amp.report.rows import origin_line
 
-    def work() -> bytes:
-        from autotune_amp.core.recommendation import Recommendation
-        from autotune_amp.integrations.export import accelerate_file, is_exported, setting_of
-        from autotune_amp.integrations.export import export as exported
-        from autotune_amp.report.files import recommendation_file, write_over
-        from autotune_amp.report.rows import origin_line
-
-        path = recommendation_file(folder)
-        recommendation = Recommendation.load(path)
-        setting = setting_of(recommendation, origin_line(path, recommendation))
-        is_launch_file = to == "accelerate" and out is not None and out.suffix in (".yaml", ".yml")
-        made = accelerate_file(setting) if is_launch_file else exported(setting, to)
-        if out is not None:
-            elsewhere = "Name another file with --out, or leave --out away and paste what is printed."
-            write_over(out, made.text, "export of autotune-amp's", is_exported, elsewhere)
-        for note in made.notes:
-            sys.stderr.write(f"Note: {note}\n")
-        if as_json:
-            return _document(made)
-        return (made.text if out is None else f"{out.as_posix()}\n").encode()
-
-    return work
+    path = latest(folder, "recommendation.json")
+    recommendation = Recommendation.load(path)
+    setting = setting_of(recommendation, origin_line(path, recommendation))
+    is_launch_file = to == "accelerate" and out is not None and out.suffix in (".yaml", ".yml")
+    made = accelerate_file(setting) if is_launch_file else exported(setting, to)
+    if out is not None:
+        elsewhere = "Name another file with --out, or leave --out away and paste what is printed."
+        write_over(out, made.text, "export of autotune-amp's", is_exported, elsewhere)
+    for note in made.notes:
+        sys.stderr.write(f"Note: {note}\n")
+    if as_json:
+        return _document(made)
+    return (made.text if out is None else f"{out.as_posix()}\n").encode()
 
 
-@app.command()
+@_command
 def dashboard(
     folder: Annotated[
         Path | None,
         typer.Argument(help="A study's folder or its study.db. Without it, the latest in ./studies.", metavar="FOLDER"),
     ] = None,
-    storage: Annotated[
-        str | None, typer.Option(help="The storage that the search was given, instead of a folder.", metavar="URL")
-    ] = None,
+    storage: Annotated[str | None, _option("URL", "The storage that the search was given, not a folder.")] = None,
     port: Annotated[
         int, typer.Option(help="Port to listen on; 0 is any free one.", min=0, max=65535, metavar="PORT")
     ] = 8080,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the address.")] = False,
     as_json: Json = False,
-) -> Work:
+) -> bytes:
     """Open Optuna's dashboard on a study, until Ctrl-C.
 
     It listens on this machine only. Needs the extra `dashboard`.
     """
+    from autotune_amp.report.dashboard import has_display, serving
+    from autotune_amp.report.files import latest
 
-    def work() -> bytes:
-        from autotune_amp.report.dashboard import has_display, serving, study_database
+    with serving(storage or latest(folder, "study.db"), port) as server:
+        typer.echo(json.dumps({"format": 1, "url": server.url}) if as_json else server.url)
+        if not as_json:
+            typer.echo("Ctrl-C ends it.", err=True)
+        if not no_browser and has_display():
+            import webbrowser
 
-        with serving(storage or study_database(folder), port) as server:
-            typer.echo(json.dumps({"format": 1, "url": server.url}) if as_json else server.url)
-            if not as_json:
-                typer.echo("Ctrl-C ends it.", err=True)
-            if not no_browser and has_display():
-                import webbrowser
-
-                webbrowser.open(server.url)
-            try:
-                server.serve_forever()
-            except KeyboardInterrupt:
-                return b""
-        return b""
-
-    return work
+            webbrowser.open(server.url)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return b""
+    return b""
 
 
 def main() -> None:
@@ -382,7 +336,6 @@ def run(arguments: list[str]) -> int:
     as_json = "--json" in arguments
     command = typer.main.get_command(app)
     try:
-        # The work is done after typer has returned: it would take any broken pipe or end of file for the terminal's.
         work = command.main(arguments, prog_name="autotune-amp", standalone_mode=False)
         if callable(work):
             _write(work())
@@ -467,13 +420,6 @@ def _rendered(show: Callable[[Console], None]) -> bytes:
         show(console)
     # Rich fills each line with blanks up to the width of its table.
     return re.sub(r" +$", "", capture.get(), flags=re.MULTILINE).encode(console.encoding, "replace")
-
-
-def _is_run_log(path: Path | None) -> TypeGuard[Path]:
-    """Any file that is not one of a study's: the controller writes its log to whatever name it is given."""
-    if path is None or path.suffix == ".json" or path.name == "outcomes.jsonl":
-        return False
-    return path.is_file() or (path.suffix == ".jsonl" and not path.is_dir())
 
 
 def _write(result: bytes) -> None:

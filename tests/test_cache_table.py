@@ -26,10 +26,7 @@ def loss(model, batch):
 def workload(length=32, size=4):
     data = torch.utils.data.TensorDataset(torch.zeros(length, size))
     loader = torch.utils.data.DataLoader(data, batch_size=4)
-    return Workload(model_of(4), loss, loader, torch.optim.SGD, "cached", evaluate=evaluate)
-
-def evaluate(model):
-    return 1
+    return Workload(model_of(4), loss, loader, torch.optim.SGD, "cached")
 """
 FILES = {
     "train.py": TRAIN,
@@ -94,21 +91,14 @@ def options(more: str) -> str:
 # the line that says so, None where the cache answers.
 ROWS_TO_ASK: list[tuple[str | None, dict[str, Any]]] = [
     (None, {}),  # from another process, in another folder
-    (None, {"edit": ("train.py", "def loss", "# a comment\n\n\ndef loss")}),
     (None, {"edit": ("unrelated.py", "VALUE = 1", "VALUE = 2"), "run": "import unrelated"}),
     (None, {"run": "os.environ |= {'UNRELATED': '1', 'LOCAL_RANK': '0', 'TORCHELASTIC_RUN_ID': '7'}"}),
     (None, {"call": options("batch_size='4:4', precision=['fp32']")}),
     ("device driver changed from None to 570.1", {"run": "device(driver='570.1')"}),
     ("version of torch changed", {"run": "torch.__version__ = '9.9'"}),
-    ("workload.loss (function loss of train.py) changed", {"edit": ("train.py", "pow(2)", "pow(4)")}),
-    ("function make of layers.py changed", {"edit": ("layers.py", "(width, 1)", "(width, 2)")}),
-    ("workload.evaluate (function evaluate of train.py) changed", {"edit": ("train.py", "return 1", "return 2")}),
-    ("closure width of model_of changed", {"edit": ("train.py", "model_of(4)", "model_of(5)")}),
+    ("function loss of train.py changed", {"edit": ("train.py", "pow(2)", "pow(4)")}),
     ("workload.data changed", {"edit": ("train.py", "length=32", "length=33")}),
-    ("workload.data changed", {"edit": ("train.py", "batch_size=4", "batch_size=8")}),
-    ("workload.optimizer changed", {"edit": ("train.py", "optim.SGD", "optim.Adam")}),
     ("option seed changed from 0 to 1", {"call": options("seed=1")}),
-    ("option memory_fraction changed from 0.9 to 0.8", {"call": options("memory_fraction=0.8")}),
     (
         "option num_ranks changed from 1 to 2",
         {
@@ -124,7 +114,6 @@ ROWS_TO_ASK: list[tuple[str | None, dict[str, Any]]] = [
     ("torch flag autocast.cpu changed", {"run": "torch.set_autocast_enabled('cpu', True)"}),
     ("torch flag num_threads changed", {"run": "torch.set_num_threads(torch.get_num_threads() + 1)"}),
     ("torch flag mkldnn.enabled changed", {"run": "torch.backends.mkldnn.enabled = False"}),
-    ("workload.data changed", {"run": "torch.utils.data.TensorDataset.__len__ = lambda self: 1"}),
     ("environment variable MALLOC_ARENA_MAX is new", {"run": "os.environ['MALLOC_ARENA_MAX'] = '7'"}),
 ]
 

@@ -89,41 +89,6 @@ print(found.verdict, found.precision, found.batch_size, found.pinned_modules)
     assert "Checking bf16 against fp32" in done.stderr
 
 
-@pytest.mark.slow
-def test_what_cannot_be_checked_is_unchecked_with_the_reason_and_what_is_wrong_in_fp32_too_is_an_error(
-    cli: CommandLine,
-) -> None:
-    script = """
-import os
-def detached(model, batch):
-    return loss(model, batch).detach()
-
-def crashing(model, batch):
-    if torch.is_autocast_enabled("cpu"):
-        os._exit(7)
-    return loss(model, batch)
-
-def told(loss):
-    try:
-        found = check_fidelity(Workload(model, loss, data), device="cpu", quiet=True)
-    except Exception as error:
-        print(type(error).__name__, error)
-    else:
-        print(found.verdict, found.batch_size, found.reason)
-
-told(detached)
-told(crashing)
-"""
-    done = python(cli, script)
-    assert done.returncode == 0, done.stderr
-    detached, advice, crashed, *_ = done.stdout.splitlines()
-    assert detached.startswith("WorkloadError")
-    assert "no_grad" in advice
-    assert crashed.startswith("unchecked 16 bf16")
-    assert "status 7" in crashed
-    assert done.stderr == "", "quiet"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

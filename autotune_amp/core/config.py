@@ -70,17 +70,13 @@ class LossScale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         _require_positive(self, "init_scale", "growth_factor", "backoff_factor", "max_scale")
         _require_positive(self, "min_scale", or_none=True)
         _require_count(self, "growth_interval", "hysteresis")
-        bounds = {
-            "growth_factor": (self.growth_factor > 1, "above 1", "Use 2.0, the default."),
-            "backoff_factor": (self.backoff_factor <= 1, "at most 1", "Use 0.5, the default."),
-            "min_scale": (
-                self.min_scale is None or self.min_scale >= MIN_LOSS_SCALE,
-                "at least 2**-24, the least that fp16 holds",
-                "Leave min_scale out to use the default.",
-            ),
-        }
-        for name, (is_within, bound, next_step) in bounds.items():
-            _require(is_within, f"LossScale.{name} is {getattr(self, name)!r}; it must be {bound}.", next_step)
+        for name, is_within, bound in (
+            ("growth_factor", self.growth_factor > 1, "above 1"),
+            ("backoff_factor", self.backoff_factor <= 1, "at most 1"),
+            ("min_scale", self.floor >= MIN_LOSS_SCALE, "at least 2**-24, the least that fp16 holds"),
+        ):
+            found = f"LossScale.{name} is {getattr(self, name)!r}"
+            _require(is_within, f"{found}; it must be {bound}.", f"Leave {name} out to use the default.")
         _require(
             self.floor <= self.init_scale <= self.max_scale,
             f"LossScale.init_scale is {self.init_scale!r}, outside [min_scale, max_scale] = "
@@ -110,12 +106,17 @@ def _require_setting(setting: Setting) -> None:
     )
     _require_count(setting, "batch_size", "accumulation_steps")
     _require_count(setting, "num_workers", least=0)
+    _make_tuple(setting, "pinned_modules", "module names", "head")
+
+
+def _make_tuple(given: msgspec.Struct, name: str, what: str, example: str) -> None:
+    value = getattr(given, name)
     _require(
-        isinstance(setting.pinned_modules, Sequence) and not isinstance(setting.pinned_modules, str),
-        f"{owner}.pinned_modules is {setting.pinned_modules!r}; it must be a list of module names.",
-        'Write it as a list, e.g. pinned_modules=["head"].',
+        isinstance(value, Sequence) and not isinstance(value, str),
+        f"{type(given).__name__}.{name} is {value!r}; it must be a list of {what}.",
+        f'Write it as a list, e.g. {name}=["{example}"].',
     )
-    msgspec.structs.force_setattr(setting, "pinned_modules", tuple(setting.pinned_modules))
+    msgspec.structs.force_setattr(given, name, tuple(value))
 
 
 class FallbackPlan(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -157,12 +158,7 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "fp16 needs a loss scale and no other precision takes one.",
             "Pass loss_scale=LossScale() with fp16 and leave it out otherwise.",
         )
-        _require(
-            isinstance(self.fallback, Sequence) and not isinstance(self.fallback, str),
-            f"AmpConfig.fallback is {self.fallback!r}; it must be a list of precisions or plans.",
-            'Write it as a list, e.g. fallback=["fp32"].',
-        )
-        msgspec.structs.force_setattr(self, "fallback", tuple(self.fallback))
+        _make_tuple(self, "fallback", "precisions or plans", "fp32")
         rungs = [self.precision, *(plan.precision for plan in self.plans)]
         safety = [PRECISIONS.index(rung) for rung in rungs]
         below = PRECISIONS[: safety[0]][::-1]
@@ -239,14 +235,8 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def training_arguments(config: AmpConfig, others: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Keyword arguments for ``TrainingArguments``, those of `others` among them.
 
-    The config decides `per_device_train_batch_size` (samples), `gradient_accumulation_steps`, `fp16`, `bf16`, `tf32`
-    (unless it keeps the flags as found) and, where it names a number of loader workers, `dataloader_num_workers`.
-    TrainingArguments has no place for the loss scale, the fallbacks, the pinned modules and the environment: a plain
-    ``Trainer`` scales with GradScaler's defaults, and on a CPU trains in fp32 where `fp16` is set.
-    ``AutotuneTrainer(amp_config=config)`` keeps to them.
-
     Raises `InvalidRequestError` where `others` names what the config decides, and for fp8, which Transformers cannot be
-    asked for.
+    asked for. On a CPU a plain ``Trainer`` trains in fp32 where `fp16` is set.
     """
     if config.precision == "fp8":
         raise InvalidRequestError("TrainingArguments has no fp8.", "Use a config in bf16, fp16, tf32 or fp32.")

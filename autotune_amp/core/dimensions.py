@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 
@@ -31,10 +31,10 @@ class Dimension(Generic[Value]):
     "variants", the stage that tries the `choices` on the setting that would win; None where that is a stage of its own.
     """
 
-    name: ClassVar[str]
-    default: ClassVar[Any]
-    affects: ClassVar[frozenset[Effect]]
-    found_by: ClassVar[Literal["sampler", "variants"] | None] = "variants"
+    name: str
+    default: Any
+    affects: frozenset[Effect]
+    found_by: Literal["sampler", "variants"] | None = "variants"
 
     def choices(self, hardware: Any, description: Any, options: Any) -> Choices[Value]:  # noqa: ARG002
         """The values to try, given a `Hardware`, a `Description` and `SearchOptions`, which stand above this module."""
@@ -85,18 +85,15 @@ class _Precision(Dimension[Precision]):
             return f"the probe of {hardware.device} says nothing of it"
         if capability.level == "unsupported":
             return str(capability.reason)
+        kept = f"the weights are kept in {weights}"
         if weights == "bf16" and precision == "fp16":
             return (
-                "the weights are kept in bf16: values beyond fp16's range would overflow in the cast, "
-                "and the gradient scaler is made for fp32 gradients"
+                f"{kept}: values beyond fp16's range would overflow, and the gradient scaler is made for fp32 gradients"
             )
         if weights == "fp16" and precision in ("fp16", "bf16"):
-            return (
-                "the weights are kept in fp16, and so are their gradients, which no gradient scaler can unscale; "
-                "keep them in fp32 (model.float()), and autocast casts where it pays"
-            )
+            return f"{kept}, and so are their gradients, which no gradient scaler can unscale; keep them in fp32"
         if weights in ("bf16", "fp16") and precision == "tf32":
-            return f"the weights are kept in {weights}: TF32 concerns fp32 products, so it is the same as fp32"
+            return f"{kept}: TF32 concerns fp32 products, so it is the same as fp32"
         return None
 
     def apply(self, training: Any, value: Precision) -> None:
@@ -107,33 +104,6 @@ class _Precision(Dimension[Precision]):
 
     def label(self, value: Precision) -> str:
         return value
-
-
-class _BatchSize(Dimension[int]):
-    """Which sizes there are follows from the effective batch size (`search.space`)."""
-
-    name = "batch_size"
-    default = 1
-    affects = frozenset({"speed", "memory"})
-    found_by = "sampler"
-
-    def risk(self, value: int) -> int:
-        return value
-
-    def label(self, value: int) -> str:
-        return f"batch {value}"
-
-
-class _AccumulationSteps(Dimension[int]):
-    """Follows from the batch size where the effective one is kept; a check of its own says whether it is exact."""
-
-    name = "accumulation_steps"
-    default = 1
-    affects = frozenset({"speed"})
-    found_by = None
-
-    def label(self, value: int) -> str:
-        return f"x {value}" if value > 1 else ""
 
 
 class _PinnedModules(Dimension[tuple[str, ...]]):
@@ -151,36 +121,41 @@ class _PinnedModules(Dimension[tuple[str, ...]]):
         return f"with {len(value)} module{'s' if len(value) > 1 else ''} pinned" if value else ""
 
 
-class _NumWorkers(Dimension[int | None]):
-    """Tried where the data loader sets the speed (`search.stages.loader_workers`)."""
+class _Plain(Dimension[Any]):
+    """One that the training reads of its setting itself, and whose values no check against fp32 depends on."""
 
-    name = "num_workers"
-    default = None
-    affects = frozenset({"speed"})
-    found_by = None
+    def __init__(
+        self,
+        name: str,
+        default: Any,
+        *affects: Effect,
+        label: Callable[[Any], str],
+        risk: Callable[[Any], int] = lambda _: 0,
+        found_by: Literal["sampler"] | None = None,
+    ) -> None:
+        self.name, self.default, self.affects, self.found_by = name, default, frozenset(affects), found_by
+        self._label, self._risk = label, risk
 
-    def risk(self, value: int | None) -> int:
-        return 0 if value is None else 1 + value  # the user's own number first
+    def risk(self, value: Any) -> int:
+        return self._risk(value)
 
-    def label(self, value: int | None) -> str:
-        return "" if value is None else f"with {value} loader worker{'' if value == 1 else 's'}"
-
-
-class _AsFound(Dimension[bool]):
-    """The baseline's alone; its numbers are those of the precision that it amounts to (`check_results.check_key`)."""
-
-    name = "as_found"
-    default = False
-    affects = frozenset({"speed", "memory"})
-    found_by = None
-
-    def label(self, value: bool) -> str:
-        return "as found" if value else ""
+    def label(self, value: Any) -> str:
+        return self._label(value)
 
 
 PRECISION = _Precision()
-BATCH_SIZE = _BatchSize()
-ACCUMULATION_STEPS = _AccumulationSteps()
+# Which sizes there are follows from the effective batch size (`search.space`), which accumulation makes up for; a check
+# of its own says whether that is exact.
+BATCH_SIZE = _Plain("batch_size", 1, "speed", "memory", label="batch {}".format, risk=int, found_by="sampler")
+ACCUMULATION_STEPS = _Plain("accumulation_steps", 1, "speed", label=lambda num: f"x {num}" if num > 1 else "")
 PINNED_MODULES = _PinnedModules()
-NUM_WORKERS = _NumWorkers()
-AS_FOUND = _AsFound()
+# Tried where the data loader sets the speed (`search.stages.variants`); the user's own number first.
+NUM_WORKERS = _Plain(
+    "num_workers",
+    None,
+    "speed",
+    label=lambda num: "" if num is None else f"with {num} loader worker{'' if num == 1 else 's'}",
+    risk=lambda num: 0 if num is None else 1 + num,
+)
+# The baseline's alone; its numbers are those of the precision that it amounts to (`ranking.check_key`).
+AS_FOUND = _Plain("as_found", False, "speed", "memory", label=lambda is_so: "as found" if is_so else "")

@@ -1,23 +1,7 @@
-"""The error tree.
+"""The error tree. Every error carries `next_step`: what the reader can do about it, in one sentence.
 
-AutotuneAmpError
-├── InvalidRequestError       the request itself is wrong: option, workload target, folder (exit code 2)
-│   ├── WorkloadError         the user's workload cannot be loaded, packed or described
-│   ├── DeviceError           the device asked for is not there
-│   ├── StudyError            the study folder or the storage cannot be used
-│   │   └── StudyBusyError    another search is running in the same folder
-│   └── FormatError           a file is damaged, or written by a newer format
-├── BudgetTooSmallError       nothing could be measured within the budget (exit code 2)
-├── NothingWorksError         every candidate failed; carries the reason of each (exit code 3; in `recommendation`)
-├── SearchInterruptedError    Ctrl-C; carries the best so far (exit code 130; in `recommendation`)
-├── RunnerError               our own trial processes cannot be started, or rank 0 cannot be heard
-└── TrainingStoppedError      the runtime controller ended the training run on purpose
-    ├── NotPrecisionError     non-finite in fp32 too: precision is not at fault
-    ├── NoRungFitsError       precision is at fault, and no rung is left that fits
-    └── DemotedError          the rung was stepped down; carries the config to start again with (in `config`)
-
-Every error carries `next_step`: what the reader can do about it, in one sentence. An error that carries more is
-defined beside what it carries.
+An error that carries more is defined beside what it carries: `NothingWorksError` and `SearchInterruptedError` in
+`recommendation`, `DemotedError` in `config`.
 """
 
 from __future__ import annotations

@@ -1,15 +1,21 @@
-"""What was measured of a recommended config, and on what: plain data."""
+"""A config's evidence: what was measured of it, as plain data; and in lines, of plain text and of Python to copy, that
+the terminal, the report, `explain()` and the exports share."""
 
 from __future__ import annotations
 
+import math
+import shlex
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
 
-from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import LoadEvidence
 from autotune_amp.core.outcome import Accumulation, Fidelity
 from autotune_amp.core.setting import Setting
+from autotune_amp.core.text import count, duration, exact, number, one_line, rate, size, times
 
 Objective: TypeAlias = Literal["speed", "memory", "energy"]
 
@@ -177,3 +183,246 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     load: LoadEvidence | None = None
     search_samples_per_second: float | None = None
     are_processes_shared: bool = False
+
+
+# --- in lines
+
+_NO_LIMIT = 1e30  # what only fp16 is below: nothing comes near the range that bf16 shares with fp32
+
+
+def config_line(config: AmpConfig) -> str:
+    """The config's precision, batch size, accumulation and loader workers."""
+    text = f"{config.precision}, batch size {config.batch_size}"
+    if config.accumulation_steps > 1:
+        effective = f"effective batch size {config.effective_batch_size}"
+        text += f", {config.accumulation_steps} accumulation steps ({effective})"
+    return text if config.num_workers is None else f"{text}, {count(config.num_workers, 'loader worker')}"
+
+
+def speed_line(evidence: Evidence) -> str:
+    """The speed to expect of a new run, and what of a step is spent beside the model."""
+    low, high = evidence.samples_per_second_interval
+    text = f"{rate(evidence.samples_per_second)} (a new run: {number(low)} to {number(high)})"
+    text += f", {duration(evidence.step_seconds)} a step"
+    shares = [(evidence.data_share, "waiting for data"), (evidence.update_share or 0.0, "in the optimizer")]
+    of_it = " of it"
+    for share, where in shares:
+        if share >= 0.01:
+            text += f", {100 * share:.0f} %{of_it} {where}"
+            of_it = ""
+    if evidence.is_build_shared and evidence.num_processes > 1:
+        text += "; its processes shared one built model"
+    if evidence.are_processes_shared:
+        text += f"; from {count(evidence.num_processes, 'fresh process', 'fresh processes')} that ran all in turn"
+    if evidence.num_processes < MIN_PROCESSES:
+        text += f"; unconfirmed, measured in {count(evidence.num_processes, 'process', 'processes')} only"
+    return text
+
+
+def speedup_line(evidence: Evidence) -> str:
+    """How much faster than the baseline, or why nobody knows."""
+    baseline = evidence.baseline
+    if evidence.speedup is None:
+        reason = one_line(baseline.reason or "it was not measured")
+        return f"unknown; the baseline is {Setting.of(baseline.config)}: {reason}"
+    text = times(evidence.speedup)
+    if evidence.speedup_interval is not None:
+        low, high = evidence.speedup_interval
+        text += f" ({times(low)} to {times(high)})"
+    text += f" over the baseline, {Setting.of(baseline.config)}"
+    if baseline.samples_per_second is not None:
+        text += f" at {rate(baseline.samples_per_second)}"
+    if not evidence.is_confirmed and evidence.num_processes >= MIN_PROCESSES:
+        text += f"; unconfirmed, fewer than {MIN_PROCESSES} processes measured the baseline"
+    return text
+
+
+def plain_environment_line(evidence: Evidence) -> str | None:
+    """The speed for those who forget to set the environment; None where there is none to forget."""
+    plain = evidence.plain_environment
+    if plain is None or plain.samples_per_second is None:
+        return None
+    speedup = "" if plain.speedup is None else f" ({times(plain.speedup)})"
+    return f"{rate(plain.samples_per_second)}{speedup} without the environment variables"
+
+
+def memory_line(evidence: Evidence, device_type: str) -> str:
+    """The peak, what was run for it, and of how many processes it is the highest on a CPU, where they differ."""
+    text, found = f"{size(evidence.peak_memory_bytes)} at the peak", evidence.memory
+    if found is not None:
+        also = ["an evaluation"] * found.has_evaluation + ["a checkpoint"] * found.has_checkpoint
+        text += f", with {' and '.join(also)}" if also else ""
+        text += f", on {found.worst_case}" if found.worst_case is not None else ""
+    processes = found.processes if found is not None and device_type == "cpu" else ()
+    if len(processes) > 1:
+        text += f"; the highest of {count(len(processes), 'process', 'processes')}"
+    return text
+
+
+def pauses_line(evidence: Evidence) -> str | None:
+    """How long the workload's own evaluation and checkpoint take; None where neither was run."""
+    named = [("an evaluation", evidence.evaluation_seconds), ("a checkpoint", evidence.checkpoint_seconds)]
+    taken = [f"{name} takes {duration(seconds)}" for name, seconds in named if seconds is not None]
+    return ", ".join(taken) or None
+
+
+def job_line(job: Job) -> str:
+    """``0.84 h (0.71 to 1.13) for 10,000 steps, 2.52 (2.13 to 3.39) at 3 an hour; 1.7 h as it runs today``."""
+    low, high = job.hours_interval
+    steps = "1 step" if job.num_steps == 1 else f"{job.num_steps:,} steps"
+    text = f"{_figure(job.hours)} h ({_figure(low)} to {_figure(high)}) for {steps}"
+    if job.price is not None and job.price_interval is not None:
+        low, high = job.price_interval
+        text += f", {job.price:,.2f} ({low:,.2f} to {high:,.2f}) at {job.price_per_hour:g} an hour"
+    return text if job.baseline_hours is None else f"{text}; {_figure(job.baseline_hours)} h as it runs today"
+
+
+def outlook_line(outlook: Outlook) -> str:
+    """What another effective batch size would reach, and what it would ask for."""
+    reached = [rate(outlook.samples_per_second), size(outlook.peak_memory_bytes)]
+    if outlook.speedup is not None:
+        reached.insert(0, f"{outlook.speedup:.1f} times today's")
+    return (
+        f"with another effective batch size: {outlook}, {', '.join(reached)}; "
+        "the learning rate would have to be looked at"
+    )
+
+
+def _figure(hours: float) -> str:
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.2g}" if hours < 1 else f"{hours:.3g}"
+
+
+def check_line(found: Fidelity) -> str:
+    """A check: its verdict with the modules to blame, the numbers, and the modules that heal it."""
+    pinned = f"with {names(found.pinned_modules)} in fp32 " if found.pinned_modules else ""
+    parts = [pinned + one_line(found.reason).rstrip("."), *_numbers(found)]
+    if found.healing_pins:
+        parts.append(f"with {names(found.healing_pins)} in fp32 it is faithful")
+    return "; ".join(parts)
+
+
+def accumulation_line(found: Accumulation) -> str:
+    """What accumulated gradients are to those of the whole batch."""
+    by = f" by {found.weighted_by}" if found.weighted_by else ""
+    error = "" if found.error is None else f", {small(found.error)} off the whole batch's gradient"
+    return f"{found.verdict}{by}{error}"
+
+
+def loss_scale_line(scale: LossScale, known: LossScaleEvidence | None) -> str:
+    """fp16's init_scale and growth interval, and what they were chosen on."""
+    text = f"starts at {exact(scale.init_scale)}, growth interval {scale.growth_interval}"
+    if known is None:
+        return text
+    text += (
+        f"; over {known.num_steps:,} steps {count(known.num_skips, 'skip')} foretold, "
+        f"{_percent(known.applied_share)} of the gradient applied "
+        f"(GradScaler's defaults: {known.default_num_skips}, {_percent(known.default_applied_share)})"
+    )
+    if known.num_confirming_steps:
+        text += (
+            f"; in {known.num_confirming_steps:,} measured steps {count(known.num_skips_seen, 'skip')} seen, "
+            f"{known.num_skips_foretold} foretold"
+        )
+    return text + (
+        f"; largest safe scale 2^{known.log2_safe_scale_min:.1f} at the least and 2^{known.log2_safe_scale_median:.1f} "
+        f"in the median of {count(known.num_calibrated_steps, 'step')}, "
+        f"{_percent(known.flushed_share)} of the gradient's entries flushed"
+    )
+
+
+def names(modules: Sequence[str]) -> str:
+    """Modules by name; the empty name is the code outside of every module."""
+    return one_line(", ".join(name or "code outside of every module" for name in modules))
+
+
+def _numbers(found: Fidelity) -> list[str]:
+    parts = []
+    if found.noise_ratio is not None:
+        parts.append(f"noise ratio {small(found.noise_ratio)}")
+    if found.flushed_share is not None:
+        parts.append(f"{_percent(found.flushed_share)} flushed")
+    if found.forward_max is not None:
+        has_limit = found.format_max is not None and found.format_max < _NO_LIMIT
+        limit = f" of {found.format_max:.5g}" if has_limit else ""
+        parts.append(f"activations up to {found.forward_max:.3g}{limit}")
+    if found.training_gap is not None:
+        parts.append(f"training gap {small(found.training_gap)} over {count(found.num_paired_steps, 'step')}")
+    if found.low_weights is not None:
+        parts.append(f"{_percent(found.low_weights.lost_share)} of the updates round away")
+    return parts
+
+
+def small(value: float) -> str:
+    """Two significant digits, or that it is no number."""
+    return f"{value:.2g}" if math.isfinite(value) else "not finite"
+
+
+def _percent(share: float) -> str:
+    if share in (0.0, 1.0):
+        return f"{100 * share:.0f} %"
+    # 99.997 % must not read as 100 %, nor 0.003 % as 0 %.
+    digits = max(0, -math.floor(math.log10(min(share, 1 - share))) - 2)
+    return f"{100 * share:.{digits}f} %"
+
+
+def fallback_line(plan: FallbackPlan) -> str:
+    """A plan to step down to, and what was measured of it."""
+    measured = [] if plan.samples_per_second is None else [rate(plan.samples_per_second)]
+    if plan.peak_memory_bytes is not None:
+        measured.append(size(plan.peak_memory_bytes))
+    return ", ".join([str(plan), *measured])
+
+
+AUTOCAST_DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+LOSS = "compute_loss(model, batch)"
+LOADER_COMMENT = "# Your loader's other arguments stay: shuffle, collate_fn, drop_last, ..."
+
+
+def strict_flag_lines(precision: Precision) -> list[str]:
+    """Of `torch_state.set_flags` what matters on CUDA."""
+    is_tf32 = precision == "tf32"
+    return [
+        f'torch.set_float32_matmul_precision("{"high" if is_tf32 else "highest"}")',
+        f"torch.backends.cudnn.allow_tf32 = {is_tf32}",
+    ]
+
+
+def export_lines(config: AmpConfig) -> list[str]:
+    """The shell line that sets the environment the config was measured in; empty where there is nothing to set."""
+    if not config.environment:
+        return []
+    return ["export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in config.environment.items())]
+
+
+def loader_line(config: AmpConfig) -> str:
+    """The user's loader with what the config decides of it."""
+    workers = "" if config.num_workers is None else f", num_workers={config.num_workers}"
+    return f"loader = DataLoader(dataset, batch_size={config.batch_size}{workers})"
+
+
+def accumulates(config: AmpConfig) -> bool:
+    """Whether the config or one of its fallback plans does."""
+    return max([config.accumulation_steps, *(plan.accumulation_steps for plan in config.plans)]) > 1
+
+
+def pass_loss(combination: Literal["mean", "sum", "weighted"], steps: str, share: str) -> str:
+    """The expression for a pass's part of its window's loss.
+
+    `steps` and `share` are the source of the window's passes and of this one's part of what counts in it.
+    """
+    return {"mean": f"{LOSS} / {steps}", "sum": LOSS, "weighted": f"{LOSS} * {share}"}[combination]
+
+
+def controlled_loop(windows: str, loss: str) -> list[str]:
+    """The loop of a `controller`, over the arguments of its `windows` and with the expression for a pass's `loss`."""
+    return [
+        "controller.attach(model)",
+        f"for batch, is_last in controller.windows({windows}):",
+        "    with controller.autocast():",
+        f"        loss = {loss}",
+        "    controller.backward(loss)",
+        "    if is_last:",
+        "        controller.step(optimizer)",
+        "        controller.update()",
+        "        optimizer.zero_grad()",
+    ]

@@ -63,13 +63,7 @@ def prediction_interval(process_values: Sequence[float], others: Sequence[Sequen
     machine's doing, so that each of them says something of it (the pooled variance of an analysis of variance).
     """
     groups = [[math.log(value) for value in values] for values in (process_values, *others)]
-    degrees = PRIOR_WEIGHT + sum(len(logs) - 1 for logs in groups)
-    squares = PRIOR_WEIGHT * SPREAD_PRIOR**2 + sum(
-        (len(logs) - 1) * _variance(logs) for logs in groups if len(logs) > 1
-    )
-    half = t_quantile(degrees) * math.sqrt(squares / degrees * (1 + 1 / len(process_values)))
-    mean = fmean(groups[0])
-    return math.exp(mean - half), math.exp(mean + half)
+    return _interval(groups, SPREAD_PRIOR, 1 + 1 / len(process_values))
 
 
 def ratio_interval(a_values: Sequence[float], b_values: Sequence[float]) -> tuple[float, float]:
@@ -79,16 +73,15 @@ def ratio_interval(a_values: Sequence[float], b_values: Sequence[float]) -> tupl
     ratio has two processes in it. Raises `ValueError` when the lengths differ.
     """
     logs = [math.log(a / b) for a, b in zip(a_values, b_values, strict=True)]
-    return _mean_interval(logs, SPREAD_PRIOR * math.sqrt(2))
+    return _interval([logs], SPREAD_PRIOR * math.sqrt(2), 1 / len(logs))
 
 
-def _mean_interval(logs: Sequence[float], spread_prior: float) -> tuple[float, float]:
-    num = len(logs)
-    mean = fmean(logs)
-    observed = (num - 1) * _variance(logs) if num > 1 else 0.0
-    degrees = PRIOR_WEIGHT + num - 1
+def _interval(groups: Sequence[Sequence[float]], spread_prior: float, share: float) -> tuple[float, float]:
+    """Around the mean of the first group of logs; `share` is its variance as a multiple of the spread's square."""
+    degrees = PRIOR_WEIGHT + sum(len(logs) - 1 for logs in groups)
+    observed = sum((len(logs) - 1) * _variance(logs) for logs in groups if len(logs) > 1)
     spread = math.sqrt((PRIOR_WEIGHT * spread_prior**2 + observed) / degrees)
-    half = t_quantile(degrees) * spread * math.sqrt(1 / num)
+    mean, half = fmean(groups[0]), t_quantile(degrees) * spread * math.sqrt(share)
     return math.exp(mean - half), math.exp(mean + half)
 
 

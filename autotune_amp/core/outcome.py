@@ -95,15 +95,11 @@ class GradientDamage(msgspec.Struct, frozen=True, kw_only=True):
 class LowWeights(msgspec.Struct, frozen=True, kw_only=True):
     """What rounding does to an optimizer step where trainable weights are kept in low precision.
 
-    `lost_share`: entries whose update is not zero and that the step leaves as they were. `applied_share`: how much of
-    the update, along its own direction, is left after rounding to the nearest; fp32 weights apply all of it, and so
-    does stochastic rounding in the mean, at a noise of `stochastic_noise` times the update's norm.
+    `lost_share`: entries whose update is not zero and that the step leaves as they were.
     """
 
     weights: Literal["bf16", "fp16"]
     lost_share: float
-    applied_share: float
-    stochastic_noise: float
 
 
 class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="fidelity"):

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from autotune_amp.core import explain
+from autotune_amp.core import evidence as explain
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import AutotuneAmpError, FormatError, InvalidRequestError, StudyError
@@ -41,10 +41,8 @@ class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
 
     def covers(self, setting: Setting) -> bool:
         """Whether the reason holds for this setting."""
-        wanted = {name: getattr(self, name, UNSET) for name in Setting.__struct_fields__}
-        if self.batch_size is None:
-            wanted["batch_size"] = UNSET
-        return all(value is UNSET or value == getattr(setting, name) for name, value in wanted.items())
+        named = msgspec.structs.asdict(self) | ({"batch_size": UNSET} if self.batch_size is None else {})
+        return all(named[name] in (UNSET, getattr(setting, name)) for name in Setting.__struct_fields__)
 
 
 class SearchSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,21 +157,18 @@ class Recommendation(Decision, frozen=True, kw_only=True):
                 f"{path} cannot be read: {error.strerror}.", "Run `autotune-amp search` to make one."
             ) from error
         try:
-            document: Any = msgspec.json.decode(text)
-            written = document.get("format") if isinstance(document, dict) else None
-            if isinstance(written, int) and written > FORMAT:
-                raise FormatError(
-                    f"{path} has format {written}; this version reads up to {FORMAT}.",
-                    "Upgrade autotune_amp, or move the file away and search again.",
-                )
-            return msgspec.convert(document, type=cls)
-        except FormatError:
-            raise
+            written = msgspec.json.decode(text, type=_Format).format
+            if written <= FORMAT:
+                return msgspec.json.decode(text, type=cls)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InvalidRequestError) as error:
             what = error.message.rstrip(".") if isinstance(error, InvalidRequestError) else error
             raise FormatError(
                 f"{path} is damaged: {what}.", "Move it away and search again, or restore it from a backup."
             ) from error
+        raise FormatError(
+            f"{path} has format {written}; this version reads up to {FORMAT}.",
+            "Upgrade autotune_amp, or move the file away and search again.",
+        )
 
     def __str__(self) -> str:
         return self.explain()
@@ -214,6 +209,12 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         """The checks that were made, and that of the config's own precision where it was not."""
         own, made = self.evidence.fidelity, list(self.fidelity)
         return made if own is None or own in made else [own, *made]
+
+
+class _Format(msgspec.Struct):
+    """All that is read of a document before it is known to be none of a newer format."""
+
+    format: int = FORMAT
 
 
 class NothingWorksError(AutotuneAmpError):

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 from autotune_amp.core.errors import WorkloadError
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from autotune_amp.core.dimensions import Precision
 
 
@@ -85,17 +83,7 @@ class Workload:
         self.accumulation_steps = accumulation_steps
         self.precision = precision
         self.weighs_passes = weighs_passes
-        if self.is_loop:
-            self._check_loop()
-        else:
-            self._check_parts()
-        _require(
-            "data", data, not isinstance(data, Iterator), "more than an iterator, which can be used only once", _DATA
-        )
-        is_data = callable(data) or hasattr(data, "__getitem__") or hasattr(data, "__iter__")
-        _require("data", data, is_data, "a Dataset, a DataLoader or a function of the batch size", _DATA)
-        for function in ("worst_batch", "evaluate", "checkpoint"):
-            _require_function(function, getattr(self, function))
+        self._check_parts()
         self._check_today()
 
     @classmethod
@@ -120,20 +108,54 @@ class Workload:
         """Whether it takes its training steps itself."""
         return self.build is not None or self.train_step is not None
 
-    def _check_loop(self) -> None:
-        given = [name for name in ("model", "loss", "optimizer") if getattr(self, name) is not None]
-        if given or self.build is None or self.train_step is None:
+    def _check_parts(self) -> None:
+        loop, parts = (self.build, self.train_step), (self.model, self.loss, self.optimizer)
+        if self.is_loop and (None in loop or any(part is not None for part in parts)):
             raise WorkloadError(
-                "A Workload is either model, loss and optimizer or build and train_step"
-                + (f"; both kinds were given: {', '.join(given)}." if given else "; one of the latter two is missing."),
+                "A Workload is either model, loss and optimizer, or both build and train_step.",
                 "Give build=, train_step= and data= alone: build() makes the models and optimizers itself.",
             )
-        _require_function("build", self.build)
-        _require_function("train_step", self.train_step)
+        given = self.optimizer if isinstance(self.optimizer, list | tuple) else [self.optimizer]
+        are_optimizers = bool(given) and all(hasattr(optimizer, "param_groups") for optimizer in given)
+        is_data = callable(self.data) or hasattr(self.data, "__getitem__") or hasattr(self.data, "__iter__")
+        functions = ("build", "train_step", "worst_batch", "evaluate", "checkpoint")
+        for name, is_right, wanted, next_step in (
+            (
+                "model",
+                self.is_loop or callable(self.model),
+                "an nn.Module or a function that makes one",
+                "Pass the model itself or `lambda: MyModel(...)`.",
+            ),
+            (
+                "loss",
+                self.is_loop or callable(self.loss),
+                "a function loss(model, batch) -> Tensor",
+                "Pass e.g. `lambda model, batch: model(batch).loss`.",
+            ),
+            (
+                "optimizer",
+                self.optimizer is None or callable(self.optimizer) or are_optimizers,
+                "a function of the parameters or an optimizer",
+                "Pass for example `lambda parameters: torch.optim.SGD(parameters, lr=0.1)`.",
+            ),
+            (
+                "data",
+                is_data and not isinstance(self.data, Iterator),
+                "a Dataset, a DataLoader or a function of the batch size; an iterator can be used only once",
+                "Pass the Dataset or DataLoader, or `lambda n: (torch.randn(n, 8), torch.randint(2, (n,)))`.",
+            ),
+            *(
+                (name, given is None or callable(given), "a function", f"Pass it itself, as `{name}=my_{name}`.")
+                for name, given in ((name, getattr(self, name)) for name in functions)
+            ),
+        ):
+            if not is_right:
+                kind = type_name(getattr(self, name))
+                raise WorkloadError(f"Workload({name}=...) is a {kind}; it must be {wanted}.", next_step)
 
     def _check_today(self) -> None:
         steps = self.accumulation_steps
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1 or (self.is_loop and steps > 1):
+        if type(steps) is not int or steps < 1 or (self.is_loop and steps > 1):
             raise WorkloadError(
                 f"Workload(accumulation_steps={steps!r}); it must be a whole number from 1 up, and 1 for a loop of its "
                 "own, which takes its own optimizer steps.",
@@ -144,22 +166,6 @@ class Workload:
                 f"Workload(precision={self.precision!r}); it must be fp32, tf32, bf16 or fp16.",
                 "Leave precision out to have it read from torch's autocast and TF32 flags.",
             )
-
-    def _check_parts(self) -> None:
-        for name, wanted, next_step in (
-            ("model", "an nn.Module or a function that makes one", "Pass the model itself or `lambda: MyModel(...)`."),
-            (
-                "loss",
-                "a function loss(model, batch) -> Tensor",
-                "Pass e.g. `lambda model, batch: model(batch).loss`.",
-            ),
-        ):
-            _require(name, getattr(self, name), callable(getattr(self, name)), wanted, next_step)
-        given = self.optimizer if isinstance(self.optimizer, list | tuple) else [self.optimizer]
-        are_optimizers = bool(given) and all(hasattr(optimizer, "param_groups") for optimizer in given)
-        is_right = self.optimizer is None or callable(self.optimizer) or are_optimizers
-        example = "Pass for example `lambda parameters: torch.optim.SGD(parameters, lr=0.1)`."
-        _require("optimizer", self.optimizer, is_right, "a function of the parameters or an optimizer", example)
 
 
 def _adapter(framework: str) -> Callable[..., Workload]:
@@ -179,18 +185,6 @@ class OptimizersOfModel:
         return self.make(model)
 
 
-_DATA = "Pass the Dataset or DataLoader, or for example `lambda n: (torch.randn(n, 8), torch.randint(2, (n,)))`."
-
-
-def _require(name: str, value: object, is_right: bool, wanted: str, next_step: str) -> None:
-    if not is_right:
-        raise WorkloadError(f"Workload({name}=...) is a {type_name(value)}; it must be {wanted}.", next_step)
-
-
-def _require_function(name: str, value: object) -> None:
-    _require(name, value, value is None or callable(value), "a function", f"Pass it itself, as `{name}=my_{name}`.")
-
-
 WorkloadSource = Workload | Callable[[], Workload]
 
 
@@ -203,30 +197,17 @@ def import_target(target: str) -> WorkloadSource:
     place, colon, attribute = target.rpartition(":")
     if not (colon and place and attribute):
         raise WorkloadError(f"{target!r} names no workload.", "Give path/file.py:function or package.module:function.")
-    module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
-    found: Any = module
+    found: Any = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     for name in attribute.split("."):
         if not hasattr(found, name):
-            raise WorkloadError(f"{place} has no {attribute!r}.", _what_to_name(module))
+            raise WorkloadError(f"{place} has no {attribute!r}.", _WRITE_ONE)
         found = getattr(found, name)
     return check_source(found, target)
 
 
-def _what_to_name(module: ModuleType) -> str:
-    """Of a module its workloads and its own functions without arguments; what it imports makes no workload."""
-    import inspect
-
-    names = []
-    for name, value in vars(module).items():
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_"):
-            parameters = inspect.signature(value).parameters.values()
-            if all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
-                names.append(name)
-        elif isinstance(value, Workload):
-            names.append(name)
-    if names:
-        return f"Name one that returns a Workload; it has {', '.join(names)}."
-    return "Write a function in it: `def workload(): return Workload(model=..., loss=..., data=..., optimizer=...)`."
+_WRITE_ONE = (
+    "Name a function that returns one, such as `def workload(): return Workload(model=..., loss=..., data=...)`."
+)
 
 
 def check_source(found: Any, origin: str) -> WorkloadSource:
@@ -234,31 +215,14 @@ def check_source(found: Any, origin: str) -> WorkloadSource:
     if isinstance(found, Workload) or callable(found):
         source: WorkloadSource = found
         return source
-    raise WorkloadError(
-        f"{origin} is a {type_name(found)}; it must be a Workload or a function without arguments that returns one.",
-        "Write `def workload(): return Workload(model=..., loss=..., data=..., optimizer=...)`.",
-    )
+    raise WorkloadError(f"{origin} is a {type_name(found)}; it must be a Workload or make one.", _WRITE_ONE)
 
 
 def make_workload(source: WorkloadSource, origin: str) -> Workload:
-    """Call `source` if it is a function; raises `WorkloadError` for a wrong signature or return value."""
-    if isinstance(source, Workload):
-        return source
-    import inspect
-
-    try:
-        inspect.signature(source).bind()
-    except TypeError as error:
-        raise WorkloadError(
-            f"{origin} has the wrong signature {inspect.signature(source)}: {error}.",
-            "It must take no arguments: give each one a default, or wrap it in a function.",
-        ) from error
-    made = source()
+    """Call `source` if it is a function; raises `WorkloadError` where that returns no workload."""
+    made = source if isinstance(source, Workload) else source()
     if not isinstance(made, Workload):
-        raise WorkloadError(
-            f"{origin} returned a {type_name(made)}; it must return a Workload.",
-            "Return Workload(model=..., loss=..., data=..., optimizer=...).",
-        )
+        raise WorkloadError(f"{origin} returned a {type_name(made)}; it must return a Workload.", _WRITE_ONE)
     return made
 
 

@@ -1,14 +1,13 @@
 """What a recommendation holds for, known without running anything of the user's.
 
 No factory is called, and no method of a user's class: objects are read through their dictionaries and slots. What
-counts: code, constants, defaults, closures and globals of the functions and classes that are reached; the user's source
-files that these stand in, without their comments, and those that they import; settings, shapes and dtypes of live
-objects; versions of libraries. What does not: values of tensors, states of random generators, the working directory.
-What Python itself cannot pickle (a lock, an open file, a generator) has no content that could be compared; it is named
-among the unknown.
+counts: the user's source files that the functions and classes reached stand in, and those that they import; code,
+defaults, closures and globals as they are now; settings, shapes and dtypes of live objects; versions of libraries. What
+does not: values of tensors, states of random generators, the working directory. What Python itself cannot pickle (a
+lock, an open file, a generator) has no content that could be compared; it is named among the unknown.
 
-Not seen: files that a factory opens, attributes looked up by a computed name, environment variables whose name is not
-written in the code.
+Not seen: files that a factory opens, attributes looked up by a computed name, functions put into a library's modules
+and classes, environment variables whose name is not written in the code.
 """
 
 from __future__ import annotations
@@ -17,21 +16,20 @@ import hashlib
 import os
 import platform
 import sys
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from autotune_amp import __version__
 from autotune_amp.core.recommendation import Fingerprint
-from autotune_amp.distributed.ranks import is_from_launcher
-from autotune_amp.fingerprint.objects import walk_objects, workload_parts
-from autotune_amp.fingerprint.origin import version
-from autotune_amp.fingerprint.walk import short_hex
+from autotune_amp.distributed import is_from_launcher
+from autotune_amp.fingerprint.objects import Walk, attributes_of, is_a
+from autotune_amp.fingerprint.source import short_hex, version
 
 if TYPE_CHECKING:
     from autotune_amp.core.hardware import DeviceIdentity
-
-__all__ = ["compute", "versions", "workload_parts"]
 
 # Environment variables that decide the allocator, the threads and the kernels: a name, or how names begin.
 _DECIDING = (
@@ -46,16 +44,15 @@ _SET_BY_PROGRAMS = (
 
 def versions() -> dict[str, str]:
     """The versions a measurement depends on. Imports nothing: `cuda` is there only where torch is loaded and has it."""
+    torch: Any = sys.modules.get("torch")
     found = {
         "python": platform.python_version(),
         "platform": f"{sys.platform} {platform.machine()}",
         "torch": version("torch"),
         "autotune_amp": __version__,
         "optuna": version("optuna"),
+        "cuda": None if torch is None else torch.version.cuda,
     }
-    torch: Any = sys.modules.get("torch")
-    if torch is not None:
-        found["cuda"] = torch.version.cuda
     return {name: known for name, known in found.items() if known is not None}
 
 
@@ -79,7 +76,7 @@ def compute(
 
 
 def _digest(value: object) -> str:
-    return short_hex(walk_objects().value(value))
+    return short_hex(Walk().value(value))
 
 
 def _setting(value: object) -> str:
@@ -89,3 +86,21 @@ def _setting(value: object) -> str:
         if len(shown) <= 60:
             return f"={shown}"
     return _digest(value)
+
+
+def workload_parts(workload: object) -> tuple[dict[str, str], tuple[str, ...]]:
+    """What makes the workload: a digest by part name, and what of it cannot be known (empty: everything can).
+
+    `workload` is an object with attributes, or a function that returns one and is not called. A name is what a user
+    would call the part: ``function loss of train.py``, ``global LEARNING_RATE of train.py``. A value that begins with
+    ``=`` is no digest but the thing itself, a library's version.
+    """
+    walk = Walk()
+    if is_a(workload, FunctionType, BuiltinFunctionType, MethodType, type, partial):
+        walk.part("workload", "workload", partial(walk.value, workload))
+    else:
+        walk.part("workload", "workload", partial(walk.value, type(workload)))
+        for name, value in attributes_of(workload).items():
+            walk.part(name, f"workload.{name}", partial(walk.value, value))
+    walk.run()
+    return walk.parts, tuple(walk.unknown)

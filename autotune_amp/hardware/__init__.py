@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autotune_amp.hardware.device import identify
+    from autotune_amp.hardware.device import identify, probe
     from autotune_amp.hardware.measuring import measure
-    from autotune_amp.hardware.probing import probe
 
 __all__ = ["identify", "measure", "probe"]
 
-_HOMES = {"identify": "device", "measure": "measuring", "probe": "probing"}
+_HOMES = {"identify": "device", "measure": "measuring", "probe": "device"}
 
 
 def __getattr__(name: str) -> object:

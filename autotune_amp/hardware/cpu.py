@@ -11,7 +11,6 @@ import torch
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.hardware import host
 from autotune_amp.hardware.device import emulated, identify, native, only, unsupported
-from autotune_amp.hardware.host import container_cpus, container_memory
 
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
@@ -68,7 +67,7 @@ def compute_capability(_: str) -> str | None:
 
 def memory(_: str) -> DeviceMemory:
     """Bytes of the machine, and what the container leaves of them."""
-    container = container_memory()
+    container = host.container_memory()
     total, free = host.total_memory_bytes(), host.available_memory_bytes()
     return DeviceMemory(
         total=total,
@@ -93,24 +92,16 @@ def _has_onednn_fp16() -> bool:
 
 
 def notes(_: str) -> tuple[str, ...]:
-    """That torch's threads and the CPUs do not agree."""
-    return thread_notes(torch.get_num_threads(), host.num_cpus(), container_cpus())
+    """That torch runs more threads than this process may use CPUs."""
+    return thread_notes(torch.get_num_threads(), host.num_cpus(), host.container_cpus())
 
 
 def thread_notes(num_threads: int, num_cpus: int, allowed_cpus: float | None) -> tuple[str, ...]:
-    """What it means that torch runs `num_threads` on `num_cpus`; nothing where it runs one on each core.
+    """What it means that torch runs `num_threads` on `num_cpus`.
 
-    Half as many threads as CPUs is torch's own choice where every core has two hardware threads. `allowed_cpus` is how
-    many CPUs' time the container allows, None without a limit: torch does not look at it.
+    `allowed_cpus` is how many CPUs' time the container allows, None without a limit: torch does not look at it.
     """
-    is_limited = allowed_cpus is not None and allowed_cpus < num_cpus
-    most = math.ceil(allowed_cpus) if allowed_cpus is not None and is_limited else num_cpus
-    if num_threads > most:
-        text = f"PyTorch runs {num_threads} threads on {most} of the CPUs: they take turns. Set OMP_NUM_THREADS={most}."
-        return (text,)
-    if num_threads < num_cpus / 2 and not is_limited:
-        return (
-            f"PyTorch runs {num_threads} of the {num_cpus} threads that this process may use; "
-            "OMP_NUM_THREADS or MKL_NUM_THREADS sets the number.",
-        )
-    return ()
+    most = math.ceil(min(num_cpus, allowed_cpus or num_cpus))
+    if num_threads <= most:
+        return ()
+    return (f"PyTorch runs {num_threads} threads on {most} of the CPUs: they take turns. Set OMP_NUM_THREADS={most}.",)

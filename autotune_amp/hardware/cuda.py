@@ -9,107 +9,67 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.hardware import host, nvml
-from autotune_amp.hardware.device import cuda_identity, emulated, native, numbered, unknown_identity, unsupported
+from autotune_amp.hardware.device import emulated, native, numbered, unsupported
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from autotune_amp.core.dimensions import Precision
 
 _GET_STARTED = "https://pytorch.org/get-started/locally/"
 _NO_FP8_AUTOCAST = "PyTorch's autocast has no fp8: training in it needs a library such as torchao"
 
 
-class CardFacts(NamedTuple):
-    """What the decision rests on; `arch_list` is what this PyTorch was built for, e.g. ``("sm_80", "compute_90")``."""
+def decide(
+    compute_capability: tuple[int, int], name: str, hip: str | None, *, is_bf16_native: bool, is_tf32_supported: bool
+) -> dict[Precision, Capability]:
+    """Every precision from what is known of the card and of this PyTorch; pure.
 
-    compute_capability: tuple[int, int]
-    name: str
-    arch_list: tuple[str, ...]
-    hip: str | None
-    is_bf16_native: bool
-    is_tf32_supported: bool
-
-
-def decide(card: CardFacts) -> dict[Precision, Capability]:
-    """Every precision from what is known of the card and of this PyTorch; pure."""
-    if card.hip is not None:
-        return _decide_rocm(card)
-    major, minor = card.compute_capability
-    if not has_kernels(card.compute_capability, card.arch_list):
-        reason = (
-            f"This PyTorch has no kernels for {card.name} (sm_{major}{minor}), only for {' '.join(card.arch_list)}: "
-            f"install a build that has them ({_GET_STARTED}; newer for a new card, older for an old one)."
-        )
-        return dict.fromkeys(("fp32", "tf32", "bf16", "fp16", "fp8"), unsupported(reason))
-    has = f"compute capability {major}.{minor}"
+    Whether this PyTorch has kernels for the card is what the first product tells.
+    """
+    if hip is not None:
+        return _decide_rocm(f"ROCm {hip}", is_tf32_supported=is_tf32_supported)
+    has = f"compute capability {'.'.join(map(str, compute_capability))}"
     return {
         "fp32": native("Every CUDA card computes in fp32."),
         "tf32": native(f"TF32 tensor cores ({has}).")
-        if card.is_tf32_supported
+        if is_tf32_supported
         else unsupported(f"TF32 tensor cores begin with 8.0; this card has {has}."),
         "bf16": native(f"bf16 tensor cores ({has}).")
-        if card.is_bf16_native
+        if is_bf16_native
         else emulated(f"bf16 arithmetic begins with 8.0; this card has {has} and computes in fp32 with conversions."),
-        "fp16": _decide_fp16(card),
+        "fp16": _decide_fp16(compute_capability, name),
         "fp8": native(f"fp8 tensor cores ({has}), but {_NO_FP8_AUTOCAST}.")
-        if card.compute_capability >= (8, 9)
+        if compute_capability >= (8, 9)
         else unsupported(f"fp8 tensor cores begin with 8.9; this card has {has}."),
     }
 
 
-def _decide_fp16(card: CardFacts) -> Capability:
-    major, minor = card.compute_capability
-    has = f"compute capability {major}.{minor}"
-    if re.search(r"\bGTX 16\d\d", card.name):
-        return unsupported(f"{card.name}: cards of the GTX 16 series give NaN in fp16 convolutions.")
-    if card.compute_capability >= (7, 0):
-        return native(f"fp16 tensor cores ({has}).")
-    if card.compute_capability >= (5, 3):
-        return native(f"fp16 arithmetic without tensor cores ({has}): it saves memory and may be no faster than fp32.")
-    return emulated(f"fp16 arithmetic begins with 5.3; this card has {has}.")
+def _decide_fp16(compute_capability: tuple[int, int], name: str) -> Capability:
+    if re.search(r"\bGTX 16\d\d", name):
+        return unsupported(f"{name}: cards of the GTX 16 series give NaN in fp16 convolutions.")
+    if compute_capability >= (7, 0):
+        return native("fp16 tensor cores.")
+    if compute_capability >= (5, 3):
+        return native("fp16 arithmetic without tensor cores: it saves memory and may be no faster than fp32.")
+    return emulated("fp16 arithmetic begins with compute capability 5.3.")
 
 
-def _decide_rocm(card: CardFacts) -> dict[Precision, Capability]:
-    rocm = f"ROCm {card.hip}"
+def _decide_rocm(rocm: str, *, is_tf32_supported: bool) -> dict[Precision, Capability]:
     return {
         "fp32": native(f"Every card under {rocm} computes in fp32."),
         "tf32": native(f"{rocm} has TF32 on this architecture (gfx94x, gfx95x).")
-        if card.is_tf32_supported
+        if is_tf32_supported
         else unsupported("TF32 on AMD cards begins with gfx94x."),
         "bf16": native(f"{rocm} answers yes for every card, emulated or not: the rate says what it is worth."),
         "fp16": native(f"Every card under {rocm} computes in fp16."),
         "fp8": unsupported(f"fp8 is not probed under ROCm, and {_NO_FP8_AUTOCAST}."),
     }
-
-
-def has_kernels(compute_capability: tuple[int, int], arch_list: Sequence[str]) -> bool:
-    """Whether code built for `arch_list` runs on a card: by a binary of its generation or by PTX of an older one.
-
-    Binaries run on the same major version from their minor version up; with an "a" behind the number on that very
-    card only, with an "f" on its family only. A build that names no architecture is taken at its word. Of Jetson's
-    cards, which run none of the discrete ones' binaries, the first matrix product tells.
-    """
-    return not arch_list or any(_runs_on(compute_capability, arch) for arch in arch_list)
-
-
-def _runs_on(compute_capability: tuple[int, int], arch: str) -> bool:
-    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
-    if match is None:
-        return False
-    kind, number, suffix = match[1], (int(match[2]), int(match[3])), match[4]
-    if kind == "compute" and not suffix:
-        return number <= compute_capability
-    if suffix == "a":
-        return number == compute_capability
-    return number[0] == compute_capability[0] and number <= compute_capability
 
 
 def is_built() -> bool:
@@ -147,8 +107,8 @@ def uuid(device: str | torch.device) -> str | None:
 def identity(device: str) -> DeviceIdentity:
     """As NVML names the card with the UUID that torch sees, else as torch names it."""
     index, card = torch.device(device).index, uuid(device)
-    found = unknown_identity("cuda", index) if card is None else cuda_identity(index, card)
-    if found.uuid is not None:
+    found = None if card is None else nvml.identity(index, card)
+    if found is not None:
         return found
     properties = torch.cuda.get_device_properties(device)
     return DeviceIdentity(
@@ -187,15 +147,13 @@ def capabilities(device: str) -> dict[Precision, Capability]:
     properties = torch.cuda.get_device_properties(device)
     with torch.cuda.device(device):  # torch's own test looks at the current device
         is_tf32_supported = torch.cuda.is_tf32_supported()
-    facts = CardFacts(
-        compute_capability=(properties.major, properties.minor),
-        name=properties.name,
-        arch_list=tuple(torch.cuda.get_arch_list()),
-        hip=torch.version.hip,
+    return decide(
+        (properties.major, properties.minor),
+        properties.name,
+        torch.version.hip,
         is_bf16_native=is_bf16_native(device),
         is_tf32_supported=is_tf32_supported,
     )
-    return decide(facts)
 
 
 def notes(device: str) -> tuple[str, ...]:

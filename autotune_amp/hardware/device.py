@@ -1,4 +1,4 @@
-"""Kinds of devices: what each answers, and what a user may write. Importing this imports no torch.
+"""Kinds of devices: what a user may write, what each answers, and how it is recognised and probed without torch.
 
 Another kind is a module with the functions of `Device` and an entry in `DEVICES`.
 """
@@ -8,16 +8,20 @@ from __future__ import annotations
 import os
 import platform
 import re
+import runpy
+import subprocess
 import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol
 
-from autotune_amp.core.errors import DeviceError
-from autotune_amp.core.hardware import Capability, DeviceIdentity
+import msgspec
+
+from autotune_amp.core.errors import DeviceError, RunnerError
+from autotune_amp.core.hardware import Capability, DeviceIdentity, Hardware
 from autotune_amp.hardware import host, nvml
-from autotune_amp.hardware.host import container_cpus, container_memory
 
 if TYPE_CHECKING:
     from autotune_amp.core.dimensions import Precision
@@ -92,9 +96,7 @@ def parse(device: str) -> tuple[str, int | None]:
 def only(kind: str, index: int | None) -> str:
     """The name of a kind of which a machine has one; raises `DeviceError` for any index but 0."""
     if index:
-        raise DeviceError(
-            f"{kind}:{index} was asked for, but there is only one {kind} device.", f"Pass device={kind!r}."
-        )
+        numbered(kind, index, 1)
     return kind
 
 
@@ -126,44 +128,26 @@ def identify(device: str = "auto") -> DeviceIdentity:
     is_nvidia = kind == "cuda" and not _torch_is_built_for("hip")
     uuids = nvml.visible_uuids() if is_nvidia else ()
     index = index or 0
-    return cuda_identity(index, uuids[index]) if index < len(uuids) else unknown_identity(kind, index)
+    found = nvml.identity(index, uuids[index]) if index < len(uuids) else None
+    # What nothing but its own runtime can see.
+    return found or DeviceIdentity(
+        type=kind, name="unknown", index=index, num_cpus=host.num_cpus(), total_memory_bytes=0
+    )
 
 
 def _host_identity(kind: str) -> DeviceIdentity:
     """The CPU with the memory that this process may use; or Apple's GPU, which has the CPU's name and memory."""
     is_cpu = kind == "cpu"
-    container = container_memory() if is_cpu else None
+    container = host.container_memory() if is_cpu else None
     total = host.total_memory_bytes()
     return DeviceIdentity(
         type=kind,
         name=host.cpu_name(),
         driver=None if is_cpu else platform.mac_ver()[0] or None,
         num_cpus=host.num_cpus(),
-        allowed_cpus=container_cpus() if is_cpu else None,
+        allowed_cpus=host.container_cpus() if is_cpu else None,
         total_memory_bytes=total if container is None else min(total, container.limit),
     )
-
-
-def cuda_identity(index: int, uuid: str) -> DeviceIdentity:
-    """The NVIDIA card of a UUID, as NVML names it."""
-    card = nvml.card(uuid)
-    if card is None:
-        return unknown_identity("cuda", index)
-    return DeviceIdentity(
-        type="cuda",
-        name=card.name,
-        index=index,
-        uuid=card.uuid,
-        driver=card.driver,
-        num_cpus=host.num_cpus(),
-        allowed_cpus=container_cpus(),
-        total_memory_bytes=card.total_memory_bytes,
-    )
-
-
-def unknown_identity(kind: str, index: int) -> DeviceIdentity:
-    """A device that nothing but its own runtime can see."""
-    return DeviceIdentity(type=kind, name="unknown", index=index, num_cpus=host.num_cpus(), total_memory_bytes=0)
 
 
 def _auto() -> str:
@@ -179,9 +163,63 @@ def _torch_is_built_for(toolkit: str) -> bool:
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return False
-    return names_version(toolkit, Path(spec.origin).with_name("version.py").read_text())
+    return runpy.run_path(str(Path(spec.origin).with_name("version.py"))).get(toolkit) is not None
 
 
-def names_version(toolkit: str, version_file: str) -> bool:
-    """Whether the text of torch/version.py names a version of the toolkit, ``cuda`` or ``hip``."""
-    return re.search(rf"^{toolkit}\b[^=]*= *['\"]", version_file, re.MULTILINE) is not None
+DEADLINE_SECONDS = 120.0
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a probing child writes: what the device can do, or the message and next step of a `DeviceError`."""
+
+    hardware: Hardware | None = None
+    no_device: tuple[str, str] | None = None
+
+
+def probe(device: str = "auto", *, deadline_seconds: float = DEADLINE_SECONDS) -> Hardware:
+    """What a device can do, measured in a child process: seconds on a CPU, up to a minute where drivers are slow.
+
+    Raises `DeviceError` where the device cannot be used, with its reason, and `RunnerError` where the child dies or
+    gives no answer within `deadline_seconds`, with the end of what it wrote to its standard error.
+    """
+    parse(device)
+    busy = host.load_notes()  # before the child adds to it
+    with TemporaryDirectory(prefix="autotune_amp-") as folder:
+        # A file of its own: neither prints nor anything that holds an inherited pipe open can spoil it.
+        answer, log = Path(folder, "answer.json"), Path(folder, "log")
+        how = _run(
+            [sys.executable, "-m", "autotune_amp.hardware.measuring", device, str(answer)], log, deadline_seconds
+        )
+        if not answer.exists():
+            raise RunnerError(
+                "\n".join(
+                    [f"The process that probes the device {how}.", *log.read_text(errors="replace").splitlines()[-20:]]
+                ),
+                "Check that `import torch` works in a fresh Python and that the device's driver answers (nvidia-smi).",
+            )
+        reply = msgspec.json.decode(answer.read_bytes(), type=Answer)
+    if reply.no_device is not None:
+        raise DeviceError(*reply.no_device)
+    assert reply.hardware is not None, "the child answers one of the two"
+    return msgspec.structs.replace(reply.hardware, notes=(*busy, *reply.hardware.notes))
+
+
+def _run(command: list[str], log: Path, deadline_seconds: float) -> str:
+    """Run it where and as this process could have; returns how it ended."""
+    with log.open("wb") as output:
+        try:
+            status = subprocess.run(  # noqa: S603  # our own interpreter and module
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)},
+                cwd=log.parent,  # "-m" searches the working directory first: it must hold no module of that name
+                timeout=deadline_seconds,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return f"gave no answer within {deadline_seconds:g} seconds"
+        except OSError as error:
+            return f"could not be started ({error})"
+    return f"was ended by signal {-status}" if status < 0 else f"ended with status {status} and without an answer"

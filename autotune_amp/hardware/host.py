@@ -1,12 +1,13 @@
 """The machine and the container or job that this process lives in: CPUs, memory, and their limits. No torch.
 
-Sources of the limits: Linux's admin-guide/cgroup-v2 (memory.max, memory.current, cpu.max), cgroup-v1/memory
-(memory.limit_in_bytes, memory.usage_in_bytes) and scheduler/sched-bwc (cpu.cfs_quota_us, cpu.cfs_period_us).
+Source of the limits: Linux's admin-guide/cgroup-v2 (memory.max, memory.current, cpu.max).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import platform
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,31 +24,23 @@ def cpu_name(root: Path = Path("/")) -> str:
         return subprocess.run(
             ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False
         ).stdout.strip()
-    try:
-        # Line by line: the kernel makes this file up as it is read, slowly where there are hundreds of CPUs.
-        with (root / "proc/cpuinfo").open() as lines:
-            for line in lines:
-                key, _, value = line.partition(":")
-                if key.strip() == "model name":
-                    return value.strip()
-    except OSError:
-        pass
-    import platform
-
-    return platform.processor() or platform.machine()
+    return _cpuinfo(root, "model name") or platform.processor() or platform.machine()
 
 
 def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
     """The instruction sets in /proc/cpuinfo ("flags" on x86, "Features" on ARM), empty where there is none."""
-    try:
-        lines = (root / "proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    return frozenset()
+    return frozenset((_cpuinfo(root, "flags", "Features") or "").split())
+
+
+def _cpuinfo(root: Path, *keys: str) -> str | None:
+    """The first value of one of these keys."""
+    with contextlib.suppress(OSError), (root / "proc/cpuinfo").open() as lines:
+        # Line by line: the kernel makes this file up as it is read, slowly where there are hundreds of CPUs.
+        for line in lines:
+            key, _, value = line.partition(":")
+            if key.strip() in keys:
+                return value.strip()
+    return None
 
 
 def num_cpus() -> int:
@@ -73,7 +66,14 @@ def available_memory_bytes() -> int:
     return int(psutil.virtual_memory().available)
 
 
-# --- the container
+def load_notes() -> tuple[str, ...]:
+    """That other work keeps this machine busy, by its load average over the last minute."""
+    if not hasattr(os, "getloadavg"):
+        return ()
+    load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load <= 0.5 * num_cores:
+        return ()
+    return (f"The machine is busy with other work: load average {load:.1f} on {num_cores} CPUs; rates may be too low.",)
 
 
 class ContainerMemory(NamedTuple):
@@ -83,67 +83,40 @@ class ContainerMemory(NamedTuple):
     available: int
 
 
-class _Files(NamedTuple):
-    limit: str
-    usage: str
-    cache: str  # the entry of memory.stat for file pages that the kernel drops before it kills
-    cpu: tuple[str, ...]  # quota and period in microseconds, in one file or in two
-
-
-_V1 = _Files(
-    "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-)
-_V2 = _Files("memory.max", "memory.current", "inactive_file", ("cpu.max",))
-
-# Version 1 writes "no limit" as the largest page-aligned number, which depends on the page size.
-_NO_LIMIT = 2**60
-
-
 def container_memory(root: Path = Path("/")) -> ContainerMemory | None:
     """What the cgroups of this process allow, None where nothing limits it; `root` is where proc and sys are found.
 
     A limit on any ancestor binds too. Inside a container the path in /proc/self/cgroup may be the host's, and only
     the top folder is there: folders that do not exist are passed over.
     """
-    found = (_level(folder, files) for folder, files in _folders(root, "memory"))
-    levels = [level for level in found if level is not None and level.limit < _NO_LIMIT]
-    if not levels:
-        return None
-    return ContainerMemory(min(level.limit for level in levels), min(level.available for level in levels))
+    levels = []
+    for folder in _folders(root):
+        limit, usage = _read(folder / "memory.max").strip(), _read(folder / "memory.current").strip()
+        if limit.isdigit() and usage.isdigit():  # else "max", or no such folder
+            stat = dict(line.split(None, 1) for line in _read(folder / "memory.stat").splitlines())
+            # Usage counts the page cache: without this a machine that has read a large data set looks full.
+            used = int(usage) - int(stat.get("inactive_file", 0))
+            levels.append(ContainerMemory(int(limit), min(int(limit), max(0, int(limit) - used))))
+    return ContainerMemory(*map(min, zip(*levels, strict=True))) if levels else None
 
 
 def container_cpus(root: Path = Path("/")) -> float | None:
     """How many CPUs' time the cgroups of this process allow (2.0 of ``docker run --cpus 2``), None without a limit."""
     quotas = []
-    for folder, files in _folders(root, "cpu"):
-        words = " ".join(_read(folder / name) for name in files.cpu).split()
-        if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]) > 0:  # else "max", or -1
-            quotas.append(int(words[0]) / int(words[1]))
+    for folder in _folders(root):
+        quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
+        if quota.isdigit() and period.isdigit():  # else "max"
+            quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
 
 
-def _folders(root: Path, controller: str) -> Iterator[tuple[Path, _Files]]:
+def _folders(root: Path) -> Iterator[Path]:
     """Every folder that may limit this process, its own and those above it."""
+    base = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            base, files = root / "sys/fs/cgroup", _V2
-        elif controller in controllers.split(","):
-            base, files = root / "sys/fs/cgroup" / controller, _V1
-        else:
-            continue
-        own = base / path.lstrip("/")
-        yield from ((folder, files) for folder in (own, *own.parents) if folder.is_relative_to(base))
-
-
-def _level(folder: Path, files: _Files) -> ContainerMemory | None:
-    limit, usage = _read(folder / files.limit).strip(), _read(folder / files.usage).strip()
-    if not limit.isdigit() or not usage.isdigit():  # "max", or no such folder
-        return None
-    stat = dict(line.split(None, 1) for line in _read(folder / "memory.stat").splitlines())
-    # Usage counts the page cache: without this a machine that has read a large data set looks full.
-    used = int(usage) - int(stat.get(files.cache, 0))
-    return ContainerMemory(int(limit), min(int(limit), max(0, int(limit) - used)))
+        if line.startswith("0::"):
+            own = base / line.removeprefix("0::").lstrip("/")
+            yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(base))
 
 
 def _read(path: Path) -> str:

@@ -1,11 +1,9 @@
-"""What others do on this machine while we measure: on its CPUs, in the hypervisor and on the card; what of it is worth
-a word, and how far it widens what is promised. No torch."""
+"""What others do on this machine while we measure, what of it is worth a word, and how far it widens what is promised.
+No torch."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 import time
 from pathlib import Path
 from statistics import fmean, median
@@ -18,9 +16,7 @@ from autotune_amp.core.hardware import BusyProcess, CardProcess, LoadEvidence, M
 from autotune_amp.hardware import nvml
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from autotune_amp.core.outcome import Record
+    from collections.abc import Sequence
 
 
 # CPU times come in hundredths of a second for each process: shorter than this they say nothing.
@@ -36,17 +32,12 @@ class ProcessTimes(NamedTuple):
 
     parent: int
     name: str
-    started: int
     own_seconds: float
     children_seconds: float
 
 
-class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """The machine's counters at one moment; the seconds are CPU seconds since it was started.
-
-    `busy_seconds` are those of processes, None where the system hides them. `processes` is None where ended children
-    are not counted anywhere.
-    """
+class Reading(NamedTuple):
+    """The machine's counters at one moment, None where the system hides them; in CPU seconds since it was started."""
 
     at_seconds: float
     num_cpus: int
@@ -62,9 +53,9 @@ def load_between(before: Reading, after: Reading, own_pid: int) -> MachineLoad:
     over the processes of a tree holds what its ended ones used. What is left of the machine's busy time is others'.
     """
     seconds = after.at_seconds - before.at_seconds
-    found: dict[str, Any] = {}
     if seconds < MIN_SECONDS or before.busy_seconds is None or after.busy_seconds is None:
         return MachineLoad(seconds=seconds, num_cpus=after.num_cpus)
+    found: dict[str, Any] = {}
     busy = max(0.0, after.busy_seconds - before.busy_seconds)
     if before.stolen_seconds is not None and after.stolen_seconds is not None:
         stolen = max(0.0, after.stolen_seconds - before.stolen_seconds)
@@ -91,14 +82,6 @@ def tree(processes: dict[int, ProcessTimes], own_pid: int) -> set[int]:
     return found
 
 
-def _ancestors(processes: dict[int, ProcessTimes], pid: int) -> set[int]:
-    found: set[int] = set()
-    while (process := processes.get(pid)) is not None and process.parent not in found:
-        pid = process.parent
-        found.add(pid)
-    return found
-
-
 def _tree_seconds(processes: dict[int, ProcessTimes], own_pid: int) -> float:
     ours = (processes[pid] for pid in tree(processes, own_pid) if pid in processes)
     return sum(process.own_seconds + process.children_seconds for process in ours)
@@ -109,9 +92,8 @@ def _busiest(
 ) -> tuple[BusyProcess, ...]:
     used = []
     for pid in after.keys() - tree(before, own_pid) - tree(after, own_pid):
-        now, known = after[pid], before.get(pid)
-        begun = known.own_seconds if known is not None and known.started == now.started else 0.0
-        used.append(BusyProcess(pid=pid, name=now.name, num_cores=(now.own_seconds - begun) / seconds))
+        begun = before[pid].own_seconds if pid in before else 0.0
+        used.append(BusyProcess(pid=pid, name=after[pid].name, num_cores=(after[pid].own_seconds - begun) / seconds))
     most = sorted(used, key=lambda process: (-process.num_cores, process.pid))[:_NUM_BUSIEST]
     return tuple(process for process in most if process.num_cores >= _BUSIEST_NUM_CORES)
 
@@ -159,35 +141,18 @@ def _processes(root: Path) -> dict[int, ProcessTimes] | None:
             fields = rest.split()  # from "state", which proc_pid_stat(5) numbers 3
             own, children = int(fields[11]) + int(fields[12]), int(fields[13]) + int(fields[14])
             found[int(folder.name)] = ProcessTimes(
-                int(fields[1]), name, int(fields[19]), own / ticks_per_second, children / ticks_per_second
+                int(fields[1]), name, own / ticks_per_second, children / ticks_per_second
             )
         if is_whole:
             break
     return found
 
 
-def clock_share() -> float | None:
-    """The clock of the fastest CPU against the highest it has, None where the system does not say both."""
-    with contextlib.suppress(OSError, RuntimeError, AttributeError):
-        clocks = psutil.cpu_freq(percpu=True)
-        highest = max((clock.max for clock in clocks), default=0.0)
-        if highest > 0:
-            return min(1.0, max(clock.current for clock in clocks) / highest)
-    return None
-
-
 class LoadMeter:
-    """Tells what others did while a trial ran: from its last warm-up step on, or in all of it where it took none.
+    """Tells what others did while a trial ran: from its last warm-up step on, or in all of it where it took none."""
 
-    `uuid` is the card's, None without one. Made before our children's first context on it: what is there now is
-    others', or this process's own where it has used CUDA.
-    """
-
-    def __init__(self, uuid: str | None = None) -> None:
+    def __init__(self, uuid: str | None = None) -> None:  # the card's
         self._uuid = uuid
-        self._utilization = None if uuid is None else nvml.utilization(uuid)
-        processes = None if uuid is None or _has_used_cuda() else nvml.processes(uuid)
-        self._first_card_pids = frozenset(pid for pid, _ in processes or ())
         self.start()
 
     def start(self) -> None:
@@ -196,7 +161,6 @@ class LoadMeter:
         self._after: Reading | None = None
         self._is_stepping = False
         self._last_look = -_LOOK_SECONDS
-        self._clock_share: float | None = None
         self._slowdowns: dict[str, None] | None = None
 
     def warm_up(self) -> None:
@@ -208,15 +172,13 @@ class LoadMeter:
             self._before = read()
 
     def step(self) -> None:
-        """The trial took a measured step: clocks are worth a look."""
+        """The trial took a measured step: the card's clocks are worth a look."""
         now, self._is_stepping = time.monotonic(), True
-        if now - self._last_look < _LOOK_SECONDS:
-            return
-        self._last_look = now
-        self._clock_share = clock_share()
-        names = None if self._uuid is None else nvml.slowdown_names(self._uuid)
-        if names is not None:
-            self._slowdowns = {**(self._slowdowns or {}), **dict.fromkeys(names)}
+        if self._uuid is not None and now - self._last_look >= _LOOK_SECONDS:
+            self._last_look = now
+            names = nvml.slowdown_names(self._uuid)
+            if names is not None:
+                self._slowdowns = {**(self._slowdowns or {}), **dict.fromkeys(names)}
 
     def hold(self) -> None:
         """Our processes are about to be killed: nobody may be there to take over their CPU time."""
@@ -227,8 +189,6 @@ class LoadMeter:
         after = self._after or read()
         return msgspec.structs.replace(
             load_between(self._before, after, os.getpid()),
-            clock_share=self._clock_share,
-            card_utilization=self._utilization,
             card_processes=self._card_processes(after),
             card_slowdowns=None if self._slowdowns is None else tuple(self._slowdowns),
         )
@@ -238,27 +198,19 @@ class LoadMeter:
         if listed is None:
             return None
         seen = reading.processes or {}
-        ours = tree(seen, os.getpid()) | _ancestors(seen, os.getpid())
-        # From a container NVML's numbers may be of processes that cannot be seen: new ones among them may be our own.
+        ours = tree(seen, os.getpid()) | nvml.ancestors()
+        # From a container NVML's numbers may be of processes that cannot be seen, and those may be our own.
         return tuple(
-            CardProcess(pid=pid, name=seen[pid].name if pid in seen else None, memory_bytes=memory_bytes)
+            CardProcess(pid=pid, name=seen[pid].name, memory_bytes=memory_bytes)
             for pid, memory_bytes in listed
-            if pid not in ours and (pid in seen or pid in self._first_card_pids)
+            if pid in seen and pid not in ours
         )
-
-
-def _has_used_cuda() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.cuda.is_initialized()
 
 
 # Less is what daemons use, and what counting CPU time in ticks gets wrong. One process that keeps a core busy is worth
 # a word however many cores there are: the step waits for the thread that shares it.
 WORTH_CORES, WORTH_SHARE_OF_CPUS, SURELY_WORTH_CORES = 0.25, 0.05, 0.75
 WORTH_STOLEN_SHARE = 0.03
-# All cores at once run well below the highest clock of one; below half of it is no turbo's doing.
-WORTH_CLOCK_SHARE = 0.5
-WORTH_CARD_UTILIZATION = 0.05
 
 
 def worth_cores(num_cpus: int) -> float:
@@ -268,10 +220,11 @@ def worth_cores(num_cpus: int) -> float:
 
 def is_busy(loads: Sequence[MachineLoad]) -> bool:
     """Whether others used enough of the CPUs for a word: on the mean, or twice that at some time."""
-    used = _others(loads)
-    return bool(used) and (
-        fmean(used) >= worth_cores(loads[0].num_cpus) or max(used) >= 2 * worth_cores(loads[0].num_cpus)
-    )
+    used = [load.others_num_cores for load in loads if load.others_num_cores is not None]
+    if not used:
+        return False
+    enough = worth_cores(loads[0].num_cpus)
+    return fmean(used) >= enough or max(used) >= 2 * enough
 
 
 def is_stolen(loads: Sequence[MachineLoad]) -> bool:
@@ -286,10 +239,8 @@ def others_slowdown(load: MachineLoad) -> float:
     Others that are not worth a word count for nothing, and while a core was idle nobody waited for one. Else the step
     is as slow as the slowest thread: the one on the core of which others had most. They had no more of it than they
     used in all, and, as a scheduler gives equal shares, no more than half of it, unless there are several of them to
-    each core. A thread that is left 1 - x of its core is 1 / (1 - x) times as slow. One busy process beside two threads
-    on two cores: 2 by this rule, 68 ms in place of 32 as measured (studies/README.md). Threads
-    that spin while they wait for one without a core lose more than this. On a card one thread feeds it: what others
-    may have taken is the rest of that thread's core.
+    each core. One busy process beside two threads on two cores: 2 by this rule, 68 ms in place of 32 as measured
+    (studies/README.md). On a card one thread feeds it: what others may have taken is the rest of that thread's core.
     """
     others, num_cpus, own = load.others_num_cores or 0.0, load.num_cpus, load.own_num_cores or 0.0
     if others < worth_cores(num_cpus) or num_cpus - others - own >= 1:
@@ -303,114 +254,55 @@ def others_slowdown(load: MachineLoad) -> float:
 def interval_factors(loads: Sequence[MachineLoad]) -> tuple[float, float]:
     """What to multiply the ends of a throughput's interval by, so that it holds whatever others do of what was seen.
 
-    The interval was measured under the median load. Without the others a run is faster by that load's slowdown, and
-    slower than measured under the worst load that was seen: with s the slowdown of each process the factors are
-    median(s) / max(s) and median(s). A steady load leaves the lower end, one that came and went widens both. They are
-    (1, 1) where nothing was worth a word: the spread between processes holds such a machine. A process whose load is
-    not known was no idle one; it is left out.
+    The interval was measured under the median load. With s the slowdown of each process the factors are
+    median(s) / max(s), the worst load that was seen, and median(s), none: a steady load leaves the lower end, one that
+    came and went widens both. (1, 1) where nothing was worth a word. A process whose load is not known is left out.
     """
-    loads = [load for load in loads if load.others_num_cores is not None or load.stolen_share is not None]
-    slowdowns = [1.0] * len(loads)
-    if is_busy(loads):
-        slowdowns = [s * others_slowdown(load) for s, load in zip(slowdowns, loads, strict=True)]
-    if is_stolen(loads):
-        slowdowns = [s / (1 - (load.stolen_share or 0.0)) for s, load in zip(slowdowns, loads, strict=True)]
-    if not slowdowns:
-        return 1.0, 1.0
+    known = [load for load in loads if load.others_num_cores is not None or load.stolen_share is not None]
+    slowdowns = [1.0] * max(1, len(known))
+    if is_busy(known):
+        slowdowns = [others_slowdown(load) for load in known]
+    if is_stolen(known):
+        slowdowns = [s / (1 - (load.stolen_share or 0.0)) for s, load in zip(slowdowns, known, strict=True)]
     return median(slowdowns) / max(slowdowns), median(slowdowns)
 
 
-def evidence(records: Sequence[Record], own: Sequence[MachineLoad]) -> LoadEvidence | None:
-    """What others did during the confirmation; `own` are the loads of the processes behind the interval, and all there
-    is where nothing was confirmed. None where nobody looked.
-    """
-    loads = [r.load for r in records if r.purpose == "confirm" and r.load is not None] or list(own)
+def evidence(loads: Sequence[MachineLoad]) -> LoadEvidence | None:
+    """What others did while the processes behind a throughput's interval ran; None where nobody looked."""
     if not loads:
         return None
-    used = _others(loads)
-    searching = _others(r.load for r in records if r.purpose == "search" and r.load is not None)
+    used = [load.others_num_cores for load in loads if load.others_num_cores is not None]
     stolen = [load.stolen_share for load in loads if load.stolen_share is not None]
     on_card = {process.pid: process for load in loads for process in load.card_processes or ()}
     return LoadEvidence(
         num_cpus=loads[0].num_cpus,
         others_num_cores=fmean(used) if used else None,
         others_num_cores_range=(min(used), max(used)) if used else None,
-        search_others_num_cores=fmean(searching) if searching and loads != own else None,
         busiest=max(loads, key=lambda load: load.others_num_cores or 0.0).busiest,
         stolen_share=fmean(stolen) if stolen else None,
-        clock_share=min((load.clock_share for load in loads if load.clock_share is not None), default=None),
         card_processes=tuple(on_card.values()),
         card_slowdowns=tuple(dict.fromkeys(name for load in loads for name in load.card_slowdowns or ())),
-        # What widens the interval is said, also where it was only the winner's processes that met it.
-        is_busy=is_busy(loads) or is_busy(own),
-        is_stolen=is_stolen(loads) or is_stolen(own),
-        interval_factors=interval_factors(own),
+        is_busy=is_busy(loads),
+        is_stolen=is_stolen(loads),
+        interval_factors=interval_factors(loads),
     )
-
-
-def before_first_trial(load: MachineLoad) -> tuple[str, ...]:
-    """What is said at once of the machine that a search begins on."""
-    said = doubts(evidence((), [load]), "search on an idle machine")
-    if not load.card_processes and (load.card_utilization or 0.0) >= WORTH_CARD_UTILIZATION:
-        said.append(
-            f"The card was at work for {100 * (load.card_utilization or 0.0):.0f} % of the time just before, by what "
-            "this process began or by what a container hides. Timings may be less sure than on an idle card."
-        )
-    return tuple(said)
 
 
 def doubts(found: LoadEvidence | None, remedy: str = "search again with --fresh") -> list[str]:
     """What is said of `evidence`, and what would give a surer answer."""
     if found is None:
         return []
-    said, used, low_high = [], found.others_num_cores, found.others_num_cores_range
-    before = found.search_others_num_cores
-    if found.is_busy and used is not None and low_high is not None:
-        least, most = map(_cores, low_high)
-        text = f"The machine was busy: other processes used {_cores(used)} of {found.num_cpus} cores"
-        text += ("" if least == most else f", {least} to {most} at a time") + f"{_named(found.busiest)}."
-        if found.interval_factors != (1.0, 1.0):
-            text += " A run may be faster without them: the interval is widened by what they took."
-        said.append(f"{text} Stop them and {remedy} for a surer answer.")
-    if used is not None and before is not None and abs(used - before) >= worth_cores(found.num_cpus):
+    said = []
+    if found.is_busy:
+        busiest = "; ".join(f"{p.name}, pid {p.pid}: {p.num_cores:.2f}" for p in found.busiest)
         said.append(
-            f"The machine's load changed: other processes used {_cores(before)} cores in the search's trials and "
-            f"{_cores(used)} in the confirmation, so that candidates were not compared under one load. Quieten the "
-            f"machine and {remedy}."
+            f"The machine was busy: other processes used {found.others_num_cores or 0.0:.2f} of {found.num_cpus} cores "
+            f"({busiest}). Stop them and {remedy} for a surer answer; without them a run may be faster."
         )
-    seen = {
-        f"The hypervisor gave {100 * (found.stolen_share or 0.0):.0f} % of the CPU time to others": found.is_stolen,
-        f"The CPU ran at {100 * (found.clock_share or 0.0):.0f} % of its highest clock, to save power or for heat": (
-            found.clock_share is not None and found.clock_share < WORTH_CLOCK_SHARE
-        ),
-        f"The card was not ours alone{_on_card(found.card_processes)}": bool(found.card_processes),
-        f"The card lowered its clocks: {'; '.join(found.card_slowdowns)}": bool(found.card_slowdowns),
-    }
-    said += [
-        f"{fact}. At another time a run may be faster." for fact, is_worth_a_word in seen.items() if is_worth_a_word
-    ]
+    if found.is_stolen:
+        said.append(f"The hypervisor gave {100 * (found.stolen_share or 0.0):.0f} % of the CPU time to others.")
+    if found.card_processes:
+        said.append(f"Others were on the card: {'; '.join(f'{p.name}, pid {p.pid}' for p in found.card_processes)}.")
+    if found.card_slowdowns:
+        said.append(f"The card lowered its clocks: {'; '.join(found.card_slowdowns)}.")
     return said
-
-
-def _cores(used: float) -> str:
-    return f"{used:.2f}" if used < 1 - 0.005 else f"{used:.1f}"
-
-
-def _named(busiest: Iterable[BusyProcess]) -> str:
-    """`` (python, pid 7: 0.98)``, nothing of nobody."""
-    each = [f"{p.name}, pid {p.pid}: {_cores(p.num_cores)}" for p in busiest]
-    return f" ({'; '.join(each)})" if each else ""
-
-
-def _on_card(processes: Iterable[CardProcess]) -> str:
-    """The same of processes on a card, with their memory."""
-    each = [
-        f"{p.name or 'a process out of sight'}, pid {p.pid}"
-        + ("" if p.memory_bytes is None else f": {p.memory_bytes / 2**30:.1f} GiB")
-        for p in processes
-    ]
-    return f" ({'; '.join(each)})" if each else ""
-
-
-def _others(loads: Iterable[MachineLoad]) -> list[float]:
-    return [load.others_num_cores for load in loads if load.others_num_cores is not None]

@@ -1,8 +1,10 @@
-"""measure(): everything about one device, by using it. Belongs into a child process."""
+"""measure(): everything about one device, by using it. Belongs into a child process: `probe` runs this module."""
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -13,7 +15,7 @@ import torch
 from autotune_amp.core.dimensions import PRECISIONS
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.hardware import Capability, Hardware
-from autotune_amp.hardware.device import DEVICES, device_of, identify, parse
+from autotune_amp.hardware.device import DEVICES, Answer, device_of, identify, parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -162,3 +164,11 @@ def _fp32_mode(mode: str) -> Iterator[None]:
     finally:
         for backend, found in zip(backends, modes, strict=True):
             backend.fp32_precision = found
+
+
+if __name__ == "__main__":
+    try:
+        answer = Answer(hardware=measure(sys.argv[1]))
+    except DeviceError as error:
+        answer = Answer(no_device=(error.message, error.next_step))
+    Path(sys.argv[2]).write_bytes(msgspec.json.encode(answer))

@@ -10,7 +10,10 @@ import os
 import re
 import sys
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+from autotune_amp.core.hardware import DeviceIdentity
+from autotune_amp.hardware import host
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,15 +25,6 @@ _SLOWDOWNS = {
     0x40: "heat, limited by the card",
     0x80: "power brake, asked for by the server",
 }
-
-
-class Card(NamedTuple):
-    """One card as NVML names it; memory in bytes, 0 where the card shares the machine's."""
-
-    uuid: str
-    name: str
-    driver: str | None
-    total_memory_bytes: int
 
 
 def visible_uuids() -> tuple[str, ...]:
@@ -73,16 +67,23 @@ def _named(entry: str, uuids: Sequence[str]) -> str | None:
     return uuids[int(number[0])] if number and int(number[0]) < len(uuids) else None
 
 
-def card(uuid: str) -> Card | None:
-    """The card of a UUID, with or without its GPU- or MIG- in front; None where NVML does not know it."""
+def identity(index: int, uuid: str) -> DeviceIdentity | None:
+    """The card of a UUID, with or without its GPU- or MIG- in front; None where NVML does not know it.
+
+    Its memory is 0 where it shares the machine's.
+    """
     handle = _handle(uuid)
     if handle is None:
         return None
     memory = _ask("nvmlDeviceGetMemoryInfo", handle)
-    return Card(
-        uuid=_ask("nvmlDeviceGetUUID", handle) or uuid,
+    return DeviceIdentity(
+        type="cuda",
         name=_ask("nvmlDeviceGetName", handle) or "unknown",
+        index=index,
+        uuid=_ask("nvmlDeviceGetUUID", handle) or uuid,
         driver=_ask("nvmlSystemGetDriverVersion"),
+        num_cpus=host.num_cpus(),
+        allowed_cpus=host.container_cpus(),
         total_memory_bytes=0 if memory is None else int(memory.total),
     )
 
@@ -90,25 +91,23 @@ def card(uuid: str) -> Card | None:
 def process_notes(uuid: str) -> tuple[str, ...]:
     """Who else computes on the card, with the memory they hold where the driver says: neither this process nor those
     that it descends from, which wait for it."""
-    import psutil  # takes longer than `identify` may
-
-    notes = []
-    for pid, used in processes(uuid) or ():
-        if pid not in {os.getpid(), *_ancestors()}:
-            # A container hides whose number it is.
-            hidden = "" if psutil.pid_exists(pid) else " (out of sight from here; it may be the calling one)"
-            holds = "memory" if used is None else f"{used / 2**30:.1f} GiB"
-            notes.append(f"Process {pid}{hidden} holds {holds} on this card, and its work slows what is measured.")
-    return tuple(notes)
+    ours = {os.getpid(), *ancestors()}
+    return tuple(
+        f"Process {pid} holds {'memory' if used is None else f'{used / 2**30:.1f} GiB'} on this card: its work slows "
+        "what is measured. In a container it may be the calling one, under another number."
+        for pid, used in processes(uuid) or ()
+        if pid not in ours
+    )
 
 
 def held_by_caller(uuid: str) -> int:
     """The bytes that the processes which this one descends from hold on the card, as far as the driver says."""
-    ancestors = _ancestors()
-    return sum(used or 0 for pid, used in processes(uuid) or () if pid in ancestors)
+    callers = ancestors()
+    return sum(used or 0 for pid, used in processes(uuid) or () if pid in callers)
 
 
-def _ancestors() -> set[int]:
+def ancestors() -> set[int]:
+    """The numbers of the processes that this one descends from."""
     import psutil  # takes longer than `identify` may
 
     return {process.pid for process in psutil.Process().parents()}
@@ -122,13 +121,6 @@ def processes(uuid: str) -> tuple[tuple[int, int | None], ...] | None:
     handle = _handle(uuid)
     found = None if handle is None else _ask("nvmlDeviceGetComputeRunningProcesses", handle)
     return None if found is None else tuple((process.pid, process.usedGpuMemory) for process in found)
-
-
-def utilization(uuid: str) -> float | None:
-    """The share of the last second or less in which the card was at work; None where the driver does not say."""
-    handle = _handle(uuid)
-    rates = None if handle is None else _ask("nvmlDeviceGetUtilizationRates", handle)
-    return None if rates is None else rates.gpu / 100
 
 
 def slowdown_names(uuid: str) -> tuple[str, ...] | None:

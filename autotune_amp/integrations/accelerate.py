@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.integrations.bridge import Window, config_of, has_window_of, other_window_error, refuse_other
+from autotune_amp.integrations.bridge import Window, config_of, refuse_other, refuse_other_window
 from autotune_amp.integrations.export import SCALER_ARGUMENTS, accelerate_config
 from autotune_amp.runtime.controller import PrecisionController
 
@@ -68,8 +68,17 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
         **others: Any,
     ) -> None:
         self._own_config = config_of(config)
-        plugin = _accumulation(self._own_config, others)
-        _refuse_contradictions(self._own_config, others)
+        plugin = others.pop("gradient_accumulation_plugin", None)
+        steps = others.pop("gradient_accumulation_steps", None) if plugin is None else plugin.num_steps
+        refuse_other("gradient_accumulation_steps", steps, self._own_config.accumulation_steps)
+        plugin = plugin or GradientAccumulationPlugin(num_steps=self._own_config.accumulation_steps)
+        refuse_other("mixed_precision", others.pop("mixed_precision", None), self._own_config.precision)
+        for handler in others.get("kwargs_handlers") or ():
+            if isinstance(handler, GradScalerKwargs | AutocastKwargs):
+                raise InvalidRequestError(
+                    f"{type(handler).__name__} was given to an accelerator whose controller scales and casts.",
+                    "Leave it out and put a loss scale into the config.",
+                )
         # Explicitly: what `accelerate launch` put into the environment would else be taken.
         super().__init__(mixed_precision="no", gradient_accumulation_plugin=plugin, **others)
         if self.distributed_type not in _KNOWN:
@@ -191,16 +200,14 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As the original's, for an evaluation loop inside `windows` too.
 
-        Of the loader in `windows` on one device alone: its batches are fetched ahead, and Accelerate knows only of the
-        latest which samples fill it up. Raises `InvalidRequestError` for it on several ranks.
+        Raises `InvalidRequestError` for the loader in `windows`: its batches are fetched ahead, and Accelerate knows
+        only of the latest which samples fill it up.
         """
         if self._is_last is None or self.gradient_state.active_dataloader not in (None, self._windowed):
             return super().gather_for_metrics(input_data, use_gather_object)
-        if self.num_processes == 1:
-            return input_data
         raise InvalidRequestError(
-            "gather_for_metrics was asked for a batch of accelerator.windows(loader) on several ranks, where it cannot "
-            "tell the samples that only fill up the last batch.",
+            "gather_for_metrics was asked for a batch of accelerator.windows(loader), and cannot tell the samples that "
+            "only fill up the last batch.",
             "Call accelerator.gather(), or gather_for_metrics in an evaluation loop of its own.",
         )
 
@@ -226,8 +233,8 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
         self.gradient_state.plugin_kwargs.update({"num_steps": steps})
 
     def _refuse_other_batches(self) -> None:
-        if self._is_last is None and not has_window_of(self.controller.config, self._own_config):
-            raise other_window_error(
+        if self._is_last is None:
+            refuse_other_window(
                 self.controller,
                 self._own_config,
                 "the loop takes the latter",
@@ -283,21 +290,3 @@ def plain_optimizers(given: Any) -> list[torch.optim.Optimizer]:
             one = one.optimizer
         found.append(one)
     return found
-
-
-def _accumulation(config: AmpConfig, others: dict[str, Any]) -> GradientAccumulationPlugin:
-    """The plugin that says how many passes make a step; taken out of `others` where one is given there."""
-    plugin = others.pop("gradient_accumulation_plugin", None)
-    steps = others.pop("gradient_accumulation_steps", None) if plugin is None else plugin.num_steps
-    refuse_other("gradient_accumulation_steps", steps, config.accumulation_steps)
-    return plugin or GradientAccumulationPlugin(num_steps=config.accumulation_steps)
-
-
-def _refuse_contradictions(config: AmpConfig, others: dict[str, Any]) -> None:
-    refuse_other("mixed_precision", others.pop("mixed_precision", None), config.precision)
-    for handler in others.get("kwargs_handlers") or ():
-        if isinstance(handler, GradScalerKwargs | AutocastKwargs):
-            raise InvalidRequestError(
-                f"{type(handler).__name__} was given to an accelerator whose controller scales and casts.",
-                "Leave it out and put a loss scale into the config.",
-            )

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan
+from autotune_amp.core.config import AmpConfig, DemotedError
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.runtime.controller import PrecisionController
@@ -27,16 +27,13 @@ def refuse_other(name: str, given: object, wanted: object) -> None:
         )
 
 
-def has_window_of(plan: AmpConfig | FallbackPlan, own: AmpConfig) -> bool:
-    """Whether the plan was measured with the batch size and the accumulation of the run's own config."""
-    return (plan.batch_size, plan.accumulation_steps) == (own.batch_size, own.accumulation_steps)
-
-
-def other_window_error(controller: PrecisionController, own: AmpConfig, why: str, next_step: str) -> DemotedError:
-    """For a run that is at a rung whose window the framework cannot take up: `why` that ends it."""
-    plan, history = controller.config, controller.status().history
-    move = next(move for move in reversed(history) if move.before != move.after == plan.precision)
-    return DemotedError(
+def refuse_other_window(controller: PrecisionController, own: AmpConfig, why: str, next_step: str) -> None:
+    """Raise `DemotedError` at a rung measured with another batch size or accumulation, which `why` ends the run."""
+    plan = controller.config
+    if (plan.batch_size, plan.accumulation_steps) == (own.batch_size, own.accumulation_steps):
+        return
+    move = next(m for m in reversed(controller.status().history) if m.before != m.after == plan.precision)
+    raise DemotedError(
         f"The precision went from {move.before} to {move.after}: {move.reason}. It was measured with batch size "
         f"{plan.batch_size} and {plan.accumulation_steps} accumulation steps, not {own.batch_size} and "
         f"{own.accumulation_steps}: {why}.",

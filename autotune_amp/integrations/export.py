@@ -8,16 +8,17 @@ unequally. What of a config a text does not say itself stands in a comment: a fi
 from __future__ import annotations
 
 import json
+import math
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import msgspec
 
-from autotune_amp.core.config import AmpConfig, LossScale, training_arguments
+from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale, training_arguments
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.core.explain import (
+from autotune_amp.core.evidence import (
     AUTOCAST_DTYPES,
     LOADER_COMMENT,
     LOSS,
@@ -29,7 +30,6 @@ from autotune_amp.core.explain import (
     strict_flag_lines,
 )
 from autotune_amp.core.setting import DIMENSIONS
-from autotune_amp.integrations.deepspeed import deepspeed_config, roundings
 
 if TYPE_CHECKING:
     from autotune_amp.core.recommendation import Recommendation
@@ -43,8 +43,7 @@ _STEPPING = ("lightning", "transformers", "deepspeed")  # their trainers and eng
 class Export(msgspec.Struct, frozen=True, kw_only=True):
     """The text for one target, as a JSON document with `format`.
 
-    `notes` say where the config comes from, and what it holds that the text has no room for; a text that can hold
-    comments has it there. A launch file that needs more than a plain Accelerator says so in both.
+    `notes` say what a text without comments has no room for, and what a plain Accelerator does under a launch file.
     """
 
     format: int = 1
@@ -56,14 +55,12 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
 def setting_of(recommendation: Recommendation, origin: str) -> Exportable:
     """What of a recommendation a text is made from; `origin` is a line that says where it comes from."""
     evidence, workload = recommendation.evidence, recommendation.workload
-    accumulation = evidence.accumulation
-    verdict = None if accumulation is None else accumulation.verdict
-    counted = None if accumulation is None else accumulation.weighted_by
+    found = evidence.accumulation
     return Exportable(
         recommendation.config,
         recommendation.hardware.identity.type,
-        loss="sum" if verdict == "sum" else "weighted" if verdict == "weighted" else "mean",
-        share="what the loss is a mean over" if counted is None else f"({counted})",
+        loss=found.verdict if found is not None and found.verdict in ("sum", "weighted") else "mean",
+        share=f"({found.weighted_by})" if found is not None and found.weighted_by else "what the loss is a mean over",
         is_loop=workload is not None and workload.is_loop,
         origin=origin,
     )
@@ -87,7 +84,7 @@ def export(setting: Exportable, to: str) -> Export:
     if target == "deepspeed":
         document = json.dumps(deepspeed_config(setting.config), indent=2)
         return Export(to=target, text=f"{document}\n", notes=tuple(beside_deepspeed(setting)))
-    return Export(to=target, text=_TEXTS[target](replace(setting, target=target)))
+    return Export(to=target, text=_TEXTS[target](setting))
 
 
 def accelerate_file(setting: Exportable) -> Export:
@@ -96,14 +93,14 @@ def accelerate_file(setting: Exportable) -> Export:
     `notes` say what a plain Accelerator does not train of it. Raises `InvalidRequestError` for fp8.
     """
     written = accelerate_config(setting.config, setting.device_type)
-    script = Script(setting, "This file", "the script that `autotune-amp export --to accelerate` prints")
+    script = Script(setting, "", "This file", "the script that `autotune-amp export --to accelerate` prints")
     notes: tuple[str, ...] = ()
     if setting.config.precision in AUTOCAST_DTYPES and written["mixed_precision"] == "no":
-        kept = f" with {', '.join(pins)} in fp32" if (pins := setting.config.pinned_modules) else ""
-        what = f"{setting.config.precision} on {setting.device_type}{kept}"
+        pinned = "".join(f", with {name} in fp32" for name in setting.config.pinned_modules)
+        what = f"{setting.config.precision} on {setting.device_type}{pinned}"
         notes = (f"A plain Accelerator cannot train {what}: under this file it trains all in fp32.",)
     else:
-        script.says("precision")
+        script.said.add("precision")
     script.comments[:0] = [
         f"The script has to make its accelerator with {_ACCELERATOR}, which sets the precision itself.",
         *notes,
@@ -115,10 +112,7 @@ def accelerate_file(setting: Exportable) -> Export:
 
 
 def is_exported(text: str) -> bool:
-    """Whether a file with this text was written by an export: its first line says so.
-
-    DeepSpeed's JSON has no room for that line; it is one where it holds the exported keys and no others.
-    """
+    """Whether a file with this text was written by an export: its first line says so, DeepSpeed's JSON by its keys."""
     if text.startswith(f"# {_MARK}"):
         return True
     try:
@@ -150,7 +144,6 @@ class Exportable:
     share: in words, what a batch's weight is a share of, where `loss` is "weighted".
     is_loop: the training has a ``train_step(state, batch, amp)`` of its own.
     origin: a line that says where the config comes from.
-    target: what it is exported to.
     """
 
     config: AmpConfig
@@ -159,7 +152,6 @@ class Exportable:
     share: str = ""
     is_loop: bool = False
     origin: str = ""
-    target: str = ""
 
     def divided_by(self, framework: str) -> list[str]:
         """What to know of the loss where the framework divides it by the accumulation steps, and that is not all."""
@@ -173,91 +165,68 @@ class Exportable:
 
 
 class Script:
-    """Source as it grows: comments, imports, lines. What of the config nobody `says` becomes a comment.
+    """Source as it grows: comments, imports, lines. What of the config is not in `said` becomes a comment.
 
     holder, way_out: who has no place for that, and what has.
     """
 
-    def __init__(self, setting: Exportable, holder: str = "", way_out: str = "") -> None:
+    def __init__(self, setting: Exportable, target: str, holder: str = "", way_out: str = "") -> None:
         self.setting = setting
         self.comments: list[str] = []
         self.lines: list[str] = []
+        self.imports: set[str] = set()
+        self.said = {"environment"}  # fields of the config
+        self.unsaid: list[str] = []
         self._holder, self._way_out = holder, way_out
-        self._imports: set[str] = set()
-        self._said = {"environment"}
-        self._unsaid: list[str] = []
         for dimension in DIMENSIONS:
-            lines = dimension.export(getattr(setting.config, dimension.name), setting.target)
+            lines = dimension.export(getattr(setting.config, dimension.name), target)
             if lines is not None:
-                self.says(dimension.name)
+                self.said.add(dimension.name)
                 self.lines += lines
-        if setting.config.environment:
-            self.comments.append("Before Python starts, in the shell:")
-            self.comments += [f"  {line}" for line in export_lines(setting.config)]
+        if exports := export_lines(setting.config):
+            self.comments += ["Before Python starts, in the shell:", *(f"  {line}" for line in exports)]
 
     def source(self) -> str:
         """The whole text."""
-        if unsaid := [*self._unsaid, *unsaid_of(self.setting.config, self._said)]:
+        if unsaid := [*self.unsaid, *unsaid_of(self.setting.config, self.said)]:
             self.comments.append(f"{self._holder} has no place for {'; '.join(unsaid)}: {self._way_out} has.")
-        imports = sorted(self._imports, key=lambda line: (line.startswith("from "), line))
+        imports = sorted(self.imports, key=lambda line: (line.startswith("from "), line))
         comments = [line for comment in self.comments for line in wrapped(comment)]
         parts = ["\n".join(comments), "\n".join(imports), "\n".join(self.lines)]
         origin = wrapped(f"{_MARK} {self.setting.origin}") if self.setting.origin else []
         return "\n".join([*origin, "\n\n".join(filter(None, parts)), ""])
 
-    def needs(self, *imports: str) -> None:
-        """Import these."""
-        self._imports.update(imports)
-
-    def says(self, *names: str) -> None:
-        """Note that the text holds these fields of the config."""
-        self._said.update(names)
-
     def add_config(self) -> None:
         """``config = AmpConfig(...)``."""
-        self.says(*self.setting.config.__struct_fields__)
-        classes: set[str] = set()
-        self.lines.append(f"config = {_source(self.setting.config, classes)}")
-        self.needs(f"from autotune_amp.core.config import {', '.join(sorted(classes))}")
-
-    def add_flags(self) -> None:
-        """The TF32 flags, which matter on CUDA alone."""
-        self.says("precision", "as_found")
-        if self.setting.config.as_found:
-            self.comments.append(KEPT_FLAGS)
-        elif self.setting.device_type == "cuda":
-            self.needs("import torch")
-            self.lines += strict_flag_lines(self.setting.config.precision)
+        self.said.update(self.setting.config.__struct_fields__)
+        source = f"config = {_source(self.setting.config)}"
+        self.lines.append(source)
+        classes = [kind.__name__ for kind in (AmpConfig, FallbackPlan, LossScale) if f"{kind.__name__}(" in source]
+        self.imports.add(f"from autotune_amp.core.config import {', '.join(classes)}")
 
     def add_loader(self) -> None:
         """``loader = DataLoader(...)``."""
-        self.says("batch_size", "num_workers")
-        self.needs("from torch.utils.data import DataLoader")
+        self.said |= {"batch_size", "num_workers"}
+        self.imports.add("from torch.utils.data import DataLoader")
         self.lines += [LOADER_COMMENT, loader_line(self.setting.config)]
-
-    def scaler_arguments(self, scale: LossScale) -> list[str]:
-        """What GradScaler takes of a loss scale, as source: it has no hysteresis and no bounds."""
-        self.says("loss_scale")
-        self._unsaid += [] if scale.hysteresis == 1 else [f"hysteresis={scale.hysteresis}"]
-        self._unsaid += [f"min_scale={scale.floor!r}", f"max_scale={scale.max_scale!r}"]
-        return keywords({name: getattr(scale, name) for name in SCALER_ARGUMENTS})
 
 
 def unsaid_of(config: AmpConfig, said: Collection[str]) -> list[str]:
     """The config's other fields in a few words each, those at their default left out."""
-    found = []
-    for one in msgspec.structs.fields(config):
-        value = getattr(config, one.name)
-        if one.name not in said and (one.required or value not in (one.default, (), {})):
-            plans = ", ".join(plan.precision for plan in config.plans)
-            source = f"{one.name}={' '.join(_source(value, set()).split())}"
-            found.append(f"the fallback to {plans}" if one.name == "fallback" else source)
-    return found
+    others = {name: value for name, value in _set_fields(config) if name not in said}
+    plans = ", ".join(plan.precision for plan in config.plans)
+    return [f"the fallback to {plans}" if n == "fallback" else f"{n}={_inline(v)}" for n, v in others.items()]
 
 
-def keywords(arguments: Mapping[str, object]) -> list[str]:
+def _set_fields(value: msgspec.Struct) -> list[tuple[str, object]]:
+    """Names and values of the fields that have none by default, or another."""
+    fields = ((one, getattr(value, one.name)) for one in msgspec.structs.fields(value))
+    return [(one.name, found) for one, found in fields if one.required or found not in (one.default, (), {})]
+
+
+def keywords(arguments: Iterable[tuple[str, object]], indent: str = "") -> list[str]:
     """Keyword arguments as source, of names and values."""
-    return [f"{name}={_source(value, set())}" for name, value in arguments.items()]
+    return [f"{name}={_source(value, indent)}" for name, value in arguments]
 
 
 def call(head: str, arguments: Sequence[str], tail: str = ")", indent: str = "") -> str:
@@ -278,20 +247,18 @@ def wrapped(comment: str) -> list[str]:
     return wrapper.wrap(comment)
 
 
-def _source(value: object, classes: set[str], indent: str = "") -> str:
-    """`value` as source, fields at their default left out; adds the classes that it takes to `classes`."""
+def _source(value: object, indent: str = "") -> str:
+    """`value` as source, fields at their default left out."""
     inner = f"{indent}    "
     if isinstance(value, msgspec.Struct):
-        classes.add(type(value).__name__)
-        arguments = [
-            f"{one.name}={_source(getattr(value, one.name), classes, inner)}"
-            for one in msgspec.structs.fields(value)
-            if one.required or getattr(value, one.name) not in (one.default, (), {})
-        ]
-        return call(f"{type(value).__name__}(", arguments, indent=indent)
+        return call(f"{type(value).__name__}(", keywords(_set_fields(value), inner), indent=indent)
     if isinstance(value, tuple):
-        return call("[", [_source(part, classes, inner) for part in value], "]", indent)
+        return call("[", [_source(part, inner) for part in value], "]", indent)
     return json.dumps(value) if isinstance(value, str | dict) else repr(value)
+
+
+def _inline(value: object) -> str:
+    return " ".join(_source(value).split())
 
 
 _ACCELERATOR = "autotune_amp.integrations.accelerate.AutotuneAccelerator"
@@ -299,34 +266,39 @@ _ACCELERATOR = "autotune_amp.integrations.accelerate.AutotuneAccelerator"
 
 def torch(setting: Exportable) -> str:
     """A loop in plain PyTorch; with the controller where plain PyTorch cannot keep what was measured."""
-    script, config = Script(setting, "PyTorch", "autotune_amp.PrecisionController"), setting.config
+    script, config = Script(setting, "torch", "PyTorch", "autotune_amp.PrecisionController"), setting.config
     if setting.is_loop:
         return _controlled(script, ["for batch in loader:", "    train_step(state, batch, controller)"])
-    if config.pinned_modules:
+    if config.pinned_modules or (setting.loss == "weighted" and accumulates(config)):
         loss = _loss(script, "controller.window_size", "controller.window_share")
         return _controlled(script, controlled_loop(_windows(setting), loss))
     steps = config.accumulation_steps
-    script.says("accumulation_steps")
-    script.add_flags()
+    script.said |= {"precision", "as_found", "accumulation_steps", "loss_scale"}
+    dtype = AUTOCAST_DTYPES.get(config.precision)
+    if dtype is not None or (setting.device_type == "cuda" and not config.as_found):
+        script.imports.add("import torch")
+    if config.as_found:
+        script.comments.append(KEPT_FLAGS)
+    elif setting.device_type == "cuda":  # where alone the TF32 flags matter
+        script.lines += strict_flag_lines(config.precision)
     script.add_loader()
-    loss = LOSS if steps == 1 else _loss(script, "len(window)", "counted / sum(counts)")
-    forward = [f"loss = {loss}"]
-    if (dtype := AUTOCAST_DTYPES.get(config.precision)) is not None:
-        script.needs("import torch")
+    forward = [f"loss = {LOSS if steps == 1 else pass_loss(setting.loss, 'len(window)', '')}"]
+    if dtype is not None:
         forward = _block(f'with torch.autocast("{setting.device_type}", dtype={dtype}):', forward)
     backward, step = "loss.backward()", ["optimizer.step()"]
-    if config.loss_scale is not None:
-        arguments = [f'"{setting.device_type}"', *script.scaler_arguments(config.loss_scale)]
+    if (scale := config.loss_scale) is not None:
+        bounds = {"hysteresis": scale.hysteresis, "min_scale": scale.floor, "max_scale": scale.max_scale}
+        script.unsaid = [f"{name}={value!r}" for name, value in bounds.items() if (name, value) != ("hysteresis", 1)]
+        taken = keywords((name, getattr(scale, name)) for name in SCALER_ARGUMENTS)
+        arguments = [f'"{setting.device_type}"', *taken]
         script.lines.append(call("scaler = torch.amp.GradScaler(", arguments))
         backward, step = "scaler.scale(loss).backward()", ["scaler.step(optimizer)", "scaler.update()"]
     step = [*step, "optimizer.zero_grad()"]
     if steps == 1:
         script.lines += _block("for batch in loader:", [*forward, backward, *step])
         return script.source()
-    script.needs("from itertools import islice")
+    script.imports.add("from itertools import islice")
     passes = _block("for batch in window:", [*forward, backward])
-    if setting.loss == "weighted":
-        passes[:1] = ["counts = [count(batch) for batch in window]", "for batch, counted in zip(window, counts):"]
     window = f"while window := list(islice(batches, {steps})):"
     script.lines += ["batches = iter(loader)", *_block(window, [*passes, *step])]
     return script.source()
@@ -334,8 +306,8 @@ def torch(setting: Exportable) -> str:
 
 def accelerate(setting: Exportable) -> str:
     """A loop with our Accelerator, which trains what was measured: loss under autocast, pins, fallbacks."""
-    script = Script(setting)
-    script.needs("from autotune_amp.integrations.accelerate import AutotuneAccelerator")
+    script = Script(setting, "accelerate")
+    script.imports.add("from autotune_amp.integrations.accelerate import AutotuneAccelerator")
     script.add_config()
     arguments = ["cpu=True"] if setting.device_type == "cpu" else []
     script.lines.append(call("accelerator = AutotuneAccelerator(", ["config", *arguments]))
@@ -357,9 +329,9 @@ def accelerate(setting: Exportable) -> str:
 
 def lightning(setting: Exportable) -> str:
     """A Trainer with our precision plugin, which holds all of the config but batch size and workers."""
-    script = Script(setting)
-    script.needs("from autotune_amp.integrations.lightning import trainer_arguments")
-    script.needs("from lightning.pytorch import Trainer")
+    script = Script(setting, "lightning")
+    script.imports.add("from autotune_amp.integrations.lightning import trainer_arguments")
+    script.imports.add("from lightning.pytorch import Trainer")
     script.comments += setting.divided_by("Lightning")
     _add_names_of_pins(script, "the LightningModule")
     script.add_config()
@@ -374,23 +346,24 @@ def lightning(setting: Exportable) -> str:
 
 def transformers(setting: Exportable) -> str:
     """TrainingArguments, and our Trainer, which keeps to the loss scale, the fallbacks and the pinned modules."""
-    script = Script(setting)
-    script.needs("from autotune_amp.integrations.transformers import AutotuneTrainer")
-    script.needs("from transformers import TrainingArguments")
+    script = Script(setting, "transformers")
+    script.imports.add("from autotune_amp.integrations.transformers import AutotuneTrainer")
+    script.imports.add("from transformers import TrainingArguments")
     script.comments += setting.divided_by("Where the loss is the script's own, Trainer")
     _add_names_of_pins(script, "`model`")
     script.add_config()
-    device: dict[str, Any] = {"use_cpu": True} if setting.device_type == "cpu" else {}
-    arguments = {"output_dir": "output", **training_arguments(setting.config), **device}
-    script.lines.append(call("arguments = TrainingArguments(", keywords(arguments)))
+    arguments = {"output_dir": "output", **training_arguments(setting.config)}
+    if setting.device_type == "cpu":
+        arguments["use_cpu"] = True
+    script.lines.append(call("arguments = TrainingArguments(", keywords(arguments.items())))
     given = ["model=model", "args=arguments", "train_dataset=dataset", "amp_config=config"]
     script.lines += [call("trainer = AutotuneTrainer(", given), "# trainer.train()"]
     return script.source()
 
 
-def shell(setting: Exportable) -> str:
+def env(setting: Exportable) -> str:
     """Lines for the shell that starts the training, and a comment on what is not the shell's."""
-    script = Script(setting, "The shell", "the script that another --to prints")
+    script = Script(setting, "env", "The shell", "the script that another --to prints")
     script.comments.clear()
     script.lines = export_lines(setting.config) or ["# The config sets no environment variables."]
     return script.source()
@@ -409,23 +382,15 @@ def beside_deepspeed(setting: Exportable) -> list[str]:
     elif config.precision == "tf32":
         found.append('TF32 has no key: call torch.set_float32_matmul_precision("high") in the script.')
     if config.loss_scale is not None:
-        found += roundings(config.loss_scale)
-    if pins := config.pinned_modules:
-        found.append(f"Nothing keeps {', '.join(pins)} in fp32, as it has to be: train with another framework.")
-    if config.plans:
-        found.append(f"Nothing falls back to {', '.join(plan.precision for plan in config.plans)}.")
-    said = ("precision", "batch_size", "accumulation_steps", "loss_scale", "fallback", "pinned_modules", "as_found")
+        found.append(f"DeepSpeed rounds what was measured, {_inline(config.loss_scale)}, and has no upper bound.")
+    said = ("precision", "batch_size", "accumulation_steps", "loss_scale", "as_found")
     if unsaid := unsaid_of(config, said):
-        found.append(f"The JSON has no place for {'; '.join(unsaid)}: say it in the script, or the shell (--to env).")
+        found.append(f"The JSON has no place for {'; '.join(unsaid)}: another --to has.")
     return [*found, *setting.divided_by("DeepSpeed")]
 
 
 _TEXTS: dict[str, Callable[[Exportable], str]] = {
-    "accelerate": accelerate,
-    "lightning": lightning,
-    "torch": torch,
-    "transformers": transformers,
-    "env": shell,
+    text.__name__: text for text in (accelerate, lightning, torch, transformers, env)
 }
 
 
@@ -440,7 +405,7 @@ def _add_names_of_pins(script: Script, holder: str) -> None:
 
 def _controlled(script: Script, lines: Sequence[str]) -> str:
     """A loop with the PrecisionController, which sets the TF32 flags itself."""
-    script.needs("from autotune_amp import PrecisionController")
+    script.imports.add("from autotune_amp import PrecisionController")
     script.add_config()
     script.add_loader()
     script.lines += [f'controller = PrecisionController(config, "{script.setting.device_type}")', *lines]
@@ -475,10 +440,9 @@ def _loss(script: Script, steps: str, share: str, *, is_divided: bool = False) -
 def accelerate_config(config: AmpConfig, device_type: str = "cuda") -> dict[str, Any]:
     """What ``accelerate config`` would write for one process on one device; keys as of Accelerate 1.15.
 
-    It holds the precision and the device. Loss scale, batch size, accumulation steps and TF32 belong to the script:
-    Accelerate refuses a file with unknown keys. A plain Accelerator keeps no modules pinned, and on a CPU it neither
-    casts to fp16 nor scales: there the precision is ``"no"``, fp32 rather than what was not measured.
-    `AutotuneAccelerator` sets its own under any file. Raises `InvalidRequestError` for fp8.
+    It holds the precision and the device; Accelerate refuses other keys. A plain Accelerator keeps no modules pinned,
+    and on a CPU it neither casts to fp16 nor scales: there the precision is ``"no"``, fp32 rather than what was not
+    measured. Raises `InvalidRequestError` for fp8.
     """
     _refuse_fp8(config)
     is_cast = config.precision in AUTOCAST_DTYPES and (device_type, config.precision) != ("cpu", "fp16")
@@ -495,4 +459,38 @@ def accelerate_config(config: AmpConfig, device_type: str = "cuda") -> dict[str,
         "rdzv_backend": "static",
         "same_network": True,
         "use_cpu": device_type == "cpu",
+    }
+
+
+def deepspeed_config(config: AmpConfig) -> dict[str, Any]:
+    """DeepSpeed's configuration document (``ds_config.json``) for a config; keys as of DeepSpeed 0.19.
+
+    DeepSpeed keeps the weights themselves in bf16 or fp16, with an fp32 copy in the optimizer, where autocast casts
+    fp32 weights. `init_scale` is rounded down to a power of two, the least scale to a whole number from 1 up. The scale
+    doubles and halves, whatever the growth and backoff factors, and has no upper bound.
+
+    Raises `InvalidRequestError` for an initial loss scale below 1, which DeepSpeed cannot go on from.
+    """
+    scale = config.loss_scale
+    fp16: dict[str, Any] = {"enabled": False}
+    if scale is not None:
+        if scale.init_scale < 1:
+            raise InvalidRequestError(
+                f"DeepSpeed cannot hold the initial loss scale {scale.init_scale!r}: its least scale is 1.",
+                "Train a loss that is a mean rather than a sum, or export to another framework.",
+            )
+        fp16 = {
+            "enabled": True,
+            "loss_scale": 0,  # dynamic
+            "initial_scale_power": math.floor(math.log2(scale.init_scale)),
+            "loss_scale_window": scale.growth_interval,
+            "hysteresis": scale.hysteresis,
+            "consecutive_hysteresis": False,  # counted anew when the scale grows, as `LossScale` has it
+            "min_loss_scale": max(1, math.floor(scale.floor)),
+        }
+    return {
+        "train_micro_batch_size_per_gpu": config.batch_size,
+        "gradient_accumulation_steps": config.accumulation_steps,
+        "bf16": {"enabled": config.precision == "bf16"},
+        "fp16": fp16,
     }

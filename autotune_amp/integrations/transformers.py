@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakSet
@@ -19,17 +19,15 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan, training_arguments
+from autotune_amp.core.config import AmpConfig, DemotedError, training_arguments
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError, WorkloadError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.workload import Workload, type_name
 from autotune_amp.integrations.accelerate import plain_optimizers
-from autotune_amp.integrations.bridge import config_of, other_window_error, readings
-from autotune_amp.numerics import batches
-from autotune_amp.numerics.modules import unwrap
+from autotune_amp.integrations.bridge import config_of, readings, refuse_other_window
+from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.precision.modes import MODES
-from autotune_amp.runtime import windows
 from autotune_amp.runtime.controller import PrecisionController
 
 __all__ = ["AutotuneCallback", "AutotuneTrainer", "workload"]
@@ -48,11 +46,11 @@ class AutotuneTrainer(Trainer):
     skipped. `controller` is the PrecisionController; the model is attached to it at the first step, with a rerun of the
     latest batch. Checkpoints hold its state in their ``scaler.pt``, and `resume_from_checkpoint` goes on at the rung
     that was saved. A second ``train()`` goes on with the controller as the first left it, stopped and interrupted ones
-    too; a model that ``model_init`` makes anew gets a controller of its own. A fallback with a smaller batch splits the
-    loader's batches.
+    too; a model that ``model_init`` makes anew gets a controller of its own.
 
     Where the run has to stop, ``train()`` saves a checkpoint, ends as it always does, and then raises
-    `NotPrecisionError` or `NoRungFitsError`, or with ``{"on_demotion": "checkpoint_and_stop"}`` `DemotedError`.
+    `NotPrecisionError` or `NoRungFitsError`, or `DemotedError` for a fallback in another batch size or accumulation,
+    and for any with ``{"on_demotion": "checkpoint_and_stop"}``.
 
     amp_config: precision, fallbacks, loss scale, batch size and accumulation, or the recommendation that holds them.
         `args` is to say the same, as ``config.to_training_arguments(like=today)`` does, of today's class.
@@ -82,8 +80,6 @@ class AutotuneTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """As the original's, with the controller for its scaler."""
         refuse_contradictions(self.args, self._amp_config)
-        if self._controller_options.get("on_demotion") != "checkpoint_and_stop":
-            refuse_other_windows(self._amp_config)
         super().create_accelerator_and_postprocess()
         if self.is_deepspeed_enabled:
             raise InvalidRequestError(
@@ -95,8 +91,13 @@ class AutotuneTrainer(Trainer):
 
     def _make_controller(self) -> None:
         self.controller = _KeepingController(self._amp_config, self.args.device, **self._controller_options)
+        self.controller.on_move(lambda _: self._refuse_other_window())
         self.accelerator.scaler = self.controller
         self._attached = None
+
+    def _refuse_other_window(self) -> None:
+        why = "the Trainer's loop keeps to one batch size and accumulation"
+        refuse_other_window(self.controller, self._amp_config, why, f"Go on with {_NEXT_TRAINER}.")
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """As the original's; the rung of a model before says nothing of a new one."""
@@ -107,13 +108,7 @@ class AutotuneTrainer(Trainer):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call] # transformers does not type it
-        if not can_follow(self._amp_config, self.controller.config):
-            raise other_window_error(
-                self.controller,
-                self._amp_config,
-                "the Trainer's loop keeps to one window",
-                f"Go on with {_NEXT_TRAINER}.",
-            )
+        self._refuse_other_window()
         return prepared
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
@@ -135,44 +130,17 @@ class AutotuneTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """As the original's, in as many passes as the current rung needs; returns the loss, detached."""
+        """As the original's; its loss can be computed again."""
         if self._attached is not model:
             self.controller.attach(model, self._rerun)
             self._attached = model
-        pieces = self._pieces(inputs)
-        losses = []
-        for number, (piece, divisor) in enumerate(pieces, start=1):
-            self._latest = (model, piece, num_items_in_batch), divisor
-            sync = nullcontext() if number == len(pieces) else self.accelerator.no_sync(model)
-            with self._dividing_by(divisor), sync:
-                losses.append(super().training_step(model, piece, num_items_in_batch))
-        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-
-    def _pieces(self, inputs: dict[str, Any]) -> list[tuple[dict[str, Any], float]]:
-        """The batch as the rung's passes take it, each with what its mean loss is to be divided by."""
-        plan, num_passes = self.controller.config, self.current_gradient_accumulation_steps
-        _, num_pieces = windows.shape(self._amp_config.batch_size, plan.batch_size, plan.accumulation_steps)
-        if num_pieces == 1:
-            return [(inputs, num_passes)]
-        pieces = list(windows.split(inputs, num_pieces))
-        sizes = [max(batches.first_dimensions(piece)) for piece in pieces]
-        return [(piece, num_passes * sum(sizes) / size) for piece, size in zip(pieces, sizes, strict=True)]
-
-    @contextmanager
-    def _dividing_by(self, divisor: float) -> Iterator[None]:
-        """What the Trainer divides a mean loss by; one that is normalised by the number of items stays as it is."""
-        before = self.current_gradient_accumulation_steps
-        self.current_gradient_accumulation_steps = divisor  # type: ignore[assignment] # a piece is less than a pass
-        try:
-            yield
-        finally:
-            self.current_gradient_accumulation_steps = before
+        self._latest = model, inputs, num_items_in_batch
+        return super().training_step(model, inputs, num_items_in_batch)
 
     def _rerun(self) -> Tensor:
         """The loss of the latest pass, for the controller's diagnosis."""
-        given, divisor = self._latest
-        with caught_losses(self.accelerator) as losses, self._dividing_by(divisor):
-            super().training_step(*given)
+        with caught_losses(self.accelerator) as losses:
+            super().training_step(*self._latest)
         return torch.stack(losses).sum()
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -189,12 +157,10 @@ class AutotuneTrainer(Trainer):
         if stopped is None:
             return output
         checkpoint = Path(self._get_output_dir(self._trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        saved, resumed = f"{checkpoint} is its checkpoint.", f"train(resume_from_checkpoint={str(checkpoint)!r})"
-        if not checkpoint.is_dir():
-            saved, resumed = "No checkpoint was saved.", "train()"
+        saved = f"{checkpoint} is its checkpoint." if checkpoint.is_dir() else "No checkpoint was saved."
         if not isinstance(stopped, DemotedError):
             raise type(stopped)(stopped.message, f"{stopped.next_step} {saved}") from stopped
-        next_step = f"{saved} Go on with {_NEXT_TRAINER} and {resumed}."
+        next_step = f"{saved} Go on with {_NEXT_TRAINER} and train(resume_from_checkpoint={str(checkpoint)!r})."
         raise DemotedError(stopped.message, next_step, stopped.config) from stopped
 
 
@@ -223,28 +189,18 @@ class AutotuneCallback(TrainerCallback):
 
     Logs, and what is reported of them, get ``amp/rung`` (0 is the config's own precision, one past the last fallback
     means disabled), ``amp/scale``, ``amp/num_skips``, ``amp/num_steps`` and ``amp/num_moves``; ``state.log_history``
-    also ``amp/precision`` and ``amp/moves``, those since the last entry. An `AutotuneTrainer` brings its own.
+    also ``amp/precision``. An `AutotuneTrainer` brings its own.
     """
 
     def __init__(self, trainer: AutotuneTrainer) -> None:
         self._trainer = trainer  # which may get another controller
-        self._num_logged = 0
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """What a checkpoint brought along was logged before."""
-        self._num_logged = len(self._trainer.controller.status().history)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Add the controller's state to the logs and to the last entry of the history."""
         status = self._trainer.controller.status()
         found = {f"amp/{name}": value for name, value in readings(self._trainer._amp_config, status).items()}
-        moves = [
-            f"{move.kind} at update {move.update}, {move.before} -> {move.after}: {move.reason}"
-            for move in status.history[self._num_logged :]
-        ]
-        self._num_logged = len(status.history)
         kwargs["logs"].update(found)
-        state.log_history[-1].update(found, **{"amp/precision": status.precision, "amp/moves": moves})
+        state.log_history[-1].update(found, **{"amp/precision": status.precision})
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Have a checkpoint saved and the training ended."""
@@ -281,51 +237,22 @@ def refuse_contradictions(args: Any, config: AmpConfig) -> None:
     names = ["per_device_train_batch_size", "gradient_accumulation_steps"]
     if args.tf32 is not None and "tf32" in wanted:  # a config that keeps the flags as found decides none
         names.append("tf32")
-    wrong = [name for name in names if getattr(args, name) != wanted[name]]
-    made_from = "Make them with amp_config.to_training_arguments(like=args), which keeps the others."
-    problem = None
+    found = [(name, getattr(args, name), wanted[name]) for name in names]
+    if args.mixed_precision != "no":  # none asked for is none: the controller sets it
+        found.append(("mixed_precision", args.mixed_precision, config.precision))
+    found.append(("auto_find_batch_size", args.auto_find_batch_size, False))
+    wrong = [f"{name}={given!r}, not {asked!r}" for name, given, asked in found if given != asked]
     if wrong:
-        given, asked = (", ".join(f"{name}={of(name)!r}" for name in wrong) for of in (vars(args).get, wanted.get))
-        problem = f"TrainingArguments has {given}; the config says {asked}.", made_from
-    elif args.mixed_precision not in ("no", config.precision):  # none asked for is none: the controller sets it
-        problem = (
-            f"TrainingArguments, or `accelerate launch`, asks for {args.mixed_precision}; the config's precision is "
-            f"{config.precision}.",
-            f"{made_from} Leave --mixed_precision out: the config names the precision.",
+        raise InvalidRequestError(
+            f"TrainingArguments, or `accelerate launch`, contradict the config: {'; '.join(wrong)}.",
+            "Make them with amp_config.to_training_arguments(like=args), which keeps the others, and leave "
+            "--mixed_precision out: the config names the precision.",
         )
-    elif args.auto_find_batch_size:
-        problem = (
-            f"auto_find_batch_size would leave the config's batch size of {config.batch_size}.",
-            "Leave it out: the config's batch size was measured.",
-        )
-    elif args.n_gpu > 1:
-        problem = (
+    if args.n_gpu > 1:
+        raise InvalidRequestError(
             f"The Trainer sees {args.n_gpu} GPUs in one process: nn.DataParallel does not keep to a bf16 autocast.",
             "Start it with torchrun, or let it see one GPU (CUDA_VISIBLE_DEVICES=0).",
         )
-    if problem is not None:
-        raise InvalidRequestError(*problem)
-
-
-def refuse_other_windows(config: AmpConfig) -> None:
-    """Raise `InvalidRequestError` for a fallback whose window is not that of the Trainer's loop, in a smaller batch."""
-    for plan in config.plans:
-        if not can_follow(config, plan):
-            raise InvalidRequestError(
-                f"The fallback {plan.precision} makes a step of {plan.batch_size} x {plan.accumulation_steps} samples, "
-                f"the config of {config.batch_size} x {config.accumulation_steps}: the Trainer's loop keeps to one.",
-                'Pass controller_options={"on_demotion": "checkpoint_and_stop"} and start again with the error\'s '
-                "config.",
-            )
-
-
-def can_follow(config: AmpConfig, plan: AmpConfig | FallbackPlan) -> bool:
-    """Whether the plan's passes are a window of the config's batches, each split or whole."""
-    try:
-        num_batches, _ = windows.shape(config.batch_size, plan.batch_size, plan.accumulation_steps)
-    except InvalidRequestError:
-        return False
-    return num_batches == config.accumulation_steps
 
 
 # What training_step has no part in, and what reports, writes or cannot leave this process.
@@ -389,23 +316,11 @@ def _weighs_passes(trainer: Trainer) -> bool:
     return counts_items or trainer.compute_loss_func is not None
 
 
-class _Unprepared:
-    """In the place of an accelerator while a loader is made, which is wanted as it is."""
-
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
-
-    def prepare(self, loader: Any) -> Any:
-        return loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
-
-
 def _loader(trainer: Trainer) -> DataLoader[Any]:
     """The trainer's own train loader, its collator and sampler, at the batch size of one device."""
     maker = copy.copy(trainer)
-    maker.accelerator = _Unprepared(trainer.accelerator)
+    maker.accelerator = copy.copy(trainer.accelerator)
+    maker.accelerator.prepare = lambda loader: loader  # it is wanted as it is
     maker._train_batch_size = trainer.args.per_device_train_batch_size
     if type(trainer)._remove_unused_columns is Trainer._remove_unused_columns:
         vars(maker)["_remove_unused_columns"] = functools.partial(_with_used_columns, maker)

@@ -13,7 +13,7 @@ import msgspec
 from autotune_amp.core.errors import AutotuneAmpError, BudgetTooSmallError, WorkloadError
 from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Failure
-from autotune_amp.distributed.ranks import is_from_launcher
+from autotune_amp.distributed import is_from_launcher
 from autotune_amp.isolation.process import Process, ProcessEndedError, Watcher
 
 if TYPE_CHECKING:

@@ -6,10 +6,12 @@ shares of what can be counted in the batch, and then minimised over w. It is hel
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,18 +19,22 @@ import msgspec
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils import _pytree as pytree
 
 from autotune_amp.core.outcome import Accumulation, AccumulationVerdict
-from autotune_amp.numerics.batches import tensors
 from autotune_amp.numerics.comparison import perturb, signals
 from autotune_amp.numerics.fidelity import REROUNDING, in_fp32
-from autotune_amp.numerics.modules import modules_by_name, unwrap
 from autotune_amp.numerics.passes import Gradients, Pass, Passes, Subject, without_dropout
-from autotune_amp.precision import torch_state
-from autotune_amp.precision.forward_wrapper import can_be_pinned, clear_override, has_half_weights, override
+from autotune_amp.precision.forward_wrapper import (
+    can_be_pinned,
+    clear_override,
+    has_half_weights,
+    modules_by_name,
+    override,
+    unwrap,
+    watch_forward,
+)
 from autotune_amp.precision.modes import MODES
-from autotune_amp.precision.torch_state import HALF_DTYPES
 
 IGNORED_LABEL = -100  # torch's own, in cross_entropy
 _MAX_SAMPLES = 16
@@ -38,6 +44,67 @@ _ROUNDING_MARGIN = 8.0
 _MAX_TOLERANCE = 0.05  # where rounding alone does more than this to a gradient, nothing can be told from it
 _MAX_LOSS_ERROR = 1e-3
 _MAX_WEIGHT_ERROR = 0.1  # of 1/k: weights found less exactly are no finding
+
+
+# -- batches of whatever type the user's code takes --------------------------------------------------------------------
+
+
+def tensors(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor with where it stands: a name, as ``labels``, where the batch names its parts, else ``batch[1]``."""
+    if isinstance(batch, Tensor):
+        yield name, batch
+        return
+    prefix = "" if name == "batch" else f"{name}."
+    if isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from tensors(value, f"{prefix}{key}")
+    elif isinstance(batch, (list, tuple)):
+        fields = getattr(batch, "_fields", None)
+        for index, value in enumerate(batch):
+            yield from tensors(value, f"{prefix}{fields[index]}" if fields else f"{name}[{index}]")
+    elif dataclasses.is_dataclass(batch) or (hasattr(batch, "__dict__") and not callable(batch)):
+        for attribute, value in vars(batch).items():
+            yield from tensors(value, f"{prefix}{attribute}")
+
+
+def first_dimensions(batch: Any) -> set[int]:
+    """Those of its tensors, 0 for one without dimensions: a batch can be cut where there is exactly one, not 0."""
+    return {tensor.shape[0] if tensor.dim() else 0 for _, tensor in tensors(batch)}
+
+
+def cut(batch: Any, size: int) -> list[Any]:
+    """`batch`, all of whose tensors have the same first dimension, in pieces of `size` samples, the last with the rest.
+
+    What is no tensor is in every piece, but for a list with an entry for each sample.
+    """
+    (num_samples,) = first_dimensions(batch)
+    return [_rebuilt(batch, slice(start, start + size), num_samples) for start in range(0, num_samples, size)]
+
+
+def _rebuilt(batch: Any, part: slice, num_samples: int) -> Any:
+    def of(value: Any) -> Any:
+        return _rebuilt(value, part, num_samples)
+
+    if isinstance(batch, Tensor):
+        return batch[part]
+    if next(tensors(batch), None) is None:
+        return batch[part] if isinstance(batch, (list, tuple)) and len(batch) == num_samples else batch
+    children, spec = pytree.tree_flatten(batch, is_leaf=lambda value: value is not batch)
+    if not spec.is_leaf():  # a builtin container, or a type that was registered as one
+        return pytree.tree_unflatten([of(child) for child in children], spec)
+    if isinstance(batch, Mapping) and not isinstance(batch, MutableMapping):
+        return {key: of(value) for key, value in batch.items()}
+    made: Any = copy.copy(batch)
+    if isinstance(batch, Mapping):
+        for key, value in batch.items():
+            made[key] = of(value)
+    else:
+        for name, value in vars(batch).items():
+            object.__setattr__(made, name, of(value))  # also of a frozen dataclass
+    return made
+
+
+# -- the check ---------------------------------------------------------------------------------------------------------
 
 
 def num_micro_batches(num_samples: int) -> int:
@@ -66,50 +133,39 @@ def check(subject: Subject, num_samples: int) -> Accumulation:
     """Hold micro-batches against the whole batch on `subject`, whose model is left as it was.
 
     `subject.batches` are the whole batch of `num_samples` and then its micro-batches, equal in size and in its order.
-    What the model's own code raises comes through; numbers that are not finite never raise.
+    Dropout is taken out; a model that draws otherwise is *unchecked*. What the model's own code raises comes through;
+    numbers that are not finite never raise.
     """
     started = time.perf_counter()
     passes = Passes(subject, in_fp32(subject.model, subject.device.type) if has_half_weights(subject.model) else None)
     own = unwrap(passes.model)
     with ExitStack() as stack:
-        # Compiled code would draw out of sight of the modes, and drop what dropout drops.
+        # Compiled code would drop what dropout drops.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(without_dropout(own))
         if can_be_pinned(own):  # in fp32 also under an autocast that the loss function has around it
             override(own, "fp32", subject.device.type)
             stack.callback(clear_override, own)
+        read_maxima = stack.enter_context(watch_forward(own, subject.device))
         try:
-            found = _checked(passes, num_samples)
-        except CannotReplayError as error:
-            found = unchecked(f"a micro-batch cannot be given the whole batch's random draws: {error}", num_samples)
+            found = _checked(passes, read_maxima, num_samples)
         finally:
             passes.restore()
             passes.model.zero_grad(set_to_none=True)
     return msgspec.structs.replace(found, num_passes=passes.num_passes, seconds=time.perf_counter() - started)
 
 
-def _checked(passes: Passes, num_samples: int) -> Accumulation:
-    pieces = passes.subject.batches[1:]
-    size = num_samples // len(pieces)
-    everything = Samples(0, num_samples, num_samples)
-    seed = passes.subject.seed
-    recorded = RecordedDraws()
-
-    def again(index: int, samples: Samples, other_seed: int = seed) -> Pass:
-        replayed = ReplayedDraws(recorded.draws, samples)
-        done = _pass(passes, index, replayed, other_seed)
-        replayed.finish()
-        return done
-
-    passes.restore()
-    whole = _pass(passes, 0, recorded, seed)
+def _checked(passes: Passes, read_maxima: Callable[[], dict[str, float]], num_samples: int) -> Accumulation:
+    seed, pieces = passes.subject.seed, passes.subject.batches[1:]
+    whole = _pass(passes, 0)
     if not whole.is_finite:
         return unchecked("the loss of the whole batch or its gradient is not finite", num_samples)
     passes.restore()
-    repeated = again(0, everything, seed + 1)
+    repeated = _pass(passes, 0, seed + 1)
     passes.restore()
     perturb(passes.model, REROUNDING, seed)
-    moved = again(0, everything)
-    unit_roundoff = MODES["bf16" if recorded.has_half else "fp32"].unit_roundoff
+    moved = _pass(passes, 0)
+    unit_roundoff = MODES["bf16" if any(read_maxima().values()) else "fp32"].unit_roundoff
     names = sorted(signals(whole.gradients, moved.gradients))
     rounding = _distance(whole.gradients, moved.gradients, names)
     if not names or rounding * _ROUNDING_MARGIN > _MAX_TOLERANCE:
@@ -117,16 +173,16 @@ def _checked(passes: Passes, num_samples: int) -> Accumulation:
     unrepeated = _distance(whole.gradients, repeated.gradients, names)
     if unrepeated > max(_ROUNDING_MARGIN * rounding, 4 * unit_roundoff):
         reason = f"the same batch gives another gradient a second time (they part by {unrepeated:.1g})"
-        because = "by random draws that cannot be handed on, or by what the first pass left outside the model's buffers"
+        because = "by random draws, or by what the first pass left outside the model's buffers"
         return unchecked(f"{reason}, {because}", num_samples)
     # One after the other, as training runs them: each finds what the one before left in the model's buffers.
     passes.restore()
-    parts = [again(index + 1, Samples(index * size, size, num_samples)) for index in range(len(pieces))]
+    parts = [_pass(passes, index + 1) for index in range(len(pieces))]
     if not all(part.is_finite for part in parts):
         return Accumulation(
             verdict="inexact",
-            reason=f"The loss of a micro-batch of {size} samples or its gradient is not finite, where that of the "
-            f"whole batch of {num_samples} is: a mean over something of which a micro-batch may hold nothing.",
+            reason="The loss of a micro-batch or its gradient is not finite, where that of the whole batch is: a mean "
+            "over something of which a micro-batch may hold nothing.",
             next_step="Keep the batch whole, make the loss finite for such a batch, or leave such samples out.",
             batch_size=num_samples,
             num_micro_batches=len(pieces),
@@ -140,17 +196,9 @@ def _checked(passes: Passes, num_samples: int) -> Accumulation:
     return _report(sums, find_weights(sums, counted_shares(pieces)), passes, num_samples)
 
 
-def _pass(passes: Passes, index: int, draws: AbstractContextManager[object], seed: int) -> Pass:
-    """Forward and backward, which may compute the forward pass again; only entries of the gradients are kept."""
-
-    @contextmanager
-    def replaying() -> Iterator[None]:
-        torch_state.seed(seed)
-        with draws:
-            yield
-
-    with without_dropout():
-        done = passes.run(index, "fp32", restores=False, around_forward=replaying(), around_backward=draws)
+def _pass(passes: Passes, index: int, seed: int | None = None) -> Pass:
+    """From the state as it is; only entries of the gradients are kept."""
+    done = passes.run(index, "fp32", restores=False, seed=seed)
     return Pass(done.loss, {name: _entries(gradient) for name, gradient in done.gradients.items()})
 
 
@@ -172,108 +220,6 @@ def _distance(one: Gradients, other: Gradients, names: Sequence[str]) -> float:
     gram = _gram([one, other], names)
     size = float(gram[0, 0])
     return math.sqrt(max(0.0, float(gram[0, 0] + gram[1, 1] - 2 * gram[0, 1])) / size) if size else 0.0
-
-
-# -- random draws ------------------------------------------------------------------------------------------------------
-
-# Whose numbers do not depend on how many are drawn beside them, in place or not. Not `randperm`: a permutation of the
-# batch's samples has no part that permutes some of them.
-_DRAWING = {
-    f"aten::{name}"
-    for name in (
-        *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "poisson"),
-        *("binomial", "uniform", "exponential", "random", "log_normal", "geometric", "cauchy", "_standard_gamma"),
-    )
-}
-_MULTIPLYING = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "convolution")}
-
-
-class CannotReplayError(Exception):
-    """A pass draws otherwise than the one whose draws it is to be given."""
-
-
-class Samples(NamedTuple):
-    """`num` samples from the `first` on, of `num_all` that the recorded pass had."""
-
-    first: int
-    num: int
-    num_all: int
-
-
-class Draw(NamedTuple):
-    """What a random operation gave; `numbers` are its arguments that are plain numbers, such as bounds."""
-
-    name: str
-    numbers: tuple[float, ...]
-    value: Tensor
-
-
-class RecordedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
-    """Keeps in `draws` what random operations give while it is entered, in their order.
-
-    `has_half` says whether any matrix product or convolution was computed in half precision.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.draws: list[Draw] = []
-        self.has_half = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.has_half |= func._schema.name in _MULTIPLYING and result.dtype in HALF_DTYPES
-            if _draws(func):
-                self.draws.append(Draw(func._schema.name, _numbers(args), result.detach().clone()))
-        return result
-
-
-class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
-    """Gives random operations what the same ones gave when `draws` were recorded, or the part of it of `samples`.
-
-    While it is entered an operation that has nothing to match raises `CannotReplayError`, as does `finish` where draws
-    are left.
-    """
-
-    def __init__(self, draws: Sequence[Draw], samples: Samples) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._left = list(reversed(draws))
-        self._samples = samples
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and _draws(func):
-            draw, name = self._left.pop() if self._left else None, func._schema.name
-            if draw is None or (draw.name, draw.numbers) != (name, _numbers(args)):
-                raise CannotReplayError(f"it draws by {name.removeprefix('aten::')} where the whole batch did not")
-            result.copy_(_part(draw.value, result.shape, self._samples))
-        return result
-
-    def finish(self) -> None:
-        """The pass is over."""
-        if self._left:
-            raise CannotReplayError(f"it makes {len(self._left)} draws fewer than the whole batch")
-
-
-def _part(value: Tensor, shape: torch.Size, samples: Samples) -> Tensor:
-    """The samples' part of `value` along the one dimension in which `shape` is shorter; all of it where none is."""
-    if value.shape == shape:
-        return value
-    shorter = [dim for dim, (whole, part) in enumerate(zip(value.shape, shape, strict=False)) if whole != part]
-    if value.dim() == len(shape) and len(shorter) == 1:
-        (dim,) = shorter
-        per_sample, rest = divmod(value.shape[dim], samples.num_all)
-        if not rest and shape[dim] == per_sample * samples.num:
-            return value.narrow(dim, samples.first * per_sample, shape[dim])
-    raise CannotReplayError(f"its draw of shape {tuple(shape)} is no part of the whole batch's {tuple(value.shape)}")
-
-
-def _draws(func: Any) -> bool:
-    return func._schema.name.removesuffix("_") in _DRAWING
-
-
-def _numbers(args: tuple[Any, ...]) -> tuple[float, ...]:
-    return tuple(argument for argument in args if isinstance(argument, (int, float)))
 
 
 # -- the weights -------------------------------------------------------------------------------------------------------
@@ -350,35 +296,38 @@ def counted_shares(pieces: Sequence[object]) -> list[tuple[str, Tensor]]:
 
     `[:, 1:]` stands where the first of each sequence is left out, as a language model does that shifts its labels.
     """
-    by_piece = [dict(tensors(piece)) for piece in pieces]
-    columns = {name: [of_piece[name] for of_piece in by_piece if name in of_piece] for name in by_piece[0]}
-    columns |= {
-        f"{name}[:, 1:]": [tensor[:, 1:] for tensor in column if tensor.dim() > 1] for name, column in columns.items()
-    }
+    columns: dict[str, list[Tensor]] = {}
+    for piece in pieces:
+        for name, tensor in tensors(piece):
+            columns.setdefault(name, []).append(tensor)
+            if tensor.dim() > 1:
+                columns.setdefault(f"{name}[:, 1:]", []).append(tensor[:, 1:])
     shares = []
-    for text in (*_NOT_COUNTED, _ALL, _SUM):
+    for text, count in _COUNTS.items():
         for name, column in columns.items():
-            counts = torch.tensor([_count(tensor, text) for tensor in column], dtype=torch.float64)
+            counts = torch.tensor([count(tensor) for tensor in column], dtype=torch.float64)
             is_known = len(counts) == len(pieces) and bool(counts.isfinite().all()) and float(counts.sum()) > 0
-            counts_all = text != _ALL and counts.tolist() == [tensor.numel() for tensor in column]
+            counts_all = text != ".numel()" and counts.tolist() == [tensor.numel() for tensor in column]
             if is_known and not counts_all:
                 shares.append((name + text, counts / counts.sum()))
     return shares
 
 
-# In the order of how telling they are.
-_NOT_COUNTED, _ALL, _SUM = {f" != {IGNORED_LABEL}": IGNORED_LABEL, " != 0": 0}, ".numel()", ".sum()"
+def _other_than(value: int, column: Tensor) -> float:
+    return math.nan if column.is_floating_point() or column.is_complex() else float((column != value).sum())
 
 
-def _count(column: Tensor, text: str) -> float:
-    """NaN, which no share is made of, where such numbers are not counted so."""
-    if text == _ALL:
-        return float(column.numel())
-    if column.is_complex() or (text == _SUM and bool((column < 0).any())):
-        return math.nan
-    if text == _SUM:
-        return float(column.cpu().double().sum())
-    return math.nan if column.is_floating_point() else float((column != _NOT_COUNTED[text]).sum())
+def _sum(column: Tensor) -> float:
+    return math.nan if column.is_complex() or bool((column < 0).any()) else float(column.cpu().double().sum())
+
+
+# In the order of how telling they are; NaN, which no share is made of, where such numbers are not counted so.
+_COUNTS: dict[str, Callable[[Tensor], float]] = {
+    f" != {IGNORED_LABEL}": lambda column: _other_than(IGNORED_LABEL, column),
+    " != 0": lambda column: _other_than(0, column),
+    ".numel()": lambda column: float(column.numel()),
+    ".sum()": _sum,
+}
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------
@@ -393,22 +342,15 @@ def _report(sums: Sums, found: Finding, passes: Passes, num_samples: int) -> Acc
     if found.verdict == "unchecked":
         reason = f"the {parts} are too much alike to tell with which weights they add up to {the_whole}"
         return msgspec.structs.replace(unchecked(reason, num_samples), error=error, mean_error=mean_error)
-    if found.verdict == "mean":
-        next_step = "Divide each micro-batch's loss by the accumulation steps."
-    elif found.verdict == "sum":
-        next_step = "Add the micro-batches' losses as they are: do not divide them by the accumulation steps."
-    reason = f"The {found.verdict} of the {parts} is {the_whole} ({apart})"
     if found.verdict == "weighted":
         weights = ", ".join(f"{weight:.3f}" for weight in found.weights.tolist())
-        by = f"its share of {found.share}" if found.share else "its own weight"
+        share = found.share or "whatever the loss divides by"
         reason = (
-            f"The {parts} add up to {the_whole} when each counts by {by}, here {weights} ({apart}); their plain mean "
-            f"misses it by {100 * mean_error:.2g} %"
+            f"The {parts} add up to {the_whole} when each counts by its share of {share}, here {weights} ({apart}); "
+            f"their plain mean misses it by {100 * mean_error:.2g} %"
         )
-        kind = "tokens" if found.share and str(IGNORED_LABEL) in found.share else "entries that count"
         next_step = (
-            f"Multiply each micro-batch's loss by its share of the window's {kind} "
-            f"({found.share or 'whatever the loss divides by'}) in place of 1/accumulation_steps: "
+            f"Multiply each micro-batch's loss by its share of the window's {share} in place of 1/accumulation_steps: "
             "PrecisionController.windows(loader, weigh=...) has it, and the exports."
         )
     elif found.verdict == "inexact":
@@ -417,6 +359,12 @@ def _report(sums: Sums, found: Finding, passes: Passes, num_samples: int) -> Acc
             f"No weighting of the {parts} gives {the_whole}: the best misses it by {100 * error:.2g} %, where rounding "
             f"explains {sums.tolerance(found.weights):.1g}; {cause}"
         )
+    else:
+        reason = f"The {found.verdict} of the {parts} is {the_whole} ({apart})"
+        next_step = {
+            "mean": "Divide each micro-batch's loss by the accumulation steps.",
+            "sum": "Add the micro-batches' losses as they are: do not divide them by the accumulation steps.",
+        }[found.verdict]
     return Accumulation(
         verdict=found.verdict,
         reason=f"{reason}.",
@@ -435,12 +383,12 @@ def _cause(passes: Passes) -> tuple[str, str]:
     norms = [n for n, m in modules if isinstance(m, _BatchNorm) and (m.training or m.running_mean is None)]
     if norms:
         return (
-            f"BatchNorm in training mode takes its statistics from each micro-batch ({_some(norms)})",
+            f"BatchNorm in training mode takes its statistics from each micro-batch ({', '.join(norms[:3])})",
             "Keep the batch whole, or put BatchNorm in eval mode or GroupNorm in its place.",
         )
-    if changed := passes.changed_buffers():
+    if changed := passes.changed(passes.model.named_buffers()):
         return (
-            f"the forward pass changes {_some(changed)}, which that of the next micro-batch may compute with",
+            f"the forward pass changes {', '.join(changed[:3])}, which that of the next micro-batch may compute with",
             "Keep the batch whole, or change these buffers once per optimizer step, outside of the forward pass.",
         )
     return (
@@ -449,7 +397,3 @@ def _cause(passes: Passes) -> tuple[str, str]:
         "samples",
         "Keep the batch whole: smaller batches accumulated would learn something else.",
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

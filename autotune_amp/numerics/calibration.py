@@ -17,9 +17,9 @@ from torch import Tensor
 from autotune_amp.core.config import MIN_LOSS_SCALE
 from autotune_amp.core.outcome import Calibration
 from autotune_amp.numerics.comparison import COUNTS
-from autotune_amp.numerics.modules import watch_forward
 from autotune_amp.numerics.passes import Pass, Passes, Subject
 from autotune_amp.numerics.scaler_replay import starting_scale
+from autotune_amp.precision.forward_wrapper import watch_forward
 
 _STEPS_PER_HISTOGRAM = 4
 _LOWEST_OCTAVE, _HIGHEST_OCTAVE = -149, 127  # of float32, subnormal numbers included
@@ -42,18 +42,18 @@ def calibrate(subject: Subject, *, batch_size: int, pinned_modules: Sequence[str
     log2_scales: list[float | None] = []
     octaves, forward_max, guess = count_octaves([]), 0.0, FIRST_GUESS
     try:
-        with passes.pinned(pinned_modules), watch_forward(passes.model, subject.device) as watch:
+        with passes.pinned(pinned_modules), watch_forward(passes.model, subject.device) as read_maxima:
             optimizer = subject.make_optimizer(passes.model)
             for index in range(len(subject.batches)):
                 if index % _STEPS_PER_HISTOGRAM == 0:
                     octaves += count_octaves(passes.run(index, "fp32").gradients.values())
-                watch.reset()
                 found = largest_safe_scale(passes, index, guess)
+                maxima = read_maxima()
                 log2_scales.append(found.log2_scale)
                 if found.log2_scale is None:
                     continue  # nothing is kept of it: the next pass begins from where this one began
                 guess = found.log2_scale
-                forward_max = max([forward_max, *filter(math.isfinite, watch.maxima().values())])
+                forward_max = max([forward_max, *filter(math.isfinite, maxima.values())])
                 passes.step(optimizer, found.last.gradients)
                 passes.keep()
     finally:

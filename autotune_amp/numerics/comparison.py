@@ -8,6 +8,7 @@ differ by one rounding of the low precision.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
@@ -33,6 +34,9 @@ MAX_OWN_NOISE = 0.1
 _NUM_HALVINGS = 4  # of a step's loss scale, before it is asked whether any will do
 
 
+_MAX_MODULES = 40  # rows of a chart
+
+
 @dataclass
 class Sums:
     """Sums of squares over entries and batches, and counts; `+=` adds another's."""
@@ -50,71 +54,32 @@ class Sums:
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
         return self
 
-    @property
-    def noise_ratio(self) -> float:
-        """Rounding noise over batch noise; over the gradient itself where the batches are all alike."""
-        yardstick = self.noise if self.noise > 1e-12 * self.reference else self.reference
-        return math.sqrt(_ratio(self.difference, yardstick))
-
-    @property
-    def cosine(self) -> float:
-        """Of the angle between the two gradients; 1 where both are zero."""
-        norms = math.sqrt(self.reference) * math.sqrt(self.low)
-        return min(1.0, self.product / norms) if norms else float(self.reference == self.low)
-
-    @property
-    def norm_ratio(self) -> float:
-        """Low precision over fp32."""
-        return math.sqrt(self.low / self.reference) if self.reference else 1.0
-
-    @property
-    def flushed_share(self) -> float:
-        """Of the entries that count."""
-        return self.num_flushed / self.num_counting if self.num_counting else 0.0
-
     def damage(self, name: str) -> GradientDamage:
-        """As what is said of the parameter or module of this name."""
+        """What is said of the parameter or module of this name.
+
+        The noise between batches is the yardstick of rounding's, or the gradient itself where they are all alike. The
+        cosine is 1 where both gradients are zero.
+        """
+        yardstick = self.noise if self.noise > 1e-12 * self.reference else self.reference
+        norms = math.sqrt(self.reference) * math.sqrt(self.low)
         return GradientDamage(
             name=name,
-            noise_ratio=self.noise_ratio,
-            cosine=self.cosine,
-            norm_ratio=self.norm_ratio,
-            flushed_share=self.flushed_share,
+            noise_ratio=math.sqrt(_ratio(self.difference, yardstick)),
+            cosine=min(1.0, self.product / norms) if norms else float(self.reference == self.low),
+            norm_ratio=math.sqrt(self.low / self.reference) if self.reference else 1.0,
+            flushed_share=self.num_flushed / self.num_counting if self.num_counting else 0.0,
         )
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """`whole` sums over all parameters that carry a signal; `parameters` holds each of those, in the model's order."""
+class Comparison(NamedTuple):
+    """The `whole` gradient, of the parameters that carry a signal, and each of these, in the model's order.
 
-    whole: Sums
-    parameters: dict[str, Sums]
+    `modules` are those that hold them, the noisiest ones where there are many.
+    """
 
-    def worst(self, num: int) -> tuple[GradientDamage, ...]:
-        """The parameters whose rounding noise is largest against their batch noise."""
-        return tuple(sorted(self._damages(), key=attrgetter("noise_ratio"), reverse=True)[:num])
-
-    def most_flushed(self) -> GradientDamage | None:
-        """The parameter of which the largest share is flushed; None where there is none at all."""
-        return max(self._damages(), key=attrgetter("flushed_share"), default=None)
-
-    def modules(self, max_modules: int) -> tuple[GradientDamage, ...]:
-        """The modules with parameters of their own, in the order of the model.
-
-        Modules are joined from the innermost level on, until there are at most `max_modules` or the outermost are left.
-        """
-        paths = {name: name.split(".")[:-1] for name in self.parameters}
-        depth = max(map(len, paths.values()), default=0)
-        while depth > 1 and len({tuple(path[:depth]) for path in paths.values()}) > max_modules:
-            depth -= 1
-        joined: dict[str, Sums] = {}
-        for name, sums in self.parameters.items():
-            module = joined.setdefault(".".join(paths[name][:depth]), Sums())
-            module += sums
-        return tuple(sums.damage(name) for name, sums in joined.items())
-
-    def _damages(self) -> list[GradientDamage]:
-        return [sums.damage(name) for name, sums in self.parameters.items()]
+    whole: GradientDamage
+    parameters: list[GradientDamage]
+    modules: list[GradientDamage]
 
 
 def signals(gradients: Gradients, perturbed: Gradients) -> set[str]:
@@ -134,6 +99,7 @@ def compare(low: Sequence[Gradients], reference: Sequence[Gradients], names: Col
     without a gradient has a zero one.
     """
     parameters: dict[str, Sums] = {}
+    modules: dict[str, Sums] = defaultdict(Sums)
     whole = Sums()
     for name in dict.fromkeys(chain(*reference, *low)):
         if name in names:
@@ -142,7 +108,14 @@ def compare(low: Sequence[Gradients], reference: Sequence[Gradients], names: Col
                 following = reference[(index + 1) % len(reference)]
                 sums += _sums(gradients.get(name), reference[index].get(name), following.get(name))
             whole += sums
-    return Comparison(whole, parameters)
+            modules[name.rpartition(".")[0]] += sums
+    damages = [sums.damage(name) for name, sums in modules.items()]
+    noisiest = sorted(damages, key=attrgetter("noise_ratio"), reverse=True)[:_MAX_MODULES]
+    return Comparison(
+        whole=whole.damage(""),
+        parameters=[sums.damage(name) for name, sums in parameters.items()],
+        modules=[damage for damage in damages if damage in noisiest],
+    )
 
 
 def _sums(low: Tensor | None, reference: Tensor | None, other: Tensor | None) -> Sums:
@@ -188,13 +161,6 @@ class Run(NamedTuple):
         return all(map(math.isfinite, self.losses))
 
 
-class Gap(NamedTuple):
-    """Mean distance between losses: over that of the perturbed run, and over the scatter from batch to batch."""
-
-    over_perturbed: float
-    over_scatter: float
-
-
 def train(
     passes: Passes,
     precision: Precision,
@@ -226,13 +192,16 @@ def train(
     return Run(tuple(losses), num_skips)
 
 
-def gap(low: Run, reference: Run, perturbed: Run) -> Gap:
-    """How far the low precision's losses are from the reference's; all runs of equal length, and finite."""
+def gap(low: Run, reference: Run, perturbed: Run) -> tuple[float, float]:
+    """How far the low precision's losses are from the reference's; all runs of equal length, and finite.
+
+    Their mean distance over that of the perturbed run, and over the scatter from batch to batch.
+    """
     distance, chance = _distance(low, reference), _distance(perturbed, reference)
     # The scatter of the differences, so that the loss's fall does not count as scatter.
     steps = [after - before for before, after in zip(reference.losses, reference.losses[1:], strict=False)]
     scatter = pstdev(steps) / math.sqrt(2)
-    return Gap(_ratio(distance, chance), _ratio(distance, scatter))
+    return _ratio(distance, chance), _ratio(distance, scatter)
 
 
 def finite_pass(
@@ -275,38 +244,20 @@ def lost_updates(model: nn.Module, before: Mapping[str, Tensor], after: Mapping[
     """What becomes of one fp32 step, from the weights `before` it to those `after`, where `model` keeps its weights.
 
     Over the trainable parameters in half precision; None where there are none. The weights `before` are numbers that
-    the half precision holds. Stochastic rounding takes one of the two neighbours so that the mean is right; its
-    variance is (x - below) (above - x) [exact].
+    the half precision holds.
     """
     num_moved = num_lost = 0
-    moved = applied = variance = 0.0
     dtypes = set()
     for name, parameter in model.named_parameters():
         if parameter.dtype not in HALF_DTYPES or not parameter.requires_grad:
             continue
         dtypes.add(parameter.dtype)
-        update = (after[name] - before[name]).double()
-        nearest = after[name].to(parameter.dtype).double() - before[name].double()
+        update = after[name] - before[name]
+        nearest = after[name].to(parameter.dtype).to(before[name]) - before[name]
         # Not finite: a mask of -inf kept as a parameter, or a step past the end of the format, which is no rounding.
-        counts = (update != 0) & update.isfinite() & nearest.isfinite()
-        update, nearest = update.where(counts, 0), nearest.where(counts, 0)
-        num_moved += int((update != 0).sum())
-        num_lost += int(((update != 0) & (nearest == 0)).sum())
-        moved += float(update.square().sum())
-        applied += float((update * nearest).sum())
-        variance += float(_rounding_variance(after[name].cpu(), parameter.dtype).where(counts.cpu(), 0).sum())
-    if not num_moved or not moved:
+        moved = (update != 0) & update.isfinite() & nearest.isfinite()
+        num_moved += int(moved.sum())
+        num_lost += int((moved & (nearest == 0)).sum())
+    if not num_moved:
         return None
-    return LowWeights(
-        weights="fp16" if torch.float16 in dtypes else "bf16",
-        lost_share=num_lost / num_moved,
-        applied_share=applied / moved,
-        stochastic_noise=math.sqrt(variance / moved),
-    )
-
-
-def _rounding_variance(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of stochastic rounding; on the CPU, since nextafter in half precision is not there on every accelerator."""
-    nearest = exact.to(dtype)
-    other = torch.nextafter(nearest, torch.where(exact > nearest.float(), math.inf, -math.inf).to(dtype))
-    return (exact.double() - nearest.double()).abs() * (other.double() - exact.double()).abs()
+    return LowWeights(weights="fp16" if torch.float16 in dtypes else "bf16", lost_share=num_lost / num_moved)

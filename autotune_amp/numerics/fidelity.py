@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 
-import msgspec
 import torch
 from torch import nn
 
@@ -33,11 +33,17 @@ from autotune_amp.numerics.comparison import (
     train,
 )
 from autotune_amp.numerics.grading import MAX_FORWARD_SHARE, Findings, Grade, grade, next_step
-from autotune_amp.numerics.locate import OUTSIDE, bad_parameters, blown_up, local_errors
-from autotune_amp.numerics.modules import ForwardWatch, is_inside, modules_by_name, watch_forward
+from autotune_amp.numerics.locate import OUTSIDE, bad_parameters, blown_up, first_wrong
 from autotune_amp.numerics.passes import Pass, Passes, Subject
 from autotune_amp.numerics.scaler_replay import starting_scale
-from autotune_amp.precision.forward_wrapper import can_be_pinned, has_half_weights, override
+from autotune_amp.precision.forward_wrapper import (
+    can_be_pinned,
+    has_half_weights,
+    is_inside,
+    modules_by_name,
+    override,
+    watch_forward,
+)
 from autotune_amp.precision.modes import MODES
 
 NUM_BATCHES = 3  # held against each other in one step
@@ -45,15 +51,12 @@ NUM_PAIRED_STEPS = 8
 REROUNDING = 2.0**-20  # moves weights enough for fp32 to round otherwise, and no more
 MAX_PINNED_SHARE = 0.05  # of the modules; one may always be pinned
 MAX_ROUNDS = 3
-# A module whose output is off by less of what its samples differ by is not what makes a gradient wrong.
-MIN_LOCAL_ERROR = 0.05
 _NUM_WORST = 5
 # Of the findings, what `Fidelity` says as it is.
 _SAID = (
-    *("noise_ratio", "flushed_share", "forward_max", "format_max"),
+    *("loss_error", "noise_ratio", "flushed_share", "forward_max", "format_max"),
     *("training_gap", "training_noise_gap", "has_moved"),
 )
-_MAX_MODULES = 40  # rows of a chart
 
 
 def check(
@@ -72,22 +75,17 @@ def check(
     errors and the `InvalidRequestError` for a module that cannot be pinned; numbers that are not finite never raise.
     `on_bad_verdict` is given a bad verdict before that search, which may take long, or take the process with it.
     """
-    started = time.perf_counter()
     passes = Passes(subject)
-
-    def complete(found: Fidelity) -> Fidelity:
-        return msgspec.structs.replace(found, batch_size=batch_size, seconds=time.perf_counter() - started)
-
-    with watch_forward(subject.model, subject.device) as watch:
+    with watch_forward(subject.model, subject.device) as read_maxima:
         try:
-            experiment = Experiment(passes, precision, watch)
+            experiment = Experiment(passes, precision, batch_size, read_maxima)
             attempt = experiment.attempt(tuple(pinned_modules))
             if not find_pins or not attempt.grade.is_bad or attempt.grade.is_of_weights:
-                return complete(experiment.report(attempt))
+                return experiment.report(attempt)
             if on_bad_verdict is not None:
-                on_bad_verdict(complete(experiment.report(attempt)))
+                on_bad_verdict(experiment.report(attempt))
             culprits, healing = _locate(experiment, attempt)
-            return complete(experiment.report(attempt, culprits, healing))
+            return experiment.report(attempt, culprits, healing)
         finally:
             passes.restore()
             passes.model.zero_grad(set_to_none=True)
@@ -107,7 +105,6 @@ class Attempt:
     found: Findings
     bad_index: int | None = None
     comparison: Comparison | None = None
-    loss_error: float | None = None
     training: Run | None = None
 
     @cached_property
@@ -119,23 +116,27 @@ class Attempt:
 class Experiment:
     """What fp32 does, measured once and when it is needed, and attempts at the precision.
 
-    `watch` watches the subject's model: one for all, so that a compiled model is compiled once for each precision.
+    `read_maxima` is what `watch_forward` gives for the subject's model: one for all attempts, so that a compiled model
+    is compiled once for each precision.
     """
 
-    def __init__(self, low: Passes, precision: Precision, watch: ForwardWatch) -> None:
+    def __init__(
+        self, low: Passes, precision: Precision, batch_size: int, read_maxima: Callable[[], dict[str, float]]
+    ) -> None:
+        self._started = time.perf_counter()
+        self._batch_size = batch_size
         self.low = low
         self.precision = precision
         self._mode = MODES[precision]
-        self._watch = watch
+        self._read_maxima = read_maxima
         self._subject = subject = low.subject
         self._has_half_weights = has_half_weights(subject.model)
         # Where weights are kept in half precision fp32 is a copy of the model.
-        self._fp32 = Passes(subject, in_fp32(subject.model, subject.device.type)) if self._has_half_weights else low
-        self._reference = [self._fp32.run(index, "fp32") for index in range(NUM_BATCHES)]
+        self.fp32 = Passes(subject, in_fp32(subject.model, subject.device.type)) if self._has_half_weights else low
+        self._reference = [self.fp32.run(index, "fp32") for index in range(NUM_BATCHES)]
         self._reference_runs: list[Run] = []  # plain, and from weights that are rounded otherwise
         self._fp32_step_seconds: float | None = None
         self._has_moved = True  # False once fp32's own training run has moved no weight
-        self._signals: set[str] | None = None
         self._log2_guess = FIRST_GUESS  # of the largest safe loss scale: what the attempt before found
         self._low_weights = self._lost_updates()
 
@@ -144,11 +145,11 @@ class Experiment:
         attempt = self.one_step(pins)
         return self.train(attempt) if attempt.grade.verdict in ("faithful", "doubtful") else attempt
 
-    def one_step(self, pins: Sequence[str], num_batches: int = NUM_BATCHES) -> Attempt:
+    def one_step(self, pins: Sequence[str]) -> Attempt:
         """Loss and gradients of the first batches at the first weights."""
-        self._watch.reset()
+        self._read_maxima()  # of passes before
         with self.low.pinned(pins):
-            low, scale, has_safe_scale = self._low_passes(num_batches)
+            low, scale, has_safe_scale = self._low_passes()
         maxima = self._low_maxima()
         found = Findings(
             is_finite=low[-1].is_finite,
@@ -162,44 +163,45 @@ class Experiment:
         if not found.is_finite:
             return replace(attempt, bad_index=len(low) - 1)
         difference = math.hypot(*(a.loss - b.loss for a, b in zip(low, self._reference, strict=False)))
-        size = math.hypot(*(done.loss for done in self._reference[:num_batches]))
+        size = math.hypot(*(done.loss for done in self._reference))
         gradients = [done.gradients for done in low]
-        sums = compare(gradients, [done.gradients for done in self._reference], self.signals())
+        sums = compare(gradients, [done.gradients for done in self._reference], self.signals)
         found = found._replace(
+            loss_error=difference / size if size else difference,
             noise_ratio=sums.whole.noise_ratio,
             flushed_share=sums.whole.flushed_share,
-            most_flushed=sums.most_flushed(),
-            noisiest=next(iter(sums.worst(1)), None),
+            most_flushed=max(sums.parameters, key=attrgetter("flushed_share"), default=None),
+            noisiest=max(sums.parameters, key=attrgetter("noise_ratio"), default=None),
         )
-        return replace(attempt, found=found, comparison=sums, loss_error=difference / size if size else difference)
+        return replace(attempt, found=found, comparison=sums)
 
     def train(self, attempt: Attempt) -> Attempt:
         """The same with a paired training run; the model is left where that ended."""
         reference, perturbed = runs = self._fp32_runs()
-        self._watch.reset()
+        self._read_maxima()  # of passes before
         with self.low.pinned(attempt.pins):
             run = train(self.low, self.precision, NUM_PAIRED_STEPS, scale=attempt.scale)
-        distance = gap(run, reference, perturbed) if all(r.is_finite for r in (run, *runs)) else None
+        are_finite = all(each.is_finite for each in (run, *runs))
+        training_gap, noise_gap = gap(run, reference, perturbed) if are_finite else (None, None)
         before = attempt.forward_maxima
         maxima = {name: max(maximum, before.get(name, 0.0)) for name, maximum in self._low_maxima().items()}
         found = attempt.found._replace(
             is_reference_finite=attempt.found.is_reference_finite and reference.is_finite,
             forward_max=max(maxima.values(), default=None),
             is_training_finite=run.is_finite,
-            training_gap=None if distance is None else distance.over_perturbed,
-            training_noise_gap=None if distance is None else distance.over_scatter,
+            training_gap=training_gap,
+            training_noise_gap=noise_gap,
             has_moved=self._has_moved,
         )
         return replace(attempt, found=found, training=run, forward_maxima=maxima)
 
+    @cached_property
     def signals(self) -> set[str]:
         """The parameters whose gradient is more than rounding noise in fp32 itself."""
-        if self._signals is None:
-            self._fp32.restore()
-            perturb(self._fp32.model, REROUNDING, self._subject.seed)
-            moved = self._fp32.run(0, "fp32", restores=False)
-            self._signals = signals(self._reference[0].gradients, moved.gradients)
-        return self._signals
+        self.fp32.restore()
+        perturb(self.fp32.model, REROUNDING, self._subject.seed)
+        moved = self.fp32.run(0, "fp32", restores=False)
+        return signals(self._reference[0].gradients, moved.gradients)
 
     def too_large(self, attempt: Attempt) -> list[str]:
         """The modules whose outputs come too near to the largest number of the format."""
@@ -207,38 +209,34 @@ class Experiment:
         return [name for name, maximum in attempt.forward_maxima.items() if maximum > limit]
 
     def report(self, attempt: Attempt, culprits: tuple[str, ...] = (), healing: tuple[str, ...] = ()) -> Fidelity:
-        """What was found, `batch_size` and `seconds` still to be filled in."""
+        """What was found so far."""
         sums, found, training = attempt.comparison, attempt.found, attempt.training
+        parameters = [] if sums is None else sums.parameters
         verdict, low_weights = attempt.grade.verdict, self._low_weights
         is_of_weights = attempt.grade.is_of_weights or (low_weights is not None and culprits == (OUTSIDE,))
         return Fidelity(
             precision=self.precision,
-            batch_size=0,
+            batch_size=self._batch_size,
             verdict=verdict,
             reason=f"{self.precision} is {verdict}: {attempt.grade.reason}{_where(culprits)}.",
             next_step=next_step(self.precision, verdict, healing, is_of_weights=is_of_weights),
             pinned_modules=attempt.pins,
             **{name: getattr(found, name) for name in _SAID},
-            loss_error=attempt.loss_error,
             gradient_cosine=None if sums is None else sums.whole.cosine,
             gradient_norm_ratio=None if sums is None else sums.whole.norm_ratio,
             loss_scale=attempt.scale if self._mode.takes_scaler else None,
             num_paired_steps=0 if training is None else len(training.losses),
             num_skips=0 if training is None else training.num_skips,
-            worst_parameters=() if sums is None else sums.worst(_NUM_WORST),
-            modules=() if sums is None else sums.modules(_MAX_MODULES),
+            worst_parameters=tuple(sorted(parameters, key=attrgetter("noise_ratio"), reverse=True)[:_NUM_WORST]),
+            modules=() if sums is None else tuple(sums.modules),
             gradient_histogram=histogram(count_octaves(self._reference[0].gradients.values())),
             culprits=culprits,
             healing_pins=healing,
             low_weights=low_weights,
-            num_passes=self.num_passes,
+            num_passes=self.low.num_passes + (0 if self.fp32 is self.low else self.fp32.num_passes),
+            seconds=time.perf_counter() - self._started,
             fp32_step_seconds=self._fp32_step_seconds,
         )
-
-    @property
-    def num_passes(self) -> int:
-        """So far."""
-        return self.low.num_passes + (0 if self._fp32 is self.low else self._fp32.num_passes)
 
     @property
     def _format_max(self) -> float:
@@ -249,16 +247,16 @@ class Experiment:
         """What rounding leaves of the first step, where weights are kept in half precision."""
         if not self._has_half_weights:
             return None
-        self._fp32.restore()
-        weights = {name: parameter.detach() for name, parameter in self._fp32.model.named_parameters()}
+        self.fp32.restore()
+        weights = {name: parameter.detach() for name, parameter in self.fp32.model.named_parameters()}
         before = {name: weight.clone() for name, weight in weights.items()}
-        train(self._fp32, "fp32", 1)
+        train(self.fp32, "fp32", 1)
         return lost_updates(self._subject.model, before, after=weights)
 
     def _low_maxima(self) -> dict[str, float]:
-        return {name: math.inf if math.isnan(m) else m for name, m in self._watch.maxima().items()}
+        return {name: math.inf if math.isnan(m) else m for name, m in self._read_maxima().items()}
 
-    def _low_passes(self, num_batches: int) -> tuple[list[Pass], float, bool]:
+    def _low_passes(self) -> tuple[list[Pass], float, bool]:
         scale = 1.0
         if self._mode.takes_scaler:
             safe = largest_safe_scale(self.low, 0, self._log2_guess)
@@ -267,7 +265,7 @@ class Experiment:
             self._log2_guess = safe.log2_scale
             scale = starting_scale([safe.log2_scale])
         low: list[Pass] = []
-        while len(low) < num_batches and all(done.is_finite for done in low):
+        while len(low) < NUM_BATCHES and all(done.is_finite for done in low):
             done, lower, _ = finite_pass(self.low, len(low), self.precision, scale, restores=True)
             low = [*low, done] if lower == scale else []  # all at one scale, as a training step has them
             scale = lower
@@ -277,9 +275,10 @@ class Experiment:
         if not self._reference_runs:
             rounding = MODES["bf16"].unit_roundoff if self._has_half_weights else self._mode.unit_roundoff
             started = time.perf_counter()
-            reference = train(self._fp32, "fp32", NUM_PAIRED_STEPS)
-            self._has_moved = self._fp32.has_moved()
-            perturbed = train(self._fp32, "fp32", NUM_PAIRED_STEPS, perturbation=rounding, seed=self._subject.seed)
+            reference = train(self.fp32, "fp32", NUM_PAIRED_STEPS)
+            parameters = self.fp32.model.named_parameters()
+            self._has_moved = bool(self.fp32.changed(named for named in parameters if named[1].requires_grad))
+            perturbed = train(self.fp32, "fp32", NUM_PAIRED_STEPS, perturbation=rounding, seed=self._subject.seed)
             self._reference_runs = [reference, perturbed]
             self._fp32_step_seconds = (time.perf_counter() - started) / (2 * NUM_PAIRED_STEPS)
         return self._reference_runs
@@ -306,34 +305,20 @@ def _locate(experiment: Experiment, attempt: Attempt) -> tuple[tuple[str, ...], 
     given = pins = attempt.pins
     culprits: tuple[str, ...] = ()
     for _ in range(MAX_ROUNDS):
-        try:
+        try:  # the user's code, run another way than it was written for, may raise anything: no cure
             found = _suspects(experiment, attempt)
-        except Exception:  # the user's code, run another way than it was written for, may raise anything
-            break
-        culprits = culprits or found
-        usable = [name for name in found if name and can_be_pinned(modules[name]) and not is_inside(name, pins)]
-        added = [pin for pin in pins if pin not in given]
-        wider = (*given, *filter(None, map(_parent, added)))
-        wanted = (*pins, *usable) if usable else tuple(dict.fromkeys(wider))
-        if wanted in (attempt.pins, given) or len(wanted) - len(given) > limit:
-            break
-        pins = wanted
-        try:
-            attempt = _pinned_attempt(experiment, attempt, pins)
-        except Exception:  # fp32 in its midst, or the memory for it, is more than it can take: no cure
+            culprits = culprits or found
+            usable = [name for name in found if name and can_be_pinned(modules[name]) and not is_inside(name, pins)]
+            wider = dict.fromkeys(filter(None, (_parent(pin) for pin in pins if pin not in given)))
+            pins = (*pins, *usable) if usable else (*given, *wider)
+            if pins in (attempt.pins, given) or len(pins) - len(given) > limit:
+                break
+            attempt = experiment.attempt(pins)
+        except Exception:
             break
         if attempt.grade.verdict == "faithful":
             return tuple(pin for pin in pins if pin not in given), pins
     return culprits, ()
-
-
-def _pinned_attempt(experiment: Experiment, before: Attempt, pins: tuple[str, ...]) -> Attempt:
-    """An attempt, of one batch first where one batch showed that it is bad."""
-    if before.training is None:
-        attempt = experiment.one_step(pins, num_batches=1)
-        if attempt.grade.verdict != "faithful":
-            return attempt
-    return experiment.attempt(pins)
 
 
 def _suspects(experiment: Experiment, attempt: Attempt) -> tuple[str, ...]:
@@ -350,11 +335,9 @@ def _suspects(experiment: Experiment, attempt: Attempt) -> tuple[str, ...]:
             return blown_up(low, attempt.bad_index, precision, attempt.scale)
         if too_large := experiment.too_large(attempt):
             return tuple(n for n in too_large if not any(other != n and is_inside(other, (n,)) for other in too_large))
-        errors = local_errors(low, 0, precision).own()
-    worst = max(errors, key=lambda name: errors[name], default=None)
-    if worst is not None and errors[worst] >= MIN_LOCAL_ERROR:
-        return (worst,)
-    flushed = None if attempt.comparison is None else attempt.comparison.most_flushed()
+        if wrong := first_wrong(low, experiment.fp32, 0, precision):
+            return (wrong,)
+    flushed = attempt.found.most_flushed
     return (OUTSIDE if flushed is None or flushed.flushed_share == 0 else _parent(flushed.name),)
 
 

@@ -6,6 +6,7 @@ Limits: studies/fidelity has the table that they were set on, and the workloads 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from autotune_amp.core.dimensions import Precision
@@ -32,6 +33,7 @@ class Findings(NamedTuple):
     is_finite: bool = True
     is_reference_finite: bool = True
     has_safe_scale: bool = True
+    loss_error: float | None = None
     noise_ratio: float | None = None
     flushed_share: float | None = None
     noisiest: GradientDamage | None = None
@@ -90,53 +92,43 @@ def next_step(precision: Precision, verdict: Verdict, pins: tuple[str, ...], *, 
     return "Train in a precision with less to go wrong, or mend the code that the reason names."
 
 
-def _one_step(found: Findings) -> list[Grade]:
+def _one_step(found: Findings) -> Iterator[Grade]:
     if not found.is_finite:
         at = "" if found.has_safe_scale else " at every loss scale"
-        return [Grade("unfaithful", f"its loss or gradients are not finite{at}, where fp32's are")]
-    grades = []
+        yield Grade("unfaithful", f"its loss or gradients are not finite{at}, where fp32's are")
+        return
     if found.noise_ratio is not None and found.noise_ratio >= FAITHFUL_NOISE:
-        grades.append(
-            Grade(
-                "unfaithful" if found.noise_ratio > UNFAITHFUL_NOISE else "doubtful",
-                f"its rounding noise is {found.noise_ratio:.2g} times the noise between batches",
-            )
-        )
+        verdict: Verdict = "unfaithful" if found.noise_ratio > UNFAITHFUL_NOISE else "doubtful"
+        yield Grade(verdict, f"its rounding noise is {found.noise_ratio:.2g} times the noise between batches")
     if found.flushed_share is not None and found.flushed_share > MAX_FLUSHED_SHARE:
-        reason = f"{100 * found.flushed_share:.0f} % of the gradient's entries that count are flushed to zero"
-        grades.append(Grade("unfaithful", reason))
+        share = f"{100 * found.flushed_share:.0f} %"
+        yield Grade("unfaithful", f"{share} of the gradient's entries that count are flushed to zero")
     flushed, noisiest = found.most_flushed, found.noisiest
     if flushed is not None and flushed.flushed_share > MAX_PARAMETER_FLUSHED_SHARE:
-        reason = f"{100 * flushed.flushed_share:.0f} % of the gradient of {flushed.name} are flushed to zero"
-        grades.append(Grade("unfaithful", reason))
+        share = f"{100 * flushed.flushed_share:.0f} %"
+        yield Grade("unfaithful", f"{share} of the gradient of {flushed.name} are flushed to zero")
     if noisiest is not None and noisiest.noise_ratio > MAX_PARAMETER_NOISE:
-        reason = f"the gradient of {noisiest.name} has {noisiest.noise_ratio:.2g} times the noise between batches"
-        grades.append(Grade("doubtful", reason))
+        times = f"{noisiest.noise_ratio:.2g} times the noise between batches"
+        yield Grade("doubtful", f"the gradient of {noisiest.name} has {times}")
     if found.forward_max is not None and MAX_FORWARD_SHARE * found.format_max < found.forward_max < math.inf:
-        reason = f"activations reach {found.forward_max:.3g}, where the format ends at {found.format_max:.5g}"
-        grades.append(Grade("unfaithful", reason))
+        end = f"where the format ends at {found.format_max:.5g}"
+        yield Grade("unfaithful", f"activations reach {found.forward_max:.3g}, {end}")
     if found.lost_share is not None and found.lost_share > MAX_LOST_SHARE:
         reason = f"{100 * found.lost_share:.0f} % of the updates round away on weights kept in low precision"
-        grades.append(Grade("doubtful", reason, is_of_weights=True))
-    return grades
+        yield Grade("doubtful", reason, is_of_weights=True)
 
 
-def _training(found: Findings) -> list[Grade]:
+def _training(found: Findings) -> Iterator[Grade]:
     if not found.is_training_finite:
-        return [Grade("unfaithful", "within a few training steps it is no longer finite, where fp32 is")]
-    gap, scatter = found.training_gap, found.training_noise_gap
+        yield Grade("unfaithful", "within a few training steps it is no longer finite, where fp32 is")
+        return
+    gap, scatter, noise = found.training_gap, found.training_noise_gap, found.noise_ratio
     if gap is None or scatter is None:
-        return []
-    if gap < FAITHFUL_GAP or scatter < FAITHFUL_SCATTER:
-        if gap < GAP_WITH_NOISE or found.noise_ratio is None or found.noise_ratio < NOISE_WITH_GAP:
-            return []
-        reason = (
-            f"its rounding noise is {found.noise_ratio:.2g} of the noise between batches, and within a few training "
-            f"steps its loss parts from fp32's {gap:.2g} times as far as one rounding of the first weights takes it"
-        )
-        return [Grade("doubtful", reason)]
-    reason = (
-        f"within a few training steps its loss parts from fp32's by {scatter:.2g} times the scatter between batches, "
-        f"{gap:.2g} times as far as one rounding of the first weights takes it"
-    )
-    return [Grade("unfaithful" if scatter > UNFAITHFUL_SCATTER else "doubtful", reason)]
+        return
+    apart = "within a few training steps its loss parts from fp32's"
+    times = f"{gap:.2g} times as far as one rounding of the first weights takes it"
+    if gap >= FAITHFUL_GAP and scatter >= FAITHFUL_SCATTER:
+        verdict: Verdict = "unfaithful" if scatter > UNFAITHFUL_SCATTER else "doubtful"
+        yield Grade(verdict, f"{apart} by {scatter:.2g} times the scatter between batches, {times}")
+    elif gap >= GAP_WITH_NOISE and noise is not None and noise >= NOISE_WITH_GAP:
+        yield Grade("doubtful", f"its rounding noise is {noise:.2g} of the noise between batches, and {apart} {times}")

@@ -1,4 +1,4 @@
-"""Which modules a precision harms: how wrong each is on the inputs that it really gets, and where numbers blow up.
+"""Which modules a precision harms: the first that is wrong, and where numbers blow up.
 
 Hooks, so compiled models run eagerly here; nothing else of a check depends on what is found.
 """
@@ -6,113 +6,87 @@ Hooks, so compiled models run eagerly here; nothing else of a check depends on w
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.numerics.modules import modules_by_name, parameters_by_name
-from autotune_amp.numerics.passes import Passes, keep_generators
-from autotune_amp.precision.forward_wrapper import has_half_weights
-from autotune_amp.precision.torch_state import HALF_DTYPES
+from autotune_amp.numerics.passes import Passes
+from autotune_amp.precision.forward_wrapper import has_half_weights, modules_by_name, parameters_by_name
 
 OUTSIDE = ""  # the code around the modules: the loss function, as a rule
-# A child that is wrong by so large a share of its parent's error explains the parent.
-_EXPLAINS = 0.3
+# A module whose output is off by less of what its samples differ by is not what makes a gradient wrong.
+_MIN_ERROR = 0.05
 
 
-class _Begun(NamedTuple):
-    """A call: what to repeat it with, in fp32."""
+def first_wrong(low: Passes, reference: Passes, index: int, precision: Precision) -> str | None:
+    """The first module, innermost before those around it, whose output in `precision` is not that of fp32.
 
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    put_generators_back: Callable[[], None]
-
-
-class LocalErrors:
-    """The error that each module makes itself: its output against that of fp32 on the same inputs.
-
-    Relative to how its output differs between samples: an offset that all samples share says nothing of them, and a
-    later module may take it away.
+    An error is relative to how the output differs between samples: an offset that all samples share says nothing of
+    them, and a later module may take it away.
     """
+    expected: dict[tuple[str, int], Tensor] = {}
+    wrong: list[str] = []
 
-    def __init__(self, modules: dict[str, nn.Module], device: torch.device) -> None:
-        self.by_module: dict[str, float] = {}
-        self._modules = modules
-        self._device = device
-        self._begun: list[_Begun] = []
-        self._is_recomputing = False
+    def keep(call: tuple[str, int], output: Tensor) -> None:
+        expected[call] = output.float().to("cpu", copy=True)
+
+    def compare(call: tuple[str, int], output: Tensor) -> None:
+        wanted = expected.get(call)
+        if wanted is not None and wanted.shape == output.shape and _error(output.float().cpu(), wanted) >= _MIN_ERROR:
+            wrong.append(call[0])
+
+    _look_at_outputs(reference, index, "fp32", keep)
+    _look_at_outputs(low, index, precision, compare)
+    return next(iter(wrong), None)
+
+
+def _look_at_outputs(
+    passes: Passes, index: int, precision: Precision, look: Callable[[tuple[str, int], Tensor], None]
+) -> None:
+    """`look` at what each call of a module puts out first in the forward pass, in the order in which the calls end."""
+    num_calls: Counter[str] = Counter()
+
+    def ended(name: str, _: nn.Module, __: Any, output: Any) -> None:
+        num_calls[name] += 1
+        for tensor in islice(_floating(output), 1):
+            look((name, num_calls[name]), tensor)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Measure during the forward pass inside."""
+    def watching() -> Iterator[None]:
         with ExitStack() as hooks:
-            for name, module in self._modules.items():
-                if isinstance(module, torch.jit.ScriptModule):
-                    continue
-                hooks.callback(module.register_forward_pre_hook(self._before, with_kwargs=True).remove)
-                hooks.callback(module.register_forward_hook(self._after(name)).remove)
+            for name, module in modules_by_name(passes.model).items():
+                if name and not isinstance(module, torch.jit.ScriptModule):
+                    hooks.callback(module.register_forward_hook(partial(ended, name)).remove)
             yield
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._is_recomputing:
-            args, kwargs = tree_map(_as_fp32, (args, kwargs))  # copies, so that an in-place module does no harm
-            self._begun.append(_Begun(module, args, kwargs, keep_generators(self._device)))
-
-    def _recomputed(self, begun: _Begun) -> list[Tensor] | None:
-        self._is_recomputing = True
-        put_back = keep_generators(self._device)
-        begun.put_generators_back()
-        try:
-            off = torch.autocast(self._device.type, enabled=False, cache_enabled=False)
-            with torch.no_grad(), off:
-                return list(_floats(begun.module(*begun.args, **begun.kwargs)))
-        except Exception:  # one that cannot run in fp32, or twice, stays unknown; naming it is all this is for
-            return None
-        finally:
-            self._is_recomputing = False
-            put_back()
-
-    def _after(self, name: str) -> Callable[..., None]:
-        def after(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
-            if self._is_recomputing:
-                return
-            # A call that raised, inside a module that caught it, never ended.
-            while (begun := self._begun.pop()).module is not module:
-                pass
-            expected = self._recomputed(begun)
-            if expected is None:
-                return
-            pairs = zip(_floats(output), expected, strict=False)
-            error = max((_error(given, wanted) for given, wanted in pairs if given.shape == wanted.shape), default=0.0)
-            self.by_module[name] = max(error, self.by_module.get(name, 0.0))
-
-        return after
-
-    def own(self) -> dict[str, float]:
-        """Without the modules whose error one inside them explains, the model itself, and those without error."""
-        errors = self.by_module.items()
-        return {
-            name: error
-            for name, error in errors
-            if name and error > 0
-            if not any(inside.startswith(name + ".") and of_it >= _EXPLAINS * error for inside, of_it in errors)
-        }
-
-
-def local_errors(passes: Passes, index: int, precision: Precision) -> LocalErrors:
-    """One forward and backward pass from the first weights, watched; about as costly as the model is deep, forward."""
-    errors = LocalErrors(modules_by_name(passes.model), passes.subject.device)
     with torch.compiler.set_stance("force_eager"):
-        passes.run(index, precision, around_forward=errors.watching())
-    return errors
+        passes.run(index, precision, around_forward=watching())
+
+
+def _error(given: Tensor, wanted: Tensor) -> float:
+    usable = wanted.isfinite()
+    if not bool(given.isfinite().where(usable, True).all()):
+        return math.inf
+    wanted, given = wanted.where(usable, 0), given.where(usable, 0)
+    difference = float(torch.linalg.vector_norm(given - wanted))
+    spread = wanted - wanted.mean(0) if wanted.dim() and len(wanted) > 1 else wanted
+    size = float(torch.linalg.vector_norm(spread))
+    whole = float(torch.linalg.vector_norm(wanted))
+    size = size if size > 1e-6 * whole else whole  # the same for every sample, as positions are
+    return difference / size if size else (math.inf if difference else 0.0)
+
+
+# -- where numbers blow up ---------------------------------------------------------------------------------------------
 
 
 def blown_up(passes: Passes, index: int, precision: Precision, scale: float) -> tuple[str, ...]:
@@ -137,33 +111,6 @@ def _recorded(passes: Passes, index: int, precision: Precision, scale: float) ->
             before_backward=recorder.watch_backward,
         )
     return recorder
-
-
-def _as_fp32(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.detach().float() if leaf.dtype in HALF_DTYPES else leaf.detach().clone()
-
-
-def _floats(values: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point())
-
-
-def _error(given: Tensor, wanted: Tensor) -> float:
-    given, wanted = given.detach().float(), wanted.float()
-    usable = wanted.isfinite()
-    if not bool(given.isfinite().where(usable, True).all()):
-        return math.inf
-    wanted, given = wanted.where(usable, 0), given.where(usable, 0)
-    difference = float(torch.linalg.vector_norm(given - wanted))
-    spread = wanted - wanted.mean(0) if wanted.dim() and len(wanted) > 1 else wanted
-    size = float(torch.linalg.vector_norm(spread))
-    whole = float(torch.linalg.vector_norm(wanted))
-    size = size if size > 1e-6 * whole else whole  # the same for every sample, as positions are
-    return difference / size if size else (math.inf if difference else 0.0)
-
-
-# -- where numbers blow up ---------------------------------------------------------------------------------------------
 
 
 def bad_parameters(model: nn.Module) -> tuple[str, ...]:
@@ -293,22 +240,18 @@ class Recorder:
 
     def forward_culprit(self) -> str:
         """Who made the loss non-finite, in the order of execution."""
-        first_masked = None
+        masked: Call | None = None  # the first to make -inf, which may be what the next turns into NaN
         for call, has_ended in self._timeline:
             if has_ended and call.outputs > call.inputs:
                 if call.outputs is Health.BAD:
-                    return self._forward_origin(call, first_masked)
-                first_masked = first_masked or call
+                    return self._module(call if call.inputs is Health.FINITE else masked or call)
+                masked = masked or call
             elif not has_ended and call.inputs is Health.BAD:
                 holder = next((outer for outer in call.ancestors() if outer.inputs is not Health.BAD), None)
-                return self._input_of(call) if holder is None else self._forward_origin(holder, first_masked)
-        return "the loss function" if first_masked is None else self._module(first_masked)
-
-    def _forward_origin(self, call: Call, first_masked: Call | None) -> str:
-        if call.inputs is Health.FINITE:
-            return self._module(call)
-        # It was given -inf: by a module before it, or by a mask that hides everything.
-        return self._input_of(call) if first_masked is None else self._module(first_masked)
+                if holder is not None:
+                    return self._module(holder)
+                return f"the input of {self._module(call)}" if call.name else "the input of the model"
+        return "the loss function" if masked is None else self._module(masked)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -393,9 +336,6 @@ class Recorder:
     def _module(self, call: Call) -> str:
         kind = type(self._modules[call.name]).__name__
         return f"module {call.name} ({kind})" if call.name else f"the model itself ({kind})"
-
-    def _input_of(self, call: Call) -> str:
-        return f"the input of {self._module(call)}" if call.name else "the input of the model"
 
 
 def _names(calls: Iterable[Call]) -> list[str]:

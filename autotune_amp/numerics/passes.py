@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -13,15 +11,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import WorkloadError
-from autotune_amp.numerics.modules import named, parameters_by_name
 from autotune_amp.precision import torch_state
-from autotune_amp.precision.forward_wrapper import is_pinned, pin_fp32, unpin
+from autotune_amp.precision.forward_wrapper import is_pinned, named, parameters_by_name, pin_fp32, unpin
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.step_amp import StepAmp
 from autotune_amp.precision.torch_state import autocast, set_flags
@@ -39,11 +35,6 @@ class Loop:
     step: Callable[[Any, Any, StepAmp], object]
     forget: Callable[[Any], object]
     batch_size: int
-
-    def config(self, precision: Precision) -> AmpConfig:
-        """What a step in this precision is told that it is run with."""
-        loss_scale = LossScale() if MODES[precision].takes_scaler else None
-        return AmpConfig(precision=precision, batch_size=self.batch_size, loss_scale=loss_scale)
 
 
 @dataclass(frozen=True)
@@ -97,31 +88,36 @@ class Passes:
         restores: bool = True,
         around_forward: AbstractContextManager[object] | None = None,
         before_backward: Callable[[Tensor], object] | None = None,
-        around_backward: AbstractContextManager[object] | None = None,
+        seed: int | None = None,
     ) -> Pass:
         """One pass over batch `index`, its loss multiplied by `scale` before going back.
 
         It begins from the first weights, or, unless it `restores` them, from the weights and buffers as they are.
-        `before_backward` is given the scaled loss. A loop's forward and backward passes are its own affair: what is to
-        be done around them is not.
+        Each batch has a `seed` of its own. `before_backward` is given the scaled loss. A loop's forward and backward
+        passes are its own affair: what is to be done around them is not.
         """
         if restores:
             self.restore()
         self.num_passes += 1
         self.model.zero_grad(set_to_none=True)
         set_flags(precision)
-        torch_state.seed(self.subject.seed + index)
+        torch_state.seed(self.subject.seed + index if seed is None else seed)
         if self.subject.loop is not None:
             return self._loop_pass(self.subject.loop, index, precision, scale)
-        with comparable_draws(self.subject.device):
+        with comparable_draws(self.model, self.subject.device):
             with autocast(precision, self.subject.device.type), around_forward or nullcontext():
                 loss = self.subject.loss(self.model, self.subject.batches[index])
             to_go_back_from = scaled(loss, scale)
             if before_backward is not None:
                 before_backward(to_go_back_from)
-            with around_backward or nullcontext():
-                torch.autograd.backward(to_go_back_from)
-        return Pass(float(loss.detach()), self._take_gradients(scale))
+            torch.autograd.backward(to_go_back_from)
+        gradients = {
+            name: unscaled(parameter.grad, scale)
+            for name, parameter in parameters_by_name(self.model).items()
+            if parameter.grad is not None
+        }
+        self.model.zero_grad(set_to_none=True)
+        return Pass(float(loss.detach()), gradients)
 
     def _loop_pass(self, loop: Loop, index: int, precision: Precision, scale: float) -> Pass:
         """A whole step that nothing is stepped in; its loss is the sum of all that it went back from.
@@ -130,9 +126,11 @@ class Passes:
         """
         device_type = self.subject.device.type
         names = {id(parameter): name for name, parameter in parameters_by_name(self.model).items()}
-        amp = CatchingAmp(lambda: autocast(precision, device_type), device_type, loop.config(precision), names, scale)
+        loss_scale = LossScale() if MODES[precision].takes_scaler else None
+        config = AmpConfig(precision=precision, batch_size=loop.batch_size, loss_scale=loss_scale)
+        amp = CatchingAmp(lambda: autocast(precision, device_type), device_type, config, names, scale)
         amp.begin()
-        with comparable_draws(self.subject.device):
+        with comparable_draws(self.model, self.subject.device):
             loop.step(self.model, self.subject.batches[index], amp)
         self.model.zero_grad(set_to_none=True)
         loss = float(amp.total_loss(needs_autocast=MODES[precision].uses_autocast))
@@ -153,18 +151,10 @@ class Passes:
         self._first_state.clear()  # before the copies, which need its memory
         self._first_state = _copied_state(self.model)
 
-    def changed_buffers(self) -> list[str]:
-        """The buffers that are no longer what `run` begins from; waits for the device."""
-        return [name for name, buffer in self.model.named_buffers() if self._has_changed(name, buffer)]
-
-    def has_moved(self) -> bool:
-        """Whether a trained parameter is no longer what `run` begins from; waits for the device."""
-        parameters = self.model.named_parameters()
-        return any(value.requires_grad and self._has_changed(name, value) for name, value in parameters)
-
-    def _has_changed(self, name: str, value: Tensor) -> bool:
-        first = self._first_state.get(name)
-        return first is None or first.shape != value.shape or not torch.equal(value, first)
+    def changed(self, named: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Which of these parameters or buffers are no longer what `run` begins from; waits for the device."""
+        first = self._first_state
+        return [name for name, value in named if name not in first or not torch.equal(value, first[name])]
 
     def restore(self) -> None:
         """Put the first parameters and buffers back.
@@ -174,7 +164,7 @@ class Passes:
         if self.subject.loop is not None:
             self.subject.loop.forget(self.model)
         with torch.no_grad():
-            for name, value in _state(self.model):
+            for name, value in (*self.model.named_parameters(), *self.model.named_buffers()):
                 first = self._first_state.get(name)
                 if first is not None and first.shape == value.shape:
                     value.copy_(first)
@@ -189,28 +179,9 @@ class Passes:
                 stack.callback(unpin, module)
             yield
 
-    def _take_gradients(self, scale: float) -> Gradients:
-        gradients = {}
-        for name, parameter in parameters_by_name(self.model).items():
-            if parameter.grad is not None:
-                gradients[name] = unscaled(parameter.grad, scale)
-                parameter.grad = None
-        return gradients
-
-
-def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    # An expanded buffer cannot be written to in place, by the model no more than by `restore`.
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if not _is_expanded(buffer))
-
 
 def _copied_state(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in _state(model)}
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    sizes = zip(tensor.stride(), tensor.shape, strict=True) if tensor.layout == torch.strided else ()
-    return any(stride == 0 and size > 1 for stride, size in sizes)
+    return {name: value.detach().clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
 
 
 class NoStepError(Exception):
@@ -309,91 +280,46 @@ def _gradients(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor]]:
 
 # -- random draws ------------------------------------------------------------------------------------------------------
 
-# Where each takes its probability: position and name. Attention calls the others out of a mode's sight.
-_PROBABILITIES: dict[Any, tuple[int, str]] = {
-    **dict.fromkeys(
-        (
-            functional.dropout,
-            functional.dropout1d,
-            functional.dropout2d,
-            functional.dropout3d,
-            functional.alpha_dropout,
-            functional.feature_alpha_dropout,
-            torch.dropout,
-            torch.alpha_dropout,
-            torch.feature_dropout,
-            torch.feature_alpha_dropout,
-        ),
-        (1, "p"),
-    ),
-    functional.scaled_dot_product_attention: (4, "dropout_p"),
-    functional.multi_head_attention_forward: (10, "dropout_p"),
-}
-_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)  # the probability is their only float
-
-
-class _WithoutDropout(TorchFunctionMode):
-    """Dropout that drops nothing; a module's own attributes would not reach functional calls."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in _PROBABILITIES:
-            position, name = _PROBABILITIES[func]
-            if len(args) > position:
-                args = (*args[:position], 0.0, *args[position + 1 :])
-            else:
-                kwargs[name] = 0.0
-        elif func in _RECURRENT:
-            args = tuple(0.0 if isinstance(argument, float) else argument for argument in args)
-        return func(*args, **kwargs)
+# torch's modules look all of them up here at each call, and so do compiled ones' guards.
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
 @contextmanager
-def without_dropout() -> Iterator[None]:
-    """What to run passes in so that dropout drops nothing, also where a checkpoint computes a forward pass again.
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """What to run passes in so that dropout drops nothing, also where a checkpoint computes a forward pass again."""
+    attend: Any = functional.scaled_dot_product_attention
 
-    Torch takes a mode away for the whole of a backward pass that is called in it: it is put on again inside.
-    """
-    engine: Any = torch.autograd
-    run_backward = engine._engine_run_backward
+    def keep(input: Tensor, *_: Any, **__: Any) -> Tensor:  # noqa: A002 # torch's name for it
+        return input
 
-    def run_without_dropout(*args: Any, **kwargs: Any) -> Any:
-        with _WithoutDropout():
-            return run_backward(*args, **kwargs)
+    def attend_to_all(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,  # noqa: ARG001 # what is taken out
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        return attend(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
-    engine._engine_run_backward = run_without_dropout
-    try:
-        with _WithoutDropout():
-            yield
-    finally:
-        engine._engine_run_backward = run_backward
-
-
-def keep_generators(device: torch.device) -> Callable[[], None]:
-    """Note where Python's, NumPy's and torch's generators stand, on the CPU and `device`; the answer puts them back."""
-    kept: list[tuple[Callable[[Any], object], Any]] = [
-        (random.setstate, random.getstate()),
-        (torch.set_rng_state, torch.get_rng_state()),
+    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    patches = [
+        *((functional, name, keep) for name in _DROPOUTS),
+        (functional, "scaled_dot_product_attention", attend_to_all),
+        *((module, "dropout", 0.0) for module in recurrent),
     ]
-    if "numpy" in sys.modules:
-        numpy = sys.modules["numpy"].random
-        kept.append((numpy.set_state, numpy.get_state()))
-    if device.type != "cpu":
-        module: Any = torch.get_device_module(device)
-        index = () if device.index is None or device.type == "mps" else (device,)  # MPS has one device
-        kept.append((lambda state: module.set_rng_state(state, *index), module.get_rng_state(*index)))
-
-    def put_back() -> None:
-        for set_state, state in kept:
-            set_state(state)
-
-    return put_back
+    with ExitStack() as stack:
+        for owner, name, value in patches:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
 
 
-def comparable_draws(device: torch.device) -> AbstractContextManager[object]:
+def comparable_draws(model: nn.Module, device: torch.device) -> AbstractContextManager[object]:
     """What to run passes in, so that dropout does the same in every precision.
 
     Nothing on a CPU, where one seed gives the same draws in every dtype. Accelerators draw as many numbers at once as
     the dtype allows: there dropout is taken out, since other draws alone make a cosine of 0.88 (a T5, measured).
     """
-    return nullcontext() if device.type == "cpu" else without_dropout()
+    return nullcontext() if device.type == "cpu" else without_dropout(model)

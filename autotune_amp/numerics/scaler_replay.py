@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 import random
 import sys
-from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from ctypes import c_float
 from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +24,7 @@ from autotune_amp.precision.modes import MODES
 _FLUSHED_LOG2 = math.log2(MODES["fp16"].min_subnormal / 2)  # fp16 rounds to 0 what is at it or under
 _LARGEST_SCALE = 2.0**127  # power of two in float32
 _MAX_CACHED_SCALES = 64
+_MIN_GAIN = 5e-4  # of the applied share
 
 
 def _log2(scale: float) -> float:
@@ -55,10 +54,9 @@ class Trace:
         overflows = self._overflows(scale)
         return overflows[bisect_left(overflows, step)]
 
-    def _find_overflows(self, scale: float) -> array[int]:
+    def _find_overflows(self, scale: float) -> list[int]:
         """Their steps, and the trace's length at the end."""
-        found = np.append(np.flatnonzero(self._log2_scales < _log2(scale)), len(self)).astype(np.intc)
-        return array("i", found.tobytes())
+        return [*np.flatnonzero(self._log2_scales < _log2(scale)).tolist(), len(self)]
 
 
 class FlushedShares:
@@ -73,25 +71,17 @@ class FlushedShares:
         if not all(math.isfinite(number) and number >= 0 for number in histogram.values()):
             raise ValueError(f"The histogram is {dict(histogram)!r}; it must hold finite numbers from 0 up.")
         self._threshold = _FLUSHED_LOG2 + log2_divisor
-        counted = [octave for octave, number in histogram.items() if number]
-        self._lowest = min(counted, default=0)
-        octaves = range(self._lowest, max(counted, default=-1) + 1)
-        below = list(accumulate((histogram.get(octave, 0.0) for octave in octaves), initial=0.0))
-        self._shares_below = [number / below[-1] for number in below] if counted else [0.0]
+        counted = {octave: number for octave, number in histogram.items() if number}
+        self._edges = np.arange(min(counted, default=0), max(counted, default=-1) + 2)
+        below = np.cumsum([0.0, *(counted.get(octave, 0.0) for octave in self._edges[:-1].tolist())])
+        self._shares_below = below / max(below[-1], sys.float_info.min)
 
     def at(self, log2_scale: float) -> float:
         """P(|g| ≤ 2^-25 / scale); within the octave that holds the threshold the entries lie evenly in log2.
 
         0 where no entry was counted.
         """
-        shares = self._shares_below
-        position = self._threshold - log2_scale - self._lowest
-        if position >= len(shares) - 1:
-            return shares[-1]
-        if position <= 0:
-            return 0.0
-        octave = int(position)
-        return shares[octave] + (position - octave) * (shares[octave + 1] - shares[octave])
+        return float(np.interp(self._threshold - log2_scale, self._edges, self._shares_below))
 
 
 class Replay(NamedTuple):
@@ -165,19 +155,12 @@ def skips(trace: Trace, loss_scale: LossScale, *, is_bounded: bool = False) -> l
     return [skip for _, _, skip in stretches(trace, loss_scale, is_bounded=is_bounded) if skip is not None]
 
 
-class Burst(NamedTuple):
-    """`num_steps` steps in a row that are not finite at any scale, `start_share` of the way into the horizon."""
-
-    num_steps: int = 5
-    start_share: float = 1 / 3
-
-
 def extend(
     log2_scales: Sequence[float],
     num_steps: int,
     *,
     seed: int = 0,
-    burst: Burst = Burst(),  # noqa: B008 - immutable
+    num_burst_steps: int = 5,
     num_passes_per_step: int = 1,
 ) -> Trace:
     """The recorded stretch `log2_scales`, extended to a horizon of `num_steps`; the same for the same `seed`.
@@ -187,9 +170,8 @@ def extend(
     step drawn is the minimum of as many draws.
 
     The recorded steps come first, as recorded. The rest is drawn from their second half, because the start of a
-    training is not like what follows, and holds one `burst`, without which a slow recovery would cost nothing. The
-    burst is never earlier than the end of the recorded stretch; a horizon that is shorter than the stretch cuts it.
-    Raises `ValueError` where nothing was recorded.
+    training is not like what follows. In it, but not before a third of the horizon, `num_burst_steps` in a row are not
+    finite at any scale: without them a slow recovery would cost nothing.
     """
     if not len(log2_scales):
         raise ValueError("Nothing was recorded: log2_scales is empty.")
@@ -199,8 +181,8 @@ def extend(
     later_half, rng = log2_scales[len(log2_scales) // 2 :], random.Random(seed)  # noqa: S311 - a simulation
     drawn = [min(rng.choices(later_half, k=num_passes_per_step)) for _ in range(num_steps - num_recorded)]
     extended = recorded + drawn
-    start = max(len(recorded), int(num_steps * burst.start_share))
-    end = min(num_steps, start + burst.num_steps)
+    start = max(len(recorded), num_steps // 3)
+    end = min(num_steps, start + num_burst_steps)
     extended[start:end] = [-math.inf] * (end - start)
     return Trace(extended)
 
@@ -219,10 +201,8 @@ def starting_scale(log2_scales: Sequence[float], max_log2: float = 24.0) -> floa
     return 2.0 ** math.floor(min(max(lowest - 1, math.log2(MIN_LOSS_SCALE)), max_log2))
 
 
-def best_pair(
-    scored: Mapping[tuple[float, int], Replay], preferred: tuple[float, int], tolerance: float = 5e-4
-) -> tuple[float, int]:
-    """The (init_scale, growth_interval) to recommend: `preferred` unless another applies more by over `tolerance`.
+def best_pair(scored: Mapping[tuple[float, int], Replay], preferred: tuple[float, int]) -> tuple[float, int]:
+    """The (init_scale, growth_interval) to recommend: `preferred` unless another applies `_MIN_GAIN` more.
 
     Then the one with the highest applied share; of equals the smaller init_scale, then the larger growth_interval.
     `preferred` is the calibrated starting scale with GradScaler's own interval.
@@ -230,4 +210,4 @@ def best_pair(
     """
     best = max(scored, key=lambda pair: (scored[pair].applied_share, -pair[0], pair[1]))
     gain = scored[best].applied_share - scored[preferred].applied_share
-    return best if gain > tolerance else preferred
+    return best if gain > _MIN_GAIN else preferred

@@ -1,4 +1,4 @@
-"""Pins, overrides and observers: what is put around the forward of one module, in trials and in the runtime alike.
+"""Pins, overrides and observers: what is put around the forward of a module of the user's, which is found by its name.
 
 It is put there by swapping the class of that instance for a subclass. Hooks would not do: they break fullgraph
 compilation, and those registered after compiling are silently ignored. A changed class is guarded on, so a compiled
@@ -8,16 +8,60 @@ model recompiles once, and goes back to its old graph for free.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.precision.torch_state import AUTOCAST_DTYPES, HALF_DTYPES, ambient, refuse_untrainable
+
+# Parts of a module's path that wrappers add to what the user wrote.
+_WRAPPER_PARTS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own model inside torch.compile's and DDP's wrappers."""
+    while True:
+        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+        if inner is None:
+            return model
+        model = inner
+
+
+def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of the user's own model under the names it gives them; of a wrapper and its inside, the inside."""
+    return {_own_name(name): module for name, module in unwrap(model).named_modules()}
+
+
+def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of the user's own model under the names it gives them."""
+    return {_own_name(name): parameter for name, parameter in unwrap(model).named_parameters()}
+
+
+def _own_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
+
+
+def named(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """The modules of the user's own model with these names; raises `InvalidRequestError` where one is missing."""
+    modules = modules_by_name(model)
+    for name in names:
+        if name not in modules:
+            raise InvalidRequestError(
+                f"The model has no module named {name!r}.", "Take names from model.named_modules()."
+            )
+    return [modules[name] for name in names]
+
+
+def is_inside(name: str, around: Sequence[str]) -> bool:
+    """Whether the module of this name is one of those `around` or inside one; "" is the model itself."""
+    return any(not outer or name == outer or name.startswith(outer + ".") for outer in around)
 
 
 def is_cast(module: nn.Module) -> bool:
@@ -73,12 +117,6 @@ def clear_override(module: nn.Module) -> None:
     _change(module, override=None)
 
 
-def override_of(module: nn.Module) -> Precision | None:
-    """The precision given to `override`, None where there is none."""
-    forced = roles_of(module).override
-    return None if forced is None else forced.precision
-
-
 def _run_backward_as_eager_does() -> None:
     """Have compiled backward passes run each operation in the precision of its forward, as eager ones do.
 
@@ -127,6 +165,39 @@ def observe(module: nn.Module, observer: Observer, slot: int) -> None:
 def stop_observing(module: nn.Module) -> None:
     """Undo `observe`; nothing where it was not called."""
     _change(module, observed=None)
+
+
+@contextmanager
+def watch_forward(model: nn.Module, device: torch.device) -> Iterator[Callable[[], dict[str, float]]]:
+    """Watch modules while they train: the first floating tensor that each puts out, where that is in half precision.
+
+    What it gives reads the largest magnitudes since it was last called, by module: NaN where it put one out, 0 where it
+    did not run; it waits for the device.
+    Compiled models too, which hooks could not: one recompiles on the first entry, and of what holds no weight matrix
+    nothing is watched there, since compiled code keeps such numbers in fp32. TorchScript's modules cannot be watched.
+    """
+    is_compiled = any(
+        isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+        for module in model.modules()
+    )
+    watched = {
+        name: module
+        for name, module in modules_by_name(model).items()
+        if not isinstance(module, torch.jit.ScriptModule) and (is_cast(module) or not is_compiled)
+    }
+    observer = Observer(len(watched), device, only_half=True)
+    observer.is_sampling = True
+
+    def read() -> dict[str, float]:
+        found = dict(zip(watched, observer.read().tolist(), strict=True))
+        observer.reset()
+        return found
+
+    with ExitStack() as stack:
+        for slot, module in enumerate(watched.values()):
+            observe(module, observer, slot)
+            stack.callback(stop_observing, module)
+        yield read
 
 
 # -- what is done around a forward -------------------------------------------------------------------------------------
@@ -224,8 +295,13 @@ def _change(module: nn.Module, **roles: Any) -> None:
 def set_roles(module: nn.Module, roles: Roles) -> None:
     """Have all of `roles` done around `module`'s forward; none gives the original class back and leaves nothing."""
     module = _uncompiled(module)
+    state = module.__dict__
     if not any(roles):
-        _restore(module)
+        state.pop(_ROLES, None)
+        _restore_forward(state)
+        # A class made from ours since, as FSDP2's fully_shard does, stays: without roles its forward is the original's.
+        if (original := type(module).__dict__.get("_original")) is not None:
+            module.__class__ = original
         return
     if isinstance(module, torch.jit.ScriptModule):
         raise InvalidRequestError(
@@ -233,7 +309,6 @@ def set_roles(module: nn.Module, roles: Roles) -> None:
             "Give the model as it was before torch.jit.script or torch.jit.trace; torch.compile is supported.",
         )
     _swap(module)
-    state = module.__dict__
     if "forward" in state and not isinstance(state["forward"], _OwnForward):
         state["forward"] = _OwnForward(module, state["forward"])
     state[_ROLES] = roles
@@ -248,15 +323,6 @@ def _uncompiled(module: nn.Module) -> nn.Module:
 def _swap(module: nn.Module) -> None:
     if not isinstance(module, _Swapped):
         module.__class__ = _swapped_class(type(module))  # type: ignore[arg-type] # mypy takes a module's own hash for its class's
-
-
-def _restore(module: nn.Module) -> None:
-    state = module.__dict__
-    state.pop(_ROLES, None)
-    _restore_forward(state)
-    # A class made from ours since, as FSDP2's fully_shard does, stays: without roles its forward is the original's.
-    if (original := type(module).__dict__.get("_original")) is not None:
-        module.__class__ = original
 
 
 def _restore_forward(state: dict[str, Any]) -> None:

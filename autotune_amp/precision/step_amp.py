@@ -98,22 +98,15 @@ class StepAmp(torch.amp.GradScaler):
         Raises `WorkloadError` where its calls do not train through amp, after `MAX_CALLS_WITHOUT_STEP` also where none
         has stepped.
         """
-        must_have_stepped = self.num_calls >= MAX_CALLS_WITHOUT_STEP
-        missing = [
-            call
-            for call, count, is_due in (
-                ("amp.autocast()", self.num_autocasts, needs_autocast),
-                ("amp.backward(loss)", self.num_scalings, True),
-                ("amp.step(optimizer)", self.num_steps, must_have_stepped),
-                ("amp.update()", self.num_updates, must_have_stepped),
-            )
-            if is_due and count == 0
-        ]
-        if missing:
-            calls = f" in {self.num_calls} calls" if self.num_calls > 1 else ""
+        due = {"amp.backward(loss)": self.num_scalings}
+        if needs_autocast:
+            due["amp.autocast()"] = self.num_autocasts
+        if self.num_calls >= MAX_CALLS_WITHOUT_STEP:
+            due |= {"amp.step(optimizer)": self.num_steps, "amp.update()": self.num_updates}
+        if missing := [call for call, count in due.items() if count == 0]:
             raise WorkloadError(
-                f"train_step(state, batch, amp) did not call {' or '.join(missing)}{calls}: nothing says that it "
-                "trains in the precision that is tried.",
+                f"train_step(state, batch, amp) did not call {' or '.join(missing)} in {self.num_calls} call(s): "
+                "nothing says that it trains in the precision that is tried.",
                 "Run each forward pass in `with amp.autocast():` and call amp.backward(loss); in every call of "
                 "train_step, or every few, call amp.step(optimizer) for each optimizer that it trains, then "
                 "amp.update() once.",

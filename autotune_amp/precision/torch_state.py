@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any
@@ -112,6 +112,21 @@ def seed(number: int) -> None:
     torch.manual_seed(number)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(number)
+
+
+def keep_generators() -> Callable[[], None]:
+    """Note where Python's, NumPy's and torch's own generators stand on the CPU; the answer puts them back."""
+    python, own = random.getstate(), torch.get_rng_state()
+    numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
+    state = None if numpy is None else numpy.get_state()
+
+    def put_back() -> None:
+        random.setstate(python)
+        torch.set_rng_state(own)
+        if numpy is not None:
+            numpy.set_state(state)
+
+    return put_back
 
 
 def capture() -> dict[str, Any]:

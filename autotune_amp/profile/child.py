@@ -6,28 +6,27 @@ import inspect
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, record_function
-from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
 from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import Failure
-from autotune_amp.hardware.measuring import flops_per_second, synchronize
-from autotune_amp.profile.gap import MARK, Trace, split, step_mark
-from autotune_amp.profile.job import Profile, Profiled, Split
+from autotune_amp.hardware.measuring import synchronize
+from autotune_amp.profile.gap import MARK, Profile, Profiled, Split, Trace, split, step_mark
 from autotune_amp.trial.context import Context, LoopState, each
-from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Trial
-from autotune_amp.trial.timing import MAX_SCALE_SEARCH_STEPS, CompileWatch, NonFiniteError
+from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
+from autotune_amp.trial.timing import MAX_SCALE_SEARCH_STEPS, NonFiniteError
 from autotune_amp.trial.training import BaseTraining, Training, make_training
 from autotune_amp.trial.worker import guarded, prepare
 
-RATE_SECONDS, _RATE_BYTES = 0.2, 2**30
 NUM_PROFILED_STEPS = 3, 7  # at least and at most, after the first, which starts the profiler and does not count
 PROFILED_SECONDS = 1.0  # after which no step is begun that is more than the least
 
@@ -42,21 +41,18 @@ def profile(context: Context, spec: Profile, tell: Tell) -> Profiled | Failure:
 def _profile(context: Context, spec: Profile, tell: Tell) -> Profiled:
     prepare(context, spec.trial)
     model = context.model(torch.device(spec.device))
-    with closing(make_training(context.workload, model, spec.trial)) as training, CompileWatch(lambda: None) as watch:
+    with closing(make_training(context.workload, model, spec.trial)) as training:
         training.start_loading()
         _warm_up(training)
         tell({"event": "phase", "name": "profiling"})
         found, problem = _traced(training, spec.trace_file)
-        flops, flops_problem = count_flops(partial(_step, training, _next_window(training)))
+        flops, flops_problem = count_flops(partial(_step, training, _next_window(training)), training.device.type)
         return Profiled(
             split=found,
             split_problem=problem,
             flops_per_step=flops,
             flops_problem=flops_problem,
-            flops_per_second=_rate(spec.trial),
             unfused_optimizer=unfused_optimizer(training),
-            is_compiled=watch.count() > 0,
-            num_loader_workers=training.num_loader_workers,
         )
 
 
@@ -109,14 +105,6 @@ def _traced(training: BaseTraining, trace_file: str) -> tuple[Split | None, str 
     return split(trace, precision, range(1, 1 + most)), None
 
 
-def _rate(trial: Trial) -> float | None:
-    """The machine's rate at this moment; others may have been at work when the device was probed."""
-    limit = (trial.memory_limit_bytes or _RATE_BYTES) // 10
-    with suppress(RuntimeError):  # memory is short: then the probe's rate has to do
-        return flops_per_second(trial.device, trial.candidate.precision, seconds=RATE_SECONDS, max_bytes=limit)
-    return None
-
-
 def unfused_optimizer(training: BaseTraining) -> str | None:
     """The class of the first optimizer that could step in fused kernels and does not."""
     optimizers: list[torch.optim.Optimizer] = []
@@ -131,18 +119,16 @@ def unfused_optimizer(training: BaseTraining) -> str | None:
     return None
 
 
-_Shape: TypeAlias = torch.Size
-
-
-def count_flops(step: Callable[[], object]) -> tuple[int | None, str | None]:
+def count_flops(step: Callable[[], object], device_type: str) -> tuple[int | None, str | None]:
     """Run `step` without compiling and count; None with the reason where that cannot be.
 
     A product of m x k by k x n counts 2mkn; the numbers' format changes nothing. Recurrent layers run in kernels that
-    torch's counter does not know.
+    torch's counter does not know; so does attention on a CPU, which therefore runs as the products that it is made of.
     """
-    counter = FlopCounterMode(display=False, custom_mapping=_on_cpu())
+    counter = FlopCounterMode(display=False)
+    attention = sdpa_kernel(SDPBackend.MATH) if device_type == "cpu" else nullcontext()
     try:
-        with torch.compiler.set_stance("force_eager"), counter, warnings.catch_warnings():
+        with torch.compiler.set_stance("force_eager"), attention, counter, warnings.catch_warnings():
             # The counter's own hooks, which a module that torch.compile wrapped warns of and calls twice.
             warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
             step()
@@ -150,21 +136,3 @@ def count_flops(step: Callable[[], object]) -> tuple[int | None, str | None]:
         return None, (str(error) or type(error).__name__).splitlines()[0]
     flops = counter.get_total_flops()
     return (flops, None) if flops else (None, "torch's FLOP counter knows none of its operations")
-
-
-def _on_cpu() -> dict[Any, Any]:
-    """The attention of CPUs, which torch's counter lacks (2.13)."""
-    aten = torch.ops.aten
-    formulas = {
-        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    }
-    return {operation: formula for operation, formula in formulas.items() if operation not in flop_registry}
-
-
-def _attention(query: _Shape, key: _Shape, value: _Shape, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]  # torch does not type it
-
-
-def _attention_backward(grad: _Shape, query: _Shape, key: _Shape, value: _Shape, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad, query, key, value))  # type: ignore[no-untyped-call]

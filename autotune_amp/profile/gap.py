@@ -8,14 +8,72 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, geometric_mean, median
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
 from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Measurement
-from autotune_amp.profile.job import LOW, Profiled, ProfiledStep, Split
+from autotune_amp.precision.modes import MODES
 from autotune_amp.profile.results import PART_NAMES, Gap, NextStep, Part, PartName
+from autotune_amp.trial.jobs import Trial
+
+LOW = tuple(precision for precision, mode in MODES.items() if mode.uses_autocast)  # what mixed precision means
+
+
+class ProfiledStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One step as torch.profiler saw it, in seconds.
+
+    `operation_seconds` are those of operations by `gap.Kind`: of their kernels on a device that shows them, else of
+    the host, each without the operations that it calls. `step_seconds` is the step by the host's clock, slower for
+    being profiled. `busy_seconds` is how long the device had any kernel to run, 0 where none was seen.
+    """
+
+    operation_seconds: dict[str, float]
+    step_seconds: float
+    busy_seconds: float = 0.0
+
+
+class Split(msgspec.Struct, frozen=True, kw_only=True):
+    """The profiled steps of one precision, alike but for what else ran on the machine.
+
+    `largest` names the operations that took most in each kind, over all steps, the largest first. `is_device`: it is
+    kernels that were seen.
+    """
+
+    steps: tuple[ProfiledStep, ...]
+    largest: dict[str, tuple[str, ...]]
+    is_device: bool = False
+
+
+class Profiled(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="profiled"):
+    """What the child found.
+
+    `split` is None with a `split_problem`. `flops_per_step` are those of the matrix products of one step, None with a
+    `flops_problem`. `unfused_optimizer` is the class of an optimizer that could step in fused kernels
+    and does not, None without one.
+    """
+
+    split: Split | None = None
+    split_problem: str | None = None
+    flops_per_step: int | None = None
+    flops_problem: str | None = None
+    unfused_optimizer: str | None = None
+
+
+class Profile(Job[Profiled], frozen=True, kw_only=True):
+    """A few steps, of the training that `trial` describes, under torch.profiler.
+
+    The Chrome trace is written to `trace_file`; the operations of a step are counted after it.
+    """
+
+    answer: ClassVar[Any] = Profiled
+    work: ClassVar[str] = "autotune_amp.profile.child:profile"
+
+    trial: Trial
+    trace_file: str
+
 
 Kind: TypeAlias = Literal["matrix_products", "casts", "fp32_operations", "optimizer", "other"]
 
@@ -270,7 +328,7 @@ def _compute_parts(seconds: float, step: ProfiledStep, device_type: str) -> dict
     return idle | {name: step.operation_seconds.get(name, 0.0) * scale for name in _FROM_PROFILE}
 
 
-def next_steps(found: Gap, precision: Precision, profiled: Profiled) -> tuple[NextStep, ...]:
+def next_steps(found: Gap, precision: Precision, unfused_optimizer: str | None) -> tuple[NextStep, ...]:
     """What is worth trying, the largest gain first; the gain is what would be left of the step without that part.
 
     A part that is small in any of the profiled steps is not worth it, and casts are only where autocast makes them.
@@ -283,7 +341,7 @@ def next_steps(found: Gap, precision: Precision, profiled: Profiled) -> tuple[Ne
             share=part.share,
             share_range=part.share_range,
             max_speedup=1 / (1 - part.share),
-            action=_action(part, profiled),
+            action=_action(part, unfused_optimizer),
         )
         for part in found.parts
         if part.name not in skipped and part.share_range[0] >= MIN_SHARE and part.share < 1
@@ -291,21 +349,15 @@ def next_steps(found: Gap, precision: Precision, profiled: Profiled) -> tuple[Ne
     return tuple(sorted(steps, key=lambda step: -step.share))
 
 
-def _action(part: Part, profiled: Profiled) -> str:
-    num_workers, unfused = profiled.num_loader_workers, profiled.unfused_optimizer
+def _action(part: Part, unfused_optimizer: str | None) -> str:
     chiefly = f" ({', '.join(part.largest)})" if part.largest else ""
-    compiled = "" if profiled.is_compiled else "torch.compile, which fuses them with their neighbours, or "
-    loader = f"more num_workers than {num_workers} in the DataLoader, or samples that cost less to load"
-    if num_workers == 0:
-        loader = "num_workers=2 or more in the DataLoader, which load batches while a step computes"
-    elif num_workers is None:
-        loader = "load batches ahead, as a DataLoader with num_workers does"
+    fused = "" if unfused_optimizer is None else f"{unfused_optimizer}(..., fused=True), or "
     return {
-        "loader": loader,
-        "optimizer": (f"{unfused}(..., fused=True), or " if unfused else "") + "fewer updates: a larger batch",
+        "loader": "more num_workers in the DataLoader, or samples that cost less to load",
+        "optimizer": f"{fused}fewer updates: a larger batch",
         "slow_matrix_products": "more for each matrix product to do: a larger batch, sizes that are multiples of 8",
-        "casts": f"{compiled}a larger batch, over which the weights are cast once",
-        "fp32_operations": f"{compiled}fewer of them{chiefly}",
+        "casts": "torch.compile, or a larger batch, over which the weights are cast once",
+        "fp32_operations": f"torch.compile, or fewer of them{chiefly}",
         "idle": 'a larger batch, or torch.compile(mode="reduce-overhead"), which launches kernels together',
-        "rest": f"{compiled}fewer small operations{chiefly}",
+        "rest": f"torch.compile, or fewer small operations{chiefly}",
     }[part.name]

@@ -8,7 +8,7 @@ import msgspec
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import FailureKind
-from autotune_amp.core.text import count, duration, flops, one_line, outcome_name, size, times
+from autotune_amp.core.text import count, duration, flops, number, one_line, outcome_name, size, times
 
 Verdict: TypeAlias = Literal["excellent", "significant", "modest", "negligible", "slower"]
 PartName: TypeAlias = Literal[
@@ -173,16 +173,12 @@ class AmpProfile(msgspec.Struct, frozen=True, kw_only=True):
 def facts(profile: AmpProfile) -> list[tuple[str, str]]:
     """Label and text of what the numbers come to."""
     lines = [("verdict", _verdict(profile))]
-    shown = [row for row in profile.rows if row.gap is not None and row.precision in ("fp32", profile.best_precision)]
-    lines += [
-        ("rate", _rate(row.precision, row.gap)) for row in shown if row.gap is not None and row.gap.flops_per_step
-    ]
-    # The step to be mended, and where mixed precision does not pay, why not.
-    gaps = {row.precision: row.gap for row in shown if row.gap is not None}
-    names = dict.fromkeys((profile.gap_precision, profile.best_precision))
-    lines += [("gap", _gap(name, gaps[name])) for name in names if name in gaps]
-    labels = ("next step", *["then"] * (_NUM_NEXT_STEPS - 1))
-    lines += [(label, next_step_line(step)) for label, step in zip(labels, profile.next_steps, strict=False)]
+    for row in profile.rows:
+        if row.gap is not None and row.precision in ("fp32", profile.best_precision):
+            if row.gap.attained_flops_per_second is not None:
+                lines.append(("rate", f"{row.precision}: {_rate(row.gap, row.gap.attained_flops_per_second)}"))
+            lines.append(("gap", f"{row.precision}: {_gap(row.gap)}"))
+    lines += [("next step", next_step_line(step)) for step in profile.next_steps[:_NUM_NEXT_STEPS]]
     if profile.trace is not None:
         lines.append(("trace", f"{profile.trace} opens at https://ui.perfetto.dev"))
     return [*lines, *(("note", one_line(note)) for note in profile.notes)]
@@ -196,16 +192,11 @@ def next_step_line(step: NextStep) -> str:
 
 def heading(profile: AmpProfile) -> str:
     """What was profiled, where, and how many steps of it."""
-    size = count(profile.batch_size, "sample")
-    nums = [row.num_steps for row in profile.rows if row.num_steps and row.failure is None and not row.was_cut] or [0]
-    num = str(max(nums)) if len(set(nums)) == 1 else f"{min(nums)} to {max(nums)}"
-    if profile.accumulation_steps == 1:
-        what = f"{num} {'batch' if num == '1' else 'batches'} of {size}"
-    else:
-        what = f"{num} {'step' if num == '1' else 'steps'} of {profile.accumulation_steps} batches of {size}"
-    return (
-        f"{one_line(profile.workload)}: {what} in each precision on {profile.device} ({one_line(profile.device_name)})"
-    )
+    steps = count(max((row.num_steps for row in profile.rows), default=0), "step")
+    batches = "" if profile.accumulation_steps == 1 else f"{profile.accumulation_steps} batches of "
+    of_what = f"{batches}{count(profile.batch_size, 'sample')} in each precision"
+    device = f"{profile.device} ({one_line(profile.device_name)})"
+    return f"{one_line(profile.workload)}: {steps} of {of_what} on {device}"
 
 
 def row_cells(row: PrecisionRow) -> tuple[str, str, str, str]:
@@ -220,7 +211,7 @@ def _speedup(row: PrecisionRow) -> str:
     if row.speedup is None:
         return ""
     if row.speedup_interval is None:
-        return f"<= {times(row.speedup)}" if row.speedup >= 0.01 else "< 0.01x"
+        return f"<= {number(row.speedup)}x"
     low, high = row.speedup_interval
     return f"{times(row.speedup)} ({low:.2f} to {high:.2f})"
 
@@ -233,34 +224,23 @@ def _row_verdict(row: PrecisionRow) -> str:
         return "reference"
     if row.verdict is None:
         return "no fp32 to compare with"
-    return _words(row) + _doubt(row)
-
-
-def _words(row: PrecisionRow) -> str:
-    return "slower: leave it off" if row.verdict == "slower" and not _doubt(row) else str(row.verdict)
-
-
-def _doubt(row: PrecisionRow) -> str:
     low, high = row.verdicts or (row.verdict, row.verdict)
-    return "" if low == high else f"; the interval spans {low} to {high}"
+    return row.verdict if low == high else f"{row.verdict}; the interval spans {low} to {high}"
 
 
 def _verdict(profile: AmpProfile) -> str:
-    if profile.best_precision is None or profile.speedup is None or profile.verdict is None:
+    if profile.best_precision is None:
         reasons = "; ".join(f"{row.precision}: {_row_verdict(row)}" for row in profile.rows if row.reason)
         return f"none: {reasons or 'only fp32 was run'}"
     row = profile.row(profile.best_precision)
-    return f"{row.precision}: {_words(row)}, {_speedup(row)} over fp32{_doubt(row)}"
+    return f"{row.precision}, {_speedup(row)} over fp32: {_row_verdict(row)}"
 
 
-def _rate(precision: str, gap: Gap) -> str:
-    attained = gap.attained_flops_per_second or 0.0
+def _rate(gap: Gap, attained: float) -> str:
     if gap.machine_flops_per_second is None:
-        return f"{precision}: a step attains {flops(attained)}; the machine's own rate could not be measured"
+        return f"{flops(attained)} by a step; the machine's own rate could not be measured"
     share = 100 * attained / gap.machine_flops_per_second
-    return (
-        f"{precision}: {flops(gap.machine_flops_per_second)} by the machine, {flops(attained)} by a step, {share:.2g} %"
-    )
+    return f"{flops(gap.machine_flops_per_second)} by the machine, {flops(attained)} by a step, {share:.2g} %"
 
 
 def _percent(part: Part | NextStep) -> str:
@@ -269,11 +249,10 @@ def _percent(part: Part | NextStep) -> str:
     return f"{100 * part.share:.0f} %" + (f" ({least} to {largest})" if least != largest else "")
 
 
-def _gap(precision: str, gap: Gap) -> str:
-    largest = sorted((part for part in gap.parts if part.name != "matrix_products"), key=lambda part: -part.seconds)
-    named = [
+def _gap(gap: Gap) -> str:
+    """The parts of a step that are worth a number, the largest first."""
+    return ", ".join(
         f"{_percent(part)} {PART_NAMES[part.name]}" + (f" ({', '.join(part.largest)})" if part.largest else "")
-        for part in largest
+        for part in sorted(gap.parts, key=lambda part: -part.seconds)
         if part.share >= 0.01
-    ]
-    return f"{precision}: {', '.join(named)}" if named else f"{precision}: none, it is all matrix products"
+    )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
@@ -17,209 +19,186 @@ from autotune_amp.core.config import LossScale
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.hardware import Hardware
+from autotune_amp.core.intervals import ratio_interval
 from autotune_amp.core.outcome import Description, Failure, Measurement, Outcome, Record
 from autotune_amp.core.recommendation import Exclusion, NothingWorksError
 from autotune_amp.core.setting import Setting
+from autotune_amp.core.text import number
 from autotune_amp.hardware import identify, machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.local import LocalBackend
 from autotune_amp.precision.modes import MODES
-from autotune_amp.profile.job import LOW, Profile, Profiled
-from autotune_amp.profile.results import AmpProfile
-from autotune_amp.profile.rows import Found, answer, is_cut, limits, rows
-from autotune_amp.search.budget import Budget
+from autotune_amp.profile.gap import LOW, Profile, Profiled, gap, next_steps
+from autotune_amp.profile.results import AmpProfile, PrecisionRow, Verdict
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher, RunsJobs
+from autotune_amp.search.run import Budget, ProgressWatcher, RunsJobs
 from autotune_amp.search.source import Opened, Source, message_of, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.trial.jobs import Trial
 
+# A precision whose steps take so many times those of fp32 is left, if they are so long that it is worth it: the first
+# ones of a small model in another format are many times slower than those that follow.
+CUT_RATIO, LONG_STEP_SECONDS = 5.0, 1.0
+DEADLINE_RATIO = 10.0  # one step may take so many times fp32's
+SHORTEST_DEADLINE_SECONDS = 5.0
+FIRST_STEP_RATIO = 3.0  # as a search allows it
+SHORTEST_FIRST_STEP_DEADLINE_SECONDS = 30.0  # it may compile and set up what fp32's did not need
+DEADLINE_SECONDS = 600.0  # of one process
+NUM_ROUNDS = 3
+# Kineto writes a line to standard error at every start and end; this is above all its levels.
+_ENVIRONMENT = {"KINETO_LOG_LEVEL": "99"}
 
-class Request(NamedTuple):
-    """A profile that was asked for; None leaves precisions and batch size to what the device and the workload have."""
 
-    num_batches: int
-    precisions: tuple[Precision, ...] | None
-    batch_size: int | None
-    device: str
-    trace: Path | None
-
-
-def checked_request(
+def run_profile(
+    origin: Source,
+    progress: Progress,
     num_batches: int,
     device: str,
     precision: Sequence[str] | str | None,
     batch_size: int | None,
     trace: str | os.PathLike[str] | None,
-) -> Request:
-    """The arguments of `profile_amp`; raises `InvalidRequestError` for one that cannot be meant, and for a trace that
-    cannot be written."""
-    numbers = {"--batches": num_batches} | ({} if batch_size is None else {"--batch-size": batch_size})
-    for name, given in numbers.items():
+) -> AmpProfile:
+    """Profile in children; see `autotune_amp.profile_amp`."""
+    for name, given in (("--batches", num_batches), ("--batch-size", 1 if batch_size is None else batch_size)):
         if not isinstance(given, int) or isinstance(given, bool) or given < 1:
             raise InvalidRequestError(
                 f"{name} is {given!r}; it must be a whole number from 1 up.", f"Give {name} 32, for example."
             )
-    options = SearchOptions.from_user(device=device, precision=precision)
-    return Request(num_batches, options.precisions, batch_size, device, None if trace is None else _writable(trace))
-
-
-def _writable(trace: str | os.PathLike[str]) -> Path:
-    """The absolute path of a trace that can be written; what the file holds so far stays."""
-    path = Path(trace).absolute()
-    next_step = "Give for example --trace trace.json."
-    if path.is_dir() or not path.parent.is_dir() or path.suffix == ".gz":
+    path = None if trace is None else Path(trace).absolute()
+    if path is not None and (path.suffix == ".gz" or path.is_dir() or not os.access(path.parent, os.W_OK)):
         raise InvalidRequestError(
-            f"--trace is {str(trace)!r}; it must be a file in a folder that is there, and is not compressed.", next_step
+            f"--trace is {str(trace)!r}; it must be a file in a folder that can be written, and is not compressed.",
+            "Give for example --trace trace.json.",
         )
-    was_there = path.exists()
-    try:
-        path.open("ab").close()
-        if not was_there:
-            path.unlink()
-    except OSError as error:
-        raise InvalidRequestError(
-            f"--trace is {str(trace)!r}, which cannot be written: {error.strerror}.", next_step
-        ) from error
-    return path
-
-
-DEADLINE_SECONDS = 600.0  # of one process
-NUM_ROUNDS = 3
-MAX_SETUP_SECONDS = 30.0  # that the rounds after the second may spend on building models and on first steps
-# Kineto writes a line to standard error at every start and end; this is above all its levels.
-_ENVIRONMENT = {"KINETO_LOG_LEVEL": "99"}
-
-
-def run_profile(origin: Source, request: Request, progress: Progress) -> AmpProfile:
-    """Profile in children; see `autotune_amp.profile_amp`."""
+    precisions = SearchOptions.from_user(device=device, precision=precision).precisions
     clock = Budget(math.inf)
-    meter = LoadMeter(identify(request.device).uuid)  # before a context of ours is on the card
+    meter = LoadMeter(identify(device).uuid)  # before a context of ours is on the card
     watcher = ProgressWatcher(progress, clock, meter)
     progress.work_started(None)
     with LocalBackend(origin.payload(), None, watcher, _ENVIRONMENT) as backend:
         watcher.phase("loading the workload")
         backend.load(clock.left())
-        opened = open_workload(backend, origin, request.device, watcher)
+        opened = open_workload(backend, origin, device, watcher)
         progress.found_hardware(opened.hardware)
-        asked = _asked(request, opened.hardware)
-        space = _space(request, opened, asked)
+        asked = _asked(precisions, opened.hardware)
+        space = _space(batch_size, opened, asked)
         refused = refused_in(space)
         trials = {p: _trial(p, space, opened) for p in asked if p not in refused}
         meter.start()
-        timed = Rounds(backend, trials, request.num_batches, progress)
-        outcomes = timed.run()
-        load = machine_load.evidence((), [meter.stop()])
+        outcomes = time_in_turns(backend, trials, num_batches, progress)
+        load = machine_load.evidence([meter.stop()])
         if load is not None:  # the rows' intervals are the processes' own
             load = msgspec.structs.replace(load, interval_factors=(1.0, 1.0))
         others = machine_load.doubts(load, "profile again")
-        notes = [*_notes(request, opened.description), *timed.notes, *others]
+        notes = [*_assumptions(batch_size, opened.description), *others]
         if not any(isinstance(outcome, Measurement) for of_one in outcomes.values() for outcome in of_one):
             raise _nothing_works(asked, refused, outcomes)
         with TemporaryDirectory(prefix="autotune_amp-") as folder:
             watcher.phase("taking steps apart")
             profiled = {}
-            for precision in timed.running():
-                trace = Path(folder, f"{precision}.json")
-                found = backend.submit(_profile(trials[precision], trace)).result()
+            for precision in _running(outcomes):
+                trial, part = trials[precision], str(Path(folder, f"{precision}.json"))
+                found = backend.submit(
+                    Profile(device=trial.device, trial=trial, trace_file=part, deadline_seconds=DEADLINE_SECONDS)
+                ).result()
                 if isinstance(found, Profiled):
                     profiled[precision] = found
                 else:
                     notes.append(f"{precision} could not be taken apart: {found.message}.")
             parts = [Path(folder, f"{p}.json") for p, found in profiled.items() if found.split is not None]
-            problem = None if request.trace is None else write_trace(parts, request.trace)
+            problem = None if path is None else write_trace(parts, path)
     everything = Found(opened.hardware, refused, outcomes, profiled)
     return answer(
         rows(asked, everything),
         everything,
         workload=origin.name,
         setting=space.baseline,
-        num_batches=request.num_batches,
-        trace=None if request.trace is None or problem is not None else str(request.trace),
+        num_batches=num_batches,
+        trace=None if path is None or problem is not None else str(path),
         notes=notes if problem is None else [*notes, problem],
     )
 
 
-class Rounds:
-    """The precisions in turns, each time in a process of its own, each round on batches of its own.
+def time_in_turns(
+    backend: RunsJobs, trials: Mapping[Precision, Trial], num_batches: int, progress: Progress
+) -> dict[Precision, list[Outcome]]:
+    """What each precision did in each round, in a process of its own, on batches that the round has for all of them.
 
-    The batches asked for are divided among three rounds; among two where building the models and the first steps take
-    long. A precision that fails or is cut is in no later round.
+    The batches asked for are divided among the rounds. A precision that fails or is cut is in no later round. Raises
+    `WorkloadError` where the workload does not run in fp32.
     """
-
-    def __init__(
-        self, backend: RunsJobs, trials: Mapping[Precision, Trial], num_batches: int, progress: Progress
-    ) -> None:
-        self.notes: list[str] = []
-        self._backend, self._trials, self._progress = backend, trials, progress
-        self._num_batches = num_batches
-        self._outcomes: dict[Precision, list[Outcome]] = {precision: [] for precision in trials}
-        self._num_trials = 0
-
-    def run(self) -> Mapping[Precision, Sequence[Outcome]]:
-        """What each precision did in each round. Raises `WorkloadError` where the workload does not run in fp32."""
-        self._progress.phase(f"timing {', '.join(self._trials)} in turns on the same batches")
-        num_rounds, num_left = min(NUM_ROUNDS, self._num_batches), self._num_batches
-        number = 0
-        while number < num_rounds:
-            size = -(-num_left // (num_rounds - number))
-            num_left -= size
-            names = self.running()
-            first = number % max(1, len(names))
-            for precision in (*names[first:], *names[:first]):  # another one is first each time
-                self._run(precision, number, size)
-            number += 1
-            if number == 1 and self._setup_seconds() > MAX_SETUP_SECONDS:
-                num_rounds = min(2, num_rounds)
-                self.notes.append("Building and first steps take long: two processes were timed in place of three.")
-        return self._outcomes
-
-    def running(self) -> list[Precision]:
-        """Those that neither failed nor are cut."""
-        fp32 = self._outcomes.get("fp32")
-        return [
-            precision
-            for precision, outcomes in self._outcomes.items()
-            if not outcomes or (isinstance(outcomes[-1], Measurement) and not (fp32 and is_cut(outcomes[-1], fp32[0])))
-        ]
-
-    def _run(self, precision: Precision, number: int, size: int) -> None:
-        trial, fp32 = self._trials[precision], self._outcomes.get("fp32")
-        trial = msgspec.structs.replace(trial, seed=trial.seed + number, num_steps=(size, size))
-        if precision != "fp32" and fp32 and isinstance(fp32[0], Measurement):
-            trial = msgspec.structs.replace(trial, **limits(fp32[0]))
-        self._num_trials += 1
-        self._progress.trial_started(self._num_trials, trial.candidate, trial.purpose)
-        started = time.monotonic()
-        outcome = self._backend.submit(trial).result()
-        record = Record(
-            search_id="profile",
-            number=self._num_trials,
-            candidate=trial.candidate,
-            purpose=trial.purpose,
-            outcome=outcome,
-            seconds=time.monotonic() - started,
-        )
-        self._progress.trial_ended(record, None)
-        if isinstance(outcome, Failure) and outcome.kind == "workload_error" and precision == "fp32":
-            raise WorkloadError(*message_of(outcome))
-        self._outcomes[precision].append(outcome)
-
-    def _setup_seconds(self) -> float:
-        measured = [outcomes[0] for outcomes in self._outcomes.values()]
-        return sum(m.build_seconds + m.first_step_seconds for m in measured if isinstance(m, Measurement))
+    progress.phase(f"timing {', '.join(trials)} in turns on the same batches")
+    outcomes: dict[Precision, list[Outcome]] = {precision: [] for precision in trials}
+    num_rounds, numbers = min(NUM_ROUNDS, num_batches), itertools.count(1)
+    for place in range(num_rounds):
+        num_steps = num_batches // num_rounds + (place < num_batches % num_rounds)
+        names = _running(outcomes)
+        first = place % max(1, len(names))
+        for precision in (*names[first:], *names[:first]):  # another one is first each time
+            trial, fp32 = trials[precision], outcomes.get("fp32")
+            trial = msgspec.structs.replace(trial, seed=trial.seed + place, num_steps=(num_steps, num_steps))
+            if precision != "fp32" and fp32 and isinstance(fp32[0], Measurement):
+                trial = msgspec.structs.replace(trial, **limits(fp32[0]))
+            outcome = _run(backend, trial, next(numbers), progress)
+            if isinstance(outcome, Failure) and outcome.kind == "workload_error" and precision == "fp32":
+                raise WorkloadError(*message_of(outcome))
+            outcomes[precision].append(outcome)
+    return outcomes
 
 
-def _asked(request: Request, hardware: Hardware) -> tuple[Precision, ...]:
+def _run(backend: RunsJobs, trial: Trial, number: int, progress: Progress) -> Outcome:
+    progress.trial_started(number, trial.candidate, trial.purpose)
+    started = time.monotonic()
+    outcome = backend.submit(trial).result()
+    record = Record(
+        search_id="profile",
+        number=number,
+        candidate=trial.candidate,
+        purpose=trial.purpose,
+        outcome=outcome,
+        seconds=time.monotonic() - started,
+    )
+    progress.trial_ended(record, None)
+    return outcome
+
+
+def _running(outcomes: Mapping[Precision, Sequence[Outcome]]) -> list[Precision]:
+    """Those that neither failed nor are cut."""
+    fp32 = outcomes.get("fp32")
+    return [
+        precision
+        for precision, ours in outcomes.items()
+        if not ours or (isinstance(ours[-1], Measurement) and not (fp32 and is_cut(ours[-1], fp32[0])))
+    ]
+
+
+def limits(fp32: Measurement) -> dict[str, float]:
+    """What steps of another precision may take, as fields of a `Trial`."""
+    step = max(DEADLINE_RATIO * fp32.step_seconds, SHORTEST_DEADLINE_SECONDS)
+    first_step = FIRST_STEP_RATIO * fp32.first_step_seconds + step
+    return {
+        "cut_step_seconds": max(CUT_RATIO * fp32.step_seconds, LONG_STEP_SECONDS),
+        "first_step_deadline_seconds": max(first_step, SHORTEST_FIRST_STEP_DEADLINE_SECONDS),
+        "step_deadline_seconds": step,
+    }
+
+
+def is_cut(outcome: Outcome, fp32: Outcome) -> bool:
+    """Whether a process ran so slowly beside that of fp32 that no other is worth it."""
+    if not isinstance(outcome, Measurement) or not isinstance(fp32, Measurement):
+        return False
+    return outcome.was_cut or outcome.step_seconds > limits(fp32)["cut_step_seconds"]
+
+
+def _asked(precisions: tuple[Precision, ...] | None, hardware: Hardware) -> tuple[Precision, ...]:
     """fp32 first. TF32 is no mixed precision, so that it is shown where the device has it or somebody asks."""
     usual: tuple[Precision, ...] = ("tf32", *LOW) if hardware.has_tf32 else LOW
-    return tuple(dict.fromkeys(("fp32", *(request.precisions or usual))))
+    return tuple(dict.fromkeys(("fp32", *(precisions or usual))))
 
 
-def _space(request: Request, opened: Opened, asked: tuple[Precision, ...]) -> Space:
+def _space(size: int | None, opened: Opened, asked: tuple[Precision, ...]) -> Space:
     """What is legal, at the user's own batch size and accumulation unless another batch size was given."""
-    size = request.batch_size
     if size is None and opened.description.batch_size is None:
         size = ASSUMED_BATCH_SIZE
     own: dict[str, Any] = {} if size is None else {"baseline": ("fp32", size), "effective_batch_size": "free"}
@@ -247,14 +226,10 @@ def _trial(precision: Precision, space: Space, opened: Opened) -> Trial:
     )
 
 
-def _profile(trial: Trial, trace: Path) -> Profile:
-    return Profile(device=trial.device, trial=trial, trace_file=str(trace), deadline_seconds=DEADLINE_SECONDS)
-
-
-def _notes(request: Request, description: Description) -> list[str]:
+def _assumptions(batch_size: int | None, description: Description) -> list[str]:
     """What was assumed of the workload."""
     notes = []
-    if description.batch_size is None and request.batch_size is None:
+    if description.batch_size is None and batch_size is None:
         notes.append(
             f"The data has no batch size of its own: {ASSUMED_BATCH_SIZE} is assumed. --batch-size says yours."
         )
@@ -288,3 +263,136 @@ def write_trace(parts: Sequence[Path], trace: Path) -> str | None:
     except (OSError, json.JSONDecodeError) as error:
         return f"No whole trace was written to {trace}: {error}."
     return None
+
+
+# --- what the outcomes come to: pure -------------------------------------------------------------------------------
+
+_LEAST_SPEEDUPS: tuple[tuple[float, Verdict], ...] = ((1.2, "significant"), (1.05, "modest"), (0.95, "negligible"))
+
+
+class Found(NamedTuple):
+    """All that was found: `refused` are the precisions that cannot be run with the reason, `outcomes` what each of the
+    others did in each round, up to one that failed or was cut, and `profiled` how its step was taken apart.
+    """
+
+    hardware: Hardware
+    refused: Mapping[Precision, str]
+    outcomes: Mapping[Precision, Sequence[Outcome]]
+    profiled: Mapping[Precision, Profiled]
+
+
+def verdict(speedup: float) -> Verdict:
+    """``excellent`` above 1.5, ``significant`` from 1.2, ``modest`` from 1.05, ``negligible`` from 0.95, ``slower``."""
+    if speedup > 1.5:
+        return "excellent"
+    return next((name for least, name in _LEAST_SPEEDUPS if speedup >= least), "slower")
+
+
+def rows(asked: Sequence[Precision], found: Found) -> tuple[PrecisionRow, ...]:
+    """A row for each precision in the order asked, compared with fp32 where that ran."""
+    reference = _row("fp32", found)
+    return tuple(
+        reference if precision == "fp32" else _compared(_row(precision, found), reference, found) for precision in asked
+    )
+
+
+def _row(precision: Precision, found: Found) -> PrecisionRow:
+    if precision in found.refused:
+        return PrecisionRow(precision=precision, reason=found.refused[precision])
+    outcomes = found.outcomes[precision]
+    measured = [outcome for outcome in outcomes if isinstance(outcome, Measurement)]
+    last = outcomes[-1]
+    failed: dict[str, Any] = {"failure": last.kind, "reason": last.message} if isinstance(last, Failure) else {}
+    if not measured:
+        return PrecisionRow(precision=precision, **failed)
+    steps = tuple(outcome.step_seconds for outcome in measured)
+    profiled, capability = found.profiled.get(precision), found.hardware.precisions.get(precision)
+    rate = None if capability is None else capability.matmul_flops_per_second
+    return PrecisionRow(
+        precision=precision,
+        step_seconds=geometric_mean(steps),  # as the speed-up: one slow process moves it little
+        step_seconds_interval=ratio_interval(steps, [1.0] * len(steps)),
+        process_step_seconds=steps,
+        num_steps=sum(outcome.num_steps for outcome in measured),
+        peak_memory_bytes=measured[0].peak_memory_bytes,
+        gap=None if profiled is None else gap(measured, profiled, rate, found.hardware.identity.type),
+        **failed,
+    )
+
+
+def _compared(row: PrecisionRow, reference: PrecisionRow, found: Found) -> PrecisionRow:
+    """The row with its speed-up, from processes of one round; without one where either of them failed."""
+    pairs = list(zip(reference.process_step_seconds, row.process_step_seconds, strict=False))
+    if not pairs or row.failure is not None or reference.failure is not None:
+        return row
+    speedup = geometric_mean(fp32 / ours for fp32, ours in pairs)
+    if is_cut(found.outcomes[row.precision][-1], found.outcomes["fp32"][0]):
+        return msgspec.structs.replace(
+            row,
+            step_seconds_interval=None,
+            speedup=speedup,
+            verdict="slower",
+            was_cut=True,
+            reason=f"cut: at least {number(1 / speedup)} times slower than fp32",
+        )
+    interval = ratio_interval(*zip(*pairs, strict=True))
+    return msgspec.structs.replace(
+        row,
+        speedup=speedup,
+        speedup_interval=interval,
+        verdict=verdict(speedup),
+        verdicts=(verdict(interval[0]), verdict(interval[1])),
+    )
+
+
+def answer(
+    rows: tuple[PrecisionRow, ...],
+    found: Found,
+    *,
+    workload: str,
+    setting: Setting,
+    num_batches: int,
+    trace: str | None = None,
+    notes: Sequence[str] = (),
+) -> AmpProfile:
+    """The profile that these rows make, fp32's first; `notes` are told before those that come of the rows.
+
+    `setting` has the batch size and the accumulation steps.
+    """
+    compared = [r for r in rows if r.precision in LOW and r.speedup is not None]
+    best = max(compared, key=lambda row: row.speedup or 0.0, default=PrecisionRow(precision="fp32"))
+    made = AmpProfile(
+        workload=workload,
+        device=found.hardware.device,
+        device_name=found.hardware.identity.name,
+        batch_size=setting.batch_size,
+        accumulation_steps=setting.accumulation_steps,
+        num_batches=num_batches,
+        rows=rows,
+        best_precision=best.precision if compared else None,
+        speedup=best.speedup,
+        verdict=best.verdict,
+        next_steps=(),
+        notes=(*notes, *_notes(rows, found)),
+        trace=trace,
+    )
+    if made.gap is None:
+        return made
+    precision = made.gap_precision
+    steps = next_steps(made.gap, precision, found.profiled[precision].unfused_optimizer)
+    return msgspec.structs.replace(made, next_steps=steps)
+
+
+def _notes(rows: Sequence[PrecisionRow], found: Found) -> list[str]:
+    notes = []
+    for row in rows:
+        capability = found.hardware.precisions.get(row.precision)
+        if row.speedup is not None and capability is not None and capability.level == "emulated":
+            notes.append(f"{row.precision} is emulated: {capability.reason}")
+    for profiled in found.profiled.values():
+        if profiled.split_problem is not None:
+            notes.append(f"Steps could not be taken apart: {profiled.split_problem}.")
+        if profiled.flops_problem is not None:
+            notes.append(f"The step's floating-point operations could not be counted: {profiled.flops_problem}.")
+    notes += [f"{row.precision}: {row.gap.note}." for row in rows if row.gap is not None and row.gap.note]
+    return list(dict.fromkeys(notes))

@@ -11,7 +11,6 @@ from socketserver import ThreadingMixIn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.report.files import latest
 from autotune_amp.search.study import connected
 
 _HOST = "127.0.0.1"  # it asks nobody for a password
@@ -56,16 +55,6 @@ def serving(storage: str | Path, port: int) -> Iterator[DashboardServer]:
             ) from error
         with server:
             yield server
-
-
-def study_database(folder: Path | None) -> Path:
-    """The study.db that `folder` names; raises `FormatError` where there is none."""
-    return latest(
-        folder,
-        "study.db",
-        missing="no study.db",
-        next_step="Run `autotune-amp search`, name a study's folder, or give the --storage that the search was given.",
-    )
 
 
 def has_display() -> bool:

@@ -9,15 +9,14 @@ from autotune_amp.core.errors import AutotuneAmpError, FormatError, StudyError
 from autotune_amp.core.recommendation import Recommendation, write_atomically
 from autotune_amp.search.folder import StudyFolder
 
-NAME = "report.html"
-_OUTCOMES = "outcomes.jsonl"
+NAME, OUTCOMES = "report.html", "outcomes.jsonl"
 _ELSEWHERE = "Give `autotune-amp report` a file in a folder that can be written, with --out FILE.html."
 
 
-def latest(folder: Path | None, *names: str, missing: str, next_step: str) -> Path:
+def latest(folder: Path | None, *names: str) -> Path:
     """`folder` where it is a file; or in the study that was written last, the first of these files that is there.
 
-    None is ./studies. Raises `FormatError` where none is there, which says what is `missing`, or nothing can be read.
+    None is ./studies. Raises `FormatError` where none is there or nothing can be read.
     """
     given = folder or Path("studies")
     try:
@@ -31,32 +30,11 @@ def latest(folder: Path | None, *names: str, missing: str, next_step: str) -> Pa
     except OSError as error:
         raise FormatError(f"{given} cannot be read: {error.strerror}.", "Name a folder that you can read.") from error
     if found is None:
-        raise FormatError(f"{given} holds {missing}.", next_step)
+        raise FormatError(
+            f"{given} holds no {' and no '.join(names)}: no search has left it there.",
+            "Run `autotune-amp search`, or name a study's folder; --help says what else is taken.",
+        )
     return found
-
-
-def recommendation_file(folder: Path | None) -> Path:
-    """The recommendation that `folder` names; raises `FormatError` where there is none."""
-    return latest(
-        folder,
-        "recommendation.json",
-        missing="no recommendation.json: no search has finished there",
-        next_step="Run `autotune-amp search`, or name the folder of a finished study.",
-    )
-
-
-def study_file(folder: Path | None) -> Path:
-    """The recommendation that `folder` names, or the outcomes of a search that recommended nothing.
-
-    Raises `FormatError` where there is neither.
-    """
-    return latest(
-        folder,
-        "recommendation.json",
-        _OUTCOMES,
-        missing=f"neither recommendation.json nor {_OUTCOMES}: no search has run there",
-        next_step="Run `autotune-amp search`, or name the folder of a study, or a run log (.jsonl).",
-    )
 
 
 def write_over(path: Path, text: str, what: str, is_ours: Callable[[str], bool], elsewhere: str) -> None:
@@ -87,10 +65,9 @@ def write_report(study: Path, out: Path | None = None) -> Path:
     of a newer format, `StudyError` where the page cannot be written.
     """
     source = study
-    if study.is_dir() or study.name == _OUTCOMES:
+    if study.is_dir() or study.name == OUTCOMES:
         source = _source_in(study if study.is_dir() else study.parent)
-    text = _unfinished(source) if source.name == _OUTCOMES else _finished(source)
-    return _write_page(out or source.parent / NAME, text, "search", "report of a search")
+    return _write_page(out or source.parent / NAME, _drawn(source), "search", "report of a search")
 
 
 def write_run_report(log: Path, out: Path | None = None) -> Path:
@@ -99,7 +76,7 @@ def write_run_report(log: Path, out: Path | None = None) -> Path:
     Returns the page's path. Raises `FormatError` for what is no run log, damaged or of a newer format, `StudyError`
     where the page cannot be written.
     """
-    from autotune_amp.report.page.run import run_page
+    from autotune_amp.report.run_page import run_page
     from autotune_amp.runtime.run_log import read
 
     page = run_page(read(log), log.name)
@@ -130,35 +107,28 @@ def keep_report(folder: Path, note: Callable[[str], None], warn: Callable[[str],
 
 def _source_in(folder: Path) -> Path:
     """What a study's report is drawn from."""
-    recommendation, outcomes = folder / "recommendation.json", folder / _OUTCOMES
+    recommendation, outcomes = folder / "recommendation.json", folder / OUTCOMES
     return outcomes if outcomes.exists() and not recommendation.exists() else recommendation
 
 
 def _write_page(page: Path, text: str, kind: str, what: str) -> Path:
     """Over an earlier page of its kind: they are apart because a run log may be named report.jsonl."""
-    from autotune_amp.report.page.document import marker
+    from autotune_amp.report.document import marker
 
     write_over(page, text, what, lambda found: marker(kind) in found[:1000], _ELSEWHERE)
     return page
 
 
-def _finished(source: Path) -> str:
-    from autotune_amp.report.page.search import search_page  # plotly is imported only where something is drawn
+def _drawn(source: Path) -> str:
+    """The page of a recommendation, or of the last search among outcomes without one."""
+    from autotune_amp.report.search_page import search_page, unfinished_page  # plotly is imported only for these
 
-    recommendation, folder = Recommendation.load(source), source.parent
-    records = StudyFolder(str(folder.parent), folder.name).records(recommendation.search.search_id)
-    return search_page(recommendation, records, source.as_posix())
-
-
-def _unfinished(source: Path) -> str:
-    """The page of the last search among the outcomes."""
-    from autotune_amp.report.page.search import unfinished_page
-
-    folder = source.parent
-    records = StudyFolder(str(folder.parent), folder.name).records()
+    folder = StudyFolder(str(source.parent.parent), source.parent.name)
+    if source.name != OUTCOMES:
+        recommendation = Recommendation.load(source)
+        return search_page(recommendation, folder.records(recommendation.search.search_id), source.as_posix())
+    records = folder.records()
     if not records:
-        raise FormatError(
-            f"{source} holds no outcome yet.", "Run `autotune-amp search`, or name another study's folder."
-        )
-    last = records[-1].search_id
-    return unfinished_page(folder.resolve().name, [record for record in records if record.search_id == last])
+        raise FormatError(f"{source} holds no outcome yet.", "Run `autotune-amp search`, or name another study.")
+    last = [record for record in records if record.search_id == records[-1].search_id]
+    return unfinished_page(source.parent.resolve().name, last)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import textwrap
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO, cast
 
 from autotune_amp.core.outcome import Failure, Measurement, Record
-from autotune_amp.core.text import clock, duration, one_line, outcome_name, printable, rate, size
+from autotune_amp.core.text import clock, duration, one_line, printable, rate, size
 from autotune_amp.report.rows import outcome_line
 from autotune_amp.search.progress import Progress
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import RenderableType
 
     from autotune_amp.core.hardware import Hardware
@@ -27,23 +27,6 @@ if TYPE_CHECKING:
 # Rich is imported in functions: an answer from the cache, which draws nothing, must not wait for it.
 _DRAW_SECONDS = 0.1
 _MAX_HELD = 65536
-
-
-@dataclass
-class View:
-    """What the live display shows."""
-
-    phase: str = ""
-    budget_seconds: float | None = None
-    elapsed_seconds: float = 0.0
-    number: int = 0
-    candidate: Setting | None = None
-    num_steps: int = 0
-    step_seconds: float = 0.0
-    is_search: bool = True
-    best: Record | None = None
-    highest_memory_bytes: int = 0
-    available_memory_bytes: int | None = None
 
 
 class Screen:
@@ -63,8 +46,8 @@ class Screen:
         self.write(text)
         self._is_mid_line = not text.endswith("\n")
 
-    def draw(self, view: View) -> None:
-        """Show `view`, where there is a way to."""
+    def draw(self, display: Callable[[], RenderableType]) -> None:
+        """Show it, where there is a way to."""
 
     def close(self) -> None:
         """Leave the stream as it was found."""
@@ -84,7 +67,11 @@ class Screen:
                 self._stream.write(text)
             else:
                 self._stream.flush()
-                buffer.write(_encode(text, self._stream.encoding or "utf-8"))
+                encoding = self._stream.encoding or "utf-8"
+                try:
+                    buffer.write(text.encode(encoding, "surrogateescape"))
+                except UnicodeEncodeError:
+                    buffer.write(text.encode(encoding, "backslashreplace"))
             self._stream.flush()
 
 
@@ -102,7 +89,9 @@ class LiveScreen(Screen):
         super().__init__(stream)
         self._held = ""
         self._drawn_at = -_DRAW_SECONDS
-        self._console = Console(file=cast("TextIO", _Terminal(self, stream)), force_terminal=True, highlight=False)
+        # Rich writes through this: `write` takes any character and outlives the reader.
+        self.flush, self.isatty, self.encoding = stream.flush, stream.isatty, stream.encoding
+        self._console = Console(file=cast("TextIO", self), force_terminal=True, highlight=False)
         # No refresh thread: `tick` comes often enough, and rich does not wait for its thread when it stops.
         self._live = Live(
             console=self._console,
@@ -128,13 +117,13 @@ class LiveScreen(Screen):
         if len(self._held) >= _MAX_HELD:
             self._release(everything="\n" not in self._held)
 
-    def draw(self, view: View) -> None:
-        """Draw the display, unless it was drawn a moment ago."""
+    def draw(self, display: Callable[[], RenderableType]) -> None:
+        """Draw it, unless that was done a moment ago."""
         now = time.monotonic()
         if now - self._drawn_at >= _DRAW_SECONDS:
             self._drawn_at = now
             self._release()
-            self._live.update(_display(view), refresh=True)
+            self._live.update(display(), refresh=True)
 
     def close(self) -> None:
         """Take the display down and show the cursor again."""
@@ -153,125 +142,73 @@ class LiveScreen(Screen):
             self._console.print(Segments([Segment(whole + newline)]), crop=False)
 
 
-class _Terminal:
-    """What rich writes to: the screen's own `write`, which takes any character and outlives the reader."""
-
-    def __init__(self, screen: Screen, stream: TextIO) -> None:
-        self.write = screen.write
-        self.flush = stream.flush
-        self.isatty = stream.isatty
-        self.encoding = stream.encoding
-
-
-def _display(view: View) -> RenderableType:
-    from rich.console import Group
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-    from rich.text import Text
-
-    top = Table.grid(padding=(0, 2, 0, 0), expand=True)
-    top.add_column(no_wrap=True)
-    top.add_column(ratio=1)
-    top.add_column(no_wrap=True)
-    bar = ProgressBar(
-        total=view.budget_seconds, completed=view.elapsed_seconds, complete_style="cyan", pulse_style="cyan"
-    )
-    top.add_row(Text(view.phase, "bold"), bar, Text(_time(view)))
-    now, best, lines = "-", "-", []
-    if view.candidate is not None:
-        steps = f"step {view.num_steps}, {duration(view.step_seconds)} each" if view.num_steps else "setting up"
-        now = f"{view.candidate!s:<18}  trial {view.number}: {steps}"
-    if view.best is not None and isinstance(view.best.outcome, Measurement):
-        best = f"{view.best.candidate!s:<18}  {measured(view.best.outcome)}"
-    if view.is_search or view.candidate is not None:
-        lines.append(("now", now, ""))
-    if view.is_search:
-        lines.append(("best", best, "green"))
-    if view.highest_memory_bytes and view.available_memory_bytes is not None:
-        available = size(view.available_memory_bytes)
-        lines.append(("mem", f"{size(view.highest_memory_bytes)} at the highest peak, {available} available", ""))
-    below = [
-        Text.assemble((f"{label:<5}", "dim"), (text, style), no_wrap=True, overflow="ellipsis")
-        for label, text, style in lines
-    ]
-    return Group(Text(""), top, *below)
-
-
-def _time(view: View) -> str:
-    if view.budget_seconds is None:
-        return clock(view.elapsed_seconds)
-    left = view.budget_seconds - view.elapsed_seconds
-    return f"{clock(left)} left of {clock(view.budget_seconds)}" if left > 0 else "time is up, finishing"
-
-
 class TerminalProgress(Progress):
     """Shows a search on `stream`: live on a terminal, one line for each phase and finished trial elsewhere."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._screen = Screen(stream)
-        self._view = View()
+        self._phase = ""
+        self._budget_seconds: float | None = None
+        self._elapsed_seconds = 0.0
+        self._now = self._best = "-"
         self._shown_details: set[str] = set()
 
     def started(self, study: str, folder: str, budget_seconds: float) -> None:  # noqa: ARG002
         """Say where the results go; from here to `ended` a terminal is live."""
-        self._go_live(budget_seconds)
+        self.work_started(budget_seconds)
         self._screen.line(f"Study {folder}: {duration(budget_seconds)}. Ctrl-C keeps the best so far.")
 
     def work_started(self, budget_seconds: float | None) -> None:
         """From here to `ended` a terminal is live."""
-        self._view.is_search = False
-        self._go_live(budget_seconds)
-
-    def _go_live(self, budget_seconds: float | None) -> None:
-        self._view.budget_seconds = budget_seconds
+        self._budget_seconds = budget_seconds
         if self._stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
             self._screen.close()
             self._screen = LiveScreen(self._stream)
 
     def phase(self, text: str) -> None:
         """Head what follows."""
-        self._view.phase, self._view.candidate = text, None
+        self._phase, self._now = text, "-"
         self._screen.line(text[:1].upper() + text[1:], "bold")
-        self._screen.draw(self._view)
+        self._screen.draw(self._display)
 
     def found_hardware(self, hardware: Hardware) -> None:
         """Say what the search runs on."""
         usable = [name for name, capability in hardware.precisions.items() if capability.level != "unsupported"]
-        name = one_line(hardware.identity.name)
-        self._view.available_memory_bytes = hardware.memory.available
-        self._screen.line(
-            f"  {hardware.device}: {name}, {size(hardware.memory.available)} available, {', '.join(usable)}"
-        )
+        device = f"{hardware.device}: {one_line(hardware.identity.name)}"
+        self._screen.line(f"  {device}, {size(hardware.memory.available)} available, {', '.join(usable)}")
 
     def trial_started(self, number: int, candidate: Setting, purpose: Purpose) -> None:  # noqa: ARG002
         """Show the trial being run."""
-        self._view.number, self._view.candidate = number, candidate
-        self._view.num_steps, self._view.step_seconds = 0, 0.0
-        self._screen.draw(self._view)
+        self._trial = f"{candidate!s:<18}  trial {number}: "
+        self._now = f"{self._trial}setting up"
+        self._screen.draw(self._display)
 
     def step(self, num_steps: int, step_seconds: float) -> None:
         """Show how far the trial is."""
-        self._view.num_steps, self._view.step_seconds = num_steps, step_seconds
-        self._screen.draw(self._view)
+        self._now = f"{self._trial}step {num_steps}, {duration(step_seconds)} each"
+        self._screen.draw(self._display)
 
     def trial_ended(self, record: Record, best: Record | None) -> None:
         """One line for the trial, and once the traceback of an error in the user's own code."""
-        self._view.candidate, self._view.best = None, best
+        self._now = "-"
+        if best is not None and isinstance(best.outcome, Measurement):
+            self._best = f"{best.candidate!s:<18}  {_measured(best.outcome)}"
         outcome = record.outcome
-        if isinstance(outcome, Measurement):
-            self._view.highest_memory_bytes = max(self._view.highest_memory_bytes, outcome.peak_memory_bytes)
         failed = isinstance(outcome, Failure)
         style = "yellow" if failed else "green" if record == best else ""
         self._screen.line(trial_line(record), style, is_cut=failed)  # what failed is told in full at the end
         if isinstance(outcome, Failure) and outcome.kind in ("crash", "workload_error"):
-            self._show_details(outcome.details or "")
-        self._screen.draw(self._view)
+            details = outcome.details or ""
+            if details.strip() and details not in self._shown_details:
+                self._shown_details.add(details)
+                self._screen.output("".join(f"       {line}\n" for line in printable(details).splitlines()))
+        self._screen.draw(self._display)
 
     def tick(self, elapsed_seconds: float) -> None:
         """Move the bar."""
-        self._view.elapsed_seconds = elapsed_seconds
-        self._screen.draw(self._view)
+        self._elapsed_seconds = elapsed_seconds
+        self._screen.draw(self._display)
 
     def output(self, text: str) -> None:
         """Pass the user's text on, above the display."""
@@ -287,36 +224,39 @@ class TerminalProgress(Progress):
         self._screen.close()
         self._screen = Screen(self._stream)
 
-    def _show_details(self, details: str) -> None:
-        if details.strip() and details not in self._shown_details:
-            self._shown_details.add(details)
-            self._screen.output("".join(f"       {line}\n" for line in printable(details).splitlines()))
+    def _display(self) -> RenderableType:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        elapsed, budget = self._elapsed_seconds, self._budget_seconds
+        time = clock(elapsed)
+        if budget is not None:
+            time = f"{clock(budget - elapsed)} left of {clock(budget)}" if elapsed < budget else "time is up, finishing"
+        top = Table.grid(padding=(0, 2, 0, 0), expand=True)
+        top.add_column(no_wrap=True)
+        top.add_column(ratio=1)
+        top.add_column(no_wrap=True)
+        bar = ProgressBar(total=budget, completed=elapsed, complete_style="cyan", pulse_style="cyan")
+        top.add_row(Text(self._phase, "bold"), bar, Text(time))
+        below = [
+            Text.assemble((f"{label:<5}", "dim"), (text, style), no_wrap=True, overflow="ellipsis")
+            for label, text, style in (("now", self._now, ""), ("best", self._best, "green"))
+        ]
+        return Group(Text(""), top, *below)
 
 
 def trial_line(record: Record) -> str:
-    """A finished trial in one line: number, candidate, outcome, cost."""
-    head = f"{record.number:>3}  {record.candidate!s:<18}"
+    """A finished trial in one line: number, candidate, outcome, cost, and what it was for."""
     outcome = record.outcome
-    cost = duration(record.seconds)
-    if isinstance(outcome, Failure):
-        return f"{head}  {outcome_name(outcome.kind)} after {cost}: {one_line(outcome.message)}"
-    if not isinstance(outcome, Measurement):
-        kind = "calibration" if record.purpose == "calibration" else "check"
-        return f"{head}  {outcome_line(outcome)}  {cost:>6}  {kind}"
+    told = _measured(outcome) if isinstance(outcome, Measurement) else outcome_line(outcome)
     purpose = "" if record.purpose == "search" else record.purpose
-    return f"{head}  {measured(outcome)}  {cost:>6}  {purpose}{'cut' * outcome.was_cut}".rstrip()
+    line = f"{record.number:>3}  {record.candidate!s:<18}  {told}  {duration(record.seconds):>6}  {purpose}"
+    return line.rstrip()
 
 
-def measured(outcome: Measurement) -> str:
+def _measured(outcome: Measurement) -> str:
     """Throughput, step time and memory, in columns."""
-    return (
-        f"{rate(outcome.samples_per_second):>17}  {duration(outcome.step_seconds):>8}  "
-        f"{size(outcome.peak_memory_bytes):>8}"
-    )
-
-
-def _encode(text: str, encoding: str) -> bytes:
-    parts = re.split("([\udc80-\udcff]+)", text)  # every other part is bytes that were decoded with surrogateescape
-    return b"".join(
-        part.encode(encoding, "surrogateescape" if i % 2 else "backslashreplace") for i, part in enumerate(parts)
-    )
+    columns = f"{rate(outcome.samples_per_second):>17}  {duration(outcome.step_seconds):>8}"
+    return f"{columns}  {size(outcome.peak_memory_bytes):>8}" + "  cut" * outcome.was_cut

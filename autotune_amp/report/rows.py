@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from autotune_amp.core import explain
+from autotune_amp.core import evidence as explain
 from autotune_amp.core.dimensions import PRECISION
-from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.outcome import Accumulation, Calibration, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import VARIANTS, Setting
 from autotune_amp.core.text import count, duration, flops, number, one_line, outcome_name, rate, size
@@ -30,22 +29,24 @@ _OPTIONAL = {"accum": "1", "workers": "-", "J/sample": "-"}
 def recommended_row(recommendation: Recommendation) -> CandidateRow | None:
     """The candidate that the config stands for, as found or strict; the other one where only that has a row."""
     config = recommendation.config
-    wanted = _as_found(Setting.of(config))
-    rows = [r for r in recommendation.candidates if _as_found(Setting.of(r)) == wanted and r.step_seconds is not None]
+    rows = [row for row in _rows_of(recommendation, config) if row.step_seconds is not None]
     state = config.as_found, bool(config.environment)
     return min(rows, key=lambda row: (row.as_found != state[0], row.has_environment != state[1]), default=None)
 
 
 def baseline_row(recommendation: Recommendation) -> CandidateRow | None:
     """The candidate that is what the user runs today: the one as found, where it differs from the strict one."""
-    wanted = _as_found(Setting.of(recommendation.evidence.baseline.config))
-    rows = [r for r in recommendation.candidates if _as_found(Setting.of(r)) == wanted and not r.has_environment]
-    return max(rows, key=lambda row: row.as_found, default=None)
+    rows = _rows_of(recommendation, recommendation.evidence.baseline.config)
+    return max((row for row in rows if not row.has_environment), key=lambda row: row.as_found, default=None)
 
 
-def _as_found(setting: Setting) -> Setting:
-    """The same whether it is as found or strict."""
-    return msgspec.structs.replace(setting, as_found=True)
+def _rows_of(recommendation: Recommendation, config: AmpConfig) -> list[CandidateRow]:
+    """Those of its setting, as found and strict."""
+
+    def alike(setting: Setting) -> Setting:
+        return msgspec.structs.replace(Setting.of(setting), as_found=True)
+
+    return [row for row in recommendation.candidates if alike(row) == alike(config)]
 
 
 def table(recommendation: Recommendation) -> list[tuple[CandidateRow, dict[str, str]]]:
@@ -133,12 +134,9 @@ def outcome_line(outcome: Measurement | Failure | Fidelity | Calibration | Accum
         return f"{outcome_name(outcome.kind)}: {one_line(outcome.message)}"
     if isinstance(outcome, Fidelity):
         ratio = "" if outcome.noise_ratio is None else f", noise ratio {explain.small(outcome.noise_ratio)}"
-        gap = "" if outcome.training_gap is None else f", training gap {explain.small(outcome.training_gap)}"
-        return f"{outcome.verdict}{ratio}{gap}"
+        return f"{outcome.verdict}{ratio}"
     if isinstance(outcome, Calibration):
-        if outcome.init_scale is None:
-            return "no loss scale is safe"
-        return f"loss scale {number(outcome.init_scale)}, from {count(len(outcome.log2_scales), 'step')}"
+        return "no loss scale is safe" if outcome.init_scale is None else f"loss scale {number(outcome.init_scale)}"
     return f"accumulation {explain.accumulation_line(outcome)}"
 
 
@@ -159,7 +157,7 @@ def precisions(hardware: Hardware) -> list[tuple[str, str, str, str]]:
 
 
 def python_lines(recommendation: Recommendation, path: str | None = None) -> list[str]:
-    """Python that trains with the config: plain PyTorch where that says all of it, else the controller of `path`.
+    """Python that trains with the config, by the controller of `path`; `export_command` gives what needs none.
 
     They leave `dataset`, `model`, `optimizer` and `compute_loss(model, batch)` to the script. `path` is that of the
     recommendation's file; None is where a search puts it unless told otherwise.
@@ -170,51 +168,24 @@ def python_lines(recommendation: Recommendation, path: str | None = None) -> lis
     loaded = f'autotune_amp.PrecisionController.load({json.dumps(path)}, "{device_type}")'
     if recommendation.workload is not None and recommendation.workload.is_loop:
         return [*loader, f"amp = {loaded}", "train_step(state, batch, amp)"]
-    if config.precision == "fp16" or config.accumulation_steps > 1 or config.pinned_modules:
-        kept = f"  # keeps {explain.names(config.pinned_modules)} in fp32" if config.pinned_modules else ""
-        loop = _controlled_loop(config, recommendation.evidence.accumulation)
-        return [*loader, f"controller = {loaded}{kept}", *loop]
-    flags = explain.strict_flag_lines(config.precision) if device_type == "cuda" else []
-    if config.as_found:
-        flags = ["# the TF32 flags and autocast stay as they are"]
-    loss, dtype = f"loss = {explain.LOSS}", explain.AUTOCAST_DTYPES.get(config.precision)
-    if dtype is None:
-        return [*flags, *loader, f"{loss}  # no autocast"]
-    return [*flags, *loader, f'with torch.autocast("{device_type}", dtype={dtype}):', f"    {loss}"]
-
-
-def _controlled_loop(config: AmpConfig, found: Accumulation | None) -> list[str]:
-    """The losses of a window add up to that of the whole batch."""
-    if not explain.accumulates(config):
-        return explain.controlled_loop("loader", explain.LOSS)
-    combination = "mean" if found is None or found.verdict not in ("sum", "weighted") else found.verdict
-    loss = explain.pass_loss(combination, "controller.window_size", "controller.window_share")
-    if combination != "weighted":
-        return explain.controlled_loop("loader", loss)
-    counted = (found and found.weighted_by) or "what the loss is a mean over"
-    return [
-        f"# count(batch) is yours: of a batch, {counted}",
-        *explain.controlled_loop("loader, weigh=count", loss),
-    ]
+    loop = explain.controlled_loop("loader", explain.LOSS)
+    if explain.accumulates(config):  # the losses of a window add up to that of the whole batch
+        found = recommendation.evidence.accumulation
+        combination = "mean" if found is None or found.verdict not in ("sum", "weighted") else found.verdict
+        loss = explain.pass_loss(combination, "controller.window_size", "controller.window_share")
+        loop = explain.controlled_loop("loader, weigh=count" if combination == "weighted" else "loader", loss)
+        if combination == "weighted":
+            counted = (found and found.weighted_by) or "what the loss is a mean over"
+            loop.insert(0, f"# count(batch) is yours: of a batch, {counted}")
+    return [*loader, f"controller = {loaded}", *loop]
 
 
 def export_command(recommendation: Recommendation, path: str | None = None) -> tuple[str, str]:
     """What the command is for, and the command; `path` as in `python_lines`."""
-    # Imported here: an answer from the cache must not wait for it.
-    from autotune_amp.integrations.export import TARGETS, export, setting_of
-
-    def is_taken(target: str) -> bool:
-        try:
-            export(setting_of(recommendation, ""), target)
-        except InvalidRequestError:
-            return False
-        return True
-
-    targets = [target for target in TARGETS if is_taken(target)]
     file = Path(path or f"studies/{recommendation.search.study}")
     study = file.parent if file.name == "recommendation.json" else file
-    command = f"autotune-amp export {shlex.quote(study.as_posix())} --to {'torch' if 'torch' in targets else 'env'}"
-    return f"In the words of a framework, --to {', '.join(targets)}", command
+    command = f"autotune-amp export {shlex.quote(study.as_posix())} --to torch"
+    return "In the words of a framework, or --to lightning, transformers, accelerate, deepspeed, env", command
 
 
 def origin_line(path: Path, recommendation: Recommendation) -> str:

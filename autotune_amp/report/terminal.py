@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from autotune_amp.core.explain import export_lines
+from autotune_amp.core.evidence import export_lines
 from autotune_amp.core.text import count, duration, one_line
 from autotune_amp.profile import results
 from autotune_amp.report import rows
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from autotune_amp.core.hardware import Hardware
     from autotune_amp.core.recommendation import CandidateRow, Recommendation
-    from autotune_amp.profile.results import AmpProfile, Part
+    from autotune_amp.profile.results import AmpProfile
 
 
 def print_recommendation(recommendation: Recommendation, console: Console, path: str | None = None) -> None:
@@ -48,11 +48,7 @@ def print_recommendation(recommendation: Recommendation, console: Console, path:
 def hardware_table(hardware: Hardware, console: Console) -> None:
     """The device, its memory, and each precision with its level, measured rate and reason."""
     console.print(_grid(rows.machine(hardware)))
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("precision", no_wrap=True)
-    table.add_column("level", no_wrap=True)
-    table.add_column("matmul rate", justify="right", no_wrap=True)
-    table.add_column("reason", overflow="fold")
+    table = _table("precision", "level", "matmul rate", last="reason")
     styles = {"native": "green", "emulated": "yellow", "unsupported": "dim"}
     for precision, rate, level, reason in rows.precisions(hardware):
         table.add_row(precision, Text(level, styles[level]), rate, Text(reason))
@@ -63,15 +59,12 @@ def print_profile(profile: AmpProfile, console: Console) -> None:
     """The precisions, where a step's time goes in fp32 and in the best of the others, and what to try."""
     console.print(Text(results.heading(profile)))
     console.print(_precisions(profile))
-    if any(row.gap is not None for row in profile.rows):
-        console.print(_parts(profile))
     _print_panel("Does mixed precision pay here?", results.facts(profile), console)
 
 
 def _candidates(recommendation: Recommendation) -> Table:
     recommended, baseline = rows.recommended_row(recommendation), rows.baseline_row(recommendation)
     everywhere = {(e.precision, e.reason) for e in recommendation.excluded if e.batch_size is None}
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     columns = ["precision", "batch", "samples/s", "step", "memory"]
     shown: list[tuple[list[str], Text, str]] = []
     for _, group in groupby(rows.table(recommendation), lambda found: _fate(found[0])):
@@ -92,9 +85,7 @@ def _candidates(recommendation: Recommendation) -> Table:
     for precisions, sizes, reason in rows.exclusions(unlisted):
         blanks = ["-"] * (len(columns) - 2)
         shown.append((["\n".join(precisions), sizes, *blanks], Text(f"excluded: {reason}"), "dim"))
-    for name in columns:
-        table.add_column(name, justify="left" if name == "precision" else "right", no_wrap=True)
-    table.add_column("outcome", overflow="fold")
+    table = _table(*columns, last="outcome")
     for texts, outcome_text, style in shown:
         table.add_row(*texts, outcome_text, style=style)
     return table
@@ -108,11 +99,7 @@ def _fate(row: CandidateRow) -> object:
 
 
 def _precisions(profile: AmpProfile) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("precision", no_wrap=True)
-    for name in ("step", "speed-up", "memory"):  # where it is narrow the speed-up and the verdict share what there is
-        table.add_column(name, justify="right", no_wrap=name != "speed-up")
-    table.add_column("verdict", overflow="fold")
+    table = _table("precision", "step", "speed-up", "memory", last="verdict")
     styles = {"excellent": "bold green", "significant": "green", "slower": "yellow"}
     for row in profile.rows:
         step, speedup, memory, verdict = results.row_cells(row)
@@ -121,30 +108,14 @@ def _precisions(profile: AmpProfile) -> Table:
     return table
 
 
-def _parts(profile: AmpProfile) -> Table:
-    shown = {
-        row.precision: row.gap
-        for row in profile.rows
-        if row.gap is not None and row.precision in ("fp32", profile.best_precision)
-    }
+def _table(first: str, *numbers: str, last: str) -> Table:
+    """Columns as wide as what they hold, but for the last, which is folded, and a speed-up with its interval."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("where a step's time goes")
-    for precision in shown:
-        table.add_column(precision, justify="right", no_wrap=True)
-        table.add_column("", justify="right", no_wrap=True)
-    for name, words in results.PART_NAMES.items():
-        found = [next((part for part in gap.parts if part.name == name), None) for gap in shown.values()]
-        if any(found):
-            if name == "matrix_products" and any(gap.share("slow_matrix_products") for gap in shown.values()):
-                words = "matrix products at the machine's rate"
-            table.add_row(words, *(cell for part in found for cell in _part_cells(part)))
+    table.add_column(first, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=name != "speed-up")
+    table.add_column(last, overflow="fold")
     return table
-
-
-def _part_cells(part: Part | None) -> tuple[str, str]:
-    if part is None or part.share < 0.0005:  # not worth a number
-        return "-", ""
-    return duration(part.seconds), f"{100 * part.share:.0f} %"
 
 
 def _print_panel(title: str, lines: list[tuple[str, str]], console: Console) -> None:

@@ -15,25 +15,27 @@ from torch.utils._pytree import tree_leaves
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.errors import DeviceError, InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
+from autotune_amp.hardware.device import device_of, parse
 from autotune_amp.runtime import checkpoint, windows
-from autotune_amp.runtime.actions import Signal
-from autotune_amp.runtime.device import Ranks, checked_device, warn_of_missing
-from autotune_amp.runtime.executor import Executor, OnDemotion, Wish, plans_of
-from autotune_amp.runtime.gradient_check import (
-    BAD_LOSS,
+from autotune_amp.runtime.executor import Executor, OnDemotion, Wish
+from autotune_amp.runtime.model import Attachment
+from autotune_amp.runtime.policy import Policy
+from autotune_amp.runtime.policy_state import check_scale
+from autotune_amp.runtime.scaler import (
     CLEAN,
-    OVERFLOW,
+    LAG_UPDATES,
+    NO_GRADIENTS,
     Found,
     GradientCheck,
+    LossScaler,
+    Ranks,
     Stepped,
+    Window,
     makes_buffers_unread,
+    takes_a_scaler,
 )
-from autotune_amp.runtime.model import Attachment
-from autotune_amp.runtime.policy import Policy, check_scale
-from autotune_amp.runtime.run_log import RunLog
-from autotune_amp.runtime.scaler import LAG_UPDATES, LossScaler, takes_a_scaler
 from autotune_amp.runtime.status import Metrics, MoveRecord, Status, write_status
 
 if TYPE_CHECKING:
@@ -51,6 +53,13 @@ def _held(part: str, name: str) -> Any:
     return property(operator.attrgetter(f"{part}.{name}"), set_it)
 
 
+def _checked(device: str | torch.device) -> torch.device:
+    kind, index = parse(str(device))
+    if kind == "auto":
+        raise DeviceError("device='auto' does not say where the model is.", 'Pass its device: device="cuda", for one.')
+    return torch.device(device_of(kind).resolve(index))
+
+
 class PrecisionController(torch.amp.GradScaler):
     """A drop-in for ``torch.amp.GradScaler`` that steps the precision down when precision is what fails.
 
@@ -62,7 +71,7 @@ class PrecisionController(torch.amp.GradScaler):
     halt: raise `NotPrecisionError` or `NoRungFitsError` when the run must not go on; False skips such steps for ever.
     on_demotion: "checkpoint_and_stop" raises `DemotedError` from `update()` after stepping down.
     max_slowdown: refuse fallbacks measured to take more than this many times as long.
-    promote: go back up where a rerun (see `attach`) shows that it is safe and more than 5 % faster.
+    promote: go back up, after 2000 clean steps, where a rerun (see `attach`) at 16 times the loss scale is finite.
     process_group: the ranks that decide alike; all of them where None.
     writer: an object with TensorBoard's ``add_scalar(tag, value, step)``.
     run_log: a file to append to, for ``autotune-amp report``: a line of JSON for every move, every change of the loss
@@ -93,15 +102,13 @@ class PrecisionController(torch.amp.GradScaler):
         writer: Any = None,
         run_log: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._ranks = ranks = Ranks(checked_device(device), process_group)
-        log_file = None if run_log is None else RunLog(run_log, checks=ranks.rank == 0)
-        warn_of_missing(config.environment)
+        self._ranks = ranks = Ranks(_checked(device), process_group)
         self._check = GradientCheck(ranks)
-        precisions = [plan.precision for plan in plans_of(config)]
+        precisions = [config.precision, *(plan.precision for plan in config.plans)]
         self._policy = policy = Policy(precisions, config.loss_scale, promotes=promote)
         self._rule = policy.scale
         self._scaler = scaler = LossScaler(self._rule)
-        self._metrics = Metrics(config, policy, scaler, ranks, writer=writer, run_log=log_file)
+        self._metrics = Metrics(config, policy, scaler, ranks, writer=writer, run_log=run_log)
         self._executor = Executor(
             config,
             policy,
@@ -118,8 +125,8 @@ class PrecisionController(torch.amp.GradScaler):
         self._rule.backoff_factor = backoff_factor  # the constructor refuses 1.0, which never backs off
         self._is_in_window = False  # from the first autocast() or scale() until update()
         self._is_moving = False  # a diagnosis may call the user's closure, in precisions of its own
-        self._on_step: list[tuple[Callable[[], object], int | None]] = []
-        self._passes = windows.Passes()
+        self._shares: list[float] = []  # of the passes of the window that a loop over `windows` is in
+        self._pass = 0
         self._executor.apply()
 
     @classmethod
@@ -151,7 +158,7 @@ class PrecisionController(torch.amp.GradScaler):
             outputs = list(outputs)
         for loss in (outputs,) if isinstance(outputs, Tensor) else filter(torch.is_tensor, tree_leaves(outputs)):
             if self._scale is None:
-                self._lazy_init_scale_growth_tracker(loss.device)
+                self._scaler.place(loss.device, self._scaler.target, self._rule.growth_tracker)
             if not window.scale_was_read:  # as a gradient penalty does: its loss holds gradients, which overflow too
                 self._check.see_loss(loss.detach())
         return super().scale(outputs) if self._scaler.is_scaling else outputs
@@ -218,11 +225,8 @@ class PrecisionController(torch.amp.GradScaler):
                 self.unscale_(optimizer)
         worst = max((int(self._check.verdict_of(optimizer)) for optimizer in given), default=CLEAN)
         for optimizer in given:
-            found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] if self._enabled else {}
-            if found and worst > CLEAN:
+            if worst > CLEAN and self._check.verdict_of(optimizer) != NO_GRADIENTS:
                 self._check.window.verdicts[self._check.number_of(optimizer)] = worst
-                for skipped in found.values():
-                    skipped.fill_(1.0)
             self.step(optimizer)
         return worst == CLEAN or not self._enabled
 
@@ -233,7 +237,7 @@ class PrecisionController(torch.amp.GradScaler):
         """
         if new_scale is not None:
             scale = check_scale(float(new_scale))
-            growth_tracker = self._get_growth_tracker()
+            growth_tracker = self._scaler.current_growth_tracker()
             self._end_window()
             self.synchronize()
             self._rule.set(scale)
@@ -264,7 +268,7 @@ class PrecisionController(torch.amp.GradScaler):
             model.begin_window()
 
     def _end_window(self) -> None:
-        window = self._check.end_window()
+        window, self._check.window = self._check.window, Window()
         self._per_optimizer_states.clear()
         if self._executor.model is not None:
             self._executor.model.num_window_passes = window.num_passes
@@ -277,7 +281,7 @@ class PrecisionController(torch.amp.GradScaler):
             found = window.found(self._ranks)
             if found.verdicts:
                 self._executor.end_window(found.worst > CLEAN)
-                self._judge(found)
+                self._executor.judge(found)
                 self._scaler.write()
         self._is_in_window = False
         self._settle()
@@ -285,27 +289,10 @@ class PrecisionController(torch.amp.GradScaler):
     def _read_verdicts(self, max_waiting: int) -> None:
         reader = self._scaler.reader
         while len(reader) > (0 if self._policy.is_watching else max_waiting):
-            self._judge(Found.of(*reader.pop()))
+            self._executor.judge(Found.of(*reader.pop()))
         if not len(reader):
             self._scaler.write(is_forced=True)
         self._settle()
-
-    def _judge(self, found: Found) -> None:
-        """Tell the policy of an update, in order and once each, and everybody who wants to know."""
-        if not found.verdicts:
-            return
-        worst = found.worst
-        self._metrics.begin_update(was_taken=worst == CLEAN)
-        if self._executor.is_off:
-            self._policy.num_updates += 1  # nothing is checked, but the run goes on
-        else:
-            seen_loss = None if worst == BAD_LOSS else found.loss
-            action = self._policy.observe(Signal(worst == OVERFLOW, worst == BAD_LOSS, found.lost_share, seen_loss))
-            self._executor.ask(action)
-        for callback, number in self._on_step:  # last: they may save a checkpoint
-            if CLEAN in found.verdicts.values() if number is None else found.verdicts.get(number) == CLEAN:
-                callback()
-        self._metrics.end_update(found.loss if self._enabled else None)
 
     # A move waits until the accumulation window is empty, which would else hold gradients of two scales, and until an
     # autocast of ours has ended, whose cached casts would break. One of the user's own may be on for ever; there the
@@ -324,9 +311,6 @@ class PrecisionController(torch.amp.GradScaler):
                 executor.carry_out_next()
             finally:
                 self._is_moving = False
-
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        self._scaler.place(dev, self._scaler.target, self._rule.growth_tracker)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if self._check.number_of(optimizer) not in self._check.window.verdicts:
@@ -347,9 +331,6 @@ class PrecisionController(torch.amp.GradScaler):
         """The current loss scale, 1.0 where the loss is not scaled; waits for the device."""
         self._check.window.scale_was_read = self._check.window.num_passes > 0
         return self._scaler.current_scale()
-
-    def _get_growth_tracker(self) -> int:
-        return self._scaler.current_growth_tracker()
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
@@ -372,25 +353,28 @@ class PrecisionController(torch.amp.GradScaler):
         counts it must be 0, not the NaN of a mean over nothing. After a demotion to a smaller batch size the loader's
         batches are split. Raises `InvalidRequestError` where they cannot be.
         """
-        self._passes = windows.Passes()
-        yield from self._passes.over(iter(loader), self._shape_of_next_window, weigh)
-        self.synchronize()
 
-    def _shape_of_next_window(self) -> tuple[int, int]:
-        self._settle()
-        plan = self.config
-        return windows.shape(self._executor.own_config.batch_size, plan.batch_size, plan.accumulation_steps)
+        def next_shape() -> tuple[int, int]:
+            self._settle()
+            plan = self.config
+            return windows.shape(self._executor.own_config.batch_size, plan.batch_size, plan.accumulation_steps)
+
+        try:
+            for batch, self._shares, self._pass in windows.passes(iter(loader), next_shape, weigh):
+                yield batch, self._pass == len(self._shares) - 1
+        finally:
+            self._shares = []
+        self.synchronize()
 
     @property
     def window_size(self) -> int:
         """Backward passes in the current window of `windows`; outside of it, the config's accumulation steps."""
-        return len(self._passes.shares) or self.config.accumulation_steps
+        return len(self._shares) or self.config.accumulation_steps
 
     @property
     def window_share(self) -> float:
         """The current pass's part of what `weigh` counts in its window of `windows`; without it, of the passes."""
-        share = self._passes.share
-        return 1 / self.window_size if share is None else share
+        return self._shares[self._pass] if self._shares else 1 / self.window_size
 
     def discard_window(self) -> None:
         """End the accumulation window without a step and without a trace, for a loop that drops its gradients."""
@@ -405,7 +389,7 @@ class PrecisionController(torch.amp.GradScaler):
         Behind a fused optimizer on an accelerator that is `scaler.LAG_UPDATES` updates later, so that nobody waits;
         `synchronize` and the end of `windows` call those still due, and a run resumed from `state_dict` does.
         """
-        self._on_step.append((callback, None if optimizer is None else self._check.number_of(optimizer)))
+        self._executor.on_step.append((callback, None if optimizer is None else self._check.number_of(optimizer)))
 
     def on_move(self, listener: Callable[[MoveRecord], object]) -> None:
         """Call `listener` with the record of every move; its config has the new batch size and accumulation."""
@@ -472,15 +456,7 @@ class PrecisionController(torch.amp.GradScaler):
         What is still on its way from the device is saved with it, and acted on after loading: one rank may save alone.
         Inside an accumulation window save the gradients too: they are the model's, not the controller's.
         """
-        return checkpoint.save(
-            self._executor,
-            self._metrics,
-            self._check.window,
-            scale=self._scaler.current_scale(),
-            growth_tracker=self._get_growth_tracker(),
-            wishes=[wish for wish in self._executor.wishes if wish[0] != "act"],
-            waiting=self._scaler.reader.waiting(),
-        )
+        return checkpoint.save(self._executor, self._check.window)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state: a controller's, a plain GradScaler's, or ``{}``, which a disabled one saves.
@@ -489,12 +465,5 @@ class PrecisionController(torch.amp.GradScaler):
         scale that cannot work (0, infinite); then nothing is changed.
         """
         self.synchronize()
-        counters = checkpoint.load(self._executor, self._metrics, self._check.window, state_dict)
-        if counters is not None:
-            self._is_in_window = counters.num_passes > 0
-            self._executor.wishes[:] = counters.wishes
-        self._executor.apply()
-        if counters is not None:
-            self._scaler.reader.restore(counters.waiting)
-            if counters.waiting:  # the device, at this scale, was that much ahead of the host
-                self._scaler.place(self._ranks.device, state_dict["scale"], state_dict["_growth_tracker"])
+        checkpoint.load(self._executor, self._check.window, state_dict)
+        self._is_in_window = self._check.window.num_passes > 0

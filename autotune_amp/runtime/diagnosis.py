@@ -13,32 +13,23 @@ from torch.nn.parallel import DistributedDataParallel
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.numerics.locate import Health, Recorder, bad_parameters, health
-from autotune_amp.numerics.modules import modules_by_name, unwrap
 from autotune_amp.precision import torch_state
-from autotune_amp.precision.forward_wrapper import can_be_pinned, is_cast, override, pin_fp32, roles_of, set_roles
+from autotune_amp.precision.forward_wrapper import (
+    can_be_pinned,
+    is_cast,
+    modules_by_name,
+    override,
+    pin_fp32,
+    roles_of,
+    set_roles,
+    unwrap,
+)
 from autotune_amp.precision.torch_state import ambient, autocast, set_flags
+from autotune_amp.runtime.policy_state import Finding
+from autotune_amp.runtime.scaler import Ranks
 
 _MAX_PINNED_SHARE = 0.05  # of the modules; one module may always be pinned
 _MAX_PIN_ROUNDS = 3
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What reruns of the batch have shown; the same on every rank.
-
-    `reproduced`: the batch is not finite again, or an earlier pass of its window may be what was not.
-    `culprit` says for people where the non-finite numbers begin. `finite_in` are those of the precisions asked for in
-    which loss and gradients are finite, `not_run` those that could not be: out of memory, or the loop keeps its own.
-    With `pins` kept in fp32 the current precision is finite. `is_precision`: the batch is finite in a safer precision,
-    or with the pins; None where that could not be found out.
-    """
-
-    reproduced: bool
-    finite_in: tuple[Precision, ...] = ()
-    culprit: str | None = None
-    pins: tuple[str, ...] = ()
-    not_run: tuple[Precision, ...] = ()
-    is_precision: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +60,7 @@ def diagnose(
     current = rerunner.current
     first = rerunner.run(current, loss_scale)
     if not first.fits:
-        return Finding(True, not_run=(current,))
+        return Finding(True)
     if first.is_finite:
         elsewhere = "an earlier pass of the window than the one run again"
         return Finding(reproduced=not is_whole, culprit=None if is_whole else elsewhere)
@@ -84,18 +75,14 @@ def diagnose(
     # The safest precision that can be run decides whether precision is at fault at all. Without any, pins may show it.
     fp32: tuple[Precision, ...] = ("fp32",) if can_run_fp32 else ()
     decider = next((done for precision in (*fp32, *reversed(lower)) if (done := run_once(precision)).fits), None)
-    pins: tuple[str, ...] = ()
-    finite_in: tuple[Precision, ...] = ()
     if decider is not None and not decider.is_finite:
-        culprit = rerunner.culprit(decider)
-    else:
-        healthy = None if decider is None else decider.recorder
-        culprit = rerunner.first(first.recorder.damaged(healthy)[1])
-        pins = _find_pins(rerunner, first, healthy, loss_scale) if finds_pins else ()
-        finite_in = tuple(precision for precision in lower if run_once(precision).is_finite)
-    not_run = tuple(precision for precision, done in passes.items() if not done.fits)
-    is_precision = True if pins else None if decider is None else decider.is_finite
-    return Finding(True, finite_in, culprit, pins, not_run, is_precision)
+        return Finding(True, culprit=rerunner.culprit(decider), is_precision=False)
+    healthy = None if decider is None else decider.recorder
+    culprit = rerunner.first(first.recorder.damaged(healthy)[1])
+    pins = _find_pins(rerunner, first, healthy, loss_scale) if finds_pins else ()
+    finite_in = tuple(precision for precision in lower if run_once(precision).is_finite)
+    is_precision = True if pins or decider is not None else None
+    return Finding(True, finite_in, culprit, pins, is_precision)
 
 
 def _find_pins(rerunner: Rerunner, bad: Pass, healthy: Recorder | None, loss_scale: float) -> tuple[str, ...]:
@@ -104,7 +91,7 @@ def _find_pins(rerunner: Rerunner, bad: Pass, healthy: Recorder | None, loss_sca
     pins: tuple[str, ...] = ()
     for _ in range(_MAX_PIN_ROUNDS):
         damaged = (name for name in bad.recorder.damaged(healthy)[0] if name and can_be_pinned(rerunner.modules[name]))
-        wanted = tuple(dict.fromkeys((*pins, *rerunner.gather(tuple(damaged)))))
+        wanted = tuple(dict.fromkeys((*pins, *rerunner.ranks.union(tuple(damaged)))))
         if wanted == pins or len(wanted) > limit:
             return ()
         pins = wanted
@@ -119,38 +106,27 @@ def _find_pins(rerunner: Rerunner, bad: Pass, healthy: Recorder | None, loss_sca
 class Rerunner:
     """Repeats the batch that `rerun` computes the loss of, in a run whose precision is `current`; no step is taken.
 
-    `agree` is whether a flag is set on any rank, `gather` the names from all ranks. They are asked equally often on
-    every rank, whatever happens there.
+    The ranks are asked equally often on every rank, whatever happens there.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        rerun: Callable[[], Tensor],
-        *,
-        current: Precision,
-        device_type: str,
-        agree: Callable[[bool], bool] = lambda flag: flag,
-        gather: Callable[[tuple[str, ...]], tuple[str, ...]] = lambda names: names,
-    ) -> None:
-        self.modules = modules_by_name(model)
+    def __init__(self, model: nn.Module, rerun: Callable[[], Tensor], current: Precision, ranks: Ranks) -> None:
         self.current = current
-        self.gather = gather
+        self.modules = modules_by_name(model)
+        self.ranks = ranks
         self._model = model
         self._rerun = rerun
-        self._device_type = device_type
-        self._agree = agree
+        self._device_type = ranks.device.type
         self._seen: set[Precision] = set()
 
     def culprit(self, bad: Pass) -> str | None:
         """Where a pass went bad that precision has no part in."""
-        if parameters := self.gather(bad_parameters(self._model)):
+        if parameters := self.ranks.union(bad_parameters(self._model)):
             return f"parameter {parameters[0]}"
         return self.first(bad.recorder.backward_culprit() if bad.is_loss_finite else bad.recorder.forward_culprit())
 
     def first(self, name: str | None) -> str | None:
         """The first name that any rank has."""
-        return next(iter(self.gather(() if name is None else (name,))), None)
+        return next(iter(self.ranks.union(() if name is None else (name,))), None)
 
     def run(self, precision: Precision, loss_scale: float, pins: Sequence[str] = ()) -> Pass:
         """One pass in `precision` with the modules named in `pins` in fp32 beside those that are already.
@@ -168,7 +144,7 @@ class Rerunner:
             has_run_out = True
         except Exception as raised:  # whatever the user's closure raises: passed on below, once all ranks know
             error = raised
-        if self._agree(error is not None):
+        if self.ranks.any(error is not None):
             if isinstance(error, InvalidRequestError):
                 raise error
             what = "raised on another rank" if error is None else f"raised {type(error).__name__}: {error}"
@@ -178,9 +154,9 @@ class Rerunner:
             ) from error
         # A method other than forward, or an autocast inside: the override did not reach it. Layers in fp32 do no harm.
         is_elsewhere = precision != self.current and not self._seen <= {precision, "fp32"}
-        if self._agree(has_run_out or is_elsewhere):
+        if self.ranks.any(has_run_out or is_elsewhere):
             return Pass(False, False, False, recorder)
-        return Pass(not self._agree(not is_finite), True, is_loss_finite, recorder)
+        return Pass(not self.ranks.any(not is_finite), True, is_loss_finite, recorder)
 
     def _no_autocast(self) -> torch.autocast:
         """Off, not just absent: the caller may be inside an autocast. No cache: it may hold casts of that."""
@@ -244,14 +220,14 @@ class Rerunner:
 
 
 def _require_a_loss(loss: object) -> None:
-    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.grad_fn is not None:
-        return
-    if isinstance(loss, Tensor):
-        given = f"a tensor of shape {tuple(loss.shape)} " + ("without a gradient" if loss.grad_fn is None else "")
-    else:
+    if not isinstance(loss, Tensor):
         given = f"a {type(loss).__name__}"
+    elif loss.numel() == 1 and loss.grad_fn is not None:
+        return
+    else:
+        given = f"a tensor of shape {tuple(loss.shape)}, with{'out' if loss.grad_fn is None else ''} a gradient"
     raise InvalidRequestError(
-        f"The rerun closure returned {given.strip()}; it must return the loss, one number with a gradient.",
+        f"The rerun closure returned {given}; it must return the loss, one number with a gradient.",
         "Return the loss as the training loop computes it, before backward() and without item() or detach().",
     )
 

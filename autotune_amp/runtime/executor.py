@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, cast
@@ -11,43 +12,23 @@ import msgspec
 import torch
 from torch import Tensor
 
-from autotune_amp.core.config import FP16_MAX, AmpConfig, DemotedError, FallbackPlan
+from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
+from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError, TrainingStoppedError
 from autotune_amp.hardware import cuda
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.modes import MODES
-from autotune_amp.runtime import actions, diagnosis
-from autotune_amp.runtime.actions import Action, Move
-from autotune_amp.runtime.device import Ranks, available_memory_bytes, peak_memory_bytes
-from autotune_amp.runtime.gradient_check import refuse_half_parameters
-from autotune_amp.runtime.model import Attachment, SavedStatistics
+from autotune_amp.runtime import diagnosis
+from autotune_amp.runtime.model import Attachment
 from autotune_amp.runtime.policy import Policy
-from autotune_amp.runtime.scaler import LossScaler
-from autotune_amp.runtime.status import Metrics, MoveRecord, Status
+from autotune_amp.runtime.policy_state import Action, Finding, Signal
+from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, OVERFLOW, Found, LossScaler, Ranks, refuse_half_parameters
+from autotune_amp.runtime.status import Metrics, MoveRecord, Status, available_memory_bytes, peak_memory_bytes
 
 log = logging.getLogger("autotune_amp.runtime")
 
 OnDemotion = Literal["continue", "checkpoint_and_stop"]
 Wish = Literal["act", "give_up", "set_precision", "disable", "enable"]
-MIN_SPEEDUP = 1.05  # less than that is not worth the risk of going back up
-MAX_FORWARD = FP16_MAX / 8  # the largest activation with which fp16 is tried again
-_KINDS: dict[type, str] = {
-    actions.Demote: "demotion",
-    actions.Promote: "promotion",
-    actions.Revert: "revert",
-    actions.Pin: "pin",
-    actions.Rescale: "rescale",
-    actions.Blame: "not_precision",
-}
-
-
-def plans_of(config: AmpConfig) -> tuple[FallbackPlan, ...]:
-    """The rungs of a run: what the config asks for, then its fallbacks."""
-    own = FallbackPlan(
-        precision=config.precision, batch_size=config.batch_size, accumulation_steps=config.accumulation_steps
-    )
-    return (own, *config.plans)
 
 
 class Executor:
@@ -70,7 +51,7 @@ class Executor:
         max_slowdown: float | None,
     ) -> None:
         self.own_config = config
-        self.plans = plans_of(config)
+        self.plans = config.plans  # of the rungs below the config's own
         self.policy = policy
         self.precision: Precision = config.precision  # what the loop runs in now
         self.is_checking = True  # whether gradients are checked
@@ -80,11 +61,11 @@ class Executor:
         self.model: Attachment | None = None
         self.history: list[MoveRecord] = []
         self.listeners: list[Callable[[MoveRecord], object]] = []
+        self.on_step: list[tuple[Callable[[], object], int | None]] = []  # of which optimizer, None: any
         self.pins_to_come = config.pinned_modules  # until a model is attached
-        self._statistics_to_come: SavedStatistics | None = None
-        self._scaler = scaler
-        self._metrics = metrics
-        self._ranks = ranks
+        self.scaler = scaler
+        self.metrics = metrics
+        self.ranks = ranks
         self._guards = guards
         self._halts = halts
         self._on_demotion = on_demotion
@@ -93,22 +74,27 @@ class Executor:
         self._action: Action | None = None  # that the policy wishes for
         self._known_optimizers: set[int] = set()
         self._culprit: str | None = None
-        self._finite_in: tuple[Precision, ...] = ()  # by the latest diagnosis
-        self._withdraw(max_slowdown)
-
-    def _withdraw(self, max_slowdown: float | None) -> None:
-        device = self._ranks.device
-        for plan in self.plans[1:]:
+        for plan in self.plans:
             if max_slowdown is not None:
-                if plan.slowdown is None:
-                    raise InvalidRequestError(
-                        f"max_slowdown={max_slowdown} cannot be kept: the speed of {plan.precision} was not measured.",
-                        "Use a config that a search recommended, or leave max_slowdown out.",
-                    )
-                if plan.slowdown > max_slowdown:
-                    self.policy.withdraw(plan.precision, f"{plan.slowdown:.2g} times slower, above {max_slowdown:g}")
-            if plan.precision == "bf16" and device.type == "cuda" and not cuda.is_bf16_native(device):
-                self.policy.withdraw("bf16", "this card only emulates it")
+                self._withdraw_slower(plan, max_slowdown)
+            if plan.precision == "bf16" and ranks.device.type == "cuda" and not cuda.is_bf16_native(ranks.device):
+                policy.withdraw("bf16", "this card only emulates it")
+        missing = {name: value for name, value in config.environment.items() if os.environ.get(name) != value}
+        if missing:
+            log.warning(
+                "The config was measured with variables that this process was started without, so it may be slower. "
+                "Before Python starts: export %s",
+                " ".join(f"{name}={value}" for name, value in missing.items()),
+            )
+
+    def _withdraw_slower(self, plan: FallbackPlan, max_slowdown: float) -> None:
+        if plan.slowdown is None:
+            raise InvalidRequestError(
+                f"max_slowdown={max_slowdown} cannot be kept: the speed of {plan.precision} was not measured.",
+                "Use a config that a search recommended, or leave max_slowdown out.",
+            )
+        if plan.slowdown > max_slowdown:
+            self.policy.withdraw(plan.precision, f"{plan.slowdown:.2g} times slower, above {max_slowdown:g}")
 
     @property
     def config(self) -> AmpConfig:
@@ -116,32 +102,31 @@ class Executor:
         rung = self.policy.rung
         if rung == 0 and not (self.model and self.model.pinned):
             return self.own_config
-        plan = self.plans[rung]
+        plan = self.plans[rung - 1] if rung else self.own_config
         return msgspec.structs.replace(
             self.own_config,
             precision=plan.precision,
             batch_size=plan.batch_size,
             accumulation_steps=plan.accumulation_steps,
             loss_scale=self.policy.loss_scale if MODES[plan.precision].takes_scaler else None,
-            fallback=tuple(self.plans[rung + 1 :]),
+            fallback=tuple(self.plans[rung:]),
             pinned_modules=self.model.pinned if self.model else self.own_config.pinned_modules,
         )
 
     def apply(self) -> None:
         """Bring everything in line with the policy's rung."""
         self.precision = "fp32" if self.is_off else self.policy.precision
-        self._metrics.begin_rung(self.precision)
+        self.metrics.begin_rung(self.precision)
         if self._found is not None and self.precision == self.own_config.precision and not self.is_off:
             torch_state.apply_fp32_flags(self._found)
         else:
             torch_state.set_flags(self.precision)
         torch.clear_autocast_cache()
-        self._scaler.is_scaling = self.policy.is_scaling and not self.is_off
-        self.is_checking = not self.is_off and (self._guards or self._scaler.is_scaling)
+        self.scaler.is_scaling = self.policy.is_scaling and not self.is_off
+        self.is_checking = not self.is_off and (self._guards or self.scaler.is_scaling)
         self._force_model()
-        if self.model is not None:
-            self._begin_verifying(self.model)
-        self._scaler.write(is_forced=True)
+        self._begin_verifying()
+        self.scaler.write(is_forced=True)
 
     def use_own_autocast(self) -> None:
         """The loop uses the controller's autocast: there the precision can be changed."""
@@ -156,39 +141,40 @@ class Executor:
             is_as_written = self.uses_own_autocast or self.precision == self.own_config.precision
             self.model.run_in(None if is_as_written else self.precision)
 
-    def _begin_verifying(self, model: Attachment) -> None:
-        model.is_verifying = False
-        if not (self.uses_own_autocast or self.is_advisory):
-            model.begin_verifying()
+    def _begin_verifying(self) -> None:
+        if self.model is not None:
+            self.model.is_verifying = False
+            if not (self.uses_own_autocast or self.is_advisory):
+                self.model.begin_verifying()
 
     def _cannot_move(self, model: Attachment) -> bool:
         """Whether the model's layers were seen to run in another precision although they are forced into this one."""
         model.is_verifying = False
         wanted = {self.precision, "fp32"}  # a layer that the user or a pin keeps in fp32 does no harm
-        if not self._ranks.any(not model.observer.precisions <= wanted):
+        if not self.ranks.any(not model.observer.precisions <= wanted):
             return False
         if not model.is_forced:  # the loop is written in another precision than the config's
             model.run_in(self.precision)
-            self._begin_verifying(model)
+            self._begin_verifying()
             return False
         return True
 
     def status(self) -> Status:
         """Where the run stands, as far as the host knows."""
-        policy, metrics, model = self.policy, self._metrics, self.model
+        policy, metrics, model = self.policy, self.metrics, self.model
         return Status(
             precision=self.precision,
             is_enabled=not self.is_off,
             is_advisory=self.is_advisory,
             pinned_modules=model.pinned if model else (),
-            scale=self._scaler.target,
+            scale=self.scaler.target,
             num_updates=policy.num_updates,
             num_steps=metrics.num_steps,
             num_skips=policy.num_skips,
             skip_share=policy.num_skips / max(1, policy.num_updates),
             amp_share=metrics.num_amp_steps / max(1, metrics.num_steps),
             step_seconds=metrics.step_seconds,
-            peak_memory_bytes=peak_memory_bytes(self._ranks.device),
+            peak_memory_bytes=peak_memory_bytes(self.ranks.device),
             forward_max=model.forward_max() if model else None,
             history=tuple(self.history),
         )
@@ -202,8 +188,7 @@ class Executor:
             for name, its in MODES.items():
                 if not its.uses_autocast:
                     self.policy.withdraw(name, "the model's frozen weights in half precision would not multiply")
-        model.check_state(self.pins_to_come, self._statistics_to_come)
-        model.load_state(self.pins_to_come, self._statistics_to_come)
+        model.pin(self.pins_to_come)
         self.apply()
 
     def detach(self) -> None:
@@ -216,20 +201,21 @@ class Executor:
         if self._found is not None:
             torch_state.apply_fp32_flags(self._found)
 
-    def load_model_state(self, pinned: Sequence[str], statistics: SavedStatistics | None) -> None:
-        """Pin these modules and remember these statistics, once a model is attached where none is yet."""
-        self.pins_to_come, self._statistics_to_come = tuple(pinned), statistics
+    def load_pins(self, names: Sequence[str]) -> None:
+        """Pin these modules and no others, once a model is attached where none is yet."""
+        self.pins_to_come = tuple(names)
         if self.model is not None:
-            self.model.load_state(pinned, statistics)
+            self.model.pin(names, only=True)
+            self.model.statistics.save()
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context for a forward pass in the current precision, fresh each time."""
-        return nullcontext() if self.is_off else torch_state.autocast(self.precision, self._ranks.device.type)
+        return nullcontext() if self.is_off else torch_state.autocast(self.precision, self.ranks.device.type)
 
     @property
     def is_in_own_autocast(self) -> bool:
         """Whether an autocast of the controller's is on."""
-        return self.uses_own_autocast and torch.is_autocast_enabled(self._ranks.device.type)
+        return self.uses_own_autocast and torch.is_autocast_enabled(self.ranks.device.type)
 
     def end_window(self, skipped: bool | Tensor) -> None:
         """The window ends without a step, or with one: the model's running statistics follow."""
@@ -241,20 +227,34 @@ class Executor:
         model.end_window(skipped)
         if not self.uses_own_autocast:
             model.begin_window()
-        model.observer.is_sampling = self._metrics.wants_sample or model.is_verifying
+        model.observer.is_sampling = self.metrics.wants_sample or model.is_verifying
 
-    def ask(self, action: Action | None) -> None:
-        """The policy asks for this: one at a time, and before what the user has asked for since."""
-        if action is not None and self._action is None:
-            self._action = action
-            self.wishes.insert(0, ("act", ""))
+    def judge(self, found: Found) -> None:
+        """Tell the policy of an update, in order and once each, and everybody who wants to know."""
+        if not found.verdicts:
+            return
+        worst, is_checking = found.worst, self.is_checking
+        self.metrics.begin_update(was_taken=worst == CLEAN)
+        if self.is_off:
+            self.policy.num_updates += 1  # nothing is checked, but the run goes on
+        else:
+            seen_loss = None if worst == BAD_LOSS else found.loss
+            action = self.policy.observe(Signal(worst == OVERFLOW, worst == BAD_LOSS, found.lost_share, seen_loss))
+            if action is not None and self._action is None:  # one at a time, before what the user asked for since
+                self._action = action
+                self.wishes.insert(0, ("act", ""))
+        for callback, number in self.on_step:  # last: they may save a checkpoint
+            if CLEAN in found.verdicts.values() if number is None else found.verdicts.get(number) == CLEAN:
+                callback()
+        self.metrics.end_update(found.loss if is_checking else None)
 
     def carry_out_next(self) -> None:
         """Carry out the first of `wishes`. Raises the errors of `TrainingStoppedError`."""
         what, name = self.wishes.pop(0)
         if what == "act":
             action, self._action = self._action, None
-            self._act(action)
+            while action is not None:
+                action = self._act(action)
         elif what == "give_up":
             self._give_up_moving()
         elif what == "set_precision":
@@ -262,43 +262,42 @@ class Executor:
         else:
             self._turn(off=what == "disable")
 
-    def _act(self, action: Action | None) -> None:
-        """Carry out `action` and what follows from it."""
-        while action is not None:
-            if isinstance(action, actions.Diagnose):
-                action = self._diagnose(action)
-            elif isinstance(action, actions.Probe):
-                action = self._probe(action)
-            elif isinstance(action, actions.Warn):
-                log.warning("%s", action.reason)
-                return
-            elif isinstance(action, actions.Stop):
-                self._stop(action)
-                return
-            else:
-                action = self._move(action)
+    def _act(self, action: Action) -> Action | None:
+        """Carry out `action`, and give what follows from it."""
+        if action.kind == "diagnose":
+            return self._diagnose(action)
+        if action.kind == "probe":
+            return self._probe(action)
+        if action.kind == "warn":
+            log.warning("%s", action.reason)
+        elif action.kind == "stop":
+            self._stop(action)
+        else:
+            return self._move(action)
+        return None
 
-    def _move(self, move: Move) -> Action | None:
+    def _move(self, move: Action) -> Action | None:
         policy, before, reason = self.policy, self.policy.precision, move.reason
-        if isinstance(move, actions.Demote):
-            plan, own = self.plans[move.rung], self.plans[0]
+        if move.kind == "demotion":
+            plan, own = self.plans[move.rung - 1], self.own_config
             if self.is_advisory:
                 policy.decline()
-                way_out = f"The precision should be {plan.precision}, but the loop gives no way to change it from here"
-                self._note("advice", plan.precision, f"{reason}. {way_out}")
+                should = f"The precision should be {plan.precision}, but the loop gives no way to change it from here"
+                self._note("advice", plan.precision, f"{reason}. {should}")
                 return None
-            why_not = self._why_not(plan)
-            if reasons := self._ranks.union([why_not] if why_not else []):
-                return policy.refuse(move, reasons[0], None if move.is_tentative else self._finite_in)
+            needed, available = plan.peak_memory_bytes or 0, available_memory_bytes(self.ranks.device)
+            why_not = f"it takes {needed / 2**30:.2f} GiB and {available / 2**30:.2f} GiB can be had"
+            if reasons := self.ranks.union([why_not] if needed > available else []):
+                return policy.refuse(move, reasons[0])
             if (plan.batch_size, plan.accumulation_steps) != (own.batch_size, own.accumulation_steps):
                 reason += f"; batch size {plan.batch_size} with {plan.accumulation_steps} accumulation steps fits"
-        if isinstance(move, actions.Pin):
+        if move.kind == "pin":
             assert self.model is not None  # a pin comes from a diagnosis
             self.model.pin(move.modules)
         follows = policy.confirm(move)
         self.apply()
-        self._note(_KINDS[type(move)], policy.precision, reason, before)
-        if isinstance(move, actions.Demote) and self._on_demotion == "checkpoint_and_stop":
+        self._note(move.kind, policy.precision, reason, before)
+        if move.kind == "demotion" and self._on_demotion == "checkpoint_and_stop":
             raise DemotedError(
                 f"The precision was stepped down from {before} to {policy.precision}: {move.reason}.",
                 "Save a checkpoint with the controller's state_dict() and start again with the error's config.",
@@ -306,105 +305,59 @@ class Executor:
             )
         return follows
 
-    def _why_not(self, plan: FallbackPlan) -> str | None:
-        if plan.peak_memory_bytes is None:
-            return None  # named by hand: taken at its word
-        available = available_memory_bytes(self._ranks.device)
-        if plan.peak_memory_bytes <= available:
-            return None
-        return f"it takes {plan.peak_memory_bytes / 2**30:.2f} GiB and {available / 2**30:.2f} GiB can be had"
-
     def _rerunner(self) -> diagnosis.Rerunner:
         assert self.model is not None and self.model.rerun is not None  # noqa: PT018 # else never asked for
         self.model.observer.is_sampling = False  # a rerun in another precision says nothing of the run
-        return diagnosis.Rerunner(
-            self.model.given,
-            self.model.rerun,
-            current=self.policy.precision,
-            device_type=self._ranks.device.type,
-            agree=self._ranks.any,
-            gather=self._ranks.union,
-        )
+        return diagnosis.Rerunner(self.model.given, self.model.rerun, self.policy.precision, self.ranks)
 
-    def _diagnose(self, asked: actions.Diagnose) -> Action | None:
-        policy, attachment = self.policy, self.model
-        assert attachment is not None  # what cannot rerun is not asked
-        below = [plan.precision for plan in self.plans[policy.rung + 1 :] if plan.precision not in policy.withdrawn]
+    def _diagnose(self, asked: Action) -> Action | None:
+        policy, model = self.policy, self.model
+        assert model is not None  # what cannot rerun is not asked
         try:
             finding = diagnosis.diagnose(
                 self._rerunner(),
-                below,
+                [name for name in policy.rungs[policy.rung + 1 :] if name not in policy.withdrawn],
                 policy.scale_before_burst if policy.is_scaling else 1.0,
                 finds_pins=not policy.has_pinned,
-                is_whole=not self._ranks.any(attachment.num_window_passes > 1),
-                can_run_fp32=not attachment.has_frozen_half_weights,
+                is_whole=not self.ranks.any(model.num_window_passes > 1),
+                can_run_fp32=not model.has_frozen_half_weights,
             )
         except InvalidRequestError as error:
             self._do_without_rerun(error)
-            return policy.judge(asked.reason, reproduced=True, is_precision=None, finite_in=())
-        self._culprit, self._finite_in = finding.culprit, finding.finite_in
+            return policy.judge(asked.reason, Finding(True))
+        self._culprit = finding.culprit
         log.warning("%s; diagnosis: %s", asked.reason, finding)
-        return policy.judge(
-            asked.reason + (f", first in {finding.culprit}" if finding.culprit else ""),
-            reproduced=finding.reproduced,
-            is_precision=finding.is_precision,
-            finite_in=finding.finite_in,
-            pins=finding.pins,
-        )
+        return policy.judge(asked.reason, finding)
 
-    def _probe(self, probe: actions.Probe) -> Action | None:
-        faster = self.plans[probe.rung].precision
-        takes_scaler = MODES[faster].takes_scaler
-        here_seconds, there_seconds = (self._metrics.seconds_in(name) for name in (self.policy.precision, faster))
-        speedup = self._ranks.least(here_seconds / there_seconds if here_seconds and there_seconds else 0.0)
-        if not speedup:
-            slower, quicker = (self.plans[rung].slowdown if rung else 1.0 for rung in (self.policy.rung, probe.rung))
-            speedup = self._ranks.least(slower / quicker if slower and quicker else 0.0)
+    def _probe(self, probe: Action) -> Action | None:
+        faster = self.policy.rungs[probe.rung]
         try:
-            done = self._rerunner().run(faster, probe.scale if takes_scaler else 1.0)
+            done = self._rerunner().run(faster, probe.scale if MODES[faster].takes_scaler else 1.0)
         except InvalidRequestError as error:
             self._do_without_rerun(error)
             return None
-        forward_max = done.recorder.forward_max
-        is_small = not self._ranks.any(takes_scaler and not forward_max < MAX_FORWARD)
-        reason = (
-            f"{self.policy.clean_run} clean steps; {faster} is {speedup:.2f} times as fast, "
-            f"{'finite' if done.is_finite else 'not finite'} at scale {probe.scale:g}, "
-            f"largest activation {-self._ranks.least(-forward_max):.3g}"
-        )
-        fits = done.is_finite and is_small and speedup > MIN_SPEEDUP
-        if not fits:
-            log.info("no promotion: %s", reason)
-        return self.policy.probed(probe, fits=fits, reason=reason)
+        return self.policy.probed(probe, is_finite=done.is_finite)
 
     def _do_without_rerun(self, error: InvalidRequestError) -> None:
         """The closure failed, which must not end a run that goes on without it."""
         log.error("%s The run goes on without it: %s", error.message, error.next_step, exc_info=error)
         self.policy.can_rerun = False
 
-    def _stop(self, stop: actions.Stop) -> None:
-        culprit = self._culprit or self._bad_parameters()
-        reason = stop.reason + (f"; it begins in {culprit}" if culprit else "")
+    def _stop(self, stop: Action) -> None:
+        reason = stop.reason + (f"; it begins in {self._culprit}" if self._culprit else "")
         self._note("stop", self.policy.precision, reason)
         if not self._halts:
             return
         self.policy.decline(num_quiet=0)  # a run that goes on from here all the same is judged anew
-        if stop.is_precision:
-            raise NoRungFitsError(
-                f"Training was stopped in {self.policy.precision}: {reason}.",
-                "Search again so that the config gets fallback plans that fit, or train in fp32 with a smaller batch.",
-            )
-        raise NotPrecisionError(
-            f"Training was stopped in {self.policy.precision}: {reason}.",
+        kind: type[TrainingStoppedError] = NotPrecisionError
+        next_step = (
             "Look at the data and the learning rate: a lower precision would not have helped. "
-            "PrecisionController(..., halt=False) skips such steps for ever instead.",
+            "PrecisionController(..., halt=False) skips such steps for ever instead."
         )
-
-    def _bad_parameters(self) -> str:
-        if self.model is None:
-            return ""
-        names = self._ranks.union(self.model.bad_parameters())
-        return f"the gradients of {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else ""
+        if stop.is_precision:
+            kind = NoRungFitsError
+            next_step = "Search again for fallback plans that fit, or train in fp32 with a smaller batch."
+        raise kind(f"Training was stopped in {self.policy.precision}: {reason}.", next_step)
 
     def _give_up_moving(self) -> None:
         """The loop was seen to run in another precision than it was told to: scale and guard as it is written."""
@@ -459,16 +412,10 @@ class Executor:
         self._note("by_hand", self.precision, "disabled" if off else "enabled", before)
 
     def _note(self, kind: str, after: Precision, reason: str, before: Precision | None = None) -> None:
-        record = MoveRecord(
-            update=self.policy.num_updates,
-            kind=kind,
-            before=before or self.policy.precision,
-            after=after,
-            reason=reason,
-            config=self.config,
-        )
+        policy = self.policy
+        record = MoveRecord(policy.num_updates, kind, before or policy.precision, after, reason, self.config)
         self.history.append(record)
         log.warning("%s at update %d, %s -> %s: %s", kind, record.update, record.before, after, reason)
-        self._metrics.log_move(record)
+        self.metrics.log_move(record)
         for listener in self.listeners:
             listener(record)

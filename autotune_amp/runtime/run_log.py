@@ -23,12 +23,11 @@ log = logging.getLogger("autotune_amp.runtime")
 
 FORMAT = 1
 _SIGNATURE = b'{"event":"begin",'
+_HOW_TO_MAKE_ONE = 'Give a file that PrecisionController(config, run_log="run.jsonl") wrote.'
 
 
 class _Stand(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
-    """Where the run stands: optimizer steps tried (`update`), taken and skipped, the precision, and the loss scale,
-    None where the loss is not scaled.
-    """
+    """Where the run stands after `update` optimizer steps tried; `scale` is None where the loss is not scaled."""
 
     update: int
     num_steps: int
@@ -86,24 +85,20 @@ class RunLog:
         self.has_begun = False
         self.scale: float | None = None  # as last written
         self._is_writing = True
-        if checks:
-            self._check()
-
-    def _check(self) -> None:
+        if not checks:
+            return
+        why_not = "is there and is no run log"
         try:
             with self.path.open("a+b") as file:
                 file.seek(0)
-                begin = file.read(len(_SIGNATURE))
+                if _SIGNATURE.startswith(file.read(len(_SIGNATURE))):
+                    return
         except OSError as error:
-            raise InvalidRequestError(
-                f"run_log is {str(self.path)!r}, which cannot be written: {error.strerror}.",
-                "Name a file in a folder that is there, such as run.jsonl.",
-            ) from error
-        if not _SIGNATURE.startswith(begin):
-            raise InvalidRequestError(
-                f"run_log is {str(self.path)!r}, which is there and is no run log.",
-                "Name a file that is not there yet, or one that an earlier run logged to.",
-            )
+            why_not = f"cannot be written: {error.strerror}"
+        raise InvalidRequestError(
+            f"run_log is {str(self.path)!r}, which {why_not}.",
+            "Name a file in a folder that is there: a new one, or one that an earlier run logged to.",
+        )
 
     def begin(self, begin: BeginLine | None) -> None:
         """Write that a run begins or goes on; None where another rank writes the log."""
@@ -131,7 +126,7 @@ class RunLog:
 class Run:
     """The run that wrote last in a log, in the order of updates; `lines` begin with a `BeginLine`.
 
-    `num_other_runs` are not in them, and `num_cut_lines` could not be read: the process was killed as it wrote them.
+    They hold none of `num_other_runs`. `num_cut_lines` could not be read: the process was killed as it wrote them.
     """
 
     lines: tuple[Line, ...]
@@ -165,15 +160,18 @@ def read(path: str | os.PathLike[str]) -> Run:
     num_cut_lines = 0
     for number, text in enumerate(written, start=1):
         try:
-            line = _line(text, f"{path} line {number}")
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            if number == len(written) or written[number].startswith(_SIGNATURE):
+            line: Line = msgspec.json.decode(text, type=Line)
+        except (msgspec.MsgspecError, UnicodeDecodeError, InvalidRequestError) as error:
+            is_cut = number == len(written) or written[number].startswith(_SIGNATURE)
+            if is_cut and not isinstance(error, InvalidRequestError):
                 num_cut_lines += bool(text)
                 continue
-            if not lines:
+            if not lines and not isinstance(error, InvalidRequestError):
                 raise FormatError(f"{path} is no run log: line {number}: {error}.", _HOW_TO_MAKE_ONE) from error
-            raise FormatError(f"{path} line {number} is damaged: {error}.", "Remove that line.") from error
+            raise FormatError(f"{path} line {number} is damaged: {error}", "Remove that line.") from error
         if isinstance(line, BeginLine):
+            if line.format > FORMAT:
+                raise FormatError(f"{path} has format {line.format}; {FORMAT} can be read.", "Upgrade autotune_amp.")
             before = runs.get(line.run_id, []) if line.is_resumed else []
             lines = runs[line.run_id] = [known for known in before if known.update <= line.update]
         elif not lines:
@@ -182,24 +180,6 @@ def read(path: str | os.PathLike[str]) -> Run:
     if not lines:
         raise FormatError(f"{path} holds no run.", _HOW_TO_MAKE_ONE)
     return Run(tuple(lines), len(runs) - 1, num_cut_lines)
-
-
-_HOW_TO_MAKE_ONE = 'Give a file that PrecisionController(config, run_log="run.jsonl") wrote.'
-
-
-class _Versioned(msgspec.Struct):
-    format: int = FORMAT
-
-
-def _line(text: bytes, place: str) -> Line:
-    found = msgspec.json.decode(text, type=_Versioned).format
-    if found > FORMAT:
-        raise FormatError(f"{place} has format {found}; this version reads up to {FORMAT}.", "Upgrade autotune_amp.")
-    try:
-        line: Line = msgspec.json.decode(text, type=Line)
-    except InvalidRequestError as error:  # of its config
-        raise FormatError(f"{place} is damaged: {error.message.rstrip('.')}.", "Remove that line.") from error
-    return line
 
 
 def _is_cut(file: BinaryIO) -> bool:

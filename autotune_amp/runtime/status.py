@@ -8,20 +8,25 @@ import os
 import time
 import uuid
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
+import torch
+
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.recommendation import write_atomically
+from autotune_amp.hardware.device import device_of
 from autotune_amp.precision.modes import MODES
-from autotune_amp.runtime.device import Ranks
 from autotune_amp.runtime.policy import Policy
+from autotune_amp.runtime.policy_state import converted
 from autotune_amp.runtime.run_log import BeginLine, MoveLine, RunLog, SampleLine
-from autotune_amp.runtime.scaler import LossScaler
+from autotune_amp.runtime.scaler import LossScaler, Ranks
 
 SAMPLE_EVERY = 64  # updates between looks at the gradients' and activations' magnitudes, and between lines
 _SAMPLE_AT = 8  # early in the run, but after the loss scale has settled
@@ -74,10 +79,9 @@ def to_plain(record: MoveRecord) -> dict[str, object]:
     return asdict(record) | {"config": record.config.to_json()}
 
 
-def from_plain(record: dict[str, object]) -> MoveRecord:
-    """What `to_plain` gave."""
-    fields = record | {"config": AmpConfig.from_json(str(record["config"]))}
-    return MoveRecord(**fields)  # type: ignore[arg-type] # a document that to_plain wrote
+def from_plain(record: Mapping[str, object]) -> MoveRecord:
+    """What `to_plain` gave. Raises `InvalidRequestError` for anything else."""
+    return converted({**record, "config": AmpConfig.from_json(str(record.get("config")))}, MoveRecord)
 
 
 def write_status(status: Status, path: str | os.PathLike[str]) -> None:
@@ -87,6 +91,26 @@ def write_status(status: Status, path: str | os.PathLike[str]) -> None:
     if forward_max is not None and not math.isfinite(forward_max):
         document["forward_max"] = None  # JSON has neither NaN nor infinity
     write_atomically(Path(path), json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory that this process's tensors took on an accelerator; on a CPU, what the process holds now."""
+    if device.type in ("cuda", "xpu"):
+        return int(getattr(torch, device.type).max_memory_allocated(device))
+    return _held_memory_bytes(device)
+
+
+def available_memory_bytes(device: torch.device) -> int:
+    """What this process may hold on the device in all: what is free and what it already holds."""
+    return device_of(device.type).memory(str(device)).available + _held_memory_bytes(device)
+
+
+def _held_memory_bytes(device: torch.device) -> int:
+    if device.type in ("cuda", "xpu"):
+        return int(getattr(torch, device.type).memory_reserved(device))
+    if device.type == "mps":
+        return int(torch.mps.driver_allocated_memory())
+    return int(psutil.Process().memory_info().rss)
 
 
 class Metrics:
@@ -100,11 +124,11 @@ class Metrics:
         ranks: Ranks,
         *,
         writer: Any,
-        run_log: RunLog | None,
+        run_log: str | os.PathLike[str] | None,
     ) -> None:
         self.num_steps = self.num_amp_steps = 0
         self.run_id: str | None = None  # as in the log, and in every checkpoint from then on
-        self.run_log = run_log
+        self.run_log = None if run_log is None else RunLog(run_log, checks=ranks.rank == 0)
         self._config = config
         self._policy = policy
         self._scaler = scaler
@@ -113,12 +137,9 @@ class Metrics:
         self._precision = config.precision
         self._last_update: float | None = None
         self._seconds: deque[float] = deque(maxlen=101)
-        self._seconds_before: dict[Precision, float] = {}
 
     def begin_rung(self, precision: Precision) -> None:
         """From now on updates are in `precision`."""
-        if self._seconds:
-            self._seconds_before[self._precision] = median(self._seconds)
         self._precision = precision
         self._seconds.clear()
         self._last_update = None
@@ -128,12 +149,6 @@ class Metrics:
         self.run_id = run_id
         if self.run_log is not None:
             self.run_log.has_begun = False
-
-    def seconds_in(self, precision: Precision) -> float | None:
-        """The median seconds between updates when the run was last in `precision`; None before two of them."""
-        if precision == self._precision and self._seconds:
-            return median(self._seconds)
-        return self._seconds_before.get(precision)
 
     @property
     def step_seconds(self) -> float | None:
@@ -160,8 +175,8 @@ class Metrics:
         policy = self._policy
         is_sampled = policy.num_updates % SAMPLE_EVERY == 0
         if self._writer is not None and is_sampled:
-            named = ("scale", self._scaler.target), ("skips", policy.num_skips), ("rung", policy.rung)
-            for name, value in (*named, ("steps", self.num_steps)):
+            values = {"scale": self._scaler.target, "skips": policy.num_skips, "rung": policy.rung}
+            for name, value in (values | {"steps": self.num_steps}).items():
                 self._writer.add_scalar(f"autotune_amp/{name}", value, policy.num_updates)
         if self.run_log is not None and (is_sampled or self.run_log.scale != self._scale_in_use):
             is_known = loss is not None and math.isfinite(loss)
@@ -169,19 +184,10 @@ class Metrics:
 
     def log_move(self, record: MoveRecord) -> None:
         """Write a move."""
-        if self.run_log is None:
-            return
-        self._begin_log()
-        self.run_log.write(
-            MoveLine(
-                **self._standing(),
-                kind=record.kind,
-                before=record.before,
-                after=record.after,
-                reason=record.reason,
-                pinned_modules=record.config.pinned_modules,
-            )
-        )
+        if self.run_log is not None:
+            self._begin_log()
+            said = {name: getattr(record, name) for name in ("kind", "before", "after", "reason")}
+            self.run_log.write(MoveLine(**self._standing(), **said, pinned_modules=record.config.pinned_modules))
 
     @property
     def _scale_in_use(self) -> float | None:

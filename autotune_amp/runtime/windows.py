@@ -9,43 +9,30 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.numerics import batches
+from autotune_amp.numerics.accumulation import cut, first_dimensions
 
 Batch = TypeVar("Batch")
 
 
-class Passes:
-    """The passes of the window that a loop is in. `shares` are their parts of what is weighed in it."""
+def passes(
+    batches: Iterator[Batch],
+    next_shape: Callable[[], tuple[int, int]],
+    weigh: Callable[[Batch], float | Tensor] | None,
+) -> Iterator[tuple[Batch, list[float], int]]:
+    """(batch, shares, index) for every pass, the last window shorter. `next_shape` gives the `shape` of each window.
 
-    def __init__(self) -> None:
-        self.shares: list[float] = []
-        self._index = 0
-
-    @property
-    def share(self) -> float | None:
-        """Of the pass that the loop is in; None outside of a window."""
-        return self.shares[self._index] if self.shares else None
-
-    def over(
-        self,
-        batches: Iterator[Batch],
-        next_shape: Callable[[], tuple[int, int]],
-        weigh: Callable[[Batch], float | Tensor] | None,
-    ) -> Iterator[tuple[Batch, bool]]:
-        """(batch, is_last) for every pass, the last window shorter. `next_shape` gives the `shape` of each window."""
-        try:
-            while True:
-                num_batches, num_pieces = next_shape()
-                whole = list(islice(batches, num_batches))
-                window = whole if num_pieces == 1 else [piece for one in whole for piece in split(one, num_pieces)]
-                if not window:
-                    return
-                weights = [1.0 if weigh is None else float(weigh(batch)) for batch in window]
-                self.shares = [weight / (sum(weights) or 1.0) for weight in weights]  # all 0: no loss, and no NaN
-                for self._index, batch in enumerate(window):
-                    yield batch, self._index == len(window) - 1
-        finally:
-            self.shares = []
+    `shares` are the parts of a window's passes of what is weighed in it; the batch is that of pass `index`.
+    """
+    while True:
+        num_batches, num_pieces = next_shape()
+        whole = list(islice(batches, num_batches))
+        window = whole if num_pieces == 1 else [piece for one in whole for piece in split(one, num_pieces)]
+        if not window:
+            return
+        weights = [1.0 if weigh is None else float(weigh(batch)) for batch in window]
+        shares = [weight / (sum(weights) or 1.0) for weight in weights]  # all 0: no loss, and no NaN
+        for index, batch in enumerate(window):
+            yield batch, shares, index
 
 
 def split(batch: Any, num_pieces: int) -> Iterable[Any]:
@@ -53,14 +40,14 @@ def split(batch: Any, num_pieces: int) -> Iterable[Any]:
 
     Raises `InvalidRequestError` where its tensors do not agree on a first dimension.
     """
-    sizes = batches.first_dimensions(batch)
+    sizes = first_dimensions(batch)
     if len(sizes) != 1 or 0 in sizes:
         raise InvalidRequestError(
             f"A {type(batch).__name__} whose tensors have first dimensions {sorted(sizes)} cannot be split into the "
             "smaller batches that the new precision needs.",
             'Pass on_demotion="checkpoint_and_stop" and start again with the batch size in the error\'s config.',
         )
-    return batches.cut(batch, -(-sizes.pop() // num_pieces))
+    return cut(batch, -(-sizes.pop() // num_pieces))
 
 
 def shape(loader_batch: int, batch: int, steps: int) -> tuple[int, int]:

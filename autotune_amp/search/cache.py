@@ -7,7 +7,7 @@ from functools import partial
 import msgspec
 
 from autotune_amp.core.recommendation import Fingerprint, Recommendation
-from autotune_amp.distributed.ranks import left_no_answer
+from autotune_amp.distributed import left_no_answer
 from autotune_amp.hardware import identify
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.options import RANKING, SearchOptions

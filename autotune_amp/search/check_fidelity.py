@@ -11,11 +11,10 @@ from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Description, Failure, Fidelity
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import LocalBackend
-from autotune_amp.search.budget import Budget
-from autotune_amp.search.check_results import MAX_BATCH_SIZE
-from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.options import SearchOptions, is_count
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher
+from autotune_amp.search.ranking import MAX_BATCH_SIZE
+from autotune_amp.search.run import Budget, ProgressWatcher
 from autotune_amp.search.source import Source, message_of, open_workload
 from autotune_amp.search.space import build_space
 from autotune_amp.trial.jobs import Check
@@ -31,27 +30,16 @@ class Request(NamedTuple):
 
 
 def checked_request(
-    precision: str,
-    batch_size: int | None,
-    device: str,
-    pinned_modules: Sequence[str],
-    seed: int,
-    budget: float,
+    precision: str, batch_size: int | None, device: str, pinned_modules: Sequence[str], seed: int, budget: float
 ) -> Request:
     """The arguments of `check_fidelity`; raises `InvalidRequestError` for one that cannot be meant."""
-    if not isinstance(precision, str):
-        raise InvalidRequestError(f"precision is {precision!r}; it must be one name.", 'Pass for example "bf16".')
-    if not (
-        batch_size is None or (isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size >= 1)
+    for name, given, is_right, wanted in (
+        ("precision", precision, isinstance(precision, str), 'one name, such as "bf16"'),
+        ("batch_size", batch_size, is_count(batch_size), "a whole number from 1 up, or left out"),
+        ("pinned_modules", pinned_modules, not isinstance(pinned_modules, str), "a list of module names"),
     ):
-        raise InvalidRequestError(
-            f"batch_size is {batch_size!r}; it must be a whole number from 1 up.",
-            "Leave it out for the workload's own.",
-        )
-    if isinstance(pinned_modules, str):
-        raise InvalidRequestError(
-            f"pinned_modules is {pinned_modules!r}; it must be a list of module names.", f"Pass [{pinned_modules!r}]."
-        )
+        if not is_right:
+            raise InvalidRequestError(f"{name} is {given!r}; it must be {wanted}.", f"Pass {wanted}.")
     options = SearchOptions.from_user(budget=budget, device=device, precision=precision, seed=seed)
     assert options.precisions is not None
     return Request(options.precisions[0], batch_size, tuple(pinned_modules), options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -23,18 +22,6 @@ RECORD_FORMAT = 1
 _LOCK = ".lock"
 
 
-def study_name(target: str) -> str:
-    """A folder name for a target: ``train`` for "path/train.py:workload", ``train-tiny`` for "train.py:tiny"."""
-    place, _, function = target.rpartition(":")
-    stem = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
-    return folder_name(stem if function == "workload" else f"{stem}-{function}")
-
-
-def folder_name(name: str) -> str:
-    """`name` with everything replaced that does not belong into a folder's name."""
-    return re.sub(r"[^\w.-]", "_", name).strip(".") or "workload"
-
-
 class StudyFolder:
     """`out`/`name`, made where it is missing and locked while it is used as a context manager.
 
@@ -44,23 +31,14 @@ class StudyFolder:
 
     def __init__(self, out: str, name: str) -> None:
         self.path = Path(out) / name
+        self.recommendation_path = self.path / "recommendation.json"
+        self._outcomes_path = self.path / "outcomes.jsonl"
         self._lock: filelock.BaseFileLock | None = None
         self._is_new = False
 
-    @property
-    def recommendation_path(self) -> Path:
-        """The finished recommendation's place."""
-        return self.path / "recommendation.json"
-
-    @property
-    def _outcomes_path(self) -> Path:
-        return self.path / "outcomes.jsonl"
-
     def cached(self) -> Recommendation | None:
         """The finished recommendation in this folder, None where there is none yet."""
-        if not self.recommendation_path.exists():
-            return None
-        return Recommendation.load(self.recommendation_path)
+        return Recommendation.load(self.recommendation_path) if self.recommendation_path.exists() else None
 
     def __enter__(self) -> StudyFolder:
         import filelock  # not needed for a cached answer, which has 50 ms

@@ -13,10 +13,10 @@ from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.precision.modes import MODES
-from autotune_amp.search import check_results, loss_scales
+from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.loss_scales import Answer, Pair
-from autotune_amp.search.objective import Merit, least_speed, merit, rank_for
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
+from autotune_amp.search.ranking import Merit, least_speed, merit, rank_for
 from autotune_amp.search.space import Space, excluded_by_outcomes, with_accumulation_checked
 
 RIVAL = 0.10  # a rival within 10 % may overtake the winner in the confirmation: processes differ by a few percent
@@ -34,7 +34,8 @@ class Shortlist(NamedTuple):
 class Ledger:
     """All records of one search over `space`, append-only; `write` keeps each before anything is decided on it.
 
-    Answers are kept until the next record. A loss scale is judged over `num_steps` optimizer steps.
+    Answers are kept until the next record. A loss scale is judged over `num_steps` optimizer steps. What may be
+    recommended are the settings that were measured and that no check speaks against.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Ledger:
         self.records = (*self.records, record)
         self._forget()
         if record.purpose == "calibration":
-            self.scales[loss_scales.key_of(record.candidate)] = loss_scales.answer(
+            self.scales[record.candidate.numerics] = loss_scales.answer(
                 record, self._num_steps, is_loss_sum=self.is_loss_sum
             )
 
@@ -72,8 +73,9 @@ class Ledger:
         return before
 
     def _forget(self) -> None:
-        for name in [name for name, value in vars(Ledger).items() if isinstance(value, cached_property)]:
-            self.__dict__.pop(name, None)
+        for name, value in vars(Ledger).items():
+            if isinstance(value, cached_property):
+                self.__dict__.pop(name, None)
 
     @cached_property
     def space(self) -> Space:
@@ -86,7 +88,7 @@ class Ledger:
     @cached_property
     def accumulation(self) -> Accumulation | None:
         """What the check of accumulation found, None where there was none."""
-        return check_results.found_accumulation(self.records)
+        return ranking.found_accumulation(self.records)
 
     @property
     def is_loss_sum(self) -> bool:
@@ -102,21 +104,16 @@ class Ledger:
     @cached_property
     def fidelity(self) -> dict[Setting, Fidelity]:
         """What the checks against fp32 found."""
-        return check_results.found_fidelity(self.records)
+        return ranking.found_fidelity(self.records)
 
     def verdict(self, setting: Setting) -> Fidelity | None:
         """The verdict on a setting, *unchecked* where no check was made; None for fp32 itself."""
-        return check_results.verdict_on(setting, self.space, self.fidelity)
+        return ranking.verdict_on(setting, self.space, self.fidelity)
 
     @cached_property
     def trials(self) -> list[Record]:
         """The records without the checks."""
-        return [r for r in self.records if check_results.is_trial(r)]
-
-    @property
-    def num_tried(self) -> int:
-        """Trials that `max_trials` counts."""
-        return sum(r.purpose == "search" for r in self.records)
+        return [r for r in self.records if ranking.is_trial(r)]
 
     @property
     def num_failures(self) -> int:
@@ -126,14 +123,14 @@ class Ledger:
     @cached_property
     def failures(self) -> dict[Setting, Failure]:
         """The settings with a failure that speaks against them, and the first such of each."""
-        return check_results.failures(self.records)
+        return ranking.failures(self.records)
 
     @cached_property
     def outcomes(self) -> dict[Setting, Outcome]:
         """The last measurement of each setting before the confirmation, or else the failure that speaks against it."""
-        known = [r for r in self.records if r.purpose in check_results.BEFORE_CONFIRMATION]
+        known = [r for r in self.records if r.purpose in ranking.BEFORE_CONFIRMATION]
         measured: dict[Setting, Outcome] = {r.candidate: r.outcome for r in known if isinstance(r.outcome, Measurement)}
-        return measured | dict(check_results.failures(known))
+        return measured | dict(ranking.failures(known))
 
     @property
     def ordinary_outcomes(self) -> dict[Setting, Outcome]:
@@ -143,8 +140,11 @@ class Ledger:
     @cached_property
     def exclusions(self) -> tuple[Exclusion, ...]:
         """What the outcomes and the checks rule out, with the reason."""
-        by_checks = *check_results.exclusions(self.fidelity), *loss_scales.exclusions(self.scales)
-        return *by_checks, *excluded_by_outcomes(self.space, self.ordinary_outcomes)
+        return (
+            *ranking.exclusions(self.fidelity),
+            *loss_scales.exclusions(self.scales),
+            *excluded_by_outcomes(self.space, self.ordinary_outcomes),
+        )
 
     @cached_property
     def best(self) -> Record | None:
@@ -163,7 +163,7 @@ class Ledger:
 
     @cached_property
     def measured(self) -> dict[Setting, Merit]:
-        """The merits of all that was measured, in samples computed."""
+        """The merits of what was measured, in samples computed."""
         return {c: merit(ours) for c, ours in self.measurements.items()}
 
     @cached_property
@@ -173,10 +173,7 @@ class Ledger:
 
     @cached_property
     def merits(self) -> dict[Setting, Merit]:
-        """What may be recommended, in samples that reach the optimizer: what was measured and no check speaks against.
-
-        fp16 that was not calibrated counts in full, which is an upper bound.
-        """
+        """What may be recommended, in samples that reach the optimizer: all of them, at most, of uncalibrated fp16."""
         allowed = {c: ours for c, ours in self.measurements.items() if c not in self.ruled_out}
         return {c: merit(ours, self.applied_share(c)) for c, ours in allowed.items()}
 
@@ -188,16 +185,16 @@ class Ledger:
     @cached_property
     def pending_tiers(self) -> dict[Setting, int]:
         """The tiers of what may be recommended, while what awaits its check counts as faithful."""
-        return {c: check_results.tier(self.fidelity.get(check_results.check_key(c))) for c in self.merits}
+        return {c: ranking.tier(self.fidelity.get(ranking.check_key(c))) for c in self.merits}
 
     @cached_property
     def tiers(self) -> dict[Setting, int]:
         """The same once the checks are over: what has none by now is *unchecked*."""
-        return {c: check_results.tier(self.verdict(c)) for c in self.merits}
+        return {c: ranking.tier(self.verdict(c)) for c in self.merits}
 
     @cached_property
     def shortlist(self) -> Shortlist | None:
-        """What to check, and then to confirm, while checks are still to come; None where nothing may be recommended."""
+        """What would be confirmed, while checks are still to come; None where nothing may be recommended."""
         return self.shortlist_for(self.objective, self.pending_tiers)
 
     @cached_property
@@ -223,27 +220,30 @@ class Ledger:
 
     def applied_share(self, setting: Setting) -> float:
         """The share of the gradient that reaches the optimizer with the best loss scale; 1 where that is unknown."""
-        return loss_scales.applied_share(self.scales, setting)
+        found = loss_scales.scales_of(self.scales, setting)
+        return 1.0 if found is None else found.replay(found.best).applied_share
 
     def loss_scale(self, setting: Setting) -> LossScale | None:
-        """What a setting is to be trained with: the calibrated loss scale, where there is one."""
-        return loss_scales.loss_scale(self.scales, setting, LOSS_SCALE)
+        """What a setting is to be trained with: the calibrated loss scale where there is one, None without a scaler."""
+        if not MODES[setting.precision].takes_scaler:
+            return None
+        found = loss_scales.scales_of(self.scales, setting)
+        return LOSS_SCALE if found is None else loss_scales.rule(found.best)
 
     def awaits_calibration(self, setting: Setting) -> bool:
         """Whether what takes a scaler was measured within 10 % of the best so far, and not calibrated."""
-        best, outcome = self.best, self.outcomes.get(setting)
-        if not MODES[setting.precision].takes_scaler or best is None or not isinstance(outcome, Measurement):
+        if not MODES[setting.precision].takes_scaler or setting.numerics in self.scales:
             return False
-        assert isinstance(best.outcome, Measurement)
-        is_rival = outcome.samples_per_second >= (1 - RIVAL) * best.outcome.samples_per_second
-        return is_rival and loss_scales.key_of(setting) not in self.scales
+        best, found = (None if self.best is None else self.best.outcome), self.outcomes.get(setting)
+        if not isinstance(best, Measurement) or not isinstance(found, Measurement):
+            return False
+        return found.samples_per_second >= (1 - RIVAL) * best.samples_per_second
 
     def judged(self, setting: Setting, outcome: Outcome, pair: Pair | None) -> tuple[Outcome, Replay | None]:
         """The outcome of a setting with a pair of loss scale and growth interval, and the replay of the pair."""
         if isinstance(outcome, Failure) or pair is None:
             return outcome, None
-        refusal = loss_scales.refusal(self.scales, setting)
-        if refusal is not None:
+        if (refusal := loss_scales.refusal(self.scales, setting)) is not None:
             return Failure(kind="nonfinite", message=refusal), None
         return outcome, self.replay(setting, pair)
 
@@ -260,14 +260,13 @@ class Ledger:
     @cached_property
     def _choices(self) -> list[tuple[Record, Measurement]]:
         """The measurements of what was asked for: a fallback may be of a batch size outside it."""
-        known = [(r, r.outcome) for r in self.records if r.purpose in check_results.BEFORE_CONFIRMATION]
         return [
-            (r, outcome)
-            for r, outcome in known
-            if isinstance(outcome, Measurement)
+            (r, r.outcome)
+            for r in self.records
+            if isinstance(r.outcome, Measurement)
+            and r.purpose in ranking.BEFORE_CONFIRMATION
             and (r.purpose == "search" or r.candidate.with_own_workers in self.space.candidates)
         ]
 
     def _harm(self, setting: Setting) -> str | None:
-        found = check_results.unfaithful(self.fidelity, setting)
-        return check_results.harm(found) if found else loss_scales.refusal(self.scales, setting)
+        return ranking.harm(self.fidelity, setting) or loss_scales.refusal(self.scales, setting)

@@ -13,7 +13,6 @@ from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.text import exact
 from autotune_amp.numerics.grading import MAX_FLUSHED_SHARE, MAX_FORWARD_SHARE
 from autotune_amp.numerics.scaler_replay import (
-    Burst,
     FlushedShares,
     Replay,
     best_pair,
@@ -24,8 +23,8 @@ from autotune_amp.numerics.scaler_replay import (
     stretches,
 )
 from autotune_amp.precision.modes import MODES
-from autotune_amp.search.check_results import OF_THE_PRECISION, found_accumulation
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
+from autotune_amp.search.ranking import OF_THE_PRECISION, found_accumulation
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
 
 if TYPE_CHECKING:
@@ -41,17 +40,15 @@ LOG2_INIT_SCALES = (-24, 24)  # searched: what fp16 can hold at the low end, Los
 _INTERVALS = (2000, 200)  # GradScaler's own, and one that recovers ten times as fast from a scale that fell
 
 
-class Refused(NamedTuple):
-    """Why fp16 is left out at a batch size: it does not run in a calibration, or no loss scale is safe."""
-
-    refusal: str
-
-
 class Uncalibrated(NamedTuple):
-    """Why a calibration did not come to an end; it speaks neither for fp16 nor against it."""
+    """Why a calibration gave no loss scale.
+
+    `refusal` is why fp16 is left out: it does not run in a calibration, or no loss scale is safe. Without one the
+    calibration did not come to an end, which speaks neither for fp16 nor against it.
+    """
 
     reason: str
-    refusal: None = None
+    refusal: str | None = None
 
 
 class Stretch(NamedTuple):
@@ -94,13 +91,13 @@ class Scales:
     def replay(self, pair: Pair) -> Replay:
         """What the pair does over the horizon."""
         if pair not in self.scored:
-            self.scored[pair] = replay(self._trace, _loss_scale(pair), self._flushed, is_bounded=True)
+            self.scored[pair] = replay(self._trace, rule(pair), self._flushed, is_bounded=True)
         return self.scored[pair]
 
     def course(self, pair: Pair, *, is_bounded: bool = True) -> list[Stretch]:
         """The same stretch by stretch; not `is_bounded` it is that of ``torch.amp.GradScaler``."""
         found, step = [], 0
-        for scale, num_clean, skip in stretches(self._trace, _loss_scale(pair), is_bounded=is_bounded):
+        for scale, num_clean, skip in stretches(self._trace, rule(pair), is_bounded=is_bounded):
             found.append(Stretch(scale, step, skip))
             step += num_clean + (skip is not None)
         return found
@@ -108,7 +105,7 @@ class Scales:
     @property
     def of_gradscaler(self) -> Replay:
         """What ``torch.amp.GradScaler`` with its defaults does over the horizon: it knows no bounds."""
-        return replay(self._trace, _loss_scale(DEFAULT_PAIR), self._flushed)
+        return replay(self._trace, rule(DEFAULT_PAIR), self._flushed)
 
     @property
     def best(self) -> Pair:
@@ -130,7 +127,7 @@ class Scales:
         return (
             f"{100 * share:.1f} % of the gradient's entries are flushed to zero at a loss scale of "
             f"{exact(self.best[0])}, and larger ones overflow (the largest safe one is "
-            f"{_power(min(self.finite_log2_scales))})"
+            f"2^{min(self.finite_log2_scales):.1f})"
         )
 
     def flushed_share(self, pair: Pair) -> float:
@@ -148,22 +145,16 @@ class Scales:
         A trial trains with ``torch.amp.GradScaler``, which knows no bounds.
         """
         num_foreseen = NUM_WARMUP_STEPS + 64 + num_measured
-        trace = extend(
-            self.log2_scales, num_foreseen, burst=Burst(num_steps=0), num_passes_per_step=self._accumulation_steps
-        )
-        steps = set(skips(trace, _loss_scale(pair)))
+        trace = extend(self.log2_scales, num_foreseen, num_burst_steps=0, num_passes_per_step=self._accumulation_steps)
+        steps = set(skips(trace, rule(pair)))
         after_warmup = range(NUM_WARMUP_STEPS, num_foreseen - num_measured)
         start = next((step for step in after_warmup if step - 1 not in steps), after_warmup.stop)
         return sum(start <= step < start + num_measured for step in steps)
 
 
-Answer: TypeAlias = Scales | Refused | Uncalibrated
+Answer: TypeAlias = Scales | Uncalibrated
+# By `Setting.numerics`: a calibration holds for all fp16 settings whose numbers are the same.
 AllScales: TypeAlias = "Mapping[Setting, Answer]"
-
-
-def key_of(candidate: Setting) -> Setting:
-    """The calibration that holds for an fp16 candidate: that of all whose numbers are the same."""
-    return candidate.numerics
 
 
 def snapped(init_scale: float) -> float:
@@ -176,7 +167,7 @@ def calibrated(records: Sequence[Record], num_steps: int = DEFAULT_NUM_STEPS) ->
     found = found_accumulation(records)
     is_sum = found is not None and found.verdict == "sum"
     return {
-        key_of(r.candidate): answer(r, num_steps, is_loss_sum=is_sum) for r in records if r.purpose == "calibration"
+        r.candidate.numerics: answer(r, num_steps, is_loss_sum=is_sum) for r in records if r.purpose == "calibration"
     }
 
 
@@ -185,12 +176,16 @@ def answer(record: Record, num_steps: int, *, is_loss_sum: bool = False) -> Answ
     outcome = record.outcome
     if isinstance(outcome, Failure):
         if outcome.kind in OF_THE_PRECISION:
-            return Refused(f"its loss scale could not be calibrated: {outcome.kind}: {outcome.message}")
+            return _refused(f"its loss scale could not be calibrated: {outcome.kind}: {outcome.message}")
         return Uncalibrated(f"the calibration did not come to an end: {outcome.kind}: {outcome.message}")
     assert isinstance(outcome, Calibration)
     if outcome.init_scale is None or all(s is None for s in outcome.log2_scales):
-        return Refused("its loss or gradients are not finite at any loss scale")
+        return _refused("its loss or gradients are not finite at any loss scale")
     return Scales(outcome, num_steps, record.candidate.accumulation_steps, is_loss_sum=is_loss_sum)
+
+
+def _refused(reason: str) -> Uncalibrated:
+    return Uncalibrated(reason, reason)
 
 
 def refusal(scales: AllScales, candidate: Setting) -> str | None:
@@ -209,7 +204,7 @@ def exclusions(scales: AllScales) -> tuple[Exclusion, ...]:
 
 
 def why_uncalibrated(scales: AllScales, candidate: Setting) -> str | None:
-    """Why the calibration of an fp16 candidate did not come to an end, None where it did or was never tried."""
+    """Why the calibration of an fp16 candidate gave no loss scale, None where it did or was never tried."""
     found = _answer_for(scales, candidate)
     return found.reason if isinstance(found, Uncalibrated) else None
 
@@ -221,21 +216,7 @@ def scales_of(scales: AllScales, candidate: Setting) -> Scales | None:
 
 
 def _answer_for(scales: AllScales, candidate: Setting) -> Answer | None:
-    return scales.get(key_of(candidate)) if MODES[candidate.precision].takes_scaler else None
-
-
-def applied_share(scales: AllScales, candidate: Setting) -> float:
-    """The share of the gradient that reaches the optimizer with the best pair; 1, an upper bound, where unknown."""
-    found = scales_of(scales, candidate)
-    return 1.0 if found is None else found.replay(found.best).applied_share
-
-
-def loss_scale(scales: AllScales, candidate: Setting, default: LossScale) -> LossScale | None:
-    """What a candidate is to be trained with: the best pair; `default` for fp16 that was not calibrated."""
-    if not MODES[candidate.precision].takes_scaler:
-        return None
-    found = scales_of(scales, candidate)
-    return default if found is None else _loss_scale(found.best)
+    return scales.get(candidate.numerics) if MODES[candidate.precision].takes_scaler else None
 
 
 def evidence(scales: AllScales, candidate: Setting, confirming: Sequence[Measurement]) -> LossScaleEvidence | None:
@@ -262,9 +243,6 @@ def evidence(scales: AllScales, candidate: Setting, confirming: Sequence[Measure
     )
 
 
-def _loss_scale(pair: Pair) -> LossScale:
+def rule(pair: Pair) -> LossScale:
+    """The pair as what a run is trained with."""
     return LossScale(init_scale=pair[0], growth_interval=pair[1])
-
-
-def _power(log2_scale: float) -> str:
-    return f"2^{log2_scale:.1f}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -20,12 +20,6 @@ MAX_STEPS = 1_000_000  # a replay holds a number for each, and takes up to 0.1 s
 # What changes nothing of what is measured, only what is chosen and said: a finished search is ranked again for these.
 RANKING = ("objective", "num_steps", "num_samples", "price_per_hour")
 
-Name = TypeVar("Name")
-_DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
-_NAME = re.compile(r"[\w.-]+")
-_RANGE = re.compile(r"(\d+):(\d+)")
-_BASELINE = re.compile(r"(\w+):(\d+)")
-
 
 class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Checked options; `from_user` makes one from what a user typed or passed.
@@ -33,8 +27,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     `batch_size` is an inclusive range in samples, `baseline` a precision and a batch size. `memory_fraction` is the
     share of the available memory that a trial may take. `effective_batch_size` is that of all `num_ranks` together;
     None is what the data comes with, "free" none at all. The training to come has `num_steps` optimizer steps or
-    `num_samples` samples: a loss scale is judged over them, `DEFAULT_NUM_STEPS` where neither is given. `objective`,
-    the length and the price change nothing of what is measured.
+    `num_samples` samples: a loss scale is judged over them, `DEFAULT_NUM_STEPS` where neither is given.
     """
 
     budget_seconds: float = 110.0
@@ -68,51 +61,33 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises `InvalidRequestError` naming the option, what was given and what would do.
         """
-        for name, (is_right, wanted) in _WANTED.items():
-            value = given.get(name)
-            _check(name not in given or is_right(value), name, value, wanted)
-        steps, samples, price = given.get("steps"), given.get("samples"), given.get("price_per_hour")
-        _check(steps is None or samples is None, "samples", samples, "left out where --steps is given")
-        _check(
-            price is None or steps is not None or samples is not None,
-            "price-per-hour",
-            price,
-            "given together with --steps or --samples",
-        )
-        read = {name: _READ[name](value) if name in _READ else value for name, value in given.items()}
-        effective = _effective(read.pop("effective_batch_size", None), num_ranks)
-        fields = {_FIELDS.get(name, name): value for name, value in read.items()}
-        return cls(num_ranks=num_ranks, effective_batch_size=effective, **fields)
+        fields: dict[str, Any] = {"num_ranks": num_ranks}
+        for name, value in given.items():
+            read, wanted = _OPTIONS[name]
+            try:
+                fields[_FIELDS.get(name, name)] = read(value)
+            except (ValueError, TypeError) as error:
+                raise _wrong(name, value, wanted) from error
+        found = cls(**fields)
+        effective = found.effective_batch_size
+        if isinstance(effective, int) and effective % num_ranks:
+            raise _wrong("effective_batch_size", effective, f"a multiple of the {num_ranks} ranks that share it")
+        if found.num_steps is not None and found.num_samples is not None:
+            raise _wrong("samples", found.num_samples, "left out where --steps is given")
+        if found.price_per_hour is not None and found.num_steps is None and found.num_samples is None:
+            raise _wrong("price_per_hour", found.price_per_hour, "given together with --steps or --samples")
+        return found
 
 
-def _check(condition: bool, option: str, given: object, wanted: str) -> None:
-    if not condition:
-        option = option.replace("_", "-")
-        raise InvalidRequestError(f"--{option} is {given!r}; it must be {wanted}.", f"Give --{option} {wanted}.")
+def _wrong(name: str, given: Any, wanted: str) -> InvalidRequestError:
+    option = f"--{name.replace('_', '-')}"
+    shown = given[0] if isinstance(given, list) and len(given) == 1 else given
+    return InvalidRequestError(f"{option} is {shown!r}; it must be {wanted}.", f"Give {option} {wanted}.")
 
 
-def _effective(given: str | int | None, num_ranks: int) -> int | Literal["free"] | None:
-    if given == "free":
-        return "free"
-    number = int(given) if isinstance(given, str) and given.isdecimal() else given
-    _check(_is_count(number), "effective-batch-size", given, 'a whole number from 1 up, or "free"')
-    assert number is None or isinstance(number, int)
-    _check(
-        number is None or number % num_ranks == 0,
-        "effective-batch-size",
-        given,
-        f"a multiple of the {num_ranks} ranks that share it",
-    )
-    return number
-
-
-def _one_of(option: str, given: object, names: Sequence[Name]) -> Name:
-    for name in names:
-        if name == given:
-            return name
-    raise InvalidRequestError(
-        f"--{option} is {given!r}; it must be one of {', '.join(map(str, names))}.", "Pick one of the names given."
-    )
+def is_count(given: Any) -> bool:
+    """Whether it is a whole number from 1 up, or left out."""
+    return given is None or (_is_whole(given) and given >= 1)
 
 
 def _is_whole(given: object) -> bool:
@@ -123,49 +98,66 @@ def _is_number(given: Any) -> bool:
     return (isinstance(given, float) or _is_whole(given)) and math.isfinite(given)
 
 
-def _is_count(given: Any) -> bool:
-    return given is None or (_is_whole(given) and given >= 1)
+def _that(is_right: Callable[[Any], bool], kind: Callable[[Any], Any] = lambda given: given) -> Callable[[Any], Any]:
+    """Reads what `is_right`, as a `kind`; raises `ValueError` for anything else."""
+
+    def read(given: Any) -> Any:
+        if not is_right(given):
+            raise ValueError(given)
+        return None if given is None else kind(given)
+
+    return read
 
 
-def _matches(pattern: re.Pattern[str], given: object) -> bool:
-    return isinstance(given, str) and pattern.fullmatch(given) is not None
+def _matching(pattern: str) -> Callable[[Any], bool]:
+    return lambda given: isinstance(given, str) and re.fullmatch(pattern, given) is not None
 
 
-def _pair(pattern: re.Pattern[str], given: object) -> re.Match[str] | None:
-    """What matches of "A:B", or of a pair of the two."""
-    if isinstance(given, (tuple, list)):
-        given = ":".join(map(str, given))
-    return pattern.fullmatch(given) if isinstance(given, str) else None
+def _effective(given: Any) -> int | Literal["free"] | None:
+    if given == "free":
+        return "free"
+    number = int(given) if isinstance(given, str) else given
+    if not is_count(number):
+        raise ValueError(given)
+    return number
 
 
-def _precisions(given: Sequence[str] | str | None) -> tuple[Precision, ...] | None:
-    names = (given,) if isinstance(given, str) else given
-    if names is None or (isinstance(names, Sequence) and not names):
-        return None
-    _check(isinstance(names, Sequence), "precision", given, "a name, or several in a list")
-    return tuple(dict.fromkeys(_one_of("precision", name, PRECISIONS) for name in names))
+def _pair(given: Any) -> tuple[str, int]:
+    """The parts of "A:B", or of a pair of the two."""
+    parts = given.split(":") if isinstance(given, str) else [str(part) for part in given]
+    first, second = parts
+    return first, int(second)
 
 
-def _batch_range(given: str | tuple[int, int] | None) -> tuple[int, int] | None:
+def _batch_range(given: Any) -> tuple[int, int] | None:
     if given is None:
         return None
-    match = _pair(_RANGE, given)
-    low, high = (int(match[1]), int(match[2])) if match else (0, 0)
-    _check(1 <= low <= high, "batch-size", given, "LOW:HIGH with 1 <= LOW <= HIGH, such as 8:256")
+    first, high = _pair(given)
+    low = int(first)
+    if not 1 <= low <= high:
+        raise ValueError(given)
     return low, high
 
 
-def _baseline(given: str | tuple[str, int] | None) -> tuple[Precision, int] | None:
+def _baseline(given: Any) -> tuple[Precision, int] | None:
     if given is None:
         return None
-    match = _pair(_BASELINE, given)
-    if match is None or int(match[2]) < 1:
-        raise InvalidRequestError(
-            f"--baseline is {given!r}; it must be PRECISION:BATCH.", "Give for example --baseline fp32:32."
-        )
-    return _one_of("baseline", match[1], PRECISIONS), int(match[2])
+    precision, size = _pair(given)
+    if size < 1 or precision not in PRECISIONS:
+        raise ValueError(given)
+    return precision, size
 
 
+def _precisions(given: Any) -> tuple[Precision, ...] | None:
+    names = (given,) if isinstance(given, str) else given
+    if not names and names is not False:
+        return None
+    if not isinstance(names, Sequence) or not all(name in PRECISIONS for name in names):
+        raise ValueError(given)
+    return tuple(dict.fromkeys(names))
+
+
+# The fields that are called otherwise than their options.
 _FIELDS = {
     "budget": "budget_seconds",
     "trials": "max_trials",
@@ -173,33 +165,37 @@ _FIELDS = {
     "steps": "num_steps",
     "samples": "num_samples",
 }
-# Of each option a test of what was given, and what would do.
-_WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "budget": (lambda given: _is_number(given) and given > 0, "a number of seconds above 0"),
-    "trials": (_is_count, "a whole number from 1 up"),
-    "device": (lambda given: _matches(_DEVICE, given), "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N"),
-    "memory_fraction": (lambda given: _is_number(given) and 0 < given <= 1, "a share above 0 and at most 1"),
-    "steps": (lambda given: _is_count(given) and (given or 1) <= MAX_STEPS, f"a whole number from 1 to {MAX_STEPS}"),
-    "samples": (_is_count, "a whole number from 1 up"),
+# Of each option what reads it, raising `ValueError` or `TypeError` where it cannot be meant, and what would do.
+_OPTIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "budget": (_that(lambda given: _is_number(given) and given > 0, float), "a number of seconds above 0"),
+    "trials": (_that(is_count), "a whole number from 1 up"),
+    "device": (_that(_matching(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")), "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N"),
+    "precision": (_precisions, f"one of {', '.join(PRECISIONS)}, or several in a list"),
+    "batch_size": (_batch_range, "LOW:HIGH with 1 <= LOW <= HIGH, such as 8:256"),
+    "effective_batch_size": (_effective, 'a whole number from 1 up, or "free"'),
+    "baseline": (_baseline, "PRECISION:BATCH, such as fp32:32"),
+    "memory_fraction": (
+        _that(lambda given: _is_number(given) and 0 < given <= 1, float),
+        "a share above 0 and at most 1",
+    ),
+    "objective": (_that(lambda given: given in get_args(Objective)), f"one of {', '.join(get_args(Objective))}"),
+    "steps": (
+        _that(lambda given: is_count(given) and (given or 1) <= MAX_STEPS),
+        f"a whole number from 1 to {MAX_STEPS}",
+    ),
+    "samples": (_that(is_count), "a whole number from 1 up"),
     "price_per_hour": (
-        lambda given: given is None or (_is_number(given) and given >= 0),
+        _that(lambda given: given is None or (_is_number(given) and given >= 0), float),
         "an amount of money from 0 up",
     ),
     "study": (
-        lambda given: given is None or (_matches(_NAME, given) and given.strip(".") != ""),
+        _that(lambda given: given is None or (_matching(r"[\w.-]+")(given) and given.strip(".") != "")),
         "a folder name of letters, digits, '.', '_' and '-'",
     ),
-    "out": (lambda given: isinstance(given, str), "a folder's path, as a string"),
-    "storage": (lambda given: given is None or isinstance(given, str), "an Optuna storage URL, as a string"),
-    "seed": (lambda given: _is_whole(given) and 0 <= given < SEED_LIMIT, f"a whole number from 0 to {SEED_LIMIT - 1}"),
-}
-# What is made of an option that may be given in more than one way.
-_READ: dict[str, Callable[[Any], Any]] = {
-    "budget": float,
-    "memory_fraction": float,
-    "price_per_hour": lambda given: None if given is None else float(given),
-    "objective": lambda given: _one_of("objective", given, get_args(Objective)),
-    "precision": _precisions,
-    "batch_size": _batch_range,
-    "baseline": _baseline,
+    "out": (_that(lambda given: isinstance(given, str)), "a folder's path, as a string"),
+    "storage": (_that(lambda given: given is None or isinstance(given, str)), "an Optuna storage URL, as a string"),
+    "seed": (
+        _that(lambda given: _is_whole(given) and 0 <= given < SEED_LIMIT),
+        f"a whole number from 0 to {SEED_LIMIT - 1}",
+    ),
 }

@@ -1,21 +1,62 @@
-"""The loop that every stage of a search is run by: ask it for a job, run that, write the record down."""
+"""How every stage of a search is run: ask it for a job, run that, write the record down; and the time that it has."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from autotune_amp.core.outcome import Purpose, Record
-from autotune_amp.core.setting import NUMERIC, Setting
+from autotune_amp.core.errors import BudgetTooSmallError
+from autotune_amp.core.outcome import Record
+from autotune_amp.core.setting import NUMERIC
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.local import Handle
 from autotune_amp.isolation.process import Watcher
-from autotune_amp.search.budget import Budget
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.progress import Progress
 from autotune_amp.trial.jobs import Check, Trial
+
+# The confirmation takes at most this share of the budget, unless the device asks for more (`confirm.reserved_seconds`).
+CONFIRM_SHARE = 0.4
+CHECK_SHARE = 0.1  # kept back for the checks that follow the trials, where there is something to check
+
+
+class Budget:
+    """The seconds that a search may take from the moment it was asked for; `confirm_seconds` are the confirmation's."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.confirm_seconds = CONFIRM_SHARE * seconds
+        self._started = time.monotonic()
+
+    def elapsed(self) -> float:
+        """Seconds used."""
+        return time.monotonic() - self._started
+
+    def left(self) -> float:
+        """Seconds left for everything."""
+        return self.seconds - self.elapsed()
+
+    def left_for_search(self) -> float:
+        """Seconds left before the confirmation's share begins."""
+        return self.left() - self.confirm_seconds
+
+    def too_small(self, last_step_seconds: float | None) -> BudgetTooSmallError:
+        """The error of a budget that ended before anything was measured.
+
+        Twice the shortest trial there is, with what came before it, must fit in the search's share.
+        """
+        used_seconds = self.elapsed()
+        share = 1 - self.confirm_seconds / self.seconds - CHECK_SHARE
+        needed = (2 * used_seconds + 12 * (last_step_seconds or 0.0)) / share
+        return BudgetTooSmallError(
+            f"The budget of {self.seconds:g} s ended before anything was measured; "
+            f"{used_seconds:.0f} s had gone into loading, probing and building the workload and its first trials.",
+            f"Give --budget {math.ceil(needed / 10) * 10} or more.",
+        )
 
 
 class Stage(Protocol):
@@ -71,24 +112,17 @@ class ProgressWatcher(Watcher):
 def run(stage: Stage, backend: RunsJobs, ledger: Ledger, budget: Budget, watcher: ProgressWatcher) -> Iterator[Record]:
     """Run what the stage asks for, one job after the other, until it asks for none; every record is in the ledger."""
     while (job := stage.next(ledger, budget)) is not None:
+        trial = job if isinstance(job, Trial) else None
+        meter = watcher.meter if trial else None
         purpose = job.purpose if isinstance(job, Trial) else job.what
-        watcher.phase(_phase(job.candidate, purpose))
+        watcher.phase(_phase(job))
         number = 1 + max((r.number for r in ledger.records), default=0)
         watcher.progress.trial_started(number, job.candidate, purpose)
-        meter = watcher.meter if isinstance(job, Trial) else None
         if meter is not None:
             meter.start()
         started = budget.elapsed()
         handle = backend.submit(job)
         outcome = handle.result()
-        of_trial: dict[str, Any] = {}
-        if isinstance(job, Trial):
-            of_trial = {
-                "round": job.round,
-                "environment": job.environment,
-                "loss_scale": job.loss_scale,
-                "start_seconds": handle.start_seconds,
-            }
         record = Record(
             search_id=ledger.search_id,
             number=number,
@@ -97,8 +131,15 @@ def run(stage: Stage, backend: RunsJobs, ledger: Ledger, budget: Budget, watcher
             outcome=outcome,
             seconds=budget.elapsed() - started,
             load=None if meter is None else meter.stop(),
-            **of_trial,
         )
+        if trial is not None:
+            record = replace(
+                record,
+                round=trial.round,
+                environment=trial.environment,
+                loss_scale=trial.loss_scale,
+                start_seconds=handle.start_seconds,
+            )
         ledger.append(record)
         watcher.progress.trial_ended(record, ledger.best)
         yield record
@@ -114,11 +155,9 @@ _PHASES = {
 }
 
 
-def _phase(setting: Setting, purpose: Purpose) -> str:
+def _phase(job: Trial | Check) -> str:
+    setting, purpose = job.candidate, job.purpose if isinstance(job, Trial) else job.what
     if purpose == "fidelity":
         return f"checking {setting.labelled(NUMERIC)} against fp32"
-    if purpose != "search":
-        return _PHASES[purpose]
-    if setting.pinned_modules:
-        return f"measuring {setting}"
-    return "searching" if replace(setting, as_found=False).is_ordinary else f"trying {setting}"
+    is_ordinary = replace(setting, as_found=False).is_ordinary
+    return _PHASES.get(purpose) or ("searching" if is_ordinary else f"trying {setting}")

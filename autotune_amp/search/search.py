@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from autotune_amp.core.dimensions import PRECISIONS
 from autotune_amp.core.errors import AutotuneAmpError
-from autotune_amp.core.hardware import MachineLoad
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import (
     Exclusion,
@@ -20,31 +20,26 @@ from autotune_amp.core.recommendation import (
     SearchSummary,
 )
 from autotune_amp.core.text import size
-from autotune_amp.distributed.ranks import alone
+from autotune_amp.distributed import alone
 from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import identify, machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.hardware.probing import load_notes
-from autotune_amp.isolation.local import Backend, Isolation, LocalBackend, Payload
+from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
 from autotune_amp.search.answer import explain
 from autotune_amp.search.answer.decide import recommend
-from autotune_amp.search.budget import Budget
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher, Stage, run
-from autotune_amp.search.sharing import LONG_BUILD_SECONDS, confirming_processes, share_where_it_pays, shares_processes
-from autotune_amp.search.source import Opened, Source, open_workload
+from autotune_amp.search.run import Budget, ProgressWatcher, Stage, run
+from autotune_amp.search.source import Opened, Source, held_bytes, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.search.stages.checks import EARLY_SHARE, AccumulationCheck, Checks, LossScales
-from autotune_amp.search.stages.confirm import Confirm, reserved_seconds
-from autotune_amp.search.stages.explore import EXPLORING, left_to_explore
+from autotune_amp.search.stages.confirm import Confirm, ConfirmingProcesses, LargerBatches, reserved_seconds
+from autotune_amp.search.stages.explore import EXPLORING, left_to_explore, share_building
 from autotune_amp.search.stages.fallbacks import Fallbacks
-from autotune_amp.search.stages.larger_batches import LargerBatches
-from autotune_amp.search.stages.loader_workers import LoaderWorkers
 from autotune_amp.search.stages.trials import MIN_TRIAL_SECONDS, Conditions
-from autotune_amp.search.stages.variants import Variants
+from autotune_amp.search.stages.variants import LoaderWorkers, Variants
 from autotune_amp.search.study import Study
 from autotune_amp.trial.energy import require_counter
 from autotune_amp.trial.memory import recommended_environment
@@ -101,7 +96,6 @@ class _Search:
         self.budget = Budget(options.budget_seconds)
         self.folder = folder
         self._meter = LoadMeter(identify(options.device).uuid)
-        self._load_notes = load_notes()  # before our own work is part of it
         self.watcher = ProgressWatcher(progress, self.budget, self._meter)
         self._source = source
         self._options = options
@@ -112,21 +106,26 @@ class _Search:
     def run(self, backend: LocalBackend, payload: Payload, fingerprint: Fingerprint, search_id: str) -> Recommendation:
         """Open, say what can be tried, explore, check, confirm, decide and save."""
         opened = self._open(backend)
-        load_before = self._look_around()
+        load_before = self._meter.stop()  # what others did while the workload was loaded and probed
+        for line in machine_load.doubts(machine_load.evidence([load_before]), "search on an idle machine"):
+            self._progress.note(line)
+            self._warnings.append(line)
         ledger = self._ledger(build_space(opened.hardware, opened.description, self._options), search_id)
-        environment = recommended_environment(opened.hardware.device)
         conditions = Conditions(
             hardware=opened.hardware,
+            description=opened.description,
             memory_limit_bytes=int(self._options.memory_fraction * opened.hardware.memory.available),
             torch_state=opened.torch_state,
-            holds_heap=bool(environment),
+            environment=recommended_environment(opened.hardware.device),
             seed=self._options.seed,
-            description=opened.description,
+            ready_seconds=opened.ready_seconds,
+            max_trials=self._options.max_trials,
         )
         was_interrupted = False
         try:
-            self._search(backend, ledger, conditions, opened)
-            self._confirm(backend, payload, ledger, conditions, environment, opened)
+            self._search(backend, ledger, conditions)
+            backend.close()  # its memory and threads are not there in the user's own run either
+            self._confirm(payload, ledger, conditions)
         except KeyboardInterrupt:
             was_interrupted = True
         finally:
@@ -136,9 +135,22 @@ class _Search:
         recommendation = recommend(
             ledger,
             options=self._options,
-            environment=environment,
+            environment=conditions.environment,
             workload=opened.description,
-            search=self._summary(ledger, fingerprint, load_before, was_interrupted),
+            search=SearchSummary(
+                study=self.folder.path.name,
+                num_trials=len(ledger.trials),
+                num_failures=ledger.num_failures,
+                seconds=self.budget.elapsed(),
+                was_interrupted=was_interrupted,
+                search_id=ledger.search_id,
+                is_budget_spent=self._is_spent or was_interrupted,
+                warnings=(
+                    *self._warnings,
+                    *(f"This answer cannot be cached: {part}." for part in fingerprint.unknown),
+                ),
+                load=load_before,
+            ),
             hardware=opened.hardware,
             fingerprint=fingerprint,
             versions=versions(),
@@ -154,110 +166,72 @@ class _Search:
             )
         return recommendation
 
-    def _search(self, backend: Backend, ledger: Ledger, conditions: Conditions, opened: Opened) -> None:
+    def _search(self, backend: LocalBackend, ledger: Ledger, conditions: Conditions) -> None:
         """The stages before the confirmation."""
-        if shares_processes(opened.hardware.device):
-            start_seconds = opened.ready_seconds + conditions.setup_seconds
-            self.budget.confirm_seconds = reserved_seconds(self.budget.seconds, start_seconds)
-
-        def share_building() -> None:
-            left = left_to_explore(conditions, ledger, self.budget)
-            trial = conditions.search_trial(ledger, self.budget, ledger.space.baseline, left)
-            share_where_it_pays(backend, conditions, ledger, trial, left, self._progress)
+        if conditions.shares_processes:
+            self.budget.confirm_seconds = reserved_seconds(self.budget.seconds, conditions.start_seconds)
 
         def go(*stages: Stage) -> None:
             for stage in stages:
+                share_building(backend, conditions, ledger, self.budget, self._progress)
                 for _ in run(stage, backend, ledger, self.budget, self.watcher):
-                    share_building()
+                    share_building(backend, conditions, ledger, self.budget, self._progress)
 
-        share_building()
         go(AccumulationCheck(conditions))  # before the study: it may take settings out of the space
-        storage, max_trials = self._options.storage or self.folder.path / "study.db", self._options.max_trials
-        owner = str(self.folder.path.resolve())
+        storage, owner = self._options.storage or self.folder.path / "study.db", str(self.folder.path.resolve())
         with Study.open(storage, self.folder.path.name, ledger, owner=owner, seed=self._options.seed) as study:
             self.watcher.phase("searching")
-            share_building()
-            seeds, looks, suggestions = (stage(conditions, study, max_trials) for stage in EXPLORING)
-            checks, scales = Checks(conditions, study), LossScales(study)
-            variants, fallbacks = Variants(conditions, checks, max_trials), Fallbacks(conditions)
-            workers = LoaderWorkers(conditions, checks, max_trials)
+            seeds, looks, suggestions = (stage(conditions, study) for stage in EXPLORING)
+            checks, scales, fallbacks = Checks(conditions), LossScales(study), Fallbacks(conditions)
             # A check at the end may come too late, and what it rules out leaves its place to others.
-            go(seeds, Checks(conditions, study, EARLY_SHARE), seeds, looks, suggestions)
+            go(seeds, Checks(conditions, EARLY_SHARE), seeds, looks, suggestions)
             self._is_spent = left_to_explore(conditions, ledger, self.budget) <= MIN_TRIAL_SECONDS
+            go(checks, scales, Variants(conditions, checks), LoaderWorkers(conditions, checks))
             # A fallback may turn out faster than what it is one of: then it is a contender, and checked like any other.
-            go(checks, scales, variants, workers, fallbacks, checks, scales, fallbacks)
+            go(fallbacks, checks, scales, fallbacks)
             study.catch_up(ledger, is_over=True)
 
-    def _confirm(
-        self,
-        backend: Backend,
-        payload: Payload,
-        ledger: Ledger,
-        conditions: Conditions,
-        environment: dict[str, str],
-        opened: Opened,
-    ) -> None:
+    def _confirm(self, payload: Payload, ledger: Ledger, conditions: Conditions) -> None:
         """The stages in fresh processes."""
         chosen = ledger.finalists
         if chosen is None:
             return
-        backend.close()  # its memory and threads are not there in the user's own run either
 
-        def make(isolation: Isolation, variables: dict[str, str]) -> Backend:
+        def make(isolation: Isolation, variables: dict[str, str]) -> LocalBackend:
             return LocalBackend(payload, isolation, self.watcher, variables)
 
         self.watcher.phase("confirming in fresh processes")
-        with confirming_processes(
-            make,
-            conditions,
-            ledger,
-            self.budget,
-            chosen.winner,
-            environment,
-            opened.ready_seconds + conditions.setup_seconds,
-            self._progress,
-            can_share="share_build" in backend.abilities,
-        ) as fresh:
-            confirm = Confirm(conditions, chosen, environment, fresh.start_seconds, are_shared=fresh.are_shared)
-            beyond = LargerBatches(conditions, environment, fresh.start_seconds)
-            is_range_free = self._options.batch_size is None and self._options.max_trials is None
-            stages: tuple[Stage, ...] = (confirm, beyond) if is_range_free else (confirm,)
+        is_range_free = self._options.batch_size is None and self._options.max_trials is None
+        stages: list[Stage] = [Confirm(conditions, chosen), *([LargerBatches(conditions)] if is_range_free else [])]
+        with closing(ConfirmingProcesses(make, are_shared=conditions.shares_processes)) as fresh:
             for stage in stages:
                 for _ in run(stage, fresh, ledger, self.budget, self.watcher):
                     pass
 
     def _open(self, backend: LocalBackend) -> Opened:
-        baseline_batch_size = self._options.baseline[1] if self._options.baseline else ASSUMED_BATCH_SIZE
         opened = open_workload(
             backend,
             self._source,
             self._options.device,
             self.watcher,
-            baseline_batch_size=baseline_batch_size,
+            baseline_batch_size=self._options.baseline[1] if self._options.baseline else ASSUMED_BATCH_SIZE,
             cannot_be_built=self._cannot_be_built,
         )
         if opened.why_not_forked is not None:
             self._warnings.append(f"Trials shared one process until it failed: {opened.why_not_forked}.")
         hardware = opened.hardware
-        held = max(hardware.memory.held_by_caller, self._source.held_bytes(hardware.device))
-        memory = msgspec.structs.replace(hardware.memory, held_by_caller=held)
-        hardware = msgspec.structs.replace(hardware, memory=memory)
+        held = max(hardware.memory.held_by_caller, held_bytes(hardware.device))
+        hardware = replace(hardware, memory=replace(hardware.memory, held_by_caller=held))
         self._progress.found_hardware(hardware)
         self._warnings += [*hardware.notes, *alone(self._options.num_ranks, hardware.device)]
         if held > _HELD_SHARE_WORTH_A_WORD * hardware.memory.total:
-            way_out = (
-                "make the data and the model inside functions that the trial calls"
-                if hardware.device == "cpu"
-                else "move the model to the CPU with model.to('cpu') and call torch.cuda.empty_cache()"
-            )
             self._warnings.append(
-                f"The calling process holds {size(held)} on {hardware.device}, which trials had to do without: "
-                f"{way_out} before searching."
+                f"The calling process holds {size(held)} on {hardware.device}, which trials had to do without: make "
+                "the data and the model inside functions that the trial calls, or move them off the card and call "
+                "torch.cuda.empty_cache() before searching."
             )
         if self._options.objective == "energy":
             require_counter(hardware.identity.type, hardware.identity.uuid)
-        if opened.description.build_seconds > LONG_BUILD_SECONDS:
-            self._progress.note(f"Building the workload took {opened.description.build_seconds:.1f} s.")
         return opened._replace(hardware=hardware)
 
     def _cannot_be_built(self, failure: Failure) -> NothingWorksError:
@@ -266,21 +240,9 @@ class _Search:
             f"The workload cannot be built, so no candidate can run: {reason}",
             "Mend what the traceback shows; the model, data and optimizer must work on their own.",
             tuple(
-                Exclusion(precision=precision, batch_size=None, reason=reason)
-                for precision in self._options.precisions or PRECISIONS
+                Exclusion(precision=p, batch_size=None, reason=reason) for p in self._options.precisions or PRECISIONS
             ),
         )
-
-    def _look_around(self) -> MachineLoad:
-        """Say what others did on the machine while the workload was loaded and probed."""
-        found = self._meter.stop()
-        said = machine_load.before_first_trial(found)
-        if found.others_num_cores is None:
-            said += self._load_notes
-        for line in said:
-            self._progress.note(line)
-        self._warnings += said
-        return found
 
     def _ledger(self, space: Space, search_id: str) -> Ledger:
         ledger = Ledger(
@@ -295,33 +257,14 @@ class _Search:
             self._progress.note(f"Going on with {len(ledger.trials)} trials that were measured before.")
         return ledger
 
-    def _summary(
-        self, ledger: Ledger, fingerprint: Fingerprint, load_before: MachineLoad, was_interrupted: bool
-    ) -> SearchSummary:
-        return SearchSummary(
-            study=self.folder.path.name,
-            num_trials=len(ledger.trials),
-            num_failures=ledger.num_failures,
-            seconds=self.budget.elapsed(),
-            was_interrupted=was_interrupted,
-            search_id=ledger.search_id,
-            is_budget_spent=self._is_spent or was_interrupted,
-            warnings=(
-                *self._warnings,
-                *(f"This answer cannot be cached: {part}." for part in fingerprint.unknown),
-            ),
-            load=load_before,
-        )
-
     def _nothing_to_choose(self, ledger: Ledger, was_interrupted: bool) -> AutotuneAmpError:
         excluded = explain.excluded(ledger, is_budget_spent=True)
         if was_interrupted:
             return SearchInterruptedError(
                 "Interrupted before anything was measured.", "Run the same command again.", excluded, None
             )
-        last_step_seconds = self.watcher.last_step_seconds
-        found = nothing_works(ledger, excluded, has_stepped=last_step_seconds is not None)
-        return found or self.budget.too_small(last_step_seconds)
+        step_seconds = self.watcher.last_step_seconds
+        return nothing_works(ledger, excluded, step_seconds is not None) or self.budget.too_small(step_seconds)
 
 
 def nothing_works(ledger: Ledger, excluded: tuple[Exclusion, ...], has_stepped: bool) -> NothingWorksError | None:

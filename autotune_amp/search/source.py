@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +11,6 @@ from autotune_amp.core.errors import AutotuneAmpError, WorkloadError
 from autotune_amp.core.hardware import DeviceIdentity, Hardware
 from autotune_amp.core.outcome import Description, Failure
 from autotune_amp.core.recommendation import Fingerprint, NothingWorksError
-from autotune_amp.search.folder import folder_name, study_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,26 +19,34 @@ if TYPE_CHECKING:
     from autotune_amp.isolation.local import LocalBackend, Payload  # at run time only where a search begins
     from autotune_amp.search.run import ProgressWatcher
 
-
 _FINGERPRINT_SECONDS = 60.0
 
 
-class Source(ABC):
-    """A workload that has not been loaded yet. `name` is what its study is called unless told otherwise."""
+class Source:
+    """A workload that has not been loaded yet, by its target: "path/file.py:function" or "package.module:function".
 
-    name: str
+    It is imported by the child, never by this process: user code may crash on import. `name` is what its study is
+    called unless told otherwise.
+    """
 
-    @abstractmethod
+    def __init__(self, target: str) -> None:
+        self.name = "embedded" if target.startswith("autotune_amp.workloads:") else study_name(target)
+        self._target = target
+
     def payload(self) -> Payload:
         """What a trial process needs to get the workload."""
+        from autotune_amp.isolation.local import Payload
+
+        # As `python -m` has it: modules are found from the working directory too.
+        return Payload(target=self._target, path=tuple(dict.fromkeys((str(Path.cwd()), *_import_path()))))
 
     def num_threads(self) -> int | None:
         """The threads that trials use; None leaves it to what the workload's code asks for."""
         return None
 
-    @abstractmethod
     def torch_state(self, found_by_child: dict[str, Any]) -> dict[str, Any]:
         """The torch state that trials take over, given what a child found after loading."""
+        return found_by_child
 
     def fingerprint(self, options: dict[str, Any], identity: DeviceIdentity) -> Fingerprint | None:  # noqa: ARG002
         """What a recommendation would hold for, known without a child; None where that is not possible."""
@@ -51,57 +58,36 @@ class Source(ABC):
         """The same from the process that imported the workload; nothing of it is called there either."""
         from autotune_amp.trial.jobs import FingerprintJob
 
-        answer = backend.submit(
-            FingerprintJob(
-                device=identity.type,
-                options=options,
-                identity=identity,
-                torch_state=state,
-                deadline_seconds=_FINGERPRINT_SECONDS,
-            )
-        ).result()
+        job = FingerprintJob(
+            device=identity.type,
+            options=options,
+            identity=identity,
+            torch_state=state,
+            deadline_seconds=_FINGERPRINT_SECONDS,
+        )
+        answer = backend.submit(job).result()
         if isinstance(answer, Failure):
-            return Fingerprint(
-                digest="", parts={}, unknown=(f"the workload cannot be fingerprinted: {answer.message}",)
-            )
+            unknown = f"the workload cannot be fingerprinted: {answer.message}"
+            return Fingerprint(digest="", parts={}, unknown=(unknown,))
         return answer
-
-    def held_bytes(self, device: str) -> int:
-        """What the calling process holds on the device."""
-        import psutil
-
-        return int(psutil.Process().memory_info().rss) if device == "cpu" else 0
-
-
-class _Target(Source):
-    """Imported by the child, never by this process: user code may crash on import."""
-
-    def __init__(self, target: str) -> None:
-        self._target = target
-        self.name = "embedded" if target.startswith("autotune_amp.workloads:") else study_name(target)
-
-    def payload(self) -> Payload:
-        from autotune_amp.isolation.local import Payload
-
-        # As `python -m` has it: modules are found from the working directory too.
-        return Payload(target=self._target, path=tuple(dict.fromkeys((str(Path.cwd()), *_import_path()))))
-
-    def torch_state(self, found_by_child: dict[str, Any]) -> dict[str, Any]:
-        return found_by_child
 
 
 class _Live(Source):
-    """Packed here and unpacked in the child; the fingerprint needs no child."""
+    """Live objects of this process, packed here and unpacked in the child; the fingerprint needs no child."""
 
     def __init__(self, workload: Any) -> None:
-        self._workload = workload
         self.name = folder_name(str(getattr(workload, "name", None) or getattr(workload, "__name__", "workload")))
+        self._workload = workload
 
     def payload(self) -> Payload:
         from autotune_amp.isolation.local import Payload
         from autotune_amp.isolation.packing import pack
 
         return Payload(target=None, packed=pack(self._workload), path=_import_path())
+
+    def num_threads(self) -> int | None:
+        threads: int = self.torch_state({})["num_threads"]
+        return threads
 
     def torch_state(self, found_by_child: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002 - the caller's is what counts
         from autotune_amp.precision import torch_state
@@ -110,19 +96,51 @@ class _Live(Source):
 
     def fingerprint(self, options: dict[str, Any], identity: DeviceIdentity) -> Fingerprint | None:
         from autotune_amp.fingerprint import compute
-        from autotune_amp.precision import torch_state
 
-        return compute(self._workload, options, identity, torch_state.capture())
+        return compute(self._workload, options, identity, self.torch_state({}))
 
-    def num_threads(self) -> int | None:
-        threads: int = self.torch_state({})["num_threads"]
-        return threads
 
-    def held_bytes(self, device: str) -> int:
-        torch = sys.modules.get("torch")
-        if device.startswith("cuda") and torch is not None and torch.cuda.is_initialized():
-            return int(torch.cuda.memory_reserved(device))
-        return super().held_bytes(device)
+def target(name: str) -> Source:
+    """A workload named as "path/file.py:function" or "package.module:function"."""
+    if ":" not in name:
+        raise WorkloadError(f"{name!r} names no workload.", "Give path/file.py:function or package.module:function.")
+    return Source(name)
+
+
+def live(workload: Any) -> Source:
+    """A Workload of the calling process, or a function that returns one."""
+    from autotune_amp.core.workload import check_source
+
+    check_source(workload, "workload")
+    return _Live(workload)
+
+
+def _import_path() -> tuple[str, ...]:
+    return tuple(str(Path(entry).absolute()) for entry in sys.path)
+
+
+def study_name(target: str) -> str:
+    """A folder name for a target: ``train`` for "path/train.py:workload", ``train-tiny`` for "train.py:tiny"."""
+    place, _, function = target.rpartition(":")
+    stem = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
+    return folder_name(stem if function == "workload" else f"{stem}-{function}")
+
+
+def folder_name(name: str) -> str:
+    """`name` with everything replaced that does not belong into a folder's name."""
+    return re.sub(r"[^\w.-]", "_", name).strip(".") or "workload"
+
+
+def held_bytes(device: str) -> int:
+    """What this process holds on the device."""
+    torch = sys.modules.get("torch")
+    if device == "cpu":
+        import psutil
+
+        return int(psutil.Process().memory_info().rss)
+    if device.startswith("cuda") and torch is not None and torch.cuda.is_initialized():
+        return int(torch.cuda.memory_reserved(device))
+    return 0
 
 
 class Opened(NamedTuple):
@@ -190,22 +208,3 @@ def message_of(failure: Failure) -> tuple[str, str]:
     if details and "\n" not in details:
         return failure.message, details
     return f"{failure.message}\n{details}".rstrip(), "Mend it until one training step in fp32 works on its own."
-
-
-def target(name: str) -> Source:
-    """A workload named as "path/file.py:function" or "package.module:function"."""
-    if ":" not in name:
-        raise WorkloadError(f"{name!r} names no workload.", "Give path/file.py:function or package.module:function.")
-    return _Target(name)
-
-
-def live(workload: Any) -> Source:
-    """A Workload of the calling process, or a function that returns one."""
-    from autotune_amp.core.workload import check_source
-
-    check_source(workload, "workload")
-    return _Live(workload)
-
-
-def _import_path() -> tuple[str, ...]:
-    return tuple(str(Path(entry).absolute()) for entry in sys.path)

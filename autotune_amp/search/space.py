@@ -5,6 +5,7 @@ Which batch sizes are tried follows from the effective batch size: its divisors 
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,8 +33,6 @@ MAX_BATCH_SIZES = 10
 SEARCH_DOWN, SEARCH_UP = 8, 16
 HOPELESS = 5.0  # times slower at the same batch: no batch size makes up for it
 SAME_MEMORY = 0.98  # peaks of one candidate differ by a percent or two between processes
-
-_FREE = "--effective-batch-size free tries them without it."
 
 
 class Space(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,18 +70,22 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
     baseline, effective, notes = _today(hardware, description, options)
     precisions = PRECISION.choices(hardware, description, options)
     if not precisions.values:
-        raise _no_precision(hardware, description, precisions.left_out)
+        reasons = "; ".join(f"{precision}: {why.rstrip('.')}" for precision, why in precisions.left_out.items())
+        raise InvalidRequestError(
+            f"None of the precisions asked for can be trained in on {hardware.device}: {reasons}.",
+            f"Use --precision with {_usable(hardware, description)}, or another --device.",
+        )
     excluded = [Exclusion(precision=p, batch_size=None, reason=why) for p, why in precisions.left_out.items()]
     sizes, too_large = _batch_sizes(baseline.batch_size, effective, description.num_samples, options)
     if too_large is not None:
-        reason = (
-            f"the dataset has {description.num_samples} samples, fewer than one such batch; "
-            "this and all larger batch sizes are left out"
-        )
+        reason = f"the dataset has only {description.num_samples} samples; this and all larger batch sizes are left out"
         excluded += [Exclusion(precision=p, batch_size=too_large, reason=reason) for p in precisions.values]
     variants = {dimension: dimension.choices(hardware, description, options) for dimension in VARIANTS}
     for dimension, found in variants.items():
         notes += [f"{dimension.name} {value} is not tried: {reason}." for value, reason in found.left_out.items()]
+    if description.weights != "fp32":
+        kept = "low precision" if description.weights == "frozen_low" else description.weights
+        notes.append(f"Weights are kept in {kept}: the rows called fp32 compute with them as they are.")
     space = Space(
         candidates=tuple(
             Setting(precision=p, batch_size=b, accumulation_steps=(effective or b) // b)
@@ -91,7 +94,7 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
         ),
         baseline=baseline,
         excluded=tuple(excluded),
-        notes=(*notes, *_weight_notes(description)),
+        notes=tuple(notes),
         effective_batch_size=effective,
         num_ranks=options.num_ranks,
         weights=description.weights,
@@ -125,18 +128,15 @@ def excluded_by_outcomes(space: Space, outcomes: Mapping[Setting, Outcome]) -> t
 
 def _hopeless(measured: Mapping[Setting, Measurement]) -> list[Exclusion]:
     speeds = {c: m.samples_per_second for c, m in measured.items() if c.is_ordinary}
-    found = []
-    for precision in dict.fromkeys(c.precision for c in speeds):
-        ratio, batch_size, rival = max(
-            (speeds[other] / speeds[c], c.batch_size, other.precision)
-            for c in speeds
-            for other in speeds
-            if c.precision == precision and other.batch_size == c.batch_size
-        )
-        if ratio > HOPELESS:
-            reason = f"{precision} is {ratio:.0f} times slower than {rival} at batch {batch_size}"
-            found.append(Exclusion(precision=precision, batch_size=None, reason=reason))
-    return found
+    worst: dict[Precision, tuple[float, int, str]] = {}
+    for ours, theirs in itertools.product(speeds, repeat=2):
+        if ours.batch_size == theirs.batch_size and speeds[theirs] > HOPELESS * speeds[ours]:
+            found = speeds[theirs] / speeds[ours], ours.batch_size, theirs.precision
+            worst[ours.precision] = max(found, worst.get(ours.precision, found))
+    return [
+        Exclusion(precision=p, batch_size=None, reason=f"{p} is {ratio:.0f} times slower than {rival} at batch {size}")
+        for p, (ratio, size, rival) in worst.items()
+    ]
 
 
 def _ruled_out_by(
@@ -147,20 +147,22 @@ def _ruled_out_by(
     has_run = any(c.precision == failed.precision for c in measured)
     if failure.kind == "unsupported" and not failed.as_found and not has_run:
         return [Exclusion(precision=failed.precision, batch_size=None, reason=failure.message)]
-    larger = [c for c in space.candidates if c.precision == failed.precision and c.batch_size > failed.batch_size]
-    if failure.kind == "timeout":
-        out, reason = larger, f"{failed} took too long, and this has more to do"
-    elif failure.kind == "oom":
+    if failure.kind not in ("timeout", "oom"):
+        return []
+    reason = f"{failed} took too long, and this has more to do"
+    hungrier: set[Precision] = set()
+    if failure.kind == "oom":
         reason = f"{failed} ran out of memory, and this needs at least as much"
         hungrier = {p for p in PRECISIONS if p != failed.precision and _needs_as_much(measured, p, failed.precision)}
-        out = [
-            c
-            for c in space.candidates
-            if c in larger or (c.precision in hungrier and c.batch_size >= failed.batch_size)
-        ]
-    else:
-        out, reason = [], ""
-    return [Exclusion(precision=c.precision, batch_size=c.batch_size, reason=reason) for c in out if c not in measured]
+    return [
+        Exclusion(precision=c.precision, batch_size=c.batch_size, reason=reason)
+        for c in space.candidates
+        if c not in measured
+        and (
+            (c.precision == failed.precision and c.batch_size > failed.batch_size)
+            or (c.precision in hungrier and c.batch_size >= failed.batch_size)
+        )
+    ]
 
 
 def _needs_as_much(measured: Mapping[Setting, Measurement], precision: Precision, than: Precision) -> bool:
@@ -178,15 +180,14 @@ def _today(
 ) -> tuple[Setting, int | None, list[str]]:
     """What the user runs, the effective batch size to keep to (None: free), and what was assumed for it."""
     precision, as_found = description.as_found_precision, not description.is_as_found_strict
-    size = description.batch_size
-    notes: list[str] = []
+    size, notes = description.batch_size, list[str]()
     if options.baseline is not None:
         (precision, size), as_found = options.baseline, False
         reason = PRECISION.why_not(precision, hardware, description)
         if reason is not None:
             raise InvalidRequestError(
                 f"--baseline is {precision}:{size}, which cannot be trained on {hardware.device}: {reason}.",
-                f"Give a baseline in {' or '.join(_usable(hardware, description))}.",
+                f"Give a baseline in {_usable(hardware, description)}.",
             )
     is_assumed = size is None
     if size is None:
@@ -196,55 +197,30 @@ def _today(
             f"Say what you run today with --baseline PRECISION:BATCH."
         )
 
+    def use(other: int, why: str) -> int:
+        notes.append(f"The baseline's batch size is {other} instead of {size}: {why}.")
+        return other
+
     if description.num_samples is not None and size > description.num_samples:
-        notes.append(_instead(description.num_samples, size, "the dataset has no more samples"))
-        size = max(1, description.num_samples)
+        size = use(max(1, description.num_samples), "the dataset has no more samples")
     todays = size * description.accumulation_steps
     effective = None if is_assumed else todays
     if options.effective_batch_size is not None:
         free = options.effective_batch_size == "free"
         effective = None if free else int(options.effective_batch_size) // options.num_ranks
     if effective is not None and effective != size and description.is_loop:
-        why = "train_step takes an optimizer step on every batch, so a batch is the effective batch"
-        notes.append(_instead(effective, size, why))
-        size = effective
+        size = use(effective, "train_step takes an optimizer step on every batch, so a batch is the effective batch")
     elif effective is not None and effective % size:
         whole = of_all_ranks(effective, options.num_ranks)
         divisor = max(d for d in divisors(effective) if d <= size)
-        notes.append(_instead(divisor, size, f"{size} does not divide the effective batch size {whole}"))
-        size = divisor
+        size = use(divisor, f"{size} does not divide the effective batch size {whole}")
     steps = (effective or todays) // size
     return Setting(precision=precision, batch_size=size, accumulation_steps=steps, as_found=as_found), effective, notes
 
 
-def _instead(size: int, before: int, why: str) -> str:
-    return f"The baseline's batch size is {size} instead of {before}: {why}."
-
-
-def _usable(hardware: Hardware, description: Description) -> list[Precision]:
-    return [p for p in PRECISIONS if PRECISION.why_not(p, hardware, description) is None]
-
-
-def _no_precision(
-    hardware: Hardware, description: Description, left_out: Mapping[Precision, str]
-) -> InvalidRequestError:
-    by_reason: dict[str, list[Precision]] = {}
-    for precision, reason in left_out.items():
-        by_reason.setdefault(reason.rstrip("."), []).append(precision)
-    reasons = "; ".join(f"{', '.join(alike)}: {reason}" for reason, alike in by_reason.items())
-    usable = _usable(hardware, description)
-    return InvalidRequestError(
-        f"None of the precisions asked for can be trained in on {hardware.device}: {reasons}.",
-        f"Use --precision with {' or '.join(usable)}." if usable else "Choose another device with --device.",
-    )
-
-
-def _weight_notes(description: Description) -> tuple[str, ...]:
-    if (kept := description.weights) in ("bf16", "fp16"):
-        return (f"The weights are kept in {kept}: the rows called fp32 run the model as it is, without autocast.",)
-    if description.weights == "frozen_low":
-        return ("Frozen weights are kept in low precision: the rows called fp32 compute with them as they are.",)
-    return ()
+def _usable(hardware: Hardware, description: Description) -> str:
+    usable = [p for p in PRECISIONS if PRECISION.why_not(p, hardware, description) is None]
+    return " or ".join(usable) or "none of its precisions"
 
 
 def with_accumulation_checked(space: Space, found: Accumulation | None) -> Space:
@@ -257,9 +233,7 @@ def with_accumulation_checked(space: Space, found: Accumulation | None) -> Space
     space = _without_accumulation(space, found.reason, found.next_step)
     if space.baseline.accumulation_steps == 1:
         return space
-    learns = "does not learn" if found.verdict == "inexact" else "may not learn"
-    note = f"The baseline, {space.baseline}, accumulates: what runs today {learns} what "
-    note += f"a batch of {space.baseline.effective_batch_size} learns."
+    note = f"The baseline, {space.baseline}, accumulates, and may not learn what its effective batch would."
     return msgspec.structs.replace(space, notes=(*space.notes, note))
 
 
@@ -285,7 +259,7 @@ def _without_accumulation(space: Space, reason: str, next_step: str) -> Space:
     why = f"accumulation is withheld: {reason.rstrip('.')}; this and all smaller batch sizes are left out"
     excluded = [Exclusion(precision=c.precision, batch_size=c.batch_size, reason=why) for c in largest.values()]
     note = f"Batch sizes below {whole} are left out, since gradient accumulation is withheld. {sentence(reason)} "
-    note += f"{sentence(next_step)} {_FREE}" if next_step else _FREE
+    note += f"{next_step} --effective-batch-size free tries them without it.".lstrip()
     return msgspec.structs.replace(
         space,
         candidates=left,
@@ -314,8 +288,19 @@ def _batch_sizes(
         grid = sorted({baseline // power for power in powers} | {baseline * power for power in powers} | ends)
     grid = [size for size in grid if low <= size <= high]
     sizes = [size for size in grid if size <= largest]
-    if not sizes:
-        raise _nothing_left(low, high, effective, num_samples, options.num_ranks)
+    if num_samples is not None and low > num_samples:
+        raise InvalidRequestError(
+            f"--batch-size is {low}:{high}, but the dataset has only {num_samples} samples.",
+            f"Give a range that begins at {num_samples} or less.",
+        )
+    if not sizes:  # an effective batch size is kept: without one, low itself is in the grid
+        fitting = [d for d in divisors(effective or 1) if d <= (num_samples or d)]
+        raise InvalidRequestError(
+            f"No batch size from {low} to {high} divides the effective batch size "
+            f"{of_all_ranks(effective or 1, options.num_ranks)}, which is kept.",
+            f"Give a --batch-size range that holds one of {', '.join(map(str, _thin(fitting, keep=1)))}, or "
+            "--effective-batch-size free, which lets it change.",
+        )
     return _thin(sizes, keep=baseline), next((size for size in grid if size > largest), None)
 
 
@@ -328,24 +313,6 @@ def divisors(number: int) -> list[int]:
 def of_all_ranks(effective: int, num_ranks: int) -> str:
     """An effective batch size in the terms of --effective-batch-size."""
     return f"{effective}" if num_ranks == 1 else f"{effective * num_ranks} ({effective} on each of {num_ranks} ranks)"
-
-
-def _nothing_left(
-    low: int, high: int, effective: int | None, num_samples: int | None, num_ranks: int
-) -> InvalidRequestError:
-    if num_samples is not None and low > num_samples:
-        return InvalidRequestError(
-            f"--batch-size is {low}:{high}, but the dataset has only {num_samples} samples.",
-            f"Give a range that begins at {num_samples} or less.",
-        )
-    assert effective is not None  # without it, low itself is in the grid
-    fitting = [d for d in divisors(effective) if num_samples is None or d <= num_samples]
-    return InvalidRequestError(
-        f"No batch size from {low} to {high} divides the effective batch size "
-        f"{of_all_ranks(effective, num_ranks)}, which is kept.",
-        f"Give a --batch-size range that holds one of {', '.join(map(str, _thin(fitting, keep=1)))}, or "
-        "--effective-batch-size free, which lets it change.",
-    )
 
 
 def _thin(sizes: list[int], keep: int) -> list[int]:

@@ -1,10 +1,8 @@
 """The study: what the sampler is told and asked, and the only file that imports Optuna.
 
 The parameters are the dimensions that the sampler finds (numbers on a log scale, snapped to the nearest legal one: an
-int range may change later and a category may not) and, under fp16, `init_scale` (snapped to a power of two) and
-`growth_interval`. An fp16 batch size is measured once; what is told of its pairs of the two comes from a replay. User
-attributes say the rest, since they are what optuna-dashboard shows: the setting that was run, why it failed, its
-memory and step time. They are few, since each is a commit.
+int range may change later and a category may not) and, under fp16, `init_scale` and `growth_interval`, whose pairs are
+replayed on one measurement. User attributes say the rest for optuna-dashboard; they are few, since each is a commit.
 """
 
 from __future__ import annotations
@@ -41,8 +39,8 @@ if TYPE_CHECKING:
     from autotune_amp.core.outcome import Outcome
     from autotune_amp.core.setting import Setting
     from autotune_amp.numerics.scaler_replay import Replay
-    from autotune_amp.search.budget import Budget
     from autotune_amp.search.ledger import Ledger
+    from autotune_amp.search.run import Budget
 
 SAMPLED = tuple(dimension for dimension in DIMENSIONS if dimension.found_by == "sampler")
 GROWTH_INTERVALS = (10, 20_000)
@@ -63,7 +61,7 @@ class Asked(NamedTuple):
 
 
 class Study:
-    """One search in an Optuna storage: made by `Study.open`, used in a ``with`` statement or closed by hand.
+    """One search in an Optuna storage, inside ``with Study.open(...)``.
 
     Every method raises `StudyError` where the storage fails. To be used from one thread.
     """
@@ -76,53 +74,34 @@ class Study:
         self._asked: Asked | None = None  # the last that was asked for, and not told yet
         self._told: set[int] = set()  # the records of finished trials
         self._calibrated: set[Setting] = set()
-        self._cleanup = contextlib.ExitStack()
         self._legal = (*space.candidates, space.baseline)
         self._distributions = {dimension.name: _distribution(dimension, self._legal) for dimension in SAMPLED}
 
     @classmethod
-    def open(
-        cls,
-        storage: str | Path,
-        name: str,
-        ledger: Ledger,
-        *,
-        owner: str = "",
-        seed: int = 0,
-    ) -> Study:
+    @contextlib.contextmanager
+    def open(cls, storage: str | Path, name: str, ledger: Ledger, *, owner: str = "", seed: int = 0) -> Iterator[Study]:
         """Create the study of a search, or go on with it. `storage` is an Optuna storage URL, or the search's own file.
 
-        It belongs to the ledger's `search_id` and `owner`, the search's folder: another may be running beside it.
-        It is called `name`, or `name-search_id`, or `name-search_id-2` and so on where another search has that name:
-        Optuna cannot change the choices of a study, and what another search measured must not steer this one.
-        Trials that a killed search left running are told as failed, and the ledger's trials that the study lacks are
-        added.
+        It belongs to the ledger's `search_id` and `owner`, the search's folder, and is called `name`, or
+        `name-search_id` and so on where another search has that name, whose measurements must not steer this one.
+        Trials that a killed search left running are told as failed, and the ledger's that the study lacks are added.
         Raises `StudyError`, naming the storage without its password, where it cannot be used.
         """
-        with contextlib.ExitStack() as cleanup:
-            cleanup.callback(optuna.logging.set_verbosity, optuna.logging.get_verbosity())
-            optuna.logging.set_verbosity(optuna.logging.ERROR)
-            database = cleanup.enter_context(connected(storage))
-            with _storage_errors(storage):
-                study = _create_or_load(database, name, ledger.search_id, owner)
-                study.sampler = TPESampler(seed=seed + len(study.trials))  # resumed, it must not draw the same again
-                opened = cls(storage, study, ledger)
-                opened._fail_left_behind()
-                finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
-                opened._told = {t.user_attrs["record"] for t in finished if "record" in t.user_attrs}
-                opened.catch_up(ledger)
-            opened._cleanup = cleanup.pop_all()
-        return opened
-
-    def close(self) -> None:
-        """Close every connection and give Optuna's logging its verbosity back."""
-        self._cleanup.close()
-
-    def __enter__(self) -> Study:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        verbosity = optuna.logging.get_verbosity()
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        try:
+            with connected(storage) as database:
+                with _storage_errors(storage):
+                    study = _create_or_load(database, name, ledger.search_id, owner)
+                    study.sampler = TPESampler(seed=seed + len(study.trials))  # resumed, it must draw others
+                    opened = cls(storage, study, ledger)
+                    opened._fail_left_behind()
+                    finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+                    opened._told = {t.user_attrs["record"] for t in finished if "record" in t.user_attrs}
+                    opened.catch_up(ledger)
+                yield opened
+        finally:
+            optuna.logging.set_verbosity(verbosity)
 
     @property
     def name(self) -> str:
@@ -132,12 +111,10 @@ class Study:
     def ask(self, setting: Setting | None = None, pair: Pair | None = DEFAULT_PAIR) -> Asked:
         """The next trial: of `setting`, or of what TPE suggests, snapped to the nearest legal batch size.
 
-        Under fp16 with `pair`; with None TPE suggests one for the setting. One with pinned modules is told
-        under the precision that it pins them in. A trial that somebody enqueued through the dashboard comes first, so
-        run what is returned. What TPE suggests may have been measured or ruled out: tell what is known, TPE learns
-        from that too.
-        Raises `ValueError` for a setting outside the space: enqueued, it would leave a running trial behind.
-        What others enqueued that cannot be read is a `StudyError`.
+        Under fp16 with `pair`; with None TPE suggests one for the setting. What somebody enqueued through the dashboard
+        comes first, so run what is returned; where that cannot be read it is a `StudyError`. What was measured or ruled
+        out already is told as it is known, TPE learns from that too. Raises `ValueError` for a setting outside the
+        space: enqueued, it would leave a running trial behind.
         """
         if setting is not None and not self._is_legal(setting):
             raise ValueError(f"{setting} is not in the space.")
@@ -147,12 +124,14 @@ class Study:
             try:
                 trial = self._study.ask(self._distributions)
             except ValueError as error:
-                raise StudyError(
-                    f"A trial that somebody enqueued in study {self.name} cannot be run: {error}.",
-                    "The same command again goes on without that trial; enqueue legal values only.",
-                ) from error
+                what = f"A trial that somebody enqueued in study {self.name} cannot be run: {error}."
+                raise StudyError(what, "The same command again goes on without that trial.") from error
             asked_for = {dimension.name: trial.params[dimension.name] for dimension in SAMPLED}
-            suggested = self._suggested_pair(trial) if MODES[asked_for["precision"]].takes_scaler else None
+            suggested = None
+            if MODES[asked_for["precision"]].takes_scaler:
+                low, high = (2.0**log2_scale for log2_scale in LOG2_INIT_SCALES)
+                init_scale = trial.suggest_float("init_scale", low, high, log=True)
+                suggested = snapped(init_scale), trial.suggest_int("growth_interval", *GROWTH_INTERVALS, log=True)
             if setting is None or asked_for != _parameters(setting, None):
                 setting = self._nearest(asked_for)
                 _set_attributes(trial, _described(setting))
@@ -170,7 +149,8 @@ class Study:
         with _storage_errors(self._storage):
             _set_attributes(asked.trial, _explained(outcome, number, asked.pair, replay))
             if isinstance(outcome, Measurement):
-                self._study.tell(asked.trial, _value(outcome, replay))
+                share = 1.0 if replay is None else replay.applied_share
+                self._study.tell(asked.trial, share * outcome.samples_per_second)
             else:
                 asked.trial.set_constraint(_RUNS, 1.0)
                 self._study.tell(asked.trial, state=TrialState.PRUNED)
@@ -186,9 +166,9 @@ class Study:
             is_due = record.purpose == "search" and record.number not in self._told and self._is_legal(setting)
             if is_due and (is_over or not ledger.awaits_calibration(setting)):
                 assert isinstance(outcome, (Measurement, Failure)), "a check is no trial"
-                is_asked = self._asked is not None and self._asked.setting == setting
-                asked = self._asked if is_asked else self.ask(setting)
-                assert asked is not None
+                asked = self._asked
+                if asked is None or asked.setting != setting:
+                    asked = self.ask(setting)
                 self.tell(asked, outcome, number=record.number)
                 self._told.add(record.number)
             if record.purpose == "calibration" and setting not in self._calibrated:
@@ -196,9 +176,7 @@ class Study:
                 self.answer_seeds(setting)
 
     def answer_seeds(self, setting: Setting) -> list[Pair] | None:
-        """Tell the pairs to begin with, as far as the study lacks them; returns all that it knows then, None where fp16
-        has none to offer.
-        """
+        """Tell the pairs to begin with that the study lacks; returns all that it knows, None where fp16 has none."""
         scales = scales_of(self._ledger.scales, setting)
         outcome = self._ledger.outcomes.get(setting)
         if scales is None or scales.refusal is not None or outcome is None:
@@ -229,24 +207,16 @@ class Study:
         ours = [t for t in answered if all(t.user_attrs.get(key) == wanted[key] for key in wanted)]
         return [(snapped(t.params["init_scale"]), t.params["growth_interval"]) for t in ours]
 
-    def _suggested_pair(self, trial: optuna.Trial) -> Pair:
-        low, high = (2.0**log2_scale for log2_scale in LOG2_INIT_SCALES)
-        return (
-            snapped(trial.suggest_float("init_scale", low, high, log=True)),
-            trial.suggest_int("growth_interval", *GROWTH_INTERVALS, log=True),
-        )
-
     def _nearest(self, parameters: dict[str, Any]) -> Setting:
         """The legal candidate that is nearest to them; strict flags before as found where both are."""
 
-        def distance(value: Any, wanted: Any) -> float:
-            if isinstance(wanted, int):
-                return abs(math.log(value / wanted))
-            return 0.0 if value == wanted else math.inf
+        def distance(name: str, value: Any) -> float:
+            if isinstance(value, int):
+                return abs(math.log(value / parameters[name]))
+            return 0.0 if value == parameters[name] else math.inf
 
         return min(
-            self._legal,
-            key=lambda c: (sum(distance(getattr(c, name), parameters[name]) for name in parameters), c.as_found),
+            self._legal, key=lambda c: (sum(distance(name, getattr(c, name)) for name in parameters), c.as_found)
         )
 
     def _fail_left_behind(self) -> None:
@@ -280,17 +250,18 @@ def _set_attributes(owner: optuna.Trial | optuna.Study, attributes: dict[str, An
 def _create_or_load(storage: RDBStorage, name: str, search_id: str, owner: str) -> optuna.Study:
     ours = {"search_id": search_id, "owner": owner}
     own_name = f"{name}-{search_id}"
-    for free_name in itertools.chain((name, own_name), (f"{own_name}-{k}" for k in itertools.count(2))):
+    names = itertools.chain((name, own_name), (f"{own_name}-{k}" for k in itertools.count(2)))
+    while True:
+        free_name = next(names)
         try:  # creating fails for all but one of several searches that start together
             study = optuna.create_study(storage=storage, study_name=free_name, direction="maximize")
         except DuplicatedStudyError:
             study = optuna.load_study(storage=storage, study_name=free_name)
             if ours.items() <= study.user_attrs.items():
-                break
+                return study
         else:
             _set_attributes(study, ours)
-            break
-    return study
+            return study
 
 
 @contextlib.contextmanager
@@ -317,13 +288,8 @@ def connected(storage: str | Path) -> Iterator[RDBStorage]:
 def _storage_errors(storage: str | Path) -> Iterator[None]:
     try:
         yield
-    except (StorageInternalError, SQLAlchemyError) as error:
+    except (StorageInternalError, SQLAlchemyError, UpdateFinishedTrialError) as error:
         raise _study_error(storage, error) from error
-    except UpdateFinishedTrialError as error:
-        raise StudyError(
-            "A trial of this search was finished in the study by somebody else while it was running.",
-            "Run the same command again to go on; leave a running search's trials alone.",
-        ) from error
 
 
 def _parameters(setting: Setting, pair: Pair | None) -> dict[str, Any]:
@@ -334,34 +300,28 @@ def _parameters(setting: Setting, pair: Pair | None) -> dict[str, Any]:
     return found
 
 
-def _value(outcome: Measurement, replay: Replay | None) -> float:
-    """The objective: applied samples per second."""
-    return outcome.samples_per_second * (1.0 if replay is None else replay.applied_share)
-
-
 def _described(setting: Setting) -> dict[str, Any]:
     """What is known when a trial begins."""
-    found: dict[str, Any] = {"candidate": str(setting)}
-    # The name says how many, which two sets of pins can have in common.
-    return found | {"pinned_modules": list(setting.pinned_modules)} if setting.pinned_modules else found
+    # The name says how many are pinned, which two sets of pins can have in common.
+    pins = {"pinned_modules": list(setting.pinned_modules)} if setting.pinned_modules else {}
+    return {"candidate": str(setting)} | pins
 
 
 def _explained(outcome: Outcome, number: int | None, pair: Pair | None, replay: Replay | None) -> dict[str, Any]:
     """What is known when it has ended; `number` is its record's."""
-    if isinstance(outcome, Measurement):
-        explained: dict[str, Any] = {}
-        if number is not None or pair is None:  # what was measured stands with the trial that measured it
-            explained = {"step_seconds": outcome.step_seconds, "peak_memory_bytes": outcome.peak_memory_bytes}
-        if outcome.was_cut:
-            explained["was_cut"] = True
-        if replay is not None and pair is not None:
-            explained["snapped_init_scale"] = pair[0]
-            explained |= {"applied_share": replay.applied_share, "num_skips": replay.num_skips}
-        elif pair is not None:
-            explained["is_calibrated"] = False  # the value is an upper bound
-    else:
-        explained = {"failure": outcome.kind, "reason": outcome.message}
-    return explained if number is None else explained | {"record": number}
+    explained: dict[str, Any] = {} if number is None else {"record": number}
+    if isinstance(outcome, Failure):
+        return explained | {"failure": outcome.kind, "reason": outcome.message}
+    if number is not None or pair is None:  # what was measured stands with the trial that measured it
+        explained |= {"step_seconds": outcome.step_seconds, "peak_memory_bytes": outcome.peak_memory_bytes}
+    if outcome.was_cut:
+        explained["was_cut"] = True
+    if replay is not None and pair is not None:
+        share, num_skips = replay.applied_share, replay.num_skips
+        explained |= {"snapped_init_scale": pair[0], "applied_share": share, "num_skips": num_skips}
+    elif pair is not None:
+        explained["is_calibrated"] = False  # the value is an upper bound
+    return explained
 
 
 def sqlite_url(path: Path) -> str:
@@ -375,11 +335,7 @@ def _open_file(path: Path) -> sqlite3.Connection:
     A killed process harms nothing so. Only a power failure may, and then the records make the file again.
     """
     connection = sqlite3.connect(path, check_same_thread=False)
-    try:
-        connection.execute("PRAGMA synchronous = OFF")
-    except BaseException:
-        connection.close()
-        raise
+    connection.execute("PRAGMA synchronous = OFF")
     return connection
 
 
@@ -388,15 +344,10 @@ def _study_error(storage: str | Path, error: Exception) -> StudyError:
     cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
     what = str(getattr(cause, "orig", None) or cause).strip().split("\n")[0].rstrip(".") or type(cause).__name__
     if isinstance(storage, Path):
-        return StudyError(
-            f"The study's file {storage} cannot be used: {what}.",
-            "Check that its folder can be written and has space; a damaged file can be moved away, "
-            "the search makes it again.",
-        )
-    password = re.search(r"(?:^|://)[^:/@]*:(?!//)(.+)@", storage)
-    if password is not None:
-        storage, what = storage.replace(f":{password[1]}@", ":***@"), what.replace(password[1], "***")
-    return StudyError(
-        f"The storage {storage} cannot be used: {what}.",
-        "Check that it is there and can be written, or leave --storage out to use a file in the study's folder.",
-    )
+        next_step = "Check that its folder can be written and has space; a damaged file can be moved away."
+    else:
+        next_step = "Check that it is there and can be written, or leave --storage out to use a file of its own."
+        password = re.search(r"(?:^|://)[^:/@]*:(?!//)(.+)@", storage)
+        if password is not None:
+            storage, what = storage.replace(f":{password[1]}@", ":***@"), what.replace(password[1], "***")
+    return StudyError(f"The storage {storage} cannot be used: {what}.", next_step)

@@ -25,8 +25,8 @@ from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.job import Tell
 from autotune_amp.core.outcome import MIN_CUT_SAMPLES, Accumulation, Calibration, CheckOutcome, Failure, Fidelity
 from autotune_amp.core.setting import NUMERIC
-from autotune_amp.numerics import accumulation, batches, calibration, fidelity
-from autotune_amp.numerics.accumulation import IGNORED_LABEL, num_micro_batches
+from autotune_amp.numerics import accumulation, calibration, fidelity
+from autotune_amp.numerics.accumulation import IGNORED_LABEL, cut, first_dimensions, num_micro_batches, tensors
 from autotune_amp.numerics.passes import Loop, NoStepError, Passes, Subject, no_loss
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import has_half_weights
@@ -213,7 +213,7 @@ def _nums_counted(collate: Callable[[Any], Any], samples: list[Any]) -> list[int
 def num_counted(batch: Any) -> int:
     """How many entries a loss may average over: neither padding nor ignored, of whole numbers where there are any (what
     is 0 of an image is so by chance). None where all labels are ignored."""
-    given = [tensor for _, tensor in batches.tensors(batch)]
+    given = [tensor for _, tensor in tensors(batch)]
     if any(bool((tensor == IGNORED_LABEL).all()) for tensor in given):
         return 0
     counting = [tensor for tensor in given if not tensor.is_floating_point()] or given
@@ -234,16 +234,16 @@ def _collated(collate: Callable[[Any], Any], samples: list[Any], seed: int) -> l
 
 
 def _cut_batch(batch: Any, num_samples: int) -> list[Any]:
-    found = batches.first_dimensions(batch)
+    found = first_dimensions(batch)
     if len(found) != 1 or min(found) < num_samples:
         dimensions = f"tensors with first dimensions {sorted(found)}" if found else "no tensors"
         raise CannotCutError(f"a batch of {num_samples} samples has {dimensions} and cannot be cut into smaller ones")
-    whole = batches.cut(batch, num_samples)[0]
-    return [whole, *batches.cut(whole, num_samples // num_micro_batches(num_samples))]
+    whole = cut(batch, num_samples)[0]
+    return [whole, *cut(whole, num_samples // num_micro_batches(num_samples))]
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    ours, theirs = dict(batches.tensors(one)), dict(batches.tensors(other))
+    ours, theirs = dict(tensors(one)), dict(tensors(other))
     return ours.keys() == theirs.keys() and all(
         ours[name].shape == theirs[name].shape and torch.equal(ours[name].nan_to_num(), theirs[name].nan_to_num())
         for name in ours

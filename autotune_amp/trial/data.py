@@ -30,8 +30,8 @@ from torch.utils.data import (
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.outcome import SampleSizes
 from autotune_amp.core.workload import Workload
-from autotune_amp.numerics.batches import tensors
-from autotune_amp.numerics.passes import keep_generators
+from autotune_amp.numerics.accumulation import tensors
+from autotune_amp.precision.torch_state import keep_generators
 
 Stream: TypeAlias = Generator[Any, None, None]
 Seen = TypeVar("Seen")
@@ -308,7 +308,7 @@ def look(workload: Workload, batch_size: int) -> Look:
 
     What the user's code raises ends the look. The generators stand where they stood.
     """
-    put_back = keep_generators(torch.device("cpu"))
+    put_back = keep_generators()
     found, is_stream = Look(), False
     try:
         batches, loader = opened(workload.data, batch_size)

@@ -16,8 +16,8 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.setting import DIMENSIONS
 from autotune_amp.core.workload import Workload, type_name
-from autotune_amp.numerics.modules import named
 from autotune_amp.precision import forward_wrapper, torch_state
+from autotune_amp.precision.forward_wrapper import named
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.step_amp import StepAmp, has_gradients
 from autotune_amp.precision.torch_state import as_found_autocast

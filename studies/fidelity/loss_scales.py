@@ -22,7 +22,7 @@ from autotune_amp.core.config import LossScale
 from autotune_amp.core.outcome import Calibration
 from autotune_amp.numerics.calibration import calibrate
 from autotune_amp.numerics.passes import Passes, Subject
-from autotune_amp.numerics.scaler_replay import Burst, extend, skips
+from autotune_amp.numerics.scaler_replay import extend, skips
 
 NUM_BATCHES = 12  # of the calibration
 NUM_REAL_STEPS = 100
@@ -59,7 +59,7 @@ def brute_force(subject: Subject, log2_scales: Sequence[float | None]) -> dict[i
 
 def foretold(calibration: Calibration, init_scale: float) -> int:
     """Skips that the replay of the calibrated S*(t), extended to the real steps without a burst, counts."""
-    trace = extend([_number(s) for s in calibration.log2_scales], NUM_REAL_STEPS, burst=Burst(0))
+    trace = extend([_number(s) for s in calibration.log2_scales], NUM_REAL_STEPS, num_burst_steps=0)
     return len(skips(trace, LossScale(init_scale=init_scale)))
 
 

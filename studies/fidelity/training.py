@@ -14,10 +14,9 @@ from torch import nn
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.numerics.comparison import perturb
-from autotune_amp.numerics.modules import named
 from autotune_amp.numerics.passes import Subject
 from autotune_amp.precision import torch_state
-from autotune_amp.precision.forward_wrapper import override, pin_fp32
+from autotune_amp.precision.forward_wrapper import named, override, pin_fp32
 from autotune_amp.precision.torch_state import autocast, set_flags
 
 STEPS_PER_RECORD = 10

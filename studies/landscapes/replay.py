@@ -16,7 +16,7 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.outcome import Accumulation, Calibration, CheckOutcome, Failure, Fidelity, Measurement, Outcome
 from autotune_amp.isolation.local import Ability, Slot
-from autotune_amp.search.budget import Budget
+from autotune_amp.search.run import Budget
 from autotune_amp.trial.jobs import Check, Trial, is_hopeless, stop
 
 # Of a check of bf16 and of a calibration in real searches (num_passes in their outcomes.jsonl): of a check half are in

@@ -24,10 +24,9 @@ from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher, run
-from autotune_amp.search.sharing import ConfirmingProcesses, shares_processes
 from autotune_amp.search.space import Space, build_space
 from autotune_amp.search.stages.checks import Checks, LossScales
-from autotune_amp.search.stages.confirm import Confirm, reserved_seconds
+from autotune_amp.search.stages.confirm import Confirm, ConfirmingProcesses, reserved_seconds
 from autotune_amp.search.stages.explore import EXPLORING
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.stages.trials import Conditions
@@ -67,31 +66,30 @@ def search_replay(
     wrap: Callable[[ReplayBackend], Any] = lambda backend: backend,
 ) -> Replayed:
     """Search `landscape` as `search.search` does; `wrap` is laid round the backend."""
-    header, budget = landscape.header, ReplayBudget(budget_seconds)
+    header, described, budget = landscape.header, _described(landscape), ReplayBudget(budget_seconds)
     ends, ledger = _Ends(budget), Ledger(space_of(landscape), search_id="replay-1")
     conditions = Conditions(
         hardware=header.hardware,
         memory_limit_bytes=header.memory_limit_bytes,
         torch_state=header.torch_state,
-        holds_heap=header.holds_heap,
+        environment=header.environment,
         seed=seed,
-        description=_described(landscape),
+        description=described,
+        ready_seconds=header.start_seconds - described.build_seconds - described.context_seconds,
     )
     backend, watcher = wrap(ReplayBackend(landscape, budget, seed)), ProgressWatcher(ends, budget)
-    are_shared = shares_processes(header.hardware.device)
-    if are_shared:
+    if conditions.shares_processes:
         budget.confirm_seconds = reserved_seconds(budget_seconds, header.start_seconds)
     study = _study(ledger, seed)
     explore = [stage(conditions, study) for stage in EXPLORING]
-    checks, scales, fallbacks = Checks(conditions, study), LossScales(study), Fallbacks(conditions)
+    checks, scales, fallbacks = Checks(conditions), LossScales(study), Fallbacks(conditions)
     for stage in (explore[0], checks, *explore, checks, scales, fallbacks, checks, scales, fallbacks):
         for _ in run(stage, backend, ledger, budget, watcher):
             pass
     searched_seconds = budget.now
     if ledger.finalists is not None:
-        fresh = ConfirmingProcesses(lambda *_: backend, header.start_seconds, {}, are_shared=are_shared)
-        last = Confirm(conditions, ledger.finalists, header.environment, header.start_seconds, are_shared=are_shared)
-        for _ in run(last, fresh, ledger, budget, watcher):
+        fresh = ConfirmingProcesses(lambda *_: backend, are_shared=conditions.shares_processes)
+        for _ in run(Confirm(conditions, ledger.finalists), fresh, ledger, budget, watcher):
             pass
     by_round = {record.round: seconds for seconds, record in ends.records if record.round is not None}
     decisions = [_decide(ledger, landscape, number) for number in range(1, len(ends.records) + 1)]

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.outcome import Measurement, Outcome
-from autotune_amp.core.setting import Setting
-from autotune_amp.search.stages import seeding
+from autotune_amp.search.stages import explore
 from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.trial.jobs import Trial
 
@@ -36,12 +34,9 @@ def steps(low: int, high: int) -> Patch:
 def climbing_within(share: float) -> Patch:
     """Only precisions whose best so far is within `share` of the best are worth a search for their batch."""
 
-    def best_precisions(outcomes: Mapping[Setting, Outcome]) -> list[Precision]:
-        best: dict[Precision, float] = {}
-        for cell, outcome in outcomes.items():
-            if isinstance(outcome, Measurement):
-                best[cell.precision] = max(best.get(cell.precision, 0.0), outcome.samples_per_second)
+    def best_precisions(known: Mapping[Precision, Any]) -> list[Precision]:
+        best = {precision: max(found.rates.values()) for precision, found in known.items() if found.rates}
         ranked = sorted(best, key=lambda precision: -best[precision])
         return [precision for precision in ranked if best[precision] >= (1 - share) * best[ranked[0]]]
 
-    return Patch(seeding, "_best_precisions", best_precisions)
+    return Patch(explore, "_best_precisions", best_precisions)

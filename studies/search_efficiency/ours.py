@@ -10,7 +10,6 @@ from statistics import median
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import paths  # noqa: F401 - finds replay
 from changes import Patch, climbing_within, steps
 from landscape import Landscape
 from optuna.samplers import GPSampler
@@ -19,8 +18,8 @@ from truth import Rates, regret
 
 from autotune_amp.core.outcome import Measurement, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.search import objective, study
-from autotune_amp.search.stages import confirm, explore, seeding, trials
+from autotune_amp.search import ranking, study
+from autotune_amp.search.stages import confirm, explore, trials
 
 BUDGET_SECONDS = 110.0  # the default
 EVERY = 99  # sizes: more than there are
@@ -40,7 +39,7 @@ def _budget(seconds: float) -> Patch:
 
 
 _NO_SAMPLER = Patch(explore, "MAX_IDLE_SUGGESTIONS", 0)
-_NO_LOOK = Patch(seeding, "_round_the_best", _nothing)
+_NO_LOOK = Patch(explore, "_round_the_best", _nothing)
 _NO_REPEATS = Patch(explore, "NUM_SEARCH_PROCESSES", 1)
 
 VARIANTS: dict[str, tuple[Patch, ...]] = {
@@ -48,7 +47,7 @@ VARIANTS: dict[str, tuple[Patch, ...]] = {
     "before: neither looks round nor repeats": (_NO_LOOK, _NO_REPEATS),
     "does not look round the best": (_NO_LOOK,),
     "does not repeat": (_NO_REPEATS,),
-    "looks at every size": (Patch(seeding, "NUM_FAR_BEHIND", EVERY),),
+    "looks at every size": (Patch(explore, "NUM_FAR_BEHIND", EVERY),),
     "repeats the best 5": (Patch(explore, "NUM_REPEATED", 5),),
     "repeats the best 3 twice": (Patch(explore, "NUM_SEARCH_PROCESSES", 3),),
     "no sampler after the seeds": (_NO_SAMPLER,),
@@ -64,11 +63,11 @@ VARIANTS: dict[str, tuple[Patch, ...]] = {
     "does not borrow for the confirmation": (Patch(confirm, "_is_short", _never),),
     "1 s a confirming process": (Patch(confirm, "MEASURE_SECONDS", 1.0),),
     "budget of 220 s": (_budget(220.0),),
-    "no step-time model": (Patch(seeding, "fit_step_time", _nothing),),
-    "a climb ends below 3 %": (Patch(seeding, "MIN_GAIN", 0.03),),
+    "no step-time model": (Patch(explore, "fit_step_time", _nothing),),
+    "a climb ends below 3 %": (Patch(explore, "MIN_GAIN", 0.03),),
     "precisions within 30 % climb": (climbing_within(0.30),),
     "precisions within 30 % climb, 8 steps, no sampler": (climbing_within(0.30), steps(8, 8), _NO_SAMPLER),
-    "no plateau": (Patch(objective, "PLATEAU", 0.0),),
+    "no plateau": (Patch(ranking, "PLATEAU", 0.0),),
 }
 
 

@@ -13,10 +13,9 @@ from search_replay import search_replay
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Outcome
 from autotune_amp.core.setting import Setting
-from autotune_amp.profile.job import LOW
+from autotune_amp.profile.gap import LOW
 from autotune_amp.profile.results import AmpProfile
-from autotune_amp.profile.rows import Found, answer, rows
-from autotune_amp.profile.running import NUM_ROUNDS
+from autotune_amp.profile.running import NUM_ROUNDS, Found, answer, rows
 from autotune_amp.trial.jobs import Trial
 
 CHECKS = ("fidelity", "calibration", "accumulation")

@@ -52,7 +52,7 @@ def failing():
     return Workload(lambda: nn.Linear(8, 1), loss, make_batch, sgd)
 """
 FP32 = ("--precision", "fp32", "--device", "cpu", "--effective-batch-size", "free")
-FOUND = ("train.py:workload", *FP32, "--budget", "30", "--baseline", "fp32:4", "--batch-size", "4:16")
+FOUND = ("train.py:workload", *FP32, "--budget", "60", "--baseline", "fp32:4", "--batch-size", "4:16")
 TRAINING_TO_COME = ("--steps", "1000", "--price-per-hour", "3")
 
 

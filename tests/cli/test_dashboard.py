@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import sys
@@ -15,7 +14,6 @@ from conftest import CommandLine
 
 from autotune_amp.cli import run
 from autotune_amp.core.setting import Setting
-from autotune_amp.report.dashboard import study_database
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.space import Space
 from autotune_amp.search.study import Study
@@ -45,16 +43,6 @@ def test_it_serves_the_study_until_ctrl_c(cli: CommandLine) -> None:
     assert (process.returncode, out, err) == (0, "", "")
 
 
-def test_without_a_folder_it_is_the_latest_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("first", "second"):
-        (tmp_path / "studies" / name).mkdir(parents=True)
-        (tmp_path / "studies" / name / "study.db").touch()
-    os.utime("studies/second/study.db", (1.0, 1.0))
-    assert study_database(None) == Path("studies/first/study.db")
-    assert study_database(Path("studies/second")) == study_database(Path("studies/second/study.db"))
-
-
 def test_what_cannot_be_served_is_an_error_with_the_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,7 +51,7 @@ def test_what_cannot_be_served_is_an_error_with_the_way_out(
         return " ".join(json.loads(capfd.readouterr().out)["error"].values())
 
     monkeypatch.chdir(tmp_path)
-    assert "--storage" in error()
+    assert "study.db" in error()
     Path("notes.db").write_text("no database, but long enough to be looked at" * 40)
     assert error("notes.db").startswith("study ")
     assert [path.name for path in tmp_path.iterdir()] == ["notes.db"]

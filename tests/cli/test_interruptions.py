@@ -89,19 +89,6 @@ def test_ctrl_c_saves_the_best_so_far_and_a_second_search_in_the_folder_is_refus
     assert document["best"] == saved
 
 
-def test_ctrl_c_before_anything_was_measured(cli: CommandLine) -> None:
-    cli.write("train.py", "import time; open('began', 'w').close(); time.sleep(60)")
-    process = cli.start("search", *SEARCH, "--json")
-    deadline = time.monotonic() + 60
-    while not (cli.folder / "began").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert json.loads(out)["best"] is None
-    assert cli.leftovers() == []
-
-
 def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     """The error of a search that must be refused with a next step, before any trial."""
     assert run(["search", *arguments, "--json"]) == 2
@@ -126,22 +113,6 @@ def test_what_cannot_be_done_is_refused_by_name(capfd: pytest.CaptureFixture[str
         assert error["kind"] == kind
         assert value in error["message"] or option.strip("-") in error["message"]
         assert not Path("studies/train-plain/outcomes.jsonl").exists()
-
-
-@pytest.mark.usefixtures("training")
-def test_files_that_cannot_be_read_are_named_and_left_as_they_are(capfd: pytest.CaptureFixture[str]) -> None:
-    study = Path("studies/train-plain")
-    study.mkdir(parents=True)
-    for name, text, word in (
-        ("recommendation.json", "{ half", "damaged"),
-        ("recommendation.json", '{"format": 99}', "format 99"),
-        ("outcomes.jsonl", "nonsense\n", "line 1"),
-        ("outcomes.jsonl", '{"format": 9}\n', "format 9"),
-    ):
-        (study / name).write_text(text)
-        assert word in refused(capfd, *SEARCH)["message"]
-        assert (study / name).read_text() == text
-        (study / name).unlink()
 
 
 def test_a_full_disk(training: CommandLine) -> None:

@@ -157,17 +157,6 @@ def test_an_effective_batch_size_is_kept_exactly_in_a_storage_of_the_users_own(c
 
 
 @pytest.mark.slow
-def test_the_budget_is_kept_with_long_steps_and_a_long_set_up(cli: CommandLine) -> None:
-    """The model takes ten seconds to build and a step one."""
-    text = WORKLOADS.replace("time.sleep(0.02)", "time.sleep(1.0)")
-    cli.write("train.py", text.replace("lambda: nn.Linear(8, 1)", "lambda: time.sleep(10) or nn.Linear(8, 1)"))
-    done = cli.search("train.py:plain", "--budget", "80", *FP32, "--baseline", "fp32:4")
-    assert done.code == 0, done.err
-    assert done.document["search"]["seconds"] < 80 + 8, "beyond the budget processes end, no trial begins"
-    assert "built once and shared" in done.err
-
-
-@pytest.mark.slow
 def test_the_embedded_default_needs_no_argument(cli: CommandLine) -> None:
     done = cli("search", "--budget", "25")
     assert done.code == 0, done.err

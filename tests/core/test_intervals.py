@@ -29,16 +29,11 @@ def test_t_quantile_agrees_with_scipy(degrees: int) -> None:
     assert t_quantile(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=2e-3)
 
 
-def test_t_quantile_needs_a_degree_of_freedom() -> None:
-    with pytest.raises(ValueError, match="must be at least 1"):
-        t_quantile(0)
-
-
 @pytest.mark.parametrize(("num", "num_dropped"), [(2, 0), (5, 0), (6, 1), (8, 1), (14, 1), (20, 2), (40, 4)])
 def test_the_slowest_tenth_is_dropped(num: int, num_dropped: int) -> None:
     samples = [1.0] * (num - num_dropped) + [9.0] * num_dropped
     assert trimmed_interval(samples[::-1]) == (1.0, 1.0)
-    assert trimmed_interval([9.0, *samples[:-1]] if num_dropped == 0 else [9.0, *samples[1:]])[1] > 1.0
+    assert trimmed_interval([9.0, *samples[1:]])[1] > 1.0
 
 
 def test_trimmed_interval_is_the_textbook_interval_of_what_is_kept() -> None:
@@ -53,11 +48,6 @@ def test_one_sample_says_nothing_and_none_is_an_error() -> None:
         trimmed_interval([])
 
 
-def test_no_time_is_below_zero() -> None:
-    low, high = trimmed_interval([0.01, 5.0])
-    assert (low, high > 5.0) == (0.0, True)
-
-
 def test_one_process_gives_the_prior_alone() -> None:
     half = t_quantile(3) * SPREAD_PRIOR
     assert prediction_interval([100.0]) == pytest.approx(
@@ -69,20 +59,23 @@ def test_one_process_gives_the_prior_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num", "spread", "coverage"),
+    ("num", "num_others", "spread", "coverage"),
     [
-        (3, 0.03, 0.93),
-        (5, 0.03, 0.93),
-        (5, 0.01, 0.93),
-        (3, 0.005, 0.93),
-        (5, 0.05, 0.90),  # noisier than the prior believes
+        (3, 0, 0.005, 0.93),
+        (3, 0, 0.03, 0.93),
+        (5, 0, 0.05, 0.90),  # noisier than the prior believes
+        (3, 2, 0.02, 0.93),
+        (3, 2, 0.25, 0.88),
     ],
 )
-def test_a_new_process_lands_in_the_prediction_interval(num: int, spread: float, coverage: float) -> None:
+def test_a_new_process_lands_in_the_prediction_interval(
+    num: int, num_others: int, spread: float, coverage: float
+) -> None:
     rng = random.Random(1)
 
     def covers() -> bool:
-        low, high = prediction_interval([rng.lognormvariate(5, spread) for _ in range(num)])
+        ours, *others = ([rng.lognormvariate(5 + n, spread) for _ in range(num)] for n in range(1 + num_others))
+        low, high = prediction_interval(ours, others)
         return low <= rng.lognormvariate(5, spread) <= high
 
     assert _share_of(covers) >= coverage
@@ -102,6 +95,10 @@ def test_the_true_ratio_lies_in_its_interval(num: int) -> None:
     assert _share_of(covers) >= 0.93
 
 
+def _share_of(covers: Callable[[], bool], num: int = 4000) -> float:
+    return sum(covers() for _ in range(num)) / num
+
+
 def test_more_processes_narrow_the_interval_and_disagreement_widens_it() -> None:
     def width(values: list[float]) -> float:
         low, high = prediction_interval(values)
@@ -118,15 +115,6 @@ def test_intervals_scale_with_their_values(values: list[float], factor: float) -
     assert ratio_interval([factor * v for v in values], values)[1] > factor
 
 
-def test_a_ratio_needs_pairs() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        ratio_interval([1.0, 2.0], [1.0])
-
-
-def _share_of(covers: Callable[[], bool], num: int = 4000) -> float:
-    return sum(covers() for _ in range(num)) / num
-
-
 def test_the_spread_of_others_on_the_machine_widens_the_interval() -> None:
     alone = prediction_interval([100.0, 101.0, 99.0])
     steady = prediction_interval([100.0, 101.0, 99.0], [[50.0, 50.5, 49.5]] * 2)
@@ -135,19 +123,7 @@ def test_the_spread_of_others_on_the_machine_widens_the_interval() -> None:
     assert shaken[1] > alone[1] > steady[1]
 
 
-@pytest.mark.parametrize("spread", [0.02, 0.1, 0.25])
-def test_pooled_over_three_candidates_a_new_process_lands_inside(spread: float) -> None:
-    rng = random.Random(5)
-    hits = 0
-    for _ in range(4000):
-        ours, *others = ([rng.lognormvariate(level, spread) for _ in range(3)] for level in (5, 6, 7))
-        low, high = prediction_interval(ours, others)
-        hits += low <= rng.lognormvariate(5, spread) <= high
-    assert hits / 4000 > 0.88  # 95 % near the prior's spread, 89 % at five times it
-
-
 def test_an_interval_of_times_is_cut_off_at_0() -> None:
     low, high = trimmed_interval([0.01, 0.01, 4.0])
     assert low == 0.0
     assert high > 4.0
-    assert trimmed_interval([2.0]) == (0.0, 4.0)

@@ -11,10 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from autotune_amp import Workload
 from autotune_amp.fingerprint import workload_parts
 
 SCRIPT = """
@@ -91,50 +89,9 @@ def test_another_process_folder_and_hash_seed_find_the_same_parts(tmp_path: Path
     assert {unknown for _, unknown in first.values() for unknown in unknown} == set()
 
 
-def parts_of(model: Any) -> dict[str, str]:
-    parts, unknown = workload_parts(SimpleNamespace(model=model))
-    assert unknown == ()
-    return parts
-
-
-def llama() -> Any:
-    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-    return LlamaForCausalLM(config)
-
-
 def test_a_changed_generation_config_still_counts() -> None:
-    model = llama()
-    before = parts_of(model)
-    model.generation_config._original_object_hash = 1
-    assert parts_of(model) == before
-    model.generation_config.max_length = 7
-    assert parts_of(model) != before
-
-
-class Columns:
-    """A ``datasets.Dataset`` in what the Trainer asks of it; `removed` is what its digest would count."""
-
-    def __init__(self, names: set[str], removed: tuple[str, ...] = ()) -> None:
-        self.column_names = sorted(names)
-        self.removed = removed
-
-    def remove_columns(self, names: list[str]) -> Columns:
-        return Columns(set(self.column_names) - set(names), (*self.removed, *names))
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> dict[str, int]:
-        return dict.fromkeys(self.column_names, index)
-
-
-def test_columns_that_the_trainer_leaves_out_are_in_one_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    library = SimpleNamespace(Dataset=Columns, IterableDataset=type(None), __version__="5.2.0")
-    monkeypatch.setattr(transformers.trainer, "datasets", library, raising=False)
-    monkeypatch.setattr(transformers.trainer, "is_datasets_available", lambda: True)
-    unused = [f"column {number}" for number in range(9)]
-    data: Any = Columns({"input_ids", "labels", *unused})
-    today = TrainingArguments(str(tmp_path), use_cpu=True)
-    found = Workload.from_trainer(Trainer(llama(), today, train_dataset=data)).data.dataset
-    assert (found.column_names, found.removed) == (["input_ids", "labels"], tuple(unused))
-    assert data.removed == ()
+    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    workload: Any = SimpleNamespace(model=LlamaForCausalLM(config))
+    before = workload_parts(workload)
+    workload.model.generation_config.max_length = 7
+    assert workload_parts(workload) != before

@@ -20,8 +20,6 @@ from virtual_gpu_plugin import VirtualMachine
 from autotune_amp import Workload
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.hardware import identify, nvml, probe
-from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.local import LocalBackend, Payload
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.precision import torch_state
@@ -169,18 +167,6 @@ print([list(PrecisionController(config, f"cuda:{card}")._policy.withdrawn) for c
     assert run(code, virtual_machine(num=2, cc="7.5,8.0")) == "[['bf16'], []]"
 
 
-def test_a_caller_that_has_used_the_card_is_no_stranger_there() -> None:
-    held = torch.ones(1 << 28, dtype=torch.uint8, device="cuda")
-    uuid = identify("cuda:0").uuid
-    if uuid is None or os.getpid() not in dict(nvml.processes(uuid) or ()):
-        pytest.skip("needs the card's processes by the numbers that they have here, which a container hides")
-    hardware = probe("cuda:0")
-    assert not any(str(os.getpid()) in note for note in hardware.notes)
-    assert hardware.memory.held_by_caller >= held.numel()
-    others = LoadMeter(uuid).stop().card_processes
-    assert os.getpid() not in [other.pid for other in others or ()]
-
-
 MEASURE_ALL = """
 import json, torch
 from autotune_amp.hardware import cuda, measure, measuring
@@ -193,7 +179,7 @@ print(json.dumps([[h.compute_capability, [p for p, c in h.precisions.items() if 
 def test_each_card_can_do_what_its_compute_capability_says(virtual_machine: VirtualMachine) -> None:
     ampere = ["fp32", "tf32", "bf16", "fp16"]
     assert json.loads(run(MEASURE_ALL, virtual_machine(num=7, cc="6.1,7.5,8.0,8.6,8.9,9.0,12.0"))) == [
-        ["6.1", []],  # no kernels for it in today's builds
+        ["6.1", ["fp32", "fp16"]],
         ["7.5", ["fp32", "fp16"]],
         ["8.0", ampere],
         ["8.6", ampere],
@@ -212,14 +198,6 @@ def test_no_visible_device_is_said_with_the_variable(cli: CommandLine, virtual_m
     done = cli("probe", "--device", "cuda")
     assert done.code == 2
     assert "CUDA_VISIBLE_DEVICES is '7'" in done.err
-
-
-def test_a_mig_instance_is_a_card(cli: CommandLine, virtual_machine: VirtualMachine) -> None:
-    visible = "MIG-000000a0-1111-2222-3333-444444444444"
-    cli.environment |= {**virtual_machine(), "CUDA_VISIBLE_DEVICES": visible}
-    done = cli("probe", "--json")
-    assert done.code == 0, done.err
-    assert done.document["hardware"]["device"] == "cuda:0"
 
 
 def test_clocks_that_are_lowered_while_a_trial_runs_are_noted(virtual_machine: VirtualMachine) -> None:

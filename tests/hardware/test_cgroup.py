@@ -3,8 +3,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from autotune_amp.hardware.host import ContainerMemory, container_cpus, container_memory
 
@@ -31,18 +29,6 @@ def v2(folder: str, limit: int | str, usage: int, inactive_file: int = 0) -> dic
     }
 
 
-def v1(folder: str, limit: int, usage: int, inactive_file: int = 0) -> dict[str, str]:
-    base = f"sys/fs/cgroup/memory/{folder}".rstrip("/")
-    return {
-        f"{base}/memory.limit_in_bytes": f"{limit}\n",
-        f"{base}/memory.usage_in_bytes": f"{usage}\n",
-        f"{base}/memory.stat": f"inactive_file 7\ntotal_inactive_file {inactive_file}\n",
-    }
-
-
-V1 = {"proc/self/cgroup": "9:name=systemd:/\n4:cpuset,memory:/docker/abc\n3:cpu,cpuacct:/\n0::/\n"}
-
-
 def own(group: str) -> dict[str, str]:
     return {"proc/self/cgroup": f"0::/{group}\n"}
 
@@ -59,9 +45,6 @@ def own(group: str) -> dict[str, str]:
         (own("") | v2("", 2 * GIB, GIB), (2, 1)),  # inside a container the limit stands at the top
         (own("job") | v2("job", 4 * GIB, 4 * GIB, inactive_file=3 * GIB), (4, 3)),  # page cache can be dropped
         (own("job") | v2("job", GIB, 2 * GIB), (1, 0)),
-        (V1 | v1("docker/abc", 4 * GIB, 3 * GIB, inactive_file=GIB), (4, 2)),
-        (V1 | v1("", 4 * GIB, GIB), (4, 3)),  # the path is the host's
-        (V1 | v1("docker/abc", 0x7FFFFFFFFFFFF000, GIB) | v1("docker", 0x7FFFFFFFFFFF0000, GIB), None),
     ],
 )
 def test_what_the_groups_of_a_process_leave_it(
@@ -70,34 +53,6 @@ def test_what_the_groups_of_a_process_leave_it(
     found = container_memory(write(tmp_path, files))
     expected = None if limit_and_available is None else ContainerMemory(*(GIB * size for size in limit_and_available))
     assert found == expected
-
-
-LEVELS = st.lists(
-    st.tuples(st.one_of(st.just("max"), st.integers(1, 2**50)), st.integers(0, 2**50), st.integers(0, 2**50)),
-    min_size=1,
-    max_size=5,
-)
-
-
-@given(levels=LEVELS)
-def test_no_level_is_exceeded(
-    tmp_path_factory: pytest.TempPathFactory, levels: list[tuple[int | str, int, int]]
-) -> None:
-    root = tmp_path_factory.mktemp("cgroup")
-    folder = ""
-    for limit, usage, cache in levels:
-        folder = f"{folder}/g".lstrip("/")
-        write(root, v2(folder, limit, usage, cache))
-    write(root, {"proc/self/cgroup": f"0::/{folder}\n"})
-
-    found = container_memory(root)
-
-    limited = [(limit, usage, cache) for limit, usage, cache in levels if isinstance(limit, int)]
-    assert (found is None) == (not limited)
-    if found is not None:
-        assert found.limit == min(limit for limit, _, _ in limited)
-        assert 0 <= found.available <= found.limit
-        assert all(found.available <= max(0, limit - max(0, usage - cache)) for limit, usage, cache in limited)
 
 
 def test_the_least_share_of_cpu_time_above_this_process_binds(tmp_path: Path) -> None:
@@ -112,17 +67,3 @@ def test_the_least_share_of_cpu_time_above_this_process_binds(tmp_path: Path) ->
         },
     )
     assert container_cpus(tmp_path) == 2.5
-
-
-def test_v1_cpu_time_stands_in_two_files_and_minus_one_is_no_limit(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        V1
-        | {
-            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-        },
-    )
-    assert container_cpus(tmp_path) is None
-    write(tmp_path, {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "150000\n"})
-    assert container_cpus(tmp_path) == 1.5

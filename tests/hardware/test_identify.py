@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+import torch
 
 from autotune_amp.core.errors import DeviceError
-from autotune_amp.hardware import device as identities
-from autotune_amp.hardware import host, identify, nvml, probing
+from autotune_amp.hardware import host, identify, nvml
+from autotune_amp.hardware.device import _torch_is_built_for, numbered, only
 from autotune_amp.hardware.host import ContainerMemory
 
 if TYPE_CHECKING:
@@ -25,13 +26,9 @@ def test_the_cpu_is_identified() -> None:
     assert 0 < identity.total_memory_bytes <= psutil.virtual_memory().total
 
 
-def test_the_same_machine_is_identified_alike() -> None:
-    assert identify("auto") == identify("auto")
-
-
 @pytest.mark.parametrize(("limit", "total"), [(2**20, 2**20), (2**59, host.total_memory_bytes())])
 def test_memory_is_the_least_of_machine_and_container(monkeypatch: pytest.MonkeyPatch, limit: int, total: int) -> None:
-    monkeypatch.setattr(identities, "container_memory", lambda: ContainerMemory(limit, 0))
+    monkeypatch.setattr(host, "container_memory", lambda: ContainerMemory(limit, 0))
     assert identify("cpu").total_memory_bytes == total
 
 
@@ -45,7 +42,7 @@ def test_only_the_cpus_that_this_process_may_use_count() -> None:
         os.sched_setaffinity(0, before)
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:3", "xpu:1"])
+@pytest.mark.parametrize("device", ["cuda:3", "xpu"])
 def test_what_only_its_own_runtime_can_see_is_unknown(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     monkeypatch.setattr(nvml, "_library", lambda: None)
     identity = identify(device)
@@ -53,9 +50,18 @@ def test_what_only_its_own_runtime_can_see_is_unknown(monkeypatch: pytest.Monkey
     assert (identity.type, identity.name, identity.index) == (kind, "unknown", int(index or 0))
 
 
-def test_what_is_no_device_name_is_refused() -> None:
-    with pytest.raises(DeviceError, match="'gpu' is no device"):
-        identify("gpu")
+@pytest.mark.parametrize("device", ["", "gpu", "CUDA", "cuda:", "cuda:-1", "cuda:1 ", "auto:0", "tpu:0"])
+def test_what_is_no_device_name_is_refused(device: str) -> None:
+    with pytest.raises(DeviceError, match="must be auto"):
+        identify(device)
+
+
+def test_an_index_out_of_range_says_how_many_there_are() -> None:
+    assert (only("cpu", 0), numbered("cuda", 1, 2)) == ("cpu", "cuda:1")
+    with pytest.raises(DeviceError, match="PyTorch sees 1 cpu device here"):
+        only("cpu", 1)
+    with pytest.raises(DeviceError, match="cuda:2 was asked for, but PyTorch sees 2 cuda devices"):
+        numbered("cuda", 2, 2)
 
 
 def test_identifying_imports_neither_torch_nor_psutil() -> None:
@@ -74,6 +80,7 @@ def test_names_and_flags_are_read_from_cpuinfo(tmp_path: Path) -> None:
         "processor\t: 1\nmodel name\t: Another\nflags\t\t: none\n"
     )
     assert host.cpu_flags(tmp_path) == {"sse2", "avx512_bf16"}
+    assert host.cpu_flags(tmp_path / "none") == frozenset()
     if sys.platform != "darwin":
         assert host.cpu_name(tmp_path) == "Made CPU @ 3 GHz"
 
@@ -85,14 +92,15 @@ def test_arm_calls_its_flags_features(tmp_path: Path) -> None:
     assert host.cpu_name(tmp_path) != ""
 
 
-def test_a_system_without_cpuinfo_has_no_flags(tmp_path: Path) -> None:
-    assert host.cpu_flags(tmp_path) == frozenset()
-
-
 @pytest.mark.parametrize(("load", "num_notes"), [(0.0, 0), (4.0, 0), (4.1, 1)])
 def test_a_load_above_half_the_cores_is_noted(monkeypatch: pytest.MonkeyPatch, load: float, num_notes: int) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    notes = probing.load_notes()
+    notes = host.load_notes()
     assert len(notes) == num_notes
     assert all("load average 4.1 on 8 CPUs" in note for note in notes)
+
+
+def test_torchs_own_version_file_says_what_it_is_built_for() -> None:
+    assert _torch_is_built_for("cuda") == (torch.version.cuda is not None)
+    assert not _torch_is_built_for("made")

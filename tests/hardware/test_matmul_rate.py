@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from autotune_amp.hardware import measuring
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from autotune_amp.core.dimensions import Precision
 
 
@@ -63,44 +61,29 @@ def test_it_keeps_within_the_memory_given() -> None:
     assert device.sizes == [128, 256, 512, 1024]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])
-def test_real_products_have_a_rate(precision: Precision) -> None:
-    assert measuring.flops_per_second("cpu", precision, seconds=0.02, max_bytes=2**20) > 0
-
-
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )
-def test_a_product_is_computed_in_its_precision(precision: Precision, dtype: torch.dtype) -> None:
+def test_a_product_is_computed_in_its_precision_and_has_a_rate(precision: Precision, dtype: torch.dtype) -> None:
     result = measuring._product("cpu", precision, 16)()
     assert result.dtype is dtype
     assert result.float().std() > 1  # random data, not zeros
+    assert measuring.flops_per_second("cpu", precision, seconds=0.02, max_bytes=2**20) > 0
 
 
 @pytest.mark.parametrize(("precision", "mode"), [("fp32", "ieee"), ("tf32", "tf32"), ("bf16", "ieee")])
-def test_fp32_mode_is_set_and_put_back(monkeypatch: pytest.MonkeyPatch, precision: Precision, mode: str) -> None:
+def test_fp32_mode_is_set_and_put_back_after_an_error_too(
+    monkeypatch: pytest.MonkeyPatch, precision: Precision, mode: str
+) -> None:
     flags = torch.backends.cuda.matmul
+    before = flags.fp32_precision
     seen: list[str] = []
-    real = measuring._product
 
-    def spy(device: str, precision: Precision, size: int) -> Callable[[], torch.Tensor]:
-        seen.append(flags.fp32_precision)
-        return real(device, precision, size)
-
-    monkeypatch.setattr(measuring, "_product", spy)
-    for found in ("tf32", "ieee", "none"):  # "none" is how torch starts: leave it so
-        flags.fp32_precision = found
-        measuring.flops_per_second("cpu", precision, seconds=0.0, max_bytes=0)
-        assert flags.fp32_precision == found
-    assert seen == [mode] * 3
-
-
-def test_fp32_mode_is_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
+        seen.append(flags.fp32_precision)
         raise RuntimeError("not implemented")
 
     monkeypatch.setattr(measuring, "_product", refuse)
-    before = torch.backends.cuda.matmul.fp32_precision
     with pytest.raises(RuntimeError, match="not implemented"):
-        measuring.flops_per_second("cpu", "tf32", seconds=0.0, max_bytes=0)
-    assert torch.backends.cuda.matmul.fp32_precision == before != "tf32"
+        measuring.flops_per_second("cpu", precision, seconds=0.0, max_bytes=0)
+    assert (seen, flags.fp32_precision) == ([mode], before)

@@ -33,43 +33,35 @@ def test_the_cpu_is_measured() -> None:
 def test_available_memory_is_the_least_of_machine_and_container(
     monkeypatch: pytest.MonkeyPatch, container: ContainerMemory | None, available: int, limit: int | None
 ) -> None:
-    monkeypatch.setattr(cpu, "container_memory", lambda: container)
+    monkeypatch.setattr(host, "container_memory", lambda: container)
     monkeypatch.setattr(host, "available_memory_bytes", lambda: 1000)
     memory = cpu.memory("cpu")
     assert (memory.free, memory.available, memory.container_limit) == (1000, available, limit)
 
 
-def test_what_torch_cannot_multiply_is_unsupported_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "level", "words"),
+    [
+        (
+            RuntimeError("no kernel image is available\nand a stack trace"),
+            "unsupported",
+            "no kernel image is available",
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory"), "native", "too little memory is free"),
+    ],
+)
+def test_what_torch_cannot_multiply_is_unsupported_in_its_own_words_but_on_a_full_device(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, level: str, words: str
+) -> None:
     def refuse(*arguments: object, **options: object) -> float:
         del arguments, options
-        raise RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'\nand a stack trace")
-
-    monkeypatch.setattr(measuring, "flops_per_second", refuse)
-    capability = measure("cpu").precisions["fp16"]
-    assert capability.level == "unsupported"
-    assert capability.reason.endswith("not implemented for 'Half'")
-
-
-def test_a_full_device_keeps_its_level_without_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object, **options: object) -> float:
-        del arguments, options
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr(measuring, "flops_per_second", refuse)
     capability = measure("cpu").precisions["fp32"]
-    assert (capability.level, capability.matmul_flops_per_second) == ("native", None)
-    assert "too little memory is free" in capability.reason
-
-
-def test_auto_says_why_it_passed_over_an_accelerator_that_torch_is_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(index: int | None) -> str:
-        raise DeviceError(f"No CUDA device: the driver is too old ({index}).", "Update it.")
-
-    monkeypatch.setattr(cuda, "is_built", lambda: True)
-    monkeypatch.setattr(cuda, "resolve", broken)
-    hardware = measure("auto", seconds=0.0)
-    assert not hardware.device.startswith("cuda")
-    assert "No CUDA device: the driver is too old (None)." in hardware.notes
+    assert (capability.level, capability.matmul_flops_per_second) == (level, None)
+    assert words in capability.reason
+    assert "stack trace" not in capability.reason
 
 
 @pytest.mark.skipif(cuda.is_built(), reason="this PyTorch is built for CUDA")
@@ -80,52 +72,33 @@ def test_cuda_without_a_cuda_build(device: str) -> None:
     assert "pytorch.org/get-started" in caught.value.next_step
 
 
-class TooOld:
+@pytest.fixture
+def too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver that CUDA refuses, while NVML, which torch.cuda.is_available() asks in trials, answers."""
 
-    message = "The NVIDIA driver on your system is too old (found version 12080).\nand a stack trace"
+    def refuse() -> int:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12080).\nand a stack trace")
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cuda, "is_built", lambda: True)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        for name in ("init", "current_device"):
-            monkeypatch.setattr(torch.cuda, name, self.refuse)
-
-    def refuse(self) -> int:
-        raise RuntimeError(self.message)
-
-
-def test_the_drivers_own_reason_and_the_variable_that_hides_cards_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    TooOld(monkeypatch)
+    monkeypatch.setattr(cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", refuse)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(DeviceError, match=r"too old \(found version 12080\)\. CUDA_VISIBLE_DEVICES is ''") as caught:
-        cuda.resolve(None)
-    assert "--device cpu" in caught.value.next_step
 
 
+@pytest.mark.usefixtures("too_old")
 def test_auto_takes_no_other_device_for_a_card_that_is_there_and_cannot_be_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is measured would be filed under the card, which `identify` names."""
-    TooOld(monkeypatch)
     monkeypatch.setattr("autotune_amp.hardware.device._torch_is_built_for", lambda toolkit: toolkit == "cuda")
     monkeypatch.setattr(nvml, "visible_uuids", lambda: ("GPU-a",))
-    with pytest.raises(DeviceError, match="too old"):
+    with pytest.raises(DeviceError, match=r"too old \(found version 12080\)\. CUDA_VISIBLE_DEVICES is ''") as caught:
         measure("auto")
+    assert "--device cpu" in caught.value.next_step
     monkeypatch.setattr(nvml, "visible_uuids", tuple)  # a CUDA build on a machine without a card
     hardware = measure("auto", seconds=0.0)
     assert any("too old" in note for note in hardware.notes)
     assert not hardware.device.startswith("cuda")
-
-
-def test_a_cuda_index_out_of_range_says_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "is_built", lambda: True)
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert (cuda.resolve(None), cuda.resolve(0)) == ("cuda:1", "cuda:0")
-    with pytest.raises(DeviceError, match="cuda:2 was asked for, but PyTorch sees 2 cuda devices"):
-        cuda.resolve(2)
 
 
 def test_another_kind_of_device_is_a_module_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +109,7 @@ def test_another_kind_of_device_is_a_module_and_an_entry(monkeypatch: pytest.Mon
     assert (found.identity.type, found.compute_capability, found.memory.available) == ("toy", "of cpu", 6)
     assert {capability.level for capability in found.precisions.values()} == {"unsupported"}
     assert found.notes == ("A toy.",)
-    with pytest.raises(DeviceError, match="only one toy"):
+    with pytest.raises(DeviceError, match="sees 1 toy"):
         measure("toy:1")
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autotune_amp import Workload
+from autotune_amp.core.dimensions import PRECISIONS
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.setting import Setting
@@ -75,14 +76,8 @@ def test_a_card_of_amd_is_measured_without_nvml_and_has_no_tf32(device: str) -> 
     assert (hardware.identity.name, hardware.identity.uuid) == ("AMD Instinct MI250X", None)
     assert hardware.identity.driver == "ROCm 6.4"
     assert hardware.memory.available == 60 * GIB
-    levels = {precision: capability.level for precision, capability in hardware.precisions.items()}
-    assert levels == {
-        "fp32": "native",
-        "tf32": "unsupported",
-        "bf16": "native",
-        "fp16": "native",
-        "fp8": "unsupported",
-    }
+    levels = [hardware.precisions[precision].level for precision in PRECISIONS]
+    assert levels == ["native", "unsupported", "native", "native", "unsupported"]
     assert counter_of("cuda", None) is None
     assert identify("cuda:0").name == "unknown"
 
@@ -119,23 +114,18 @@ def test_a_card_of_intels_is_measured(device: str, found: str, xpu: SimpleNamesp
     hardware = measure(device)
     assert (hardware.device, hardware.identity.name) == (found, "Intel Arc B580")
     assert (hardware.memory.free, hardware.memory.total) == (11 * GIB, 12 * GIB)
-    levels = [hardware.precisions[precision].level for precision in ("fp32", "tf32", "bf16", "fp16")]
-    assert levels == ["native", "unsupported", "native", "native"]
     native = [precision for precision, capability in hardware.precisions.items() if capability.level == "native"]
     assert native == ["fp32", "bf16", "fp16"]
     with pytest.raises(DeviceError, match="PyTorch sees 2 xpu devices"):
         measure("xpu:2")
 
 
-def test_a_driver_of_intels_that_does_not_tell_what_is_free_is_said_to(xpu: SimpleNamespace) -> None:
+def test_where_a_driver_of_intels_does_not_tell_what_is_free_all_of_it_is(xpu: SimpleNamespace) -> None:
     def refuse(device: str) -> NoReturn:
         raise RuntimeError("The device does not support querying the available free memory")
 
     xpu.mem_get_info = refuse
-    hardware = measure("xpu")
-    assert hardware.memory.free == 12 * GIB
-    assert any("how much of this device's memory is free" in note for note in hardware.notes)
-    assert "all of it is taken to be" in hardware.notes[0]
+    assert measure("xpu").memory.free == 12 * GIB
 
 
 @pytest.mark.parametrize("device", ["mps", "auto"])
@@ -165,21 +155,20 @@ def test_the_device_of_a_trial_becomes_the_current_one(
     assert current == made_current
 
 
-@pytest.mark.parametrize("device", ["cpu", "auto", "mps", "xpu", "xpu:0", "cuda:0"])
-def test_a_device_that_is_current_anyway_is_not_started_for_it(device: str, current: list[str]) -> None:
-    make_current(device)
-    assert current == []
-
-
 @pytest.mark.usefixtures("xpu")
-def test_another_device_is_made_current_if_it_is_there(current: list[str]) -> None:
+def test_another_device_is_made_current_if_it_is_there_and_none_is_started_for_one_that_is_current_anyway(
+    current: list[str],
+) -> None:
+    for name in ("cpu", "auto", "mps", "xpu", "xpu:0", "cuda:0"):
+        make_current(name)
+    assert current == []
     make_current("xpu:1")
     assert current == ["xpu:1"]
     with pytest.raises(DeviceError, match="PyTorch sees 2 xpu devices"):
         make_current("xpu:2")
 
 
-@pytest.mark.parametrize("device_type", ["cuda", "xpu", "mps"])
+@pytest.mark.parametrize("device_type", ["cuda", "mps"])
 def test_a_kept_worker_gives_back_what_a_trial_left_in_the_cache_and_says_what_the_trial_died_of(
     device_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +176,7 @@ def test_a_kept_worker_gives_back_what_a_trial_left_in_the_cache_and_says_what_t
 
     def give_back() -> None:
         freed.append(device_type)
-        raise RuntimeError("CUDA error: device-side assert triggered")  # which every call repeats from then on
+        raise RuntimeError("CUDA error")  # which every call repeats from then on
 
     def die() -> None:
         raise RuntimeError("CUDA error: device-side assert triggered in the loss")

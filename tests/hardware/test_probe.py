@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def shadow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    def write(name: str, code: str) -> None:
-        (tmp_path / name).write_text(code)
+def shadow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    def write(code: str) -> None:
+        (tmp_path / "torch.py").write_text(code)
         monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
 
     return write
@@ -65,34 +65,27 @@ def test_the_cpu_is_probed_in_a_child_whatever_it_prints_and_the_working_directo
 
 
 def test_a_device_error_of_the_child_arrives_as_one() -> None:
-    with pytest.raises(DeviceError, match="only one cpu device") as caught:
+    with pytest.raises(DeviceError, match="sees 1 cpu device") as caught:
         probe("cpu:1")
     assert caught.value.next_step.startswith("Pass")
 
 
-def test_a_name_that_is_none_needs_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/no/such/python")
-    with pytest.raises(DeviceError, match="'gpu' is no device"):
-        probe("gpu")
-
-
 @pytest.mark.parametrize(
-    ("name", "code", "words"),
+    ("code", "words"),
     [
-        ("torch.py", "raise ImportError('libcudart.so is missing')", r"status 1(.|\n)*libcudart\.so is missing"),
-        ("torch.py", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "was ended by signal 9"),
-        ("torch.py", "import os; os._exit(0)", "ended without an answer"),
-        ("torch.py", "import os; os.write(2, b'driver says no'); os._exit(3)", "status 3(.|\n)*driver says no"),
+        ("raise ImportError('libcudart.so is missing')", r"status 1(.|\n)*libcudart\.so is missing"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "was ended by signal 9"),
+        ("import os; os.write(2, b'driver says no'); os._exit(0)", "without an answer(.|\n)*driver says no"),
     ],
 )
-def test_a_childs_death_is_a_runner_error(shadow: Callable[[str, str], None], name: str, code: str, words: str) -> None:
-    shadow(name, code)
+def test_a_childs_death_is_a_runner_error(shadow: Callable[[str], None], code: str, words: str) -> None:
+    shadow(code)
     with pytest.raises(RunnerError, match=words):
         probe("cpu")
 
 
-def test_a_child_that_hangs_is_ended(shadow: Callable[[str, str], None]) -> None:
-    shadow("torch.py", "import time; time.sleep(600)")
+def test_a_child_that_hangs_is_ended(shadow: Callable[[str], None]) -> None:
+    shadow("import time; time.sleep(600)")
     with pytest.raises(RunnerError, match=r"no answer within 1\.5 seconds"):
         probe("cpu", deadline_seconds=1.5)
 

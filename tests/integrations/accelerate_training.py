@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from samples import ambient
 from torch import Tensor, nn
 
 
@@ -21,8 +22,7 @@ class Net(nn.Module):
         self.batch_sizes: list[int] = []
 
     def forward(self, inputs: Tensor) -> Tensor:
-        is_on = torch.is_autocast_enabled("cpu")
-        self.dtypes.append(torch.get_autocast_dtype("cpu") if is_on else torch.float32)
+        self.dtypes.append(ambient(inputs.device.type) or torch.float32)
         self.batch_sizes.append(len(inputs))
         return nn.functional.layer_norm(self.second(torch.relu(self.first(inputs))), (4,))
 

@@ -8,30 +8,18 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from samples import ambient
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from autotune_amp.core.config import AmpConfig, LossScale
-
 NUM_BATCHES = 24
-
-
-def fp16(**options: Any) -> AmpConfig:
-    """fp16 with both fallbacks; `options` replace what is given."""
-    given = {"batch_size": 4, "loss_scale": LossScale(init_scale=256.0), "fallback": ["bf16", "fp32"], **options}
-    return AmpConfig(precision="fp16", **given)
 
 
 def loader(num_batches: int = NUM_BATCHES, batch_size: int = 4) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(num_batches * batch_size, 8, generator=generator)
     return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=batch_size)
-
-
-def ambient() -> torch.dtype | None:
-    """What autocast casts to here, None where it is off."""
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
 
 
 class Net(lightning.LightningModule):
@@ -50,8 +38,8 @@ class Net(lightning.LightningModule):
         self.validated: list[torch.dtype | None] = []
         self.net[0].register_forward_pre_hook(self._note)
 
-    def _note(self, *_: Any) -> None:
-        (self.dtypes if self.training else self.validated).append(ambient())
+    def _note(self, _: nn.Module, inputs: tuple[Tensor]) -> None:
+        (self.dtypes if self.training else self.validated).append(ambient(inputs[0].device.type))
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.net(inputs)  # type: ignore[no-any-return]
@@ -73,19 +61,6 @@ class Validated(Net):
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self(batch[0])
-
-
-def weights(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Whether they are equal bit for bit."""
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
-
-
-def are_finite(module: nn.Module) -> bool:
-    return all(bool(value.isfinite().all()) for value in module.state_dict().values())
 
 
 def trainer(folder: Path, **arguments: Any) -> lightning.Trainer:

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from samples import ambient
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.core.config import AmpConfig
 from autotune_amp.integrations.transformers import AutotuneTrainer
 
 WIDTH, BATCH = 4, 4
@@ -28,7 +29,7 @@ class Notes(nn.Module):
         self.runs: dict[int, set[Run]] = {}  # by optimizer step
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        autocast = ambient(inputs.device.type)
         one = self.one(inputs)
         self.runs.setdefault(self.step, set()).add((autocast, one.dtype, len(inputs)))
         logits = one + self.other(inputs)
@@ -57,25 +58,6 @@ def rows(num_rows: int, large: range = range(0)) -> list[dict[str, Tensor]]:
     return made
 
 
-def fp16(*fallback: Any, **options: Any) -> AmpConfig:
-    return AmpConfig(
-        **{
-            "precision": "fp16",
-            "batch_size": BATCH,
-            "loss_scale": LossScale(init_scale=1024.0),
-            "fallback": fallback or ("bf16", "fp32"),
-            **options,
-        }
-    )
-
-
-def halved(config: AmpConfig) -> FallbackPlan:
-    """fp32 in half of the config's batch."""
-    return FallbackPlan(
-        precision="fp32", batch_size=config.batch_size // 2, accumulation_steps=2 * config.accumulation_steps
-    )
-
-
 def arguments(config: AmpConfig, folder: Path, **options: Any) -> Any:
     plain = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
     sequential = {"train_sampling_strategy": "sequential", "learning_rate": 0.05}
@@ -93,7 +75,3 @@ def trainer(config: AmpConfig, folder: Path, data: Any, **options: Any) -> Any:
         amp_config=config,
         controller_options=controller_options,
     )
-
-
-def all_finite(model: nn.Module) -> bool:
-    return all(bool(weight.isfinite().all()) for weight in model.parameters())

@@ -67,14 +67,6 @@ def rate(candidate: Setting) -> float:
     return {"fp32": 100.0, "bf16": 150.0, "fp16": 1.0}[candidate.precision] * min(candidate.batch_size, 32) / 32
 
 
-def test_a_wide_interval_takes_more_steps_and_more_than_recorded_are_drawn_again() -> None:
-    restless = process(FP32, (0.1, 0.3) * 5)
-    found = played(restless, num_steps=(8, 400), interval_share=0.0)
-    assert steps(found)[:10] == (0.1, 0.3) * 5
-    assert len(steps(found)) == 400
-    assert set(steps(found)) == {0.1, 0.3}
-
-
 @pytest.mark.parametrize(("cut_step_seconds", "num_steps"), [(0.11, 8), (0.09, 5), (0.05, 2)])
 def test_what_is_slow_is_cut(cut_step_seconds: float, num_steps: int) -> None:
     found = played(STEADY, cut_step_seconds=cut_step_seconds)
@@ -161,22 +153,6 @@ def test_a_check_costs_its_passes_and_keeps_its_deadline() -> None:
     assert clock.now == pytest.approx(SETUP_SECONDS + NUM_CHECK_PASSES * 0.16)
     assert isinstance(runner.submit(msgspec.structs.replace(wanted, deadline_seconds=1.0)).result(), Failure)
     assert clock.now == pytest.approx(SETUP_SECONDS + NUM_CHECK_PASSES * 0.16 + 1.0)
-
-
-def test_runs_that_share_a_process_pay_its_start_once() -> None:
-    clock = ReplayBudget()
-    runner = ReplayBackend(landscape(lambda _: 100.0, num_processes=1), clock, seed=0)
-    confirming = Trial(
-        candidate=Setting(precision="fp32", batch_size=16), device="cuda:0", purpose="confirm", num_steps=(8, 8)
-    )
-    seconds = []
-    for is_started in (False, True, False):
-        runner.is_started = is_started
-        began = clock.now
-        runner.submit(confirming).result()
-        seconds.append(clock.now - began)
-    assert seconds[0] == pytest.approx(seconds[1] + HEADER.start_seconds)
-    assert seconds[2] == pytest.approx(seconds[0])
 
 
 @settings(deadline=None, max_examples=20)

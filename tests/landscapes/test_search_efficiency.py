@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import msgspec
 import ours
-import provenance
 import pytest
 import truth
 from landscape import Landscape
-from made_landscape import HEADER, landscape
+from made_landscape import landscape
 from tables import clustered, is_beyond_noise
 
 from autotune_amp.core.setting import Setting
@@ -59,32 +55,7 @@ def test_an_error_is_that_of_landscapes_however_many_seeds() -> None:
     assert not is_beyond_noise([[0.0], [0.0], [0.0]])
 
 
-def test_results_name_the_code_that_they_were_made_with(tmp_path: Path) -> None:
-    for name in ("search/study.py", "search/ledger.py", "core/intervals.py", "trial/jobs.py", "trial/worker.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-    made_with = provenance.digest(tmp_path)
-    (tmp_path / "trial/worker.py").write_text("what no replay runs")
-    assert provenance.digest(tmp_path) == made_with
-    for name in ("search/ledger.py", "core/intervals.py", "trial/jobs.py"):
-        before = provenance.digest(tmp_path)
-        (tmp_path / name).write_text("changed")
-        assert provenance.digest(tmp_path) != before
-    (tmp_path / "search/study.py").rename(tmp_path / "search/studies.py")
-    assert provenance.digest(tmp_path) != made_with
-    assert len(provenance.digest()) == len(made_with)
-
-
 @pytest.mark.parametrize("variant", ours.VARIANTS)
 def test_a_variant_replaces_what_is_there(variant: str) -> None:
     for change in ours.VARIANTS[variant]:
         assert hasattr(change.module, change.name)
-
-
-def test_without_borrowing_a_dear_confirmation_stays_short() -> None:
-    dear = landscape(by_size)
-    dear = Landscape(msgspec.structs.replace(HEADER, start_seconds=12.0), dear.processes)
-    whole, short = (ours.play_ours(dear, 0, name) for name in ("ours", "does not borrow for the confirmation"))
-    spent = [found.facts["seconds"] - found.facts["search_seconds"] for found in (whole, short)]
-    assert spent[0] > spent[1] + 12.0
-    assert whole.facts["search_seconds"] == short.facts["search_seconds"]

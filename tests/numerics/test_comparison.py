@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
-from fp16_subjects import Batch, Partly, build, mean_square, mlp, subject
+from fp16_subjects import Batch, build, mean_square, mlp, subject
 from torch import Tensor, nn
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.outcome import LowWeights
-from autotune_amp.numerics.comparison import Comparison, Run, Sums, compare, gap, lost_updates, perturb, signals, train
+from autotune_amp.core.outcome import GradientDamage, LowWeights
+from autotune_amp.numerics.comparison import Run, compare, gap, lost_updates, perturb, signals, train
 from autotune_amp.numerics.passes import Gradients, Passes
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -22,7 +21,7 @@ def one(*values: float) -> Gradients:
     return {"w": torch.tensor(values)}
 
 
-def sums(low: list[Gradients], reference: list[Gradients]) -> Sums:
+def sums(low: list[Gradients], reference: list[Gradients]) -> GradientDamage:
     return compare(low, reference, {"w"}).whole
 
 
@@ -38,33 +37,20 @@ def test_by_hand() -> None:
     assert sums([one(3.0, 3.9)], [one(3.0, 4.0), one(3.0, 4.0)]).noise_ratio == pytest.approx(0.1 / 5)
 
 
-def test_modules_are_in_the_order_of_the_model_and_joined_from_the_innermost_on_until_they_are_few() -> None:
-    names = [f"model.layers.{layer}.{part}.weight" for layer in range(6) for part in ("query", "key", "value")]
-    gradients = {name: torch.ones(1) for name in ("model.embedding.weight", *names, "head.weight", "head.bias", "s")}
-    found = compare([gradients], [gradients, {name: 2 * value for name, value in gradients.items()}], set(gradients))
-
-    def modules(most: int) -> list[str]:
-        return [damage.name for damage in found.modules(most)]
-
-    assert modules(40)[:3] == ["model.embedding", "model.layers.0.query", "model.layers.0.key"]
-    assert modules(9) == ["model.embedding", *(f"model.layers.{n}" for n in range(6)), "head", ""]
-    assert modules(8) == ["model.embedding", "model.layers", "head", ""]
-    assert modules(1) == ["model", "head", ""], "the outermost are not joined"
-
-
-@pytest.mark.parametrize(
-    ("low", "reference", "ratio", "cosine"), [(0.0, 0.0, 0.0, 1.0), (1.0, 0.0, math.inf, 0.0), (0.0, 1.0, 1.0, 0.0)]
-)
-def test_zeros_have_answers(low: float, reference: float, ratio: float, cosine: float) -> None:
-    found = sums([one(low)], [one(reference)])
-    assert (found.noise_ratio, found.cosine) == (ratio, cosine)
+def test_modules_are_in_the_order_of_the_model_the_noisiest_where_there_are_many() -> None:
+    names = [f"layers.{n}.{part}" for n in range(41) for part in ("weight", "bias")]
+    reference = {name: torch.ones(1) for name in (*names, "scale")}
+    low = {name: value + (0.0 if name.startswith("layers.7.") else 0.1) for name, value in reference.items()}
+    found = compare([low], [reference], reference)
+    assert [damage.name for damage in found.parameters] == [*names, "scale"]
+    assert [damage.name for damage in found.modules] == [f"layers.{n}" for n in range(41) if n != 7]
 
 
 def test_gradients_that_are_missing_sparse_complex_empty_huge_or_tiny() -> None:
     whole = one(3.0, 4.0)
     assert sums([{}], [whole]) == sums([one(0.0, 0.0)], [whole])
     assert sums([whole], [{}]) == sums([whole], [one(0.0, 0.0)])
-    assert sums([{}], [{}]) == sums([one()], [one()]) == Sums()
+    assert sums([{}], [{}]) == sums([one()], [one()]) == sums([one(0.0)], [one(0.0)])
     assert signals(one(), one()) == set()
     rows = [torch.tensor([[1.0, 2.0], [0.0, 0.0], [3.0, 0.5]]), torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 1.0]])]
     plain: list[Gradients] = [{"w": tensor} for tensor in rows]
@@ -75,6 +61,10 @@ def test_gradients_that_are_missing_sparse_complex_empty_huge_or_tiny() -> None:
     for size in (1e30, 1e-30):
         found = sums([one(0.0, 1.01 * size)], [one(0.0, size), one(0.0, 2 * size)])
         assert (found.noise_ratio, found.norm_ratio) == pytest.approx((0.01, 1.01), rel=1e-4)
+
+    for ours, theirs, ratio, cosine in ((0.0, 0.0, 0.0, 1.0), (1.0, 0.0, math.inf, 0.0), (0.0, 1.0, 1.0, 0.0)):
+        found = sums([one(ours)], [one(theirs)])
+        assert (found.noise_ratio, found.cosine) == (ratio, cosine)
 
 
 def test_flushed_are_entries_that_count_and_are_zero_in_the_low_precision_alone() -> None:
@@ -89,18 +79,6 @@ def test_a_signal_is_what_another_rounding_leaves_as_it_is() -> None:
     gradients = {"kept": torch.ones(2), "noise": torch.ones(2), "zero": torch.zeros(2), "missing": torch.ones(2)}
     perturbed = {"kept": torch.full((2,), 1.05), "noise": torch.full((2,), 1.2), "zero": torch.zeros(2)}
     assert signals(gradients, perturbed) == {"kept"}, "a parameter that another rounding changes by 20 % is noise"
-
-
-def test_the_worst_come_first() -> None:
-    def part(difference: float, num_flushed: float) -> Sums:
-        return Sums(difference=difference, noise=1.0, reference=1.0, num_counting=10, num_flushed=num_flushed)
-
-    found = Comparison(Sums(), {"a": part(1.0, 0), "b": part(9.0, 2), "c": part(4.0, 5)})
-    assert [(damage.name, damage.noise_ratio) for damage in found.worst(2)] == [("b", 3.0), ("c", 2.0)]
-    most = found.most_flushed()
-    assert most is not None
-    assert (most.name, most.flushed_share) == ("c", 0.5)
-    assert Comparison(Sums(), {}).most_flushed() is None
 
 
 # -- training runs -----------------------------------------------------------------------------------------------------
@@ -159,10 +137,10 @@ def test_a_run_repeats_and_is_what_a_plain_loop_does() -> None:
 def test_the_gap_by_hand() -> None:
     reference, low, perturbed = Run((3.0, 1.0, 2.0), 0), Run((3.0, 1.5, 2.5), 0), Run((3.0, 1.1, 2.1), 0)
     found = gap(low, reference, perturbed)
-    assert found.over_perturbed == pytest.approx(5.0)
+    assert found[0] == pytest.approx(5.0)
     # The loss moves by -2 and +1: their standard deviation is 1.5, that of one loss 1.5 / sqrt(2).
-    assert found.over_scatter == pytest.approx(1 / 3 / (1.5 / math.sqrt(2)))
-    assert gap(low, reference, reference).over_perturbed == math.inf
+    assert found[1] == pytest.approx(1 / 3 / (1.5 / math.sqrt(2)))
+    assert gap(low, reference, reference)[0] == math.inf
 
 
 def test_an_overflow_halves_the_scale_and_tries_the_same_batch_again() -> None:
@@ -174,14 +152,10 @@ def test_an_overflow_halves_the_scale_and_tries_the_same_batch_again() -> None:
     assert batches == [0, 1, 2, 2, 2, 2, 3]
     many = train(overflowing(call=1, limit=2.0**-3)[0], "fp16", NUM_STEPS, scale=2.0**15)
     assert (many.is_finite, many.num_skips) == (True, 18)
-
-
-def test_a_gradient_that_no_scale_saves_ends_the_run_soon() -> None:
-    passes, _ = overflowing(call=3, limit=0.0)
-    run = train(passes, "fp16", NUM_STEPS, scale=2.0**15)
-    assert len(run.losses) == 3
-    assert math.isnan(run.losses[-1])
-    assert passes.num_passes < 10
+    hopeless, _ = overflowing(call=3, limit=0.0)
+    run = train(hopeless, "fp16", NUM_STEPS, scale=2.0**15)
+    assert (len(run.losses), math.isnan(run.losses[-1])) == (3, True)
+    assert hopeless.num_passes < 10, "it ends soon"
 
 
 @pytest.mark.parametrize(
@@ -204,52 +178,27 @@ def test_a_run_is_cut_where_it_is_not_finite(bad: float, precision: Precision, i
     assert (len(run.losses), run.num_skips, passes.num_passes) == (3, 0, 3)
 
 
-@pytest.mark.parametrize("make", [Partly, lambda: mlp().bfloat16()])
-def test_a_perturbation_is_relative_of_frozen_parameters_too_and_the_seeds(make: Callable[[], nn.Module]) -> None:
-    def moved(relative: float, seed: int) -> Tensor:
-        torch.manual_seed(0)
-        model = make()
-        perturb(model, relative, seed)
-        return torch.cat([parameter.detach().flatten().double() for parameter in model.parameters()])
-
-    assert torch.equal(moved(0.125, 0), moved(0.125, 0))
-    assert not torch.equal(moved(0.125, 0), moved(0.125, 1))
-    ratio = moved(0.125, 0) / moved(0.0, 0)
-    assert (ratio - 1).abs().max() <= 0.125 + 2.0**-6  # bf16 rounds what comes out
-    assert ratio.min() < 0.95 < 1.05 < ratio.max()
+def test_a_perturbation_is_relative_and_of_frozen_parameters_too() -> None:
+    first, model = build("unused and frozen parameters").model, build("unused and frozen parameters").model
+    perturb(model, 0.125, 0)
+    for before, after in zip(first.parameters(), model.parameters(), strict=True):
+        assert 0.05 < (after / before - 1).abs().max() <= 0.126
 
 
 # -- weights kept in low precision -------------------------------------------------------------------------------------
 
 
-class Weights(nn.Module):
-    def __init__(self, values: Tensor, *, requires_grad: bool = True) -> None:
-        super().__init__()
-        self.w = nn.Parameter(values, requires_grad=requires_grad)
-
-
-def after(weights: Tensor, updates: Tensor) -> LowWeights:
-    exact = weights.float()
-    found = lost_updates(Weights(weights), {"w": exact}, {"w": exact + updates})
-    assert found is not None
-    return found
+def lost(weights: Tensor, updates: Tensor) -> LowWeights | None:
+    model = nn.Module()
+    model.register_parameter("w", nn.Parameter(weights))
+    return lost_updates(model, {"w": weights.float()}, {"w": weights.float() + updates})
 
 
 def test_what_is_lost_by_hand() -> None:
     # bf16 steps by 2^-7 from 1 on: the first update is lost, the second rounds up to a whole step, the third is none.
-    found = after(torch.ones(3, dtype=torch.bfloat16), torch.tensor([0.25, 0.75, 0.0]) * 2.0**-7)
-    assert found.lost_share == 0.5  # of the two that move at all
-    assert found.applied_share == pytest.approx(0.75 / (0.25**2 + 0.75**2))
-    assert found.stochastic_noise == pytest.approx(math.sqrt((0.25 * 0.75 + 0.75 * 0.25) / (0.25**2 + 0.75**2)))
-    held = after(torch.ones(4, dtype=torch.bfloat16), torch.full((4,), 2.0**-7))
-    assert held == LowWeights(weights="bf16", lost_share=0.0, applied_share=1.0, stochastic_noise=0.0)
+    found = lost(torch.ones(3, dtype=torch.bfloat16), torch.tensor([0.25, 0.75, 0.0]) * 2.0**-7)
+    assert found == LowWeights(weights="bf16", lost_share=0.5)  # of the two that move at all
     # A mask of -inf, and a step past the end of the format, are no rounding.
-    odd = after(torch.tensor([-math.inf, 1.0, 1.0], dtype=torch.float16), torch.tensor([0.0, 1e6, 2.0**-3]))
-    assert odd == LowWeights(weights="fp16", lost_share=0.0, applied_share=1.0, stochastic_noise=0.0)
-
-
-def test_nothing_where_no_trainable_weight_is_in_half_precision_or_none_moves() -> None:
-    half, before = torch.ones(2).bfloat16(), {"w": torch.ones(2)}
-    assert lost_updates(Weights(torch.ones(2)), before, {"w": torch.full((2,), 2.0)}) is None
-    assert lost_updates(Weights(half, requires_grad=False), before, {"w": torch.full((2,), 2.0)}) is None
-    assert lost_updates(Weights(half), before, before) is None
+    odd = lost(torch.tensor([-math.inf, 1.0, 1.0], dtype=torch.float16), torch.tensor([0.0, 1e6, 2.0**-3]))
+    assert odd == LowWeights(weights="fp16", lost_share=0.0)
+    assert lost(torch.ones(2), torch.ones(2)) is lost(torch.ones(2).bfloat16(), torch.zeros(2)) is None

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -14,16 +13,15 @@ import msgspec
 import pytest
 import torch
 from fidelity_subjects import Applied, chain, checked, compiled, everything_of, running_sum, with_middle
-from fp16_subjects import SUBJECTS, Batch, Transformer, build, convnet, mean_square, mlp, subject
+from fp16_subjects import SUBJECTS, Batch, build, convnet, mean_square, mlp, subject
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Fidelity
-from autotune_amp.numerics.fidelity import NUM_BATCHES, NUM_PAIRED_STEPS, Experiment, check
-from autotune_amp.numerics.modules import watch_forward
-from autotune_amp.numerics.passes import Passes, Subject
+from autotune_amp.numerics.fidelity import NUM_PAIRED_STEPS, check
+from autotune_amp.numerics.passes import Subject
 from autotune_amp.precision.forward_wrapper import is_pinned, pin_fp32
 
 
@@ -52,32 +50,21 @@ class ByChance(nn.Module):
 
 
 class Odd(nn.Module):
-    """A complex parameter, one without entries, buffers that are expanded, that come late and that change size."""
+    """A complex parameter, one without entries, buffers that count and that come late: a cache stays."""
 
     def __init__(self) -> None:
         super().__init__()
         self.enter, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
         self.filter = nn.Parameter(torch.randn(5, dtype=torch.complex64))
         self.nothing = nn.Parameter(torch.zeros(0, 3))
-        self.register_buffer("expanded", torch.arange(1.0, 5.0).expand(8, -1))
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
-        self.register_buffer("cache", torch.ones(1), persistent=False)
+        self.register_buffer("cache", torch.ones(4), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.get_buffer("cache").shape != (4,):
-            self.cache = torch.ones(4)
         self.get_buffer("count").add_(1)
         x = torch.fft.irfft(torch.fft.rfft(self.enter(x).float()) * self.filter)
-        out: Tensor = self.head(x) * self.get_buffer("expanded") * self.get_buffer("cache") + self.nothing.sum()
+        out: Tensor = self.head(x) * self.get_buffer("cache") + self.nothing.sum()
         return out
-
-
-def warmed_up(model: nn.Module) -> Subject:
-    made = subject(model)
-    assert check(made, "bf16", batch_size=8).verdict == "faithful"
-    assert model.get_buffer("cache").shape == (4,), "a cache that comes during the check stays"
-    assert model.get_buffer("count") == 0
-    return made
 
 
 def with_equal_batches() -> Subject:
@@ -88,7 +75,7 @@ def with_equal_batches() -> Subject:
 HEALTHY: dict[str, Callable[[], Subject]] = {
     **{name: partial(build, name) for name in SUBJECTS if name != "sum over 1e5 elements"},
     "Python's draws and a checkpoint": lambda: subject(ByChance()),
-    "odd parameters and buffers": lambda: warmed_up(Odd()),
+    "complex and empty parameters, a late cache": lambda: subject(Odd()),
     "targets of 1e3": lambda: subject(mlp(), y=lambda: 1e3 * torch.randn(8, 4)),
     "equal batches": with_equal_batches,
 }
@@ -162,6 +149,7 @@ SICK: dict[str, tuple[Callable[[], Subject], tuple[Precision, ...], str]] = {
 def test_sick_trainings_are_unfaithful_and_healed_by_a_pin_on_the_culprit(name: str, precision: Precision) -> None:
     make, sick_in, culprit = SICK[name]
     made = make()
+    made = replace(made, model=compiled(made.model)) if name == "quiet" else made
     unsearched = checked(made, precision, find_pins=False)
     assert unsearched.culprits == unsearched.healing_pins == ()
     assert unsearched.verdict == ("unfaithful" if precision in sick_in else "faithful")
@@ -178,13 +166,6 @@ def test_sick_trainings_are_unfaithful_and_healed_by_a_pin_on_the_culprit(name: 
     assert [(early.verdict, early.culprits, early.batch_size) for early in told] == [("unfaithful", (), 8)]
     healed = checked(made, precision, pinned_modules=found.healing_pins)
     assert (healed.verdict, healed.pinned_modules) == ("faithful", (culprit,))
-
-
-def test_a_sick_compiled_model_is_healed_too() -> None:
-    made = quiet()
-    found = checked(replace(made, model=compiled(made.model)), "fp16")
-    assert found.verdict == "unfaithful"
-    assert found.culprits == found.healing_pins == ("quiet",)
 
 
 def infinite_gradient_after(num_calls: int) -> Callable[[Tensor], Tensor]:
@@ -219,16 +200,6 @@ def test_where_the_loss_function_is_responsible_nothing_can_be_pinned() -> None:
     assert "outside of the modules" in found.reason
 
 
-def test_pins_that_were_passed_in_hold_in_every_pass() -> None:
-    made = with_middle(running_sum)
-    dtypes: list[torch.dtype] = []
-    made.model.get_submodule("body").register_forward_hook(lambda _, __, output: dtypes.append(output.dtype))
-    found = checked(made, "bf16", pinned_modules=["body"])
-    assert set(dtypes) == {torch.float32}
-    assert (found.verdict, found.pinned_modules, found.culprits) == ("unfaithful", ("body",), ("middle",))
-    assert found.healing_pins == ("body", "middle")
-
-
 def test_a_culprit_whose_pin_does_not_heal_is_still_named() -> None:
     """Two large offsets: at most one module of so few may be pinned, and one does not do."""
     made = with_middle(lambda x: (x + 3000.0) - 3000.0)
@@ -258,8 +229,14 @@ def test_a_module_that_cannot_run_in_fp32_does_not_undo_the_verdict() -> None:
     assert (found.verdict, found.healing_pins) == ("unfaithful", ())
 
 
-def test_the_users_own_pins_stay_and_the_whole_model_can_be_pinned() -> None:
+def test_pins_hold_in_every_pass_and_those_of_the_user_stay() -> None:
     made = with_middle(running_sum)
+    dtypes: list[torch.dtype] = []
+    made.model.get_submodule("body").register_forward_hook(lambda _, __, output: dtypes.append(output.dtype))
+    found = checked(made, "bf16", pinned_modules=["body"])
+    assert set(dtypes) == {torch.float32}
+    assert (found.verdict, found.pinned_modules, found.culprits) == ("unfaithful", ("body",), ("middle",))
+    assert found.healing_pins == ("body", "middle")
     whole = checked(made, "bf16", pinned_modules=[""])
     assert (whole.verdict, whole.noise_ratio) == ("faithful", 0.0)
     middle = made.model.get_submodule("middle")
@@ -281,8 +258,7 @@ def adam(lr: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
     return lambda model: torch.optim.Adam(model.parameters(), lr=lr, eps=1e-8)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize(("lr", "verdict"), [(1e-5, "doubtful"), (1e-3, "faithful")])
+@pytest.mark.parametrize(("precision", "lr", "verdict"), [("fp32", 1e-5, "doubtful"), ("bf16", 1e-3, "faithful")])
 def test_bf16_weights_lose_small_updates(precision: Precision, lr: float, verdict: str) -> None:
     found = checked(subject(mlp().bfloat16(), in_its_dtype, make_optimizer=adam(lr)), precision)
     assert found.verdict == verdict, found.reason
@@ -302,8 +278,6 @@ def test_fp16_weights_under_adam_are_unfaithful_because_of_the_weights() -> None
     assert "no longer finite" in found.reason
     assert "model.float()" in found.next_step
     assert found.format_max == 65504
-    assert found.low_weights is not None
-    assert found.low_weights.weights == "fp16"
 
 
 # -- what is not the precision's fault ---------------------------------------------------------------------------------
@@ -327,33 +301,18 @@ def test_it_is_said_where_training_moves_no_weight(lr: float, has_moved: bool) -
     assert ("no weight moved" in found.reason) == (not has_moved)
 
 
-class OwnError(Exception):
-    pass
-
-
-@pytest.mark.parametrize("failing", ["fp32", "bf16", "third batch"])
-def test_what_the_model_raises_comes_through_and_leaves_the_model_as_it_was(failing: str) -> None:
+def test_what_the_model_raises_comes_through_and_leaves_the_model_as_it_was() -> None:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         value = mean_square(model, batch)
-        is_low = torch.is_autocast_enabled("cpu")
-        if {"fp32": not is_low, "bf16": is_low, "third batch": batch.number == 2}[failing]:
-            raise OwnError
+        if torch.is_autocast_enabled("cpu") and batch.number == 2:
+            raise KeyError("of the user's own")
         return value
 
     made = subject(convnet(), loss, x=lambda: torch.randn(8, 2, 6, 6))
     before = everything_of(made.model)
-    with pytest.raises(OwnError):
+    with pytest.raises(KeyError, match="own"):
         check(made, "bf16", batch_size=8)
     torch.testing.assert_close(everything_of(made.model), before, rtol=0, atol=0)
-
-
-# -- one attempt -------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def experiment_on(made: Subject, precision: Precision) -> Iterator[Experiment]:
-    with watch_forward(made.model, made.device) as watch:
-        yield Experiment(Passes(made), precision, watch)
 
 
 class Attention(nn.Module):
@@ -366,48 +325,10 @@ class Attention(nn.Module):
         return out
 
 
-def test_the_bias_of_a_key_carries_no_signal() -> None:
+def test_the_bias_of_a_key_carries_no_signal_and_is_no_worst_parameter() -> None:
     made = subject(Attention(), x=lambda: torch.randn(8, 3, 8), y=lambda: torch.randn(8, 3, 8))
-    with experiment_on(made, "bf16") as experiment:
-        comparison = experiment.one_step(()).comparison
-    assert comparison is not None
-    assert comparison.parameters.keys() == {name for name, _ in made.model.named_parameters()} - {"key.bias"}
-    assert comparison.whole.noise_ratio < 0.05
-
-
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_a_pass_that_is_not_finite_is_found_at_its_batch(precision: Precision) -> None:
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        value = mean_square(model, batch)
-        return value * math.nan if batch.number == 1 and torch.is_autocast_enabled("cpu") else value
-
-    with experiment_on(subject(mlp(), loss), precision) as experiment:
-        attempt = experiment.one_step(())
-    assert (attempt.bad_index, attempt.comparison, attempt.grade.verdict) == (1, None, "unfaithful")
-
-
-def test_all_batches_have_one_loss_scale_that_suits_each_and_training_begins_with_it() -> None:
-    seen: list[float] = []
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        value = mean_square(model, batch) * (2.0**4 if batch.number == 2 else 1.0)
-        value.register_hook(lambda gradient: seen.append(float(gradient)))  # type: ignore[no-untyped-call] # torch's
-        return value
-
-    made = subject(mlp(), loss)
-    with experiment_on(made, "fp16") as experiment:
-        attempt = experiment.one_step(())
-        assert seen[-NUM_BATCHES - 1 : -1] == [attempt.scale] * NUM_BATCHES, "before a pass in fp32"
-        assert experiment.train(attempt).training is not None
-    assert seen[-NUM_PAIRED_STEPS:] == [attempt.scale] * NUM_PAIRED_STEPS
-    assert attempt.found.has_safe_scale
-    assert attempt.bad_index is None
-    assert all(Passes(made).run(index, "fp16", scale=attempt.scale).is_finite for index in range(NUM_BATCHES))
-    assert not all(Passes(made).run(index, "fp16", scale=16 * attempt.scale).is_finite for index in range(NUM_BATCHES))
-
-
-def test_forward_maxima_are_of_what_is_in_half_precision() -> None:
-    with experiment_on(subject(Transformer(), x=lambda: torch.randn(8, 3, 8)), "bf16") as experiment:
-        maxima = experiment.one_step(()).forward_maxima
-    assert all(maximum == 0 for name, maximum in maxima.items() if "norm" in name)  # autocast keeps them in fp32
-    assert all(0 < maxima[name] < 100 for name in ("layer.linear1", "head"))
+    found = checked(made, "bf16")
+    assert found.verdict == "faithful", found.reason
+    assert {damage.name for damage in found.worst_parameters} == {name for name, _ in made.model.named_parameters()} - {
+        "key.bias"
+    }

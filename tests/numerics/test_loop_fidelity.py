@@ -43,8 +43,14 @@ def subject(workload: Workload) -> Subject:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", sorted(LOOPS))
-def test_a_healthy_loop_is_faithful(name: str, precision: Precision) -> None:
-    found = checked(LOOPS[name](), precision)
+def test_a_healthy_loop_is_faithful_and_left_as_it_was(name: str, precision: Precision) -> None:
+    context = Context(LOOPS[name](), is_kept=True)
+    model: Any = context.model(torch.device("cpu"))
+    before = copy.deepcopy(model.state_dict())
+    found = checks.check(context, spec(precision), lambda _: None)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert name != "gan" or model.held["num_steps"] == 0
+    assert all(parameter.grad is None for parameter in model.parameters())
     assert isinstance(found, Fidelity)
     assert (found.verdict, found.num_paired_steps) == ("faithful", 8)
     trained = {"gan": ("nets.generator", "nets.discriminator"), "diffusion": ("denoiser",)}[name]
@@ -52,12 +58,10 @@ def test_a_healthy_loop_is_faithful(name: str, precision: Precision) -> None:
     assert all(parameter.name.startswith(trained) for parameter in found.worst_parameters)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_sum_in_low_precision_is_not(precision: Precision) -> None:
-    found = checked(loop_samples.sick(), precision)
+def test_a_sum_in_low_precision_is_not() -> None:
+    found = checked(loop_samples.sick(), "bf16")
     assert isinstance(found, Fidelity)
-    assert found.verdict == "unfaithful"
-    assert not found.culprits
+    assert (found.verdict, found.culprits) == ("unfaithful", ())
 
 
 def test_its_loss_scale_is_measured_by_bisection() -> None:
@@ -67,26 +71,12 @@ def test_its_loss_scale_is_measured_by_bisection() -> None:
     assert found.init_scale is not None
 
 
-def test_a_check_leaves_the_state_as_it_was_and_steps_nothing() -> None:
-    context = Context(LOOPS["gan"](), is_kept=True)
-    model = context.model(torch.device("cpu"))
-    before = copy.deepcopy(model.state_dict())
-    assert isinstance(checks.check(context, spec("bf16"), lambda _: None), Fidelity)
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    held: Any = model.held
-    assert held["num_steps"] == 0
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 def test_weights_in_half_precision_are_unchecked() -> None:
     def build() -> dict[str, Any]:
         net = mlp(8, 1).bfloat16()
         return {"net": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
 
-    def step(state: dict[str, Any], batch: Tensor, amp: Any) -> None:
-        raise AssertionError("not to be run")
-
-    found = checked(Workload(build=build, train_step=step, data=batches), "bf16")
+    found = checked(Workload(build=build, train_step=lambda *_: None, data=batches), "bf16")
     assert isinstance(found, Fidelity)
     assert found.verdict == "unchecked"
     assert "half precision" in found.reason

@@ -8,7 +8,7 @@ import inspect
 import pickle
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import hypothesis
 import pytest
@@ -28,7 +28,6 @@ from autotune_amp.precision.forward_wrapper import (
     is_pinned,
     observe,
     override,
-    override_of,
     pin_fp32,
     stop_observing,
     unpin,
@@ -36,11 +35,6 @@ from autotune_amp.precision.forward_wrapper import (
 from autotune_amp.precision.torch_state import autocast
 
 HALF: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class Pair(NamedTuple):
-    left: Tensor
-    right: Tensor
 
 
 class Recorder(nn.Module):
@@ -62,15 +56,27 @@ def x() -> Tensor:
     return torch.randn(4, 8)
 
 
-@pytest.mark.parametrize("outside", ["bf16", "fp16"])
-def test_a_pinned_module_runs_in_fp32(outside: Precision, x: Tensor) -> None:
-    module = nn.Linear(8, 8)
+@pytest.mark.parametrize("inside", ["fp32", "tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("outside", ["fp32", "bf16", "fp16"])
+def test_an_override_wins_over_the_autocast_around_it_and_a_pin_over_both(
+    inside: Precision, outside: Precision, x: Tensor
+) -> None:
+    module, linear = Recorder(), nn.Linear(8, 8)
+    outer = nn.Sequential(module, linear)
     with autocast(outside, "cpu"):
-        assert module(x).dtype == HALF[outside]
-        pin_fp32(module, "cpu")
-        assert module(x.to(HALF[outside])).dtype == torch.float32
-        unpin(module)
-        assert module(x).dtype == HALF[outside]
+        plain = linear(x).dtype  # caches the weight in half precision
+        override(outer, inside, "cpu")
+        module.output = x
+        assert outer(x).dtype == HALF.get(inside, torch.float32)
+        assert module.autocast == HALF.get(inside)
+        pin_fp32(linear, "cpu")
+        override(linear, inside, "cpu")
+        assert outer(x).dtype == linear(x.to(plain)).dtype == torch.float32
+        for role_ends in (unpin, clear_override):
+            role_ends(linear)
+        clear_override(outer)
+        assert linear(x).dtype == plain
+        assert torch.is_autocast_enabled("cpu") == (outside != "fp32")
 
 
 @pytest.mark.parametrize("role", [lambda m: pin_fp32(m, "cpu"), lambda m: override(m, "fp32", "cpu")])
@@ -78,118 +84,69 @@ def test_inputs_are_cast_up_anywhere_in_containers(role: Callable[[nn.Module], N
     module, half, double = Recorder(), torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.float64)
     role(module)
     indices, kept = torch.arange(2), deque([half])
-    module(half, [half, (indices, {"a": half})], "text", pair=Pair(half, double), more=OrderedDict(b=half), kept=kept)
-    first, (second, (third, inner)), text = module.args
+    module(half, [half, (indices, {"a": half})], "text", double, more=OrderedDict(b=half), kept=kept)
+    first, (second, (third, inner)), text, fourth = module.args
     assert [t.dtype for t in (first, second, inner["a"], module.kwargs["more"]["b"])] == [torch.float32] * 4
     assert third is indices
     assert text == "text"
-    assert isinstance(module.kwargs["pair"], Pair)
-    assert module.kwargs["pair"].left.dtype == torch.float32
-    assert module.kwargs["pair"].right is double
+    assert fourth is double
     assert isinstance(module.kwargs["more"], OrderedDict)
     assert module.kwargs["kept"] is kept  # a module may write into it, as into a key-value cache
     assert kept[0] is half
 
 
-@pytest.mark.parametrize("low", HALF.values())
-def test_half_precision_weights_cannot_be_pinned(low: torch.dtype, x: Tensor) -> None:
-    module = nn.Linear(8, 8).to(low)
-    with pytest.raises(InvalidRequestError, match="half precision"):
-        pin_fp32(module, "cpu")
-    assert type(module) is nn.Linear
-    override(module, "fp32", "cpu")  # but fp32 may be asked of a model kept in half precision: as it is
-    assert module(x.to(low)).dtype == low
-
-
-@pytest.mark.parametrize("inside", ["fp32", "tf32", "bf16", "fp16"])
-@pytest.mark.parametrize("outside", ["fp32", "bf16", "fp16"])
-def test_an_override_wins_over_the_autocast_around_it(inside: Precision, outside: Precision) -> None:
-    module = Recorder()
-    override(module, inside, "cpu")
-    assert override_of(module) == inside
-    with autocast(outside, "cpu"):
-        module()
-        assert module.autocast == HALF.get(inside)
-        assert torch.is_autocast_enabled("cpu") == (outside != "fp32")
-    clear_override(module)
-    assert override_of(module) is None
-
-
-def test_a_pin_wins_over_an_override_on_and_around_it() -> None:
-    around, inner = Recorder(), Recorder()
-    outer = nn.Sequential(around, inner)
-    override(outer, "bf16", "cpu")
-    override(inner, "fp16", "cpu")
-    pin_fp32(inner, "cpu")
-    outer(torch.ones(1))
-    assert around.autocast == torch.bfloat16
-    assert inner.autocast is None
-
-
-def test_an_override_does_not_use_casts_cached_outside(x: Tensor) -> None:
-    module = nn.Linear(8, 8)
-    with autocast("fp16", "cpu"):
-        module(x)  # caches the weight in fp16
-        override(module, "bf16", "cpu")
-        assert module(x).dtype == torch.bfloat16
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # newer torch has deprecated it
-def test_what_cannot_be_is_refused() -> None:
+def test_what_cannot_be_is_refused(x: Tensor) -> None:
     module = nn.Linear(8, 8)
     with pytest.raises(InvalidRequestError, match="fp8"):
         override(module, "fp8", "cpu")
     assert type(module) is nn.Linear
     with pytest.raises(InvalidRequestError, match="TorchScript"):
         pin_fp32(torch.jit.script(nn.Linear(8, 8)), "cpu")
+    half = nn.Linear(8, 8).bfloat16()
+    with pytest.raises(InvalidRequestError, match="half precision"):
+        pin_fp32(half, "cpu")
+    assert type(half) is nn.Linear
+    override(half, "fp32", "cpu")  # but fp32 may be asked of a model kept in half precision: as it is
+    assert half(x.bfloat16()).dtype == torch.bfloat16
 
 
-def observed(output: Any, times: int = 1) -> float:
+@pytest.mark.parametrize(
+    ("output", "maximum"),
+    [
+        (torch.tensor([1.0, -3.0, 2.0], requires_grad=True), 3),
+        (torch.tensor([-1.0, 66246.0]), 66246),
+        (torch.tensor([-(2.0**-24), 0.0], dtype=torch.float16), 2.0**-24),
+        (torch.tensor([300.0], dtype=torch.bfloat16), 300),
+        (torch.tensor([1.0, -torch.inf]), torch.inf),
+        (torch.tensor([torch.inf, torch.nan, 1.0]), torch.nan),
+        # The first floating tensor, wherever it stands.
+        ((None, torch.arange(9), [torch.full((1,), 2.0)], torch.ones(1)), 2),
+        ({"logits": torch.full((1,), 2.0), "hidden": torch.ones(1)}, 2),
+        (torch.empty(0, 8), 0),
+        ("nothing", 0),
+    ],
+)
+def test_an_observer_keeps_the_largest_magnitude_while_sampling_and_training(output: Any, maximum: float) -> None:
     module, observer = Recorder(output), Observer(2, "cpu")
-    observer.is_sampling = True
     observe(module, observer, 1)
-    for _ in range(times):
-        module()
-    assert observer.maxima[0] == 0
-    assert not observer.maxima[1].requires_grad
-    return float(observer.read()[1])
-
-
-def test_an_observer_keeps_the_largest_magnitude() -> None:
-    assert observed(torch.tensor([1.0, -3.0, 2.0], requires_grad=True)) == 3
-    assert observed(torch.tensor([-1.0, 66246.0])) == 66246
-    assert observed(torch.tensor([-(2.0**-24), 0.0], dtype=torch.float16)) == 2.0**-24
-    assert observed(torch.tensor([300.0], dtype=torch.bfloat16), times=2) == 300
-    assert observed(torch.tensor([1.0, -torch.inf])) == torch.inf
-    assert torch.tensor(observed(torch.tensor([torch.inf, torch.nan, 1.0]))).isnan()
-
-
-def test_an_observer_looks_at_the_first_floating_tensor() -> None:
-    one, two = torch.ones(1), torch.full((1,), 2.0)
-    assert observed((None, torch.arange(9), [two], one)) == 2
-    assert observed({"logits": two, "hidden": one}) == 2
-    assert observed(torch.empty(0, 8)) == 0
-    assert observed("nothing") == 0
-
-
-def test_eager_modules_write_only_while_sampling_and_training() -> None:
-    module, observer = nn.Identity(), Observer(1, "cpu")
-    observe(module, observer, 0)
-    module(torch.ones(1))
+    module()
     observer.is_sampling = True
-    module.eval()(torch.ones(1))
-    assert observer.read().tolist() == [0]
-    module.train()(torch.ones(1))
-    for value in (torch.nan, 2.0):
-        module(torch.tensor(value))
-        assert observer.read().isnan().all()
+    module.eval()()
+    assert observer.read().tolist() == [0, 0]
+    module.train()
+    for said in (output, torch.zeros(1)):
+        module.output = said
+        module()
+        torch.testing.assert_close(observer.read().tolist(), [0.0, float(maximum)], equal_nan=True)
     observer.reset()
-    module(torch.ones(1))
-    assert observer.read().tolist() == [1]
+    module.output = torch.ones(1)
+    module()
     stop_observing(module)
-    module(torch.full((1,), 5.0))
-    assert observer.read().tolist() == [1]
+    module.output = torch.full((1,), 5.0)
+    module()
+    assert observer.read().tolist() == [0, 1]
 
 
 ROLES: dict[str, Callable[[nn.Module], None]] = {
@@ -216,7 +173,6 @@ def test_any_order_of_changes_ends_as_it_should(changes: list[str], has_own_forw
         precision = {"override fp32": "fp32", "override bf16": "bf16", "clear": None}.get(change, precision)
         is_observed = {"observe": True, "stop": False}.get(change, is_observed)
         assert is_pinned(module) == pinned
-        assert override_of(module) == precision
         assert (type(module) is Recorder) == (not pinned and precision is None and not is_observed)
     with autocast("fp16", "cpu"):
         module()
@@ -282,7 +238,6 @@ def test_copies_and_pickles_keep_pin_and_override_but_not_the_observer(x: Tensor
     assert b"Observer" not in pickle.dumps(model)
     for twin in duplicates(model):
         assert is_pinned(twin.linear(0))
-        assert override_of(twin) == "bf16"
         assert twin.blocks[1] is model.blocks[1] or type(twin.blocks[1]) is Block
         assert torch.equal(twin(x)[0], model(x)[0])
         unpin(twin.linear(0))
@@ -291,7 +246,6 @@ def test_copies_and_pickles_keep_pin_and_override_but_not_the_observer(x: Tensor
         assert type(twin.linear(0)) is nn.Linear
         twin.blocks[0].linear = model.linear(0)
         pin_fp32(model.linear(0), "cpu")  # the shallow copy shares it
-    assert override_of(model) == "bf16"
 
 
 def doubled(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

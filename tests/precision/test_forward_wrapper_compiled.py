@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.precision.forward_wrapper import Observer, observe, override, override_of, pin_fp32, unpin
+from autotune_amp.precision.forward_wrapper import Observer, observe, override, pin_fp32, unpin
 from autotune_amp.precision.torch_state import autocast
 
 
@@ -133,5 +133,4 @@ def test_each_new_precision_compiles_once_and_comes_back_for_free(in_place: bool
             assert torch.equal(outputs[-1], eager(x)[0])
         counts.append(counter.frame_count)
     assert counts == [1, 2, 3, 3, 3, 3]
-    assert override_of(compiled) == override_of(model) == "fp32"
     assert not torch.equal(outputs[0], outputs[1])

@@ -6,7 +6,7 @@ from typing import Any
 
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware
 from autotune_amp.core.outcome import Measurement
-from autotune_amp.profile.job import Profiled, ProfiledStep, Split
+from autotune_amp.profile.gap import Profiled, ProfiledStep, Split
 
 HARDWARE = Hardware(
     device="cpu",

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
-import random
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from profile_samples import HARDWARE, measured
+from profile_samples import measured
 
 from autotune_amp import profile_amp
 from autotune_amp.core.dimensions import Precision
@@ -19,8 +17,7 @@ from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.outcome import Failure, FailureKind, Outcome
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
-from autotune_amp.profile.rows import Found, rows
-from autotune_amp.profile.running import Rounds, checked_request, refused_in, write_trace
+from autotune_amp.profile.running import refused_in, time_in_turns, write_trace
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.space import Space
 from autotune_amp.trial.jobs import Trial
@@ -33,30 +30,17 @@ def failure(kind: FailureKind = "oom") -> Failure:
 class Children:
     """A backend that plays outcomes back, by precision and round; 1 s a step where nothing else is said."""
 
-    def __init__(self, **outcomes: Sequence[Outcome]) -> None:
+    def __init__(self, num_batches: int = 10, **outcomes: Sequence[Outcome]) -> None:
         self.left = {name: list(of_one) for name, of_one in outcomes.items()}
         self.trials: list[Trial] = []
+        precisions: list[Precision] = ["fp32", "bf16"]
+        trials = {p: Trial(candidate=Setting(precision=p, batch_size=8), device="cpu") for p in precisions}
+        self.outcomes = time_in_turns(self, trials, num_batches, Progress())
 
     def submit(self, job: Trial) -> Any:
         self.trials.append(job)
         left = self.left.get(job.candidate.precision)
-        outcome = left.pop(0) if left else measured(1.0)
-
-        class Handle:
-            start_seconds = None
-
-            def result(self) -> Outcome:
-                return outcome
-
-        return Handle()
-
-    def run(self, num_batches: int = 10, *precisions: Precision) -> Rounds:
-        trials = {
-            p: Trial(candidate=Setting(precision=p, batch_size=8), device="cpu") for p in precisions or ("fp32", "bf16")
-        }
-        self.rounds = Rounds(self, trials, num_batches, Progress())
-        self.outcomes = self.rounds.run()
-        return self.rounds
+        return Mock(result=Mock(return_value=left.pop(0) if left else measured(1.0)))
 
     @property
     def asked(self) -> list[tuple[str, int, int]]:
@@ -66,7 +50,6 @@ class Children:
 
 def test_the_batches_are_divided_among_three_rounds_and_another_one_is_first_in_each() -> None:
     children = Children()
-    assert children.run(10).notes == []
     assert children.asked == [
         ("fp32", 0, 4),
         ("bf16", 0, 4),
@@ -76,58 +59,27 @@ def test_the_batches_are_divided_among_three_rounds_and_another_one_is_first_in_
         ("bf16", 2, 3),
     ]
     assert all(trial.num_steps[0] == trial.num_steps[1] for trial in children.trials)
-    children.trials.clear()
-    children.run(2)
-    assert [steps for _, _, steps in children.asked] == [1] * 4
+    assert [steps for _, _, steps in Children(2).asked] == [1] * 4
 
 
 def test_fp32_says_how_long_the_steps_of_the_others_may_take() -> None:
-    children = Children(fp32=[measured(4.0)])
-    children.run()
-    fp32, bf16 = children.trials[:2]
-    assert (fp32.cut_step_seconds, fp32.step_deadline_seconds, fp32.first_step_deadline_seconds) == (None,) * 3
-    assert (bf16.cut_step_seconds, bf16.step_deadline_seconds, bf16.first_step_deadline_seconds) == (20.0, 40.0, 64.0)
-    children = Children(fp32=[measured(0.02)])
-    children.run()
-    bf16 = children.trials[1]
-    assert (bf16.cut_step_seconds, bf16.step_deadline_seconds, bf16.first_step_deadline_seconds) == (1.0, 5.0, 30.0)
+    for step_seconds, limits in ((4.0, (20.0, 40.0, 64.0)), (0.02, (1.0, 5.0, 30.0))):
+        fp32, bf16 = Children(fp32=[measured(step_seconds)]).trials[:2]
+        assert (fp32.cut_step_seconds, fp32.step_deadline_seconds, fp32.first_step_deadline_seconds) == (None,) * 3
+        assert (bf16.cut_step_seconds, bf16.step_deadline_seconds, bf16.first_step_deadline_seconds) == limits
 
 
 @pytest.mark.parametrize("last", [failure(), measured(0.9, was_cut=True), measured(5.1)])
-def test_what_failed_or_is_hopelessly_slow_is_in_no_later_round_and_is_not_taken_apart(last: Outcome) -> None:
+def test_what_failed_or_is_hopelessly_slow_is_in_no_later_round(last: Outcome) -> None:
     children = Children(bf16=[measured(1.0), last])
-    assert children.run().running() == ["fp32"]
     assert [name for name, _, _ in children.asked] == ["fp32", "bf16", "bf16", "fp32", "fp32"]
     assert children.outcomes["bf16"][-1] is last
 
 
-def test_two_rounds_where_starting_again_takes_long() -> None:
-    children = Children(fp32=[measured(1.0, build_seconds=29.0)])
-    assert "two processes" in children.run(10).notes[0]
-    assert children.asked == [("fp32", 0, 4), ("bf16", 0, 4), ("bf16", 1, 6), ("fp32", 1, 6)]
-
-
 def test_a_workload_that_does_not_run_in_fp32_either_is_an_error() -> None:
     with pytest.raises(WorkloadError, match="too much"):
-        Children(fp32=[failure("workload_error")]).run()
-    children = Children(bf16=[failure("workload_error")])
-    children.run()
-    assert len(children.outcomes["fp32"]) == 3
-
-
-def test_the_interval_covers_the_truth() -> None:
-    dice, num_profiles, num_covered = random.Random(5), 400, 0
-
-    def processes(seconds: float) -> list[Outcome]:
-        return [measured(seconds * math.exp(dice.gauss(0, 0.05))) for _ in range(3)]
-
-    for _ in range(num_profiles):
-        found = Found(HARDWARE, {}, {"fp32": processes(1.35), "bf16": processes(1.05)}, {})
-        _, row = rows(("fp32", "bf16"), found)
-        assert row.speedup_interval is not None
-        low, high = row.speedup_interval
-        num_covered += low < 1.35 / 1.05 < high
-    assert 0.92 < num_covered / num_profiles < 0.995
+        Children(fp32=[failure("workload_error")])
+    assert len(Children(bf16=[failure("workload_error")]).outcomes["fp32"]) == 3
 
 
 def test_a_dataset_too_small_for_larger_batches_is_profiled_at_its_own() -> None:
@@ -156,29 +108,15 @@ def test_the_trace_holds_the_steps_of_every_process(tmp_path: Path) -> None:
     [
         ({"num_batches": 0}, "--batches is 0"),
         ({"num_batches": True}, "--batches is True"),
-        ({"batch_size": 2.5}, "--batch-size is 2.5.*Give --batch-size 32"),
+        ({"batch_size": 2.5}, "--batch-size is 2.5"),
         ({"batch_size": 0}, "--batch-size is 0"),
-        ({"precision": "half"}, "'half'; it must be one of"),
+        ({"precision": "half"}, "'half'"),
         ({"device": "gpu"}, "--device is 'gpu'"),
         ({"trace": "no/such/folder/trace.json"}, "--trace is 'no/such/folder/trace.json'"),
         ({"trace": "trace.json.gz"}, "not compressed"),
-        ({"trace": "/proc/trace.json"}, "which cannot be written"),
-        ({"workload": "nothing"}, "names no workload"),
+        ({"workload": "nothing"}, "'nothing'"),
     ],
 )
-def test_arguments_that_cannot_be_meant(
-    arguments: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InvalidRequestError) as caught:
+def test_arguments_that_cannot_be_meant(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
         profile_amp(**arguments)
-    assert re.search(message, f"{caught.value.message} {caught.value.next_step}")
-
-
-def test_looking_whether_a_trace_can_be_written_leaves_what_was_there(tmp_path: Path) -> None:
-    old, new = tmp_path / "old.json", tmp_path / "new.json"
-    old.write_text("kept")
-    for trace in (old, new):
-        assert checked_request(10, "cpu", None, None, trace).trace == trace
-    assert [path.name for path in tmp_path.iterdir()] == ["old.json"]
-    assert old.read_text() == "kept"

@@ -13,49 +13,32 @@ CONFIG = AmpConfig(precision="fp16", batch_size=8, loss_scale=LossScale(), fallb
 REASON = "8 of 200 steps skipped <b>& more</b>"
 
 
+def _line(update: int, precision: Precision, scale: float | None, num_skips: int) -> dict[str, Any]:
+    num_steps = update - num_skips
+    return {"update": update, "num_steps": num_steps, "num_skips": num_skips, "precision": precision, "scale": scale}
+
+
 def begin(
     update: int = 0, precision: Precision = "fp16", scale: float | None = 65536.0, num_skips: int = 0
 ) -> BeginLine:
+    made: dict[str, Any] = {
+        "run_id": "made",
+        "is_resumed": update > 0,
+        "time": "2026-01-01T00:00:00+00:00",
+        "device": "cuda",
+    }
     return BeginLine(
-        update=update,
-        num_steps=update - num_skips,
-        num_skips=num_skips,
-        precision=precision,
-        scale=scale,
-        run_id="made",
-        is_resumed=update > 0,
-        time="2026-01-01T00:00:00+00:00",
-        device="cuda",
-        rank=0,
-        num_ranks=2,
-        config=CONFIG,
+        **_line(update, precision, scale, num_skips), **made, device="cuda", rank=0, num_ranks=2, config=CONFIG
     )
 
 
 def sample(update: int, scale: float | None, num_skips: int, precision: Precision = "fp16", **loss: Any) -> SampleLine:
-    return SampleLine(
-        update=update,
-        num_steps=update - num_skips,
-        num_skips=num_skips,
-        precision=precision,
-        scale=scale,
-        loss=loss.get("loss", 2.0 / (1 + update / 100)),
-    )
+    return SampleLine(**_line(update, precision, scale, num_skips), **{"loss": 2.0 / (1 + update / 100)} | loss)
 
 
 def move(update: int, kind: str, before: Precision, after: Precision, num_skips: int, **fields: Any) -> MoveLine:
-    return MoveLine(
-        update=update,
-        num_steps=update - num_skips,
-        num_skips=num_skips,
-        precision=after,
-        scale=512.0 if after == "fp16" else None,
-        kind=kind,
-        before=before,
-        after=after,
-        reason=fields.get("reason", REASON),
-        pinned_modules=fields.get("pinned_modules", ()),
-    )
+    line = _line(update, after, 512.0 if after == "fp16" else None, num_skips)
+    return MoveLine(**line, kind=kind, before=before, after=after, **{"reason": REASON, "pinned_modules": ()} | fields)
 
 
 def made_run(path: Path) -> Path:

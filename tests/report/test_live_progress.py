@@ -82,7 +82,7 @@ def test_without_a_terminal_or_on_a_dumb_one_every_event_is_a_plain_line(monkeyp
             "  cpu: Some Processor, 6.00 GiB available, fp32, bf16, fp16",
             "epoch [red]1[/red]",
             "  0  bf16 batch 32           412 samples/s   77.6 ms   612 MiB   3.1 s",
-            "  1  fp32 batch 32       out of memory after 3.1 s: too large",
+            "  1  fp32 batch 32       out of memory: too large   3.1 s",
             "  resumed 3 trials",
         ]
 
@@ -107,36 +107,7 @@ def test_live_display_follows_every_event(monkeypatch: pytest.MonkeyPatch) -> No
     assert "1:05 left of 1:30" in drawn()
     progress.tick(91.0)
     assert "time is up" in drawn()
-    progress.found_hardware(hardware())
-    progress.trial_ended(record(measurement(peak_memory_bytes=2**20)), BEST)
-    assert drawn().endswith("mem 612 MiB at the highest peak, 6.00 GiB available")
     progress.ended()
-
-
-def test_work_without_a_budget_shows_the_time_and_the_precision_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune_amp.report.progress._DRAW_SECONDS", 0.0)
-    stream = FakeTerminal()
-    progress = TerminalProgress(stream)
-    progress.work_started(None)
-    progress.trial_started(1, Setting(precision="bf16", batch_size=8), "search")
-    progress.step(3, 0.25)
-    progress.tick(65.0)
-    text = stream.seen()
-    assert ("1:05" in text, "left of" in text, "best" in text) == (True, False, False)
-    assert "bf16 batch 8        trial 1: step 3, 250 ms each" in text
-    progress.ended()
-
-
-def test_at_80_columns_a_long_line_is_wrapped_and_loses_nothing() -> None:
-    stream = FakeTerminal()
-    progress = started(stream)
-    candidate = Setting(precision="fp32", batch_size=64, num_workers=2)
-    progress.trial_ended(record(measurement(), purpose="confirm", candidate=candidate), None)
-    progress.ended()
-    lines = stream.seen().splitlines()
-    assert any("fp32 batch 64 with 2 loader workers" in line and "612 MiB" in line for line in lines)
-    assert any(line.endswith("3.1 s  confirm") for line in lines)
-    assert max(map(len, lines)) <= 80
 
 
 def test_traceback_of_the_users_code_is_shown_once() -> None:
@@ -147,7 +118,7 @@ def test_traceback_of_the_users_code_is_shown_once() -> None:
         failure = Failure(kind="workload_error", message="ValueError: no", details=details)
         progress.trial_ended(record(failure, number=number), None)
     text = stream.getvalue()
-    assert text.count("workload error after 3.1 s: ValueError: no") == 3
+    assert text.count("workload error: ValueError: no") == 3
     assert text.count('File "train.py"') == 1
     assert "\x1b" not in text
 
@@ -169,6 +140,7 @@ def test_bytes_that_are_no_characters_survive(is_terminal: bool) -> None:
     stream.isatty = lambda: is_terminal  # type: ignore[method-assign]
     progress = started(stream)
     progress.output("caf\u00e9 \udcff[/red]\x1b]0;title\x07\n")
+    progress.note("then")
     progress.output("lone \ud800\n")
     progress.ended()
     assert b"caf\xc3\xa9 \xff[/red]\x1b]0;title\x07\n" in raw.getvalue()
@@ -202,18 +174,6 @@ def test_a_reader_that_goes_away_does_not_end_the_search(monkeypatch: pytest.Mon
         run_a_search(TerminalProgress(Broken()))
 
 
-def test_ending_twice_is_safe_and_what_follows_is_plain() -> None:
-    stream = FakeTerminal()
-    progress = started(stream)
-    progress.tick(1.0)
-    progress.ended()
-    progress.ended()
-    stream.seen()
-    progress.tick(2.0)
-    progress.note("late")
-    assert stream.getvalue() == "  late\n"
-
-
 CHILD = """
 import sys, time
 sys.path[:0] = [{tests!r}]
@@ -225,19 +185,17 @@ try:
     time.sleep(0.15)
     progress.tick(45.0)
     print("a stray warning", file=sys.stderr)
-    {end}
+    raise ValueError("ours")
 finally:
     progress.ended()
-print("result")
 """
 
 
-@pytest.mark.parametrize(("end", "last"), [("pass", "result"), ("raise ValueError('ours')", "ValueError: ours")])
-def test_a_real_terminal_is_restored_however_the_search_ends(end: str, last: str) -> None:
+def test_a_real_terminal_is_restored_when_a_search_fails() -> None:
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     before = termios.tcgetattr(leader)
-    code = CHILD.format(tests=str(Path(__file__).parent), end=end)
+    code = CHILD.format(tests=str(Path(__file__).parent))
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     raw = b""
     with subprocess.Popen(
@@ -256,5 +214,5 @@ def test_a_real_terminal_is_restored_however_the_search_ends(end: str, last: str
     # The display is erased, line by line, and what follows is ordinary text.
     erased, _, after = written[shown:].rpartition("\x1b[1A\x1b[2K")
     assert erased
-    assert last in after
+    assert "ValueError: ours" in after
     assert "\x1b" not in after.replace("\x1b[0m", "")

@@ -10,9 +10,8 @@ import pytest
 from made_run_log import begin, made_run, move, sample
 from plotly.graph_objects import Figure
 
-from autotune_amp.core.errors import FormatError
 from autotune_amp.report.files import write_run_report
-from autotune_amp.report.page.run import course, run_page, rungs
+from autotune_amp.report.run_page import course, run_page, rungs
 from autotune_amp.runtime.run_log import Run, SampleLine, read
 
 
@@ -36,22 +35,20 @@ def test_every_line_of_the_log_is_a_point(made: Run) -> None:
     assert None in loss.y
 
 
-def test_moves_are_marked_with_their_reason_and_rungs_are_bands(made: Run) -> None:
-    figure = course(made)
-    moves, resumed = trace(figure, "move"), trace(figure, "resumed")
-    assert (list(moves.x), list(moves.text), list(resumed.x)) == ([300, 400], ["1", "2"], [512])
+def test_moves_are_marked_with_their_reason_and_precisions_are_named(made: Run) -> None:
+    figure: Any = course(made)
+    moves = trace(figure, "move")
+    assert (list(moves.x), list(moves.text)) == ([300, 400], ["1", "2"])
     assert "fp16 to bf16<br>8 of 200 steps skipped &lt;b&gt;" in moves.hovertext[1]
     assert "encoder.wo" in moves.hovertext[0]
-    assert [tuple(rung) for rung in rungs(made)] == [("fp16", 0, 400), ("bf16", 400, 640)]
-    bands = [(shape.x0, shape.x1, shape.fillcolor) for shape in figure.layout.shapes]
-    assert bands == [(0, 400, "var(--fp16)"), (400, 640, "var(--bf16)")]
-    assert [trace(figure, name).x[0] for name in ("fp16", "bf16")] == [0, 400]
+    named = [(t.name, t.x[0]) for t in figure.data if t.name in ("fp16", "bf16")]
+    assert named == [(line.precision, line.update) for line in rungs(made)] == [("fp16", 0), ("bf16", 400)]
 
 
 def test_a_run_that_never_scaled_and_has_no_loss_is_drawn_without() -> None:
     lines = (begin(0, "bf16", None), sample(64, None, 0, "bf16", loss=None))
     figure = course(Run(lines, 0, 0))
-    assert [trace.name for trace in figure.data if trace.name] == ["bf16", "loss scale", "steps skipped so far"]
+    assert "loss" not in [trace.name for trace in figure.data]
     only_begun = course(Run(lines[:1], 0, 0))
     assert list(trace(only_begun, "loss scale").x) == [0]
 
@@ -84,10 +81,3 @@ def test_a_stop_other_runs_and_cut_lines_are_said() -> None:
 def test_moves_without_end_stay_a_page() -> None:
     stops = [move(10 * n, "stop", "fp16", "fp16", 10 * n) for n in range(1, 301)]
     assert "100 more" in run_page(Run((begin(), *stops), 0, 0), "a.jsonl")
-
-
-def test_what_is_no_run_log_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "outcomes.jsonl").write_text('{"search_id": "s1", "number": 1}\n{"search_id": "s1"}\n')
-    with pytest.raises(FormatError, match="no run log"):
-        write_run_report(tmp_path / "outcomes.jsonl")
-    assert not (tmp_path / "outcomes.html").exists()

@@ -27,9 +27,8 @@ INIT_SCALE = 1024.0
 CONFIG = AmpConfig(
     precision="fp16", batch_size=BATCH, loss_scale=LossScale(init_scale=INIT_SCALE), fallback=["bf16", "fp32"]
 )
-Wrapper = Literal["ddp", "ddp_ignored", "fsdp1", "fsdp1_flat", "fsdp2"]
+Wrapper = Literal["ddp", "ddp_ignored", "fsdp1", "fsdp2"]
 Kind = Literal["input", "loss", "gradient", "steep", "unused"]
-OptimizerName = Literal["sgd", "adam"]
 Attached = Literal["no", "before", "after"]  # before or after the model is wrapped
 
 
@@ -79,7 +78,6 @@ class Scenario:
     """A run; the same on both ranks but for `trouble` and what names a rank."""
 
     wrapper: Wrapper = "ddp"
-    optimizer: OptimizerName = "sgd"
     fused: bool = False
     trouble: Trouble | None = None
     attached: Attached = "no"
@@ -103,8 +101,7 @@ class Outcome:
     precisions: list[Precision] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     stepped: list[bool] = field(default_factory=list)
-    num_callbacks: int = 0
-    num_side_callbacks: int = 0
+    callbacks: list[str] = field(default_factory=list)
     counts: tuple[int, int, int] = (0, 0, 0)
     history: list[dict[str, object]] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
@@ -150,8 +147,6 @@ def optimizers_of(model: nn.Module, scenario: Scenario) -> list[torch.optim.Opti
     side = [p for name, p in model.named_parameters() if "side" in name]
     rest = [p for name, p in model.named_parameters() if "side" not in name]
     groups = [rest + side] if scenario.num_optimizers == 1 else [rest, side]
-    if scenario.optimizer == "sgd":
-        return [torch.optim.SGD(group, lr=0.1, momentum=0.9, fused=scenario.fused) for group in groups]
     return [torch.optim.Adam(group, lr=0.01, fused=scenario.fused) for group in groups]
 
 
@@ -161,8 +156,8 @@ def new_model() -> Model:
 
 
 def wrapped(model: Model, wrapper: Wrapper) -> nn.Module:
-    if wrapper in ("fsdp1", "fsdp1_flat"):
-        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=wrapper == "fsdp1")
+    if wrapper == "fsdp1":
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     if wrapper == "fsdp2":
         for layer in (model.left, model.right, model.side):
             fully_shard(layer)
@@ -206,21 +201,14 @@ def _train(scenario: Scenario, rank: int) -> Outcome:
         controller.attach(model, rerun if scenario.has_rerun else None)
     optimizers = optimizers_of(model, scenario)
     outcome = Outcome()
-
-    def count() -> None:
-        outcome.num_callbacks += 1
-
-    def count_side() -> None:
-        outcome.num_side_callbacks += 1
-
-    controller.on_step(count)
-    controller.on_step(count_side, optimizers[-1])
+    controller.on_step(lambda: outcome.callbacks.append("any"))
+    controller.on_step(lambda: outcome.callbacks.append("side"), optimizers[-1])
     try:
         for step in range(scenario.num_steps):  # noqa: B007 # the closure reads it
             outcome.precisions.append(controller.config.precision)
             for micro_batch in range(scenario.accumulation_steps):
                 is_last = micro_batch == scenario.accumulation_steps - 1
-                with _unsynchronised(model, not is_last):
+                with nullcontext() if is_last or not isinstance(model, DistributedDataParallel) else model.no_sync():
                     with controller.autocast():
                         loss = rerun()
                     controller.backward(loss / scenario.accumulation_steps)
@@ -244,10 +232,6 @@ def _train(scenario: Scenario, rank: int) -> Outcome:
     outcome.state[checkpoint.KEY]["counters"]["run_id"] = None  # that of the log, which rank 0 alone writes
     outcome.weights = whole_weights(model)
     return outcome
-
-
-def _unsynchronised(model: nn.Module, wanted: bool) -> Any:
-    return model.no_sync() if wanted and isinstance(model, DistributedDataParallel) else nullcontext()
 
 
 def trained_by_hand(scenario: Scenario, precisions: Sequence[str], skipped: Collection[int]) -> list[dict[str, Any]]:

@@ -94,6 +94,8 @@ def played(name: str) -> PrecisionController:
 def plain(state: dict[str, Any]) -> dict[str, Any]:
     """As JSON gives it back; but configs as objects, whose document may gain keys, and reasons in any words."""
     document: dict[str, Any] = json.loads(json.dumps(state))
+    document["autotune_amp"].pop("statistics", None)  # which states once had, as the next
+    document["autotune_amp"]["steering"]["policy"].pop("startup_was_cleared", None)
     for record in document["autotune_amp"]["history"]:
         record["config"] = AmpConfig.from_json(record["config"])
         assert record.pop("reason")

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from autotune_amp import AmpConfig, LossScale
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.runtime.controller import PrecisionController
-from autotune_amp.runtime.gradient_check import GradientCheck
-from autotune_amp.runtime.scaler import LAG_UPDATES
+from autotune_amp.runtime.scaler import LAG_UPDATES, GradientCheck
 
 Kind: TypeAlias = Literal["clean", "overflow", "bad loss"]
 CLEAN: list[Kind] = ["clean"]
@@ -206,18 +205,11 @@ def test_a_scale_set_by_hand_and_a_state_loaded_leave_no_verdict_from_before(lat
 # -- moves -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["at hand", "late"])
-def speed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "late":
-        monkeypatch.setattr(GradientCheck, "is_at_hand", staticmethod(lambda tensor: False))
-    return str(request.param)
-
-
-def test_a_trip_leads_to_the_same_rung_and_its_burst_is_not_judged_there(speed: str) -> None:
+def test_a_trip_leads_to_the_same_rung_and_its_burst_is_not_judged_there(late: None) -> None:
     """As many bad steps as are known late: in the new rung they would undo the move (it would not have helped)."""
     controller, training = steered(fp16(fallback=["bf16", "fp32"]))
     controller.attach(nn.Linear(1, 1))
-    num_bad = 2 if speed == "at hand" else LAG_UPDATES + 1
+    num_bad = LAG_UPDATES + 1
     kinds = [*CLEAN * 9, *BAD_LOSS * num_bad, *CLEAN * 9]
     trace = training.run(kinds)
     status = controller.status()
@@ -226,16 +218,6 @@ def test_a_trip_leads_to_the_same_rung_and_its_burst_is_not_judged_there(speed: 
     assert (status.num_updates, status.num_skips) == (len(kinds), num_bad)
     assert torch.equal(trace[-1][1], taken_plainly(kinds))
     assert trace[-1][0] == 1.0
-
-
-def test_a_move_by_hand_leaves_no_verdict_uncounted(speed: str) -> None:
-    controller, training = steered(fp16(fallback=["bf16"]))
-    controller.attach(nn.Linear(1, 1))
-    training.run([*CLEAN * 3, *OVERFLOW])
-    controller.set_precision("bf16")
-    training.run(CLEAN)
-    status = controller.status()
-    assert (status.num_updates, status.num_skips, status.num_steps) == (5, 1, 4)
 
 
 def test_a_trip_before_a_wish_of_the_users_comes_first_and_the_wish_stands(late: None) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from msgspec.structs import replace
 from replay import Done, ReplayBudget
 
 from autotune_amp.core.dimensions import Precision
@@ -30,17 +31,15 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.local import Ability, Slot
 from autotune_amp.search.answer.decide import decide
-from autotune_amp.search.budget import Budget
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.loss_scales import AllScales
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher, Stage, run
-from autotune_amp.search.sharing import share_where_it_pays
+from autotune_amp.search.run import Budget, ProgressWatcher, Stage, run
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import EARLY_SHARE, Checks, LossScales
 from autotune_amp.search.stages.confirm import Confirm
-from autotune_amp.search.stages.explore import EXPLORING, left_to_explore
+from autotune_amp.search.stages.explore import EXPLORING, share_building
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.search.study import Study
@@ -278,8 +277,7 @@ class ScriptedSearch:
         self.conditions = Conditions(
             hardware=device or hardware({"fp32": 1.0, "tf32": None, "bf16": 3.0, "fp16": 0.01, "fp8": None}),
             memory_limit_bytes=2**33,
-            holds_heap=True,
-            description=description,
+            description=description or described(num_workers=None),
         )
         self.watcher = ProgressWatcher(progress or Progress(), self.budget, meter)
         self.storage: str | Path = "sqlite://" if folder is None else folder / "study.db"
@@ -296,26 +294,28 @@ class ScriptedSearch:
         """With the sharing of what is built between trials, as a real search has it."""
         with Study.open(self.storage, "scripted", self.ledger) as study:
             self.share_building()
-            explore = [stage(self.conditions, study, max_trials) for stage in EXPLORING]
-            early = [Checks(self.conditions, study, EARLY_SHARE)] if is_checked else []
-            checks = [Checks(self.conditions, study)] if is_checked else []
+            conditions = replace(self.conditions, max_trials=max_trials)
+            explore = [stage(conditions, study) for stage in EXPLORING]
+            early = [Checks(self.conditions, EARLY_SHARE)] if is_checked else []
+            checks = [Checks(self.conditions)] if is_checked else []
             scales = [LossScales(study)] if is_checked else []
             for stage in (explore[0], *early, *explore, *checks, *scales):
                 for _ in run(stage, self.backend, self.ledger, self.budget, self.watcher):
                     self.share_building()
 
     def share_building(self) -> None:
-        left = left_to_explore(self.conditions, self.ledger, self.budget)
-        trial = self.conditions.search_trial(self.ledger, self.budget, self.ledger.space.baseline, left)
-        share_where_it_pays(self.backend, self.conditions, self.ledger, trial, left, self.watcher.progress)
+        share_building(self.backend, self.conditions, self.ledger, self.budget, self.watcher.progress)
 
     def measure_fallbacks(self) -> None:
         self.run(Fallbacks(self.conditions))
 
-    def confirm(
-        self, chosen: Shortlist, environment: dict[str, str], start_seconds: float = 1.0, *, are_shared: bool = False
-    ) -> None:
-        self.run(Confirm(self.conditions, chosen, environment, start_seconds, are_shared=are_shared))
+    def fresh(self, environment: dict[str, str], start_seconds: float) -> Conditions:
+        """The conditions where these variables are recommended and a process takes so long to its first step."""
+        ready_seconds = start_seconds - self.conditions.setup_seconds
+        return replace(self.conditions, environment=environment, ready_seconds=ready_seconds)
+
+    def confirm(self, chosen: Shortlist, environment: dict[str, str], start_seconds: float = 1.0) -> None:
+        self.run(Confirm(self.fresh(environment, start_seconds), chosen))
 
     def decide(self, environment: Mapping[str, str]) -> Decision:
         return decide(self.ledger, environment=environment, description=self.conditions.description)

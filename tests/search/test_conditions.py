@@ -10,8 +10,9 @@ from scripted_backend import candidate, described, hardware, ledger_of, measured
 
 from autotune_amp.core.outcome import SampleSizes
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.answer.evidence import Runs, gather, memory_evidence
+from autotune_amp.search.answer.decide import gather, memory_evidence
 from autotune_amp.search.answer.explain import memory_doubts
+from autotune_amp.search.ranking import Runs
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.trial.jobs import Trial
@@ -25,21 +26,28 @@ ALL_SEEN = SampleSizes(
 )
 
 
+ALL = "the 1 largest of 10,000 samples looked at, of 10,000: 4 to 512 numbers each, median 120"
+
+
 @pytest.mark.parametrize(
     ("fields", "worst_case", "doubt"),
     [
         ({}, None, None),
         (
             {"sample_sizes": SIZES},
-            "the 64 largest of 10,000 samples, 3,120 of which were looked at (31 %), 4 to 512 numbers each, median 120",
-            "the largest of 3,120 samples, 31 % of the dataset",
+            "the 64 largest of 3,120 samples looked at, of 10,000: 4 to 512 numbers each, median 120",
+            "the largest of 3,120 among 10,000 samples",
         ),
-        ({"sample_sizes": ALL_SEEN}, "the largest of 10,000 samples, 4 to 512 numbers each, median 120", None),
-        ({"batch_sizes_seen": (1024, 8192)}, None, "from 1,024 to 8,192 numbers in those drawn, and the data cannot"),
+        (
+            {"sample_sizes": ALL_SEEN},
+            ALL,
+            None,
+        ),
+        ({"batch_sizes_seen": (1024, 8192)}, None, "from 1,024 to 8,192 numbers in those drawn"),
         (
             {"sample_sizes": ALL_SEEN, "scan_problem": "E"},
-            "the largest of 10,000 samples, 4 to 512 numbers each, median 120",
-            "ended after 10,000 of 10,000 samples (E): a batch may",
+            ALL,
+            "no end (E); another may",
         ),
     ],
 )

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from scripted_backend import (
-    SETUP_SECONDS,
-    ScriptedSearch,
-    candidate,
-    described,
-    measured,
-)
+from scripted_backend import SETUP_SECONDS, ScriptedSearch, candidate, described, measured
 
 from autotune_amp.core.outcome import Outcome, Record
-from autotune_amp.search.answer.evidence import confirm_runs
-from autotune_amp.search.budget import CONFIRM_SHARE
 from autotune_amp.search.ledger import Shortlist
+from autotune_amp.search.ranking import confirm_runs
+from autotune_amp.search.run import CONFIRM_SHARE
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.confirm import ENDING_SHARE, MIN_ROUNDS, Confirm, run_seconds, start_seconds
+from autotune_amp.search.stages.confirm import (
+    ENDING_SHARE,
+    MIN_ROUNDS,
+    NUM_ROUNDS,
+    Confirm,
+    plan_round,
+    run_seconds,
+    start_seconds,
+)
 from autotune_amp.trial.jobs import Trial
 
 BF16, FP32 = candidate("bf16", 32), candidate("fp32", 32)
@@ -91,7 +93,7 @@ def test_what_the_search_left_over_confirms_both_and_no_more() -> None:
 @pytest.mark.parametrize(("margin", "runs"), [(1.05, False), (1.15, True)])
 def test_a_process_is_started_where_a_tenth_more_than_its_time_is_left(margin: float, runs: bool) -> None:
     machine = Machine(None)
-    stage = Confirm(machine.searched.conditions, Shortlist(FP32, None, FP32), {}, start_seconds=3.0)
+    stage = Confirm(machine.searched.fresh({}, 3.0), Shortlist(FP32, None, FP32))
     machine.budget.now = BUDGET_SECONDS - margin * (3.0 + run_seconds(machine.ledger, FP32))
     assert (stage.next(machine.ledger, machine.budget) is not None) == runs
 
@@ -125,3 +127,34 @@ def test_a_runner_up_five_times_slower_costs_no_process(speed: float, is_run: bo
     confirming = [spec for spec in machine.searched.backend.specs if spec.is_miniature]
     assert (slow in {spec.candidate for spec in confirming}) == is_run
     assert {spec.hold_heap for spec in confirming} == {False}, "its process starts with the variables, or without"
+
+
+SHORTLIST = Shortlist(candidate("bf16", 64), candidate("bf16", 128), candidate("fp32", 32))
+
+
+def test_rounds_are_interleaved_and_alternate() -> None:
+    rounds = [plan_round(SHORTLIST, HEAP, len, 100.0, number) for number in range(NUM_ROUNDS)]
+    kinds = [[run.setting for run in runs if run.purpose == "confirm"] for runs in rounds]
+    assert kinds[1] == kinds[0][::-1]
+    assert kinds[2] == kinds[0]
+    assert all(len(runs) == 3 for runs in kinds)
+    assert [run.purpose for runs in rounds for run in runs].count("plain") == 1
+    environments = {run.setting: run.environment for run in rounds[0] if run.purpose == "confirm"}
+    assert environments == {SHORTLIST.winner: HEAP, SHORTLIST.runner_up: HEAP, SHORTLIST.baseline: {}}
+
+
+@pytest.mark.parametrize(
+    ("left", "number", "expected"),
+    [
+        (10.0, 0, ["bf16 batch 64", "bf16 batch 128", "fp32 batch 32", "bf16 batch 64"]),
+        (9.9, 0, ["bf16 batch 64", "fp32 batch 32", "bf16 batch 64"]),  # the runner-up gives way to a third round
+        (5.0, 1, ["fp32 batch 32", "bf16 batch 64"]),
+        (2.0, 0, ["bf16 batch 64", "fp32 batch 32"]),
+        (1.9, 0, ["bf16 batch 64"]),
+        (0.9, 0, []),
+        (3.0, 3, ["fp32 batch 32", "bf16 batch 128", "bf16 batch 64"]),
+    ],
+)
+def test_what_a_round_runs_with_the_time_left(left: float, number: int, expected: list[str]) -> None:
+    runs = plan_round(SHORTLIST, HEAP, len, left, number)
+    assert [str(run.setting) for run in runs] == expected

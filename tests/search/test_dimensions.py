@@ -12,14 +12,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from scripted_backend import measured
+from scripted_backend import ScriptedSearch, measured
 
 import autotune_amp
 from autotune_amp.core.outcome import Record
 from autotune_amp.core.setting import DIMENSIONS, Setting
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.variants import next_to_try
+from autotune_amp.search.stages.checks import Checks
+from autotune_amp.search.stages.variants import Variants
 from autotune_amp.trial.jobs import Trial
 
 HERE = Path(__file__).parent
@@ -93,14 +94,16 @@ def test_a_trial_applies_it_and_no_check_that_does_not_know_it_calls_it_faithful
 def test_variants_are_those_that_bear_on_the_objective_one_after_the_other() -> None:
     found, best = Setting(precision="fp32", batch_size=8, as_found=True), Setting(precision="bf16", batch_size=8)
     where = Space(candidates=(best,), baseline=found, variants={"num_workers": (1, 2), "unknown": (True,)})
+    conditions = ScriptedSearch(where, answer=lambda trial: measured(trial, 1.0)).conditions
+    stage = Variants(conditions, Checks(conditions))
     tried = [found, best]
     for num_workers in (1, 2, None):
         records = [a_trial(number, setting) for number, setting in enumerate(tried)]
-        assert next_to_try(Ledger(where, records, objective="memory")) is None, "workers do not change the memory"
-        setting = next_to_try(Ledger(where, records))
+        assert stage.setting(Ledger(where, records, objective="memory")) is None, "workers do not change the memory"
+        setting = stage.setting(Ledger(where, records))
         assert (None if setting is None else setting.num_workers) == num_workers
         tried += [setting] if setting is not None else []
-    assert next_to_try(Ledger(where, [a_trial(0, found)])) is None, "no config can say what is as found"
+    assert stage.setting(Ledger(where, [a_trial(0, found)])) is None, "no config can say what is as found"
 
 
 def a_trial(number: int, setting: Setting) -> Record:

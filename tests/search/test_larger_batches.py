@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from scripted_backend import ScriptedSearch, candidate, described, hardware, measured, out_of_memory
 
-from autotune_amp.core.explain import outlook_line
+from autotune_amp.core.evidence import outlook_line
 from autotune_amp.core.outcome import Outcome
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.larger_batches import LargerBatches
+from autotune_amp.search.stages.confirm import LargerBatches
 from autotune_amp.trial.jobs import Trial
 
 KEPT = 32
@@ -44,7 +44,7 @@ class Machine:
         assert self.searched.ledger.finalists is not None
         self.searched.confirm(self.searched.ledger.finalists, {})
         self.searched.budget.now = self.searched.budget.seconds - left_seconds
-        self.searched.run(LargerBatches(self.searched.conditions, {}, start_seconds=0.5))
+        self.searched.run(LargerBatches(self.searched.fresh({}, 0.5)))
         return self.searched.decide({})
 
     def beyond(self) -> list[str]:

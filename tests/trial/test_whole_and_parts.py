@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from autotune_amp import Workload
 from autotune_amp.core.outcome import Accumulation, CheckOutcome, Failure
 from autotune_amp.core.setting import Setting
-from autotune_amp.numerics import batches
+from autotune_amp.numerics import accumulation
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import checks
 from autotune_amp.trial.checks import CannotCutError, num_counted, whole_and_parts
@@ -66,7 +66,7 @@ class ReadyBatches(Dataset[Tensor]):
 
 def numbers(batch: Any) -> list[int]:
     """Which samples a batch holds, by the first number of its first tensor."""
-    first = next(tensor for _, tensor in batches.tensors(batch))
+    first = next(tensor for _, tensor in accumulation.tensors(batch))
     return [int(row.flatten()[0]) for row in first]
 
 
@@ -146,10 +146,10 @@ def test_why_there_are_no_micro_batches(data: Any, num_samples: int, message: st
 
 def test_a_batch_that_is_cut_keeps_its_type() -> None:
     x = numbered(8)
-    parts = batches.cut(Graph(x, x + 1), 3)
+    parts = accumulation.cut(Graph(x, x + 1), 3)
     assert [numbers(part) for part in parts] == [[0, 3, 6], [9, 12, 15], [18, 21]]
     assert all(isinstance(part, Graph) for part in parts)
-    named = batches.cut({"x": x, "names": list("abcdefgh"), "epoch": 3}, 4)
+    named = accumulation.cut({"x": x, "names": list("abcdefgh"), "epoch": 3}, 4)
     assert [(numbers(part), part["names"], part["epoch"]) for part in named][1] == ([12, 15, 18, 21], list("efgh"), 3)
 
 

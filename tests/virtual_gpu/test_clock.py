@@ -72,43 +72,6 @@ found["between events"] = 1e3 * first.elapsed_time(second)
 print(json.dumps(found))
 """
 
-# A training of layers that are 1024 wide and a thirty-second of that in truth.
-STEPS = """
-import json, sys, time, torch
-from torch import nn
-
-def step_seconds(dtype, batch_size):
-    layers = [part for _ in range(4) for part in (nn.Linear(32, 32), nn.ReLU())]
-    model = nn.Sequential(*layers).cuda()
-    optimizer = torch.optim.AdamW(model.parameters())
-    samples = torch.randn(batch_size, 32, device="cuda")
-    for _ in range(2):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        with torch.autocast("cuda", dtype or torch.bfloat16, enabled=dtype is not None):
-            loss = model(samples).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-def largest_batch(dtype):
-    batch_size = 256
-    while True:
-        try:
-            step_seconds(dtype, 2 * batch_size)
-        except torch.OutOfMemoryError:
-            return batch_size
-        torch.cuda.empty_cache()
-        batch_size *= 2
-
-dtypes = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-steps = {name: {size: step_seconds(dtype, size) for size in (2, 4, 4096)} for name, dtype in dtypes.items()}
-largest = {name: largest_batch(dtypes[name]) for name in ("fp32", "fp16")}
-print(json.dumps({"steps": steps, "largest": largest, "name": torch.cuda.get_device_name()}))
-"""
-
 
 def measured(script: str, environment: dict[str, str]) -> dict[str, Any]:
     """What a process on that machine finds."""
@@ -122,16 +85,6 @@ def measured(script: str, environment: dict[str, str]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def operators(virtual_machine: VirtualMachine) -> dict[str, Any]:
     return measured(OPERATORS, virtual_machine(card="A100"))
-
-
-@pytest.fixture(scope="module")
-def a100(virtual_machine: VirtualMachine) -> dict[str, Any]:
-    return measured(STEPS, virtual_machine(card="A100", magnification=32))
-
-
-@pytest.fixture(scope="module")
-def t4(virtual_machine: VirtualMachine) -> dict[str, Any]:
-    return measured(STEPS, virtual_machine(card="T4", magnification=32))
 
 
 PRODUCT, CONVOLUTION = FULL_WAVE_FLOPS / FP32, 2 * (3 * 48 * 48) * 64 * (64 * 9) / FP32
@@ -173,27 +126,3 @@ def test_operators_take_what_is_reckoned_by_hand(operators: dict[str, Any]) -> N
 def test_events_follow_the_card(operators: dict[str, Any]) -> None:
     assert not operators["is there at once"]
     assert operators["between events"] == pytest.approx(LAUNCH + PRODUCT)
-
-
-def test_small_batches_are_bound_by_launches(a100: dict[str, Any]) -> None:
-    steps = a100["steps"]
-    assert steps["bf16"]["4"] < 1.05 * steps["bf16"]["2"]
-    assert steps["bf16"]["2"] > steps["fp32"]["2"]  # casts are launches too
-
-
-def test_large_batches_are_many_times_faster_in_bf16(a100: dict[str, Any]) -> None:
-    assert a100["steps"]["bf16"]["4096"] < a100["steps"]["fp32"]["4096"] / 5
-
-
-def test_a_t4_has_fp16_and_only_emulates_bf16(t4: dict[str, Any]) -> None:
-    steps = t4["steps"]
-    assert t4["name"] == "Tesla T4"
-    assert steps["fp16"]["4096"] < steps["bf16"]["4096"] / 3
-    assert steps["bf16"]["4096"] == pytest.approx(steps["fp32"]["4096"], rel=0.2)
-
-
-def test_memory_is_a_wall_which_is_lower_in_fp32_and_on_a_smaller_card(
-    a100: dict[str, Any], t4: dict[str, Any]
-) -> None:
-    assert t4["largest"]["fp32"] < a100["largest"]["fp32"]
-    assert all(card["largest"]["fp32"] <= card["largest"]["fp16"] for card in (a100, t4))

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -47,14 +46,6 @@ def run(script: str, environment: dict[str, str] | None = None) -> str:
     return done.stdout.strip()
 
 
-def test_a_module_moves_and_keeps_its_parameters() -> None:
-    module = nn.Linear(4, 4)
-    weight = module.weight
-    module.to("cuda")
-    assert module.weight is weight
-    assert (weight.device.type, type(weight)) == ("cuda", nn.Parameter)
-
-
 @pytest.mark.usefixtures("_two_cards")
 def test_tensors_on_two_devices_are_refused() -> None:
     first, second = torch.ones(2, device="cuda:0"), torch.ones(2, device="cuda:1")
@@ -71,42 +62,6 @@ def test_the_current_device_is_where_new_tensors_go() -> None:
         assert torch.ones(1, device="cuda").device == torch.device("cuda:1")
         assert torch.accelerator.current_device_index() == 1
     assert torch.ones(1, device="cuda").device == torch.device("cuda:0")
-
-
-def test_networks_train_on_the_card() -> None:
-    convolution = nn.Conv2d(3, 8, 3)
-    net = nn.Sequential(convolution, nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10)).cuda()
-    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-    scaler = torch.amp.GradScaler("cuda", init_scale=1.0)
-    with torch.autocast("cuda", dtype=torch.float16):
-        out = net(torch.randn(4, 3, 8, 8, device="cuda"))
-        loss = nn.functional.cross_entropy(out, torch.zeros(4, dtype=torch.long, device="cuda"))
-    before = convolution.weight.detach().clone()
-    scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-    scaler.step(optimizer)
-    scaler.update()
-    assert (out.dtype, loss.dtype, loss.device.type) == (torch.float16, torch.float32, "cuda")
-    assert not torch.equal(before, convolution.weight)
-
-
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_attention_is_the_formula(is_causal: bool) -> None:
-    query = torch.randn(2, 2, 8, 4, device="cuda", requires_grad=True)
-    out = nn.functional.scaled_dot_product_attention(query, query, query, is_causal=is_causal)
-    out.sum().backward()  # type: ignore[no-untyped-call]
-    on_host = query.detach().cpu()
-    expected = nn.functional.scaled_dot_product_attention(on_host, on_host, on_host, is_causal=is_causal)
-    torch.testing.assert_close(out.detach().cpu(), expected)
-    assert query.grad is not None
-
-
-def test_softmax_of_halves_may_be_floats() -> None:
-    half = torch.randn(3, 4, device="cuda", dtype=torch.float16, requires_grad=True)
-    out = torch.softmax(half, -1, dtype=torch.float32)
-    out[0, 0].backward()  # type: ignore[no-untyped-call]
-    assert out.dtype == torch.float32
-    assert half.grad is not None
-    assert half.grad.dtype == torch.float16
 
 
 def test_memory_is_counted_in_blocks_and_segments() -> None:
@@ -195,22 +150,6 @@ def test_operations_that_wait_are_refused_on_demand() -> None:
                 waits()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_streams_and_events() -> None:
-    cuda: Any = torch.cuda
-    first, second = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-    stream = cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        first.record()
-        held = torch.randn(256, 256, device="cuda")
-        held.record_stream(stream)
-        second.record()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    assert second.query()
-    assert first.elapsed_time(second) >= 0
 
 
 @pytest.mark.usefixtures("_two_cards")

@@ -17,22 +17,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from autotune_amp.core.config import AmpConfig, DemotedError
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.integrations.bridge import (
-    Window,
-    config_of,
-    has_window_of,
-    other_window_error,
-    readings,
-    refuse_other,
-)
-from autotune_amp.numerics.modules import unwrap
+from autotune_amp.integrations.bridge import Window, config_of, readings, refuse_other, refuse_other_window
+from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.runtime.controller import PrecisionController
 
 Result = TypeVar("Result")
@@ -44,8 +37,7 @@ _NAMES = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp8": "transformer-engine"}
 class AutotunePrecision(Precision):
     """Lightning's precision plugin with a `PrecisionController` for a scaler, on any device.
 
-    It is for ``import lightning``: a Trainer of the standalone ``pytorch_lightning`` has classes of its own, and takes
-    neither this nor `AutotuneCallback`.
+    It is for ``import lightning``, not for a Trainer of the standalone ``pytorch_lightning``.
 
     ``Trainer(plugins=[AutotunePrecision(recommendation)])``; see `trainer_arguments` for the settings beside it. It
     takes the place of ``Trainer(precision=...)``, whose fp16 on a CPU is bf16 without a scaler. The precision is
@@ -60,8 +52,7 @@ class AutotunePrecision(Precision):
     batch size or accumulation, `fit` therefore raises `DemotedError` with the config to start again with, as it does
     everywhere with ``on_demotion="checkpoint_and_stop"``; with an `AutotuneCallback` it ends with a checkpoint instead.
     A checkpoint of such a rung does not go on with the config from before: `fit` raises that error at once.
-    `fit` also raises `NotPrecisionError` and `NoRungFitsError` (unless ``halt=False``), and `InvalidRequestError` for
-    optimizers that call their closure several times (LBFGS).
+    `fit` also raises `NotPrecisionError` and `NoRungFitsError` (unless ``halt=False``).
 
     config: what the run is to use, or the recommendation that holds it.
     options: those of `PrecisionController`: ``guard``, ``halt``, ``on_demotion``, ``max_slowdown``, ``promote``,
@@ -70,17 +61,11 @@ class AutotunePrecision(Precision):
 
     def __init__(self, config: AmpConfig | Recommendation, **options: Any) -> None:
         self.config = config_of(config)
-        # The callback's, which ends the training.
-        self.stop_handler: Callable[[TrainingStoppedError], object] | None = None
         self._options = options
         self._controller: PrecisionController | None = None
         self._module: LightningModule | None = None
         self._latest = LatestBatch()
         self._window: Any = None  # a `Window` of the controller's
-
-    def __repr__(self) -> str:
-        """Says whose plugin it is, since pytorch_lightning's Trainer refuses it with this alone."""
-        return f"AutotunePrecision({self.config.precision}), which is for `import lightning`, not pytorch_lightning"
 
     @property
     def controller(self) -> PrecisionController:
@@ -101,12 +86,6 @@ class AutotunePrecision(Precision):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Make the controller, now that the model is on its device; for a module that was here before it goes on."""
-        for optimizer in optimizers:
-            if isinstance(optimizer, LBFGS):
-                raise InvalidRequestError(
-                    "LBFGS evaluates the loss several times in a step, which no loss scaler can follow.",
-                    "Use another optimizer, or train without AutotunePrecision.",
-                )
         module = unwrap(model)
         assert isinstance(module, LightningModule)
         before = self._controller.state_dict() if self._controller is not None and self._module is module else None
@@ -116,10 +95,8 @@ class AutotunePrecision(Precision):
         callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined] # set without a type
         if self._latest not in callbacks:
             callbacks.append(self._latest)
-        # A training_step that takes the steps itself, or gets the loader's iterator, cannot be run again.
-        takes_iterator = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
-        can_run_again = module.automatic_optimization and not takes_iterator
-        self._controller.attach(model, self._loss_again if can_run_again else None)
+        # A training_step that takes the steps itself cannot be run again.
+        self._controller.attach(model, self._loss_again if module.automatic_optimization else None)
         if before is not None:
             self.load_state_dict(before)
         return model, optimizers, lr_schedulers
@@ -142,29 +119,28 @@ class AutotunePrecision(Precision):
 
     def _refuse_other_batches(self) -> None:
         """Raise `DemotedError` in a rung that was measured with another batch size or accumulation."""
-        if not has_window_of(self.controller.config, self.config):
-            raise other_window_error(
-                self.controller,
-                self.config,
-                "a running Trainer cannot change its DataLoader",
-                "Resume the checkpoint with a Trainer and a DataLoader made from the error's config; AutotuneCallback "
-                "saves one.",
-            )
+        refuse_other_window(
+            self.controller,
+            self.config,
+            "a running Trainer cannot change its DataLoader",
+            "Resume AutotuneCallback's checkpoint with a Trainer and a DataLoader made from the error's config.",
+        )
 
     def handing_over(self, action: Callable[[], Result]) -> Result | None:
-        """Do what may move the controller; where that ends the run, the `stop_handler` gets the error, if there is one.
+        """Do what may move the controller, outside of accumulation windows.
 
-        Outside of accumulation windows. Raises the errors of `TrainingStoppedError` without a `stop_handler`, and
-        returns None with one.
+        Raises a `TrainingStoppedError` where that ends the run, or gives it to an `AutotuneCallback` and returns None.
         """
         try:
             result = action()
             self._refuse_other_batches()
             return result
         except TrainingStoppedError as error:
-            if self.stop_handler is None:
+            callbacks: list[Callback] = self._module.trainer.callbacks if self._module else []  # type: ignore[attr-defined]
+            callback = next((one for one in callbacks if isinstance(one, AutotuneCallback)), None)
+            if callback is None:
                 raise
-            self.stop_handler(error)
+            callback.stopped = error
             return None
 
     @contextmanager
@@ -265,20 +241,20 @@ def mute(module: LightningModule) -> None:
     vars(module).update(log=_nothing, log_dict=_nothing)
 
 
+def _nothing(*_: Any, **__: Any) -> None:
+    """Neither logged nor kept."""
+
+
 @contextmanager
 def _muted(module: LightningModule) -> Iterator[None]:
-    own = vars(module)
-    kept: dict[str, Any] = {name: own[name] for name in ("log", "log_dict") if name in own}
+    before = dict(vars(module))
     mute(module)
     try:
         yield
     finally:
-        del own["log"], own["log_dict"]
-        own.update(kept)
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Neither logged nor kept."""
+        for name in ("log", "log_dict"):
+            del vars(module)[name]
+            vars(module).update({name: before[name]} if name in before else {})
 
 
 @contextmanager
@@ -294,11 +270,10 @@ def _kept(metric: Metric) -> Iterator[None]:
 
 
 class AutotuneCallback(Callback):
-    """Goes with `AutotunePrecision`, which works without it: logs, settings that differ, and a clean end.
+    """Goes with `AutotunePrecision`, which works without it: logs, a warning of another batch size, and a clean end.
 
     Writes ``autotune_amp/rung`` (0 is the config's own precision, then its fallbacks), ``scale``, ``skips``, ``steps``
-    and ``moves`` to the Trainer's loggers every ``log_every_n_steps`` optimizer steps and with every move. Warns where
-    the Trainer's accumulation, or the DataLoader's batch size or workers, are not what the config says.
+    and ``moves`` to the Trainer's loggers every ``log_every_n_steps`` optimizer steps and with every move.
 
     Where the run has to start again (see `AutotunePrecision`) it saves a checkpoint at the end of that batch and stops
     the Trainer: `fit` returns, `demotion` is the `DemotedError` with the config to go on with, and `checkpoint_path`
@@ -312,34 +287,21 @@ class AutotuneCallback(Callback):
     def __init__(self, checkpoint_path: str | os.PathLike[str] | None = None) -> None:
         self.checkpoint_path = None if checkpoint_path is None else Path(checkpoint_path)
         self.demotion: DemotedError | None = None
-        self._stopped: TrainingStoppedError | None = None
+        self.stopped: TrainingStoppedError | None = None  # set by the plugin, after which the Trainer is to end
         self._logged_step = 0
         self._has_saved = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 # a hook
         """Listen to the controller. Raises `InvalidRequestError` for a Trainer without `AutotunePrecision`."""
-        plugin = _plugin(trainer)
-        self.demotion = self._stopped = None
+        self.demotion = self.stopped = None
         self._has_saved, self._logged_step = False, 0
-        plugin.stop_handler = self._note_stop
-        plugin.controller.on_move(lambda _: self._write(trainer))
+        _plugin(trainer).controller.on_move(lambda _: self._write(trainer))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 # a hook
-        """Warn where what runs is not what the config says."""
-        config = _plugin(trainer).controller.config
-        found: list[tuple[str, int | None, int]] = [
-            ("Trainer(accumulate_grad_batches)", trainer.accumulate_grad_batches, config.accumulation_steps),
-        ]
-        loader = trainer.train_dataloader
-        if isinstance(loader, DataLoader):
-            found.append(("DataLoader(batch_size)", loader.batch_size, config.batch_size))
-            if config.num_workers is not None:
-                found.append(("DataLoader(num_workers)", loader.num_workers, config.num_workers))
-        for name, value, wanted in found:
-            if value is not None and value != wanted:
-                rank_zero_warn(
-                    f"{name} is {value}; the config says {wanted}, and what it promises was measured with that."
-                )
+        """Warn where the DataLoader's batch size is not what the config says."""
+        wanted, loader = _plugin(trainer).controller.config.batch_size, trainer.train_dataloader
+        if isinstance(loader, DataLoader) and loader.batch_size not in (None, wanted):
+            rank_zero_warn(f"DataLoader(batch_size) is {loader.batch_size}; what the config promises needs {wanted}.")
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Write the log where it is due; end the training where it has to start again."""
@@ -349,30 +311,17 @@ class AutotuneCallback(Callback):
             self._logged_step = step
             # A verdict that was still on its way from the device may end the run here.
             _plugin(trainer).handing_over(lambda: self._write(trainer))
-        if self._stopped is None:
+        if self.stopped is None:
             return
         if self._has_saved:  # a batch before; min_epochs or min_steps has kept the Trainer from stopping
-            raise self._stopped
+            raise self.stopped
         self.checkpoint_path = self.checkpoint_path or Path(trainer.default_root_dir) / "autotune_amp.ckpt"
         trainer.save_checkpoint(self.checkpoint_path)
-        self._has_saved = True
-        trainer.should_stop = True
-        rank_zero_info(f"{self._stopped}\nThe checkpoint is {self.checkpoint_path}.")
-        if self.demotion is None:
-            raise self._stopped
-
-    def on_fit_end(self, trainer: Trainer, *_: Any) -> None:
-        """Leave the plugin alone."""
-        if isinstance(trainer.precision_plugin, AutotunePrecision):
-            trainer.precision_plugin.stop_handler = None
-
-    def on_exception(self, trainer: Trainer, *_: Any) -> None:
-        """Leave it alone after what `fit` raises, too."""
-        self.on_fit_end(trainer)
-
-    def _note_stop(self, error: TrainingStoppedError) -> None:
-        self._stopped = error
-        self.demotion = error if isinstance(error, DemotedError) else None
+        self._has_saved = trainer.should_stop = True
+        rank_zero_info(f"{self.stopped}\nThe checkpoint is {self.checkpoint_path}.")
+        if not isinstance(self.stopped, DemotedError):
+            raise self.stopped
+        self.demotion = self.stopped
 
     def _write(self, trainer: Trainer) -> None:
         plugin = _plugin(trainer)
@@ -408,15 +357,10 @@ def trainer_arguments(config: AmpConfig | Recommendation, **others: Any) -> dict
     plugins, callbacks = _listed(others.pop("plugins", None)), _listed(others.pop("callbacks", None))
     precision: Any = others.pop("precision", None)
     precision = precision or next((p for p in plugins if isinstance(p, Precision | str)), None)
-    if precision is not None and not isinstance(precision, AutotunePrecision):
+    if precision is not None and (not isinstance(precision, AutotunePrecision) or precision.config != own):
         raise InvalidRequestError(
             f"The Trainer was given a precision of its own, {precision!r}, beside the config's {own.precision}.",
-            "Leave it out: AutotunePrecision is the Trainer's precision.",
-        )
-    if precision is not None and precision.config != own:
-        raise InvalidRequestError(
-            f"The plugins hold an AutotunePrecision for another config, {precision.config}.",
-            "Leave it out, or make it with the config that the Trainer's arguments are made from.",
+            "Leave it out: AutotunePrecision is the Trainer's precision, made from this config.",
         )
     refuse_other("accumulate_grad_batches", others.pop("accumulate_grad_batches", None), own.accumulation_steps)
     if precision is None:

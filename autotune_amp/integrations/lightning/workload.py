@@ -30,7 +30,6 @@ from autotune_amp.trial.context import raise_learning_rates
 
 # What schedules that ask the Trainer are made for. The epochs are Lightning's own where it is told nothing.
 _MAX_EPOCHS, _MAX_STEPS = 1000, 10_000
-_BATCH_HOOKS = ("on_before_batch_transfer", "on_after_batch_transfer")
 ModuleSource = LightningModule | Callable[[], LightningModule]
 
 
@@ -55,11 +54,10 @@ def workload(module: ModuleSource, data: Any, **options: Any) -> Workload:
     """
     if not callable(module):  # a LightningModule is
         raise _not_a_module("Workload.from_lightning was given", module)
-    fit = _Fit(*_opened(data))
-    build, step = _Build(module, fit), _Step(fit)
+    fit = _Fit(module, *_opened(data))
     if isinstance(module, LightningModule) and not module.automatic_optimization:
-        return Workload(build=functools.partial(_built_loop, build), train_step=step.by_hand, data=fit.data, **options)
-    return Workload(build, step, fit.data, OptimizersOfModel(functools.partial(_optimizers, fit)), **options)
+        return Workload(build=fit.loop, train_step=fit.train_step, data=fit.data, **options)
+    return Workload(fit.model, fit.loss, fit.data, OptimizersOfModel(fit.optimizers), **options)
 
 
 def _not_a_module(what: str, given: Any) -> WorkloadError:
@@ -91,10 +89,11 @@ def _opened(data: Any) -> tuple[LightningDataModule | None, Any]:
 
 
 class _Fit:
-    """What ``Trainer.fit`` has beside the module: the DataModule, the data, and a Trainer of this process's own."""
+    """``Trainer.fit`` in the words of a `Workload`; it travels to trials, each of which makes a Trainer of its own."""
 
-    def __init__(self, datamodule: LightningDataModule | None, data: Any) -> None:
-        self.datamodule, self.data = datamodule, data
+    def __init__(self, module: ModuleSource, datamodule: LightningDataModule | None, data: Any) -> None:
+        self.module, self.datamodule, self.data = module, datamodule, data
+        self.batch_idx = 0
 
     @functools.cached_property
     def trainer(self) -> Trainer:
@@ -105,24 +104,12 @@ class _Fit:
         trainer.fit_loop.max_batches = math.inf if num_batches is None else num_batches
         return trainer
 
-
-class _Build:
-    """Makes the module as a Trainer has it before its first step."""
-
-    def __init__(self, given: ModuleSource, fit: _Fit) -> None:
-        self.given = given
-        self.fit = fit
-
-    def __call__(self) -> LightningModule:
-        module = self.given if isinstance(self.given, LightningModule) else self.given()
+    def model(self) -> LightningModule:
+        """The module as a Trainer has it before its first step."""
+        module = self.module if isinstance(self.module, LightningModule) else self.module()
         if not isinstance(module, LightningModule):
             raise _not_a_module("The module function returned", module)
-        if module is not self.given and not module.automatic_optimization:
-            raise WorkloadError(
-                f"The module function returned a {type(module).__name__} with manual optimization.",
-                "Pass the module itself: how it is tried is decided before any function is called.",
-            )
-        module.trainer = self.fit.trainer
+        module.trainer = self.trainer
         module.setup("fit")
         module.configure_model()
         for part in module.modules():
@@ -130,27 +117,29 @@ class _Build:
                 mute(part)
         return module
 
+    def optimizers(self, module: LightningModule) -> list[Optimizer]:
+        """Those of configure_optimizers."""
+        module.trainer = self.trainer
+        return _found(module.configure_optimizers())
 
-class _Step:
-    """A training step: the batch's hooks and the module's training_step."""
-
-    def __init__(self, fit: _Fit) -> None:
-        self.fit = fit
-        own = fit.datamodule
-        self.of_data = [name for name in _BATCH_HOOKS if own is not None and is_overridden(name, own)]
-        self.takes_batch_idx: bool | None = None
-        self.batch_idx = 0
-
-    def __call__(self, module: LightningModule, batch: Any) -> Tensor:
-        """``loss(model, batch)``."""
-        module.trainer = self.fit.trainer  # which a copy of the module does not have
+    def loss(self, module: LightningModule, batch: Any) -> Tensor:
+        """That of training_step."""
+        module.trainer = self.trainer  # which a copy of the module does not have
         loss: Tensor = loss_of(self._output(module, self._transferred(module, batch)))
         return loss
 
-    def by_hand(self, state: dict[str, Any], batch: Any, amp: Any) -> None:
-        """``train_step(state, batch, amp)`` of a module with manual optimization."""
-        module, strategy = state["module"], self.fit.trainer.strategy
-        module.trainer = self.fit.trainer
+    def loop(self) -> dict[str, Any]:
+        """The state of a module with manual optimization."""
+        module = self.model()
+        optimizers = self.optimizers(module)
+        for optimizer in optimizers:
+            raise_learning_rates(optimizer)
+        return {"module": module, "optimizers": optimizers}
+
+    def train_step(self, state: dict[str, Any], batch: Any, amp: Any) -> None:
+        """The training_step of a module with manual optimization."""
+        module, strategy = state["module"], self.trainer.strategy
+        module.trainer = self.trainer
         if strategy.optimizers is not state["optimizers"]:
             strategy.connect(module)
             strategy.optimizers = state["optimizers"]
@@ -161,15 +150,14 @@ class _Step:
 
     def _transferred(self, module: LightningModule, batch: Any) -> Any:
         with torch.autocast(module.device.type, enabled=False):
-            for name in _BATCH_HOOKS:
-                batch = getattr(self.fit.datamodule if name in self.of_data else module, name)(batch, 0)
+            for name in ("on_before_batch_transfer", "on_after_batch_transfer"):
+                is_of_data = self.datamodule is not None and is_overridden(name, self.datamodule)
+                batch = getattr(self.datamodule if is_of_data else module, name)(batch, 0)
         return batch
 
     def _output(self, module: LightningModule, batch: Any) -> Any:
-        if self.takes_batch_idx is None:
-            self.takes_batch_idx = takes_batch_idx(module)
         self.batch_idx += 1  # what a training_step does only for the first batch is not done
-        return module.training_step(batch, *((self.batch_idx,) if self.takes_batch_idx else ()))
+        return module.training_step(batch, *((self.batch_idx,) if takes_batch_idx(module) else ()))
 
 
 class _TrialPrecision(AutotunePrecision):
@@ -179,19 +167,6 @@ class _TrialPrecision(AutotunePrecision):
         super().__init__(amp.config)
         self._controller = amp
         self._window = Window(amp)
-
-
-def _built_loop(build: _Build) -> dict[str, Any]:
-    module = build()
-    optimizers = _optimizers(build.fit, module)
-    for optimizer in optimizers:
-        raise_learning_rates(optimizer)
-    return {"module": module, "optimizers": optimizers}
-
-
-def _optimizers(fit: _Fit, module: LightningModule) -> list[Optimizer]:
-    module.trainer = fit.trainer
-    return _found(module.configure_optimizers())
 
 
 def _found(made: Any) -> list[Optimizer]:

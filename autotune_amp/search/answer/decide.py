@@ -1,35 +1,52 @@
-"""Records -> recommendation. Pure: a finished outcomes.jsonl is ranked again without a device.
+"""Records -> recommendation: the choice and its evidence. Pure: a finished outcomes.jsonl is ranked again anywhere.
 
-The objective ranks (objective.py); and what the user runs today stays unless something beats it by 3 %. Above every
-objective: what does not learn what fp32 learns is out, what nobody checked comes after fp32 and what was shown to be
-faithful, what is doubtful comes last, and fp16 counts only the share of the gradient that reaches the optimizer.
+`search.ranking` ranks; what the user runs today stays unless something beats it by 3 %, and fp16 counts only the share
+of the gradient that reaches the optimizer. Numbers are medians over processes, with intervals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import InvalidRequestError, StudyError
-from autotune_amp.core.evidence import Evidence, Job, Outlook
-from autotune_amp.core.outcome import Description, Measurement
+from autotune_amp.core.evidence import (
+    MIN_PROCESSES,
+    BaselineEvidence,
+    Evidence,
+    Job,
+    LoaderEvidence,
+    MemoryEvidence,
+    Outlook,
+    PlainEnvironment,
+    ProcessPeak,
+    WorkersTried,
+)
+from autotune_amp.core.intervals import prediction_interval, ratio_interval
+from autotune_amp.core.outcome import Description, Measurement, Purpose, Record
 from autotune_amp.core.recommendation import Decision, Recommendation, SearchSummary
 from autotune_amp.core.setting import Setting
-from autotune_amp.search import check_results, loss_scales
+from autotune_amp.hardware import machine_load
+from autotune_amp.precision.modes import MODES
+from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.answer import explain
-from autotune_amp.search.answer.evidence import best_runs, confirm_runs, gather, plain_config
 from autotune_amp.search.folder import StudyFolder
 from autotune_amp.search.ledger import LOSS_SCALE, Ledger
-from autotune_amp.search.objective import PLATEAU, check_measured, keeps_baseline, least_speed, merit, rank_for
 from autotune_amp.search.options import RANKING, SearchOptions
+from autotune_amp.search.ranking import PLATEAU, Runs, best_runs, confirm_runs, data_share
 from autotune_amp.search.space import build_space
 from autotune_amp.search.stages.fallbacks import fallback_plans
+from autotune_amp.trial.jobs import NUM_STEPS_BEFORE_CUT
 from autotune_amp.trial.memory import recommended_environment
 
+# A confirmation that differs from the search's trials by more was not measured on the same machine, so to speak: left
+# alone, the two differed by factors of 0.72 to 1.31 (forty searches of studies/truth, real_training and peers).
+DRIFT = 1.5
 # Where a study lies is for whoever asks to say, and a storage's URL may hold a password.
 _OPTIONS_NOT_KEPT = ("study", "out", "storage")
 _SECONDS_PER_HOUR = 3600
@@ -50,94 +67,51 @@ def decide(
     Raises `ValueError` where nothing was measured that may be recommended, `InvalidRequestError` where nothing was that
     the objective asks for.
     """
-    records, space, objective, scales = ledger.records, ledger.space, ledger.objective, ledger.scales
-    merits, tiers, out = ledger.merits, ledger.tiers, ledger.ruled_out
+    records, space, merits, objective = ledger.records, ledger.space, ledger.merits, ledger.objective
     if not merits:
         raise ValueError("Nothing was measured: there is nothing to choose from.")
-    contenders = sound = {c: found for c, found in merits.items() if tiers[c] == min(tiers.values())}
+    top = min(ledger.tiers.values())
+    contenders = sound = {c: found for c, found in merits.items() if ledger.tiers[c] == top}
     baseline = best_runs(records, space.baseline, {})
-    today = merit(baseline.measurements) if baseline.measurements else None
+    today = ranking.merit(baseline.measurements) if baseline.measurements else None
     if _was_confirmed(ledger, environment):
         confirmed = {
-            c: merit(runs.measurements, ledger.applied_share(c))
+            c: ranking.merit(runs.measurements, ledger.applied_share(c))
             for c in sound
             if not c.as_found and (runs := confirm_runs(records, c, environment)).measurements
         }
         contenders = confirmed or sound
     else:
         today = ledger.measured.get(space.baseline, today)  # trials of one kind are compared
-    check_measured(objective, contenders.values())
-    candidate = rank_for(objective, contenders, least_speed=least_speed(objective, today))[0]
-    may_be_kept = space.baseline not in out and (
+    if objective == "energy" and all(m.joules_per_sample is None for m in contenders.values()):
+        raise InvalidRequestError(
+            "--objective is 'energy', but no trial of this search has read what the device draws.",
+            "Search with --objective energy --fresh: that says what is missing, and measures long enough.",
+        )
+    candidate = ranking.rank_for(objective, contenders, least_speed=ranking.least_speed(objective, today))[0]
+    may_be_kept = space.baseline not in ledger.ruled_out and (
         space.baseline in sound
         or space.baseline not in merits
-        or not check_results.can_check(space.baseline, space)  # no budget would settle it, and it is what the user runs
+        or not ranking.can_check(space.baseline, space)  # no budget would settle it, and it is what the user runs
     )
-    is_kept = may_be_kept and keeps_baseline(objective, candidate, contenders[candidate], space.baseline, today)
+    is_kept = may_be_kept and ranking.keeps_baseline(objective, candidate, contenders[candidate], space.baseline, today)
     promised = {} if is_kept else dict(environment)
     chosen = baseline if is_kept else best_runs(records, candidate, promised)
-    known = ledger.fidelity
-    chosen_scale = ledger.loss_scale(chosen.candidate) or LOSS_SCALE
-    confirming = [
-        r.outcome
-        for r in records
-        if isinstance(r.outcome, Measurement)
-        and (r.purpose, r.candidate, r.environment) == ("confirm", chosen.candidate, promised)
-        and r.loss_scale in (None, chosen_scale)
-    ]
-    evidence = msgspec.structs.replace(
-        gather(ledger, chosen, baseline, promised, description),
-        fidelity=ledger.verdict(chosen.candidate),
-        loss_scale=loss_scales.evidence(scales, chosen.candidate, confirming),
-    )
-    plans = fallback_plans(
-        records,
-        chosen.candidate,
-        {e.precision for e in check_results.exclusions(known)},
-        may_add_steps=ledger.may_add_accumulation,
-    )
-    config = plain_config(chosen.candidate, chosen_scale, promised, plans)
+    evidence = gather(ledger, chosen, baseline, promised, description)
+    harmful = {e.precision for e in ranking.exclusions(ledger.fidelity)}
+    plans = fallback_plans(records, chosen.candidate, harmful, may_add_steps=ledger.may_add_accumulation)
+    loss_scale = ledger.loss_scale(chosen.candidate)
+    config = AmpConfig.of(chosen.candidate, loss_scale=loss_scale, environment=promised, fallback=plans)
     excluded = explain.excluded(ledger, is_budget_spent=is_budget_spent)
-    passed_over = {
-        c: found for c in merits if tiers[c] > min(tiers.values()) and (found := ledger.verdict(c)) is not None
-    }
-    if objective == "speed":
-        reason = explain.reason(
-            chosen.candidate,
-            space.baseline,
-            evidence,
-            {c: found.samples_per_second for c, found in contenders.items()},
-            is_kept=is_kept,
-            left_out={c: (ledger.measured[c].samples_per_second, why) for c, why in out.items()},
-            passed_over={c: (merits[c].samples_per_second, found) for c, found in passed_over.items()},
-        )
-    else:
-        reason = explain.reason_for(
-            objective,
-            chosen.candidate,
-            space.baseline,
-            today if is_kept and today is not None else contenders[candidate],
-            today,
-            is_kept=is_kept,
-            searched=ledger.measured,
-            behind={c: f.reason for c, f in passed_over.items()} | out,
-        )
-    warnings = explain.warnings(
-        chosen,
-        space,
-        evidence,
-        config,
-        why_uncalibrated=loss_scales.why_uncalibrated(scales, chosen.candidate),
-        description=description,
-    )
+    why_uncalibrated = loss_scales.why_uncalibrated(ledger.scales, chosen.candidate)
     return Decision(
         config=config,
         evidence=evidence,
-        reason=reason,
-        warnings=(*warnings, *([explain.WHOLE_DEVICE] if objective == "energy" else [])),
+        reason=explain.reason(ledger, chosen.candidate, evidence, contenders, today, is_kept=is_kept),
+        warnings=explain.warnings(ledger, chosen, evidence, config, why_uncalibrated, description),
         excluded=excluded,
         candidates=explain.rows(ledger, excluded, environment),
-        fidelity=tuple(known.values()),
+        fidelity=tuple(ledger.fidelity.values()),
         outlook=_outlook(ledger, evidence),
     )
 
@@ -166,6 +140,203 @@ def _was_confirmed(ledger: Ledger, environment: Mapping[str, str]) -> bool:
     chosen = ledger.with_only(before).finalists
     return chosen is not None and any(
         r.purpose == "confirm" and r.candidate == chosen.winner and r.environment == environment for r in ledger.records
+    )
+
+
+def gather(
+    ledger: Ledger,
+    chosen: Runs,
+    baseline: Runs,
+    environment: Mapping[str, str],
+    description: Description | None = None,
+) -> Evidence:
+    """The evidence for `chosen`, measured in `environment`, against `baseline`, measured in the user's own."""
+    records, candidate = ledger.records, chosen.candidate
+    with_its_scale = [
+        r.outcome
+        for r in records
+        if isinstance(r.outcome, Measurement)
+        and (r.purpose, r.candidate, r.environment) == ("confirm", candidate, environment)
+        and r.loss_scale in (None, ledger.loss_scale(candidate))
+    ]
+    speedup, speedup_interval = _speedup(chosen, baseline, records)
+    processes = [runs.num_confirming for runs in (chosen, baseline) if runs.measurements]
+    low, high = _promise(chosen, records)
+    drifted = _drifted(chosen, records)
+    are_shared = chosen.num_confirming > 0 and ranking.were_processes_shared(records)
+    return Evidence(
+        samples_per_second=chosen.speed,
+        samples_per_second_interval=(low, high) if drifted is None else (min(low, drifted), max(high, drifted)),
+        search_samples_per_second=drifted,
+        step_seconds=median(m.step_seconds for m in chosen.measurements),
+        peak_memory_bytes=max(m.peak_memory_bytes for m in chosen.measurements),
+        baseline=_baseline_evidence(baseline, records),
+        speedup=speedup,
+        speedup_interval=speedup_interval,
+        num_processes=len(chosen.measurements),
+        is_confirmed=min(processes) >= MIN_PROCESSES,
+        data_share=median(map(data_share, chosen.measurements)),
+        update_share=_median(m.update_seconds and m.update_seconds / m.step_seconds for m in chosen.measurements),
+        plain_environment=_plain_environment(records, candidate, baseline) if environment else None,
+        fidelity=ledger.verdict(candidate),
+        loss_scale=loss_scales.evidence(ledger.scales, candidate, with_its_scale),
+        is_build_shared=not are_shared and any(m.is_build_shared for m in chosen.measurements),
+        are_processes_shared=are_shared,
+        joules_per_sample=ranking.joules_per_sample(chosen.measurements),
+        loader=loader_evidence(records, chosen, description),
+        memory=memory_evidence(chosen, description),
+        evaluation_seconds=_median(m.evaluation_seconds for m in chosen.measurements),
+        checkpoint_seconds=_median(m.checkpoint_seconds for m in chosen.measurements),
+        accumulation=ledger.accumulation,
+        load=machine_load.evidence(chosen.loads),
+    )
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return median(known) if known else None
+
+
+def _promise(runs: Runs, records: Sequence[Record]) -> tuple[float, float]:
+    """The prediction interval, widened to hold the median that it stands beside, and what others' load may change.
+
+    Its spread is pooled over all that was confirmed, and over the search's trials of what it measured again: they ran
+    on the same machine, and the latter further apart in time, so that they see it change its speed between minutes.
+    Others that were confirmed in the same processes are left out: of how far processes differ they say nothing new.
+    """
+    are_shared = ranking.were_processes_shared(records)
+    groups: dict[tuple[Setting, Purpose, tuple[tuple[str, str], ...]], list[float]] = {}
+    for record in records:
+        found = record.outcome
+        if not isinstance(found, Measurement):
+            continue
+        is_timed_well = record.purpose == "search" and found.num_steps >= NUM_STEPS_BEFORE_CUT  # beyond its warm-up
+        if is_timed_well or (record.purpose == "confirm" and not are_shared):
+            key = record.candidate, record.purpose, tuple(sorted(record.environment.items()))
+            groups.setdefault(key, []).append(found.samples_per_second)
+    ours = [m.samples_per_second for m in runs.measurements]
+    others = list(groups.values())
+    if ours in others:
+        others.remove(ours)
+    low, high = prediction_interval(ours, others)
+    low_factor, high_factor = machine_load.interval_factors(runs.loads)
+    return low_factor * min(low, runs.speed), high_factor * max(high, runs.speed)
+
+
+def _drifted(runs: Runs, records: Sequence[Record]) -> float | None:
+    """Samples per second of the search's trials, the median, where the confirmation is far from it."""
+    found = [r.outcome for r in records if r.candidate == runs.candidate and r.purpose == "search"]
+    measured = [o for o in found if isinstance(o, Measurement) and o.num_steps >= NUM_STEPS_BEFORE_CUT]
+    if not measured or not runs.num_confirming:
+        return None
+    searched = median(o.samples_per_second for o in measured)
+    return None if 1 / DRIFT <= searched / runs.speed <= DRIFT else searched
+
+
+def _speedup(
+    chosen: Runs, baseline: Runs, records: Sequence[Record]
+) -> tuple[float | None, tuple[float, float] | None]:
+    """The ratio of the medians, and the interval of the mean ratio over the rounds that both were run in.
+
+    Without such a round nothing says that the machine was the same for both: then the ends are those of their promises.
+    """
+    if not baseline.measurements:
+        return None, None
+    if chosen == baseline:
+        return 1.0, (1.0, 1.0)
+    ours, theirs = (
+        {number: m.samples_per_second for number, m in zip(runs.rounds, runs.measurements, strict=False)}
+        for runs in (chosen, baseline)
+    )
+    shared = sorted(ours.keys() & theirs.keys())
+    ratio = chosen.speed / baseline.speed
+    if not shared:
+        (low, high), (their_low, their_high) = _promise(chosen, records), _promise(baseline, records)
+        return ratio, (low / their_high, high / their_low)
+    low, high = ratio_interval(*zip(*((ours[r], theirs[r]) for r in shared), strict=True))
+    return ratio, (min(low, ratio), max(high, ratio))
+
+
+def _baseline_evidence(runs: Runs, records: Sequence[Record]) -> BaselineEvidence:
+    measured, failure = runs.measurements, runs.failure
+    reason = "not measured: the budget ended" if failure is None else f"{failure.kind}: {failure.message}"
+    takes_scaler = MODES[runs.candidate.precision].takes_scaler
+    return BaselineEvidence(
+        config=AmpConfig.of(runs.candidate, loss_scale=LOSS_SCALE if takes_scaler else None),
+        samples_per_second=runs.speed if measured else None,
+        samples_per_second_interval=_promise(runs, records) if measured else None,
+        step_seconds=_median(m.step_seconds for m in measured),
+        peak_memory_bytes=max((m.peak_memory_bytes for m in measured), default=None),
+        reason=None if measured else reason,
+    )
+
+
+def _plain_environment(records: Sequence[Record], candidate: Setting, baseline: Runs) -> PlainEnvironment | None:
+    """The plain run of the choice; None where there was none. Of a run that failed both numbers are None.
+
+    The baseline itself is always run plainly.
+    """
+    if candidate == baseline.candidate and baseline.num_confirming:
+        return PlainEnvironment(samples_per_second=baseline.speed, speedup=1.0)
+    ours = [r.outcome for r in records if r.candidate == candidate and r.purpose == "plain"]
+    if not ours:
+        return None
+    speed = _median(o.samples_per_second if isinstance(o, Measurement) else None for o in ours)
+    return PlainEnvironment(
+        samples_per_second=speed,
+        speedup=speed / baseline.speed if speed is not None and baseline.measurements else None,
+    )
+
+
+def loader_evidence(
+    records: Sequence[Record], chosen: Runs, description: Description | None = None
+) -> LoaderEvidence | None:
+    """What is known of the loader where it sets the speed of the choice with the user's own number of workers."""
+    own = chosen.candidate.with_own_workers
+    searched = [(r.candidate, r.outcome) for r in records if r.purpose == "search"]
+    ran = chosen.measurements if own == chosen.candidate else [outcome for c, outcome in searched if c == own]
+    measured = [m for m in ran if isinstance(m, Measurement) and not m.was_cut]
+    share = median(map(data_share, measured)) if measured else 0.0
+    if share <= ranking.MAX_DATA_SHARE:
+        return None
+    return LoaderEvidence(
+        num_workers=None if description is None else description.num_workers,
+        data_share=share,
+        step_samples_per_second=median(m.samples_per_second for m in measured) / (1 - share),
+        tried=tuple(
+            WorkersTried(
+                candidate=str(c.with_own_workers),
+                num_workers=c.num_workers,
+                samples_per_second=outcome.samples_per_second if isinstance(outcome, Measurement) else None,
+                data_share=data_share(outcome) if isinstance(outcome, Measurement) else None,
+            )
+            for c, outcome in searched
+            if c.num_workers is not None
+        ),
+    )
+
+
+def memory_evidence(chosen: Runs, description: Description | None = None) -> MemoryEvidence:
+    """What the peak memory of the choice was measured on."""
+    sizes = None if description is None else description.sample_sizes
+    worst_case = None
+    if description is not None and description.has_worst_batch:
+        worst_case = "the worst batch that the workload names"
+    elif sizes is not None:
+        num = min(chosen.candidate.batch_size, len(sizes.largest))
+        worst_case = (
+            f"the {num:,} largest of {sizes.num_seen:,} samples looked at, of {sizes.num_samples:,}: "
+            f"{sizes.smallest_size:,} to {sizes.largest_size:,} numbers each, median {sizes.median_size:,}"
+        )
+    return MemoryEvidence(
+        worst_case=worst_case,
+        num_seen=None if sizes is None else sizes.num_seen,
+        num_samples=None if sizes is None else sizes.num_samples,
+        has_evaluation=any(m.evaluation_seconds is not None for m in chosen.measurements),
+        has_checkpoint=any(m.checkpoint_seconds is not None for m in chosen.measurements),
+        processes=tuple(
+            ProcessPeak(num_steps=m.num_steps_taken, peak_memory_bytes=m.peak_memory_bytes) for m in chosen.measurements
+        ),
     )
 
 

@@ -1,16 +1,21 @@
-"""The confirmation: winner, runner-up and baseline again, interleaved, in fresh processes."""
+"""In fresh processes: winner, runner-up and baseline again, interleaved; then what lies beyond, as an outlook."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from autotune_amp.core.outcome import Measurement, Purpose, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.budget import CONFIRM_SHARE, Budget
+from autotune_amp.isolation.local import Backend, Handle, Isolation
 from autotune_amp.search.ledger import Ledger, Shortlist
-from autotune_amp.search.space import HOPELESS
+from autotune_amp.search.ranking import PLATEAU
+from autotune_amp.search.run import CONFIRM_SHARE, Budget
+from autotune_amp.search.space import HOPELESS, SEARCH_UP
 from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Trial
 
@@ -23,6 +28,33 @@ RUN_SECONDS = MEASURE_SECONDS + 0.5  # with the warm-up of a small model
 ENDING_SHARE = 0.25  # of the confirmation's time, for evaluations and checkpoints
 MAX_SHARE = 0.5  # of the budget
 SAFETY = 1.1  # an estimate of a process's seconds that turns out short must not break the budget
+NUM_STEPS_FORESEEN = 14  # of an outlook's trial: a first step as long as three, the warm-up, the fewest measured
+
+
+class ConfirmingProcesses:
+    """Where the confirmation's trials run: each in a process of its own, or those of a round in one (`are_shared`).
+
+    `make` starts a backend with such isolation and variables.
+    """
+
+    def __init__(self, make: Callable[[Isolation, dict[str, str]], Backend], *, are_shared: bool) -> None:
+        self._make = make
+        self._isolation: Isolation = "kept" if are_shared else "fresh"
+        self._round: int | None = None
+        self._current: Backend | None = None
+
+    def submit(self, job: Trial) -> Handle[Any]:
+        """Start a trial."""
+        if self._current is None or self._isolation == "fresh" or job.round != self._round:
+            self.close()
+            self._current = self._make(self._isolation, job.environment)
+        self._round = job.round
+        return self._current.submit(job)
+
+    def close(self) -> None:
+        """End the process that is open."""
+        if self._current is not None:
+            self._current.close()
 
 
 class Run(NamedTuple):
@@ -34,29 +66,16 @@ class Run(NamedTuple):
 
 
 class Confirm:
-    """Runs the rounds, each run in a process that takes `start_seconds` to its first step.
+    """Runs the rounds, which have their share of the budget.
 
-    They have their share of the budget; what the search left over of its own goes to the winner and the baseline, until
-    both are confirmed. A resumed search runs only the rounds that are missing; what failed is not run again, and costs
-    no other run more than the start of another process. The workload's evaluation and checkpoint are run once for each
-    setting in its environment. Where processes `are_shared`, the runs of a round share one.
+    What the search left over of its own goes to the winner and the baseline, until both are confirmed. A resumed search
+    runs only the rounds that are missing; what failed is not run again, and costs no other run more than the start of
+    another process. The workload's evaluation and checkpoint are run once for each setting in its environment.
     """
 
-    def __init__(
-        self,
-        conditions: Conditions,
-        shortlist: Shortlist,
-        environment: dict[str, str],
-        start_seconds: float,
-        *,
-        are_shared: bool = False,
-    ) -> None:
+    def __init__(self, conditions: Conditions, shortlist: Shortlist) -> None:
         self._conditions = conditions
         self._contenders = shortlist
-        self._environment = environment
-        self._start_seconds = start_seconds
-        self._are_shared = are_shared
-        self._has_ending = conditions.description is not None and conditions.description.has_ending
         self._until: float | None = None  # what is left of the budget when this is over
         self._is_borrowing = False
         self._round = -1
@@ -68,7 +87,7 @@ class Confirm:
         if self._until is None:
             self._until = budget.left() - min(budget.confirm_seconds, budget.left())
             self._contenders = _runnable(ledger, self._contenders)
-        elif self._are_shared:
+        elif self._conditions.shares_processes:
             self._is_started = isinstance(ledger.records[-1].outcome, Measurement)
         while not self._to_run:
             self._round, self._is_started = self._round + 1, False
@@ -83,7 +102,7 @@ class Confirm:
             self._to_run, self._round = [], NUM_ROUNDS
             return None
         ours = [_ending_seconds(r) for r in ledger.records if (r.candidate, r.purpose, r.environment) == run]
-        needs_ending = self._has_ending and run.purpose == "confirm" and set(ours) <= {None}
+        needs_ending = self._conditions.description.has_ending and run.purpose == "confirm" and set(ours) <= {None}
         return self._conditions.trial(
             ledger,
             run.setting,
@@ -99,15 +118,14 @@ class Confirm:
         )
 
     def _plan(self, ledger: Ledger, budget: Budget) -> list[Run]:
-        assert self._until is not None
         ending_seconds = self._ending_left(ledger, budget) if self._round == 0 else 0.0
+
+        def seconds_of(runs: Sequence[Run]) -> float:
+            return self._cost(ledger, runs, min(1, len(runs)) if self._conditions.shares_processes else len(runs))
 
         def planned() -> list[Run]:
             left = budget.left() - (self._until or 0.0) - ending_seconds
-            return plan_round(self._contenders, self._environment, seconds_of, left, self._round)
-
-        def seconds_of(runs: Sequence[Run]) -> float:
-            return self._cost(ledger, runs, min(1, len(runs)) if self._are_shared else len(runs))
+            return plan_round(self._contenders, self._conditions.environment, seconds_of, left, self._round)
 
         runs = planned()
         if _is_short(runs, self._contenders, self._round):
@@ -116,11 +134,11 @@ class Confirm:
         return runs
 
     def _cost(self, ledger: Ledger, runs: Sequence[Run], num_starts: int) -> float:
-        starting = num_starts * start_seconds(ledger.records, self._start_seconds)
+        starting = num_starts * start_seconds(ledger.records, self._conditions.start_seconds)
         return SAFETY * (starting + sum(run_seconds(ledger, run.setting) for run in runs))
 
     def _ending_left(self, ledger: Ledger, budget: Budget) -> float:
-        share = ENDING_SHARE * budget.confirm_seconds if self._has_ending else 0.0
+        share = ENDING_SHARE * budget.confirm_seconds if self._conditions.description.has_ending else 0.0
         return max(0.0, share - sum(_ending_seconds(r) or 0.0 for r in ledger.records))
 
 
@@ -133,11 +151,10 @@ def plan_round(
 ) -> list[Run]:
     """The runs of round `number` (from 0) that the time left allows, none where not even the winner fits.
 
-    `seconds_of` says what runs of one round cost together.
-
-    The runner-up gives way where three rounds could not be reached with it, and a baseline that does not fit at all.
-    The order alternates, so that a drift of the machine falls on all alike. In the first round the winner runs once in
-    the user's own environment too, unless it is the baseline, which always does.
+    `seconds_of` says what runs of one round cost together. The runner-up gives way where three rounds could not be
+    reached with it, and a baseline that does not fit at all. The order alternates, so that a drift of the machine falls
+    on all alike. In the first round the winner runs once in the user's own environment too, unless it is the baseline,
+    which always does.
     """
     winner, baseline = Run(shortlist.winner, "confirm", environment), Run(shortlist.baseline, "confirm", {})
     essential = [winner] if winner == baseline else [winner, baseline]
@@ -209,3 +226,57 @@ def _start_seconds(record: Record) -> float:
     is_kept = record.start_seconds == 0.0
     own = found.build_seconds + found.context_seconds if isinstance(found, Measurement) and not is_kept else 0.0
     return (record.start_seconds or 0.0) + own
+
+
+@dataclass
+class LargerBatches:
+    """Doubles the effective batch size, without accumulation, until memory, speed or the budget ends it.
+
+    What it measures is neither recommended nor stepped down to: it would ask for another learning rate.
+    """
+
+    conditions: Conditions
+
+    def next(self, ledger: Ledger, budget: Budget) -> Trial | None:
+        """A trial of the next larger batch, as a process of the confirmation would run it."""
+        setting, left = next_larger(ledger, self.conditions.description.num_samples), budget.left()
+        if setting is None:
+            return None
+        seconds = MEASURE_SECONDS + NUM_STEPS_FORESEEN * setting.batch_size / max(ledger.speeds.values())
+        if left < SAFETY * (start_seconds(ledger.records, self.conditions.start_seconds) + seconds):
+            return None
+        return self.conditions.trial(
+            ledger,
+            setting,
+            purpose="outlook",
+            environment=self.conditions.environment,
+            hold_heap=False,
+            measure_seconds=MEASURE_SECONDS,
+            deadline_seconds=left,
+        )
+
+
+def next_larger(ledger: Ledger, num_samples: int | None = None) -> Setting | None:
+    """Twice the largest effective batch size tried in the fastest sound precision, None where none would pay. Pure."""
+    kept = ledger.space.effective_batch_size
+    sound = {c: speed for c, speed in ledger.speeds.items() if ledger.tiers[c] == 0 and not c.as_found}
+    if kept is None or not sound or ledger.objective != "speed":
+        return None
+    fastest = max(sound, key=lambda c: sound[c])
+    largest = replace(fastest, batch_size=kept, accumulation_steps=1)
+    rate = sound.get(largest, sound[fastest])
+    if rate < (1 - PLATEAU) * sound[fastest]:
+        return None
+    for record in ledger.records:
+        if record.purpose == "outlook":
+            found = record.outcome
+            if not isinstance(found, Measurement) or found.samples_per_second < (1 + PLATEAU) * rate:
+                return None
+            largest, rate = record.candidate, found.samples_per_second
+    larger = replace(largest, batch_size=2 * largest.batch_size)
+    ran_out = any(
+        c.precision == larger.precision and c.batch_size <= larger.batch_size and failure.kind == "oom"
+        for c, failure in ledger.failures.items()
+    )
+    is_too_large = larger.batch_size > min(SEARCH_UP * kept, num_samples or SEARCH_UP * kept)
+    return None if ran_out or is_too_large else larger

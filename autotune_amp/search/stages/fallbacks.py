@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 from msgspec.structs import replace
@@ -12,15 +13,16 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Failure, Measurement, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision.modes import MODES
-from autotune_amp.search import check_results
-from autotune_amp.search.budget import Budget
+from autotune_amp.search import ranking
 from autotune_amp.search.ledger import Ledger
+from autotune_amp.search.run import Budget
 from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.trial.jobs import Check, Trial
 
 MAX_FALLBACK_TRIES = 3
 
 
+@dataclass
 class Fallbacks:
     """Measures a plan for each precision with less to go wrong, at the effective batch size of each contender.
 
@@ -29,8 +31,7 @@ class Fallbacks:
     step down to.
     """
 
-    def __init__(self, conditions: Conditions) -> None:
-        self._conditions = conditions
+    conditions: Conditions
 
     def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
         """The trial of a plan that nobody measured, or the check that it waits for."""
@@ -41,9 +42,9 @@ class Fallbacks:
             for setting in missing_plans(ledger, contender):
                 is_split = setting.accumulation_steps > contender.accumulation_steps
                 if is_split and ledger.space.accumulation_withheld is None and ledger.accumulation is None:
-                    return self._conditions.accumulation_check(ledger, budget)
+                    return self.conditions.accumulation_check(ledger, budget)
                 if not is_split or ledger.may_add_accumulation:
-                    return self._conditions.trial(
+                    return self.conditions.trial(
                         ledger, setting, purpose="fallback", measure_seconds=left / 3, deadline_seconds=left
                     )
         return None
@@ -51,26 +52,21 @@ class Fallbacks:
 
 def missing_plans(ledger: Ledger, contender: Setting) -> list[Setting]:
     """For each precision to step down to, what would be measured next for it. Pure."""
-    harmful = {e.precision for e in check_results.exclusions(ledger.fidelity)}
+    harmful = {e.precision for e in ranking.exclusions(ledger.fidelity)}
     missing = []
     for precision in MODES[contender.precision].rungs_below:
         if precision in harmful or not any(c.precision == precision for c in ledger.space.candidates):
             continue
-        for setting in _halvings(contender, precision):
+        for factor in (2**power for power in range(MAX_FALLBACK_TRIES) if contender.batch_size % 2**power == 0):
+            setting = _stepped_down(
+                contender, precision, contender.batch_size // factor, contender.accumulation_steps * factor
+            )
             outcome = ledger.outcomes.get(setting)
             if outcome is None:
                 missing.append(setting)
             if not (isinstance(outcome, Failure) and outcome.kind == "oom"):
                 break
     return missing
-
-
-def _halvings(contender: Setting, precision: Precision) -> list[Setting]:
-    factors = [2**power for power in range(MAX_FALLBACK_TRIES) if contender.batch_size % 2**power == 0]
-    return [
-        _stepped_down(contender, precision, contender.batch_size // factor, contender.accumulation_steps * factor)
-        for factor in factors
-    ]
 
 
 def _stepped_down(setting: Setting, precision: Precision, batch_size: int, accumulation_steps: int) -> Setting:
@@ -94,7 +90,7 @@ def fallback_plans(
     accumulation steps than `chosen`. `harmful` precisions are none to step down to, nor is one with pins, which a plan
     cannot say.
     """
-    failed = check_results.failures(records)
+    failed = ranking.failures(records)
     measured: dict[Setting, list[Measurement]] = {}
     for record in records:
         if isinstance(record.outcome, Measurement) and record.purpose != "plain":  # no plan is run so

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
@@ -12,41 +11,70 @@ from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Description, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision.modes import MODES
-from autotune_amp.search import check_results
-from autotune_amp.search.budget import Budget
+from autotune_amp.search import ranking
 from autotune_amp.search.ledger import LOSS_SCALE, Ledger
+from autotune_amp.search.run import Budget
 from autotune_amp.search.space import HOPELESS
 from autotune_amp.trial.jobs import Check, CheckKind, Trial
 
 CUT_RATIO = 1.25  # median of five steps against the best: cuts equals 4 % of the time (studies/README.md)
-SLOW_PRECISION_SHARE = 0.1  # of the budget, for a precision that has not shown itself worth more
+SLOW_PRECISION_SHARE = 0.1  # of the budget, for a precision whose matrix products are hopeless
 MIN_TRIAL_SECONDS = 0.5
 DEADLINE_RATIO = 20.0  # a step so many times longer than the best throughput foretells is not waited for
 MIN_STEP_DEADLINE_SECONDS = 2.0  # a busy machine stalls a step for hundreds of milliseconds
 METERED_SECONDS, MAX_METERED_STEPS = 1.0, 1000  # an energy counter is updated every 100 ms at worst
 ACCUMULATION_SHARE = 0.15  # of the budget, at most: a search without accumulation is better than none
 NUM_TRIALS_FORESEEN = 16  # one trial's steps take at most this part of the search phase
+WORKER_START_SECONDS = 10.0  # a worker that is not forked imports torch first
 
 
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):
-    """What all jobs of one search have in common; `description` is None where nobody knows the workload."""
+    """What all jobs of one search have in common.
+
+    `environment` are the recommended variables. A fresh process takes `ready_seconds` until it has imported the
+    workload. `max_trials` are those of the whole search, None for any number.
+    """
 
     hardware: Hardware
+    description: Description
     memory_limit_bytes: int
     torch_state: dict[str, Any] = {}
-    holds_heap: bool = False
+    environment: dict[str, str] = {}
     seed: int = 0
-    description: Description | None = None
+    ready_seconds: float = 0.0
+    max_trials: int | None = None
 
     @property
     def setup_seconds(self) -> float:
         """What a trial that builds its own model takes before its first step."""
-        known = self.description
-        return 0.0 if known is None else known.build_seconds + known.context_seconds
+        return self.description.build_seconds + self.description.context_seconds
+
+    @property
+    def start_seconds(self) -> float:
+        """What a fresh process is foreseen to take before its first step."""
+        return self.ready_seconds + self.setup_seconds
+
+    @property
+    def shares_processes(self) -> bool:
+        """Whether the runs of a confirmation's round share a process.
+
+        Not on a CPU, where the state of the heap is part of what is measured. On an accelerator the allocator's cache
+        is emptied between them, and no variables are recommended that would set their environments apart.
+        """
+        return self.hardware.device != "cpu"
+
+    def may_try(self, ledger: Ledger, left_seconds: float) -> bool:
+        """Whether the time that is left and the number of trials allow another one."""
+        num_tried = sum(record.purpose == "search" for record in ledger.records)
+        return left_seconds > MIN_TRIAL_SECONDS and (self.max_trials is None or num_tried < self.max_trials)
 
     def trial(self, ledger: Ledger, setting: Setting, **fields: Any) -> Trial:
         """A trial of `setting`."""
-        sizes = None if self.description is None else self.description.sample_sizes
+        sizes = self.description.sample_sizes
+        values: dict[str, Any] = {
+            "hold_heap": bool(self.environment),
+            "loss_scale": LOSS_SCALE if MODES[setting.precision].takes_scaler else None,
+        }
         return Trial(
             candidate=setting,
             device=self.hardware.device,
@@ -55,11 +83,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
             torch_state=self.torch_state,
             worst_samples=() if sizes is None else sizes.largest[: setting.batch_size],
             is_loss_sum=ledger.is_loss_sum,
-            **{
-                "hold_heap": self.holds_heap,
-                "loss_scale": LOSS_SCALE if MODES[setting.precision].takes_scaler else None,
-                **fields,
-            },
+            **(values | fields),
         )
 
     def check(self, what: CheckKind, setting: Setting, seconds: float) -> Check:
@@ -73,12 +97,12 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
             deadline_seconds=max(0.0, seconds),
             memory_limit_bytes=self.memory_limit_bytes,
             torch_state=self.torch_state,
-            hold_heap=self.holds_heap,
+            hold_heap=bool(self.environment),
         )
 
     def accumulation_check(self, ledger: Ledger, budget: Budget) -> Check:
         """The check of whether accumulated gradients equal those of the whole batch."""
-        batch_size = min(check_results.MAX_BATCH_SIZE, ledger.space.baseline.effective_batch_size)
+        batch_size = min(ranking.MAX_BATCH_SIZE, ledger.space.baseline.effective_batch_size)
         seconds = min(ACCUMULATION_SHARE * budget.seconds, budget.left_for_search())
         return self.check("accumulation", Setting(precision="fp32", batch_size=batch_size), seconds)
 
@@ -87,40 +111,31 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
         best = ledger.best
         if best is None:
             # Nothing is known of the step: two thirds of what is left, so that one that hangs leaves time for another.
-            left = (2 * seconds + min(self.setup_seconds, seconds)) / 3
-        else:
-            left = min(seconds, self._allowance(ledger, budget, setting.precision))
-        measure_seconds: float = budget.seconds / NUM_TRIALS_FORESEEN
-        energy: dict[str, Any] = {}
-        if ledger.objective == "energy":  # as long as a counter needs, however steady or slow the steps are
-            measure_seconds = min(METERED_SECONDS, measure_seconds)
-            energy = {"num_steps": (MAX_METERED_STEPS, MAX_METERED_STEPS)}
-        trial = self.trial(
-            ledger, setting, measure_seconds=measure_seconds, deadline_seconds=max(MIN_TRIAL_SECONDS, left), **energy
-        )
+            seconds = (2 * seconds + min(self.setup_seconds, seconds)) / 3
+        elif is_hopeless(self.hardware, setting.precision):
+            spent = sum(r.seconds for r in ledger.records if r.candidate.precision == setting.precision)
+            seconds = min(seconds, SLOW_PRECISION_SHARE * budget.seconds - spent)
+        limits: dict[str, Any] = {"measure_seconds": budget.seconds / NUM_TRIALS_FORESEEN}
+        needs_energy = ledger.objective == "energy"
+        if needs_energy:  # as long as a counter needs, however steady or slow the steps are
+            limits["measure_seconds"] = min(METERED_SECONDS, limits["measure_seconds"])
+            limits["num_steps"] = (MAX_METERED_STEPS, MAX_METERED_STEPS)
+        trial = self.trial(ledger, setting, deadline_seconds=max(MIN_TRIAL_SECONDS, seconds), **limits)
         if best is None:
             return trial
         assert isinstance(best.outcome, Measurement)
-        rate = best.outcome.samples_per_second
+        rate, first_step_seconds = best.outcome.samples_per_second, best.outcome.first_step_seconds
         reported = setting.batch_size * trial.num_timed_micro_batches * trial.num_steps_per_report
         step_deadline = max(MIN_STEP_DEADLINE_SECONDS, DEADLINE_RATIO * reported / rate)
-        own_num_workers = 0 if self.description is None else self.description.num_workers
-        if setting.num_workers or own_num_workers:  # unless they persist, every epoch starts them anew
-            step_deadline += best.outcome.first_step_seconds
+        if setting.num_workers or self.description.num_workers:  # unless they persist, every epoch starts them anew
+            step_deadline += first_step_seconds + (WORKER_START_SECONDS if setting.num_workers else 0.0)
         growth = max(1.0, setting.batch_size / best.candidate.batch_size)
         return msgspec.structs.replace(
             trial,
-            cut_step_seconds=None if energy else CUT_RATIO * setting.effective_batch_size / rate,
+            cut_step_seconds=None if needs_energy else CUT_RATIO * setting.effective_batch_size / rate,
             step_deadline_seconds=step_deadline,
-            first_step_deadline_seconds=step_deadline + 3 * growth * best.outcome.first_step_seconds,
+            first_step_deadline_seconds=step_deadline + 3 * growth * first_step_seconds,
         )
-
-    def _allowance(self, ledger: Ledger, budget: Budget, precision: Precision) -> float:
-        """Seconds that a precision may still cost: a tenth of the budget where its matrix products are hopeless."""
-        if not is_hopeless(self.hardware, precision):
-            return math.inf
-        spent = sum(record.seconds for record in ledger.records if record.candidate.precision == precision)
-        return SLOW_PRECISION_SHARE * budget.seconds - spent
 
 
 def is_hopeless(hardware: Hardware, precision: Precision) -> bool:
@@ -129,8 +144,3 @@ def is_hopeless(hardware: Hardware, precision: Precision) -> bool:
     if capability.level != "emulated" or reference is None or reference.matmul_flops_per_second is None:
         return False
     return HOPELESS * (capability.matmul_flops_per_second or 0.0) < reference.matmul_flops_per_second
-
-
-def may_try(ledger: Ledger, left_seconds: float, max_trials: int | None) -> bool:
-    """Whether the time that is left and `max_trials` of the whole search allow another trial."""
-    return left_seconds > MIN_TRIAL_SECONDS and (max_trials is None or ledger.num_tried < max_trials)

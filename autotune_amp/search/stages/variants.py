@@ -1,50 +1,122 @@
-"""Values of further dimensions, each tried on the setting that would win: one change at a time, the best kept."""
+"""What is tried on the setting that would win: values of further dimensions, and where the data loader sets the speed
+other numbers of its workers. One change at a time, the best kept.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 from msgspec.structs import replace
 
+from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import DIMENSIONS, Setting
-from autotune_amp.search.budget import Budget
 from autotune_amp.search.ledger import Ledger
+from autotune_amp.search.ranking import MAX_DATA_SHARE, PLATEAU, data_share, rank
+from autotune_amp.search.run import Budget
 from autotune_amp.search.stages.checks import Checks
-from autotune_amp.search.stages.trials import Conditions, may_try
+from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.trial.jobs import Check, Trial
 
+SHORT_WAIT = 0.05  # of a step: more workers have little left to gain
+HANDOVER_SECONDS = 1e-3  # of a batch from a worker process: a shorter wait is not made shorter by one
 
-class Variants:
-    """Tries the space's variants, within `max_trials` of the whole search; what comes to lead by one is checked."""
 
-    def __init__(self, conditions: Conditions, checks: Checks, max_trials: int | None = None) -> None:
-        self._conditions = conditions
-        self._checks = checks
-        self._max_trials = max_trials
+@dataclass
+class _OnTheWinner(ABC):
+    """Tries one setting after the other, and checks what comes to lead by it."""
+
+    conditions: Conditions
+    checks: Checks
 
     def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
-        """The check that the last trial calls for, else a trial of another value."""
-        if not ledger.space.variants:
-            return None
-        check, left = self._checks.next(ledger, budget), budget.left_for_search()
-        if check is not None or not may_try(ledger, left, self._max_trials):
+        """The check that the last trial calls for, else another trial."""
+        check, left = self.checks.next(ledger, budget), budget.left_for_search()
+        if check is not None or not self.conditions.may_try(ledger, left):
             return check
-        setting = next_to_try(ledger)
-        return None if setting is None else self._conditions.search_trial(ledger, budget, setting, left)
+        setting = self.setting(ledger)
+        return None if setting is None else self.conditions.search_trial(ledger, budget, setting, left)
+
+    @abstractmethod
+    def setting(self, ledger: Ledger) -> Setting | None:
+        """What to try next."""
 
 
-def next_to_try(ledger: Ledger) -> Setting | None:
-    """The would-be winner with another value of a dimension that bears on the objective; None once all were tried.
+class Variants(_OnTheWinner):
+    """Tries the space's variants."""
 
-    Pure. A config cannot express what is as found.
-    """
-    chosen = ledger.shortlist
-    if chosen is None or chosen.winner.as_found:
-        return None
-    wanted = "memory" if ledger.objective == "memory" else "speed"
-    tried = {record.candidate for record in ledger.trials}
-    for dimension in DIMENSIONS:
-        if wanted in dimension.affects:
-            for value in ledger.space.variants.get(dimension.name, ()):
-                setting = replace(chosen.winner, **{dimension.name: value})
-                if setting not in tried:
-                    return setting
-    return None
+    def setting(self, ledger: Ledger) -> Setting | None:
+        """The would-be winner with another value of a dimension that bears on the objective; None once all were tried.
+
+        A config cannot express what is as found.
+        """
+        chosen = ledger.shortlist
+        if chosen is None or chosen.winner.as_found:
+            return None
+        wanted = "memory" if ledger.objective == "memory" else "speed"
+        settings = (
+            replace(chosen.winner, **{dimension.name: value})
+            for dimension in DIMENSIONS
+            if wanted in dimension.affects
+            for value in ledger.space.variants.get(dimension.name, ())
+        )
+        tried = {record.candidate for record in ledger.trials}
+        return next((setting for setting in settings if setting not in tried), None)
+
+
+class LoaderWorkers(_OnTheWinner):
+    """Tries more workers until one number will do or none helps."""
+
+    def setting(self, ledger: Ledger) -> Setting | None:
+        """What would be chosen if no step waited for its data, with more workers; None where there is nothing to gain.
+
+        Their number is doubled up to that of the CPUs. That ends where the wait is short, where more workers failed,
+        and where they are no faster than half as many. The first worker is no test of that: it makes loading and
+        training overlap, the second one doubles the loading.
+        """
+        own_num_workers, num_cpus = self.conditions.description.num_workers, self.conditions.hardware.identity.num_cpus
+        searched = [r for r in ledger.records if r.purpose == "search"]
+        waits = {
+            r.candidate: data_share(r.outcome)
+            for r in searched
+            if isinstance(r.outcome, Measurement)
+            and not r.outcome.was_cut
+            and r.candidate.num_workers is None
+            and not r.candidate.as_found
+        }
+        speeds, tiers = ledger.speeds, ledger.pending_tiers
+        unheld = {c: speed / (1 - waits[c]) for c, speed in speeds.items() if c in waits}
+        if own_num_workers is None or not unheld:
+            return None
+        target = rank(unheld, tiers=tiers)[0]
+        fastest = max(speed for c, speed in speeds.items() if tiers[c] <= tiers[target])
+        wait_seconds = waits[target] * target.batch_size / speeds[target]
+        if waits[target] <= MAX_DATA_SHARE or wait_seconds < HANDOVER_SECONDS:
+            return None
+        if unheld[target] <= (1 + PLATEAU) * fastest:
+            return None
+        tried = {r.candidate: r.outcome for r in searched}
+        before = speeds[target]
+        for num_workers in ladder(own_num_workers, num_cpus):
+            found = tried.get(setting := replace(target, num_workers=num_workers))
+            if found is None:
+                return setting
+            if not isinstance(found, Measurement) or data_share(found) < SHORT_WAIT:
+                break
+            if num_workers > 1 and found.samples_per_second <= (1 + PLATEAU) * before:
+                break
+            before = found.samples_per_second
+        # Where the wait still sets the speed, what has less to go wrong reaches it too.
+        leader = rank({c: speed for c, speed in speeds.items() if c.with_own_workers == target})[0]
+        held = {c: min(speed, speeds[leader]) for c, speed in unheld.items()}
+        safer = replace(rank(held, tiers=tiers)[0], num_workers=leader.num_workers)
+        return None if safer in tried else safer
+
+
+def ladder(own_num_workers: int, num_cpus: int) -> Iterator[int]:
+    """The numbers of workers to try: today's doubled and doubled again, up to the number of CPUs."""
+    number = own_num_workers
+    while number < num_cpus:
+        number = min(max(1, 2 * number), num_cpus)
+        yield number

@@ -8,23 +8,16 @@ from __future__ import annotations
 
 import base64
 import gzip
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from html import escape
 from importlib.resources import files
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from autotune_amp.core.text import printable
 
 if TYPE_CHECKING:
-    from autotune_amp.report.page.marks import Drawn
-
-
-class Section(NamedTuple):
-    """A titled part of the page; `body` is HTML, made by the functions below."""
-
-    title: str
-    body: str
+    from autotune_amp.report.charts import Drawn
 
 
 def marker(kind: str) -> str:
@@ -32,9 +25,9 @@ def marker(kind: str) -> str:
     return f'<meta name="generator" content="autotune_amp {kind}">'
 
 
-def page(title: str, sections: Iterable[Section], *, kind: str, lead: str = "") -> str:
-    """The HTML document of a "search" or a "run". `lead` is HTML and stands above the sections."""
-    parts = [f"<section><h2>{_text(name)}</h2>{body}</section>" for name, body in sections]
+def page(title: str, sections: Mapping[str, str], *, kind: str, lead: str) -> str:
+    """The HTML document of a "search" or a "run": `sections` are HTML by their titles, below `lead`, which is HTML."""
+    parts = [f"<section><h2>{_text(name)}</h2>{body}</section>" for name, body in sections.items()]
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{marker(kind)}\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -105,7 +98,7 @@ def _text(text: str) -> str:
 
 
 def _ours(name: str) -> str:
-    return files("autotune_amp.report.page").joinpath(name).read_text("utf-8")
+    return files("autotune_amp.report").joinpath("page", name).read_text("utf-8")
 
 
 @cache

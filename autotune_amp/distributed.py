@@ -27,11 +27,7 @@ from autotune_amp.core.recommendation import (
 # Rank 0 may come later than the others, and its budget does not hold what it does before and after the search.
 _LATE_SECONDS = 600.0
 
-_MAX_REASONS = 3
-
-# What a launcher puts into the environment of each rank. Mostly exact names: MASTER_KEY or ROLE_ARN are the user's own.
-# torchrun's, and those by which MPI and Slurm, and libraries that ask for them, tell which process this is and whom to
-# report to.
+# What torchrun, MPI and Slurm put into the environment of each rank. Mostly exact names: MASTER_KEY is the user's own.
 _NAMES = frozenset(
     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK"}
     | {"ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
@@ -43,7 +39,6 @@ _SETTINGS = "PMIX_MCA_"  # the user's own
 _HEARD_SECONDS = 30.0
 _POLL_SECONDS = 0.1
 
-_LOST = "See what rank 0 wrote before it ended, and start all ranks again."
 _own_store: Any = None  # open until the process ends: a group that is made later meets at the same server
 _num_calls = 0
 
@@ -78,6 +73,24 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
     excluded: tuple[Exclusion, ...] = ()
     best: Recommendation | None = None
 
+    @classmethod
+    def of(cls, error: BaseException) -> _Answer:
+        """For an error of rank 0: one of ours as it is, another by its name."""
+        if not isinstance(error, AutotuneAmpError):
+            error = RunnerError(f"Rank 0 failed: {type(error).__name__}: {error}", "See the traceback of rank 0.")
+        held = {name: value for name, value in vars(error).items() if name in cls.__struct_fields__}
+        return cls(error=type(error).__name__, **held)
+
+    def opened(self) -> Recommendation:
+        """The recommendation, or else raises the error."""
+        if self.recommendation is not None:
+            return self.recommendation
+        if self.error == NothingWorksError.__name__:
+            raise NothingWorksError(self.message, self.next_step, self.excluded)
+        if self.error == SearchInterruptedError.__name__:
+            raise SearchInterruptedError(self.message, self.next_step, self.excluded, self.best)
+        raise vars(errors)[str(self.error)](self.message, self.next_step)
+
 
 def place() -> Place:
     """As torch's process group has it, or else as a launcher says in RANK and WORLD_SIZE.
@@ -108,78 +121,46 @@ def answer_on_first(find: Callable[[], Recommendation], where: Place, budget_sec
     """
     if where.num_ranks == 1:
         return find()
+    # Rank 0 may still find that the budget is none.
+    is_budget = isinstance(budget_seconds, (int, float)) and 0 < budget_seconds < math.inf
+    limit_seconds = _LATE_SECONDS + (2 * float(budget_seconds) if is_budget else 0.0)  # type: ignore[arg-type]
     try:
-        store = RankStore(where.rank, where.num_ranks, _limit_seconds(budget_seconds))
+        store = RankStore(where.rank, where.num_ranks, limit_seconds)
         if where.rank > 0:
-            return _opened(msgspec.json.decode(store.hear(), type=_Answer))
+            return msgspec.json.decode(store.hear(), type=_Answer).opened()
     except KeyboardInterrupt:
         raise SearchInterruptedError(
             f"Rank {where.rank} was interrupted before rank 0 had an answer.", "Start all ranks again.", (), None
         ) from None
     try:
-        answer = _Answer(recommendation=find())
+        found = find()
     except BaseException as error:
-        store.tell(msgspec.json.encode(_closed(error)).decode())
+        store.tell(msgspec.json.encode(_Answer.of(error)))
         raise
-    store.tell(msgspec.json.encode(answer).decode())
-    return _opened(answer)
+    store.tell(msgspec.json.encode(_Answer(recommendation=found)))
+    return found
 
 
 def left_no_answer(path: Path, cached: Recommendation | None, fingerprint: Fingerprint | None) -> InvalidRequestError:
     """For a rerun that finds nothing saved by rank 0 which holds for its own call."""
-    if fingerprint is None:
-        why: tuple[str, ...] = ("a workload given by its name is not known before it is loaded",)
-    elif cached is None or cached.search.was_interrupted:
-        why = ("there is no finished recommendation",)
-    else:
-        why = cached.fingerprint.differences(fingerprint)[:_MAX_REASONS]
+    changes = cached.fingerprint.differences(fingerprint) if cached is not None and fingerprint is not None else ()
     return InvalidRequestError(
         f"LOCAL_RANK is {os.environ.get('LOCAL_RANK', '')!r} without a RANK, as in the processes that Lightning starts "
         "by running the script again. They take the answer of the first process, and for this call there is none in "
-        f"{path}: {'; '.join(why)}.",
-        "Call recommend_config() alike in every process and before the training starts, with the workload itself; or "
-        "start the script with torchrun, which needs neither.",
+        f"{path}{''.join(f'; {change}' for change in changes[:3])}.",
+        "Call recommend_config() alike in every process and before the training starts, with the workload itself and "
+        "not its name; or start the script with torchrun, which needs neither.",
     )
 
 
 def alone(num_ranks: int, device: str) -> tuple[str, ...]:
     """What one rank's measurement does not hold, as warnings."""
-    if num_ranks == 1:
-        return ()
     beside = ", and their load was not on the CPU" if device == "cpu" else ""
-    return (
+    warning = (
         f"Measured on one of {num_ranks} ranks while the others waited: gradients were not exchanged{beside}. A rank "
-        "will be slower than this in training.",
+        "will be slower than this in training."
     )
-
-
-def _limit_seconds(budget_seconds: object) -> float:
-    """Of a budget that rank 0 may still find to be none."""
-    is_budget = isinstance(budget_seconds, (int, float)) and 0 < budget_seconds < math.inf
-    return _LATE_SECONDS + (2 * float(budget_seconds) if is_budget else 0.0)  # type: ignore[arg-type]
-
-
-def _closed(error: BaseException) -> _Answer:
-    if not isinstance(error, AutotuneAmpError):
-        message = f"Rank 0 failed: {type(error).__name__}: {error}"
-        return _Answer(error=RunnerError.__name__, message=message, next_step="See the traceback of rank 0.")
-    return _Answer(
-        error=type(error).__name__,
-        message=error.message,
-        next_step=error.next_step,
-        excluded=getattr(error, "excluded", ()),
-        best=getattr(error, "best", None),
-    )
-
-
-def _opened(answer: _Answer) -> Recommendation:
-    if answer.recommendation is not None:
-        return answer.recommendation
-    if answer.error == NothingWorksError.__name__:
-        raise NothingWorksError(answer.message, answer.next_step, answer.excluded)
-    if answer.error == SearchInterruptedError.__name__:
-        raise SearchInterruptedError(answer.message, answer.next_step, answer.excluded, answer.best)
-    raise vars(errors)[str(answer.error)](answer.message, answer.next_step)
+    return (warning,) if num_ranks > 1 else ()
 
 
 class RankStore:
@@ -200,13 +181,11 @@ class RankStore:
         self._num_ranks = num_ranks
         self._deadline = time.monotonic() + limit_seconds
 
-    def tell(self, answer: str) -> None:
+    def tell(self, answer: bytes) -> None:
         """Give the others their answer; where rank 0 may hold the store, wait a while until they have it."""
-        self._store.set("answer", answer)
-        if _is_held_by_agent():
-            return
-        deadline = time.monotonic() + _HEARD_SECONDS
-        while self._store.add("num_heard", 0) < self._num_ranks - 1 and time.monotonic() < deadline:
+        self._store.set("answer", answer.decode())
+        deadline = time.monotonic() + (0.0 if _is_held_by_agent() else _HEARD_SECONDS)
+        while time.monotonic() < deadline and self._store.add("num_heard", 0) < self._num_ranks - 1:
             time.sleep(_POLL_SECONDS)
 
     def hear(self) -> str:
@@ -224,7 +203,7 @@ class RankStore:
             answer = str(self._store.get("answer"), "utf-8")
             self._store.add("num_heard", 1)
         except DistError as error:
-            raise RunnerError(f"Rank 0 ended without an answer: {_first_line(error)}.", _LOST) from error
+            raise _lost("Rank 0 ended without an answer", error) from error
         return answer
 
 
@@ -233,19 +212,14 @@ def _is_held_by_agent() -> bool:
 
 
 def _store(rank: int, num_ranks: int, limit_seconds: float) -> Any:
+    """The store that all ranks meet at."""
     global _own_store
     from torch import distributed
 
     if distributed.is_initialized():
         return distributed.distributed_c10d._get_default_store()
-    if _own_store is None:
-        _own_store = _connected(rank, num_ranks, limit_seconds)
-    return _own_store
-
-
-def _connected(rank: int, num_ranks: int, limit_seconds: float) -> Any:
-    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # its stubs do not export it
-
+    if _own_store is not None:
+        return _own_store
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not address or not port.isdecimal():
         raise InvalidRequestError(
@@ -254,7 +228,7 @@ def _connected(rank: int, num_ranks: int, limit_seconds: float) -> Any:
         )
     try:
         # As init_process_group() makes it, which then finds this server; but rank 0 waits for nobody.
-        return TCPStore(
+        _own_store = distributed.TCPStore(  # type: ignore[attr-defined]  # its stubs do not export it
             address,
             int(port),
             num_ranks,
@@ -263,11 +237,11 @@ def _connected(rank: int, num_ranks: int, limit_seconds: float) -> Any:
             wait_for_workers=False,
             multi_tenant=True,
         )
-    except DistError as error:
-        raise RunnerError(
-            f"Rank {rank} cannot reach rank 0 at {address}:{port}: {_first_line(error)}.", _LOST
-        ) from error
+    except distributed.DistError as error:
+        raise _lost(f"Rank {rank} cannot reach rank 0 at {address}:{port}", error) from error
+    return _own_store
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0].rstrip(".")
+def _lost(what: str, error: BaseException) -> RunnerError:
+    line = str(error).partition("\n")[0].rstrip(".")
+    return RunnerError(f"{what}: {line}.", "See what rank 0 wrote before it ended, and start all ranks again.")

@@ -1,1 +1,0 @@
-"""The ranks of the caller's own launcher."""

@@ -1,0 +1,184 @@
+"""Charts of fidelity and of fp16's loss scale: rounding noise, gradients against formats, the scale's course. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from plotly.graph_objects import Bar, Figure
+
+from autotune_amp.core.text import count, exact, one_line
+from autotune_amp.numerics.grading import FAITHFUL_NOISE, UNFAITHFUL_NOISE
+from autotune_amp.report.charts import LOOKS, Drawn, framed, marks, rule, said
+from autotune_amp.search import loss_scales
+from autotune_amp.search.loss_scales import DEFAULT_PAIR, Pair, Scales, Uncalibrated
+from autotune_amp.search.options import DEFAULT_NUM_STEPS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from autotune_amp.core.outcome import Fidelity, Record
+    from autotune_amp.core.recommendation import Recommendation
+
+_WHOLE, _OUTSIDE = "whole gradient", "outside of modules"
+_LEAST_DRAWN = 1e-6  # no noise at all, on an axis of ratios
+_MAX_NAME = 22  # characters of a module's name, whose end tells modules apart
+_POWERS = {"tickprefix": "2<sup>", "ticksuffix": "</sup>"}
+# Powers of two: below the first, half of fp16's least number, it rounds to zero; the last overflows.
+_FP16_FLUSHED, _FP16_END = -25, 16
+
+
+def fidelity(checks: Sequence[Fidelity]) -> Drawn:
+    """Rounding noise over batch noise: of the whole gradient, and of each module."""
+    made = [check for check in checks if check.noise_ratio is not None]
+    if not made:
+        why = "; ".join(check.reason.rstrip(".") for check in checks)
+        return f"No chart of fidelity: {why or 'no precision below fp32 was worth a check'}."
+    figure, rows = Figure(), [_WHOLE]
+    for check in made:
+        look = LOOKS[check.precision]
+        pinned = f" with {len(check.pinned_modules)} pinned" if check.pinned_modules else ""
+        whole = f"{check.precision} batch {check.batch_size}: {check.verdict}, noise ratio {check.noise_ratio:.2g}"
+        found = [(_WHOLE, check.noise_ratio or 0.0, said(whole))]
+        for damage in check.modules:
+            name, noise = damage.name or _OUTSIDE, damage.noise_ratio
+            of_norm = f"cosine {damage.cosine:.4f}, {damage.norm_ratio:.3f} of its norm"
+            flushed = f"{100 * damage.flushed_share:.2g} % flushed to zero"
+            found.append(
+                (name, noise, said(f"{check.precision}: {name}", f"noise ratio {noise:.2g}", of_norm, flushed))
+            )
+        drawn = [mark for mark in found if math.isfinite(mark[1])]
+        rows += dict.fromkeys(row for row, _, _ in drawn if row not in rows)
+        figure.add_trace(
+            marks(
+                f"{check.precision}{pinned}: {check.verdict}",
+                [max(_LEAST_DRAWN, ratio) for _, ratio, _ in drawn],
+                [rows.index(row) for row, _, _ in drawn],
+                [hover for _, _, hover in drawn],
+                marker={"color": look.color, "size": 10, "symbol": look.symbol + "-open" * bool(pinned)},
+            )
+        )
+    figure.add_trace(rule("whole: doubtful from here", [FAITHFUL_NOISE] * 2, (-0.4, 0.4), dash="dash"))
+    figure.add_trace(rule("whole: unfaithful from here", [UNFAITHFUL_NOISE] * 2, (-0.4, 0.4)))
+    framed(figure, 230 + 24 * len(rows))
+    figure.update_xaxes(type="log", title_text="noise ratio", exponentformat="power")
+    labels = list(map(label, rows))
+    figure.update_yaxes(tickvals=list(range(len(rows))), ticktext=labels, range=[len(rows) - 0.4, -0.6])
+    return figure
+
+
+def label(name: str) -> str:
+    """A module's name on an axis: escaped, its beginning left out where it is long."""
+    name = one_line(name)
+    return said(name if len(name) <= _MAX_NAME else f"\N{HORIZONTAL ELLIPSIS}{name[1 - _MAX_NAME :]}")
+
+
+class Calibrated(NamedTuple):
+    """A calibration that speaks, the pair of init_scale and growth_interval chosen on it, and the candidate's name."""
+
+    scales: Scales
+    pair: Pair
+    about: str
+
+    @property
+    def log2_scale(self) -> float:
+        """What the chosen scale multiplies the gradient of one pass by, as a power of 2."""
+        return math.log2(self.pair[0]) - self.scales.log2_divisor
+
+
+def calibrated(recommendation: Recommendation, records: Sequence[Record]) -> Calibrated | str:
+    """The calibration behind the config, or else the last one; or the clause that says why there is none."""
+    config, evidence = recommendation.config, recommendation.evidence.loss_scale
+    known = loss_scales.calibrated(records, DEFAULT_NUM_STEPS if evidence is None else evidence.num_steps)
+    own = config.numerics
+    for key in (*filter(own.__eq__, known), *reversed(known)):
+        found = known[key]
+        if isinstance(found, Scales):
+            scale = config.loss_scale if key == own else None
+            pair = found.best if scale is None else (scale.init_scale, scale.growth_interval)
+            return Calibrated(found, pair, f"fp16 batch {key.batch_size}")
+    for key, answer in known.items():
+        why = answer.reason if isinstance(answer, Uncalibrated) else answer.refusal
+        return f"fp16 batch {key.batch_size} has no loss scale: {why}"
+    everywhere = [e.reason for e in recommendation.excluded if e.precision == "fp16" and e.batch_size is None]
+    why = everywhere[0].rstrip(".") if everywhere else "no fp16 candidate was fast enough to be confirmed, or asked for"
+    return f"fp16 was not calibrated: {why}"
+
+
+def gradients(recommendation: Recommendation, found: Calibrated | str) -> Drawn:
+    """The histogram of the gradient as computed, and at the chosen loss scale, between the ends of fp16."""
+    checks = [check.gradient_histogram for check in recommendation.fidelity if check.gradient_histogram]
+    if isinstance(found, Calibrated):
+        histogram = found.scales.calibration.gradient_histogram
+        shifts = {"as computed": 0.0, f"at a loss scale of {exact(found.pair[0])}": found.log2_scale}
+    elif checks:
+        histogram, shifts = checks[-1], {"as computed": 0.0}
+    else:
+        return f"No gradient histogram: {found}."
+    if not histogram:
+        return "No gradient histogram: every gradient in the calibration was zero."
+    total = sum(number for _, number in histogram)
+    shares = [100 * number / total for _, number in histogram]
+    figure = Figure()
+    for name, shift in shifts.items():
+        bars = Bar(
+            x=[octave + shift + 0.5 for octave, _ in histogram],
+            y=shares,
+            width=1,
+            name=name,
+            opacity=0.8,
+            hovertemplate=f"{name}: %{{y:.2g}} % of the entries, around 2<sup>%{{x}}</sup><extra></extra>",
+            marker={"color": "var(--muted)" if name == "as computed" else LOOKS["fp16"].color},
+        )
+        figure.add_trace(bars)
+    for name, end, dash in (
+        ("flushed to zero in fp16 below", _FP16_FLUSHED, "dot"),
+        ("fp16 overflows above", _FP16_END, "dash"),
+    ):
+        figure.add_trace(rule(f"{name} 2<sup>{end}</sup>", [end, end], [0, max(shares)], dash=dash))
+    xaxis = {"title_text": "magnitude of an entry of the gradient", **_POWERS}
+    return framed(figure, 340, barmode="overlay", bargap=0, xaxis=xaxis, yaxis={"title_text": "% of entries"})
+
+
+def foretold(found: Calibrated | str) -> Drawn:
+    """The loss scale over the horizon, with its skips: as chosen, and with GradScaler's defaults."""
+    if isinstance(found, str):
+        return f"No forecast of the loss scale: {found}."
+    figure, end = Figure(), found.scales.num_steps
+    pairs = {"chosen": found.pair} | ({} if found.pair == DEFAULT_PAIR else {"GradScaler's defaults": DEFAULT_PAIR})
+    for name, pair in pairs.items():
+        is_chosen = name == "chosen"
+        course = found.scales.course(pair, is_bounded=is_chosen)
+        skipped = [stretch for stretch in course if stretch.skip is not None]
+        color, dash = (LOOKS["fp16"].color, "solid") if is_chosen else ("var(--muted)", "dash")
+        x, y = [stretch.first_step for stretch in course], [_log2(stretch.scale) for stretch in course]
+        scale = rule(
+            f"{name}: {count(len(skipped), 'skip')}",
+            [*x, end],
+            [*y, y[-1]],
+            color=color,
+            dash=dash,
+            width=2,
+            shape="hv",
+        )
+        scale.update(legendgroup=name, hovertemplate="step %{x:,}: 2<sup>%{y}</sup><extra></extra>")
+        skips = marks(
+            f"{name}: skipped",
+            [stretch.skip for stretch in skipped],
+            [_log2(stretch.scale) for stretch in skipped],
+            [f"step {stretch.skip:,} skipped at {exact(stretch.scale)}" for stretch in skipped],
+            legendgroup=name,
+            showlegend=False,
+            marker={"symbol": "x" if is_chosen else "x-open", "size": 8, "color": "var(--bad)"},
+        )
+        figure.add_traces([scale, skips])
+    least = min(found.scales.finite_log2_scales)
+    hover = f"2<sup>{least:.1f}</sup> was safe in every pass"
+    figure.add_trace(rule("least safe scale measured", [0, end], [least] * 2, hover, color="var(--warn)", dash="dot"))
+    xaxis = {"title_text": "optimizer step", "tickformat": ",d"}
+    return framed(figure, 380, xaxis=xaxis, yaxis={"title_text": "loss scale", **_POWERS})
+
+
+def _log2(scale: float) -> float | None:
+    """None for a scale that backed off to 0."""
+    return math.log2(scale) if scale > 0 else None

@@ -1,1 +1,0 @@
-"""The report page: figures from what was measured, and one self-contained HTML file around them."""

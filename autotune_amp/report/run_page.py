@@ -1,0 +1,201 @@
+"""The page of a training run, from the log that the controller wrote. Pure."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import msgspec
+from plotly.graph_objects import Figure, Scatter
+from plotly.subplots import make_subplots
+
+from autotune_amp.core.text import count, one_line
+from autotune_amp.report import document
+from autotune_amp.report.charts import LOOKS, framed, marks, rule, said
+from autotune_amp.report.document import chart
+from autotune_amp.runtime.run_log import BeginLine, MoveLine, Run, SampleLine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from autotune_amp.runtime.run_log import Line
+
+_MAX_ROWS = 200  # of the table of moves: a run that goes on skipping for ever stops every ten updates
+_WIDE = 20  # times its least: from there on the loss is drawn on a logarithmic axis
+_CAPTION = (
+    "What was seen at every 64th update and wherever the loss scale changed. Below the scale stands each precision "
+    "where the run took it up, above it each move, numbered as in the table. Only fp16 scales the loss."
+)
+
+
+def run_page(run: Run, name: str) -> str:
+    """The HTML document; `name` is the log's."""
+    config = msgspec.json.format(run.begin.config.to_json(), indent=2)
+    return document.page(
+        f"{one_line(name)}: {_title(rungs(run))}",
+        {
+            "The run as it went": chart(course(run), _CAPTION),
+            "Moves": _moves(run.moves),
+            "The run": _about(run),
+            "Config": document.code("What it was made with, as AmpConfig.from_json reads it", config),
+        },
+        kind="run",
+        lead=_lead(run),
+    )
+
+
+def course(run: Run) -> Figure:
+    """Loss scale with the moves, steps skipped so far, and the loss where it was seen, over the updates."""
+    samples = [line for line in run.lines if isinstance(line, SampleLine)]
+    losses = [line.loss for line in samples if line.loss is not None]
+    heights = [0.5, 0.22, 0.28] if losses else [0.7, 0.3]
+    figure = make_subplots(rows=len(heights), cols=1, shared_xaxes=True, vertical_spacing=0.05, row_heights=heights)
+    updates = [line.update for line in run.lines]
+    scales = [math.log2(line.scale) if line.scale else None for line in run.lines]
+    known = [scale for scale in scales if scale is not None] or [0.0]
+    low, high = math.floor(min(known)) - 1, math.ceil(max(known)) + 1
+    scale = _line("loss scale", updates, scales, "loss scale 2<sup>%{y}</sup>", "var(--fp16)", "hv")
+    figure.add_traces([*_names(run, low), scale, *_moves_drawn(run.moves, low, high)], rows=1, cols=1)
+    num_skips = [line.num_skips for line in run.lines]
+    skips = _line("steps skipped so far", updates, num_skips, "%{y:,} skipped", "var(--bad)", "hv")
+    figure.add_trace(skips, row=2, col=1)
+    framed(figure, 660 if losses else 480)
+    figure.update_yaxes(title_text="loss scale", tickprefix="2<sup>", ticksuffix="</sup>", row=1, col=1)
+    figure.update_yaxes(title_text="skipped", rangemode="tozero", tickformat="~s", row=2, col=1)
+    if losses:
+        seen = [line.update for line in samples], [line.loss for line in samples]
+        figure.add_trace(_line("loss", *seen, "loss %{y:.4g}", "var(--ink)", "linear"), row=3, col=1)
+        scaling = "log" if 0 < _WIDE * min(losses) < max(losses) else "linear"
+        figure.update_yaxes(title_text="loss", type=scaling, exponentformat="power", row=3, col=1)
+    figure.update_xaxes(title_text="update", tickformat=",d", row=len(heights), col=1)
+    return figure
+
+
+def _line(name: str, x: Sequence[int], y: Sequence[float | None], hover: str, color: str, shape: str) -> Scatter:
+    return Scatter(
+        name=name,
+        x=x,
+        y=y,
+        mode="lines+markers",
+        line={"color": color, "width": 2, "shape": shape},
+        marker={"size": 4},
+        hovertemplate=f"{hover} at update %{{x:,}}<extra></extra>",
+    )
+
+
+def rungs(run: Run) -> list[Line]:
+    """The first line in each precision, in order."""
+    return [run.lines[0], *(after for before, after in pairwise(run.lines) if after.precision != before.precision)]
+
+
+def _names(run: Run, height: float) -> list[Scatter]:
+    """The precision's symbol and name where the run takes it up."""
+    return [
+        marks(
+            rung.precision,
+            [rung.update],
+            [height],
+            [f"{rung.precision} from update {rung.update:,}"],
+            showlegend=False,
+            mode="markers+text",
+            text=[rung.precision],
+            textposition="middle right",
+            cliponaxis=False,
+            marker={"symbol": LOOKS[rung.precision].symbol, "size": 9, "color": LOOKS[rung.precision].color},
+        )
+        for rung in rungs(run)
+    ]
+
+
+def _moves_drawn(moves: Sequence[MoveLine], bottom: float, top: float) -> list[Scatter]:
+    """Numbered as in the table: a line across, and at its top a mark that says why."""
+    across = [x for move in moves for x in (move.update, move.update, None)]
+    dashed = rule("move", across, [bottom, top, None] * len(moves), None, color="var(--accent)", dash="dot")
+    mark = marks(
+        "move",
+        [move.update for move in moves],
+        [top] * len(moves),
+        [said(f"update {move.update:,}: {_kind(move)}, {_way(move)}", _reason(move)) for move in moves],
+        legendgroup="move",
+        mode="markers+text",
+        text=[str(place) if place <= _MAX_ROWS else "" for place in range(1, len(moves) + 1)],
+        textposition="top center",
+        cliponaxis=False,
+        marker={"symbol": "diamond", "size": 11, "color": "var(--accent)"},
+    )
+    return [dashed.update(legendgroup="move", showlegend=False), mark]
+
+
+def _kind(move: MoveLine) -> str:
+    return one_line(move.kind).replace("_", " ")
+
+
+def _way(move: MoveLine) -> str:
+    """Its precisions: ``fp16 to bf16``."""
+    return move.after if move.before == move.after else f"{move.before} to {move.after}"
+
+
+def _reason(move: MoveLine) -> str:
+    """Its reason, and the modules that it pins."""
+    pinned = f"; in fp32 now: {', '.join(move.pinned_modules)}" if move.kind == "pin" else ""
+    return one_line(move.reason + pinned)
+
+
+def _lead(run: Run) -> str:
+    last, moves = run.lines[-1], run.moves
+    num_updates = last.num_steps + last.num_skips
+    share = last.num_skips / max(1, num_updates)
+    scale = "the loss is not scaled" if last.scale is None else f"loss scale {last.scale:,g}"
+    latest = f"the last: {_kind(moves[-1])} at update {moves[-1].update:,}" if moves else "nothing made it move"
+    tiles = document.tiles(
+        [
+            ("precision at the end", last.precision, scale),
+            ("steps skipped", f"{100 * share:.2g} %", f"{last.num_skips:,} of {num_updates:,} updates"),
+            ("moves", f"{len(moves):,}", latest),
+        ]
+    )
+    if not (isinstance(last, MoveLine) and last.kind == "stop"):
+        return tiles
+    return tiles + document.paragraph(f"The run was stopped at update {last.update:,}: {_reason(last)}.", "warning")
+
+
+def _title(found: Sequence[Line]) -> str:
+    first, *later = found
+    if len(later) > 3:
+        return f"{first.precision}, and {len(later)} changes of precision"
+    return ", then ".join([first.precision, *(f"{line.precision} from update {line.update:,}" for line in later)])
+
+
+def _moves(moves: Sequence[MoveLine]) -> str:
+    if not moves:
+        return document.paragraph("None: nothing made the controller move.")
+    rows = [
+        [str(place), f"{move.update:,}", f"{move.num_skips:,}", _kind(move), _way(move), _reason(move)]
+        for place, move in enumerate(moves, start=1)
+    ]
+    columns = ["move", "update", "skipped so far", "what", "precision", "reason"]
+    table = document.table(columns, rows[:_MAX_ROWS], num_numeric=2)
+    left_out = len(rows) - _MAX_ROWS
+    return table + (document.paragraph(f"{left_out:,} more are in the log.", "absent") if left_out > 0 else "")
+
+
+def _about(run: Run) -> str:
+    begin, last = run.begin, run.lines[-1]
+    updates = f"{last.num_steps + last.num_skips:,}: {last.num_steps:,} taken, {last.num_skips:,} skipped"
+    lines = [
+        ("began", one_line(begin.time)),
+        ("device", one_line(begin.device)),
+        ("ranks", f"{begin.num_ranks}, logged by rank {begin.rank}"),
+        ("updates", updates),
+    ]
+    lines += [
+        ("resumed", f"at update {line.update:,} in {line.precision}, {one_line(line.time)}")
+        for line in run.lines
+        if isinstance(line, BeginLine) and line.is_resumed
+    ]
+    if run.num_other_runs:
+        lines.append(("not shown", f"{count(run.num_other_runs, 'other run')} in the same log"))
+    if run.num_cut_lines:
+        lines.append(("cut short", f"{count(run.num_cut_lines, 'line')} that a kill left half written"))
+    return document.facts(lines)

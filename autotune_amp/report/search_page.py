@@ -1,0 +1,199 @@
+"""The page of a search: of a finished one, or of one that recommended nothing. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from autotune_amp.core.evidence import accumulation_line, check_line, export_lines
+from autotune_amp.core.outcome import Accumulation, Failure, Fidelity
+from autotune_amp.core.text import count, duration, exact, number, one_line, outcome_name, size, times
+from autotune_amp.report import document, rows
+from autotune_amp.report.charts import course, memory, pareto, throughput
+from autotune_amp.report.document import chart
+from autotune_amp.report.numerics_charts import Calibrated, calibrated, fidelity, foretold, gradients
+from autotune_amp.search import loss_scales, ranking
+from autotune_amp.search.ranking import is_trial
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from autotune_amp.core.outcome import Record
+    from autotune_amp.core.recommendation import Exclusion, Recommendation
+
+_ELSEWHERE = ("config", "reason", "warning", "fidelity")  # facts that have a place of their own
+
+_THROUGHPUT = (
+    "Large marks are the first trial of each batch size; small ones measured again: confirmations in fresh processes, "
+    "other loader workers, pinned modules. Open marks were cut short as far slower than the best. Rings are medians "
+    "over processes, with where a new run is expected to land."
+)
+_MEMORY = (
+    "What counts against the limit: on an accelerator what a trial reserves, on a CPU what it takes beyond the process "
+    "that it starts in. Crosses on the axis ran out of memory: nobody knows what they would have taken."
+)
+_PARETO = (
+    "One mark for each candidate, with its batch size (x accumulation steps). Nothing that may be recommended is above "
+    "and left of the line; open marks were cut short or excluded."
+)
+_COURSE = (
+    "Above: each trial where it ended, and the fastest so far that no check has ruled out. Below: what the time went "
+    "into; confirm measures in fresh processes, plain without the environment variables, fallback what the training "
+    "steps down to."
+)
+_GRADIENTS = (
+    "Entries of the gradient in fp32 by magnitude. The loss scale moves them to the right: out of the part that fp16 "
+    "flushes to zero, yet no further than where a backward pass overflows, which is on larger numbers than these."
+)
+_FORETOLD = (
+    "GradScaler's own rule, replayed over the length of the training on the largest safe scales that were measured. "
+    "Crosses are steps skipped. A burst of five bad batches is put in: without one a slow recovery would cost nothing."
+)
+_FIDELITY = (
+    "The noise ratio: how far the precision's rounding moves the gradient, in units of how far another batch of the "
+    "same data moves it; of the whole gradient, and of each module in the order of the model."
+)
+
+
+def search_page(recommendation: Recommendation, records: Sequence[Record], path: str) -> str:
+    """The HTML document; `path` is that of recommendation.json, for the lines to copy."""
+    facts, hardware = recommendation.facts(), recommendation.hardware
+    precisions = ("precision", "matrix products", "level", "reason"), rows.precisions(hardware)
+    return document.page(
+        f"{recommendation.search.study}: {dict(facts)['config']}",
+        {
+            "Use it": _use(recommendation, path),
+            **_against_batch_size(recommendation, records),
+            "Throughput against memory": chart(pareto(recommendation), _PARETO),
+            "The search as it went": chart(course(recommendation, records), _COURSE),
+            "The loss scale of fp16": _loss_scale(recommendation, records),
+            "Fidelity to fp32": _fidelity(recommendation.fidelity, recommendation.checks(), records),
+            "Evidence": document.facts(pair for pair in facts if pair[0] not in _ELSEWHERE),
+            "All candidates": _candidates(recommendation),
+            "Left out": _left_out(recommendation.excluded),
+            "Failures": _failures(records),
+            "Machine and versions": document.facts(rows.machine(hardware))
+            + document.table(*precisions, num_numeric=1)
+            + document.facts(recommendation.versions.items()),
+        },
+        kind="search",
+        lead=_lead(recommendation),
+    )
+
+
+def unfinished_page(name: str, records: Sequence[Record]) -> str:
+    """The HTML document of the study `name`; `records` are of one search, and at least one."""
+    ruled_out = (
+        *ranking.exclusions(ranking.found_fidelity(records)),
+        *loss_scales.exclusions(loss_scales.calibrated(records)),
+    )
+    checks = [record.outcome for record in records if isinstance(record.outcome, Fidelity)]
+    trials = [record for record in records if is_trial(record)]
+    num_failed = sum(isinstance(record.outcome, Failure) for record in trials)
+    seconds = duration(sum(record.seconds for record in records))
+    why = "none of them worked" if num_failed == len(trials) else "what ran was ruled out, or the search was cut short"
+    told = f"Nothing was recommended of {count(len(trials), 'trial')}, {num_failed} failed, in {seconds}: {why}."
+    return document.page(
+        f"{name}: nothing was recommended",
+        {
+            "Failures": _failures(records),
+            "Ruled out by checks": _left_out(ruled_out),
+            **_against_batch_size(None, records),
+            "The search as it went": chart(course(None, records), _COURSE),
+            "Fidelity to fp32": _fidelity(checks, checks, records),
+        },
+        kind="search",
+        lead=document.paragraph(told, "warning"),
+    )
+
+
+def _against_batch_size(recommendation: Recommendation | None, records: Sequence[Record]) -> dict[str, str]:
+    return {
+        "Throughput against batch size": chart(throughput(recommendation, records), _THROUGHPUT),
+        "Memory against batch size": chart(memory(recommendation, records), _MEMORY),
+    }
+
+
+def _lead(recommendation: Recommendation) -> str:
+    evidence, search, hardware = recommendation.evidence, recommendation.search, recommendation.hardware
+    baseline, interval = evidence.baseline, evidence.speedup_interval
+    today = f"the baseline, {baseline.config.precision} batch {baseline.config.batch_size}"
+    between = "" if interval is None else f"{times(interval[0])} to {times(interval[1])} "
+    low, high = evidence.samples_per_second_interval
+    landing = f"a new run: {number(low)} to {number(high)}; {duration(evidence.step_seconds)} a step"
+    tiles = [
+        ("speed-up", "unknown" if evidence.speedup is None else times(evidence.speedup), f"{between}over {today}"),
+        ("samples/s", number(evidence.samples_per_second), landing),
+        ("peak memory", size(evidence.peak_memory_bytes), f"of {size(hardware.memory.available)} available"),
+    ]
+    warnings = ["The search was interrupted: this is the best so far."] * search.was_interrupted
+    counted = f"{count(search.num_trials, 'trial')}, {search.num_failures} failed, {duration(search.seconds)}"
+    on = f"{hardware.device} ({one_line(hardware.identity.name)})"
+    return "".join(
+        [
+            document.tiles(tiles),
+            document.paragraph(one_line(recommendation.reason), "reason"),
+            *(document.paragraph(one_line(warning), "warning") for warning in (*warnings, *recommendation.warnings)),
+            document.paragraph(f"{counted} on {on}.", "absent"),
+        ]
+    )
+
+
+def _use(recommendation: Recommendation, path: str) -> str:
+    exports = export_lines(recommendation.config)
+    config = msgspec.json.format(recommendation.config.to_json(), indent=2)
+    return (
+        (document.code("In the shell, before Python starts", "\n".join(exports)) if exports else "")
+        + document.code("In Python", "\n".join(rows.python_lines(recommendation, path)))
+        + document.code(*rows.export_command(recommendation, path))
+        + document.folded("The config as JSON", document.code("As AmpConfig.from_json reads it", config))
+    )
+
+
+def _loss_scale(recommendation: Recommendation, records: Sequence[Record]) -> str:
+    found = calibrated(recommendation, records)
+    chosen = ""
+    if isinstance(found, Calibrated):
+        chosen = f" This is {found.about}, from {exact(found.pair[0])} with growth interval {found.pair[1]}."
+    return chart(gradients(recommendation, found), _GRADIENTS) + chart(foretold(found), _FORETOLD + chosen)
+
+
+def _fidelity(drawn: Sequence[Fidelity], told: Iterable[Fidelity], records: Sequence[Record]) -> str:
+    """The chart, and what each check of a precision or of accumulation found."""
+    lines = [(found.precision, check_line(found)) for found in told]
+    accumulations = [r.outcome for r in records if isinstance(r.outcome, Accumulation)]
+    checks = lines + [("accumulation", f"{accumulation_line(found)}. {found.reason}") for found in accumulations]
+    return chart(fidelity(drawn), _FIDELITY) + (document.facts(checks) if checks else "")
+
+
+def _candidates(recommendation: Recommendation) -> str:
+    recommended, baseline = rows.recommended_row(recommendation), rows.baseline_row(recommendation)
+    shown, columns = [], ["precision"]
+    for row, cells in rows.table(recommendation):
+        outcome = ", ".join([*rows.roles(row, recommended, baseline), rows.outcome_words(row)])
+        columns = list(cells)
+        shown.append([*cells.values(), outcome, rows.reason_words(row)])
+    return document.table([*columns, "outcome", "reason"], shown, num_numeric=len(columns) - 1)
+
+
+def _left_out(excluded: Iterable[Exclusion]) -> str:
+    shown = [(", ".join(precisions), sizes, reason) for precisions, sizes, reason in rows.exclusions(excluded)]
+    return (
+        document.table(("precision", "batch", "reason"), shown) if shown else document.paragraph("Nothing.", "absent")
+    )
+
+
+def _failures(records: Sequence[Record]) -> str:
+    failed = [(r, r.outcome) for r in records if isinstance(r.outcome, Failure)]
+    if not failed:
+        return document.paragraph("No trial and no check failed.", "absent")
+    shown, details = [], ""
+    for r, found in failed:
+        kind = outcome_name(found.kind)
+        shown.append((str(r.number), str(r.candidate), r.purpose, kind, one_line(found.message)))
+        if found.details:
+            details += document.folded(
+                f"Details of trial {r.number}, {r.candidate}", document.code(kind, found.details)
+            )
+    return document.table(("trial", "candidate", "purpose", "failure", "reason"), shown) + details

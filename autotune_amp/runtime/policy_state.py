@@ -1,0 +1,197 @@
+"""What the policy is told, what it asks for and what it remembers: plain data, no torch.
+
+A rung is an index, the config's own precision first.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, NamedTuple, TypeVar
+
+import msgspec
+
+from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
+from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.errors import FormatError, InvalidRequestError
+
+_LARGEST_SCALE = 2.0**127  # power of two in float32
+_Saved = TypeVar("_Saved")
+
+
+class Signal(NamedTuple):
+    """What one `update()` saw; `lost_share` is an estimate, made now and then, of the gradient that fp16 lost."""
+
+    overflow: bool = False
+    loss_nonfinite: bool = False
+    lost_share: float | None = None
+    loss: float | None = None
+
+
+class Finding(NamedTuple):
+    """What reruns of the batch have shown; the same on every rank.
+
+    `reproduced`: the batch is not finite again, or an earlier pass of its window may be what was not.
+    `culprit` says for people where the non-finite numbers begin. `finite_in` are those of the rungs below in which
+    loss and gradients are finite. With `pins` kept in fp32 the current precision is finite. `is_precision`: the batch
+    is finite in a safer precision, or with the pins; None where that could not be found out.
+    """
+
+    reproduced: bool
+    finite_in: tuple[Precision, ...] = ()
+    culprit: str | None = None
+    pins: tuple[str, ...] = ()
+    is_precision: bool | None = None
+
+
+MoveKind = Literal["demotion", "revert", "pin", "rescale", "not_precision", "promotion"]
+
+
+class Action(NamedTuple):
+    """What the policy asks for, and why.
+
+    diagnose: rerun the batch and find out whose fault it is; answer with `Policy.judge`.
+    demotion: step down to `rung`. Tentative where no rerun could say that precision is at fault: the next steps decide.
+    revert: go back to the rung before the tentative demotion, since it did not help: it was not precision.
+    pin: keep `modules` in fp32 and stay in this rung.
+    rescale: set the loss scale to `scale`.
+    not_precision: skip such steps, hold the scale from before the burst, and undo a tentative demotion.
+    probe: run the current batch in `rung` at `scale` without stepping; answer with `Policy.probed`.
+    promotion: go back up to `rung`.
+    stop: end the run; `is_precision` says whose fault it was.
+    warn: nothing can be done about it, but the user should know.
+    """
+
+    kind: MoveKind | Literal["diagnose", "probe", "stop", "warn"]
+    reason: str = ""
+    rung: int = 0
+    scale: float = 0.0
+    modules: tuple[str, ...] = ()
+    is_tentative: bool = False
+    is_precision: bool = False
+
+
+def float32(value: float) -> float:
+    """`value` rounded as torch's kernel rounds the new scale: computed in double precision, stored in float32."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+class ScaleRule:
+    """The loss scale and what an optimizer step does to it, bit for bit as devices compute it: GradScaler's rule.
+
+    An overflow multiplies the scale by `backoff_factor` once `hysteresis` overflows were counted since it last grew;
+    `growth_interval` steps without one multiply it by `growth_factor`. It stays within [`floor`, `max_scale`].
+    """
+
+    def __init__(self, loss_scale: LossScale) -> None:
+        self.scale = float32(loss_scale.init_scale)
+        self.growth_tracker = 0
+        self.growth_factor = loss_scale.growth_factor
+        self.backoff_factor = loss_scale.backoff_factor
+        self.growth_interval = loss_scale.growth_interval
+        self.hysteresis = self.hysteresis_left = loss_scale.hysteresis
+        self.floor = float32(MIN_LOSS_SCALE if loss_scale.min_scale is None else loss_scale.min_scale)
+        self.max_scale = float32(min(loss_scale.max_scale, _LARGEST_SCALE))
+
+    @property
+    def would_cross_floor(self) -> bool:
+        """Whether the next overflow is one that the floor alone keeps from lowering the scale in full."""
+        return self.hysteresis_left <= 1 and self.scale * self.backoff_factor < self.floor
+
+    def overflow(self) -> float:
+        """Count an overflow; returns the octaves that it costs, those suppressed by the floor included."""
+        self.growth_tracker = 0
+        self.hysteresis_left -= 1
+        if self.hysteresis_left > 0:
+            return 0.0
+        self.scale = max(self.floor, float32(self.scale * self.backoff_factor))
+        return -math.log2(self.backoff_factor)
+
+    def clean(self) -> float:
+        """Count a step without overflow; returns the octaves gained, 0 where the scale did not grow."""
+        self.growth_tracker += 1
+        if self.growth_tracker < self.growth_interval:
+            return 0.0
+        self.growth_tracker = 0
+        self.hysteresis_left = self.hysteresis
+        before = self.scale
+        self.scale = min(self.max_scale, float32(before * self.growth_factor))
+        return math.log2(self.scale / before)
+
+    def set(self, scale: float) -> None:
+        """Set the scale, within its bounds; the tracker is kept, as GradScaler keeps it."""
+        self.scale = float32(min(self.max_scale, max(self.floor, scale)))
+
+
+def check_scale(scale: object) -> float:
+    """`scale` as a float; raises `InvalidRequestError` unless it is a finite number above 0."""
+    if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not math.isfinite(scale) or scale <= 0:
+        raise InvalidRequestError(
+            f"The loss scale given is {scale!r}; it must be a finite number above 0. At 0 or infinity GradScaler "
+            "turns the weights into NaN or never steps again.",
+            "Load a checkpoint from before the scale collapsed, or leave the controller's state out and start at "
+            "the config's init_scale.",
+        )
+    return float(scale)
+
+
+def converted(state: object, what: type[_Saved]) -> _Saved:
+    """What was saved, in these types and copied; raises `FormatError` where a part is missing or another type."""
+    try:
+        return msgspec.convert(state, what)
+    except msgspec.ValidationError as error:
+        raise FormatError(f"The controller's state is damaged: {error}.", "Load an earlier checkpoint.") from error
+
+
+@dataclass
+class PolicyState:
+    """Counters are in updates. `bad_losses` are the updates with a non-finite loss, for T1; `octaves` holds
+    [update, octaves of loss scale lost (negative: gained)], for T3. `demoted_from` is the rung before a tentative
+    demotion, until the run has dwelt below it; `first_loss`, `best_loss` and `typical_loss` are medians of
+    NUM_RECENT_LOSSES losses: the first, the lowest and the latest; `withdrawn` precisions not to step to, with why.
+    """
+
+    rung: int = 0
+    phase: str = "STARTUP"
+    num_updates: int = 0
+    num_skips: int = 0
+    dwell: int = 0
+    bad_run: int = 0
+    clean_run: int = 0
+    num_settled: int = 0
+    quiet_until: int = 0
+    last_overflow: int | None = None
+    demoted_from: int | None = None
+    has_pinned: bool = False
+    was_promoted: bool = False
+    num_promotions: int = 0
+    num_failures: int = 0
+    scale_before_burst: float = 1.0
+    withdrawn: dict[str, str] = field(default_factory=dict)
+    has_raised: bool = False
+    raise_was_undone: bool = False
+    num_unreproduced: int = 0
+    first_loss: float | None = None
+    best_loss: float | None = None
+    typical_loss: float | None = None
+    recent_losses: list[float] = field(default_factory=list)
+    bad_losses: list[int] = field(default_factory=list)
+    octaves: list[list[int | float]] = field(default_factory=list)
+
+
+class SavedRule(msgspec.Struct):
+    """What changes in a `ScaleRule` while training."""
+
+    scale: object  # looked at by `check_scale`
+    growth_tracker: int
+    hysteresis_left: int
+    floor: Annotated[float, msgspec.Meta(ge=MIN_LOSS_SCALE)]
+
+
+class SavedState(msgspec.Struct):
+    """A policy's."""
+
+    policy: PolicyState
+    precision: Precision
+    loss_scale: SavedRule

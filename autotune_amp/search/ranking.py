@@ -1,0 +1,345 @@
+"""What the records of a search say of each setting: how it ran, what speaks against it, and how settings rank. Pure.
+
+What does not learn what fp32 learns is out, what nobody checked comes after fp32 and what was shown to be faithful, and
+what is doubtful comes last. Then speed: within 3 % of the fastest the precision with the least to go wrong at run time,
+then the smallest batch. Memory: the least peak of what is no slower than the baseline; peaks within 2 % are alike, and
+speed decides. Energy: the least joules per sample, and within 3 % what has the least to go wrong.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Measurement
+from autotune_amp.core.recommendation import Exclusion
+from autotune_amp.core.text import sentence
+from autotune_amp.precision.modes import MODES
+from autotune_amp.search.space import SAME_MEMORY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from autotune_amp.core.evidence import Objective
+    from autotune_amp.core.hardware import MachineLoad
+    from autotune_amp.core.outcome import Record
+    from autotune_amp.core.setting import Setting
+    from autotune_amp.search.space import Space
+
+PLATEAU = 0.03  # closer than this, other things decide: processes differ by as much (studies/README.md, Timing)
+MAX_DATA_SHARE = 0.10  # a wait of 5 to 10 % of a step: the loader sets the speed (studies/README.md)
+MAX_BATCH_SIZE = 16  # of a check: what rounding does hardly moves with the batch size (studies/README.md)
+
+# A check or calibration that fails so tells of the precision; any other failure tells of the check itself.
+OF_THE_PRECISION = ("unsupported", "nonfinite")
+BEFORE_CONFIRMATION = ("search", "fallback")  # purposes of the trials whose measurements say what to confirm
+
+
+def is_trial(record: Record) -> bool:
+    """Whether a record is of a trial, and not of a check."""
+    return record.purpose not in ("fidelity", "calibration", "accumulation")
+
+
+def failures(records: Sequence[Record]) -> dict[Setting, Failure]:
+    """The candidates with a failure that speaks against them, and the first such of each.
+
+    A confirmation cut off by the budget does not, nor does the one run without the recommended environment, nor what
+    is no more than an outlook, nor a search trial that overran its time where another of its candidate did not: the
+    machine stalled. What a check's failure says is for `found_fidelity`, `found_accumulation` and `loss_scales`.
+    """
+    ran = {r.candidate for r in records if r.purpose == "search" and isinstance(r.outcome, Measurement)}
+    found: dict[Setting, Failure] = {}
+    for record in records:
+        failure, purpose = record.outcome, record.purpose
+        if not isinstance(failure, Failure) or purpose in ("plain", "outlook") or not is_trial(record):
+            continue
+        is_stalled = purpose == "confirm" or (purpose == "search" and record.candidate in ran)
+        if failure.kind != "timeout" or not is_stalled:
+            found.setdefault(record.candidate, failure)
+    return found
+
+
+class Runs(msgspec.Struct, frozen=True, kw_only=True):
+    """The processes that measured one candidate under one environment.
+
+    `rounds` are the confirmation rounds, one for each measurement; empty where the search's own trial has to do.
+    `loads` are what others did on the machine during them, as far as that was looked at.
+    `failure` is why there is no measurement, None where there are some or the candidate was never run.
+    """
+
+    candidate: Setting
+    measurements: tuple[Measurement, ...] = ()
+    rounds: tuple[int, ...] = ()
+    loads: tuple[MachineLoad, ...] = ()
+    failure: Failure | None = None
+
+    @classmethod
+    def of(cls, candidate: Setting, records: Sequence[Record], *, are_confirming: bool = False) -> Runs:
+        """The runs in these records of the candidate."""
+        ran = [(r, r.outcome) for r in records if isinstance(r.outcome, Measurement)]
+        return cls(
+            candidate=candidate,
+            measurements=tuple(outcome for _, outcome in ran),
+            rounds=tuple(r.round or 0 for r, _ in ran) if are_confirming else (),
+            loads=tuple(r.load for r, _ in ran if r.load is not None),
+            failure=None if ran else failures(records).get(candidate),
+        )
+
+    @property
+    def speed(self) -> float:
+        """Samples per second, the median over processes."""
+        return median(m.samples_per_second for m in self.measurements)
+
+    @property
+    def num_confirming(self) -> int:
+        """How many confirmation processes there are."""
+        return len(self.rounds)
+
+
+def confirm_runs(records: Sequence[Record], candidate: Setting, environment: Mapping[str, str]) -> Runs:
+    """The confirmation processes of a candidate in exactly this environment."""
+    ours = [r for r in records if r.candidate == candidate and r.environment == environment and r.purpose == "confirm"]
+    return Runs.of(candidate, ours, are_confirming=True)
+
+
+def best_runs(records: Sequence[Record], candidate: Setting, environment: Mapping[str, str]) -> Runs:
+    """The confirmation processes in this environment, or else the search's own last trial of the candidate."""
+    confirmed = confirm_runs(records, candidate, environment)
+    if confirmed.measurements or confirmed.failure:
+        return confirmed
+    ours = [r for r in records if r.candidate == candidate and r.purpose in BEFORE_CONFIRMATION]
+    return Runs.of(candidate, [r for r in ours if isinstance(r.outcome, Measurement)][-1:] or ours)
+
+
+def were_processes_shared(records: Sequence[Record]) -> bool:
+    """Whether the confirmation measured what it holds against each other one after the other in the same processes."""
+    return any(r.round is not None and r.start_seconds == 0.0 and isinstance(r.outcome, Measurement) for r in records)
+
+
+def data_share(measured: Measurement) -> float:
+    """The share of a step that waits for data."""
+    return measured.data_seconds / measured.step_seconds
+
+
+def is_waiting(records: Sequence[Record]) -> bool:
+    """Whether the loader sets the speed of any candidate that was measured with the user's own number of workers."""
+    return any(
+        isinstance(r.outcome, Measurement) and not r.outcome.was_cut and data_share(r.outcome) > MAX_DATA_SHARE
+        for r in records
+        if r.purpose == "search" and r.candidate.num_workers is None
+    )
+
+
+def check_key(candidate: Setting) -> Setting:
+    """The check whose verdict holds for a candidate at every batch size: its numerics at batch 1.
+
+    fp32 as found is fp32 with TF32 in parts of it.
+    """
+    precision = "tf32" if candidate.as_found and candidate.precision == "fp32" else candidate.precision
+    return replace(candidate.numerics, precision=precision, batch_size=1, accumulation_steps=1)
+
+
+def needs_check(candidate: Setting, space: Space) -> bool:
+    """Whether fp32 is to be held against it: not strict fp32 itself, unless its weights are in low precision."""
+    return check_key(candidate).precision != "fp32" or space.weights in ("bf16", "fp16")
+
+
+def can_check(candidate: Setting, space: Space) -> bool:
+    """Whether a check tells something of the candidate: fp32 as found can mean more than TF32 off CUDA."""
+    return needs_check(candidate, space) and (check_key(candidate).precision != "tf32" or space.has_tf32)
+
+
+def found_fidelity(records: Sequence[Record]) -> dict[Setting, Fidelity]:
+    """The latest verdict of each check that was made, one that failed too."""
+    found: dict[Setting, Fidelity] = {}
+    for record in records:
+        if record.purpose == "fidelity":
+            outcome = record.outcome
+            judged = outcome if isinstance(outcome, Fidelity) else _of_failure(record)
+            found[check_key(record.candidate)] = judged
+    return found
+
+
+def found_accumulation(records: Sequence[Record]) -> Accumulation | None:
+    """What the check of accumulation found, *unchecked* where it did not come to an end; None where there was none."""
+    record = next((r for r in reversed(records) if r.purpose == "accumulation"), None)
+    if record is None:
+        return None
+    failure = record.outcome
+    if isinstance(failure, Accumulation):
+        return failure
+    assert isinstance(failure, Failure)
+    return Accumulation(
+        verdict="unchecked",
+        reason=sentence(f"Accumulation is unchecked: the check did not end: {failure.kind}: {failure.message}"),
+        next_step=_next_step(failure),
+        batch_size=record.candidate.batch_size,
+        num_micro_batches=0,
+        seconds=record.seconds,
+    )
+
+
+def verdict_on(candidate: Setting, space: Space, known: Mapping[Setting, Fidelity]) -> Fidelity | None:
+    """The verdict on a candidate, *unchecked* where no check was made; None for fp32, which the others are held to."""
+    if not needs_check(candidate, space):
+        return None
+    unmade = (
+        ("the budget ended before it was checked", "Give a larger --budget.")
+        if can_check(candidate, space)
+        else ("its flags are the caller's own, and here they cannot be checked", "Try --baseline with a precision.")
+    )
+    return known.get(check_key(candidate)) or _unchecked(candidate, *unmade)
+
+
+def harm(known: Mapping[Setting, Fidelity], candidate: Setting) -> str | None:
+    """Why a verdict rules the candidate out, if one does."""
+    found = known.get(check_key(candidate))
+    return found.reason.rstrip(".") if found is not None and found.verdict == "unfaithful" else None
+
+
+def tier(found: Fidelity | None) -> int:
+    """What ranks before what: fp32 and the faithful are in tier 0, then the unchecked, then the doubtful."""
+    return 0 if found is None else {"unchecked": 1, "doubtful": 2}.get(found.verdict, 0)
+
+
+def exclusions(known: Mapping[Setting, Fidelity]) -> tuple[Exclusion, ...]:
+    """The precisions that the verdicts rule out, at every batch size; with pins, say, they are candidates apart."""
+    return tuple(
+        Exclusion(precision=check.precision, batch_size=None, reason=reason)
+        for check in known
+        if check.is_ordinary and (reason := harm(known, check)) is not None
+    )
+
+
+def _next_step(failure: Failure) -> str:
+    return "Give a larger --budget." if failure.kind == "timeout" else "Mend what the reason names."
+
+
+def _of_failure(record: Record) -> Fidelity:
+    failure, candidate = record.outcome, record.candidate
+    assert isinstance(failure, Failure)
+    what = f"{failure.kind}: {failure.message}"
+    if failure.kind not in OF_THE_PRECISION:
+        return _unchecked(candidate, f"the check did not come to an end: {what}", _next_step(failure))
+    return Fidelity(
+        precision=candidate.precision,
+        batch_size=candidate.batch_size,
+        pinned_modules=candidate.pinned_modules,
+        verdict="unfaithful",
+        reason=sentence(f"{candidate.precision} is unfaithful: {what}"),
+        next_step="Use another precision.",
+        seconds=record.seconds,
+    )
+
+
+def _unchecked(candidate: Setting, reason: str, next_step: str) -> Fidelity:
+    precision = check_key(candidate).precision
+    return Fidelity(
+        precision=precision,
+        batch_size=candidate.batch_size,
+        pinned_modules=candidate.pinned_modules,
+        verdict="unchecked",
+        reason=sentence(f"{precision} is unchecked: {reason}"),
+        next_step=next_step,
+    )
+
+
+class Merit(NamedTuple):
+    """What a candidate is ranked by; `joules_per_sample` is None where nothing says what the device draws."""
+
+    samples_per_second: float
+    peak_memory_bytes: int
+    joules_per_sample: float | None
+
+
+def merit(measurements: Sequence[Measurement], applied_share: float = 1.0) -> Merit:
+    """The merit of one candidate's processes; only what reaches the optimizer counts as a sample."""
+    joules = joules_per_sample(measurements)
+    return Merit(
+        samples_per_second=median(m.samples_per_second for m in measurements) * applied_share,
+        peak_memory_bytes=max(m.peak_memory_bytes for m in measurements),
+        joules_per_sample=joules / applied_share if joules is not None and applied_share > 0 else None,
+    )
+
+
+def joules_per_sample(measurements: Iterable[Measurement]) -> float | None:
+    """The median over the processes that read a counter, None where none did."""
+    known = [m.joules_per_sample for m in measurements if m.joules_per_sample is not None]
+    return median(known) if known else None
+
+
+def rank(measured: Mapping[Setting, float], tiers: Mapping[Setting, int] | None = None) -> list[Setting]:
+    """Candidates by speed, from their samples per second: the winner, then the winner without it, and so on.
+
+    Lower tiers come first, 0 where `tiers` does not say; in each, candidates as found come last, since a config cannot
+    express them.
+    """
+    return rank_for("speed", {c: Merit(speed, 0, None) for c, speed in measured.items()}, tiers=tiers)
+
+
+def rank_for(
+    objective: Objective,
+    merits: Mapping[Setting, Merit],
+    *,
+    least_speed: float = 0.0,
+    tiers: Mapping[Setting, int] | None = None,
+) -> list[Setting]:
+    """The same for any objective.
+
+    For memory what reaches less than `least_speed` samples per second comes after the others of its tier, and for
+    energy what has no joules; both by speed.
+    """
+
+    def winner(left: Sequence[Setting]) -> Setting:
+        speeds = {c: merits[c].samples_per_second for c in left}
+        if objective == "memory":
+            peaks = {c: merits[c].peak_memory_bytes for c in left if speeds[c] >= least_speed}
+            speeds = {c: speeds[c] for c, peak in peaks.items() if SAME_MEMORY * peak <= min(peaks.values())} or speeds
+        joules = {c: j for c in left if (j := merits[c].joules_per_sample) is not None}
+        if objective == "energy" and joules:
+            close = [c for c, drawn in joules.items() if (1 - PLATEAU) * drawn <= min(joules.values())]
+        else:
+            close = [c for c, speed in speeds.items() if speed >= (1 - PLATEAU) * max(speeds.values())]
+        return min(close, key=lambda c: c.risks)
+
+    groups: dict[tuple[int, bool], list[Setting]] = {}
+    for candidate in merits:
+        groups.setdefault(((tiers or {}).get(candidate, 0), candidate.as_found), []).append(candidate)
+    ranking: list[Setting] = []
+    for _, left in sorted(groups.items(), key=lambda item: item[0]):
+        while left:
+            ranking.append(winner(left))
+            left.remove(ranking[-1])
+    return ranking
+
+
+def least_speed(objective: Objective, baseline: Merit | None) -> float:
+    """Samples per second that a choice must reach: for memory those of the baseline within 3 %, else none."""
+    return (1 - PLATEAU) * baseline.samples_per_second if objective == "memory" and baseline is not None else 0.0
+
+
+def keeps_baseline(
+    objective: Objective, candidate: Setting, found: Merit, baseline: Setting, today: Merit | None
+) -> bool:
+    """Whether the choice is not worth a change from what the user runs today: a gain below 3 %.
+
+    For speed and energy a choice with less to go wrong is worth it even where it loses less than that. For memory a
+    choice with the baseline's peak is worth it where it is 3 % faster, and one that is slower than the baseline never.
+    """
+    if today is None or candidate.as_found:
+        return today is not None
+    is_safer = MODES[candidate.precision].risk < MODES[baseline.precision].risk
+    if objective == "memory":
+        if found.samples_per_second < least_speed(objective, today):
+            return True
+        is_faster = found.samples_per_second >= (1 + PLATEAU) * today.samples_per_second
+        is_no_larger = SAME_MEMORY * found.peak_memory_bytes <= today.peak_memory_bytes
+        return found.peak_memory_bytes > (1 - PLATEAU) * today.peak_memory_bytes and not (is_faster and is_no_larger)
+    if objective == "energy":
+        if found.joules_per_sample is None or today.joules_per_sample is None:
+            return found.joules_per_sample is None
+        return found.joules_per_sample > today.joules_per_sample * (1 + PLATEAU if is_safer else 1 - PLATEAU)
+    return found.samples_per_second < today.samples_per_second * (1 - PLATEAU if is_safer else 1 + PLATEAU)
