@@ -127,50 +127,6 @@ print("answer", found.config.precision)
     assert "answer fp32" in done.stdout, done.stderr
 
 
-CACHED = """
-import sys, time
-import torch
-from torch import nn
-from autotune_amp import Workload, recommend_config
-from autotune_amp.search.progress import Progress
-
-class Watch(Progress):
-    def trial_started(self, number, candidate, purpose):
-        print("trial")
-    def note(self, text):
-        print("note", text)
-
-def data(size):
-    return torch.randn(size, 8), torch.randn(size, 1)
-
-def loss(model, batch):
-    return (model(batch[0]) - batch[1]).square().mean() * FACTOR
-
-FACTOR = 1.0
-workload = Workload(lambda: nn.Linear(8, 1), loss, data)
-found = recommend_config(workload, OPTIONS, progress=Watch())
-print("answer", found.config.batch_size, "optuna" in sys.modules, "rich" in sys.modules)
-"""
-
-
-@pytest.mark.slow
-def test_the_second_call_answers_from_the_cache_and_a_change_searches_again(cli: CommandLine) -> None:
-    text = CACHED.replace("OPTIONS", OPTIONS)
-    first = python(cli, text)
-    assert first.returncode == 0, first.stderr
-    assert "trial" in first.stdout
-    saved = (cli.folder / "studies/workload/recommendation.json").read_text()
-    second = python(cli, text + "\n# a comment\n")
-    assert second.stdout.splitlines() == [first.stdout.splitlines()[-1].replace("True", "False")], second.stderr
-    assert (cli.folder / "studies/workload/recommendation.json").read_text() == saved
-    changed = python(cli, text.replace("FACTOR = 1.0", "FACTOR = 2.0"))
-    assert "trial" in changed.stdout
-    assert "FACTOR" in changed.stdout
-    assert "changed" in changed.stdout
-    option = python(cli, text.replace("FACTOR = 1.0", "FACTOR = 2.0").replace("budget=16", "budget=17"))
-    assert "budget_seconds changed from 16.0 to 17.0" in option.stdout
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_trials_take_over_the_callers_torch_state_and_its_autocast_is_the_baseline(
     cli: CommandLine, precision: str

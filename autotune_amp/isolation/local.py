@@ -138,43 +138,35 @@ class LocalBackend(Backend):
         self._num_threads: int | None = None
         self._share_command: dict[str, Any] | None = None
 
-    def close(self) -> None:
-        """End every process."""
+    def close(self) -> None:  # noqa: D102 - see Backend
         if self._process is not None:
             process, self._process = self._process, None
             process.end()
 
     @property
-    def abilities(self) -> frozenset[Ability]:
-        """Only a process that others are forked from builds for them."""
-        both: frozenset[Ability] = frozenset({"check", "profile"})
-        return both | {"share_build"} if self.isolation == "forked" else both
+    def abilities(self) -> frozenset[Ability]:  # noqa: D102 - see Backend
+        # Only a process that others are forked from builds for them.
+        return frozenset({"check", "profile", "share_build"} if self.isolation == "forked" else {"check", "profile"})
 
     @property
-    def slots(self) -> Sequence[Slot]:
-        """One device."""
+    def slots(self) -> Sequence[Slot]:  # noqa: D102 - see Backend
         return (Slot(self._device),)
 
     @property
-    def is_build_shared(self) -> bool:
-        """Whether the template builds the model once for all jobs."""
+    def is_build_shared(self) -> bool:  # noqa: D102 - see Backend
         return self._share_command is not None
 
-    def keep(self) -> None:
-        """Go on with one kept worker in place of forks."""
+    def keep(self) -> None:  # noqa: D102 - see Backend
         self.close()
         self.isolation, self._share_command = "kept", None
 
-    def share_build(self, job: Any, deadline_seconds: float) -> str | None:
-        """Have the template build the model once, as the trial `job` would; see `Backend`."""
+    def share_build(self, job: Any, deadline_seconds: float) -> str | None:  # noqa: D102 - see Backend
         command = {"cmd": "share", "device": job.device, "state": job.torch_state, "seed": job.seed}
         until = time.monotonic() + deadline_seconds
         try:
             self._ready_process(until)
             reason: str | None = self._expect(command, until)
-        except BudgetTooSmallError:
-            return f"building it in the process that trials are forked from took more than {deadline_seconds:.0f} s"
-        except WorkloadError as error:
+        except (BudgetTooSmallError, WorkloadError) as error:
             return f"it cannot be built in the process that trials are forked from: {error.message.splitlines()[0]}"
         if reason is None:
             self._share_command = command
@@ -199,8 +191,7 @@ class LocalBackend(Backend):
             self.keep()
         return opened
 
-    def submit(self, job: Job[Found]) -> Submitted[Found]:
-        """Start a job; it is run in a process that loads the workload first where there is none."""
+    def submit(self, job: Job[Found]) -> Submitted[Found]:  # noqa: D102 - see Backend
         return Submitted(self, job)
 
     def start(self, job: Job[Any], until: float | None) -> float | None:

@@ -14,14 +14,8 @@ from autotune_amp.core.workload import Workload, WorkloadSource, type_name
 _ONE_DEVICE = "Pass the bare model: one device is measured, without the exchange of gradients."
 _IN_A_FUNCTION = "Make it inside a function that the trial calls (model, data and optimizer may all be functions)."
 
-# What has a share in a process group, which a trial has none of, where its module is imported.
-_OF_A_GROUP = (
-    ("torch.distributed.fsdp", "FullyShardedDataParallel"),
-    ("torch.distributed.fsdp", "FSDPModule"),
-    ("torch.distributed.tensor", "DTensor"),
-    ("torch.distributed.device_mesh", "DeviceMesh"),
-    ("torch.distributed", "ProcessGroup"),
-)
+# What has a share in a process group, which a trial has none of, where its module is imported; FSDP is made of them.
+_OF_A_GROUP = (("torch.distributed.tensor", "DTensor"), ("torch.distributed", "ProcessGroup"))
 
 
 class _RefusedError(Exception):

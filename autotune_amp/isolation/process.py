@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import shutil
@@ -124,7 +125,10 @@ class Process:
             if event == "first step":
                 phase, allowed = "in the first step", deadlines.first_step_seconds
             elif event == "compiling" and allowed is not None:
-                phase, allowed = "compiling", _compiling_seconds(deadlines, until, now)
+                # Half of what is left, since a cache of the compiler's may have made quick the steps that the deadlines
+                # are taken from.
+                left_seconds = math.inf if until is None else until - now
+                phase, allowed = "compiling", max(deadlines.first_step_seconds or 0.0, left_seconds / 2)
             elif event == "phase":
                 phase, allowed = message["name"], message.get("seconds")
                 self._folders += [message["folder"]] if "folder" in message else []
@@ -231,14 +235,6 @@ class Process:
             text = chunk.decode(errors="replace")
             self._tail.append(text)
             self._printed.put(text)
-
-
-def _compiling_seconds(deadlines: Deadlines, until: float | None, now: float) -> float | None:
-    """What one compilation may take: half of what is left to the trial, since a compiler's cache may have made the
-    first steps that the deadlines are taken from quick."""
-    if deadlines.first_step_seconds is None or until is None:
-        return deadlines.first_step_seconds
-    return max(deadlines.first_step_seconds, (until - now) / 2)
 
 
 def _value(answer: dict[str, Any]) -> Any:

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -47,13 +48,11 @@ class Channel:
     the remains of a killed writer's line cannot spoil the next."""
 
     def __init__(self) -> None:
-        self.input = os.dup(0)
+        self.input = os.fdopen(os.dup(0), "rb")
         self._output = os.dup(1)
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.close(null)
+        with Path(os.devnull).open("rb") as null:
+            os.dup2(null.fileno(), 0)
         os.dup2(2, 1)
-        self._buffer = bytearray()
 
     def send(self, message: dict[str, Any]) -> None:
         """Write one message."""
@@ -61,24 +60,10 @@ class Channel:
         while data:
             data = data[os.write(self._output, data) :]
 
-    def read_line(self) -> dict[str, Any] | None:
+    def read(self) -> dict[str, Any] | None:
         """The next message, None at the end of the input."""
-        while b"\n" not in self._buffer:
-            if not (chunk := os.read(self.input, 1 << 16)):
-                return None
-            self._buffer += chunk
-        line, _, rest = self._buffer.partition(b"\n")
-        self._buffer = bytearray(rest)
-        message: dict[str, Any] = json.loads(line)
-        return message
-
-    def read_exactly(self, num_bytes: int) -> bytes:
-        """The raw bytes that follow a message; fewer at the end of the input."""
-        while len(self._buffer) < num_bytes and (chunk := os.read(self.input, 1 << 20)):
-            self._buffer += chunk
-        found = bytes(self._buffer[:num_bytes])
-        del self._buffer[:num_bytes]
-        return found
+        line = self.input.readline()
+        return json.loads(line) if line else None
 
 
 class Server:
@@ -96,23 +81,23 @@ class Server:
         """Answer one command in this process, or say what went wrong; the user's code may raise anything."""
         action = getattr(self, command.pop("cmd"))
         try:
-            self._channel.send({"event": "result", "value": action(**command)})
+            answer = {"event": "result", "value": action(**command)}
         except AutotuneAmpError as error:
-            self._channel.send(
-                {"event": "error", "type": type(error).__name__, "message": error.message, "next_step": error.next_step}
-            )
+            kind = type(error).__name__
+            answer = {"event": "error", "type": kind, "message": error.message, "next_step": error.next_step}
         except SystemExit as error:
-            failure = Failure(kind="workload_error", message=f"the workload ended its process: sys.exit({error.code})")
-            self._channel.send({"event": "failed", "failure": failure})
+            message = f"the workload ended its process: sys.exit({error.code})"
+            answer = {"event": "failed", "failure": Failure(kind="workload_error", message=message)}
         except Exception as error:
-            self._channel.send({"event": "failed", "failure": classify(error)})
+            answer = {"event": "failed", "failure": classify(error)}
+        self._channel.send(answer)
 
     def load(self, target: str | None, path: list[str], num_packed_bytes: int) -> dict[str, Any]:
         """Import or unpack the workload, and return the torch state after it; a function that makes one is not called
         before `open`."""
         sys.path[:] = path
         self._origin = target or "workload"
-        packed = self._channel.read_exactly(num_packed_bytes)
+        packed = self._channel.input.read(num_packed_bytes)
         if self._is_template:
             self._hold_threads()
         source = workload.import_target(target) if target else packing.unpack(packed)
@@ -209,8 +194,8 @@ def _try_everything(device: str, num_threads: int) -> int:
 
 def run_template(channel: Channel, server: Server) -> None:
     """Fork a child for each job and watch it and the parent at once."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a trial leaves running becomes ours, to end
-    while (command := channel.read_line()) is not None:
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what a trial leaves running becomes ours, to end
+    while (command := channel.read()) is not None:
         if command["cmd"] == "run":
             own = {process.pid for process in psutil.Process().children(recursive=True)}
             if not _watch(channel, _fork(server, command), own):
@@ -246,27 +231,23 @@ def _watch(channel: Channel, pid: int, own: set[int]) -> bool:
     """
     pidfd = os.pidfd_open(pid)
     is_parent_there = True
-    ready, _, _ = select.select([pidfd, channel.input], [], [])
+    ready, _, _ = select.select([pidfd, channel.input.fileno()], [], [])
     if pidfd not in ready:  # the only command now is to kill it
-        is_parent_there = channel.read_line() is not None
+        is_parent_there = channel.read() is not None
         _kill_group(pid)
         os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
     os.close(pidfd)
     _kill_group(pid)  # its loader workers; before it is reaped, so that the number is still its own
     _, status = os.waitpid(pid, 0)
-    _end_orphans(own)
-    if is_parent_there:
-        channel.send({"event": "exit", "status": os.waitstatus_to_exitcode(status)})
-    return is_parent_there
-
-
-def _end_orphans(own: set[int]) -> None:
-    """Kill and reap whatever the child left: as the subreaper, we have inherited it."""
+    # Whatever the child left: as the subreaper, we have inherited it.
     left = [process for process in psutil.Process().children(recursive=True) if process.pid not in own]
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(left, timeout=5)
+    if is_parent_there:
+        channel.send({"event": "exit", "status": os.waitstatus_to_exitcode(status)})
+    return is_parent_there
 
 
 # -- a process that runs jobs itself -----------------------------------------------------------------------------------
@@ -277,13 +258,13 @@ def run_worker(channel: Channel, server: Server) -> None:
     commands: queue.Queue[dict[str, Any]] = queue.Queue()
 
     def listen() -> None:
-        while (command := channel.read_line()) is not None:
+        while (command := channel.read()) is not None:
             commands.put(command)
         _kill_group(os.getpid())
         os._exit(1)
 
     _enter_trial()
-    if (load := channel.read_line()) is not None:  # its packed bytes follow, before any other command
+    if (load := channel.read()) is not None:  # its packed bytes follow, before any other command
         server.handle(load)
     threading.Thread(target=listen, daemon=True).start()
     while True:
@@ -305,13 +286,9 @@ def _kill_group(pid: int) -> None:
 def _die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent is gone, at whatever it is then (Linux only)."""
     if sys.platform == "linux":
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # gone before we asked
             os._exit(1)
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def main(mode: str, parent: int) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import copy
 import math
 import random
-import statistics
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from itertools import chain, islice, zip_longest
-from typing import Any, TypeAlias
+from itertools import chain, islice
+from typing import Any
 
 import msgspec
 import torch
@@ -154,8 +153,6 @@ def _batches(user_data: Any, spec: Check) -> list[Any]:
 
 # -- a whole batch and its micro-batches -------------------------------------------------------------------------------
 
-Counts: TypeAlias = dict[str, int]
-
 
 class CannotCutError(Exception):
     """Why there are no micro-batches; no error of the user's."""
@@ -165,10 +162,9 @@ def whole_and_parts(user_data: Any, num_samples: int, seed: int, seconds: float 
     """A batch of `num_samples`, and then its micro-batches, equal in size and in its order.
 
     The samples of a map-style dataset are picked after a look of at most `seconds`, so that the parts are unequal:
-    where nearly all are cut to one length, sixteen that are drawn are often all of it, and a mean over tokens then
-    looks like one over samples. They are collated twice, so that padding is what it really is. Elsewhere the first
-    batch is cut along the first dimension of its tensors, as is one whose collating draws at random. Raises
-    `CannotCutError` where that cannot be done.
+    where nearly all are cut to one length, a mean over tokens would look like one over samples. They are collated
+    twice, so that padding is what it really is. Elsewhere, and where collating draws at random, the first batch is cut
+    along the first dimension of its tensors. Raises `CannotCutError` where that cannot be done.
     """
     if num_samples < MIN_CUT_SAMPLES:
         raise CannotCutError(f"fewer than {MIN_CUT_SAMPLES} samples cannot be cut into micro-batches of two at least")
@@ -181,66 +177,47 @@ def whole_and_parts(user_data: Any, num_samples: int, seed: int, seconds: float 
 
 
 def _samples(loader: DataLoader[Any], num_samples: int, seed: int, seconds: float) -> list[Any]:
-    """Picked out of what the loader draws from; by a worker process if it has them, as there the dataset may differ."""
+    """Half of them the smallest and half the largest of those seen; loaded by a worker process if the loader has them.
+
+    Samples without any label come last: a micro-batch of nothing else has no mean, which in a training hardly happens.
+    """
     sampler = loader.sampler if loader.batch_size is not None else chain.from_iterable(loader.batch_sampler or ())
     drawn = list(islice(sampler, MAX_SCANNED_SAMPLES))
     # Not the first, as a loader may go from the longest to the shortest.
     order = random.Random(seed).sample(drawn, min(len(drawn), MAX_SAMPLES_SEEN))  # noqa: S311 - no secret
     # A collate function may want more than one sample, and raise: then they are taken as drawn.
-    seen, _ = looked_at(loader, order, partial(_counts_of_each, loader.collate_fn), seconds)
-    positions = dict.fromkeys([*picked(seen, num_samples), *range(len(order))])
+    seen, _ = looked_at(loader, order, partial(_nums_counted, loader.collate_fn), seconds)
+    by_size = sorted((position for position, num in enumerate(seen) if num), key=seen.__getitem__)
+    half = num_samples // 2
+    positions = dict.fromkeys([*by_size[:half], *by_size[-half:], *by_size, *range(len(order))])
     torch_state.seed(seed)  # however many were looked at
-    samples = list(_alone(loader, [order[position] for position in islice(positions, num_samples)]))
+    alone = data.rebuilt(
+        loader,
+        min(loader.num_workers, 1),
+        batch_size=None,
+        sampler=[order[position] for position in islice(positions, num_samples)],
+        collate_fn=copied,
+        generator=torch.Generator(),
+        pin_memory=False,
+    )
+    samples = list(alone)
     if len(samples) < num_samples:
         raise CannotCutError(f"the data holds {len(samples)} samples, fewer than the {num_samples} of a batch")
     return samples
 
 
-def _alone(loader: DataLoader[Any], indices: list[Any]) -> DataLoader[Any]:
-    settings = {"collate_fn": copied, "generator": torch.Generator(), "pin_memory": False}
-    return data.rebuilt(loader, min(loader.num_workers, 1), batch_size=None, sampler=indices, **settings)
+def _nums_counted(collate: Callable[[Any], Any], samples: list[Any]) -> list[int]:
+    return [num_counted(collate([copied(sample)])) for sample in samples]
 
 
-def _counts_of_each(collate: Callable[[Any], Any], samples: list[Any]) -> list[Counts]:
-    return [counts(collate([copied(sample)])) for sample in samples]
-
-
-def counts(batch: Any) -> Counts:
-    """What a loss may average over: how many entries each tensor has, and how many of them count."""
-    found: Counts = {}
-    for name, tensor in tensors(batch):
-        found |= {
-            f"{name} != {IGNORED_LABEL}": int((tensor != IGNORED_LABEL).sum()),
-            f"{name} != 0": int(tensor.count_nonzero()),
-            name: tensor.numel(),
-        }
-    return found
-
-
-def picked(seen: Sequence[Mapping[str, int]], num: int) -> list[int]:
-    """Which `num` of the samples seen to take: half of them have less than most of some count, the others more.
-
-    The counts take turns, since in one of them all samples may be alike, and in another they differ by chance. Samples
-    without any label come last: a micro-batch of nothing else has no mean, which in a training hardly happens.
-    """
-    labelled = [
-        index
-        for index, of_sample in enumerate(seen)
-        if all(count for name, count in of_sample.items() if name.endswith(f" != {IGNORED_LABEL}"))
-    ]
-    below, above = [], []
-    for name in dict.fromkeys(chain(*seen)):
-        column = [of_sample.get(name, 0) for of_sample in seen]
-        ordered = sorted(labelled, key=column.__getitem__)
-        median = statistics.median_low(column)
-        below.append([index for index in ordered if column[index] < median])
-        above.append([index for index in reversed(ordered) if column[index] > median])
-    less, more = _in_turn(below)[: num // 2], _in_turn(above)[: num // 2]
-    return list(dict.fromkeys([*less, *more, *labelled, *range(len(seen))]))[:num]
-
-
-def _in_turn(columns: list[list[int]]) -> list[int]:
-    return list(dict.fromkeys(index for turn in zip_longest(*columns) for index in turn if index is not None))
+def num_counted(batch: Any) -> int:
+    """How many entries a loss may average over: neither padding nor ignored, of whole numbers where there are any (what
+    is 0 of an image is so by chance). None where all labels are ignored."""
+    given = [tensor for _, tensor in tensors(batch)]
+    if any(bool((tensor == IGNORED_LABEL).all()) for tensor in given):
+        return 0
+    counting = [tensor for tensor in given if not tensor.is_floating_point()] or given
+    return sum(int(((tensor != 0) & (tensor != IGNORED_LABEL)).sum()) for tensor in counting)
 
 
 def _collated(collate: Callable[[Any], Any], samples: list[Any], seed: int) -> list[Any]:

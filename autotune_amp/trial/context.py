@@ -110,11 +110,7 @@ class LoopState(nn.Module):
             optimizer.load_state_dict(copy.deepcopy(self._first_states[name]))
 
     def forget_steps(self) -> None:
-        """Put back what changes from step to step and is no number in a tensor or an optimizer.
-
-        Counters, lists, deques, sets, generators, keys and attributes that are new, and what train_step has put others
-        in the place of.
-        """
+        """Put back what is no number in a tensor or an optimizer: counters, lists, generators, keys and attributes."""
         for undo in self._undo:
             undo()
 
@@ -184,9 +180,9 @@ def _undo(value: Any) -> Callable[[], object]:
         for name, part in first.items():
             if name not in present or present[name] is not part:
                 object.__setattr__(value, name, part)
-        if not isinstance(value, nn.Module):  # what a module makes at its first pass, compiled code may rely on
-            for name in present.keys() - first.keys():
-                object.__delattr__(value, name)
+        # What a module makes at its first pass, compiled code may rely on.
+        for name in () if isinstance(value, nn.Module) else present.keys() - first.keys():
+            object.__delattr__(value, name)
 
     return set_again
 
@@ -303,11 +299,8 @@ def _like(
 
 
 class Context:
-    """What a trial process holds.
-
-    A template builds the model once, on the CPU, for the children it forks; a kept worker builds it in its first
-    trial and starts every other from its first state. `build_memory` is what the model that is there took.
-    """
+    """What a trial process holds: a template a model for the children it forks, built once on the CPU, a kept worker
+    that of its first trial, from whose first state every other starts. `build_memory` is what the model took."""
 
     def __init__(self, source: WorkloadSource, *, is_kept: bool, is_template: bool = False) -> None:
         self.source = source

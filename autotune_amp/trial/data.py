@@ -40,8 +40,7 @@ Seen = TypeVar("Seen")
 _SHUFFLED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 # Any few batches in a row come from all over an epoch: one from each of so many parts of it.
 _NUM_PARTS = 8
-# An epoch is listed as far as that, and not at all where its sampler takes long over it, as one that opens files does.
-_MAX_LISTED, _LISTING_SECONDS = 1_000_000, 1.0
+_MAX_LISTED = 1_000_000  # of an epoch
 _MAX_PLACES = 100_000
 
 
@@ -81,7 +80,10 @@ def stream(data: Any, batch_size: int) -> Stream:
 def opened(data: Any, batch_size: int, num_workers: int | None = None) -> Opened:
     """The stream with the loader behind it, whose worker processes are `num_workers`, None for the user's number."""
     if isinstance(data, DataLoader):
-        loader = _resized(data, batch_size, num_workers)
+        # Incomplete batches are dropped, everything else is kept.
+        order: dict[str, Any] = {} if isinstance(data.dataset, IterableDataset) else {"sampler": data.sampler}
+        resized = rebuilt(data, batch_size=batch_size, drop_last=True, **order)
+        loader = _rearranged(resized, num_workers, _shares())
     elif _is_dataset(data):
         shuffle = None if isinstance(data, IterableDataset) else True
         loader = DataLoader(data, batch_size=batch_size, shuffle=shuffle, drop_last=True, num_workers=num_workers or 0)
@@ -125,11 +127,8 @@ def worst_batches(
 
 
 def num_samples(batch: Any, asked: int) -> int | None:
-    """How many samples a batch holds; None for a batch without tensors or length.
-
-    It is `asked` where the first dimension of any tensor says so, or the second of all that have one (time first);
-    else the first dimension of its first tensor.
-    """
+    """How many samples a batch holds: `asked` where the first dimension of any tensor says so, or the second of all
+    that have one (time first); else the first dimension of its first tensor, None without one."""
     shapes = [tuple(tensor.shape) for _, tensor in tensors(batch) if tensor.dim() > 0]
     matrices = [shape for shape in shapes if len(shape) > 1]
     if any(shape[0] == asked for shape in shapes) or (matrices and all(shape[1] == asked for shape in matrices)):
@@ -179,16 +178,6 @@ def _length(dataset: Any) -> int | None:
         return len(dataset)
     except (TypeError, NotImplementedError):
         return None
-
-
-def _resized(loader: DataLoader[Any], batch_size: int, num_workers: int | None) -> DataLoader[Any]:
-    """The user's loader with another batch size; incomplete batches are dropped, everything else is kept."""
-    if isinstance(loader.dataset, IterableDataset):
-        return rebuilt(loader, num_workers, batch_size=batch_size, drop_last=True)
-    if not _is_ordered(loader):
-        return rebuilt(loader, num_workers, batch_size=batch_size, drop_last=True, sampler=loader.sampler)
-    batches = BatchSampler(loader.sampler, batch_size, drop_last=True)
-    return rebuilt(loader, num_workers, batch_sampler=_Spread(batches, _shares()))
 
 
 def _from_function(make: Callable[[int], Any], batch_size: int, num_workers: int | None) -> Opened:
@@ -269,7 +258,6 @@ class _Spread(Sampler[Any]):
     """What `sampler` draws in an epoch, each once, from the places that `shares` says.
 
     The same shares give settings alike batches, whatever their batch sizes. Of a very long epoch only some are drawn.
-    Where listing it takes long, the order is the sampler's own.
     """
 
     def __init__(self, sampler: Iterable[Any], shares: Iterator[float]) -> None:
@@ -279,10 +267,8 @@ class _Spread(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         own: Any = self.sampler
         is_cut = type(own) is BatchSampler  # whose indices are listed, which takes less than its batches
-        drawn = _listed(own.sampler if is_cut else own)
-        if not isinstance(drawn, Sequence):
-            yield from BatchSampler(drawn, own.batch_size, own.drop_last) if is_cut else drawn
-            return
+        sampler = own.sampler if is_cut else own
+        drawn = range(len(sampler)) if type(sampler) is SequentialSampler else list(islice(sampler, _MAX_LISTED))
         num = len(drawn)
         if is_cut:
             num = num // own.batch_size if own.drop_last else -(-num // own.batch_size)
@@ -291,20 +277,6 @@ class _Spread(Sampler[Any]):
         while left:
             place = left.pop(int(next(self._shares) * len(left))) * num // num_places
             yield list(drawn[place * own.batch_size : (place + 1) * own.batch_size]) if is_cut else drawn[place]
-
-
-def _listed(sampler: Iterable[Any]) -> Sequence[Any] | Iterator[Any]:
-    """All it draws, or the drawing itself where that takes long."""
-    if type(sampler) is SequentialSampler:
-        return range(len(sampler))
-    began = time.monotonic()
-    drawing = iter(sampler)
-    listed: list[Any] = []
-    for item in islice(drawing, _MAX_LISTED):
-        listed.append(item)
-        if time.monotonic() - began > _LISTING_SECONDS:
-            return chain(listed, drawing)
-    return listed
 
 
 # -- how large samples are ---------------------------------------------------------------------------------------------
@@ -337,7 +309,7 @@ def look(workload: Workload, batch_size: int) -> Look:
     What the user's code raises ends the look. The generators stand where they stood.
     """
     put_back = keep_generators()
-    found = Look()
+    found, is_stream = Look(), False
     try:
         batches, loader = opened(workload.data, batch_size)
         with closing(batches):
@@ -347,13 +319,24 @@ def look(workload: Workload, batch_size: int) -> Look:
                 found = Look(None if is_stream and loader.num_workers <= 1 else loader.num_workers)
             if workload.worst_batch is not None:
                 return found
-            if loader is not None and loader.batch_sampler is not None and _length(loader.dataset) is not None:
+            if loader is not None and loader.batch_sampler is not None and not is_stream and _length(loader.dataset):
                 indices = _indices(loader)
                 order = random.Random(0).sample(indices, min(len(indices), MAX_SCANNED_SAMPLES))  # noqa: S311 - no secret
                 sizes, problem = looked_at(loader, order, partial(_sizes, loader.collate_fn), SCAN_SECONDS)
                 if sizes:
+                    if _are_alike(sizes):
+                        return found._replace(scan_problem=problem)
+                    indexed = list(zip(sizes, order, strict=False))
                     num_largest = max(MIN_NUM_LARGEST, NUM_LARGEST_BATCHES * batch_size)
-                    summary = _summary(list(zip(sizes, order, strict=False)), len(indices), num_largest)
+                    summary = SampleSizes(
+                        num_seen=len(sizes),
+                        num_samples=len(indices),
+                        smallest_size=min(sizes),
+                        median_size=statistics.median_low(sizes),
+                        largest_size=max(sizes),
+                        largest=tuple(index for _, index in heapq.nlargest(num_largest, indexed)),
+                        smallest=tuple(index for _, index in heapq.nsmallest(NUM_SMALLEST, indexed)),
+                    )
                     return found._replace(sample_sizes=summary, scan_problem=problem)
             drawn: list[int] = []
             until = time.monotonic() + DRAW_SECONDS
@@ -394,22 +377,6 @@ def looked_at(
 def _sizes(collate: Callable[[list[Any]], Any], samples: list[Any]) -> list[int]:
     """Of each as the loader collates it alone: that may make what takes the memory, as of a file's name."""
     return [size(collate([copied(sample)])) for sample in samples]
-
-
-def _summary(sizes: list[tuple[int, int]], num_samples: int, num_largest: int) -> SampleSizes | None:
-    """What a description holds of samples, None where they are alike."""
-    numbers = [number for number, _ in sizes]
-    if _are_alike(numbers):
-        return None
-    return SampleSizes(
-        num_seen=len(sizes),
-        num_samples=num_samples,
-        smallest_size=min(numbers),
-        median_size=statistics.median_low(numbers),
-        largest_size=max(numbers),
-        largest=tuple(index for _, index in heapq.nlargest(num_largest, sizes)),
-        smallest=tuple(index for _, index in heapq.nsmallest(NUM_SMALLEST, sizes)),
-    )
 
 
 def _indices(loader: DataLoader[Any]) -> Sequence[int]:

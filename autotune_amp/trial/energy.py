@@ -61,11 +61,13 @@ def counter_of(device_type: str, uuid: str | None, powercap: Path = POWERCAP) ->
     if device_type == "cuda" and uuid is not None:
         return None if nvml.energy_joules(uuid) is None else lambda: nvml.energy_joules(uuid)
     if device_type == "cpu":
+        # The zones that are CPU packages: one called psys is the whole board, with the packages in it.
+        zones = [path for path in sorted(powercap.glob("intel-rapl:*")) if _PACKAGE_ZONE.fullmatch(path.name)]
         try:
-            packages = [_Package(zone) for zone in _packages(powercap)]
+            packages = [_package(zone) for zone in zones if (zone / "name").read_text().startswith("package")]
         except (OSError, ValueError):
             return None
-        return (lambda: sum(package.joules() for package in packages)) if packages else None
+        return (lambda: sum(joules() for joules in packages)) if packages else None
     return None
 
 
@@ -80,24 +82,17 @@ def require_counter(device_type: str, uuid: str | None, powercap: Path = POWERCA
         )
 
 
-def _packages(powercap: Path) -> list[Path]:
-    """The zones that are CPU packages: one called psys is the whole board, with the packages in it."""
-    zones = [path for path in powercap.glob("intel-rapl:*") if _PACKAGE_ZONE.fullmatch(path.name)]
-    return [zone for zone in sorted(zones) if (zone / "name").read_text().startswith("package")]
+def _package(zone: Path) -> Callable[[], float]:
+    """The joules of one package since now; to be read more often than its counter begins anew at its largest value
+    (minutes). Raises `OSError` where it cannot be read."""
+    largest = int((zone / "max_energy_range_uj").read_text())
+    before, microjoules = int((zone / "energy_uj").read_text()), 0
 
+    def joules() -> float:
+        nonlocal before, microjoules
+        now = int((zone / "energy_uj").read_text())
+        microjoules += (now - before) % (largest + 1)
+        before = now
+        return microjoules / 1e6
 
-class _Package:
-    """One package's counter, which begins anew at its largest value; raises `OSError` where it cannot be read."""
-
-    def __init__(self, zone: Path) -> None:
-        self._path = zone / "energy_uj"
-        self._range = int((zone / "max_energy_range_uj").read_text())
-        self._before = int(self._path.read_text())
-        self._microjoules = 0
-
-    def joules(self) -> float:
-        """Since this was made; has to be read more often than the counter begins anew (minutes)."""
-        now = int(self._path.read_text())
-        self._microjoules += (now - self._before) % (self._range + 1)
-        self._before = now
-        return self._microjoules / 1e6
+    return joules

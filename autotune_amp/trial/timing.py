@@ -19,10 +19,8 @@ from autotune_amp.trial.training import BaseTraining
 
 
 class CompileWatch:
-    """Counts compilations while it is entered, deferred backward passes and CUDA graph recordings among them.
-
-    `started` is called as each begins, on whatever thread it does.
-    """
+    """Counts compilations while it is entered, deferred backward passes and CUDA graph recordings among them; calls
+    `started` as each begins, on whatever thread it does."""
 
     def __init__(self, started: Callable[[], None]) -> None:
         self._started = started

@@ -33,7 +33,7 @@ from autotune_amp.precision import torch_state
 from autotune_amp.precision.torch_state import CUDA_FLAGS
 from autotune_amp.trial import data
 from autotune_amp.trial.context import Context, LoopState, make_optimizer
-from autotune_amp.trial.energy import Counter, EnergyMeter, counter_of
+from autotune_amp.trial.energy import EnergyMeter, counter_of
 from autotune_amp.trial.jobs import Check, Describe, Probe, Trial
 from autotune_amp.trial.memory import PeakMemory, hold_heap, is_memory_short
 from autotune_amp.trial.timing import CompileWatch, NonFiniteError, Timing, forget_compiled, time_steps
@@ -74,12 +74,16 @@ Result = TypeVar("Result")
 
 def classify(error: BaseException) -> Failure:
     """The failure that an exception from the user's workload amounts to."""
-    message = _printable(f"{type(error).__name__}: {error}".splitlines()[0])
     if isinstance(error, AutotuneAmpError):
         return Failure(kind="workload_error", message=error.message, details=error.next_step)
     if isinstance(error, NonFiniteError):
         return Failure(kind="nonfinite", message=str(error))
-    return Failure(kind=_kind(error), message=message[:500], details=_user_traceback(error))
+    trace = traceback.TracebackException.from_exception(error)
+    kept = [f for f in trace.stack if not Path(f.filename).is_relative_to(_OWN_FILES) or "workloads" in f.filename]
+    trace.stack = traceback.StackSummary.from_list(kept)  # our own frames tell the user nothing
+    texts = f"{type(error).__name__}: {error}".splitlines()[0][:500], "".join(trace.format())[-8000:]
+    message, details = (text.encode(errors="backslashreplace").decode() for text in texts)  # JSON takes no surrogates
+    return Failure(kind=_kind(error), message=message, details=details)
 
 
 def _kind(error: BaseException) -> FailureKind:
@@ -94,19 +98,6 @@ def _kind(error: BaseException) -> FailureKind:
         if isinstance(error, NotImplementedError) or any(part in text for part in _UNSUPPORTED_TEXTS):
             return "unsupported"
     return "workload_error"
-
-
-def _user_traceback(error: BaseException) -> str:
-    """The traceback without this package's own frames, which tell the user nothing; its last 8,000 characters."""
-    summary = traceback.TracebackException.from_exception(error, capture_locals=False)
-    kept = [f for f in summary.stack if not Path(f.filename).is_relative_to(_OWN_FILES) or "workloads" in f.filename]
-    summary.stack = traceback.StackSummary.from_list(kept)
-    return _printable("".join(summary.format())[-8000:])
-
-
-def _printable(text: str) -> str:
-    """`text` as JSON can hold it: a file name of undecodable bytes has surrogates in it."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 # -- what is asked before the first trial ------------------------------------------------------------------------------
@@ -282,47 +273,45 @@ def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
     is_build_shared = context.build_memory is not None
     started = time.perf_counter()
     with closing(make_training(context.workload, context.model(torch.device(spec.device)), spec)) as training:
-        built = {"build_seconds": time.perf_counter() - started, "context_seconds": context_seconds}
-        return _train(training, memory, tell, {**built, "is_build_shared": is_build_shared})
+        build_seconds = time.perf_counter() - started
+        device = training.device
+        meter = EnergyMeter(counter_of(device.type, cuda.uuid(device) if device.type == "cuda" else None))
+        tell({"event": "first step"})
 
+        def report(number: int, seconds: float) -> None:
+            meter.step(number, compiling.count())
+            memory.poll()
+            tell({"event": "step", "number": number, "seconds": seconds})
 
-def _train(training: BaseTraining, memory: PeakMemory, tell: Tell, building: dict[str, Any]) -> Outcome:
-    spec = training.spec
-    meter = EnergyMeter(_energy_counter(training.device))
-    tell({"event": "first step"})
+        retries = memory.num_allocator_retries()
+        with CompileWatch(lambda: tell({"event": "compiling"})) as compiling:
+            timing = time_steps(training, report, lambda name: tell({"event": "phase", "name": name}), compiling.count)
 
-    def report(number: int, seconds: float) -> None:
-        meter.step(number, compiling.count())
-        memory.poll()
-        tell({"event": "step", "number": number, "seconds": seconds})
+        def outcome(ending: dict[str, Any]) -> Outcome:
+            memory.poll()
+            peak, reserved = memory.peak_bytes()
+            if spec.memory_limit_bytes is not None and reserved > spec.memory_limit_bytes:
+                limit = f"{spec.memory_limit_bytes / 2**20:.0f} MiB"
+                return Failure(kind="oom", message=f"it took {reserved / 2**20:.0f} MiB, over the limit of {limit}")
+            if memory.num_allocator_retries() > retries:
+                return Failure(kind="oom", message="the allocator had to flush its cache to make room: memory is full")
+            return _measurement(
+                spec,
+                timing,
+                build_seconds=build_seconds,
+                context_seconds=context_seconds,
+                is_build_shared=is_build_shared,
+                peak_memory_bytes=peak,
+                reserved_memory_bytes=reserved,
+                joules_per_sample=meter.joules_per_sample(spec.candidate.batch_size * spec.num_timed_micro_batches),
+                num_steps_taken=training.num_steps_taken,
+                **ending,
+            )
 
-    retries = memory.num_allocator_retries()
-    with CompileWatch(lambda: tell({"event": "compiling"})) as compiling:
-        timing = time_steps(training, report, lambda name: tell({"event": "phase", "name": name}), compiling.count)
-
-    def outcome(ending: dict[str, Any]) -> Outcome:
-        memory.poll()
-        peak, reserved = memory.peak_bytes()
-        if spec.memory_limit_bytes is not None and reserved > spec.memory_limit_bytes:
-            limit = f"{spec.memory_limit_bytes / 2**20:.0f} MiB"
-            return Failure(kind="oom", message=f"it took {reserved / 2**20:.0f} MiB, over the limit of {limit}")
-        if memory.num_allocator_retries() > retries:
-            return Failure(kind="oom", message="the allocator had to flush its cache to make room: memory is full")
-        return _measurement(
-            spec,
-            timing,
-            peak_memory_bytes=peak,
-            reserved_memory_bytes=reserved,
-            joules_per_sample=meter.joules_per_sample(spec.candidate.batch_size * spec.num_timed_micro_batches),
-            num_steps_taken=training.num_steps_taken,
-            **building,
-            **ending,
-        )
-
-    found = outcome({})
-    if spec.ending_seconds is None or not isinstance(found, Measurement):
-        return found
-    return outcome(_ending(training, spec.ending_seconds, tell, found))
+        found = outcome({})
+        if spec.ending_seconds is None or not isinstance(found, Measurement):
+            return found
+        return outcome(_ending(training, spec.ending_seconds, tell, found))
 
 
 def _measurement(spec: Trial, timing: Timing, **measured: Any) -> Measurement:
@@ -337,10 +326,6 @@ def _measurement(spec: Trial, timing: Timing, **measured: Any) -> Measurement:
         **msgspec.structs.asdict(timing),
         **measured,
     )
-
-
-def _energy_counter(device: torch.device) -> Counter | None:
-    return counter_of(device.type, cuda.uuid(device) if device.type == "cuda" else None)
 
 
 def _ending(training: BaseTraining, limit_seconds: float, tell: Tell, measured: Measurement) -> dict[str, Any]:

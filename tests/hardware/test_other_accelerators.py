@@ -19,6 +19,7 @@ from autotune_amp.hardware.measuring import make_current
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import worker
 from autotune_amp.trial.context import Context
+from autotune_amp.trial.energy import counter_of
 from autotune_amp.trial.jobs import Trial
 
 GIB = 2**30
@@ -77,7 +78,7 @@ def test_a_card_of_amd_is_measured_without_nvml_and_has_no_tf32(device: str) -> 
     assert hardware.memory.available == 60 * GIB
     levels = [hardware.precisions[precision].level for precision in PRECISIONS]
     assert levels == ["native", "unsupported", "native", "native", "unsupported"]
-    assert worker._energy_counter(torch.device("cuda:0")) is None
+    assert counter_of("cuda", None) is None
     assert identify("cuda:0").name == "unknown"
 
 

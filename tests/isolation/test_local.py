@@ -15,7 +15,7 @@ import pytest
 from backend_contract import BackendContract, Made
 from listening import Listener
 
-from autotune_amp.core.errors import BudgetTooSmallError, WorkloadError
+from autotune_amp.core.errors import BudgetTooSmallError
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Isolation, LocalBackend, Payload, can_fork
@@ -265,11 +265,6 @@ def test_a_killed_template_is_started_again(forked: Opened) -> None:
         template.kill()
         template.wait()
     assert isinstance(forked.run(), Measurement)
-
-
-def test_a_module_that_crashes_while_loading_is_named_with_its_signal(tmp_path: Path) -> None:
-    with pytest.raises(WorkloadError, match="SIGKILL"):
-        Opened(tmp_path, "kept", text="import os; os.kill(os.getpid(), 9)")
 
 
 class Scripted:

@@ -112,13 +112,3 @@ def test_optimizers_step_together_or_not_at_all(index: int) -> None:
         assert torch.equal(nets[0].weight, before) is not is_taken
         for optimizer in optimizers:
             optimizer.zero_grad()
-
-
-def test_a_closure_of_losses_is_scaled_and_noted_as_by_grad_scaler() -> None:
-    controller, trial_amp = scalers("fp16")
-    for amp in (trial_amp, CatchingAmp(nullcontext, "cpu", controller.config, {}, 2.0**14)):
-        one, two = amp.scale([torch.ones(()), torch.full((2,), 2.0)])
-        assert (one.item(), two.tolist()) == (2.0**14, [2.0**15] * 2)
-        assert [float(loss) for loss in amp.losses] == [1.0, 4.0]
-        assert amp.get_scale() == 2.0**14
-        assert amp.is_enabled()

@@ -104,15 +104,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def kept(folder: Folder) -> Iterator[tuple[LocalBackend, dict[str, Any], Listener]]:
-    folder.set_mode("")
-    listener = Listener()
-    runner, state = folder.opened("kept", listener)
-    with runner:
-        yield runner, state, listener
-
-
 def spec(state: dict[str, Any], **fields: Any) -> Check:
     names = set(fields) & set(Setting.__struct_fields__)
     candidate = Setting(**{"precision": "bf16", "batch_size": 8, **{name: fields.pop(name) for name in names}})
@@ -176,31 +167,24 @@ def test_what_goes_wrong_is_told_apart(
     assert message in found.message
 
 
-def test_a_kept_worker_is_as_a_check_found_it(
-    folder: Folder, kept: tuple[LocalBackend, dict[str, Any], Listener]
-) -> None:
+def test_a_kept_worker_is_as_a_check_found_it_and_pins_for_one_trial_only(folder: Folder) -> None:
     folder.set_mode("")
-    runner, state, _ = kept
-    before = [runner.submit(trial(state)).result() for _ in range(2)]
-    assert isinstance(runner.submit(spec(state)).result(), Fidelity)
-    after = runner.submit(trial(state)).result()
-    # The first trial built the model, which drew from the generator; the others did not.
-    assert isinstance(before[1], Measurement)
-    assert isinstance(after, Measurement)
-    assert after.last_loss == before[1].last_loss
-
-
-def test_a_kept_worker_pins_for_one_trial_only(
-    folder: Folder, kept: tuple[LocalBackend, dict[str, Any], Listener]
-) -> None:
-    folder.set_mode("")
-    runner, state, listener = kept
-    seen = []
-    for pins in ((), ("0",), ()):
-        listener.text = ""
-        assert isinstance(runner.submit(trial(state, precision="bf16", pinned_modules=pins)).result(), Measurement)
-        seen.append({line for line in listener.text.splitlines() if line.startswith("dtype")})
-    assert seen == [{"dtype torch.bfloat16"}, {"dtype torch.float32"}, {"dtype torch.bfloat16"}]
+    listener = Listener()
+    runner, state = folder.opened("kept", listener)
+    with runner:
+        before = [runner.submit(trial(state)).result() for _ in range(2)]
+        assert isinstance(runner.submit(spec(state)).result(), Fidelity)
+        after = runner.submit(trial(state)).result()
+        # The first trial built the model, which drew from the generator; the others did not.
+        assert isinstance(before[1], Measurement)
+        assert isinstance(after, Measurement)
+        assert after.last_loss == before[1].last_loss
+        seen = []
+        for pins in ((), ("0",), ()):
+            listener.text = ""
+            assert isinstance(runner.submit(trial(state, precision="bf16", pinned_modules=pins)).result(), Measurement)
+            seen.append(set(listener.words("dtype")))
+    assert seen == [{"torch.bfloat16"}, {"torch.float32"}, {"torch.bfloat16"}]
 
 
 def test_a_bad_verdict_is_told_before_culprits_are_looked_for() -> None:

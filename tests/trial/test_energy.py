@@ -108,7 +108,7 @@ def test_measured_steps_do_not_pay_for_more_readings_than_the_counter_has_news(m
 
 def test_a_trial_divides_by_the_samples_that_were_run(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(10_000))
-    monkeypatch.setattr(worker, "_energy_counter", lambda _: lambda: float(next(ticks)))  # a joule from step to step
+    monkeypatch.setattr(worker, "counter_of", lambda *_: lambda: float(next(ticks)))  # a joule from step to step
     monkeypatch.setattr(energy, "MIN_SECONDS", 0.0)
     workload = Workload(lambda: nn.Linear(2, 1), lambda m, b: m(b).square().mean(), lambda n: torch.randn(n, 2))
     candidate = Setting(precision="fp32", batch_size=4, accumulation_steps=8)

@@ -1,4 +1,4 @@
-"""When a trial has measured enough, and what a setting is called."""
+"""When a trial has measured enough."""
 
 from __future__ import annotations
 
@@ -65,8 +65,3 @@ def test_a_warm_up_far_over_the_cut_is_hopeless() -> None:
     assert is_hopeless(spec(0.1), [0.5, 0.2])
     assert not is_hopeless(spec(0.1), [0.5, 0.15])
     assert not is_hopeless(spec(None), [0.5, 0.2])
-
-
-def test_a_settings_name_says_how_it_is_accumulated_and_pinned() -> None:
-    pinned = Setting(precision="fp16", batch_size=8, accumulation_steps=4, pinned_modules=("0", "1"))
-    assert (str(FP32), str(pinned)) == ("fp32 batch 8", "fp16 batch 8 x 4 with 2 modules pinned")

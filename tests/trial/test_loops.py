@@ -121,13 +121,6 @@ class Holder:
         self.__dict__.update(parts)
 
 
-class WithOptimizer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(2, 2)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
-
-
 def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Linear(2, 2)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
@@ -139,7 +132,6 @@ def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
         (lambda: dict(zip(("net", "sgd"), pair(), strict=True)), ["net"], ["sgd"]),
         (pair, ["0"], ["1"]),
         (lambda: Holder(train=Holder(items=list(pair()))), ["train.items.0"], ["train.items.1"]),
-        (WithOptimizer, ["model", "model.net"], ["optimizer"]),
         (build_diffusion, ["denoiser", "ema"], ["optimizer"]),
         (build_gan, ["nets.generator", "nets.discriminator"], ["generator_optimizer", "discriminator_optimizer"]),
     ],

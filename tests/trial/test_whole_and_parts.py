@@ -17,7 +17,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.numerics import accumulation
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import checks
-from autotune_amp.trial.checks import CannotCutError, counts, picked, whole_and_parts
+from autotune_amp.trial.checks import CannotCutError, num_counted, whole_and_parts
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.data import copied, looked_at
 from autotune_amp.trial.jobs import Check
@@ -156,46 +156,33 @@ def test_a_batch_that_is_cut_keeps_its_type() -> None:
 # -- which samples -----------------------------------------------------------------------------------------------------
 
 
-def test_all_that_a_loss_may_average_over_is_counted() -> None:
-    batch = {"labels": torch.tensor([[-100, 0, 3, 4]]), "mask": torch.tensor([[True, False]]), "text": ["a b"]}
-    labels = {"labels": 4, "labels != -100": 3, "labels != 0": 3}
-    assert counts(batch) == {**labels, "mask": 2, "mask != -100": 2, "mask != 0": 1}
+def test_what_a_loss_may_average_over_is_counted() -> None:
+    ids, image = torch.tensor([[7, 0, 3, 4]]), torch.tensor([[0.0, 1.0]])
+    assert (
+        num_counted({"ids": ids, "labels": torch.tensor([[-100, 0, 3, 4]]), "image": image, "text": ["a b"]}) == 3 + 2
+    )
+    assert num_counted({"image": image}) == 1
+    assert num_counted({"ids": ids, "labels": torch.full((1, 4), -100)}) == 0
 
 
 @pytest.mark.parametrize("other", [3, 40])
 @pytest.mark.parametrize("num_unlike", [1, 50])
-def test_what_is_unlike_the_most_is_picked_first(num_unlike: int, other: int) -> None:
-    """Few short ones among full ones, or few long ones among short ones; as many as there are."""
+def test_the_smallest_come_first_and_the_largest_next(num_unlike: int, other: int) -> None:
+    """Few short ones among full ones, or few long ones among short ones."""
     lengths = [other] * num_unlike + [32] * (1000 - num_unlike)
     random.Random(0).shuffle(lengths)
-    positions = picked([{"ids": length} for length in lengths], 16)
-    assert len(set(positions)) == 16
-    num_first = min(8, num_unlike)
-    assert [lengths[position] for position in positions] == [other] * num_first + [32] * (16 - num_first)
+    data = loader([torch.ones(length) for length in lengths], collate_fn=torch.stack)
+    found = [len(sample) for sample in checks._samples(data, 16, 0, 60)]
+    assert found.count(other) == min(8, num_unlike)
+    assert max(found[:8]) <= min(found[8:])
 
 
 def test_samples_without_a_label_come_last() -> None:
     """A micro-batch of nothing else would have no mean, and accumulation be withheld for it."""
-    seen = [{"labels != -100": 0 if i % 100 == 3 else 5 if i % 10 == 0 else 20, "labels": 20} for i in range(400)]
-    assert [seen[position]["labels != -100"] for position in picked(seen, 16)] == [5] * 8 + [20] * 8
-    few = [*seen[:4], *[seen[3]] * 4]
-    assert [few[position]["labels != -100"] for position in picked(few, 6)][3:] == [0, 0, 0]
-
-
-def test_counts_take_turns() -> None:
-    """By chance the numbers of pixels and of their zeros differ, far more than that of the boxes."""
-    rng = random.Random(0)
-    seen = [
-        {"pixels": rng.randrange(10**5), "zeros": rng.randrange(50), "boxes": 3 - (i % 100 == 7)} for i in range(500)
-    ]
-    assert [seen[position]["boxes"] for position in picked(seen, 16)][:8].count(2) >= 2
-
-
-def test_where_all_are_alike_or_few_were_seen_any_will_do() -> None:
-    assert picked([{"x": 5}] * 20, 16) == list(range(16))
-    assert sorted(picked([{"x": 5}, {"x": 4}], 16)) == [0, 1]
-    assert picked([], 16) == []
-    assert picked([{"x": 5}, {}, {"x": 5}], 2)[0] == 1, "a sample may lack what others have"
+    rows = [torch.tensor([-100] * 4 if index % 4 == 3 else [1] * 4) for index in range(40)]
+    found = checks._samples(loader(rows, collate_fn=torch.stack), 16, 0, 60)
+    assert all((row == 1).all() for row in found)
+    assert len(checks._samples(loader(rows[3:8], collate_fn=torch.stack), 4, 0, 60)) == 4
 
 
 def test_a_copy_of_a_row_is_not_one_of_the_whole_storage() -> None:

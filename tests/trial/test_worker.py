@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -163,30 +164,21 @@ def test_the_flags_that_concern_a_step_are_seen_in_it(workload: Workload, expect
     assert used_flags(workload, make_model(workload), SPEC) == expected
 
 
-@pytest.mark.parametrize(
-    ("state", "used", "expected"),
-    [
-        (DEFAULT, NONE, ("fp32", True)),
-        (DEFAULT, CONV, ("fp32", False)),
-        (DEFAULT | {"cuda.matmul.fp32_precision": "tf32"}, None, ("tf32", True)),
-        (OFF, None, ("fp32", True)),
-    ],
-)
-def test_a_step_is_taken_where_that_alone_can_tell(
-    state: dict[str, Any], used: set[str] | None, expected: tuple[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    num_steps = []
+def test_a_step_is_taken_where_that_alone_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     model, card = nn.Linear(2, 2), torch.device("cuda")
 
-    def seen(*_: object) -> set[str]:
-        num_steps.append(1)
-        return used or set()
+    def run(state: dict[str, Any], used: set[str], batch_size: int | None = 4, *, has_tf32: bool = True) -> Any:
+        used_flags = Mock(return_value=used)
+        monkeypatch.setattr(worker, "used_flags", used_flags)
+        found = as_run(of(lambda: model), model, card, state, batch_size, has_tf32=has_tf32)
+        return (*found, used_flags.call_count)
 
-    monkeypatch.setattr(worker, "used_flags", seen)
-    assert as_run(of(lambda: model), model, card, state, 4, has_tf32=True) == expected
-    assert len(num_steps) == (used is not None)
-    assert as_run(of(lambda: model), model, card, DEFAULT, None, has_tf32=True) == ("fp32", False)
-    assert as_run(of(lambda: model), model, card, DEFAULT, 4, has_tf32=False) == ("fp32", True)
+    assert run(DEFAULT, NONE) == ("fp32", True, 1)
+    assert run(DEFAULT, CONV) == ("fp32", False, 1)
+    assert run(DEFAULT | {"cuda.matmul.fp32_precision": "tf32"}, CONV) == ("tf32", True, 0)
+    assert run(OFF, CONV) == ("fp32", True, 0)
+    assert run(DEFAULT, CONV, None) == ("fp32", False, 0)
+    assert run(DEFAULT, CONV, has_tf32=False) == ("fp32", True, 0)
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "fp16"), (torch.bfloat16, "bf16"), (None, "fp32")])
