@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-import torch
 
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.hardware import host, identify, nvml
-from autotune_amp.hardware.device import _torch_is_built_for, numbered, only
-from autotune_amp.hardware.host import ContainerMemory
+from autotune_amp.hardware.device import numbered, only
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,12 +22,6 @@ def test_the_cpu_is_identified() -> None:
     assert identity.name == host.cpu_name() != ""
     assert 1 <= identity.num_cpus <= (psutil.cpu_count() or 1)
     assert 0 < identity.total_memory_bytes <= psutil.virtual_memory().total
-
-
-@pytest.mark.parametrize(("limit", "total"), [(2**20, 2**20), (2**59, host.total_memory_bytes())])
-def test_memory_is_the_least_of_machine_and_container(monkeypatch: pytest.MonkeyPatch, limit: int, total: int) -> None:
-    monkeypatch.setattr(host, "container_memory", lambda: ContainerMemory(limit, 0))
-    assert identify("cpu").total_memory_bytes == total
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no CPU affinity")
@@ -73,23 +65,16 @@ def test_identifying_imports_neither_torch_nor_psutil() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_names_and_flags_are_read_from_cpuinfo(tmp_path: Path) -> None:
+@pytest.mark.parametrize("word", ["flags", "Features"])  # the second on ARM
+def test_names_and_flags_are_read_from_cpuinfo(tmp_path: Path, word: str) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text(
-        "processor\t: 0\nmodel name\t: Made CPU @ 3 GHz\nflags\t\t: sse2 avx512_bf16\n\n"
-        "processor\t: 1\nmodel name\t: Another\nflags\t\t: none\n"
+        f"processor\t: 0\nmodel name\t: Made CPU @ 3 GHz\n{word}\t: sse2 bf16\n\nmodel name\t: Second\n{word}\t: no\n"
     )
-    assert host.cpu_flags(tmp_path) == {"sse2", "avx512_bf16"}
+    assert host.cpu_flags(tmp_path) == {"sse2", "bf16"}
     assert host.cpu_flags(tmp_path / "none") == frozenset()
     if sys.platform != "darwin":
         assert host.cpu_name(tmp_path) == "Made CPU @ 3 GHz"
-
-
-def test_arm_calls_its_flags_features(tmp_path: Path) -> None:
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/cpuinfo").write_text("processor\t: 0\nFeatures\t: fp asimdhp bf16\n")
-    assert host.cpu_flags(tmp_path) == {"fp", "asimdhp", "bf16"}
-    assert host.cpu_name(tmp_path) != ""
 
 
 @pytest.mark.parametrize(("load", "num_notes"), [(0.0, 0), (4.0, 0), (4.1, 1)])
@@ -99,8 +84,3 @@ def test_a_load_above_half_the_cores_is_noted(monkeypatch: pytest.MonkeyPatch, l
     notes = host.load_notes()
     assert len(notes) == num_notes
     assert all("load average 4.1 on 8 CPUs" in note for note in notes)
-
-
-def test_torchs_own_version_file_says_what_it_is_built_for() -> None:
-    assert _torch_is_built_for("cuda") == (torch.version.cuda is not None)
-    assert not _torch_is_built_for("made")

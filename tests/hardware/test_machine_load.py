@@ -10,8 +10,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from autotune_amp.core.hardware import CardProcess
 from autotune_amp.hardware import machine_load, nvml
@@ -48,45 +46,6 @@ def test_what_is_left_of_the_busy_time_is_others() -> None:
     assert found.stolen_share == pytest.approx(0.04)
 
 
-def test_what_the_system_does_not_say_is_none() -> None:
-    found = load_between(reading(0.0, 0.0, None, stolen=None), reading(9.0, 9.0, None, stolen=None), OURS)
-    short = load_between(reading(0.0, 0.0, {}), reading(0.1, 0.1, {}), OURS)
-    for none in (found, short):
-        assert (none.others_num_cores, none.own_num_cores, none.stolen_share, none.busiest) == (None, None, None, ())
-
-
-seconds = st.floats(0, 100)
-
-
-@given(
-    own=st.lists(st.tuples(seconds, st.booleans()), max_size=6),
-    others=st.lists(seconds, max_size=4),
-    took=st.floats(0.25, 50),
-    stolen=seconds,
-)
-def test_own_use_is_never_called_others_and_nothing_is_negative(
-    own: list[tuple[float, bool]], others: list[float], took: float, stolen: float
-) -> None:
-    """Descendants in a chain, each alive at the end or ended and waited for by the next one up that is alive."""
-    before = {OURS: process(1)} | {OURS + 1 + i: process(OURS + i) for i in range(len(own))}
-    after = {OURS: process(1)}
-    for i, (used, is_alive) in enumerate(own):
-        keeper = max(after.keys() & range(OURS, OURS + 1 + i))
-        if is_alive:
-            after[OURS + 1 + i] = process(keeper, used)
-        else:
-            last = after[keeper]
-            after[keeper] = last._replace(children_seconds=last.children_seconds + used)
-    after |= {200 + i: process(1, used) for i, used in enumerate(others)}
-    busy = sum(used for used, _ in own) + sum(others)
-    found = load_between(reading(0.0, 0.0, before), reading(took, busy, after, stolen=stolen), OURS)
-    assert found.others_num_cores is not None
-    assert found.others_num_cores == pytest.approx(min(2.0, sum(others) / took), abs=1e-9)
-    assert found.others_num_cores >= 0
-    assert 0 <= (found.stolen_share or 0.0) <= 1
-    assert not {p.pid for p in found.busiest} & set(range(OURS, OURS + 10))
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts what ended children used")
 def test_names_with_blanks_and_brackets_are_read(tmp_path: Path) -> None:
     (tmp_path / "self").mkdir()
@@ -105,9 +64,11 @@ def test_counters_that_are_hidden_or_stand_still_claim_no_idleness(monkeypatch: 
         raise PermissionError("/proc/stat")
 
     before, after = {OURS: process(1, 1.0)}, {OURS: process(1, 3.0)}
-    still = load_between(reading(0.0, 0.0, before), reading(2.0, 0.0, after), OURS)
-    assert (still.others_num_cores, still.own_num_cores) == (None, None)
-    for busy, own_num_cores in ((0.9, None), (1.1, 1.0)):  # of a machine that counted less than half of our own 2 s
+    for busy, own_num_cores in (
+        (0.0, None),
+        (0.9, None),
+        (1.1, 1.0),
+    ):  # under half our own 2 s: not believed
         assert load_between(reading(0.0, 0.0, before), reading(2.0, busy, after), OURS).own_num_cores == own_num_cores
     monkeypatch.setattr(psutil, "cpu_times", hidden)
     found = read()
@@ -149,17 +110,6 @@ def test_what_was_before_the_last_step_to_warm_up_does_not_count_and_no_measured
         now += seconds
         getattr(meter, tell)()
     assert meter.stop().seconds == pytest.approx(0.1 + 3 * 3.0)
-
-
-def test_what_was_held_first_is_what_is_told_until_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    moments = iter([0.0, 1.0, 5.0, 7.0, 9.0, 99.0])
-    monkeypatch.setattr(machine_load, "read", lambda: reading(next(moments), 0.0, {}))
-    meter = LoadMeter()
-    meter.hold()
-    meter.hold()  # a second process is killed after the first
-    assert meter.stop().seconds == meter.stop().seconds == 1.0
-    meter.start()
-    assert meter.stop().seconds == 2.0
 
 
 def test_on_the_card_others_are_those_seen_that_neither_descend_from_us_nor_wait_for_us(

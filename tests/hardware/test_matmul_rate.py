@@ -4,8 +4,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from autotune_amp.hardware import measuring
 
@@ -43,14 +41,11 @@ class MadeDevice:
             return measuring.flops_per_second("cpu", "fp16", seconds=seconds, max_bytes=max_bytes)
 
 
-@given(log_rate=st.floats(8, 16))
-def test_fast_or_slow_it_takes_its_time_and_little_more(log_rate: float) -> None:
-    device = MadeDevice(rate=10**log_rate, overhead_seconds=0)
-    assert device.measured(seconds=0.2, max_bytes=2**40) == pytest.approx(10**log_rate)
-    assert 0.2 <= device.now <= 0.3
-
-
-def test_overhead_does_not_pass_for_a_slow_device_and_it_keeps_within_the_memory_given() -> None:
+def test_it_takes_its_time_and_little_more_and_keeps_within_the_memory_given() -> None:
+    for rate in (1e8, 1e16):
+        device = MadeDevice(rate, overhead_seconds=0)
+        assert device.measured(seconds=0.2, max_bytes=2**40) == pytest.approx(rate)
+        assert 0.2 <= device.now <= 0.3
     device = MadeDevice(rate=2e11, overhead_seconds=0.004)  # a core shared with another process
     assert device.measured(seconds=0.2, max_bytes=2**40) > 0.4 * device.rate
     device = MadeDevice(rate=1e16, overhead_seconds=0)

@@ -7,20 +7,12 @@ from typing import NoReturn
 
 import pytest
 import torch
-from torch import nn
 
-from autotune_amp import Workload
 from autotune_amp.core.dimensions import PRECISIONS
 from autotune_amp.core.errors import DeviceError
-from autotune_amp.core.outcome import Failure
-from autotune_amp.core.setting import Setting
 from autotune_amp.hardware import cuda, device, host, identify, measure, measuring, nvml
 from autotune_amp.hardware.measuring import make_current
-from autotune_amp.precision import torch_state
-from autotune_amp.trial import worker
-from autotune_amp.trial.context import Context
 from autotune_amp.trial.energy import counter_of
-from autotune_amp.trial.jobs import Trial
 
 GIB = 2**30
 
@@ -145,16 +137,6 @@ def test_apples_gpu_is_measured(device: str, monkeypatch: pytest.MonkeyPatch) ->
     assert native == ["fp32", "bf16", "fp16"]
 
 
-@pytest.mark.parametrize(
-    ("device", "made_current"), [("cuda:1", ["cuda:1"]), ("cuda:0", ["cuda:0"]), ("xpu:1", ["xpu:1"]), ("mps", [])]
-)
-def test_the_device_of_a_trial_becomes_the_current_one(
-    device: str, made_current: list[str], current: list[str]
-) -> None:
-    worker._start_accelerator(torch.device(device))
-    assert current == made_current
-
-
 @pytest.mark.usefixtures("xpu")
 def test_another_device_is_made_current_if_it_is_there_and_none_is_started_for_one_that_is_current_anyway(
     current: list[str],
@@ -166,27 +148,3 @@ def test_another_device_is_made_current_if_it_is_there_and_none_is_started_for_o
     assert current == ["xpu:1"]
     with pytest.raises(DeviceError, match="PyTorch sees 2 xpu devices"):
         make_current("xpu:2")
-
-
-@pytest.mark.parametrize("device_type", ["cuda", "mps"])
-def test_a_kept_worker_gives_back_what_a_trial_left_in_the_cache_and_says_what_the_trial_died_of(
-    device_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    freed: list[str] = []
-
-    def give_back() -> None:
-        freed.append(device_type)
-        raise RuntimeError("CUDA error")  # which every call repeats from then on
-
-    def die() -> None:
-        raise RuntimeError("CUDA error: device-side assert triggered in the loss")
-
-    monkeypatch.setattr(torch.get_device_module(device_type), "empty_cache", give_back)
-    context = Context(Workload(nn.Module, lambda model, batch: batch, torch.ones), is_kept=True)
-    spec = Trial(
-        candidate=Setting(precision="fp32", batch_size=1), device=device_type, torch_state=torch_state.capture()
-    )
-    failure = worker.guarded(context, spec, die)
-    assert isinstance(failure, Failure)
-    assert failure.message.endswith("in the loss")
-    assert freed == [device_type]

@@ -56,7 +56,6 @@ def test_cuda_levels(
         ({"amx_fp16"}, False, (N, U, E, N, U)),
         (set(), True, (N, U, E, N, U)),
         ({"bf16", "asimdhp"}, False, (N, U, N, N, U)),
-        ({"bf16", "fp16_arith"}, False, (N, U, N, N, U)),
     ],
 )
 def test_cpu_levels(flags: set[str], has_onednn_fp16: bool, expected: tuple[Level, ...]) -> None:
@@ -67,11 +66,9 @@ def test_cpu_levels(flags: set[str], has_onednn_fp16: bool, expected: tuple[Leve
     ("num_threads", "num_cpus", "allowed_cpus", "words"),
     [
         (8, 8, None, ""),
-        (3, 8, None, ""),
         (9, 8, None, "OMP_NUM_THREADS=8"),
         (64, 64, 2.0, "OMP_NUM_THREADS=2"),
         (2, 64, 0.5, "OMP_NUM_THREADS=1"),
-        (3, 64, 2.5, ""),
     ],
 )
 def test_thread_notes(num_threads: int, num_cpus: int, allowed_cpus: float | None, words: str) -> None:
