@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader
 pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
-from accelerate.utils import AutocastKwargs, GradientAccumulationPlugin, GradScalerKwargs
+from accelerate.utils import AutocastKwargs, GradScalerKwargs
 from accelerate_training import Net, batches_of, fresh_accelerate, inputs, loss_of, reset
 
 from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan, LossScale
@@ -177,31 +176,9 @@ def test_windows_take_up_the_batch_size_of_a_fallback() -> None:
     assert (raised.value.config.batch_size, raised.value.config.accumulation_steps) == (2, 4)
 
 
-def test_resuming_at_a_fallback_in_another_batch_takes_windows(tmp_path: Path) -> None:
-    config = fp16(fallback=[FallbackPlan(precision="fp32", batch_size=2, accumulation_steps=2)])
-    run = Run(config, uses_windows=True).over(inputs(8, overflowing=range(2, 8)))
-    assert run.net.dtypes[-1] == torch.float32
-    run.accelerator.save_state(str(tmp_path))
-
-    resumed = Run(config)
-    loader = resumed.prepared(inputs(4))
-    resumed.accelerator.load_state(str(tmp_path))
-    with pytest.raises(DemotedError, match=r"to fp32: .* batch size 2 and 2 .*, not 4 and 1") as raised:
-        resumed.train(loader)
-    assert (raised.value.config.precision, raised.value.config.batch_size) == ("fp32", 2)
-    assert resumed.net.batch_sizes == []
-    resumed.uses_windows = True
-    resumed.train(loader)
-    assert resumed.net.batch_sizes == [2] * 8
-    assert resumed.accelerator.controller.status().num_updates == 8 + 4
-
-
 def test_evaluation_and_blocks_with_autocast_off() -> None:
     run = Run(fp16("fp32"))
     run.prepared(inputs(4))
-    with torch.no_grad():
-        outputs = run.model(inputs(1))
-    assert (run.net.dtypes, outputs.dtype) == ([torch.float16], torch.float32)
     with run.accelerator.autocast():
         assert (inputs(1) @ run.net.first.weight.T).dtype == torch.float16
         with run.accelerator.autocast(AutocastKwargs(enabled=False)):
@@ -210,9 +187,8 @@ def test_evaluation_and_blocks_with_autocast_off() -> None:
         with torch.no_grad():
             assert run.model(inputs(1)).dtype == torch.float32
     assert run.model(inputs(1)).dtype == torch.float32
-    assert copy.deepcopy(run.model)(inputs(1)).dtype == torch.float32
-    unwrapped = run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
-    unwrapped(inputs(1))
+    assert run.net.dtypes[-1] == torch.float16
+    run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)(inputs(1))
     assert run.net.dtypes[-1] == torch.float32
 
 
@@ -221,7 +197,6 @@ def test_evaluation_and_blocks_with_autocast_off() -> None:
     [
         ({"mixed_precision": "bf16"}, "mixed_precision='bf16' contradicts.*'fp16'"),
         ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps=3 contradicts"),
-        ({"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2)}, "steps=2 contradicts"),
         ({"kwargs_handlers": [GradScalerKwargs(init_scale=2.0)]}, "GradScalerKwargs"),
     ],
 )
@@ -232,10 +207,9 @@ def test_what_contradicts_the_config_is_refused(options: dict[str, Any], message
 
 def test_clipping_inside_an_accumulation_window_is_refused() -> None:
     run = Run(fp16(accumulation_steps=2))
-    loader = run.prepared(inputs(4))
+    run.prepared(inputs(4))
     with run.accelerator.accumulate(run.model), pytest.raises(InvalidRequestError, match="sync_gradients"):
         run.accelerator.clip_grad_norm_(run.model.parameters(), 1.0)
-    assert len(loader) == 4
 
 
 def test_metrics_are_gathered_in_an_evaluation_in_windows_and_not_of_batches_that_are_fetched_ahead() -> None:

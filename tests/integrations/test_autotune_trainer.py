@@ -6,13 +6,11 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from samples import are_finite, fp16, same
-from torch import Tensor
 from trainer_samples import BATCH, Notes, StepNumbers, arguments, rows, trainer
 from transformers import (
     Seq2SeqTrainer,
@@ -20,7 +18,6 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
-    TrainerCallback,
 )
 
 from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan, LossScale
@@ -40,6 +37,7 @@ def test_an_overflow_in_the_middle_demotes_and_the_checkpoint_goes_on_at_the_run
     run.train()
     model, controller = run.model, run.controller
     assert [record.kind for record in controller.status().history] == ["demotion"]
+    assert "first in module" in controller.status().history[0].reason, "the batch was not run again"
     assert controller.config.precision == "bf16"
     assert model.dtypes(0, 6) == {HALF["fp16"]}  # the second bad step demotes, and runs in others for the diagnosis
     assert model.dtypes(7, 10) == {HALF["bf16"]}
@@ -47,8 +45,7 @@ def test_an_overflow_in_the_middle_demotes_and_the_checkpoint_goes_on_at_the_run
     log = run.state.log_history
     assert [entry["amp/rung"] for entry in log[:10]] == [0] * 6 + [1] * 4
     assert [entry["amp/precision"] for entry in log[:10]] == ["fp16"] * 6 + ["bf16"] * 4
-    assert [entry["amp/num_moves"] for entry in log[:10]] == [0] * 6 + [1] * 4
-    assert log[9]["amp/num_skips"] == 2
+    assert (log[9]["amp/num_moves"], log[9]["amp/num_skips"]) == (1, 2)
     resumed = trainer(fp16(), tmp_path, data, max_steps=14)
     resumed.train(resume_from_checkpoint=last_checkpoint(tmp_path))
     assert resumed.model.dtypes(10, 14) == {HALF["bf16"]}
@@ -99,22 +96,6 @@ def test_in_fp32_it_trains_as_the_trainer_does(tmp_path: Path) -> None:
     assert norms[0] == norms[1]
 
 
-def test_a_rerun_computes_the_loss_that_the_latest_pass_had(tmp_path: Path) -> None:
-    config = AmpConfig(precision="fp32", batch_size=BATCH, accumulation_steps=2)
-    run = trainer(config, tmp_path, rows(2 * BATCH - 1), max_steps=1, learning_rate=0.0)
-    losses: list[Tensor] = []
-    scale = run.controller.scale
-
-    def noting(loss: Tensor) -> Tensor:
-        losses.append(loss.detach())
-        return scale(loss)  # type: ignore[no-any-return]
-
-    run.controller.scale = noting
-    run.train()
-    assert len(losses) == 2
-    assert torch.equal(run._rerun(), losses[-1])
-
-
 def test_the_same_arguments_serve_a_plain_trainer(tmp_path: Path) -> None:
     config = AmpConfig(precision="bf16", batch_size=BATCH, accumulation_steps=2)
     run: Any = Trainer(
@@ -131,7 +112,6 @@ def test_the_same_arguments_serve_a_plain_trainer(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda args: setattr(args, "per_device_train_batch_size", 8), "per_device_train_batch_size=8, not 4"),
-        (lambda args: setattr(args, "gradient_accumulation_steps", 3), "gradient_accumulation_steps=3, not 1"),
         (lambda args: setattr(args, "mixed_precision", "bf16"), "mixed_precision='bf16', not 'fp16'"),
         (lambda args: setattr(args, "tf32", True), "tf32=True, not False"),
         (lambda args: setattr(args, "auto_find_batch_size", True), "auto_find_batch_size"),
@@ -148,19 +128,6 @@ def test_a_contradiction_is_refused(tmp_path: Path, change: Callable[[Any], obje
 
 
 LARGE = range(3 * BATCH, 5 * BATCH)
-
-
-def test_a_rung_that_the_loop_cannot_follow_is_not_gone_on_with(tmp_path: Path) -> None:
-    config = fp16(FallbackPlan(precision="fp32", batch_size=BATCH, accumulation_steps=2))
-    data = rows(8 * BATCH, large=LARGE)
-    run, resumed = (trainer(config, tmp_path, data, max_steps=8) for _ in range(2))
-    with pytest.raises(DemotedError, match=r"resume_from_checkpoint='.*checkpoint-5'"):
-        run.train()
-    for again, checkpoint in ((resumed, True), (run, None)):
-        again.model.runs.clear()
-        with pytest.raises(DemotedError, match=f"batch size {BATCH} and 2 accumulation steps") as raised:
-            again.train(resume_from_checkpoint=checkpoint)
-        assert (raised.value.config.accumulation_steps, again.model.runs) == (2, {})
 
 
 @pytest.mark.parametrize(
@@ -189,36 +156,6 @@ def test_a_second_training_goes_on_with_the_pins_and_the_scale_of_the_first(tmp_
         status = run.controller.status()
         assert (status.num_updates, status.num_steps, status.scale) == (num_updates, num_updates, expected)
         assert (status.pinned_modules, status.history) == (("one",), ())
-
-
-def test_an_interrupted_training_can_be_begun_again(tmp_path: Path) -> None:
-    class Interrupt(TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            raise KeyboardInterrupt
-
-    run = trainer(fp16(accumulation_steps=2), tmp_path, rows(4 * BATCH), max_steps=2)
-    run.add_callback(Interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run.train()
-    run.remove_callback(Interrupt)
-    run.train()
-    assert (run.controller.status().num_steps, run.controller.status().num_skips) == (2, 0)
-
-
-def test_a_second_training_of_a_new_model_begins_with_the_config(tmp_path: Path) -> None:
-    recommendation: Any = SimpleNamespace(config=fp16())
-    args, data = arguments(fp16(), tmp_path, max_steps=6), rows(6 * BATCH, large=LARGE)
-    run: Any = AutotuneTrainer(
-        model_init=Notes, args=args, train_dataset=data, callbacks=[StepNumbers()], amp_config=recommendation
-    )
-    run.train()
-    first, model = run.controller, run.model
-    run.train()
-    assert run.controller is run.accelerator.scaler is not first
-    assert run.model is not model
-    assert run.model.runs == model.runs
-    assert [entry["amp/rung"] for entry in run.state.log_history[:6]] == [0] * 4 + [1] * 2
-    assert run.controller.status().num_updates == 6
 
 
 CONFIG = AmpConfig(precision="bf16", batch_size=BATCH, accumulation_steps=2, num_workers=0)

@@ -160,16 +160,6 @@ def test_where_a_trainer_divides_the_loss_the_text_says_what_to_multiply_it_by(t
     assert re.search("multiply it by 2 and by .* share of all tokens", said["weighted"])
 
 
-def test_a_field_that_no_text_knows_becomes_a_comment() -> None:
-    class Later(AmpConfig, frozen=True, kw_only=True):
-        compile_mode: str = "none"
-
-    config = Later(precision="bf16", batch_size=4, compile_mode="max-autotune")
-    for target in ("torch", "env", "deepspeed", "accelerate file"):
-        assert "compile_mode='max-autotune'" in everything(config, target).replace('"', "'")
-        assert "compile_mode" not in everything(Later(precision="bf16", batch_size=4), target)
-
-
 def test_tf32_is_asked_for_and_the_flags_that_were_found_are_left_alone() -> None:
     tf32 = AmpConfig(precision="tf32", batch_size=4)
     as_found = msgspec.structs.replace(tf32, as_found=True)

@@ -13,12 +13,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor, nn
 from trainer_samples import Notes, arguments, rows
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from autotune_amp import AmpConfig, Workload
 from autotune_amp.core.errors import WorkloadError
@@ -49,14 +44,8 @@ def padded(samples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
 def gpt2() -> GPT2LMHeadModel:
     torch.manual_seed(0)
     shape: dict[str, Any] = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    plain: dict[str, Any] = {
-        "resid_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
-    return GPT2LMHeadModel(GPT2Config(**shape, **plain))
+    shape |= {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(**shape))
 
 
 def token_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
@@ -65,14 +54,9 @@ def token_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tens
 
 
 def trainer(folder: Path, kind: type[Trainer] = Trainer, *, loss: Any = None, **options: Any) -> Any:
-    plain: dict[str, Any] = {
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "weight_decay": 0.1,
-    }
-    args = TrainingArguments(str(folder), per_device_train_batch_size=BATCH, max_steps=2, **plain, **options)
+    plain: dict[str, Any] = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+    plain |= {"weight_decay": 0.1, "per_device_train_batch_size": BATCH, "max_steps": 2}
+    args = TrainingArguments(str(folder), **plain, **options)
     return kind(gpt2(), args, train_dataset=sentences(), data_collator=padded, compute_loss_func=loss)
 
 
