@@ -125,11 +125,8 @@ class Training:
     ("precision", "clips", "attaches", "guard"),
     [
         ("fp16", True, True, True),
-        ("fp16", False, False, True),
         ("fp16", True, False, False),
         ("bf16", True, True, True),
-        ("bf16", False, True, False),
-        ("fp32", True, True, True),
         ("fp32", False, False, False),
     ],
 )

@@ -173,9 +173,6 @@ def test_each_card_can_do_what_its_compute_capability_says(virtual_machine: Virt
         ["8.6", ampere],
         *([capability, [*ampere, "fp8"]] for capability in ("8.9", "9.0", "12.0")),
     ]
-
-
-def test_visible_devices_are_measured_in_their_order(virtual_machine: VirtualMachine) -> None:
     environment = virtual_machine(num=3, cc="8.0,7.5,9.0")
     found = json.loads(run(MEASURE_ALL, {**environment, "CUDA_VISIBLE_DEVICES": "GPU-000000a2,GPU-000000a0"}))
     assert [capability for capability, _ in found] == ["9.0", "8.0"]
@@ -186,18 +183,6 @@ def test_no_visible_device_is_said_with_the_variable(cli: CommandLine, virtual_m
     done = cli("probe", "--device", "cuda")
     assert done.code == 2
     assert "CUDA_VISIBLE_DEVICES is '7'" in done.err
-
-
-def test_clocks_that_are_lowered_while_a_trial_runs_are_noted(virtual_machine: VirtualMachine) -> None:
-    code = """
-from autotune_amp.hardware import identify
-from autotune_amp.hardware.machine_load import LoadMeter
-
-meter = LoadMeter(identify("cuda:0").uuid)
-meter.step()
-print(meter.stop().card_slowdowns)
-"""
-    assert "heat" in run(code, virtual_machine(throttle="40"))
 
 
 def test_a_driver_that_is_too_old_is_told_of_with_the_way_on(cli: CommandLine, virtual_machine: VirtualMachine) -> None:

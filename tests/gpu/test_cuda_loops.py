@@ -8,12 +8,10 @@ from loop_samples import LOOPS
 
 from autotune_amp import LossScale
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.outcome import Fidelity
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
-from autotune_amp.trial import checks
 from autotune_amp.trial.context import Context, LoopState
-from autotune_amp.trial.jobs import Check, Trial
+from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.training import make_training
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", sorted(LOOPS))
-def test_a_loop_built_on_the_cpu_trains_on_the_device_and_is_checked_there(name: str, precision: Precision) -> None:
+def test_a_loop_built_on_the_cpu_trains_on_the_device(name: str, precision: Precision) -> None:
     context = Context(LOOPS[name](), is_kept=False)
     model = context.model(torch.device("cuda"))
     assert isinstance(model, LoopState)
@@ -37,13 +35,3 @@ def test_a_loop_built_on_the_cpu_trains_on_the_device_and_is_checked_there(name:
     for _ in range(3):
         assert training.forward_backward(training.next_batch()).isfinite()
     assert all(not torch.equal(old, new) for old, new in zip(before, model.trained(), strict=True))
-    if precision != "fp32":
-        check = Check(
-            what="fidelity",
-            candidate=Setting(precision=precision, batch_size=32),
-            device="cuda",
-            torch_state=torch_state.capture(),
-        )
-        found = checks.check(context, check, lambda _: None)
-        assert isinstance(found, Fidelity)
-        assert found.verdict in ("faithful", "doubtful")  # draws differ between devices

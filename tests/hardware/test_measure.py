@@ -61,10 +61,9 @@ def test_what_torch_cannot_multiply_is_unsupported_in_its_own_words_but_on_a_ful
 
 
 @pytest.mark.skipif(cuda.is_built(), reason="this PyTorch is built for CUDA")
-@pytest.mark.parametrize("device", ["cuda", "cuda:7"])
-def test_cuda_without_a_cuda_build(device: str) -> None:
+def test_cuda_without_a_cuda_build() -> None:
     with pytest.raises(DeviceError, match="built without CUDA") as caught:
-        measure(device)
+        measure("cuda:7")
     assert "pytorch.org/get-started" in caught.value.next_step
 
 

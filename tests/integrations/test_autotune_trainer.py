@@ -46,6 +46,8 @@ def test_an_overflow_in_the_middle_demotes_and_the_checkpoint_goes_on_at_the_run
     assert [entry["amp/rung"] for entry in log[:10]] == [0] * 6 + [1] * 4
     assert [entry["amp/precision"] for entry in log[:10]] == ["fp16"] * 6 + ["bf16"] * 4
     assert (log[9]["amp/num_moves"], log[9]["amp/num_skips"]) == (1, 2)
+    rates = [entry["learning_rate"] for entry in log[:10]]
+    assert rates[6] == rates[5] != rates[4], "the schedule counts steps that were taken"
     resumed = trainer(fp16(), tmp_path, data, max_steps=14)
     resumed.train(resume_from_checkpoint=last_checkpoint(tmp_path))
     assert resumed.model.dtypes(10, 14) == {HALF["bf16"]}
@@ -69,18 +71,6 @@ def test_a_run_that_has_to_stop_ends_with_a_checkpoint_to_go_on_from(tmp_path: P
     resumed.train(resume_from_checkpoint=True)
     assert resumed.model.runs == {step: {(None, torch.float32, batch_size)} for step in range(5, 10)}
     assert are_finite(resumed.model)
-
-
-def test_bf16_has_the_guard(tmp_path: Path) -> None:
-    data = rows(6 * BATCH)
-    data[2 * BATCH]["inputs"] = torch.full_like(data[0]["inputs"], torch.nan)
-    run = trainer(AmpConfig(precision="bf16", batch_size=BATCH), tmp_path, data, max_steps=6)
-    run.train()
-    assert run.model.dtypes(0, 6) == {HALF["bf16"]}
-    assert run.controller.status().num_skips == 1
-    assert are_finite(run.model)
-    rates = [entry["learning_rate"] for entry in run.state.log_history[:6]]
-    assert rates[3] == rates[2] != rates[1]  # the schedule counts steps that were taken
 
 
 def test_in_fp32_it_trains_as_the_trainer_does(tmp_path: Path) -> None:
@@ -219,13 +209,11 @@ def test_a_seq2seq_trainer_trains_and_generates_with_todays_arguments(tmp_path: 
     data = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(2, 32, (4 * BATCH, 5))]
     args = config.to_training_arguments(like=seq2seq(tmp_path), max_steps=3)
     trainer: Any = Translator(model, args, train_dataset=data, eval_dataset=data[:BATCH], amp_config=config)
-    dtypes, before = set(), [weight.detach().clone() for weight in model.parameters()]
+    dtypes, before = set(), copy.deepcopy(model)
     model.lm_head.register_forward_hook(lambda module, _, output: dtypes.add(output.dtype) if module.training else None)
     trainer.train()
     assert (trainer.state.global_step, trainer.controller.status().num_steps) == (3, 3)
     assert dtypes == {torch.float16}
-    assert type(trainer.optimizer.optimizer).__name__ == "Adafactor"
-    assert trainer.lr_scheduler.base_lrs[0] == 0.003
     assert are_finite(model)
-    assert not all(map(torch.equal, before, model.parameters()))
+    assert not same(before, model)
     assert trainer.predict(data[:BATCH]).predictions.dtype == "int64"  # tokens: it has generated
