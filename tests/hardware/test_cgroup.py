@@ -39,6 +39,7 @@ def own(group: str) -> dict[str, str]:
         ({}, None),
         (own("job/step") | v2("job/step", 4 * GIB, GIB), (4, 3)),
         (own("slice/job") | v2("slice", 8 * GIB, 6 * GIB) | v2("slice/job", "max", GIB), (8, 2)),
+        (own("slice/job") | v2("slice", 8 * GIB, 7 * GIB) | v2("slice/job", 4 * GIB, GIB), (4, 1)),
         (own("") | v2("", 2 * GIB, GIB), (2, 1)),  # inside a container the limit stands at the top
         (own("job") | v2("job", 4 * GIB, 4 * GIB, inactive_file=3 * GIB), (4, 3)),  # page cache can be dropped
     ],
