@@ -109,6 +109,9 @@ def test_what_was_before_the_last_step_to_warm_up_does_not_count_and_no_measured
     for seconds, tell in ((5.0, "warm_up"), (0.1, "warm_up"), (3.0, "step"), (3.0, "step"), (3.0, "warm_up")):
         now += seconds
         getattr(meter, tell)()
+    for _ in range(2):
+        meter.hold()  # the first counts: a second process is killed after the first
+        now += 5.0
     assert meter.stop().seconds == pytest.approx(0.1 + 3 * 3.0)
 
 
