@@ -235,10 +235,10 @@ def hardware(rates: dict[Precision, float | None]) -> Hardware:
 class _Given:
     """A stage of jobs that are known beforehand."""
 
-    def __init__(self, jobs: Sequence[Trial | Check]) -> None:
+    def __init__(self, jobs: Sequence[Trial]) -> None:
         self._jobs = list(jobs)
 
-    def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
+    def next(self, ledger: Ledger, budget: Budget) -> Trial | None:
         return self._jobs.pop(0) if self._jobs else None
 
 

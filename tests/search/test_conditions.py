@@ -1,7 +1,9 @@
-"""What is said of the batch that memory was measured on."""
+"""What is said of the batch that memory was measured on, and of a machine that is busy before the first trial."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,10 +11,16 @@ import pytest
 from scripted_backend import candidate, described, hardware, ledger_of, measured
 
 from autotune_amp.core.outcome import SampleSizes
+from autotune_amp.core.recommendation import SearchInterruptedError
 from autotune_amp.core.setting import Setting
+from autotune_amp.hardware import machine_load
 from autotune_amp.search.answer.decide import gather, memory_evidence
 from autotune_amp.search.answer.explain import memory_doubts
+from autotune_amp.search.cache import search
+from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.progress import Progress
 from autotune_amp.search.ranking import Runs
+from autotune_amp.search.source import target
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.trial.jobs import Trial
@@ -79,3 +87,19 @@ def test_trials_are_given_as_many_of_the_largest_samples_as_their_batch_holds() 
     ours = Conditions(hardware=hardware({"fp32": 1.0}), memory_limit_bytes=1, description=described(sample_sizes=SIZES))
     assert ours.trial(ledger, candidate("fp32", 8)).worst_samples == LARGEST[:8]
     assert ours.trial(ledger, candidate("fp32", 64, 2), purpose="confirm").worst_samples == LARGEST[:64]
+
+
+def test_where_others_processes_are_hidden_the_load_average_is_said_before_the_first_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Listening(Progress):
+        def note(self, text: str) -> None:
+            if "load average 1000.0" in text:
+                raise KeyboardInterrupt  # it was said, and no trial is needed
+
+    monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
+    monkeypatch.setattr(machine_load, "_processes", lambda _: None)  # as on macOS
+    source = target("autotune_amp.workloads:workload")
+    options = SearchOptions(device="cpu", budget_seconds=20.0, out=str(tmp_path))
+    with pytest.raises(SearchInterruptedError, match="before the first trial"):
+        search(source, options, Listening(), is_fresh=True)
