@@ -28,7 +28,7 @@ class TestReplay(BackendContract):
     def made(self) -> Made:
         ran_out = Setting(precision="fp32", batch_size=32)
         kept = [p for p in landscape(rate).processes if p.cell.candidate != ran_out]
-        played_back = Landscape(HEADER, [*kept, failed(ran_out, "oom", 1.0)])
+        played_back = Landscape(HEADER, [*kept, failed(ran_out)])
         return Made(
             ReplayBackend(played_back, ReplayBudget(), seed=0),
             spec(),
@@ -91,16 +91,6 @@ def test_memory_over_the_limit_is_out_of_memory_after_the_first_step() -> None:
     assert kind(found) == "oom"
     assert found.seconds == pytest.approx(SETUP_SECONDS + 0.5)
     assert isinstance(played(STEADY, memory_limit_bytes=2**28).outcome, Measurement)
-
-
-def test_recorded_failures_fail_again() -> None:
-    full = played(failed(FP32, "oom", 0.4))
-    assert (kind(full), full.seconds) == ("oom", 0.4)
-    late = failed(FP32, "timeout", 5.0, warmup=(3.0,))
-    assert played(late) == Played(Failure(kind="timeout", message="made up"), 5.0)
-    assert played(late, deadline_seconds=2.0).seconds == 2.0
-    assert played(late, first_step_deadline_seconds=4.0, step_deadline_seconds=1.0).seconds == 4.0
-    assert played(late, first_step_deadline_seconds=1.0).seconds == 1.0
 
 
 @settings(deadline=None, max_examples=20)

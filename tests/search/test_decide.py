@@ -155,23 +155,6 @@ def test_a_confirmation_that_the_budget_cut_off_speaks_against_nothing(kind: Fai
     assert ("crash" in {row.status for row in decision.candidates}) == (kind == "crash")
 
 
-def test_a_confirmed_winner() -> None:
-    log = usual().add(BF16, 150.0, "plain", round=0)
-    decision = decided(log, environment=HEAP)
-    assert decision.config == AmpConfig(precision="bf16", batch_size=64, environment=HEAP)
-    evidence, speedups = decision.evidence, decision.evidence.speedup_interval
-    assert evidence.samples_per_second == 200.0
-    assert evidence.samples_per_second_interval[0] < 198 < 202 < evidence.samples_per_second_interval[1]
-    assert (evidence.step_seconds, evidence.speedup) == (0.5, 2.0)
-    assert speedups is not None
-    assert speedups[0] < 2.0 < speedups[1]
-    assert (evidence.num_processes, evidence.is_confirmed) == (3, True)
-    assert evidence.baseline.config == AmpConfig(precision="fp32", batch_size=32)
-    assert (evidence.baseline.samples_per_second, evidence.baseline.reason) == (100.0, None)
-    assert evidence.plain_environment == PlainEnvironment(samples_per_second=150.0, speedup=1.5)
-    assert "2.00 times the baseline" in decision.reason
-
-
 def test_the_confirmation_can_overturn_the_search() -> None:
     log = Log().add(FP32, 100.0).add(BF16, 200.0).add(FP16, 195.0).confirm(BF16, *[150.0] * 3)
     log.confirm(FP16, measured(190.0, 5), measured(195.0, 9), measured(260.0, 7)).confirm(FP32, *[100.0] * 3)

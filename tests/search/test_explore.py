@@ -40,14 +40,6 @@ def test_a_stall_while_measuring_again_does_not_rule_out_what_was_measured() -> 
     assert set(failures([*records, alone])) == {candidate("fp32", 128)}
 
 
-def test_without_time_nothing_is_run_for_certainty_alone() -> None:
-    space = Space(candidates=tuple(candidate("fp32", size) for size in (8, 16, 32, 64)), baseline=candidate("fp32", 32))
-    found = ScriptedSearch(space, lambda spec: measured(spec, 16.0), 30.0)  # a trial takes most of what there is
-    found.explore()
-    sizes = [r.candidate.batch_size for r in found.records]
-    assert len(sizes) == len(set(sizes)) < 4
-
-
 @pytest.mark.parametrize(("times", "is_run"), [(1.5, False), (2.5, True)])
 def test_what_is_run_for_certainty_alone_must_fit_twice(times: float, is_run: bool) -> None:
     space = Space(candidates=tuple(candidate("fp32", size) for size in (16, 32)), baseline=candidate("fp32", 32))

@@ -68,8 +68,6 @@ def decide(
     the objective asks for.
     """
     records, space, merits, objective = ledger.records, ledger.space, ledger.merits, ledger.objective
-    if not merits:
-        raise ValueError("Nothing was measured: there is nothing to choose from.")
     top = min(ledger.tiers.values())
     contenders = sound = {c: found for c, found in merits.items() if ledger.tiers[c] == top}
     baseline = best_runs(records, space.baseline, {})
