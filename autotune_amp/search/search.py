@@ -279,14 +279,12 @@ def nothing_works(ledger: Ledger, excluded: tuple[Exclusion, ...], has_stepped: 
             excluded,
         )
     failed = [(r.candidate, r.outcome) for r in ledger.trials if isinstance(r.outcome, Failure)]
-    is_only_slow = all(failure.kind == "timeout" for _, failure in failed)
-    if is_only_slow and (not failed or has_stepped):
+    if not failed or (has_stepped and all(failure.kind == "timeout" for _, failure in failed)):
         return None
     setting, first = next((pair for pair in failed if pair[1].kind == "workload_error"), failed[0])
     details = f"\n{first.details.rstrip()}" if first.details else ""
     return NothingWorksError(
         f"None of {len(ledger.trials)} trials worked; {setting}: {first.message}.{details}",
-        "Mend what the reasons name; a workload that trains one step on its own will be measured."
-        + (" If steps are only slow, give a larger --budget." if is_only_slow else ""),
+        "Mend what the reasons name; a workload that trains one step on its own will be measured.",
         excluded,
     )

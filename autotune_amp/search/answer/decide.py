@@ -270,11 +270,8 @@ def _baseline_evidence(runs: Runs, records: Sequence[Record]) -> BaselineEvidenc
 
 
 def _plain_environment(records: Sequence[Record], candidate: Setting, baseline: Runs) -> PlainEnvironment | None:
-    """The plain run of the choice; None where there was none. Of a run that failed both numbers are None.
-
-    The baseline itself is always run plainly.
-    """
-    if candidate == baseline.candidate and baseline.num_confirming:
+    """The plain run of the choice; None where there was none. Of a run that failed both numbers are None."""
+    if candidate == baseline.candidate and baseline.num_confirming:  # which is always run plainly
         return PlainEnvironment(samples_per_second=baseline.speed, speedup=1.0)
     ours = [r.outcome for r in records if r.candidate == candidate and r.purpose == "plain"]
     if not ours:

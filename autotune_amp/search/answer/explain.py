@@ -63,8 +63,6 @@ def reason(
             gain += f", {evidence.speedup:.2f} times the baseline, {baseline}{beside}."
             if objective == "speed" and evidence.speedup < 1 and ledger.tiers.get(baseline) == ledger.tiers[chosen]:
                 gain += " It has less to go wrong."
-            if ours.samples_per_second < least_speed(objective, today):
-                gain += " Nothing that may be recommended is as fast as the baseline."
     return " ".join([gain, *why_not_better, *_loader_reason(chosen, evidence)])
 
 
@@ -91,10 +89,7 @@ def _share(objective: Objective, other: Merit, ours: Merit) -> float:
 def _why_not_better(
     ledger: Ledger, ours: Merit, today: Merit | None, contenders: Mapping[Setting, Merit], held: set[Setting]
 ) -> list[str]:
-    """A sentence about the best of the contenders that is better than the choice, and one about the best of the others.
-
-    Nothing is said of the `held`.
-    """
+    """Why the baseline is no choice, and a sentence about the best that is better than the choice, the `held` apart."""
     objective, baseline, top = ledger.objective, ledger.space.baseline, min(ledger.tiers.values())
 
     def why_not(other: Setting, found: Merit) -> str:
@@ -109,16 +104,14 @@ def _why_not_better(
             return "was not confirmed, which a larger --budget does"
         return "is within 3 %, where less to go wrong and a smaller batch come first"
 
-    close: dict[Setting, tuple[float, str]] = {}
-    behind: dict[Setting, tuple[float, str]] = {}
+    better: dict[Setting, tuple[float, str]] = {}
     for other, searched in ledger.measured.items():
         found = contenders.get(other) or ledger.merits.get(other, searched)
         share = _share(objective, found, ours)
-        is_contender = other in contenders
-        if other not in held and not other.as_found and share < (1 if is_contender else 1 - PLATEAU):
-            (close if is_contender else behind)[other] = share, why_not(other, found)
+        if other not in held and not other.as_found and share < (1 if other in contenders else 1 - PLATEAU):
+            better[other] = share, why_not(other, found)
     said = [f"The baseline is no choice: {sentence(harm)}" for c, harm in ledger.ruled_out.items() if c == baseline]
-    for better in filter(None, (close, behind)):
+    if better:
         other = min(better, key=lambda c: better[c])
         share, why = better[other]
         compared = f"is {1 / share:.2f} times as fast" if objective == "speed" else f"takes {share:.2f} of that"
