@@ -86,13 +86,6 @@ def test_a_timeout_costs_what_it_waited(limits: dict[str, float], seconds: float
     assert found.seconds == pytest.approx(seconds)
 
 
-def test_memory_over_the_limit_is_out_of_memory_after_the_first_step() -> None:
-    found = played(STEADY, memory_limit_bytes=2**28 - 1)
-    assert kind(found) == "oom"
-    assert found.seconds == pytest.approx(SETUP_SECONDS + 0.5)
-    assert isinstance(played(STEADY, memory_limit_bytes=2**28).outcome, Measurement)
-
-
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 1000))
 def test_a_whole_search_finds_what_is_far_the_best_within_its_budget(seed: int) -> None:
