@@ -22,7 +22,7 @@ from autotune_amp.core.recommendation import (
 from autotune_amp.core.text import size
 from autotune_amp.distributed import alone
 from autotune_amp.fingerprint import versions
-from autotune_amp.hardware import identify, machine_load
+from autotune_amp.hardware import host, identify, machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
 from autotune_amp.search.answer import explain
@@ -96,6 +96,7 @@ class _Search:
         self.budget = Budget(options.budget_seconds)
         self.folder = folder
         self._meter = LoadMeter(identify(options.device).uuid)
+        self._load_notes = host.load_notes()  # before our own work is part of it
         self.watcher = ProgressWatcher(progress, self.budget, self._meter)
         self._source = source
         self._options = options
@@ -107,7 +108,8 @@ class _Search:
         """Open, say what can be tried, explore, check, confirm, decide and save."""
         opened = self._open(backend)
         load_before = self._meter.stop()  # what others did while the workload was loaded and probed
-        for line in machine_load.doubts(machine_load.evidence([load_before]), "search on an idle machine"):
+        said = machine_load.doubts(machine_load.evidence([load_before]), "search on an idle machine")
+        for line in said if load_before.others_num_cores is not None else (*said, *self._load_notes):
             self._progress.note(line)
             self._warnings.append(line)
         ledger = self._ledger(build_space(opened.hardware, opened.description, self._options), search_id)
@@ -277,14 +279,12 @@ def nothing_works(ledger: Ledger, excluded: tuple[Exclusion, ...], has_stepped: 
             excluded,
         )
     failed = [(r.candidate, r.outcome) for r in ledger.trials if isinstance(r.outcome, Failure)]
-    is_only_slow = all(failure.kind == "timeout" for _, failure in failed)
-    if is_only_slow and (not failed or has_stepped):
+    if not failed or (has_stepped and all(failure.kind == "timeout" for _, failure in failed)):
         return None
     setting, first = next((pair for pair in failed if pair[1].kind == "workload_error"), failed[0])
     details = f"\n{first.details.rstrip()}" if first.details else ""
     return NothingWorksError(
         f"None of {len(ledger.trials)} trials worked; {setting}: {first.message}.{details}",
-        "Mend what the reasons name; a workload that trains one step on its own will be measured."
-        + (" If steps are only slow, give a larger --budget." if is_only_slow else ""),
+        "Mend what the reasons name; a workload that trains one step on its own will be measured.",
         excluded,
     )

@@ -238,10 +238,7 @@ def with_accumulation_checked(space: Space, found: Accumulation | None) -> Space
 
 
 def _without_accumulation(space: Space, reason: str, next_step: str) -> Space:
-    """The space without what accumulates, which is said: an exclusion for each precision, and a note.
-
-    The baseline stays, since it is what the user runs. Raises `InvalidRequestError` where nothing is left to try.
-    """
+    """The space without what accumulates but the baseline; an exclusion for each precision and a note say so."""
     whole = space.effective_batch_size
     assert whole is not None  # nothing accumulates where it is free
     left = tuple(c for c in space.candidates if c.accumulation_steps == 1)
@@ -272,11 +269,7 @@ def _without_accumulation(space: Space, reason: str, next_step: str) -> Space:
 def _batch_sizes(
     baseline: int, effective: int | None, num_samples: int | None, options: SearchOptions
 ) -> tuple[list[int], int | None]:
-    """The sizes to try, ascending, and the least that the dataset has too few samples for, None without one.
-
-    They are the divisors of the effective batch size that is kept, else the baseline's size halved and doubled. Raises
-    `InvalidRequestError` where nothing is left, naming what would do.
-    """
+    """The sizes to try, ascending, and the least that the dataset has too few samples for, None without one."""
     asked = options.batch_size
     low, high = asked or (max(1, baseline // SEARCH_DOWN), effective or SEARCH_UP * baseline)
     largest = high if num_samples is None else max(1, min(high, num_samples))

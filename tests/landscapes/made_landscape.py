@@ -8,7 +8,7 @@ from landscape import Cell, Header, Landscape, Process
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware
-from autotune_amp.core.outcome import Description, Failure, Measurement, Outcome
+from autotune_amp.core.outcome import Description, Failure, Measurement
 from autotune_amp.core.setting import Setting
 
 SIZES = (4, 8, 16, 32, 64)
@@ -76,21 +76,21 @@ def process(
         context_seconds=0.0,
         first_step_seconds=warmup[0],
     )
-    return of(candidate, outcome, SETUP_SECONDS + sum(warmup) + sum(steps), warmup, repetition=repetition)
+    return of(candidate, outcome, SETUP_SECONDS + sum(warmup) + sum(steps), warmup, repetition)
 
 
-def failed(candidate: Setting, kind: str, seconds: float, warmup: tuple[float, ...] = ()) -> Process:
-    failure = Failure(kind="oom" if kind == "oom" else "timeout", message="made up")
-    return of(candidate, failure, seconds, warmup)
+def failed(candidate: Setting) -> Process:
+    return of(candidate, Failure(kind="oom", message="made up"), 1.0, (), 0)
 
 
-def of(candidate: Setting, outcome: Outcome, seconds: float, warmup: tuple[float, ...], repetition: int = 0) -> Process:
-    assert isinstance(outcome, (Measurement, Failure))
+def of(
+    candidate: Setting, outcome: Measurement | Failure, seconds: float, warmup: tuple[float, ...], repetition: int
+) -> Process:
     return Process(
         cell=Cell("grid", "fork", repetition, candidate.precision, candidate.batch_size),
         outcome=outcome,
         seconds=seconds,
-        deadline_seconds=seconds if isinstance(outcome, Failure) and outcome.kind == "timeout" else 60.0,
+        deadline_seconds=60.0,
         warmup_step_seconds=warmup,
     )
 

@@ -154,9 +154,7 @@ def calibration(
     )
 
 
-def accumulation(
-    verdict: AccumulationVerdict = "mean", weighted_by: str | None = None, batch_size: int = 16
-) -> Accumulation:
+def accumulation(verdict: AccumulationVerdict = "mean", batch_size: int = 16) -> Accumulation:
     """A finding with a reason that names its verdict."""
     return Accumulation(
         verdict=verdict,
@@ -164,7 +162,6 @@ def accumulation(
         next_step=f"Do as {verdict} asks.",
         batch_size=batch_size,
         num_micro_batches=4,
-        weighted_by=weighted_by,
     )
 
 
@@ -235,10 +232,10 @@ def hardware(rates: dict[Precision, float | None]) -> Hardware:
 class _Given:
     """A stage of jobs that are known beforehand."""
 
-    def __init__(self, jobs: Sequence[Trial | Check]) -> None:
+    def __init__(self, jobs: Sequence[Trial]) -> None:
         self._jobs = list(jobs)
 
-    def next(self, ledger: Ledger, budget: Budget) -> Trial | Check | None:
+    def next(self, ledger: Ledger, budget: Budget) -> Trial | None:
         return self._jobs.pop(0) if self._jobs else None
 
 

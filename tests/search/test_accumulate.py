@@ -12,7 +12,6 @@ from test_space import space as built
 from test_whole_search import HELD, Machine
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan
-from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.outcome import Accumulation, CheckOutcome, Failure, Record
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
@@ -112,12 +111,7 @@ def test_a_baseline_that_accumulates_stays_and_is_warned_of(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("verdict", "num_steps", "plan_steps", "is_said"),
-    [
-        ("weighted", 2, 2, True),
-        ("sum", 1, 4, True),
-        ("sum", 1, 1, False),
-        ("mean", 2, 2, False),
-    ],
+    [("weighted", 2, 2, True), ("sum", 1, 4, True), ("sum", 1, 1, False), ("mean", 2, 2, False)],
 )
 def test_the_weighting_is_said_where_the_config_or_a_plan_accumulates(
     verdict: Any, num_steps: int, plan_steps: int, is_said: bool
@@ -130,13 +124,6 @@ def test_the_weighting_is_said_where_the_config_or_a_plan_accumulates(
     is_done = verdict == "weighted"
     weighing = msgspec.structs.replace(built(**KEPT), weighs_passes=True)
     assert accumulation_warnings(weighing, chosen, config, accumulation(verdict)) == ([] if is_done else said)
-
-
-def test_a_request_that_needs_accumulation_is_an_error_where_it_is_withheld(tmp_path: Path) -> None:
-    on = machine(tmp_path, accumulation("inexact"))
-    with pytest.raises(InvalidRequestError, match="inexact") as raised:
-        judged(on, built(about={"num_samples": 40}, effective_batch_size=64))
-    assert "--effective-batch-size free" in raised.value.next_step
 
 
 @pytest.mark.parametrize("verdict", ["mean", "inexact"])

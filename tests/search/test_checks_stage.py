@@ -9,8 +9,7 @@ import optuna
 import pytest
 from msgspec.structs import replace
 from scripted_backend import calibration, candidate, fidelity, ledger_of, shortlist
-from scripted_backend import measurement as measured
-from test_decide import HEAP, Log, at, decided
+from test_decide import Log, at, decided
 from test_whole_search import Machine, space
 
 from autotune_amp.core.config import LossScale
@@ -49,6 +48,7 @@ def check(precision: Precision, batch_size: int = 16) -> Todo:
 
 
 SLOW = at("bf16", 8)
+BESIDE_SLOW = Log().add(FP32, 100.0).add(at("fp32", 64), 101.0).add(SLOW, 10.0)
 CALIBRATED = log(fp16=100.0, fp32=50.0).add(FP16, calibration(), "calibration")
 REFUSED = log(fp16=200.0, fp32=100.0).add(FP16, calibration(None), "calibration")
 HARMED = log(fp32=100.0, bf16=200.0).add(at("bf16", 16), fidelity("bf16", "unfaithful", healing=("norm",)), "fidelity")
@@ -62,13 +62,8 @@ HARMED = log(fp32=100.0, bf16=200.0).add(at("bf16", 16), fidelity("bf16", "unfai
         (log(fp32=100.0, bf16=200.0), FP32, {}, check("bf16")),  # a contender, at a small batch
         (log(fp32=100.0, bf16=200.0).add(at("bf16", 16), fidelity("bf16"), "fidelity"), FP32, {}, None),
         (Log().add(at("fp32", 4), 100.0).add(at("bf16", 4), 200.0), at("fp32", 4), {}, check("bf16", 4)),
-        (Log().add(FP32, 100.0).add(at("fp32", 64), 101.0).add(SLOW, 10.0), FP32, {}, None),
-        (
-            Log().add(FP32, 100.0).add(at("fp32", 64), 101.0).add(SLOW, 10.0),
-            SLOW,
-            {},
-            check("bf16", 8),
-        ),  # it may be kept
+        (BESIDE_SLOW, FP32, {}, None),
+        (BESIDE_SLOW, SLOW, {}, check("bf16", 8)),  # it may be kept
         (log(fp32=100.0, found=120.0), FOUND, {"has_tf32": True}, check("tf32")),
         (log(fp32=100.0, found=120.0), FOUND, {}, None),  # off CUDA it is something else, which no check is for
         (log(fp32=100.0, bf16=19.0), FP32, {}, None),  # hopelessly slow
@@ -86,16 +81,6 @@ def test_what_is_checked(made: Log, baseline: Setting, more: dict[str, Any], exp
     assert todo(made, baseline, **more) == expected
 
 
-def test_a_precision_that_harms_leaves_the_field_to_the_next() -> None:
-    made = log(fp32=100.0, bf16=200.0, fp16=195.0).add(FP16, calibration(), "calibration")
-    made.add(candidate("bf16", 16), fidelity("bf16", "unfaithful"), "fidelity")
-    scales = calibrated(made.records)
-    chosen = shortlist(made.records, FP32, scales)
-    assert chosen is not None
-    assert (chosen.winner, chosen.runner_up) == (FP16, FP32)
-    assert todo(made) == Todo("fidelity", candidate("fp16", 16))
-
-
 def test_what_pins_heal_is_checked_with_them_then_measured_and_takes_part() -> None:
     made, pinned, checked = Log(), *(at("bf16", size, pinned_modules=("norm",)) for size in (64, 16))
     made.records = list(HARMED.records)
@@ -105,17 +90,11 @@ def test_what_pins_heal_is_checked_with_them_then_measured_and_takes_part() -> N
     made.records.pop()
     made.add(checked, fidelity("bf16", pins=("norm",)), "fidelity")
     assert todo(made) == Todo("search", pinned)
-    made.add(pinned, 180.0)
-    assert todo(made) is None
-    decision = decided(made.confirm(pinned, *[180.0] * 3, environment=HEAP), environment=HEAP)
-    assert decision.config.pinned_modules == ("norm",)
-    assert decision.config.batch_size == 64
+    decision = decided(made.add(pinned, 180.0))
     assert decision.evidence.fidelity is not None
     assert (decision.evidence.fidelity.verdict, decision.evidence.fidelity.pinned_modules) == ("faithful", ("norm",))
-    assert [f.verdict for f in decision.fidelity] == ["unfaithful", "faithful"]
     rows = {(r.precision, r.pinned_modules): r.status for r in decision.candidates}
-    assert rows[("bf16", ())] == "excluded"
-    assert rows[("bf16", ("norm",))] == "confirmed"
+    assert (rows["bf16", ()], rows["bf16", ("norm",)]) == ("excluded", "measured")
 
 
 def test_doubtful_ranks_behind_all_and_is_recommended_only_alone() -> None:
@@ -163,28 +142,12 @@ def test_fp16_counts_what_is_applied() -> None:
     assert decided(made, scales=calibrated(made.records)).config.precision == "bf16"
 
 
-def test_a_calibrated_choice_carries_its_pair_and_its_evidence() -> None:
-    made = log(fp32=100.0, fp16=200.0).add(FP16, calibration(), "calibration")
-    made.add(candidate("fp16", 16), fidelity("fp16"), "fidelity")
-    made.confirm(FP16, *[measured(200.0)] * 3, environment=HEAP)
-    scales = calibrated(made.records)
-    decision = decided(made, environment=HEAP, scales=scales)
-    assert decision.config.loss_scale == LossScale(init_scale=2.0**13, growth_interval=2000)
-    assert decision.evidence.loss_scale is not None
-    assert decision.evidence.loss_scale.num_confirming_steps == 3
-    assert not any("calibrated" in w for w in decision.warnings)
-    uncalibrated = decided(log(fp32=100.0, fp16=200.0))
-    assert any("it was not calibrated, since the budget ended" in w for w in uncalibrated.warnings)
-
-
 def test_where_all_that_ran_is_ruled_out_the_reasons_are_said_and_no_harm_is_alleged() -> None:
     made = Log().add(FP16, 200.0).add(FP16, Failure(kind="unsupported", message="no LSTM"), "calibration")
     made.add(at("fp16", 128), Failure(kind="oom", message="it took too much"))
     assert shortlist(made.records, FP16) is None
     error = nothing_works(ledger_of(made.records, WHERE), (), has_stepped=False)
-    assert "Whatever ran is ruled out: fp16: its loss scale could not be calibrated: unsupported: no LSTM." in str(
-        error
-    )
+    assert "unsupported: no LSTM" in str(error)
     assert "oom" not in str(error)
 
 
@@ -227,18 +190,13 @@ def test_every_pair_is_answered_without_a_training_step(tmp_path: Path) -> None:
     ran = [s.candidate for s in machine.searched.backend.specs if s.candidate.precision == "fp16"]
     assert max(map(ran.count, ran)) <= NUM_SEARCH_PROCESSES, "no batch size is measured for a pair"
     fp16 = [t for t in told(tmp_path) if t.params["precision"] == "fp16"]
-    assert all({"init_scale", "growth_interval"} <= set(t.params) for t in fp16)
     best = [t for t in fp16 if t.user_attrs["candidate"] == "fp16 batch 64"]
     assert len(best) >= checks.NUM_PAIRS, "the sampler may have asked for the setting by itself too"
-    assert all(0 <= t.user_attrs["applied_share"] <= 1 for t in best)
-    rate = 210.0
-    assert all(t.value == pytest.approx(rate * t.user_attrs["applied_share"]) for t in best)
+    assert all(t.value == pytest.approx(210.0 * t.user_attrs["applied_share"]) for t in best)
     assert {s.loss_scale for s in machine.searched.backend.specs if s.candidate.precision == "fp16"} == {LossScale()}
     assert machine.ledger.loss_scale(candidate("fp16", 64)) == LossScale(init_scale=2.0**13), "confirmed with it"
     by_pair = {(t.user_attrs["snapped_init_scale"], t.params["growth_interval"]) for t in best}
     assert by_pair >= {(2.0**13, 2000), (2.0**13, 200), DEFAULT_PAIR}
-    with_record = [t for t in fp16 if "record" in t.user_attrs]
-    assert len(with_record) == len(ran)
     decision = machine.decide()
     assert (decision.config.precision, decision.config.loss_scale) == ("fp16", LossScale(init_scale=2.0**13))
 

@@ -1,21 +1,26 @@
-"""What is said of the batch that memory was measured on."""
+"""What is said of the batch that memory was measured on, and of a machine that is busy before the first trial."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from scripted_backend import candidate, described, hardware, ledger_of, measured
+from scripted_backend import candidate, described, hardware, ledger_of
 
 from autotune_amp.core.outcome import SampleSizes
-from autotune_amp.core.setting import Setting
-from autotune_amp.search.answer.decide import gather, memory_evidence
+from autotune_amp.core.recommendation import SearchInterruptedError
+from autotune_amp.hardware import machine_load
+from autotune_amp.search.answer.decide import memory_evidence
 from autotune_amp.search.answer.explain import memory_doubts
+from autotune_amp.search.cache import search
+from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.progress import Progress
 from autotune_amp.search.ranking import Runs
+from autotune_amp.search.source import target
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.trials import Conditions
-from autotune_amp.trial.jobs import Trial
 
 LARGEST = tuple(range(512))
 SIZES = SampleSizes(
@@ -24,8 +29,6 @@ SIZES = SampleSizes(
 ALL_SEEN = SampleSizes(
     num_seen=10_000, num_samples=10_000, smallest_size=4, median_size=120, largest_size=512, largest=(7,)
 )
-
-
 ALL = "the 1 largest of 10,000 samples looked at, of 10,000: 4 to 512 numbers each, median 120"
 
 
@@ -44,34 +47,10 @@ ALL = "the 1 largest of 10,000 samples looked at, of 10,000: 4 to 512 numbers ea
 )
 def test_the_worst_case_is_told(fields: dict[str, Any], worst_case: str | None, doubt: str | None) -> None:
     description = described(**fields)
-    tried = candidate("bf16", 64)
-    found = memory_evidence(Runs(candidate=tried, measurements=(measured(spec(tried), 100.0),)), description)
-    assert found.worst_case == worst_case
-    assert not found.has_evaluation
+    assert memory_evidence(Runs(candidate=candidate("bf16", 64)), description).worst_case == worst_case
     said = memory_doubts(description)
     assert len(said) == (doubt is not None)
     assert all((doubt or "") in sentence and "worst_batch" in sentence for sentence in said)
-
-
-def test_what_the_confirmation_ran_beside_the_steps_is_told() -> None:
-    tried = candidate("fp32", 8)
-    seconds = (3.0, 1.0, None)
-    runs = Runs(
-        candidate=tried,
-        measurements=tuple(
-            msgspec.structs.replace(measured(spec(tried), 100.0), evaluation_seconds=s, checkpoint_seconds=None)
-            for s in seconds
-        ),
-        rounds=(0, 1, 2),
-    )
-    found = gather(ledger_of([], Space(candidates=(), baseline=tried)), runs, runs, {}, described(has_worst_batch=True))
-    assert found.memory is not None
-    assert (found.memory.has_evaluation, found.memory.has_checkpoint) == (True, False)
-    assert (found.evaluation_seconds, found.checkpoint_seconds) == (2.0, None)
-
-
-def spec(tried: Setting) -> Trial:
-    return Trial(candidate=tried, device="cpu")
 
 
 def test_trials_are_given_as_many_of_the_largest_samples_as_their_batch_holds() -> None:
@@ -79,3 +58,19 @@ def test_trials_are_given_as_many_of_the_largest_samples_as_their_batch_holds() 
     ours = Conditions(hardware=hardware({"fp32": 1.0}), memory_limit_bytes=1, description=described(sample_sizes=SIZES))
     assert ours.trial(ledger, candidate("fp32", 8)).worst_samples == LARGEST[:8]
     assert ours.trial(ledger, candidate("fp32", 64, 2), purpose="confirm").worst_samples == LARGEST[:64]
+
+
+def test_where_others_processes_are_hidden_the_load_average_is_said_before_the_first_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Listening(Progress):
+        def note(self, text: str) -> None:
+            if "load average 1000.0" in text:
+                raise KeyboardInterrupt  # it was said, and no trial is needed
+
+    monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
+    monkeypatch.setattr(machine_load, "_processes", lambda _: None)  # as on macOS
+    source = target("autotune_amp.workloads:workload")
+    options = SearchOptions(device="cpu", budget_seconds=60.0, out=str(tmp_path))
+    with pytest.raises(SearchInterruptedError, match="before the first trial"):
+        search(source, options, Listening(), is_fresh=True)

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from scripted_backend import ScriptedBackend, ScriptedSearch, candidate, described, hardware, ledger_of, measured
+from scripted_backend import ScriptedBackend, ScriptedSearch, candidate, described, hardware, measured
 
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import Isolation
-from autotune_amp.search.answer.decide import gather
 from autotune_amp.search.ledger import Shortlist
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.ranking import confirm_runs, were_processes_shared
@@ -54,7 +53,6 @@ class Machine:
         self.made: list[Isolation] = []
         self.specs: list[Trial] = []
         self.failing: tuple[Setting, int] | None = None
-        self.process_factors = [1.0] * 99
         self.is_started = False
         self.searched = ScriptedSearch(
             Space(candidates=tuple(self.speeds), baseline=FP32),
@@ -94,8 +92,7 @@ class Machine:
         number = sum(r.round is not None and r.candidate == spec.candidate for r in self.ledger.records)
         if self.failing == (spec.candidate, number):
             return Failure(kind="oom", message="another process took the memory")
-        rate = self.process_factors[len(self.made) - 1] * self.speeds[spec.candidate]
-        found = measured(spec, rate, build_seconds=0.0)
+        found = measured(spec, self.speeds[spec.candidate], build_seconds=0.0)
         if spec.ending_seconds is None or self.evaluation_seconds is None:
             return found
         seconds = min(self.evaluation_seconds, spec.ending_seconds)
@@ -166,21 +163,6 @@ def test_only_the_rounds_that_are_missing_are_run_by_a_search_that_goes_on() -> 
     again = machine.confirm()
     assert names(again)[0] == [str(LARGER), str(BF16)]
     assert [r.round for r in again if r.candidate == FP32] == [2, 3, 4]
-
-
-def test_what_ran_in_the_same_processes_says_nothing_more_of_how_far_processes_differ() -> None:
-    machine = Machine("cuda:0", SearchOptions().budget_seconds)
-    machine.process_factors = [0.95, 1.0, 1.05] * 7
-    records = machine.confirm()
-
-    def width(known: Sequence[Record]) -> float:
-        winner, baseline = confirm_runs(known, BF16, {}), confirm_runs(known, FP32, {})
-        found = gather(ledger_of(known, machine.ledger.space), winner, baseline, {})
-        assert found.are_processes_shared == were_processes_shared(known)
-        low, high = found.samples_per_second_interval
-        return high / low
-
-    assert width(records) > width([replace(r, start_seconds=5.0) for r in records])
 
 
 @pytest.mark.parametrize("evaluation_seconds", [0.5, 8.0, 1000.0])

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from scripted_backend import ScriptedSearch, candidate, ledger_of, measured
 
-from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
+from autotune_amp.core.outcome import Failure, Outcome, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.answer.decide import gather
 from autotune_amp.search.ledger import Ledger
-from autotune_amp.search.ranking import confirm_runs, failures
+from autotune_amp.search.ranking import failures
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.explore import Looks
 from autotune_amp.search.study import Study
-from autotune_amp.trial.jobs import NUM_STEPS_BEFORE_CUT, Trial
+from autotune_amp.trial.jobs import Trial
 
 
 def record(number: int, tried: Setting, outcome: Outcome) -> Record:
@@ -40,14 +38,6 @@ def test_a_stall_while_measuring_again_does_not_rule_out_what_was_measured() -> 
     assert set(failures([*records, alone])) == {candidate("fp32", 128)}
 
 
-def test_without_time_nothing_is_run_for_certainty_alone() -> None:
-    space = Space(candidates=tuple(candidate("fp32", size) for size in (8, 16, 32, 64)), baseline=candidate("fp32", 32))
-    found = ScriptedSearch(space, lambda spec: measured(spec, 16.0), 30.0)  # a trial takes most of what there is
-    found.explore()
-    sizes = [r.candidate.batch_size for r in found.records]
-    assert len(sizes) == len(set(sizes)) < 4
-
-
 @pytest.mark.parametrize(("times", "is_run"), [(1.5, False), (2.5, True)])
 def test_what_is_run_for_certainty_alone_must_fit_twice(times: float, is_run: bool) -> None:
     space = Space(candidates=tuple(candidate("fp32", size) for size in (16, 32)), baseline=candidate("fp32", 32))
@@ -57,37 +47,3 @@ def test_what_is_run_for_certainty_alone_must_fit_twice(times: float, is_run: bo
     with Study.open("sqlite://", "scripted", made.ledger) as study:
         found = Looks(made.conditions, study).next(made.ledger, made.budget)
     assert (found is not None) == is_run
-
-
-@pytest.mark.parametrize(
-    ("num_steps", "num_together", "is_wider"),
-    [(NUM_STEPS_BEFORE_CUT, 1, True), (NUM_STEPS_BEFORE_CUT - 1, 1, False), (2, 4, True)],
-)
-def test_what_the_search_saw_of_the_machines_drift_widens_the_promise(
-    num_steps: int, num_together: int, is_wider: bool
-) -> None:
-    """Two of its trials of one candidate are far apart; one that was cut after its warm-up says nothing."""
-
-    def promised(records: list[Record]) -> tuple[float, float]:
-        runs = confirm_runs(records, candidate("fp32", 32), {})
-        return gather(known(records), runs, runs, {}).samples_per_second_interval
-
-    confirming = [
-        msgspec.structs.replace(r, purpose="confirm", round=r.number)
-        for r in tried([(candidate("fp32", 32), rate) for rate in (99.0, 100.0, 101.0)])
-    ]
-    searching = [
-        msgspec.structs.replace(
-            r,
-            outcome=msgspec.structs.replace(
-                r.outcome,
-                raw_step_seconds=(r.outcome.step_seconds,) * num_steps,
-                num_steps_together=num_together,
-            ),
-        )
-        for r in tried([(candidate("fp32", 64), 60.0), (candidate("fp32", 64), 110.0)])
-        if isinstance(r.outcome, Measurement)
-    ]
-    (low, high), (lower, higher) = promised(confirming), promised([*searching, *confirming])
-    assert (lower < 0.9 * low and higher > 1.1 * high) == is_wider
-    assert is_wider or (lower, higher) == (low, high)

@@ -68,8 +68,6 @@ def decide(
     the objective asks for.
     """
     records, space, merits, objective = ledger.records, ledger.space, ledger.merits, ledger.objective
-    if not merits:
-        raise ValueError("Nothing was measured: there is nothing to choose from.")
     top = min(ledger.tiers.values())
     contenders = sound = {c: found for c, found in merits.items() if ledger.tiers[c] == top}
     baseline = best_runs(records, space.baseline, {})
@@ -272,11 +270,8 @@ def _baseline_evidence(runs: Runs, records: Sequence[Record]) -> BaselineEvidenc
 
 
 def _plain_environment(records: Sequence[Record], candidate: Setting, baseline: Runs) -> PlainEnvironment | None:
-    """The plain run of the choice; None where there was none. Of a run that failed both numbers are None.
-
-    The baseline itself is always run plainly.
-    """
-    if candidate == baseline.candidate and baseline.num_confirming:
+    """The plain run of the choice; None where there was none. Of a run that failed both numbers are None."""
+    if candidate == baseline.candidate and baseline.num_confirming:  # which is always run plainly
         return PlainEnvironment(samples_per_second=baseline.speed, speedup=1.0)
     ours = [r.outcome for r in records if r.candidate == candidate and r.purpose == "plain"]
     if not ours:

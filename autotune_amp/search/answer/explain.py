@@ -31,7 +31,6 @@ WIDE_INTERVAL = 0.2  # plus and minus; processes 5 % apart, as the prior has it,
 _WHOLE_DEVICE = "The joules are those of the whole device: what else ran on it while a trial was measured counts too."
 _UNTRIED = "not tried: less promising than what was measured"
 _BUDGET_SPENT = "not tried: the budget ended"
-_UNCONFIRMED = "was not confirmed, which a larger --budget does"
 
 
 def reason(
@@ -49,11 +48,10 @@ def reason(
     """
     objective, baseline = ledger.objective, ledger.space.baseline
     ours = today if is_kept and today is not None else contenders[chosen]
-    why_not_better, is_all_compared = _why_not_better(ledger, ours, today, contenders, {chosen, baseline})
+    why_not_better = _why_not_better(ledger, ours, today, contenders, {chosen, baseline})
     if is_kept:
         amount = "" if objective == "speed" else f", {_amount(objective, ours)}"
-        compared = "measured" if is_all_compared else "confirmed"
-        gain = f"Keep what you have: {baseline}{amount}; nothing {compared} is worth a change."
+        gain = f"Keep what you have: {baseline}{amount}; nothing was shown to be worth a change."
     else:
         amount = "" if objective == "speed" else f"takes {_amount(objective, ours)} and "
         where = "in the recommended environment " if chosen == baseline else ""
@@ -65,8 +63,6 @@ def reason(
             gain += f", {evidence.speedup:.2f} times the baseline, {baseline}{beside}."
             if objective == "speed" and evidence.speedup < 1 and ledger.tiers.get(baseline) == ledger.tiers[chosen]:
                 gain += " It has less to go wrong."
-            if ours.samples_per_second < least_speed(objective, today):
-                gain += " Nothing that may be recommended is as fast as the baseline."
     return " ".join([gain, *why_not_better, *_loader_reason(chosen, evidence)])
 
 
@@ -92,9 +88,8 @@ def _share(objective: Objective, other: Merit, ours: Merit) -> float:
 
 def _why_not_better(
     ledger: Ledger, ours: Merit, today: Merit | None, contenders: Mapping[Setting, Merit], held: set[Setting]
-) -> tuple[list[str], bool]:
-    """A sentence about the best of the contenders that is better than the choice, and one about the best of the others;
-    and whether all that may be recommended was held against the choice. Nothing is said of the `held`."""
+) -> list[str]:
+    """Why the baseline is no choice, and a sentence about the best that is better than the choice, the `held` apart."""
     objective, baseline, top = ledger.objective, ledger.space.baseline, min(ledger.tiers.values())
 
     def why_not(other: Setting, found: Merit) -> str:
@@ -106,24 +101,22 @@ def _why_not_better(
         if found.samples_per_second < least_speed(objective, today):
             return "is slower than the baseline"
         if other not in contenders:
-            return _UNCONFIRMED
+            return "was not confirmed, which a larger --budget does"
         return "is within 3 %, where less to go wrong and a smaller batch come first"
 
-    close: dict[Setting, tuple[float, str]] = {}
-    behind: dict[Setting, tuple[float, str]] = {}
+    better: dict[Setting, tuple[float, str]] = {}
     for other, searched in ledger.measured.items():
         found = contenders.get(other) or ledger.merits.get(other, searched)
         share = _share(objective, found, ours)
-        is_contender = other in contenders
-        if other not in held and not other.as_found and share < (1 if is_contender else 1 - PLATEAU):
-            (close if is_contender else behind)[other] = share, why_not(other, found)
+        if other not in held and not other.as_found and share < (1 if other in contenders else 1 - PLATEAU):
+            better[other] = share, why_not(other, found)
     said = [f"The baseline is no choice: {sentence(harm)}" for c, harm in ledger.ruled_out.items() if c == baseline]
-    for better in filter(None, (close, behind)):
+    if better:
         other = min(better, key=lambda c: better[c])
         share, why = better[other]
         compared = f"is {1 / share:.2f} times as fast" if objective == "speed" else f"takes {share:.2f} of that"
         said.append(f"{other} {compared} and {sentence(why)}")
-    return said, all(why != _UNCONFIRMED for _, why in behind.values())
+    return said
 
 
 def _loader_reason(chosen: Setting, evidence: Evidence) -> list[str]:
@@ -155,7 +148,7 @@ def warnings(
         *_measuring_doubts(evidence),
         *_loader_doubts(evidence),
         *_numerical_doubts(chosen, evidence, why_uncalibrated),
-        *_missing_plans(space, config, evidence),
+        *_missing_plans(space, config),
         *machine_load.doubts(evidence.load),
         *memory_doubts(description),
         *_ending_doubts(chosen),
@@ -214,14 +207,11 @@ def _numerical_doubts(chosen: Runs, evidence: Evidence, why_uncalibrated: str | 
     return found
 
 
-def _missing_plans(space: Space, config: AmpConfig, evidence: Evidence) -> list[str]:
-    found = evidence.accumulation
-    is_withheld = space.accumulation_withheld is not None or (found is not None and not found.is_exact)
-    condition = " if the whole batch fits: accumulation, which splits it, is withheld" if is_withheld else ""
+def _missing_plans(space: Space, config: AmpConfig) -> list[str]:
     missing = {c.precision for c in space.candidates} - {plan.precision for plan in config.plans}
     return [
         f"No plan for stepping down to {precision} was measured: should {config.precision} fail during the training, "
-        f"nobody knows which batch size fits in memory then. A larger --budget measures one{condition}."
+        f"nobody knows which batch size fits in memory then. A larger --budget measures one."
         for precision in MODES[config.precision].rungs_below
         if precision in missing
     ]

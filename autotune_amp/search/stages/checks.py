@@ -131,10 +131,7 @@ def _healing(ledger: Ledger) -> Todo | None:
 
 
 def _healable(ledger: Ledger, fastest: float) -> Setting | None:
-    """A setting whose numbers alone keep it from being a contender: pins may heal its precision.
-
-    That is fp16 that was refused though fast enough, or a precision whose every trial was not finite.
-    """
+    """fp16 that was refused though fast enough, or a precision whose every trial was not finite: pins may heal it."""
     found = [
         setting
         for setting, merit in ledger.measured.items()

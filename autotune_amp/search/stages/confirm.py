@@ -128,7 +128,8 @@ class Confirm:
             return plan_round(self._contenders, self._conditions.environment, seconds_of, left, self._round)
 
         runs = planned()
-        if _is_short(runs, self._contenders, self._round):
+        needed = {self._contenders.winner, self._contenders.baseline} if self._round < MIN_ROUNDS else set()
+        if not needed <= {run.setting for run in runs}:
             self._contenders, self._until, self._is_borrowing = self._contenders._replace(runner_up=None), 0.0, True
             runs = planned()
         return runs
@@ -180,11 +181,6 @@ def reserved_seconds(budget_seconds: float, start_seconds: float) -> float:
     usual_seconds = CONFIRM_SHARE * budget_seconds
     needed_seconds = SAFETY * MIN_ROUNDS * (start_seconds + 2 * RUN_SECONDS)
     return needed_seconds if usual_seconds < needed_seconds <= MAX_SHARE * budget_seconds else usual_seconds
-
-
-def _is_short(planned: Sequence[Run], contenders: Shortlist, number: int) -> bool:
-    """Whether a round that the confirmation needs would have to do without the winner or the baseline."""
-    return number < MIN_ROUNDS and not {contenders.winner, contenders.baseline} <= {run.setting for run in planned}
 
 
 def _ending_seconds(record: Record) -> float | None:
