@@ -1,7 +1,4 @@
-"""Memory of a trial: its peak, the limit it runs under, and the heap that it holds.
-
-Imports torch only for an accelerator, since the parent asks for the variables that hold the heap.
-"""
+"""Memory of a trial: its peak, its limit, and the heap that it holds. No torch here but for an accelerator."""
 
 from __future__ import annotations
 

@@ -35,7 +35,6 @@ class Scripted:
         self._seconds = seconds
         self.data_seconds = 0.0
         self.num_loaded_ahead = self.num_ready = self.num_loader_workers = 0
-        self.start_seconds = 0.0
         self.update_seconds = 0.0
         self.is_update_apart = self.has_stepped = True
         self.worst: str | None = None
@@ -44,7 +43,7 @@ class Scripted:
         self.entered: list[str] = []
 
     def start_loading(self) -> None:
-        self.now += self.start_seconds
+        """Takes no time."""
 
     def next_batch(self) -> str:
         if self.num_ready:
@@ -167,14 +166,6 @@ def test_what_was_loaded_ahead_in_the_slow_first_step_does_not_hide_the_wait(
     run(clock, training)
     dropped = num_ready + 1 if num_ready else 0  # no more than the workers may hold, and the step after it
     assert training.num_ready == 1000 - 3 - dropped - 8
-
-
-def test_the_loaders_start_is_a_part_of_the_first_step_and_no_wait_for_data(clock: SimpleNamespace) -> None:
-    training = Scripted(constant(30.0), cut_step_seconds=1.0)
-    training.start_seconds, training.data_seconds, training.worst = 100.0, 10.0, "worst"
-    found = run(clock, training)
-    assert (found.was_cut, found.first_step_seconds) == (True, 100.0)
-    assert found.data_seconds / (sum(found.raw_step_seconds) / 2) == pytest.approx(10 / 40)
 
 
 class Bursting(Scripted):
