@@ -189,6 +189,7 @@ class Bursting(Scripted):
     ("num_workers", "fields"),
     [
         (12, {"measure_seconds": 3.0}),
+        (12, {"num_steps": (8, 8)}),
         (12, {"num_steps": (400, 400), "measure_seconds": 2.0}),
         (6, {"accumulation_steps": 4}),
     ],
@@ -202,6 +203,7 @@ def test_batches_that_come_in_bursts_are_measured_in_whole_bursts(
     at_best = Bursting.load_seconds / num_workers * num_batches
     num_steps = len(found.raw_step_seconds)
     assert num_steps * num_batches % num_workers == 0
+    assert num_steps * num_batches >= 2 * num_workers
     assert sum(found.raw_step_seconds) / num_steps == pytest.approx(at_best)
     assert found.data_seconds == pytest.approx(at_best - 0.03 * num_batches)
 
