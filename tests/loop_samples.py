@@ -122,30 +122,6 @@ def sick() -> Workload:
     return Workload(build=build_diffusion, train_step=sick_step, data=batches, name="sick")
 
 
-def build_sharing() -> dict[str, Any]:
-    body, head = nn.Linear(8, 8), nn.Linear(8, 1)
-    return {
-        "net": nn.Sequential(body, head),
-        "body": torch.optim.SGD(body.parameters(), lr=0.05, momentum=0.9),
-        "all": torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.05),
-    }
-
-
-def sharing_step(state: dict[str, Any], batch: Tensor, amp: Any) -> None:
-    """Two optimizers with a layer in common, one after the other."""
-    for name in ("body", "all"):
-        state[name].zero_grad()
-        with amp.autocast():
-            loss = functional.mse_loss(state["net"](batch).float()[:, 0], batch[:, 0])
-        amp.backward(loss)
-        amp.step(state[name])
-    amp.update()
-
-
-def sharing() -> Workload:
-    return Workload(build=build_sharing, train_step=sharing_step, data=batches, name="sharing")
-
-
 def build_accumulating() -> dict[str, Any]:
     net = mlp(8, 1)
     return {"net": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.01), "num_calls": 0, "num_steps": 0}

@@ -18,14 +18,6 @@ _IN_A_FUNCTION = "Make it inside a function that the trial calls (model, data an
 _OF_A_GROUP = (("torch.distributed.tensor", "DTensor"), ("torch.distributed", "ProcessGroup"))
 
 
-class _RefusedError(Exception):
-    """What could be written, but would be another thing where it is read."""
-
-    def __init__(self, reason: str, next_step: str) -> None:
-        super().__init__(reason)
-        self.next_step = next_step
-
-
 def pack(source: WorkloadSource) -> bytes:
     """Everything of the workload in one piece, so that tied weights and optimizer groups keep their identity.
 
@@ -47,7 +39,7 @@ def pack(source: WorkloadSource) -> bytes:
                 path, culprit, reason = f"workload.{name}", part, error_of_part
                 break
         raise WorkloadError(
-            f"{path} (a {type_name(culprit)}) cannot be sent to a trial: {reason}.",
+            f"{path} (a {type_name(culprit)}) cannot be sent to a trial: {getattr(reason, 'message', reason)}.",
             getattr(reason, "next_step", _IN_A_FUNCTION),
         ) from error
     return buffer.getvalue()
@@ -68,7 +60,7 @@ def _pickle_module() -> Any:
             if isinstance(obj, DataLoader) and obj._iterator is not None:
                 return copyreg.__newobj__, (type(obj),), {**vars(obj), "_iterator": None}  # type: ignore[attr-defined]
             if isinstance(obj, of_a_group):
-                raise _RefusedError(f"a {type_name(obj)} needs the process group of this process", _ONE_DEVICE)
+                raise WorkloadError(f"a {type_name(obj)} needs the process group of this process", _ONE_DEVICE)
             if isinstance(obj, nn.Module):
                 is_wrapper = isinstance(obj, DistributedDataParallel)
                 context = _compiler_of(obj)
@@ -95,7 +87,7 @@ def _compiler_of(module: Any) -> Any:
     names = call.__code__.co_freevars if hasattr(call, "__code__") else ()
     context = call.__closure__[names.index("self")].cell_contents if "self" in names else None
     if not callable(context):
-        raise _RefusedError(
+        raise WorkloadError(
             f"this torch does not tell how a {type_name(module)} in it was compiled in place",
             "Call compile() inside a function that makes the model, or pass torch.compile(model).",
         )

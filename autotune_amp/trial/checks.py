@@ -1,8 +1,4 @@
-"""Child side of a check of a precision, of its loss scale, or of accumulation, on the user's own model and batches.
-
-The numbers come from numerics/; here the workload is built for them, a whole batch is cut into micro-batches, and what
-the user's code raises is told apart.
-"""
+"""Child side of a check: the workload built for numerics/, a batch cut into micro-batches, errors told apart."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -239,24 +240,12 @@ def each(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
 LEAST_SHARE_OF_PEAK = 0.1
 
 
-def raise_learning_rates(optimizer: torch.optim.Optimizer) -> None:
-    """Raise each learning rate that a scheduler has set to at least a tenth of the schedule's peak.
-
-    A warm-up begins at 0 and a schedule that has ended leaves 0, with which no weight of a trial would move. The peak
-    is what torch's schedulers keep in the parameter group: ``initial_lr``, and OneCycleLR ``max_lr``.
-    """
-    for group in optimizer.param_groups:
-        if "initial_lr" in group:
-            rate, least = group["lr"], LEAST_SHARE_OF_PEAK * float(group.get("max_lr", group["initial_lr"]))
-            if rate < least:
-                # A tensor may be the user's own, which another optimizer reads.
-                group["lr"] = torch.full_like(rate, least) if isinstance(rate, Tensor) else least
-
-
 def make_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimizer:
     """A fresh optimizer over the model's parameters; of an instance the class and hyperparameters are taken.
 
-    Learning rates are as `raise_learning_rates` leaves them.
+    A learning rate that a scheduler has set is raised to a tenth of the schedule's peak at least: a warm-up begins at 0
+    and a schedule that has ended leaves 0, with which no weight of a trial would move. The peak is what torch's
+    schedulers keep in the parameter group: ``initial_lr``, and OneCycleLR ``max_lr``.
     """
     given: Any = torch.optim.AdamW if workload.optimizer is None else workload.optimizer
     is_function = not isinstance(given, torch.optim.Optimizer) and callable(given)
@@ -272,8 +261,12 @@ def make_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimize
             )
     if not is_function:
         several = [_like(optimizer, workload.model, model, is_alone=len(several) == 1) for optimizer in several]
-    for optimizer in several:
-        raise_learning_rates(optimizer)
+    for group in chain.from_iterable(optimizer.param_groups for optimizer in several):
+        if "initial_lr" in group:
+            rate, least = group["lr"], LEAST_SHARE_OF_PEAK * float(group.get("max_lr", group["initial_lr"]))
+            if rate < least:
+                # A tensor may be the user's own, which another optimizer reads.
+                group["lr"] = torch.full_like(rate, least) if isinstance(rate, Tensor) else least
     return several[0] if len(several) == 1 else Optimizers(several)
 
 

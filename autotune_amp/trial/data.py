@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import heapq
-import operator
 import random
 import statistics
 import time
@@ -383,14 +382,8 @@ def _indices(loader: DataLoader[Any]) -> Sequence[int]:
     """What the loader may draw where its sampler lists it, else the whole dataset."""
     own: Any = loader.batch_sampler if loader.batch_size is None else loader.sampler
     own = own.sampler if isinstance(own, _Spread) else own
-    sampler = getattr(own, "sampler", own)
-    listed = getattr(sampler, "indices", sampler)
-    if hasattr(listed, "__getitem__"):
-        try:
-            return [operator.index(index) for index in listed]
-        except TypeError:  # of something else, such as whole batches
-            pass
-    return range(len(loader.dataset))  # type: ignore[arg-type]  # it has a length
+    indices = getattr(getattr(own, "sampler", own), "indices", None)
+    return range(len(loader.dataset)) if indices is None else [int(index) for index in indices]  # type: ignore[arg-type]
 
 
 def _are_alike(sizes: list[int]) -> bool:

@@ -20,7 +20,6 @@ from autotune_amp.core.outcome import (
     CheckOutcome,
     Description,
     Failure,
-    FailureKind,
     Fidelity,
     Measurement,
     Purpose,
@@ -36,15 +35,6 @@ MAX_TIMED_MICRO_BATCHES = 4
 # An accelerator runs ahead of the host, so steps between two synchronisations are timed together.
 STEPS_PER_SYNC = 4
 NUM_WARMUP_STEPS = 3
-
-_NEXT_STEPS: dict[FailureKind, str] = {
-    "oom": "Free memory or use a device with more of it; until then compare a training run of your own with fp32.",
-    "timeout": "Give a larger budget.",
-    "nonfinite": "Use another precision.",
-    "unsupported": "Use another precision.",
-    "crash": "Run a few training steps in this precision on their own, to see how they end.",
-    "workload_error": "Mend what the reason names.",
-}
 
 
 class Trial(Job[Measurement], frozen=True, kw_only=True):
@@ -105,11 +95,6 @@ class Trial(Job[Measurement], frozen=True, kw_only=True):
         return self.purpose in ("confirm", "plain")
 
     @property
-    def num_worst_batches(self) -> int:
-        """Steps taken on the worst batch: the first, one after the warm-up, a miniature's last."""
-        return 3 if self.is_miniature else 2
-
-    @property
     def num_timed_micro_batches(self) -> int:
         """Forward and backward passes run for one timed step: a whole window only where it is confirmed."""
         window = self.candidate.accumulation_steps
@@ -155,7 +140,9 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
             return msgspec.structs.replace(self, candidate=msgspec.structs.replace(self.candidate, batch_size=smaller))
         return self.unchecked(failure) if self.what == "fidelity" else failure
 
-    def unchecked(self, why: Failure | str, next_step: str = "") -> Fidelity:
+    def unchecked(
+        self, why: Failure | str, next_step: str = "Mend what the reason names, give more time or memory, or use fp32."
+    ) -> Fidelity:
         """What it says of its precision where it could not be made: nothing, with the reason."""
         reason = f"{why.kind}: {why.message.rstrip('.')}" if isinstance(why, Failure) else why
         return Fidelity(
@@ -163,7 +150,7 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
             batch_size=self.candidate.batch_size,
             verdict="unchecked",
             reason=f"{self.candidate.precision} is unchecked: {reason}.",
-            next_step=_NEXT_STEPS[why.kind] if isinstance(why, Failure) else next_step,
+            next_step=next_step,
             pinned_modules=self.candidate.pinned_modules,
         )
 

@@ -43,8 +43,9 @@ class BaseTraining(ABC):
         self.batches, self._loader = data.opened(workload.data, spec.candidate.batch_size, spec.candidate.num_workers)
         self._taken: list[Any] = []
         self._last_batch: Any = None
+        num_worst = 3 if spec.is_miniature else 2  # the first step, one after the warm-up, a miniature's last
         self._worst = data.worst_batches(
-            workload.worst_batch, self._loader, spec.worst_samples, spec.candidate.batch_size, spec.num_worst_batches
+            workload.worst_batch, self._loader, spec.worst_samples, spec.candidate.batch_size, num_worst
         )
         self._pinned: list[nn.Module] = []
 

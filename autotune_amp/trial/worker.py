@@ -35,7 +35,7 @@ from autotune_amp.trial import data
 from autotune_amp.trial.context import Context, LoopState, make_optimizer
 from autotune_amp.trial.energy import EnergyMeter, counter_of
 from autotune_amp.trial.jobs import Check, Describe, Probe, Trial
-from autotune_amp.trial.memory import PeakMemory, hold_heap, is_memory_short
+from autotune_amp.trial.memory import PeakMemory, hold_heap
 from autotune_amp.trial.timing import CompileWatch, NonFiniteError, Timing, forget_compiled, time_steps
 from autotune_amp.trial.training import BaseTraining, make_training
 
@@ -46,9 +46,7 @@ _OOM_TEXTS = (
     "not enough memory",
     "bad_alloc",
     "alloc_failed",  # cuBLAS, cuDNN and AMD's
-)
-# What libraries say where memory is short, and where it is not: after an error of the card, in a broken installation.
-_OOM_TEXTS_WHERE_SHORT = (
+    # What libraries say where memory is short, though in a broken installation too.
     "status_not_initialized",  # cuBLAS and cuDNN take memory for a handle
     "cudnn_status_internal_error",  # cuDNN loads kernels late (pytorch#81620); ..._ALLOCATION_FAILED is one of these
     "unable to find an engine",  # no algorithm of a convolution has a workspace that fits
@@ -92,8 +90,6 @@ def _kind(error: BaseException) -> FailureKind:
         return "oom"
     if isinstance(error, RuntimeError) or type(error).__module__.startswith("triton."):
         if any(part in text for part in _OOM_TEXTS):
-            return "oom"
-        if any(part in text for part in _OOM_TEXTS_WHERE_SHORT) and is_memory_short():
             return "oom"
         if isinstance(error, NotImplementedError) or any(part in text for part in _UNSUPPORTED_TEXTS):
             return "unsupported"
@@ -329,12 +325,10 @@ def _measurement(spec: Trial, timing: Timing, **measured: Any) -> Measurement:
 
 
 def _ending(training: BaseTraining, limit_seconds: float, tell: Tell, measured: Measurement) -> dict[str, Any]:
-    """The end of a miniature of the job: the workload's own evaluation, then its checkpoint into a folder that is
-    removed, `limit_seconds` for both together; what came of them, in the fields of a `Measurement`.
+    """The end of a miniature of the job: the workload's own evaluation, then its checkpoint, `limit_seconds` for both.
 
     The parent holds them to it: before each it is sent the measurement that holds should it not come back, and the
-    folder, for whoever has to remove it then. Running out of memory passes through; what else the user's code raises is
-    noted.
+    folder that it would have to remove.
     """
     began = time.perf_counter()
     taken: dict[str, float] = {}

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
 from backend_contract import BackendContract, Made
@@ -242,31 +241,6 @@ def test_a_trial_over_its_memory_limit_fails_cleanly(forked: Opened) -> None:
     assert isinstance(forked.run(4, memory_limit_bytes=1 << 29), Measurement)
 
 
-def test_a_result_that_cannot_be_read_is_a_crash(forked: Opened) -> None:
-    """As a number that is none, where there must be one."""
-
-    class Misread(Describe, frozen=True, kw_only=True):
-        answer = int
-
-        @classmethod
-        def kind(cls) -> str:
-            return Describe.kind()
-
-    found = forked.backend.submit(Misread(device="cpu", torch_state=forked.state)).result()
-    assert isinstance(found, Failure)
-    assert found.kind == "crash"
-    assert "cannot be read" in found.message
-
-
-def test_a_killed_template_is_started_again(forked: Opened) -> None:
-    templates = [process for process in psutil.Process().children() if "forked" in process.cmdline()]
-    assert templates
-    for template in templates:
-        template.kill()
-        template.wait()
-    assert isinstance(forked.run(), Measurement)
-
-
 class Scripted:
     """A process that gives one answer after the other, and notes what it was sent."""
 
@@ -303,7 +277,6 @@ def scripted(monkeypatch: pytest.MonkeyPatch, isolation: Isolation, *answers: An
 
 
 CUDA_TRIAL = Trial(candidate=Setting(precision="fp32", batch_size=4), device="cuda:1", deadline_seconds=60.0)
-CHECK = Check(what="fidelity", candidate=Setting(precision="bf16", batch_size=8), device="cpu")
 
 
 def test_a_process_opens_the_workload_for_the_trials_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,21 +310,3 @@ def test_time_that_ends_while_loading_is_a_small_budget_or_the_trials_timeout(mo
     backend, _ = scripted(monkeypatch, "fresh", None, OVERDUE)
     with pytest.raises(BudgetTooSmallError):
         backend.submit(Describe(device="cpu")).result()
-
-
-def test_a_check_halves_its_batch_in_the_time_that_is_left_and_keeps_what_it_had_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    full = {"outcome": "failure", "kind": "oom", "message": "full"}
-    backend, sent = scripted(monkeypatch, "forked", *READY, full, full, full, full)
-    unchecked = backend.submit(CHECK).result()
-    assert [message["job"]["candidate"]["batch_size"] for message in sent if message["cmd"] == "run"] == [8, 4, 2, 1]
-    assert (getattr(unchecked, "verdict", None), getattr(unchecked, "batch_size", None)) == ("unchecked", 1)
-    so_far = msgspec.to_builtins(CHECK.unchecked(Failure(kind="timeout", message="made")))
-    ended = ProcessEndedError(Failure(kind="crash", message="it died"), so_far)
-    backend, _ = scripted(monkeypatch, "forked", *READY, ended)
-    assert getattr(backend.submit(CHECK).result(), "verdict", None) == "unchecked"
-    smallest = Setting(precision="bf16", batch_size=1)
-    calibration = msgspec.structs.replace(CHECK, what="calibration", candidate=smallest)
-    backend, _ = scripted(monkeypatch, "forked", *READY, full)
-    assert getattr(backend.submit(calibration).result(), "kind", None) == "oom"

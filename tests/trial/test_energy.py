@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,14 +20,6 @@ from autotune_amp.trial.energy import EnergyMeter, counter_of, require_counter
 from autotune_amp.trial.jobs import Trial
 
 UUID = "GPU-aaaa-1"
-
-
-class Clock:
-    """Stands in for `time`: an hour of steps takes no time."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        monkeypatch.setattr(energy, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
 
 def zone(folder: Path, zone_name: str, name: str, microjoules: int, maximum: int = 1_000_000) -> Path:
@@ -80,30 +73,14 @@ def test_a_card_is_asked_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_measured_steps_count_and_none_that_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, joules = Clock(monkeypatch), 100.0
+    joules, moments = 100.0, itertools.count(1.0)
+    monkeypatch.setattr(energy, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
     meter = EnergyMeter(lambda: joules)
     for number, drawn, num_compilations in [(0, 50, 1), (0, 50, 1), (2, 4, 1), (4, 400, 2), (6, 8, 2)]:
-        clock.now += 1.0
         joules += drawn
         meter.step(number, num_compilations)
     assert meter.joules_per_sample(10) == pytest.approx((4 + 8) / (4 * 10))
     assert EnergyMeter(None).joules_per_sample(1) is None
-
-
-def test_measured_steps_do_not_pay_for_more_readings_than_the_counter_has_news(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, readings = Clock(monkeypatch), []
-
-    def counter() -> float:
-        readings.append(clock.now)
-        return 100 * clock.now
-
-    meter = EnergyMeter(counter)
-    for number in (0, 0, *range(1, 401)):  # warm-up steps, then steps of 5 ms
-        meter.step(number)
-        clock.now += 0.005
-        assert number > 10 or meter.joules_per_sample(1) is None, "too short for the counter"
-    assert len(readings) <= 2 + 400 * 0.005 / energy.MIN_SECONDS
-    assert meter.joules_per_sample(1) == pytest.approx(100 * 0.005)
 
 
 def test_a_trial_divides_by_the_samples_that_were_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,6 @@ class Scripted:
         self._seconds = seconds
         self.data_seconds = 0.0
         self.num_loaded_ahead = self.num_ready = self.num_loader_workers = 0
-        self.start_seconds = 0.0
         self.update_seconds = 0.0
         self.is_update_apart = self.has_stepped = True
         self.worst: str | None = None
@@ -44,7 +43,7 @@ class Scripted:
         self.entered: list[str] = []
 
     def start_loading(self) -> None:
-        self.now += self.start_seconds
+        """Takes no time."""
 
     def next_batch(self) -> str:
         if self.num_ready:
@@ -169,14 +168,6 @@ def test_what_was_loaded_ahead_in_the_slow_first_step_does_not_hide_the_wait(
     assert training.num_ready == 1000 - 3 - dropped - 8
 
 
-def test_the_loaders_start_is_a_part_of_the_first_step_and_no_wait_for_data(clock: SimpleNamespace) -> None:
-    training = Scripted(constant(30.0), cut_step_seconds=1.0)
-    training.start_seconds, training.data_seconds, training.worst = 100.0, 10.0, "worst"
-    found = run(clock, training)
-    assert (found.was_cut, found.first_step_seconds) == (True, 100.0)
-    assert found.data_seconds / (sum(found.raw_step_seconds) / 2) == pytest.approx(10 / 40)
-
-
 class Bursting(Scripted):
     """Workers begin together: each time they deliver as many batches as they are, after `load_seconds`."""
 
@@ -197,11 +188,9 @@ class Bursting(Scripted):
 @pytest.mark.parametrize(
     ("num_workers", "fields"),
     [
-        (12, {}),
         (12, {"measure_seconds": 3.0}),
-        (12, {"measure_seconds": 1.5}),
+        (12, {"num_steps": (8, 8)}),
         (12, {"num_steps": (400, 400), "measure_seconds": 2.0}),
-        (4, {"num_steps": (9, 9)}),
         (6, {"accumulation_steps": 4}),
     ],
 )
@@ -214,14 +203,9 @@ def test_batches_that_come_in_bursts_are_measured_in_whole_bursts(
     at_best = Bursting.load_seconds / num_workers * num_batches
     num_steps = len(found.raw_step_seconds)
     assert num_steps * num_batches % num_workers == 0
+    assert num_steps * num_batches >= 2 * num_workers
     assert sum(found.raw_step_seconds) / num_steps == pytest.approx(at_best)
     assert found.data_seconds == pytest.approx(at_best - 0.03 * num_batches)
-
-
-def test_a_loader_in_bursts_that_keeps_up_is_not_waited_for(clock: SimpleNamespace) -> None:
-    found = run(clock, Bursting(12, seconds=0.2))
-    assert found.raw_step_seconds == pytest.approx((0.2,) * 12)
-    assert found.data_seconds == pytest.approx(0.0)
 
 
 def test_a_slow_loader_does_not_use_the_trial_up_before_it_measures(clock: SimpleNamespace) -> None:

@@ -11,8 +11,7 @@ import pytest
 import torch
 from graph_samples import replayed
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from autotune_amp import LossScale, Workload
 from autotune_amp.core.dimensions import Precision
@@ -42,29 +41,6 @@ def frozen() -> Made:
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 4))
     model[0].requires_grad_(requires_grad=False)
     return model, mean_square, points, None
-
-
-def checkpointed_transformer() -> Made:
-    model: Any = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=2, n_head=2))
-    enable = getattr(model, "activation_checkpointing_enable", None)  # its name in newer versions
-    (enable or model.gradient_checkpointing_enable)()
-
-    def tokens(size: int) -> Tensor:
-        return torch.randint(16, (size, 8), generator=torch.Generator().manual_seed(size))
-
-    def loss(model: Any, batch: Tensor) -> Tensor:
-        found: Tensor = model(input_ids=batch, labels=batch, use_cache=False).loss
-        return found
-
-    return model, loss, tokens, None
-
-
-def channels_last() -> Made:
-    def images(size: int) -> Tensor:
-        return points(size * 3 * 8).reshape(size, 3, 8, 8).to(memory_format=torch.channels_last)
-
-    model: Any = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3))
-    return model.to(memory_format=torch.channels_last), mean_square, images, None
 
 
 def several_optimizers() -> Made:
@@ -115,7 +91,7 @@ def training(precision: Precision = "fp32", *, is_loss_sum: bool = False, **give
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("make", [frozen, checkpointed_transformer, channels_last, several_optimizers])
+@pytest.mark.parametrize("make", [frozen, several_optimizers])
 def test_a_trial_trains_it_as_a_hand_written_loop_does(make: Callable[[], Made], precision: Precision) -> None:
     torch.manual_seed(0)
     model, loss, data, optimizer = make()
@@ -127,10 +103,8 @@ def test_a_trial_trains_it_as_a_hand_written_loop_does(make: Callable[[], Made],
         made.update()
     after = model.state_dict()
     torch.testing.assert_close(after, hand_written(make, precision), rtol=0, atol=0)
-    untouched = {"frozen": "0.", "several_optimizers": "3."}.get(make.__name__, "none")
-    assert all(torch.equal(after[name], before[name]) == name.startswith(untouched) for name in before if "." in name)
-    if make is channels_last:
-        assert all(p.is_contiguous(memory_format=torch.channels_last) for p in model.parameters() if p.dim() == 4)
+    untouched = {"frozen": "0.", "several_optimizers": "3."}[make.__name__]
+    assert all(torch.equal(after[name], before[name]) == name.startswith(untouched) for name in before)
 
 
 def weights_after(trained: Training, num_batches: int) -> Tensor:
@@ -204,19 +178,6 @@ def test_factories_that_make_something_else(parts: dict[str, Any]) -> None:
         training(**parts)
 
 
-def test_an_optimizer_without_gradients_is_not_stepped_by_the_scaler() -> None:
-    class Half(nn.Sequential):
-        def forward(self, inputs: Tensor) -> Any:
-            return self[0](inputs)
-
-    model = Half(nn.Linear(8, 1), nn.Linear(8, 1))
-    trained = training("fp16", model=model, optimizer=lambda p: [torch.optim.SGD([part], lr=0.1) for part in p])
-    before = [p.detach().clone() for p in model.parameters()]
-    weights_after(trained, 1)
-    is_as_before = [torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True)]
-    assert is_as_before == [False, False, True, True]
-
-
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 
@@ -239,14 +200,6 @@ def test_an_optimizer_instance_gives_its_class_groups_and_hyperparameters_for_a_
         assert made is not given
         assert [(group["lr"], group["betas"]) for group in made.param_groups] == [(0.5, (0.5, 0.6)), (0.25, (0.5, 0.6))]
         assert [id(p) for p in made.param_groups[0]["params"]] == [id(p) for p in own[1].parameters()]
-
-
-@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "NAdam", "Adadelta", "Rprop"])
-def test_every_optimizer_of_torch_can_be_taken_from_an_instance_for_a_model_made_later(kind: str) -> None:
-    given = getattr(torch.optim, kind)(nn.Linear(8, 1).parameters(), lr=0.125)
-    made = optimizer_of(given, lambda: nn.Linear(8, 1))
-    assert type(made) is type(given)
-    assert made.param_groups[0]["lr"] == 0.125
 
 
 def test_optimizers_over_another_models_parameters_are_refused() -> None:
@@ -277,10 +230,8 @@ def test_several_optimizers_are_one_whose_groups_are_theirs() -> None:
 @pytest.mark.parametrize(
     ("schedule", "number", "expected"),
     [
-        (lambda optimizer: LambdaLR(optimizer, lambda step: step / 100), float, 0.05),
         (lambda optimizer: LambdaLR(optimizer, lambda step: step / 100), torch.tensor, 0.05),
         (lambda optimizer: OneCycleLR(optimizer, max_lr=2.0, total_steps=100), float, 0.2),
-        (lambda optimizer: CosineAnnealingLR(optimizer, T_max=100), float, 0.5),
         (lambda optimizer: optimizer.param_groups[0].update(lr=0.0), float, 0.0),  # by hand
     ],
 )
