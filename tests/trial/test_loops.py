@@ -196,6 +196,21 @@ def test_steps_can_be_forgotten() -> None:
     assert torch.equal(torch.rand(1, generator=generator), drawn)
 
 
+class OnDisk(dict[str, int]):
+    """As a shelf or an HDF5 group, of which a process that is killed in between would leave nothing."""
+
+    def clear(self) -> None:
+        raise AssertionError("emptied")
+
+
+def test_a_mapping_is_put_back_without_being_emptied() -> None:
+    held: dict[str, Any] = {"net": nn.Linear(2, 2), "store": OnDisk(kept=1)}
+    state = LoopState(held)
+    held["store"] |= {"kept": 2, "new": 3}
+    state.forget_steps()
+    assert held["store"] == {"kept": 1}
+
+
 def test_who_waits_for_whom_is_not_put_back() -> None:
     held: dict[str, Any] = {"net": nn.Linear(2, 2), "requests": queue.Queue(), "replies": queue.Queue()}
     state = LoopState(held)
