@@ -89,8 +89,7 @@ class MachineLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     `others_num_cores` is the CPU time, in cores, of all processes that do not descend from the calling one,
     `own_num_cores` of those that do; `busiest` are the others that used most. `stolen_share` is the share of the CPU
-    time wanted that a hypervisor gave away, `clock_share` the fastest CPU's clock against its highest.
-    `card_utilization` is the card's before our first context on it, `card_slowdowns` why it lowered its clocks.
+    time wanted that a hypervisor gave away, `card_slowdowns` says why the card lowered its clocks.
     """
 
     seconds: float
@@ -99,29 +98,23 @@ class MachineLoad(msgspec.Struct, frozen=True, kw_only=True):
     own_num_cores: float | None = None
     busiest: tuple[BusyProcess, ...] = ()
     stolen_share: float | None = None
-    clock_share: float | None = None
-    card_utilization: float | None = None
     card_processes: tuple[CardProcess, ...] | None = None
     card_slowdowns: tuple[str, ...] | None = None
 
 
 class LoadEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What others did while the confirmation ran, or the trial that has to do for it; None is what the system does not
-    say.
+    """What others did while the processes behind a throughput's interval ran; None is what the system does not say.
 
-    `others_num_cores` is the mean over its processes, `others_num_cores_range` the least and the most,
-    `search_others_num_cores` the mean over the search's trials, None without a confirmation. `is_busy`, `is_stolen`:
-    others, or the hypervisor, took enough to be worth a word. The ends of the throughput's interval were multiplied by
-    `interval_factors` for it. The others are as in `MachineLoad`.
+    `others_num_cores` is the mean over these, `others_num_cores_range` the least and the most. `is_busy`, `is_stolen`:
+    others, or the hypervisor, took enough to be worth a word. The interval's ends were multiplied by `interval_factors`
+    for it. The others are as in `MachineLoad`.
     """
 
     num_cpus: int
     others_num_cores: float | None = None
     others_num_cores_range: tuple[float, float] | None = None
-    search_others_num_cores: float | None = None
     busiest: tuple[BusyProcess, ...] = ()
     stolen_share: float | None = None
-    clock_share: float | None = None
     card_processes: tuple[CardProcess, ...] = ()
     card_slowdowns: tuple[str, ...] = ()
     is_busy: bool = False
