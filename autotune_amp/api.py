@@ -113,8 +113,8 @@ def check_fidelity(
 
     What could not be checked, for want of memory or time or because the workload does not run in that precision, is
     "unchecked", with the reason. Raises `InvalidRequestError` (a wrong option, device, module name, or a precision that
-    the device does not have), `WorkloadError` (the workload does not run in fp32 either), `NothingWorksError` (it
-    cannot be built) and `BudgetTooSmallError` (the budget ended before it was loaded).
+    the device does not have), `WorkloadError` (the workload cannot be loaded or built, or does not run in fp32 either),
+    `NothingWorksError` (the device cannot be probed) and `BudgetTooSmallError` (the budget ended before it was loaded).
     """
     from autotune_amp.search.check_fidelity import checked_request, run_check
 
@@ -139,13 +139,12 @@ def profile_amp(
     `workload` is as `recommend_config` takes it. It runs in processes of its own, on copies, at the user's own batch
     size unless `batch_size` is given: all precisions in turns over `num_batches` training steps each, divided among
     three processes, then a few steps of each under torch.profiler. What takes more than five times as long as fp32, and
-    more than a second a step, is cut. `precision` names those to hold against
-    fp32 (TF32 too, by default, where the device has it). `trace` is a file for the profiler's Chrome trace, which
-    https://ui.perfetto.dev opens.
+    more than a second a step, is cut. `precision` names those to hold against fp32 (TF32 too, by default, where the
+    device has it). `trace` is a file for the profiler's Chrome trace, which https://ui.perfetto.dev opens.
 
     A precision that the device lacks, that runs out of memory or that fails has a row with the reason. Raises
-    `InvalidRequestError` (a wrong option or device), `WorkloadError` (the workload does not run in fp32 either) and
-    `NothingWorksError` (no precision could be measured).
+    `InvalidRequestError` (a wrong option or device), `WorkloadError` (the workload cannot be loaded or built, or does
+    not run in fp32 either) and `NothingWorksError` (the device cannot be probed, or no precision could be measured).
     """
     from autotune_amp.profile.running import run_profile
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
-
-import msgspec
-
 from autotune_amp.core.dimensions import Precision
+from typing import Literal
+from typing import TypeAlias
+import msgspec
 
 Level: TypeAlias = Literal["native", "emulated", "unsupported"]
 
@@ -89,7 +88,7 @@ class MachineLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     `others_num_cores` is the CPU time, in cores, of all processes that do not descend from the calling one,
     `own_num_cores` of those that do; `busiest` are the others that used most. `stolen_share` is the share of the CPU
-    time wanted that a hypervisor gave away, `card_slowdowns` why the card lowered its clocks.
+    time wanted that a hypervisor gave away, `card_slowdowns` says why the card lowered its clocks.
     """
 
     seconds: float
@@ -103,12 +102,11 @@ class MachineLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What others did while the confirmation ran, or the trial that has to do for it; None is what the system does not
-    say.
+    """What others did while the processes behind a throughput's interval ran; None is what the system does not say.
 
-    `others_num_cores` is the mean over its processes, `others_num_cores_range` the least and the most. `is_busy`,
-    `is_stolen`: others, or the hypervisor, took enough to be worth a word. The ends of the throughput's interval were
-    multiplied by `interval_factors` for it. The others are as in `MachineLoad`.
+    `others_num_cores` is the mean over these, `others_num_cores_range` the least and the most. `is_busy`, `is_stolen`:
+    others, or the hypervisor, took enough to be worth a word. The interval's ends were multiplied by `interval_factors`
+    for it. The others are as in `MachineLoad`.
     """
 
     num_cpus: int

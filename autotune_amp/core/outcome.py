@@ -109,10 +109,10 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     units of that between fp32 runs whose first weights differ by one rounding of the precision, `training_noise_gap`
     the same in units of the loss's own scatter from batch to batch; `num_skips` of its steps overflowed, and
     `has_moved` is False where fp32 moved no weight in it. `modules` are in the order of the model, each with its own
-    parameters, or larger ones with all that is in them where there would be too many; "" is what is outside of every
-    module. `gradient_histogram` counts the non-zero entries of an fp32 gradient, as `Calibration` does. `culprits` are
-    the modules responsible; with `healing_pins` in fp32 the precision was found faithful; `pinned_modules` were in fp32
-    during the check. `num_passes` counts forward and backward passes. None stands where a number could not be had.
+    parameters, the noisiest where there would be too many; "" is what is outside of every module. `gradient_histogram`
+    counts the non-zero entries of an fp32 gradient, as `Calibration` does. `culprits` are the modules responsible; with
+    `healing_pins` in fp32 the precision was found faithful; `pinned_modules` were in fp32 during the check.
+    `num_passes` counts forward and backward passes. None stands where a number could not be had.
     """
 
     precision: Precision

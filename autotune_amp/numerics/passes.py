@@ -160,13 +160,14 @@ class Passes:
         """Put the first parameters and buffers back.
 
         Buffers that came since, or that have another shape now, stay: they are caches, whose module knows their size.
+        So do expanded ones: nobody can write to them in place.
         """
         if self.subject.loop is not None:
             self.subject.loop.forget(self.model)
         with torch.no_grad():
             for name, value in (*self.model.named_parameters(), *self.model.named_buffers()):
                 first = self._first_state.get(name)
-                if first is not None and first.shape == value.shape:
+                if first is not None and first.shape == value.shape and not _is_expanded(value):
                     value.copy_(first)
 
     @contextmanager
@@ -178,6 +179,11 @@ class Passes:
                 pin_fp32(module, self.subject.device.type)
                 stack.callback(unpin, module)
             yield
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    sizes = zip(tensor.stride(), tensor.shape, strict=True) if tensor.layout == torch.strided else ()
+    return any(stride == 0 and size > 1 for stride, size in sizes)
 
 
 def _copied_state(model: nn.Module) -> dict[str, Tensor]:

@@ -359,11 +359,14 @@ class PrecisionController(torch.amp.GradScaler):
             plan = self.config
             return windows.shape(self._executor.own_config.batch_size, plan.batch_size, plan.accumulation_steps)
 
+        shares: list[float] = []
         try:
-            for batch, self._shares, self._pass in windows.passes(iter(loader), next_shape, weigh):
-                yield batch, self._pass == len(self._shares) - 1
+            for batch, shares, index in windows.passes(iter(loader), next_shape, weigh):
+                self._shares, self._pass = shares, index
+                yield batch, index == len(shares) - 1
         finally:
-            self._shares = []
+            if self._shares is shares:  # another loop may have begun since
+                self._shares = []
         self.synchronize()
 
     @property

@@ -331,7 +331,8 @@ class Policy(PolicyState):
     def probed(self, probe: Action, *, is_finite: bool) -> Action | None:
         """The answer to *probe*, from STEADY: go up, or wait twice as long."""
         if is_finite:
-            return Action("promotion", f"{probe.reason}, and finite at scale {probe.scale:g}", probe.rung)
+            at = f" at scale {probe.scale:g}" if MODES[self.rungs[probe.rung]].takes_scaler else ""
+            return Action("promotion", f"{probe.reason}, and finite{at}", probe.rung)
         self.num_failures += 1
         self.clean_run = 0
         return None

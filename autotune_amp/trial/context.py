@@ -165,16 +165,24 @@ def _undo(value: Any) -> Callable[[], object]:
     """What puts back what is in it now."""
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
-    if isinstance(value, list | deque | set | MutableMapping):
-        contents = list(value) if isinstance(value, list | deque | set) else dict(value)
-        fill = value.extend if isinstance(value, list | deque) else value.update
+    if isinstance(value, list | deque | set):
+        contents = list(value)
+        fill = value.update if isinstance(value, set) else value.extend
 
         def refill() -> None:
             value.clear()
             fill(contents)
 
         return refill
-    first = dict(_attributes(value))
+    first = dict(value if isinstance(value, MutableMapping) else _attributes(value))
+    if isinstance(value, MutableMapping):
+
+        def put_back() -> None:  # never empty in between: it may be a file, and the process may be killed
+            for key in value.keys() - first.keys():
+                del value[key]
+            value.update(first)
+
+        return put_back
 
     def set_again() -> None:
         present = _attributes(value)

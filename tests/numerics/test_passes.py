@@ -51,6 +51,18 @@ def test_a_pass_begins_from_the_first_state_from_the_state_as_it_is_or_from_what
     assert passes.model.get_buffer("1.num_batches_tracked") == 4
 
 
+def test_a_buffer_that_is_expanded_is_left_alone() -> None:
+    """Nobody can write to it in place, the model no more than we."""
+    made = build("MLP")
+    made.model.register_buffer("mask", torch.ones(1).expand(4))
+    made.model.register_buffer("position", torch.arange(4).expand(1, -1))  # each entry has a place of its own
+    passes = Passes(made)
+    assert passes.run(0, "fp32").loss == passes.run(0, "fp32").loss
+    passes.model.get_buffer("position").zero_()
+    passes.restore()
+    assert passes.model.get_buffer("position").tolist() == [[0, 1, 2, 3]]
+
+
 @pytest.mark.parametrize("name", ["MLP", "sparse embedding", "transformer with dropout"])
 def test_gradients_are_those_of_plain_autograd_whatever_the_scale(name: str) -> None:
     made = build(name)

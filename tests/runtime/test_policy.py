@@ -336,6 +336,14 @@ def test_nobody_is_promoted_unasked_untried_or_to_what_is_withdrawn(options: dic
     assert after(policy, 3 * PROMOTION_STEPS * [CLEAN]) is None
 
 
+def test_a_promotion_names_a_loss_scale_where_there_is_one() -> None:
+    given: dict[Precision, str] = {"fp16": " at scale 4", "bf16": ""}
+    for precision, scale in given.items():
+        found = Policy([precision, "fp32"]).probed(Action("probe", "2000 clean steps", 0, 4.0), is_finite=True)
+        assert found is not None
+        assert found.reason == f"2000 clean steps, and finite{scale}"
+
+
 def test_each_failure_doubles_the_wait_and_three_promotions_are_the_most() -> None:
     policy = stepped_down()
     assert policy.probed(probe_after(policy, PROMOTION_STEPS), is_finite=False) is None

@@ -212,6 +212,16 @@ def test_unweighed_passes_have_equal_shares_and_a_window_that_counts_nothing_has
     assert [steered.window_share for _ in steered.windows(batches(2), weigh=lambda _: 0)] == [0.0, 0.0]
 
 
+def test_a_loop_that_was_left_takes_no_shares_from_the_next() -> None:
+    steered = controller(AmpConfig(precision="fp32", batch_size=4, accumulation_steps=2))
+    weights = iter([1, 1, 1, 3])
+    left, going = (steered.windows(batches(2), weigh=lambda _: next(weights)) for _ in range(2))
+    next(left)
+    next(going)
+    left.close()  # type: ignore[attr-defined]  # as where nothing holds it any more
+    assert steered.window_share == 0.25
+
+
 # -- demotions to measured plans, compared with runs that had the plan from the start ----------------------------------
 
 
