@@ -6,7 +6,6 @@ import functools
 import itertools
 import logging
 import socket
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -140,43 +139,6 @@ def test_what_a_run_would_feel_counts(one: object, other: object) -> None:
 
 
 # --- functions and classes
-
-
-def test_a_module_that_a_notebooks_function_takes_from_a_package_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "only_for_this_test"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "net.py").write_text("WIDTH = 4\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    names: dict[str, Any] = {"__name__": "__main__"}
-    exec("def model():\n    from only_for_this_test import net\n    return net.WIDTH\n", names)
-    assert "source file only_for_this_test/net.py" in parts_of(names["model"])
-
-
-RATE = 1.0
-
-
-def outer(*, scale: float = 1.0) -> Any:
-    def inner(x: Any) -> Any:
-        return torch.nn.functional.relu(x) * RATE * scale
-
-    return inner
-
-
-def test_what_a_function_reaches_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = parts_of(outer)
-    assert parts_of(outer) == before
-    changes: list[tuple[object, str, object]] = [
-        (sys.modules[__name__], "RATE", 2.0),  # from a function inside it
-        (outer, "__kwdefaults__", {"scale": 2.0}),
-    ]
-    for owner, name, value in changes:
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, value)
-            assert parts_of(outer) != before, name
-    assert parts_of(outer) == before
 
 
 class Hostile:

@@ -76,8 +76,3 @@ def test_a_stop_other_runs_and_cut_lines_are_said() -> None:
         assert told in text
     for last in (sample(128, 1024.0, 12), move(128, "demotion", "fp16", "bf16", 12)):
         assert "was stopped" not in run_page(Run((begin(), stop, last), 0, 0), "a.jsonl")
-
-
-def test_moves_without_end_stay_a_page() -> None:
-    stops = [move(10 * n, "stop", "fp16", "fp16", 10 * n) for n in range(1, 301)]
-    assert "100 more" in run_page(Run((begin(), *stops), 0, 0), "a.jsonl")

@@ -1,7 +1,11 @@
-"""What a recommendation says of itself, fact by fact, in plain text."""
+"""A recommendation as a file, and what it says of itself, fact by fact, in plain text."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,6 +13,7 @@ import pytest
 from report_samples import MIB, evidence, hardware, recommendation
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
+from autotune_amp.core.errors import FormatError
 from autotune_amp.core.evidence import (
     Job,
     LossScaleEvidence,
@@ -158,3 +163,41 @@ def test_every_check_is_told_once_and_the_document_holds_them() -> None:
     assert msgspec.json.decode(shown.to_json(), type=Recommendation) == shown
     unchecked = fidelity(reason="bf16 is unchecked: the budget ended.", verdict="unchecked")
     assert "unchecked" in str(fact("fidelity", evidence=evidence(fidelity=unchecked)))
+
+
+# --- as a file
+
+MADE = recommendation()
+GOOD = MADE.to_json().encode()
+
+
+def test_what_was_saved_comes_back_with_the_rights_of_the_umask_and_older_documents_too(tmp_path: Path) -> None:
+    path, before = tmp_path / "r.json", os.umask(0o027)
+    try:
+        MADE.save(path)
+    finally:
+        os.umask(before)
+    assert Recommendation.load(path) == MADE
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert list(tmp_path.iterdir()) == [path]
+    older = json.loads(GOOD)
+    del older["evidence"]["is_build_shared"], older["evidence"]["are_processes_shared"]
+    path.write_text(json.dumps(older))
+    assert Recommendation.load(path) == MADE
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (GOOD.replace(b"quiet", b"\xff\xfe"), "is damaged: .*utf-8"),
+        (GOOD.replace(b'"batch_size": 64', b'"batch_size": 0'), r"is damaged: AmpConfig\.batch_size is 0; .*[^.]\.$"),
+        (b"[" * 100_000, "is damaged: "),
+        (b'{"format": 99}', "has format 99"),
+    ],
+)
+def test_a_damaged_file_is_a_format_error_that_names_it(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "r.json").write_bytes(content)
+    with pytest.raises(FormatError) as raised:
+        Recommendation.load(tmp_path / "r.json")
+    assert raised.value.message.startswith(str(tmp_path / "r.json"))
+    assert re.search(said, raised.value.message)
