@@ -29,7 +29,7 @@ def test_trimmed_interval_is_the_textbook_interval_of_what_is_kept() -> None:
 
 def test_one_sample_says_nothing_and_none_is_an_error() -> None:
     assert trimmed_interval([0.5]) == (0.0, 1.0)
-    with pytest.raises(ValueError, match="no samples"):
+    with pytest.raises(ValueError):  # noqa: PT011  # of statistics.fmean
         trimmed_interval([])
 
 

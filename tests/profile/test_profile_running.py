@@ -94,9 +94,7 @@ def test_a_dataset_too_small_for_larger_batches_is_profiled_at_its_own() -> None
     ("arguments", "message"),
     [
         ({"num_batches": 0}, "--batches is 0"),
-        ({"num_batches": True}, "--batches is True"),
         ({"batch_size": 2.5}, "--batch-size is 2.5"),
-        ({"batch_size": 0}, "--batch-size is 0"),
         ({"precision": "half"}, "'half'"),
         ({"device": "gpu"}, "--device is 'gpu'"),
         ({"trace": "no/such/folder/trace.json"}, "--trace is 'no/such/folder/trace.json'"),

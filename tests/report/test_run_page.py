@@ -45,14 +45,6 @@ def test_moves_are_marked_with_their_reason_and_precisions_are_named(made: Run) 
     assert named == [(line.precision, line.update) for line in rungs(made)] == [("fp16", 0), ("bf16", 400)]
 
 
-def test_a_run_that_never_scaled_and_has_no_loss_is_drawn_without() -> None:
-    lines = (begin(0, "bf16", None), sample(64, None, 0, "bf16", loss=None))
-    figure = course(Run(lines, 0, 0))
-    assert "loss" not in [trace.name for trace in figure.data]
-    only_begun = course(Run(lines[:1], 0, 0))
-    assert list(trace(only_begun, "loss scale").x) == [0]
-
-
 def test_the_page_says_what_happened_and_escapes_it(tmp_path: Path) -> None:
     path = made_run(tmp_path / "run.jsonl")
     page = write_run_report(path)
