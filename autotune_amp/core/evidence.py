@@ -204,8 +204,6 @@ def speed_line(evidence: Evidence) -> str:
             text += f", {100 * share:.0f} % of it {where}"
     if evidence.is_build_shared and evidence.num_processes > 1:
         text += "; its processes shared one built model"
-    if evidence.are_processes_shared:
-        text += f"; from {count(evidence.num_processes, 'fresh process', 'fresh processes')} that ran all in turn"
     if evidence.num_processes < MIN_PROCESSES:
         text += f"; unconfirmed, measured in {count(evidence.num_processes, 'process', 'processes')} only"
     return text
@@ -243,9 +241,8 @@ def memory_line(evidence: Evidence, device_type: str) -> str:
         also = ["an evaluation"] * found.has_evaluation + ["a checkpoint"] * found.has_checkpoint
         text += f", with {' and '.join(also)}" if also else ""
         text += f", on {found.worst_case}" if found.worst_case is not None else ""
-    processes = found.processes if found is not None and device_type == "cpu" else ()
-    if len(processes) > 1:
-        text += f"; the highest of {count(len(processes), 'process', 'processes')}"
+        if device_type == "cpu" and len(found.processes) > 1:
+            text += f"; the highest of {len(found.processes)} processes"
     return text
 
 
