@@ -84,15 +84,6 @@ def test_show_finds_the_recommendation(here: Path, capfd: pytest.CaptureFixture[
     assert "export studies/latest " in capfd.readouterr().out
 
 
-def test_show_of_a_file_that_cannot_be_read(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = saved(here)
-    for content, word in (("{", "damaged"), ('{"format": 2}', "format 2"), ("[]", "damaged")):
-        path.write_text(content)
-        assert run(["show", "--json"]) == 2
-        error = json.loads(capfd.readouterr().out)["error"]
-        assert (error["kind"], word in error["message"]) == ("format", True)
-
-
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("given", ["missing", "missing/recommendation.json", ".", "x" * 5000, None])
 def test_show_of_nothing(given: str | None, capfd: pytest.CaptureFixture[str]) -> None:

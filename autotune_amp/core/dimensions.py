@@ -70,10 +70,8 @@ class _Precision(Dimension[Precision]):
     def choices(self, hardware: Any, description: Any, options: Any) -> Choices[Precision]:
         asked: Sequence[Precision] = options.precisions or PRECISIONS
         reasons = {precision: self.why_not(precision, hardware, description) for precision in asked}
-        return Choices(
-            tuple(precision for precision, reason in reasons.items() if reason is None),
-            {precision: reason for precision, reason in reasons.items() if reason is not None},
-        )
+        left_out = {precision: reason for precision, reason in reasons.items() if reason is not None}
+        return Choices(tuple(precision for precision in asked if precision not in left_out), left_out)
 
     def why_not(self, precision: Precision, hardware: Any, description: Any) -> str | None:
         """Why nothing can be trained in it on this hardware with these weights, None where it can."""

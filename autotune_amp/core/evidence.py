@@ -184,8 +184,6 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
 # --- in lines
 
-_NO_LIMIT = 1e30  # what only fp16 is below: nothing comes near the range that bf16 shares with fp32
-
 
 def config_line(config: AmpConfig) -> str:
     """The config's precision, batch size, accumulation and loader workers."""
@@ -201,16 +199,11 @@ def speed_line(evidence: Evidence) -> str:
     low, high = evidence.samples_per_second_interval
     text = f"{rate(evidence.samples_per_second)} (a new run: {number(low)} to {number(high)})"
     text += f", {duration(evidence.step_seconds)} a step"
-    shares = [(evidence.data_share, "waiting for data"), (evidence.update_share or 0.0, "in the optimizer")]
-    of_it = " of it"
-    for share, where in shares:
-        if share >= 0.01:
-            text += f", {100 * share:.0f} %{of_it} {where}"
-            of_it = ""
+    for share, where in ((evidence.data_share, "waiting for data"), (evidence.update_share, "in the optimizer")):
+        if share is not None and share >= 0.01:
+            text += f", {100 * share:.0f} % of it {where}"
     if evidence.is_build_shared and evidence.num_processes > 1:
         text += "; its processes shared one built model"
-    if evidence.are_processes_shared:
-        text += f"; from {count(evidence.num_processes, 'fresh process', 'fresh processes')} that ran all in turn"
     if evidence.num_processes < MIN_PROCESSES:
         text += f"; unconfirmed, measured in {count(evidence.num_processes, 'process', 'processes')} only"
     return text
@@ -219,16 +212,14 @@ def speed_line(evidence: Evidence) -> str:
 def speedup_line(evidence: Evidence) -> str:
     """How much faster than the baseline, or why nobody knows."""
     baseline = evidence.baseline
-    if evidence.speedup is None:
+    if evidence.speedup is None or baseline.samples_per_second is None:
         reason = one_line(baseline.reason or "it was not measured")
         return f"unknown; the baseline is {Setting.of(baseline.config)}: {reason}"
     text = times(evidence.speedup)
     if evidence.speedup_interval is not None:
         low, high = evidence.speedup_interval
         text += f" ({times(low)} to {times(high)})"
-    text += f" over the baseline, {Setting.of(baseline.config)}"
-    if baseline.samples_per_second is not None:
-        text += f" at {rate(baseline.samples_per_second)}"
+    text += f" over the baseline, {Setting.of(baseline.config)} at {rate(baseline.samples_per_second)}"
     if not evidence.is_confirmed and evidence.num_processes >= MIN_PROCESSES:
         text += f"; unconfirmed, fewer than {MIN_PROCESSES} processes measured the baseline"
     return text
@@ -250,21 +241,19 @@ def memory_line(evidence: Evidence, device_type: str) -> str:
         also = ["an evaluation"] * found.has_evaluation + ["a checkpoint"] * found.has_checkpoint
         text += f", with {' and '.join(also)}" if also else ""
         text += f", on {found.worst_case}" if found.worst_case is not None else ""
-    processes = found.processes if found is not None and device_type == "cpu" else ()
-    if len(processes) > 1:
-        text += f"; the highest of {count(len(processes), 'process', 'processes')}"
+        if device_type == "cpu" and len(found.processes) > 1:
+            text += f"; the highest of {len(found.processes)} processes"
     return text
 
 
 def job_line(job: Job) -> str:
-    """``0.84 h (0.71 to 1.13) for 10,000 steps, 2.52 (2.13 to 3.39) at 3 an hour; 1.7 h as it runs today``."""
+    """``0.84 h (0.71 to 1.13) for 10,000 steps, 2.52 (2.13 to 3.39) at 3 an hour; 1.70 h as it runs today``."""
     low, high = job.hours_interval
-    steps = "1 step" if job.num_steps == 1 else f"{job.num_steps:,} steps"
-    text = f"{_figure(job.hours)} h ({_figure(low)} to {_figure(high)}) for {steps}"
+    text = f"{number(job.hours)} h ({number(low)} to {number(high)}) for {job.num_steps:,} steps"
     if job.price is not None and job.price_interval is not None:
         low, high = job.price_interval
         text += f", {job.price:,.2f} ({low:,.2f} to {high:,.2f}) at {job.price_per_hour:g} an hour"
-    return text if job.baseline_hours is None else f"{text}; {_figure(job.baseline_hours)} h as it runs today"
+    return text if job.baseline_hours is None else f"{text}; {number(job.baseline_hours)} h as it runs today"
 
 
 def outlook_line(outlook: Outlook) -> str:
@@ -272,10 +261,6 @@ def outlook_line(outlook: Outlook) -> str:
     speedup = "" if outlook.speedup is None else f", {outlook.speedup:.1f} times today's"
     reached = measured_line(f"{outlook}{speedup}", outlook.samples_per_second, outlook.peak_memory_bytes)
     return f"with another effective batch size: {reached}; the learning rate would have to be looked at"
-
-
-def _figure(hours: float) -> str:
-    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.2g}" if hours < 1 else f"{hours:.3g}"
 
 
 def check_line(found: Fidelity) -> str:
@@ -309,11 +294,7 @@ def loss_scale_line(scale: LossScale, known: LossScaleEvidence | None) -> str:
             f"; in {known.num_confirming_steps:,} measured steps {count(known.num_skips_seen, 'skip')} seen, "
             f"{known.num_skips_foretold} foretold"
         )
-    return text + (
-        f"; largest safe scale 2^{known.log2_safe_scale_min:.1f} at the least and 2^{known.log2_safe_scale_median:.1f} "
-        f"in the median of {count(known.num_calibrated_steps, 'step')}, "
-        f"{_percent(known.flushed_share)} of the gradient's entries flushed"
-    )
+    return f"{text}; {_percent(known.flushed_share)} of the gradient's entries flushed"
 
 
 def names(modules: Sequence[str]) -> str:
@@ -328,8 +309,7 @@ def _numbers(found: Fidelity) -> list[str]:
     if found.flushed_share is not None:
         parts.append(f"{_percent(found.flushed_share)} flushed")
     if found.forward_max is not None:
-        has_limit = found.format_max is not None and found.format_max < _NO_LIMIT
-        limit = f" of {found.format_max:.5g}" if has_limit else ""
+        limit = f" of {found.format_max:.5g}" if found.precision == "fp16" and found.format_max is not None else ""
         parts.append(f"activations up to {found.forward_max:.3g}{limit}")
     if found.training_gap is not None:
         parts.append(f"training gap {small(found.training_gap)} over {count(found.num_paired_steps, 'step')}")
@@ -390,10 +370,7 @@ def accumulates(config: AmpConfig) -> bool:
 
 
 def pass_loss(combination: Literal["mean", "sum", "weighted"], steps: str, share: str) -> str:
-    """The expression for a pass's part of its window's loss.
-
-    `steps` and `share` are the source of the window's passes and of this one's part of what counts in it.
-    """
+    """The expression for a pass's loss, from those of its window's passes and of its share of what counts."""
     return {"mean": f"{LOSS} / {steps}", "sum": LOSS, "weighted": f"{LOSS} * {share}"}[combination]
 
 

@@ -29,8 +29,6 @@ _Z = 1.959964  # the normal distribution's 97.5 % quantile
 
 def t_quantile(degrees_of_freedom: int) -> float:
     """Student's t, 97.5 % quantile: tabulated to 30 degrees, then Abramowitz and Stegun 26.7.5 (first two terms)."""
-    if degrees_of_freedom < 1:
-        raise ValueError(f"degrees_of_freedom is {degrees_of_freedom}; it must be at least 1.")
     if degrees_of_freedom <= len(_T_TABLE):
         return _T_TABLE[degrees_of_freedom - 1]
     return _Z + (_Z**3 + _Z) / (4 * degrees_of_freedom)
@@ -42,8 +40,6 @@ def trimmed_interval(samples: Sequence[float]) -> tuple[float, float]:
     The tenth is rounded to whole samples, so that it is one of eight. One sample says nothing of its spread: its
     interval is plus and minus all of it. Raises `ValueError` without samples.
     """
-    if not samples:
-        raise ValueError("There are no samples to average.")
     kept = sorted(samples)[: len(samples) - round(TRIM_SHARE * len(samples))]
     mean = fmean(kept)
     if len(kept) < 2:

@@ -252,12 +252,10 @@ def write_atomically(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException as error:
-        with suppress(OSError):
+    except OSError as error:
+        raise StudyError(
+            f"{path} cannot be written: {error.strerror}.", "Free some space, or choose another folder with --out."
+        ) from error
+    finally:
+        with suppress(OSError):  # it was moved, or could not be made
             temporary.unlink()
-        if isinstance(error, OSError):
-            raise StudyError(
-                f"{path} cannot be written: {error.strerror}.",
-                "Free some space, or choose another folder with --out.",
-            ) from error
-        raise

@@ -229,10 +229,6 @@ def _ring(name: str, config: AmpConfig, speed: float, interval: tuple[float, flo
     return marks(name, [config.batch_size], [speed], [hover], error_y=whiskers, marker=_AROUND[name])
 
 
-# A limit further above everything measured would press that flat: it is left out of sight, and named in the legend.
-_MAX_LIMIT_RATIO = 2.5
-
-
 def memory(recommendation: Recommendation | None, records: Sequence[Record]) -> Drawn:
     """MiB that count against the limit, against batch size; what ran out of memory stands on the axis."""
     measured = measurements(records)
@@ -247,7 +243,7 @@ def memory(recommendation: Recommendation | None, records: Sequence[Record]) -> 
         sizes = [r.candidate.batch_size for r in records if is_trial(r)]
         ends, height = [min(sizes), max(sizes)], limit / MIB
         figure.add_trace(rule(f"limit: {size(limit)}", ends, [height] * 2, dash="dashdot"))
-        if out_of_memory or limit <= _MAX_LIMIT_RATIO * highest:
+        if out_of_memory:  # else what was measured would be pressed flat below it; the legend names it
             highest = max(highest, limit)
     if out_of_memory:
         figure.add_trace(_crosses(out_of_memory, "out of memory"))

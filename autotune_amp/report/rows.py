@@ -87,16 +87,13 @@ def reason_words(row: CandidateRow) -> str:
     return one_line(row.reason or "").removeprefix(f"{outcome_name(row.status)}: ")
 
 
-def exclusions(excluded: Iterable[Exclusion]) -> list[tuple[list[str], str, str]]:
-    """Precisions, the batch sizes that they share, and the one reason for all of it."""
+def exclusions(excluded: Iterable[Exclusion]) -> list[tuple[str, str, str]]:
+    """A precision, its batch sizes, and the one reason for all of them."""
     batch_sizes: dict[tuple[str, str], list[int]] = {}
     for exclusion in excluded:
         sizes = batch_sizes.setdefault((exclusion.precision, one_line(exclusion.reason)), [])
         sizes += [] if exclusion.batch_size is None else [exclusion.batch_size]
-    together: dict[tuple[str, str], list[str]] = {}
-    for (precision, reason), sizes in batch_sizes.items():
-        together.setdefault((span(*sizes) if sizes else "any", reason), []).append(precision)
-    return [(precisions, sizes, reason) for (sizes, reason), precisions in together.items()]
+    return [(precision, span(*sizes) if sizes else "any", reason) for (precision, reason), sizes in batch_sizes.items()]
 
 
 def span(*values: int) -> str:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from autotune_amp.runtime.run_log import Line
 
-_MAX_ROWS = 200  # of the table of moves: a run that goes on skipping for ever stops every ten updates
-_WIDE = 20  # times its least: from there on the loss is drawn on a logarithmic axis
 _CAPTION = (
     "What was seen at every 64th update and wherever the loss scale changed. Below the scale stands each precision "
     "where the run took it up, above it each move, numbered as in the table. Only fp16 scales the loss."
@@ -66,8 +64,7 @@ def course(run: Run) -> Figure:
     if losses:
         seen = [line.update for line in samples], [line.loss for line in samples]
         figure.add_trace(_line("loss", *seen, "loss %{y:.4g}", "var(--ink)", "linear"), row=3, col=1)
-        scaling = "log" if 0 < _WIDE * min(losses) < max(losses) else "linear"
-        figure.update_yaxes(title_text="loss", type=scaling, exponentformat="power", row=3, col=1)
+        figure.update_yaxes(title_text="loss", exponentformat="power", row=3, col=1)
     figure.update_xaxes(title_text="update", tickformat=",d", row=len(heights), col=1)
     return figure
 
@@ -119,7 +116,7 @@ def _moves_drawn(moves: Sequence[MoveLine], bottom: float, top: float) -> list[S
         [said(f"update {move.update:,}: {_kind(move)}, {_way(move)}", _reason(move)) for move in moves],
         legendgroup="move",
         mode="markers+text",
-        text=[str(place) if place <= _MAX_ROWS else "" for place in range(1, len(moves) + 1)],
+        text=[str(place) for place in range(1, len(moves) + 1)],
         textposition="top center",
         cliponaxis=False,
         marker={"symbol": "diamond", "size": 11, "color": "var(--accent)"},
@@ -175,9 +172,7 @@ def _moves(moves: Sequence[MoveLine]) -> str:
         for place, move in enumerate(moves, start=1)
     ]
     columns = ["move", "update", "skipped so far", "what", "precision", "reason"]
-    table = document.table(columns, rows[:_MAX_ROWS], num_numeric=2)
-    left_out = len(rows) - _MAX_ROWS
-    return table + (document.paragraph(f"{left_out:,} more are in the log.", "absent") if left_out > 0 else "")
+    return document.table(columns, rows, num_numeric=2)
 
 
 def _about(run: Run) -> str:

@@ -176,10 +176,7 @@ def _candidates(recommendation: Recommendation) -> str:
 
 
 def _left_out(excluded: Iterable[Exclusion]) -> str:
-    shown = [(", ".join(precisions), sizes, reason) for precisions, sizes, reason in rows.exclusions(excluded)]
-    return (
-        document.table(("precision", "batch", "reason"), shown) if shown else document.paragraph("Nothing.", "absent")
-    )
+    return document.table(("precision", "batch", "reason"), rows.exclusions(excluded))
 
 
 def _failures(records: Sequence[Record]) -> str:

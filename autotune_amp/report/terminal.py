@@ -81,9 +81,9 @@ def _candidates(recommendation: Recommendation) -> Table:
         shown.append((list(cells.values()), text, style))
     listed = {(row.precision, row.batch_size) for row in recommendation.candidates}
     unlisted = [e for e in recommendation.excluded if (e.precision, e.batch_size) not in listed]
-    for precisions, sizes, reason in rows.exclusions(unlisted):
+    for precision, sizes, reason in rows.exclusions(unlisted):
         blanks = ["-"] * (len(columns) - 2)
-        shown.append((["\n".join(precisions), sizes, *blanks], Text(f"excluded: {reason}"), "dim"))
+        shown.append(([precision, sizes, *blanks], Text(f"excluded: {reason}"), "dim"))
     table = _table(*columns, last="outcome")
     for texts, outcome_text, style in shown:
         table.add_row(*texts, outcome_text, style=style)

@@ -47,14 +47,3 @@ def test_one_document_one_trace_and_what_runs_out_of_memory_alone(cli: CommandLi
     names = {event.get("name") for event in events}
     assert {"autotune_amp fp32 step 1", "autotune_amp bf16 step 1"} <= names
     assert "autotune_amp fp16 step 1" not in names
-
-
-@pytest.mark.slow
-def test_a_workload_that_does_not_run_in_fp32_either_is_an_error(cli: CommandLine) -> None:
-    target = cli.write(
-        "train.py", WORKLOAD.replace("    return (model", "    raise ValueError('no good')\n    return (model")
-    )
-    done = cli("profile", target, "--device", "cpu", "--json")
-    assert done.code == 2
-    assert done.document["error"]["kind"] == "workload"
-    assert done.document["error"]["message"].startswith("ValueError: no good")

@@ -58,11 +58,6 @@ def test_an_exclusion_covers_every_value_of_a_dimension_it_does_not_name(
     assert not Exclusion(precision="fp16", reason="why", **named).covers(FULL)
 
 
-def test_the_document_of_an_exclusion_holds_only_what_it_names() -> None:
-    excluded = Exclusion(precision="fp8", batch_size=None, reason="no kernels")
-    assert msgspec.to_builtins(excluded) == {"precision": "fp8", "batch_size": None, "reason": "no kernels"}
-
-
 def test_the_users_own_number_of_loader_workers_is_the_least_risk_and_none_the_next() -> None:
     own, none, two = (Setting(precision="fp32", batch_size=8, num_workers=num) for num in (None, 0, 2))
     assert own.risks < none.risks < two.risks

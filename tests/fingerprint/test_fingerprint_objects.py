@@ -6,7 +6,6 @@ import functools
 import itertools
 import logging
 import socket
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -113,9 +112,7 @@ def test_values_and_state_do_not_count(one: object, other: object) -> None:
         (torch.zeros(3), torch.zeros(3, dtype=torch.bfloat16)),
         (torch.zeros(3), torch.zeros(3, requires_grad=True)),
         (torch.zeros(1, 2, 3, 3), torch.zeros(1, 2, 3, 3).to(memory_format=torch.channels_last)),
-        (torch.float32, torch.float16),
         (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)),
-        (numpy.zeros(3), numpy.zeros(4)),
         (MODEL(), MODEL().eval()),
         (MODEL(), MODEL().requires_grad_(False)),
         (MODEL(), hooked()),
@@ -124,12 +121,8 @@ def test_values_and_state_do_not_count(one: object, other: object) -> None:
         (torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), tied()),
         (torch.optim.SGD([torch.zeros(1)], lr=0.1), torch.optim.SGD([torch.zeros(1)], lr=0.2)),
         (loader(batch_size=2), loader(batch_size=4)),
-        (loader(), loader(shuffle=True)),
         (functools.partial(max, 1), functools.partial(max, 2)),
         (defaultdict(int), defaultdict(float)),
-        (0.1, 0.10001),
-        (0.0, -0.0),
-        (range(3), range(4)),
         ([].append, [1].append),
         (torch.nn.functional.relu, torch.nn.functional.gelu),
     ],
@@ -140,43 +133,6 @@ def test_what_a_run_would_feel_counts(one: object, other: object) -> None:
 
 
 # --- functions and classes
-
-
-def test_a_module_that_a_notebooks_function_takes_from_a_package_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "only_for_this_test"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "net.py").write_text("WIDTH = 4\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    names: dict[str, Any] = {"__name__": "__main__"}
-    exec("def model():\n    from only_for_this_test import net\n    return net.WIDTH\n", names)
-    assert "source file only_for_this_test/net.py" in parts_of(names["model"])
-
-
-RATE = 1.0
-
-
-def outer(*, scale: float = 1.0) -> Any:
-    def inner(x: Any) -> Any:
-        return torch.nn.functional.relu(x) * RATE * scale
-
-    return inner
-
-
-def test_what_a_function_reaches_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = parts_of(outer)
-    assert parts_of(outer) == before
-    changes: list[tuple[object, str, object]] = [
-        (sys.modules[__name__], "RATE", 2.0),  # from a function inside it
-        (outer, "__kwdefaults__", {"scale": 2.0}),
-    ]
-    for owner, name, value in changes:
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, value)
-            assert parts_of(outer) != before, name
-    assert parts_of(outer) == before
 
 
 class Hostile:
@@ -296,16 +252,8 @@ def test_a_storage_url_is_not_shown() -> None:
     assert not any("secret" in part for part in one.parts.values())
 
 
-COUNT = (
-    *("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "OMP_NUM_THREADS", "GOMP_CPU_AFFINITY"),
-    *("KMP_BLOCKTIME", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_VERBOSE"),
-    *("TORCHINDUCTOR_MAX_AUTOTUNE", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG"),
-    *("CUDNN_LOGINFO_DBG", "NVIDIA_TF32_OVERRIDE"),
-)
-DO_NOT_COUNT = (
-    *("PYTORCH_NVML_BASED_CUDA_CHECK", "CUDA_MODULE_LOADING", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK"),
-    *("TORCHELASTIC_RUN_ID", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "HOME", "XDG_SESSION_ID"),
-)
+COUNT = ("LD_PRELOAD", "GLIBC_TUNABLES", "OMP_NUM_THREADS", "TORCHINDUCTOR_MAX_AUTOTUNE", "NVIDIA_TF32_OVERRIDE")
+DO_NOT_COUNT = ("CUDA_MODULE_LOADING", "TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_RUN_ID", "HOME")
 
 
 def test_the_environment_counts_where_it_decides_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

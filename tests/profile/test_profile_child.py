@@ -82,21 +82,3 @@ def test_a_cpus_attention_counts_as_the_products_that_it_is_made_of() -> None:
     flops, problem = count_flops(lambda: torch.autograd.backward(attention(query, query, query).sum()), "cpu")
     assert (flops, problem) == (2 * 2 * 3 * 16 * 16 * 8 * 6, None)
     assert count_flops(lambda: query.sum(), "cpu") == (None, "torch's FLOP counter knows none of its operations")
-
-
-def test_a_loop_of_its_own_is_taken_apart_too(tmp_path: Path) -> None:
-    def build() -> dict[str, Any]:
-        net = model()
-        return {"net": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.01)}
-
-    def train_step(state: dict[str, Any], batch: Any, amp: Any) -> None:
-        state["optimizer"].zero_grad()
-        with amp.autocast():
-            value = loss(state["net"], batch)
-        amp.backward(value)
-        amp.step(state["optimizer"])
-        amp.update()
-
-    alone = {"model": None, "loss": None, "optimizer": None}
-    _, found = taken_apart("bf16", tmp_path / "trace.json", build=build, train_step=train_step, **alone)
-    assert found.share("optimizer") > 0

@@ -7,7 +7,7 @@ from typing import Any
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.evidence import BaselineEvidence, Evidence
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware
-from autotune_amp.core.outcome import Description, Failure, Measurement, Record
+from autotune_amp.core.outcome import Failure, Measurement, Record
 from autotune_amp.core.recommendation import CandidateRow, Fingerprint, Recommendation, SearchSummary
 from autotune_amp.core.setting import Setting
 
@@ -80,23 +80,6 @@ def recommendation(**changes: Any) -> Recommendation:
         "fingerprint": Fingerprint(digest="", parts={}),
     }
     return Recommendation(**(values | changes))
-
-
-def loop() -> Description:
-    return Description(
-        name="gan",
-        batch_size=None,
-        num_samples=None,
-        data="function of the batch size",
-        num_parameters=1,
-        num_trainable_parameters=1,
-        weights="fp32",
-        as_found_precision="fp32",
-        is_as_found_strict=True,
-        build_seconds=0.1,
-        context_seconds=0.0,
-        is_loop=True,
-    )
 
 
 def measurement(**changes: Any) -> Measurement:

@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from report_samples import loop, recommendation
+from report_samples import recommendation
 
 from autotune_amp import cli
 from autotune_amp.api import recommend_config
@@ -87,7 +87,7 @@ def test_search_prints_the_recommendation_and_where_to_load_it(
     assert run(["search", "--json"]) == 0
     captured = capsys.readouterr()
     assert (json.loads(captured.out), captured.err) == (json.loads(BEST.to_json()), "")
-    best, saved = recommendation(workload=loop()), tmp_path / "sent.json"
+    best, saved = recommendation(), tmp_path / "sent.json"
     best.save(saved)
     for command, path in (
         ("search", "studies/quiet-otter/recommendation.json"),

@@ -102,9 +102,3 @@ def test_where_nothing_could_be_compared_it_says_why() -> None:
     assert found.gap is None
     assert found.next_step is None
     assert "the card has none" in printed(found)
-
-
-def test_what_hangs_is_told_as_a_bound() -> None:
-    hanging = PrecisionRow(precision="fp16", speedup=0.0001, verdict="slower", was_cut=True, reason="cut")
-    found = msgspec.structs.replace(PROFILE, rows=(*PROFILE.rows[:2], hanging))
-    assert "fp16: <= 0.0001x, cut" in found.explain()

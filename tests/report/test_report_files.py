@@ -95,14 +95,6 @@ def test_what_was_measured_and_ruled_out_is_drawn_too(tmp_path: Path) -> None:
     assert page.count('<figure class="chart">') == 4, "throughput, memory, the course, fidelity"
 
 
-def test_outcomes_beside_a_recommendation_are_not_drawn_alone(tmp_path: Path) -> None:
-    study = made_study.write(tmp_path)
-    assert run(["report", str(study / "outcomes.jsonl")]) == 0
-    page = (study / "report.html").read_text()
-    assert "made: fp16, batch size 64" in page
-    assert "othing was recommended" not in page
-
-
 # --- where it is written -------------------------------------------------------------------------------------------
 
 

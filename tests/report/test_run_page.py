@@ -45,14 +45,6 @@ def test_moves_are_marked_with_their_reason_and_precisions_are_named(made: Run) 
     assert named == [(line.precision, line.update) for line in rungs(made)] == [("fp16", 0), ("bf16", 400)]
 
 
-def test_a_run_that_never_scaled_and_has_no_loss_is_drawn_without() -> None:
-    lines = (begin(0, "bf16", None), sample(64, None, 0, "bf16", loss=None))
-    figure = course(Run(lines, 0, 0))
-    assert "loss" not in [trace.name for trace in figure.data]
-    only_begun = course(Run(lines[:1], 0, 0))
-    assert list(trace(only_begun, "loss scale").x) == [0]
-
-
 def test_the_page_says_what_happened_and_escapes_it(tmp_path: Path) -> None:
     path = made_run(tmp_path / "run.jsonl")
     page = write_run_report(path)
@@ -76,8 +68,3 @@ def test_a_stop_other_runs_and_cut_lines_are_said() -> None:
         assert told in text
     for last in (sample(128, 1024.0, 12), move(128, "demotion", "fp16", "bf16", 12)):
         assert "was stopped" not in run_page(Run((begin(), stop, last), 0, 0), "a.jsonl")
-
-
-def test_moves_without_end_stay_a_page() -> None:
-    stops = [move(10 * n, "stop", "fp16", "fp16", 10 * n) for n in range(1, 301)]
-    assert "100 more" in run_page(Run((begin(), *stops), 0, 0), "a.jsonl")

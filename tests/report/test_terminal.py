@@ -90,11 +90,6 @@ def test_exclusions_are_below_the_candidates_and_none_is_told_twice() -> None:
     assert "bf16 128-512 - - - excluded: needs more" in text
     assert "fp8 any - - - excluded: no autocast" in text
     assert "told in its own row" not in text
-    alike = (
-        Exclusion(precision="tf32", batch_size=16, reason="no"),
-        Exclusion(precision="bf16", batch_size=16, reason="no"),
-    )
-    assert flowing(printed(recommendation(excluded=alike))).count("excluded: no") == 1
     ruled_out = tuple(row("bf16", size, 100.0 + size, status="excluded", reason="it rounds") for size in (16, 32))
     everywhere = (Exclusion(precision="bf16", batch_size=None, reason="it rounds"),)
     text = printed(recommendation(candidates=ruled_out, excluded=everywhere))
