@@ -381,13 +381,8 @@ def _cause(passes: Passes) -> tuple[str, str]:
             f"BatchNorm in training mode takes its statistics from each micro-batch ({', '.join(norms[:3])})",
             "Keep the batch whole, or put BatchNorm in eval mode or GroupNorm in its place.",
         )
-    if changed := passes.changed(passes.model.named_buffers()):
-        return (
-            f"the forward pass changes {', '.join(changed[:3])}, which that of the next micro-batch may compute with",
-            "Keep the batch whole, or change these buffers once per optimizer step, outside of the forward pass.",
-        )
     return (
-        "the loss or the model compares samples with each other, as in-batch negatives do, the padding counts, or the "
-        "loss holds a term that is no mean over samples",
+        "the loss or the model compares samples with each other, as in-batch negatives do, the padding counts, the "
+        "forward pass computes with buffers that it changes, or the loss holds a term that is no mean over samples",
         "Keep the batch whole: smaller batches accumulated would learn something else.",
     )

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.numerics.passes import Passes, comparable_draws, without_dropout
-from autotune_amp.precision.torch_state import keep_generators
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
@@ -152,14 +151,3 @@ def test_dropout_is_taken_out_of_compiled_code_too() -> None:
         assert torch.equal(compiled(x), model[0](x))
     assert not torch.equal(compiled(x), model[0](x))
     torch._dynamo.reset()
-
-
-def test_generators_go_back_to_where_they_stood() -> None:
-    def draw() -> tuple[float, float, float]:
-        return random.random(), float(np.random.rand()), float(torch.rand(()))
-
-    put_back = keep_generators()
-    first, second = draw(), draw()
-    put_back()
-    assert draw() == first
-    assert first != second
