@@ -170,9 +170,8 @@ def _checked(passes: Passes, read_maxima: Callable[[], dict[str, float]], num_sa
         return unchecked("the gradient of the whole batch is zero, or no more than rounding noise", num_samples)
     unrepeated = _distance(whole.gradients, repeated.gradients, names)
     if unrepeated > max(_ROUNDING_MARGIN * rounding, 4 * unit_roundoff):
-        reason = f"the same batch gives another gradient a second time (they part by {unrepeated:.1g})"
-        because = "by random draws, or by what the first pass left outside the model's buffers"
-        return unchecked(f"{reason}, {because}", num_samples)
+        reason = "the same batch gives another gradient a second time, by random draws or by what the first pass left"
+        return unchecked(f"{reason} (they part by {unrepeated:.1g})", num_samples)
     # One after the other, as training runs them: each finds what the one before left in the model's buffers.
     passes.restore()
     parts = [_pass(passes, index + 1) for index in range(len(pieces))]

@@ -189,8 +189,6 @@ class Recorder:
         self._origins: list[_Origin] = []
         self._first_bad_sum: _Origin | None = None
 
-    # -- forward -------------------------------------------------------------------------------------------------------
-
     @contextmanager
     def watching_forward(self) -> Iterator[None]:
         """Record the forward pass inside; what a checkpoint recomputes in the backward pass is none."""
@@ -230,8 +228,6 @@ class Recorder:
                     return self._module(holder)
                 return f"the input of {self._module(call)}" if call.name else "the input of the model"
         return "the loss function" if masked is None else self._module(masked)
-
-    # -- backward ------------------------------------------------------------------------------------------------------
 
     def watch_backward(self, loss: Tensor) -> list[Tensor]:
         """Record the backward pass that follows, and give the leaves whose gradients it will write."""
@@ -274,8 +270,6 @@ class Recorder:
         around = (call for call in self._ended_calls() if call.first_node <= node < call.end_node)
         return max(around, key=lambda call: call.first_node, default=None)
 
-    # -- against a pass that went well ---------------------------------------------------------------------------------
-
     def damaged(self, healthy: Recorder | None) -> tuple[list[str], str | None]:
         """The modules where this pass went bad and `healthy` did not, and the first of them in words.
 
@@ -305,8 +299,6 @@ class Recorder:
 
     def _ended_calls(self) -> Iterator[Call]:
         return (call for call, has_ended in self._timeline if has_ended)
-
-    # -- in words ------------------------------------------------------------------------------------------------------
 
     def _module(self, call: Call) -> str:
         kind = type(self._modules[call.name]).__name__
