@@ -15,6 +15,7 @@ from autotune_amp.core.outcome import Calibration
 from autotune_amp.numerics.calibration import (
     MAX_LOG2_SCALE,
     calibrate,
+    count_octaves,
     largest_safe_scale,
 )
 from autotune_amp.numerics.comparison import COUNTS
@@ -130,6 +131,11 @@ def test_the_histogram_counts_what_counts_and_foretells_what_fp16_flushes(name: 
         # A power of two has its threshold on the edge of an octave: no interpolation.
         assert shares.at(log2_scale) == pytest.approx(found[-1], abs=few)
     assert max(found) > 0.05
+
+
+def test_zeros_and_entries_too_small_to_count_are_in_no_octave() -> None:
+    gradient = torch.tensor([1.0, -(2.0**-11), 0.75 * 2.0**-12, 0.0, math.inf])
+    assert count_octaves([gradient, torch.zeros(3)]) == {0: 1, -11: 1}
 
 
 # -- what modules put out ----------------------------------------------------------------------------------------------
