@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -92,8 +92,6 @@ def _rebuilt(batch: Any, part: slice, num_samples: int) -> Any:
     children, spec = pytree.tree_flatten(batch, is_leaf=lambda value: value is not batch)
     if not spec.is_leaf():  # a builtin container, or a type that was registered as one
         return pytree.tree_unflatten([of(child) for child in children], spec)
-    if isinstance(batch, Mapping) and not isinstance(batch, MutableMapping):
-        return {key: of(value) for key, value in batch.items()}
     made: Any = copy.copy(batch)
     if isinstance(batch, Mapping):
         for key, value in batch.items():
@@ -172,9 +170,8 @@ def _checked(passes: Passes, read_maxima: Callable[[], dict[str, float]], num_sa
         return unchecked("the gradient of the whole batch is zero, or no more than rounding noise", num_samples)
     unrepeated = _distance(whole.gradients, repeated.gradients, names)
     if unrepeated > max(_ROUNDING_MARGIN * rounding, 4 * unit_roundoff):
-        reason = f"the same batch gives another gradient a second time (they part by {unrepeated:.1g})"
-        because = "by random draws, or by what the first pass left outside the model's buffers"
-        return unchecked(f"{reason}, {because}", num_samples)
+        reason = "the same batch gives another gradient a second time, by random draws or by what the first pass left"
+        return unchecked(f"{reason} (they part by {unrepeated:.1g})", num_samples)
     # One after the other, as training runs them: each finds what the one before left in the model's buffers.
     passes.restore()
     parts = [_pass(passes, index + 1) for index in range(len(pieces))]
@@ -381,13 +378,8 @@ def _cause(passes: Passes) -> tuple[str, str]:
             f"BatchNorm in training mode takes its statistics from each micro-batch ({', '.join(norms[:3])})",
             "Keep the batch whole, or put BatchNorm in eval mode or GroupNorm in its place.",
         )
-    if changed := passes.changed(passes.model.named_buffers()):
-        return (
-            f"the forward pass changes {', '.join(changed[:3])}, which that of the next micro-batch may compute with",
-            "Keep the batch whole, or change these buffers once per optimizer step, outside of the forward pass.",
-        )
     return (
-        "the loss or the model compares samples with each other, as in-batch negatives do, the padding counts, or the "
-        "loss holds a term that is no mean over samples",
+        "the loss or the model compares samples with each other, as in-batch negatives do, the padding counts, the "
+        "forward pass computes with buffers that it changes, or the loss holds a term that is no mean over samples",
         "Keep the batch whole: smaller batches accumulated would learn something else.",
     )

@@ -32,8 +32,6 @@ COUNTS = 2.0**-12
 # that of a key's bias in attention, for one, is zero on paper.
 MAX_OWN_NOISE = 0.1
 _NUM_HALVINGS = 4  # of a step's loss scale, before it is asked whether any will do
-
-
 _MAX_MODULES = 40  # rows of a chart
 
 

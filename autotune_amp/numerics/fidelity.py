@@ -131,6 +131,8 @@ class Experiment:
         self._read_maxima = read_maxima
         self._subject = subject = low.subject
         self._has_half_weights = has_half_weights(subject.model)
+        is_fp16 = any(parameter.dtype == torch.float16 for parameter in subject.model.parameters())
+        self._format_max = FP16_MAX if is_fp16 else self._mode.format_max
         # Where weights are kept in half precision fp32 is a copy of the model.
         self.fp32 = Passes(subject, in_fp32(subject.model, subject.device.type)) if self._has_half_weights else low
         self._reference = [self.fp32.run(index, "fp32") for index in range(NUM_BATCHES)]
@@ -224,11 +226,6 @@ class Experiment:
             seconds=time.perf_counter() - self._started,
             fp32_step_seconds=self._fp32_step_seconds,
         )
-
-    @property
-    def _format_max(self) -> float:
-        is_fp16 = any(parameter.dtype == torch.float16 for parameter in self._subject.model.parameters())
-        return FP16_MAX if is_fp16 else self._mode.format_max
 
     def _lost_updates(self) -> LowWeights | None:
         """What rounding leaves of the first step, where weights are kept in half precision."""

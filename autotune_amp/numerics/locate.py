@@ -129,7 +129,7 @@ class Health(IntEnum):
 
 def health(values: Any) -> Health:
     """The worst over all floating tensors anywhere in `values`. Waits for the device."""
-    return max((_look(tensor)[0] for tensor in _floating(values)), default=Health.FINITE)
+    return max(map(_health_of, _floating(values)), default=Health.FINITE)
 
 
 def _floating(values: Any) -> Iterator[Tensor]:
@@ -143,15 +143,11 @@ def _floating(values: Any) -> Iterator[Tensor]:
                 yield tensor
 
 
-def _look(tensor: Tensor) -> tuple[Health, float]:
-    """The tensor's health and its largest magnitude, masked entries aside."""
+def _health_of(tensor: Tensor) -> Health:
     smallest, largest = tensor.aminmax()  # NaN in the tensor makes both NaN
-    low, high = smallest.item(), largest.item()  # stacked, they could not be: autocast refuses its other half precision
-    if not high < float("inf"):
-        return Health.BAD, high
-    if low == -float("inf"):
-        return Health.MASKED, float(tensor.masked_fill(tensor == low, 0).abs().amax())
-    return Health.FINITE, max(high, -low)
+    if not largest.item() < math.inf:
+        return Health.BAD
+    return Health.MASKED if smallest.item() == -math.inf else Health.FINITE
 
 
 @dataclass(eq=False)
@@ -183,21 +179,15 @@ class _Origin:
 
 
 class Recorder:
-    """Watches one pass through `modules`: `watching_forward()` around the forward pass, then `watch_backward`.
-
-    `forward_max` is the largest magnitude that a module put out.
-    """
+    """Watches one pass through `modules`: `watching_forward()` around the forward pass, then `watch_backward`."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self.forward_max = 0.0
         self._modules = modules
         self._timeline: list[tuple[Call, bool]] = []  # the call, and whether it ended there or began
         self._running: list[Call] = []
         self._num_calls: Counter[str] = Counter()
         self._origins: list[_Origin] = []
         self._first_bad_sum: _Origin | None = None
-
-    # -- forward -------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def watching_forward(self) -> Iterator[None]:
@@ -220,12 +210,8 @@ class Recorder:
         # A call that raised, inside a module that caught it, never ended.
         while (call := self._running.pop()).name != name:
             pass
-        seen = [_look(tensor) for tensor in _floating(output)]
-        call.outputs = max((health for health, _ in seen), default=Health.FINITE)
+        call.outputs = health(output)
         call.end_node = _next_node()
-        # Of the first tensor, as the observers have it: later ones often are masks. NaN wins.
-        largest = seen[0][1] if seen else 0.0
-        self.forward_max = self.forward_max if self.forward_max >= largest or math.isnan(self.forward_max) else largest
         self._timeline.append((call, True))
 
     def forward_culprit(self) -> str:
@@ -242,8 +228,6 @@ class Recorder:
                     return self._module(holder)
                 return f"the input of {self._module(call)}" if call.name else "the input of the model"
         return "the loss function" if masked is None else self._module(masked)
-
-    # -- backward ------------------------------------------------------------------------------------------------------
 
     def watch_backward(self, loss: Tensor) -> list[Tensor]:
         """Record the backward pass that follows, and give the leaves whose gradients it will write."""
@@ -286,8 +270,6 @@ class Recorder:
         around = (call for call in self._ended_calls() if call.first_node <= node < call.end_node)
         return max(around, key=lambda call: call.first_node, default=None)
 
-    # -- against a pass that went well ---------------------------------------------------------------------------------
-
     def damaged(self, healthy: Recorder | None) -> tuple[list[str], str | None]:
         """The modules where this pass went bad and `healthy` did not, and the first of them in words.
 
@@ -317,8 +299,6 @@ class Recorder:
 
     def _ended_calls(self) -> Iterator[Call]:
         return (call for call, has_ended in self._timeline if has_ended)
-
-    # -- in words ------------------------------------------------------------------------------------------------------
 
     def _module(self, call: Call) -> str:
         kind = type(self._modules[call.name]).__name__

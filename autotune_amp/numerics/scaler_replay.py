@@ -19,9 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
-from autotune_amp.precision.modes import MODES
 
-_FLUSHED_LOG2 = math.log2(MODES["fp16"].min_subnormal / 2)  # fp16 rounds to 0 what is at it or under
+_FLUSHED_LOG2 = -25.0  # fp16, whose least positive number is 2^-24, rounds to 0 what is at it or under
 _LARGEST_SCALE = 2.0**127  # power of two in float32
 _MAX_CACHED_SCALES = 64
 _MIN_GAIN = 5e-4  # of the applied share

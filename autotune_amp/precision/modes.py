@@ -14,16 +14,14 @@ class Mode:
     """One precision.
 
     `autocast_dtype` is the name below torch of what autocast casts to, None where there is no autocast.
-    `significand_bits` counts the leading one. `format_max`, `min_normal` and `min_subnormal` are the largest and the
-    two least positive numbers of the format that activations and gradients are kept in: in tf32 that is fp32's.
-    `next_down` is the precision with less to go wrong that a run steps down to.
+    `significand_bits` counts the leading one. `format_max` is the largest number of the format that activations and
+    gradients are kept in: in tf32 that is fp32's. `next_down` is the precision with less to go wrong that a run steps
+    down to.
     """
 
     precision: Precision
     significand_bits: int
     format_max: float = 3.4028234663852886e38
-    min_normal: float = 2.0**-126
-    min_subnormal: float = 2.0**-149
     autocast_dtype: Literal["bfloat16", "float16"] | None = None
     is_trainable: bool = True  # False where it would take an autocast that torch lacks
     uses_tf32: bool = False
@@ -57,15 +55,12 @@ _BF16 = Mode(
     precision="bf16",
     significand_bits=8,
     format_max=3.3895313892515355e38,
-    min_subnormal=2.0**-133,
     autocast_dtype="bfloat16",
 )
 _FP16 = Mode(
     precision="fp16",
     significand_bits=11,
     format_max=FP16_MAX,
-    min_normal=2.0**-14,
-    min_subnormal=2.0**-24,
     autocast_dtype="float16",
     takes_scaler=True,
     next_down="bf16",
@@ -74,8 +69,6 @@ _FP8 = Mode(  # e4m3, which weights and activations are kept in
     precision="fp8",
     significand_bits=4,
     format_max=448.0,
-    min_normal=2.0**-6,
-    min_subnormal=2.0**-9,
     is_trainable=False,
     next_down="bf16",
 )

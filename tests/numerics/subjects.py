@@ -10,7 +10,6 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Fidelity
@@ -105,25 +104,6 @@ class Partly(nn.Module):
         return used
 
 
-class Checkpointed(nn.Module):
-    """Recomputes, in its backward pass, activations that are far larger than its gradients, and a mask of -inf."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(8, 8)
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        head: Tensor = self.head(checkpoint(self._wide, x, use_reentrant=False))
-        return head
-
-    def _wide(self, x: Tensor) -> Tensor:
-        wide = self.body(x) * 4096.0
-        masked = wide.masked_fill(torch.eye(8, dtype=torch.bool), -torch.inf)
-        mixed: Tensor = masked.softmax(-1).to(wide) + wide / 4096.0
-        return mixed
-
-
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
     return functional.cross_entropy(model(batch.x).flatten(0, -2), batch.y.flatten())
 
@@ -148,7 +128,6 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
         Tied(sparse=True), cross_entropy, x=tokens, y=tokens, make_optimizer=adam_and_sparse_adam
     ),
     "unused and frozen parameters": lambda: subject(Partly()),
-    "checkpointed": lambda: subject(Checkpointed()),
 }
 
 

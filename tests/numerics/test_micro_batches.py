@@ -123,29 +123,6 @@ def test_a_mean_over_tokens_weighs_micro_batches_by_their_labels(shift: int) -> 
     assert found_of(words, loss, {"ids": ids, "labels": ids}).verdict == "mean", "equal numbers of tokens"
 
 
-def test_state_that_one_micro_batch_leaves_to_the_next_is_named() -> None:
-    class Queued(nn.Module):
-        """Holds its output against that of earlier samples, as MoCo's queue does."""
-
-        queue: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.encode = nn.Linear(8, 4)
-            self.register_buffer("queue", torch.randn(16, 4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            ours: Tensor = self.encode(x)
-            scores = (ours @ self.queue.T.clone()).square().mean()
-            self.queue.copy_(torch.cat([ours.detach(), self.queue[: -len(x)]]))
-            return scores
-
-    found = found_of(Queued(), lambda m, b: m(b["x"]), regression())
-    assert found.verdict == "inexact", found.reason
-    assert "queue" in found.reason
-    assert "buffers" in found.next_step
-
-
 @pytest.mark.parametrize(("times", "name"), [(torch.full((5,), 7), "mask != 0"), (torch.arange(1, 6), "mask.sum()")])
 def test_a_masked_mean_is_named_after_its_mask(times: Tensor, name: str) -> None:
     kept = torch.rand(16, 5) < torch.linspace(0.2, 1, 16)[:, None]

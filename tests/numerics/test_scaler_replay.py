@@ -22,6 +22,7 @@ from autotune_amp.numerics.scaler_replay import (
     skips,
     starting_scale,
 )
+from autotune_amp.precision.torch_state import scaler_arguments
 from autotune_amp.runtime.policy_state import ScaleRule
 
 NEVER_FINITE = -math.inf
@@ -54,13 +55,7 @@ def trace_of(safe_scales: list[float]) -> Trace:
 
 def real_gradscaler(safe_scales: list[float], loss_scale: LossScale) -> tuple[list[int], float]:
     """The steps skipped and the final scale; the gradient, which is the scale, turns infinite where it is too high."""
-    scaler = torch.amp.GradScaler(
-        "cpu",
-        init_scale=loss_scale.init_scale,
-        growth_factor=loss_scale.growth_factor,
-        backoff_factor=loss_scale.backoff_factor,
-        growth_interval=loss_scale.growth_interval,
-    )
+    scaler = torch.amp.GradScaler("cpu", **scaler_arguments(loss_scale))
     weight = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.0)
     taken: list[int] = []
@@ -85,17 +80,6 @@ def real_gradscaler(safe_scales: list[float], loss_scale: LossScale) -> tuple[li
     return skipped, scaler.get_scale()
 
 
-def assert_like_gradscaler(safe_scales: list[float], loss_scale: LossScale) -> None:
-    skipped, final_scale = real_gradscaler(safe_scales, loss_scale)
-    trace = trace_of(safe_scales)
-    result = replay(trace, loss_scale)
-    assert skips(trace, loss_scale) == skipped
-    assert result.num_skips == len(skipped)
-    assert result.first_skip == (skipped[0] if skipped else None)
-    assert result.applied_share == pytest.approx(1 - len(skipped) / len(safe_scales), abs=1e-12)
-    assert result.final_scale == final_scale
-
-
 @given(
     data=st.data(),
     init_log2=st.integers(-20, 30) | init_log2s,
@@ -106,7 +90,14 @@ def test_skip_for_skip_and_to_the_bit_it_is_gradscaler(
     data: st.DataObject, init_log2: float, **parameters: Any
 ) -> None:
     safe_scales = data.draw(traces(init_log2))
-    assert_like_gradscaler(safe_scales, LossScale(init_scale=2.0**init_log2, **WIDE, **parameters))
+    loss_scale = LossScale(init_scale=2.0**init_log2, **WIDE, **parameters)
+    skipped, final_scale = real_gradscaler(safe_scales, loss_scale)
+    trace = trace_of(safe_scales)
+    result = replay(trace, loss_scale)
+    assert skips(trace, loss_scale) == skipped
+    assert (result.num_skips, result.first_skip) == (len(skipped), skipped[0] if skipped else None)
+    assert result.applied_share == pytest.approx(1 - len(skipped) / len(safe_scales), abs=1e-12)
+    assert result.final_scale == final_scale
 
 
 @given(
