@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from statistics import median
 from typing import Literal, cast
 
 import msgspec
 import torch
 from torch import Tensor
 
-from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan
+from autotune_amp.core.config import AmpConfig, DemotedError
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError, TrainingStoppedError
 from autotune_amp.hardware import cuda
@@ -75,8 +76,13 @@ class Executor:
         self._known_optimizers: set[int] = set()
         self._culprit: str | None = None
         for plan in self.plans:
-            if max_slowdown is not None:
-                self._withdraw_slower(plan, max_slowdown)
+            if max_slowdown is not None and plan.slowdown is None:
+                raise InvalidRequestError(
+                    f"max_slowdown={max_slowdown} cannot be kept: the speed of {plan.precision} was not measured.",
+                    "Use a config that a search recommended, or leave max_slowdown out.",
+                )
+            if max_slowdown is not None and plan.slowdown is not None and plan.slowdown > max_slowdown:
+                policy.withdraw(plan.precision, f"{plan.slowdown:.2g} times slower, above {max_slowdown:g}")
             if plan.precision == "bf16" and ranks.device.type == "cuda" and not cuda.is_bf16_native(ranks.device):
                 policy.withdraw("bf16", "this card only emulates it")
         missing = {name: value for name, value in config.environment.items() if os.environ.get(name) != value}
@@ -86,15 +92,6 @@ class Executor:
                 "Before Python starts: export %s",
                 " ".join(f"{name}={value}" for name, value in missing.items()),
             )
-
-    def _withdraw_slower(self, plan: FallbackPlan, max_slowdown: float) -> None:
-        if plan.slowdown is None:
-            raise InvalidRequestError(
-                f"max_slowdown={max_slowdown} cannot be kept: the speed of {plan.precision} was not measured.",
-                "Use a config that a search recommended, or leave max_slowdown out.",
-            )
-        if plan.slowdown > max_slowdown:
-            self.policy.withdraw(plan.precision, f"{plan.slowdown:.2g} times slower, above {max_slowdown:g}")
 
     @property
     def config(self) -> AmpConfig:
@@ -173,7 +170,7 @@ class Executor:
             num_skips=policy.num_skips,
             skip_share=policy.num_skips / max(1, policy.num_updates),
             amp_share=metrics.num_amp_steps / max(1, metrics.num_steps),
-            step_seconds=metrics.step_seconds,
+            step_seconds=median(metrics.seconds) if metrics.seconds else None,
             peak_memory_bytes=peak_memory_bytes(self.ranks.device),
             forward_max=model.forward_max() if model else None,
             history=tuple(self.history),
@@ -200,13 +197,6 @@ class Executor:
             self.is_advisory = not self.uses_own_autocast
         if self._found is not None:
             torch_state.apply_fp32_flags(self._found)
-
-    def load_pins(self, names: Sequence[str]) -> None:
-        """Pin these modules and no others, once a model is attached where none is yet."""
-        self.pins_to_come = tuple(names)
-        if self.model is not None:
-            self.model.pin(names, only=True)
-            self.model.statistics.save()
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context for a forward pass in the current precision, fresh each time."""

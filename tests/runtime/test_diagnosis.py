@@ -306,21 +306,21 @@ def test_nothing_of_the_model_changes() -> None:
     assert snapshot(model) == before
 
 
-SPOILT: dict[str, Callable[[Tensor], Any]] = {
-    "ZeroDivisionError": lambda loss: 1 // 0,
-    "without a gradient": lambda loss: loss.detach(),
-    r"shape \(2,\)": lambda loss: loss.expand(2),
-    "a float": lambda loss: loss.item(),
-}
+SPOILT: list[tuple[str, Callable[[Tensor], Any]]] = [
+    ("ZeroDivisionError", lambda loss: 1 // 0),
+    ("one number with a gradient", lambda loss: loss.detach()),
+    ("one number with a gradient", lambda loss: loss.expand(2)),
+    ("one number with a gradient", lambda loss: loss.item()),
+]
 
 
-@pytest.mark.parametrize("told", SPOILT)
-def test_a_closure_that_fails_is_told_of_and_nothing_changes(told: str) -> None:
+@pytest.mark.parametrize(("told", "spoil"), SPOILT)
+def test_a_closure_that_fails_is_told_of_and_nothing_changes(told: str, spoil: Callable[[Tensor], Any]) -> None:
     model = Busy()
     batch_with_gradients(model)
     before = snapshot(model)
     with pytest.raises(InvalidRequestError, match=told):
-        find(model, lambda: SPOILT[told](square(model(batch()))))
+        find(model, lambda: spoil(square(model(batch()))))
     assert snapshot(model) == before
 
 
