@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autotune_amp.core.config import AmpConfig, DemotedError
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError, TrainingStoppedError
+from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
 from autotune_amp.hardware import cuda
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.modes import MODES
@@ -202,11 +202,6 @@ class Executor:
         """The context for a forward pass in the current precision, fresh each time."""
         return nullcontext() if self.is_off else torch_state.autocast(self.precision, self.ranks.device.type)
 
-    @property
-    def is_in_own_autocast(self) -> bool:
-        """Whether an autocast of the controller's is on."""
-        return self.uses_own_autocast and torch.is_autocast_enabled(self.ranks.device.type)
-
     def end_window(self, skipped: bool | Tensor) -> None:
         """The window ends without a step, or with one: the model's running statistics follow."""
         model = self.model
@@ -254,10 +249,13 @@ class Executor:
 
     def _act(self, action: Action) -> Action | None:
         """Carry out `action`, and give what follows from it."""
-        if action.kind == "diagnose":
-            return self._diagnose(action)
-        if action.kind == "probe":
-            return self._probe(action)
+        if action.kind in ("diagnose", "probe"):
+            try:
+                return self._diagnose(action) if action.kind == "diagnose" else self._probe(action)
+            except InvalidRequestError as error:  # of the closure, which must not end a run that goes on without it
+                log.error("%s The run goes on without it: %s", error.message, error.next_step, exc_info=error)
+                self.policy.can_rerun = False
+                return self.policy.judge(action.reason, Finding(True)) if action.kind == "diagnose" else None
         if action.kind == "warn":
             log.warning("%s", action.reason)
         elif action.kind == "stop":
@@ -303,35 +301,22 @@ class Executor:
     def _diagnose(self, asked: Action) -> Action | None:
         policy, model = self.policy, self.model
         assert model is not None  # what cannot rerun is not asked
-        try:
-            finding = diagnosis.diagnose(
-                self._rerunner(),
-                [name for name in policy.rungs[policy.rung + 1 :] if name not in policy.withdrawn],
-                policy.scale_before_burst if policy.is_scaling else 1.0,
-                finds_pins=not policy.has_pinned,
-                is_whole=not self.ranks.any(model.num_window_passes > 1),
-                can_run_fp32=not model.has_frozen_half_weights,
-            )
-        except InvalidRequestError as error:
-            self._do_without_rerun(error)
-            return policy.judge(asked.reason, Finding(True))
+        finding = diagnosis.diagnose(
+            self._rerunner(),
+            [name for name in policy.rungs[policy.rung + 1 :] if name not in policy.withdrawn],
+            policy.scale_before_burst if policy.is_scaling else 1.0,
+            finds_pins=not policy.has_pinned,
+            is_whole=not self.ranks.any(model.num_window_passes > 1),
+            can_run_fp32=not model.has_frozen_half_weights,
+        )
         self._culprit = finding.culprit
         log.warning("%s; diagnosis: %s", asked.reason, finding)
         return policy.judge(asked.reason, finding)
 
     def _probe(self, probe: Action) -> Action | None:
         faster = self.policy.rungs[probe.rung]
-        try:
-            done = self._rerunner().run(faster, probe.scale if MODES[faster].takes_scaler else 1.0)
-        except InvalidRequestError as error:
-            self._do_without_rerun(error)
-            return None
+        done = self._rerunner().run(faster, probe.scale if MODES[faster].takes_scaler else 1.0)
         return self.policy.probed(probe, is_finite=done.is_finite)
-
-    def _do_without_rerun(self, error: InvalidRequestError) -> None:
-        """The closure failed, which must not end a run that goes on without it."""
-        log.error("%s The run goes on without it: %s", error.message, error.next_step, exc_info=error)
-        self.policy.can_rerun = False
 
     def _stop(self, stop: Action) -> None:
         reason = stop.reason + (f"; it begins in {self._culprit}" if self._culprit else "")
@@ -339,15 +324,15 @@ class Executor:
         if not self._halts:
             return
         self.policy.decline(num_quiet=0)  # a run that goes on from here all the same is judged anew
-        kind: type[TrainingStoppedError] = NotPrecisionError
-        next_step = (
-            "Look at the data and the learning rate: a lower precision would not have helped. "
-            "PrecisionController(..., halt=False) skips such steps for ever instead."
-        )
+        what = f"Training was stopped in {self.policy.precision}: {reason}."
         if stop.is_precision:
-            kind = NoRungFitsError
-            next_step = "Search again for fallback plans that fit, or train in fp32 with a smaller batch."
-        raise kind(f"Training was stopped in {self.policy.precision}: {reason}.", next_step)
+            raise NoRungFitsError(
+                what, "Search again for fallback plans that fit, or train in fp32 on smaller batches."
+            )
+        raise NotPrecisionError(
+            what,
+            "Look at data and learning rate. PrecisionController(..., halt=False) skips such steps for ever instead.",
+        )
 
     def _give_up_moving(self) -> None:
         """The loop was seen to run in another precision than it was told to: scale and guard as it is written."""

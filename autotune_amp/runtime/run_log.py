@@ -87,18 +87,17 @@ class RunLog:
         self._is_writing = True
         if not checks:
             return
-        why_not = "is there and is no run log"
         try:
             with self.path.open("a+b") as file:
                 file.seek(0)
-                if _SIGNATURE.startswith(file.read(len(_SIGNATURE))):
-                    return
+                why_not = "" if _SIGNATURE.startswith(file.read(len(_SIGNATURE))) else "is no run log"
         except OSError as error:
             why_not = f"cannot be written: {error.strerror}"
-        raise InvalidRequestError(
-            f"run_log is {str(self.path)!r}, which {why_not}.",
-            "Name a file in a folder that is there: a new one, or one that an earlier run logged to.",
-        )
+        if why_not:
+            raise InvalidRequestError(
+                f"run_log is {str(self.path)!r}, which {why_not}.",
+                "Name a file in a folder that is there: a new one, or one that an earlier run logged to.",
+            )
 
     def write(self, line: Line) -> None:
         """Append one line, out of this process when this returns."""
