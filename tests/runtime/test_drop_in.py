@@ -204,9 +204,10 @@ def test_update_takes_a_new_scale_and_keeps_the_growth_tracker(value: float | Te
 def loaded(scaler: Scaler) -> Scaler:
     """What goes on from a plain GradScaler's state, of which a controller reads the same keys."""
     kept = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
-    state = {name: value for name, value in scaler.state_dict().items() if name in kept}
+    state = {name: value for name, value in scaler.state_dict().items() if name in kept} | {"_growth_tracker": 1}
     new = controller(1024.0) if isinstance(scaler, PrecisionController) else grad_scaler(1024.0)
     new.load_state_dict(state)
+    assert new.state_dict()["_growth_tracker"] == 1
     return new
 
 
