@@ -120,7 +120,10 @@ def load(executor: Executor, window: Window, state: object) -> None:
     counters = saved.counters
     executor.history[:] = history
     executor.wishes[:] = counters.wishes
-    executor.load_pins(saved.pinned)
+    executor.pins_to_come = tuple(saved.pinned)
+    if executor.model is not None:
+        executor.model.pin(saved.pinned, only=True)
+        executor.model.statistics.save()
     executor.is_off = counters.is_off
     metrics.resume(counters.run_id)
     metrics.num_steps, metrics.num_amp_steps = counters.num_steps, counters.num_amp_steps

@@ -304,7 +304,9 @@ class PrecisionController(torch.amp.GradScaler):
 
     def _settle(self) -> None:
         executor = self._executor
-        while executor.wishes and not (self._is_in_window or self._is_moving or executor.is_in_own_autocast):
+        if executor.uses_own_autocast and torch.is_autocast_enabled(self._ranks.device.type):
+            return
+        while executor.wishes and not (self._is_in_window or self._is_moving):
             self._is_moving = True
             try:
                 self.synchronize()  # what is still on its way belongs to the rung that is about to be left

@@ -166,7 +166,11 @@ class Rerunner:
         with torch.enable_grad():
             with self._no_autocast(), autocast(precision, self._device_type), recorder.watching_forward():
                 loss = self._rerun()
-            _require_a_loss(loss)
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.grad_fn is None:
+                raise InvalidRequestError(
+                    f"The rerun closure must return the loss, one number with a gradient; it returned {loss!r:.80}.",
+                    "Return it as the training loop computes it, before backward() and without item() or detach().",
+                )
             # As GradScaler scales: by a tensor in fp32, so that a loss in fp16 gets its gradient in fp16.
             scaled = loss * torch.full((), loss_scale, device=loss.device)
         with self._no_autocast(), ExitStack() as gradients:
@@ -217,19 +221,6 @@ class Rerunner:
                     stack.callback(setattr, module, "require_forward_param_sync", module.require_forward_param_sync)
                     stack.enter_context(module.no_sync())
             yield
-
-
-def _require_a_loss(loss: object) -> None:
-    if not isinstance(loss, Tensor):
-        given = f"a {type(loss).__name__}"
-    elif loss.numel() == 1 and loss.grad_fn is not None:
-        return
-    else:
-        given = f"a tensor of shape {tuple(loss.shape)}, with{'out' if loss.grad_fn is None else ''} a gradient"
-    raise InvalidRequestError(
-        f"The rerun closure returned {given}; it must return the loss, one number with a gradient.",
-        "Return the loss as the training loop computes it, before backward() and without item() or detach().",
-    )
 
 
 def _keep_buffers(module: nn.Module, stack: ExitStack) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from statistics import median
 from typing import Literal, cast
 
 import msgspec
 import torch
 from torch import Tensor
 
-from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan
+from autotune_amp.core.config import AmpConfig, DemotedError
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError, TrainingStoppedError
+from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
 from autotune_amp.hardware import cuda
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.modes import MODES
@@ -75,8 +76,13 @@ class Executor:
         self._known_optimizers: set[int] = set()
         self._culprit: str | None = None
         for plan in self.plans:
-            if max_slowdown is not None:
-                self._withdraw_slower(plan, max_slowdown)
+            if max_slowdown is not None and plan.slowdown is None:
+                raise InvalidRequestError(
+                    f"max_slowdown={max_slowdown} cannot be kept: the speed of {plan.precision} was not measured.",
+                    "Use a config that a search recommended, or leave max_slowdown out.",
+                )
+            if max_slowdown is not None and plan.slowdown is not None and plan.slowdown > max_slowdown:
+                policy.withdraw(plan.precision, f"{plan.slowdown:.2g} times slower, above {max_slowdown:g}")
             if plan.precision == "bf16" and ranks.device.type == "cuda" and not cuda.is_bf16_native(ranks.device):
                 policy.withdraw("bf16", "this card only emulates it")
         missing = {name: value for name, value in config.environment.items() if os.environ.get(name) != value}
@@ -86,15 +92,6 @@ class Executor:
                 "Before Python starts: export %s",
                 " ".join(f"{name}={value}" for name, value in missing.items()),
             )
-
-    def _withdraw_slower(self, plan: FallbackPlan, max_slowdown: float) -> None:
-        if plan.slowdown is None:
-            raise InvalidRequestError(
-                f"max_slowdown={max_slowdown} cannot be kept: the speed of {plan.precision} was not measured.",
-                "Use a config that a search recommended, or leave max_slowdown out.",
-            )
-        if plan.slowdown > max_slowdown:
-            self.policy.withdraw(plan.precision, f"{plan.slowdown:.2g} times slower, above {max_slowdown:g}")
 
     @property
     def config(self) -> AmpConfig:
@@ -173,7 +170,7 @@ class Executor:
             num_skips=policy.num_skips,
             skip_share=policy.num_skips / max(1, policy.num_updates),
             amp_share=metrics.num_amp_steps / max(1, metrics.num_steps),
-            step_seconds=metrics.step_seconds,
+            step_seconds=median(metrics.seconds) if metrics.seconds else None,
             peak_memory_bytes=peak_memory_bytes(self.ranks.device),
             forward_max=model.forward_max() if model else None,
             history=tuple(self.history),
@@ -201,21 +198,9 @@ class Executor:
         if self._found is not None:
             torch_state.apply_fp32_flags(self._found)
 
-    def load_pins(self, names: Sequence[str]) -> None:
-        """Pin these modules and no others, once a model is attached where none is yet."""
-        self.pins_to_come = tuple(names)
-        if self.model is not None:
-            self.model.pin(names, only=True)
-            self.model.statistics.save()
-
     def autocast(self) -> AbstractContextManager[object]:
         """The context for a forward pass in the current precision, fresh each time."""
         return nullcontext() if self.is_off else torch_state.autocast(self.precision, self.ranks.device.type)
-
-    @property
-    def is_in_own_autocast(self) -> bool:
-        """Whether an autocast of the controller's is on."""
-        return self.uses_own_autocast and torch.is_autocast_enabled(self.ranks.device.type)
 
     def end_window(self, skipped: bool | Tensor) -> None:
         """The window ends without a step, or with one: the model's running statistics follow."""
@@ -264,10 +249,13 @@ class Executor:
 
     def _act(self, action: Action) -> Action | None:
         """Carry out `action`, and give what follows from it."""
-        if action.kind == "diagnose":
-            return self._diagnose(action)
-        if action.kind == "probe":
-            return self._probe(action)
+        if action.kind in ("diagnose", "probe"):
+            try:
+                return self._diagnose(action) if action.kind == "diagnose" else self._probe(action)
+            except InvalidRequestError as error:  # of the closure, which must not end a run that goes on without it
+                log.error("%s The run goes on without it: %s", error.message, error.next_step, exc_info=error)
+                self.policy.can_rerun = False
+                return self.policy.judge(action.reason, Finding(True)) if action.kind == "diagnose" else None
         if action.kind == "warn":
             log.warning("%s", action.reason)
         elif action.kind == "stop":
@@ -313,35 +301,22 @@ class Executor:
     def _diagnose(self, asked: Action) -> Action | None:
         policy, model = self.policy, self.model
         assert model is not None  # what cannot rerun is not asked
-        try:
-            finding = diagnosis.diagnose(
-                self._rerunner(),
-                [name for name in policy.rungs[policy.rung + 1 :] if name not in policy.withdrawn],
-                policy.scale_before_burst if policy.is_scaling else 1.0,
-                finds_pins=not policy.has_pinned,
-                is_whole=not self.ranks.any(model.num_window_passes > 1),
-                can_run_fp32=not model.has_frozen_half_weights,
-            )
-        except InvalidRequestError as error:
-            self._do_without_rerun(error)
-            return policy.judge(asked.reason, Finding(True))
+        finding = diagnosis.diagnose(
+            self._rerunner(),
+            [name for name in policy.rungs[policy.rung + 1 :] if name not in policy.withdrawn],
+            policy.scale_before_burst if policy.is_scaling else 1.0,
+            finds_pins=not policy.has_pinned,
+            is_whole=not self.ranks.any(model.num_window_passes > 1),
+            can_run_fp32=not model.has_frozen_half_weights,
+        )
         self._culprit = finding.culprit
         log.warning("%s; diagnosis: %s", asked.reason, finding)
         return policy.judge(asked.reason, finding)
 
     def _probe(self, probe: Action) -> Action | None:
         faster = self.policy.rungs[probe.rung]
-        try:
-            done = self._rerunner().run(faster, probe.scale if MODES[faster].takes_scaler else 1.0)
-        except InvalidRequestError as error:
-            self._do_without_rerun(error)
-            return None
+        done = self._rerunner().run(faster, probe.scale if MODES[faster].takes_scaler else 1.0)
         return self.policy.probed(probe, is_finite=done.is_finite)
-
-    def _do_without_rerun(self, error: InvalidRequestError) -> None:
-        """The closure failed, which must not end a run that goes on without it."""
-        log.error("%s The run goes on without it: %s", error.message, error.next_step, exc_info=error)
-        self.policy.can_rerun = False
 
     def _stop(self, stop: Action) -> None:
         reason = stop.reason + (f"; it begins in {self._culprit}" if self._culprit else "")
@@ -349,15 +324,15 @@ class Executor:
         if not self._halts:
             return
         self.policy.decline(num_quiet=0)  # a run that goes on from here all the same is judged anew
-        kind: type[TrainingStoppedError] = NotPrecisionError
-        next_step = (
-            "Look at the data and the learning rate: a lower precision would not have helped. "
-            "PrecisionController(..., halt=False) skips such steps for ever instead."
-        )
+        what = f"Training was stopped in {self.policy.precision}: {reason}."
         if stop.is_precision:
-            kind = NoRungFitsError
-            next_step = "Search again for fallback plans that fit, or train in fp32 with a smaller batch."
-        raise kind(f"Training was stopped in {self.policy.precision}: {reason}.", next_step)
+            raise NoRungFitsError(
+                what, "Search again for fallback plans that fit, or train in fp32 on smaller batches."
+            )
+        raise NotPrecisionError(
+            what,
+            "Look at data and learning rate. PrecisionController(..., halt=False) skips such steps for ever instead.",
+        )
 
     def _give_up_moving(self) -> None:
         """The loop was seen to run in another precision than it was told to: scale and guard as it is written."""

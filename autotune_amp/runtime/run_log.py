@@ -87,29 +87,22 @@ class RunLog:
         self._is_writing = True
         if not checks:
             return
-        why_not = "is there and is no run log"
         try:
             with self.path.open("a+b") as file:
                 file.seek(0)
-                if _SIGNATURE.startswith(file.read(len(_SIGNATURE))):
-                    return
+                why_not = "" if _SIGNATURE.startswith(file.read(len(_SIGNATURE))) else "is no run log"
         except OSError as error:
             why_not = f"cannot be written: {error.strerror}"
-        raise InvalidRequestError(
-            f"run_log is {str(self.path)!r}, which {why_not}.",
-            "Name a file in a folder that is there: a new one, or one that an earlier run logged to.",
-        )
-
-    def begin(self, begin: BeginLine | None) -> None:
-        """Write that a run begins or goes on; None where another rank writes the log."""
-        self.has_begun = True
-        self._is_writing = self._is_writing and begin is not None
-        if begin is not None:
-            self.write(begin)
+        if why_not:
+            raise InvalidRequestError(
+                f"run_log is {str(self.path)!r}, which {why_not}.",
+                "Name a file in a folder that is there: a new one, or one that an earlier run logged to.",
+            )
 
     def write(self, line: Line) -> None:
         """Append one line, out of this process when this returns."""
         self.scale = line.scale
+        self.has_begun = True
         if not self._is_writing:
             return
         try:
@@ -166,9 +159,9 @@ def read(path: str | os.PathLike[str]) -> Run:
             if is_cut and not isinstance(error, InvalidRequestError):
                 num_cut_lines += bool(text)
                 continue
-            if not lines and not isinstance(error, InvalidRequestError):
-                raise FormatError(f"{path} is no run log: line {number}: {error}.", _HOW_TO_MAKE_ONE) from error
-            raise FormatError(f"{path} line {number} is damaged: {error}", "Remove that line.") from error
+            raise FormatError(
+                f"{path} line {number} is damaged: {error}", f"Remove that line. {_HOW_TO_MAKE_ONE}"
+            ) from error
         if isinstance(line, BeginLine):
             if line.format > FORMAT:
                 raise FormatError(f"{path} has format {line.format}; {FORMAT} can be read.", "Upgrade autotune_amp.")

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import psutil
@@ -136,12 +135,12 @@ class Metrics:
         self._writer = writer
         self._precision = config.precision
         self._last_update: float | None = None
-        self._seconds: deque[float] = deque(maxlen=101)
+        self.seconds: deque[float] = deque(maxlen=101)  # between updates since the last move
 
     def begin_rung(self, precision: Precision) -> None:
         """From now on updates are in `precision`."""
         self._precision = precision
-        self._seconds.clear()
+        self.seconds.clear()
         self._last_update = None
 
     def resume(self, run_id: str | None) -> None:
@@ -149,11 +148,6 @@ class Metrics:
         self.run_id = run_id
         if self.run_log is not None:
             self.run_log.has_begun = False
-
-    @property
-    def step_seconds(self) -> float | None:
-        """The median seconds between updates since the last move; None before two of them."""
-        return median(self._seconds) if self._seconds else None
 
     @property
     def wants_sample(self) -> bool:
@@ -165,7 +159,7 @@ class Metrics:
         self._begin_log()
         judged_at = time.perf_counter()
         if self._last_update is not None:
-            self._seconds.append(judged_at - self._last_update)
+            self.seconds.append(judged_at - self._last_update)
         self._last_update = judged_at
         self.num_steps += was_taken
         self.num_amp_steps += was_taken and MODES[self._precision].uses_autocast
@@ -184,8 +178,8 @@ class Metrics:
 
     def log_move(self, record: MoveRecord) -> None:
         """Write a move."""
+        self._begin_log()
         if self.run_log is not None:
-            self._begin_log()
             said = {name: getattr(record, name) for name in ("kind", "before", "after", "reason")}
             self.run_log.write(MoveLine(**self._standing(), **said, pinned_modules=record.config.pinned_modules))
 
@@ -208,7 +202,7 @@ class Metrics:
         if run_log is None or run_log.has_begun:
             return
         if ranks.rank != 0:
-            run_log.begin(None)
+            self.run_log = None  # another rank writes it
             return
         self.run_id = self.run_id or uuid.uuid4().hex
         begin = BeginLine(
@@ -221,4 +215,4 @@ class Metrics:
             num_ranks=ranks.num_ranks,
             config=self._config,
         )
-        run_log.begin(begin)
+        run_log.write(begin)

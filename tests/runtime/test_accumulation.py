@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
+from resumable import NAN
 from torch import Tensor, nn
 from training import Batch, batches, fp16, same, weights
 
@@ -17,7 +18,6 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.runtime.controller import PrecisionController
 
 ACCUMULATION_STEPS = 4
-NAN: Batch = (torch.full((4, 8), math.nan), torch.zeros(4, 1))
 LARGE = 1e6  # past fp16, not bf16
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 Scaler = torch.amp.GradScaler

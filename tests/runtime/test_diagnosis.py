@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch._C._distributed_c10d import HashStore
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.precision import torch_state
@@ -88,17 +84,6 @@ class Model(nn.Module):
         return self.head(self.blocks(hidden))  # type: ignore[no-any-return]
 
 
-class Attention(nn.Module):
-    def __init__(self, ff: nn.Module, num_hidden: int) -> None:
-        super().__init__()
-        self.softmax = nn.Softmax(-1)
-        self.ff = ff
-        self.mask = torch.full((3, 3), -torch.inf).triu(num_hidden)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.ff(self.softmax(hidden @ hidden.mT + self.mask) @ hidden) / BEYOND_FP16  # type: ignore[no-any-return]
-
-
 def batch() -> Tensor:
     return torch.linspace(-1, 1, 3 * WIDTH).reshape(3, WIDTH)
 
@@ -166,16 +151,11 @@ def amplify(hidden: Tensor) -> Tensor:
     return (hidden * 1e-6) @ (torch.eye(WIDTH) * 3e4)
 
 
-def twice(output: Tensor) -> Tensor:
-    return (output * 1.0).sum() + (output * 1.0).sum()
-
-
 BACKWARD = ", in its backward pass"
-BAD, WO = lambda: Model(FeedForward(BEYOND_FP16)), "module blocks.0.ff.wo (Linear)"
+WO = "module blocks.0.ff.wo (Linear)"
 Make = Callable[[], nn.Module]
 # The model, how it is looked at, the culprit and what is pinned; bf16 and fp32 are finite in each.
 PRECISION: dict[str, tuple[Make, dict[str, Any], str, tuple[str, ...]]] = {
-    "a feed-forward": (BAD, {}, WO, ("blocks.0.ff.wo",)),
     "two of many": (lambda: two_bad(num_idle=40), {}, WO, ("blocks.0.ff.wo", "blocks.1.ff.wo")),
     "two of few": (lambda: two_bad(num_idle=0), {}, WO, ()),
     "between children": (lambda: Model(Written(overflow)), {}, "module blocks.0.ff (Written)", ("blocks.0.ff",)),
@@ -186,13 +166,6 @@ PRECISION: dict[str, tuple[Make, dict[str, Any], str, tuple[str, ...]]] = {
         f"module blocks.1.ff (Leaf){BACKWARD}",
         ("blocks.1.ff",),
     ),
-    "a sum": (
-        lambda: nn.Sequential(nn.Linear(4, 4)),
-        {"loss": twice, "loss_scale": 40000.0},
-        f"module 0 (Linear){BACKWARD}",
-        ("0",),
-    ),
-    "behind a mask": (lambda: Attention(FeedForward(BEYOND_FP16), 1), {}, "module ff.wo (Linear)", ("ff.wo",)),
 }
 
 
@@ -246,20 +219,12 @@ def root(hidden: Tensor) -> Tensor:
     return hidden - (hidden - hidden).sqrt()
 
 
-def minus_infinity() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 4), Leaf(lambda hidden: (hidden * 0).log()), nn.Softmax(-1))
-
-
 ONE_NAN = torch.where(torch.arange(12).reshape(3, WIDTH) == 5, torch.nan, batch())
 NOT_PRECISION: dict[str, tuple[Make, dict[str, Any], str]] = {
     "a batch": (Model, {"inputs": ONE_NAN}, "the input of the model"),
     "a parameter": (spoilt, {}, "parameter blocks.1.ff.wi.weight"),
-    "a leaf": (lambda: Model(FeedForward(), Leaf(log)), {}, "module blocks.1.ff (Leaf)"),
     "a root": (lambda: Model(FeedForward(), Written(root)), {}, f"module blocks.1.ff (Written){BACKWARD}"),
     "the loss": (Model, {"loss": lambda output: log(output).sum()}, "the loss function"),
-    "its gradient": (Model, {"loss": lambda output: root(output).sum()}, f"the loss function{BACKWARD}"),
-    "minus infinity": (minus_infinity, {}, "module 1 (Leaf)"),
-    "a mask": (lambda: Attention(FeedForward(), -3), {}, "module softmax (Softmax)"),
 }
 
 
@@ -341,43 +306,22 @@ def test_nothing_of_the_model_changes() -> None:
     assert snapshot(model) == before
 
 
-@pytest.mark.parametrize(
-    ("spoil", "told", "num_good"),
-    [
-        (lambda loss: 1 // 0, "ZeroDivisionError", 2),
-        (lambda loss: loss.detach(), "without a gradient", 0),
-        (lambda loss: loss.expand(2), r"shape \(2,\)", 0),
-        (lambda loss: loss.item(), "a float", 2),
-    ],
-)
-def test_a_closure_that_fails_is_told_of_and_nothing_changes(
-    spoil: Callable[[Tensor], Any], told: str, num_good: int
-) -> None:
+SPOILT: list[tuple[str, Callable[[Tensor], Any]]] = [
+    ("ZeroDivisionError", lambda loss: 1 // 0),
+    ("one number with a gradient", lambda loss: loss.detach()),
+    ("one number with a gradient", lambda loss: loss.expand(2)),
+    ("one number with a gradient", lambda loss: loss.item()),
+]
+
+
+@pytest.mark.parametrize(("told", "spoil"), SPOILT)
+def test_a_closure_that_fails_is_told_of_and_nothing_changes(told: str, spoil: Callable[[Tensor], Any]) -> None:
     model = Busy()
     batch_with_gradients(model)
     before = snapshot(model)
-    calls: list[None] = []
-
-    def rerun() -> Any:
-        calls.append(None)
-        loss = square(model(batch()))
-        return loss if len(calls) <= num_good else spoil(loss)
-
     with pytest.raises(InvalidRequestError, match=told):
-        find(model, rerun)
+        find(model, lambda: spoil(square(model(batch()))))
     assert snapshot(model) == before
-
-
-def test_every_pass_draws_the_same_numbers() -> None:
-    model = Busy()
-    seen: list[list[float]] = []
-
-    def rerun() -> Tensor:
-        seen.append(torch.rand(3).tolist())
-        return square(model(batch()))
-
-    find(model, rerun)
-    assert seen == [seen[0]] * 4
 
 
 def test_pins_and_an_override_that_are_there_stay() -> None:
@@ -390,48 +334,10 @@ def test_pins_and_an_override_that_are_there_stay() -> None:
     assert [name for name, module in model.named_modules() if is_pinned(module)] == ["blocks.1.ff"]
 
 
-def test_no_graph_is_left_alive() -> None:
-    model = Model(FeedForward(BEYOND_FP16))
-    nodes: list[weakref.ref[Any]] = []
-
-    def rerun() -> Tensor:
-        output = model(batch())
-        output.grad_fn.metadata["alive"] = alive = nn.Identity()
-        nodes.append(weakref.ref(alive))
-        return square(output)
-
-    find(model, rerun)
-    gc.collect()
-    assert [node() for node in nodes] == [None] * 4
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointed_blocks(use_reentrant: bool) -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), FeedForward(BEYOND_FP16), nn.LayerNorm(WIDTH))
-    finding = find(
-        model, lambda: square(model[2](checkpoint(model[1], model[0](batch()), use_reentrant=use_reentrant)))
-    )
-    assert (finding.culprit, finding.pins) == ("module 1.wo (Linear)", ("1.wo",))
-
-
-def test_a_compiled_model_is_diagnosed_and_not_compiled_again() -> None:
-    counter = CompileCounterWithBackend("aot_eager")
-    inner = Model(FeedForward(BEYOND_FP16))
-    model: Any = torch.compile(inner, backend=counter)
-    override(inner, "bf16", "cpu")
-    batch_with_gradients(model)
-    num_graphs = counter.frame_count
-    assert find(model).pins == ("blocks.0.ff.wo",)
-    batch_with_gradients(model)
-    assert counter.frame_count == num_graphs > 0
-    torch.compiler.reset()
-
-
 def test_ddp_with_gradients_in_its_buckets() -> None:
     distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
-        inner = Model(FeedForward(BEYOND_FP16))
-        model = DistributedDataParallel(inner, gradient_as_bucket_view=True)
+        model = DistributedDataParallel(Model(FeedForward(BEYOND_FP16)), gradient_as_bucket_view=True)
         batch_with_gradients(model)
         model.zero_grad()
         batch_with_gradients(model)  # DDP sorts its buckets anew at the second forward pass
@@ -439,8 +345,5 @@ def test_ddp_with_gradients_in_its_buckets() -> None:
         assert find(model).pins == ("blocks.0.ff.wo",)
         assert snapshot(model) == before
         assert model.require_forward_param_sync is could_sync
-        batch_with_gradients(model)  # added up in the buckets, as before
-        assert inner.head.weight.grad is not None
-        assert inner.head.weight.grad.tolist() == (2 * torch.tensor(before["gradients"][-2])).tolist()
     finally:
         distributed.destroy_process_group()

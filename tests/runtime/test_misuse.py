@@ -140,16 +140,6 @@ def test_an_update_without_any_gradient_counts_for_nothing(fused: bool) -> None:
     loop.steered(scaler).assert_is(Loop().plain())
 
 
-@pytest.mark.parametrize("method", ["step", "unscale_"])
-def test_before_the_first_scale_it_says_what_gradscaler_says(method: str) -> None:
-    for scaler in (make(), torch.amp.GradScaler("cpu")):
-        loop = Loop()
-        loop.loss().backward()  # type: ignore[no-untyped-call]
-        with pytest.raises(AssertionError, match=r"did not use scaler.scale\(loss or outputs\) earlier"):
-            getattr(scaler, method)(loop.optimizer)
-        loop.assert_is(Loop())
-
-
 def test_update_before_anything_or_before_step_is_refused_and_the_step_may_follow() -> None:
     loop, scaler = Loop(), make()
     with pytest.raises(AssertionError, match="_scale is None"):  # as GradScaler says

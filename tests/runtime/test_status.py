@@ -120,7 +120,7 @@ def test_the_history_has_every_move_with_its_reason_and_listeners_hear_of_it(cap
     training.assert_trained_on(7)
 
 
-def test_an_advisory_controller_records_its_advice_and_stays() -> None:
+def test_an_advisory_controller_says_so_once_records_its_advice_and_stays(caplog: pytest.LogCaptureFixture) -> None:
     training = scripted(fp16(fallback=["fp32"]))
     for _ in range(3):
         training.controller.scale(training.loss("bad loss"))
@@ -132,6 +132,7 @@ def test_an_advisory_controller_records_its_advice_and_stays() -> None:
     assert [(record.kind, record.after) for record in status.history] == [("advice", "fp32")]
     assert "no way to change it" in status.history[0].reason
     assert status.precision == "fp16"
+    assert caplog.text.count("The controller is advisory") == 1
     training.assert_trained_on(0)
 
 
@@ -299,26 +300,6 @@ def test_a_loss_that_is_not_finite_is_null_and_what_is_off_is_said_once(path: Pa
     assert lines[0]["loss"] is None
 
 
-def test_a_resumed_run_says_so_and_what_it_trains_again_counts_once(path: Path) -> None:
-    first = training(path)
-    for batch in STEADY_BATCHES[:12]:
-        first.step(batch)
-    saved = first.save()
-    for batch in [*[BEYOND_FP16] * 4, *STEADY_BATCHES[:2]]:  # after the checkpoint: lost, with the demotion
-        first.step(batch)
-    assert len(run_log.read(path).moves) == 1
-    second = training(path).load(saved)
-    for batch in [*[LARGE_GRADIENT] * 2, *STEADY_BATCHES[:4]]:
-        second.step(batch)
-    found = run_log.read(path)
-    assert [type(line) for line in found.lines] == [BeginLine, BeginLine, SampleLine]
-    begins = [(line.update, line.is_resumed) for line in found.lines if isinstance(line, BeginLine)]
-    assert begins == [(0, False), (6, True)]
-    assert found.lines[-1].scale == 2048.0
-    assert (found.num_other_runs, found.num_cut_lines) == (0, 0)
-    assert [line["event"] for line in documents(path)] == ["begin", "move", "begin", "sample"], "nothing was taken out"
-
-
 def test_a_resumed_run_goes_on_with_its_own_lines_past_another_run(path: Path) -> None:
     first = scripted(run_log=path).run("clean", "overflow")
     file = io.BytesIO()
@@ -336,7 +317,9 @@ def test_a_resumed_run_goes_on_with_its_own_lines_past_another_run(path: Path) -
         (BeginLine, 2, 512.0),
         (SampleLine, 3, 256.0),
     ]
+    assert [line.is_resumed for line in found.lines if isinstance(line, BeginLine)] == [False, True]
     assert (found.begin.config.batch_size, found.num_other_runs) == (4, 1)
+    assert [line["event"] for line in documents(path)].count("sample") == 4, "nothing was taken out"
 
 
 def test_a_line_cut_short_by_a_kill_spoils_nothing(path: Path) -> None:
@@ -371,12 +354,6 @@ def test_damage_elsewhere_is_an_error_that_names_the_line(path: Path) -> None:
     path.write_text("not a log")
     with pytest.raises(FormatError, match="holds no run"):
         run_log.read(path)
-
-
-def test_only_rank_0_writes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")  # as torchrun says it, before init_process_group
-    scripted(run_log=path).run("clean", "overflow")
-    assert not path.exists()
 
 
 def test_a_file_that_cannot_be_a_run_log_is_refused_at_once(tmp_path: Path) -> None:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import copy
 import io
-import math
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from resumable import NAN, FeedForward
 from torch import Tensor, nn
 from training import MODES, Batch, Loop, batches, fp16, same, weights
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import InvalidRequestError, NotPrecisionError
 from autotune_amp.runtime.controller import PrecisionController
-
-NAN_BATCH: Batch = (torch.full((4, 8), math.nan), torch.zeros(4, 1))
 
 
 @pytest.fixture(autouse=True)
@@ -31,23 +29,6 @@ def _fresh() -> Iterator[None]:
 
 def controller(config: AmpConfig | None = None, **options: Any) -> PrecisionController:
     return PrecisionController(config or fp16(), device="cpu", **options)
-
-
-class FeedForward(nn.Module):
-    """T5's feed-forward output reached 66246 > 65504 (transformers#5651); a norm follows, so fp32 trains on it well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wi = nn.Linear(8, 16)
-        self.wo = nn.Linear(16, 8)
-        self.norm = nn.LayerNorm(8)
-        self.head = nn.Linear(8, 1)
-        with torch.no_grad():
-            self.wo.bias.copy_(torch.linspace(-66246.0, 66246.0, 8))
-            self.wo.weight.mul_(20000.0)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(self.norm(self.wo(torch.relu(self.wi(inputs)))))  # type: ignore[no-any-return]
 
 
 def small() -> nn.Module:
@@ -85,33 +66,18 @@ def test_forward_overflow_is_survived(mode: str, reruns: bool, own_autocast: tor
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_one_nan_batch_is_one_skip(mode: str) -> None:
-    model = small()
-    twin = copy.deepcopy(model)
-    given = batches(20)
-    steered = controller()
-    loop = Loop(model, steered, mode=mode).run(given[:10])
-    before, scale = weights(model), steered.get_scale()
-    assert not loop.step(NAN_BATCH)
-    assert all(torch.equal(before[name], value) for name, value in weights(model).items())  # BatchNorm's too
-    assert steered.get_scale() == scale
-    loop.run(given[10:])
-    status = steered.status()
-    assert (status.num_skips, status.precision, status.history) == (1, "fp16", ())
-    other = controller()
-    Loop(twin, other, mode=mode).run(given)
-    assert same(model, twin)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_burst_of_nan_batches_is_not_precision(mode: str) -> None:
+def test_a_nan_batch_is_a_skip_and_a_burst_of_them_is_not_precision(mode: str) -> None:
     model = small()
     twin = copy.deepcopy(model)
     given = batches(20)
     steered = controller(halt=False)
     loop = Loop(model, steered, mode=mode).run(given[:10])
-    scale = steered.get_scale()
-    loop.run([NAN_BATCH] * 200)
+    before, scale = weights(model), steered.get_scale()
+    assert not loop.step(NAN)
+    assert all(torch.equal(before[name], value) for name, value in weights(model).items())  # BatchNorm's too
+    status = steered.status()
+    assert (status.num_skips, status.scale, status.history) == (1, scale, ())
+    loop.run([NAN] * 200)
     status = steered.status()
     assert status.precision == "fp16"
     assert {record.kind for record in status.history} == {"not_precision", "stop"}
@@ -166,13 +132,13 @@ def test_a_frozen_low_precision_base_is_not_offered_fp32() -> None:
     loop = Loop(model, steered, reruns=False)
     before = weights(model)
     with pytest.raises(NotPrecisionError):
-        loop.run([NAN_BATCH] * 200)
+        loop.run([NAN] * 200)
     moves = [(record.kind, record.after) for record in steered.status().history]
     assert ("demotion", "bf16") in moves
     assert all(after != "fp32" for _, after in moves)
     assert all(torch.equal(before[name], value) for name, value in weights(model).items())
     steered = controller(AmpConfig(precision="bf16", batch_size=4, fallback=["fp32"]), halt=False)
-    Loop(model, steered, reruns=True).run([NAN_BATCH] * 5)
+    Loop(model, steered, reruns=True).run([NAN] * 5)
     assert steered.status().precision == "bf16"
 
 
@@ -315,19 +281,6 @@ def _saved_and_loaded(model: nn.Module) -> Any:
     written = io.BytesIO()
     torch.save(model, written)
     return torch.load(io.BytesIO(written.getvalue()), weights_only=False)
-
-
-def test_a_checkpoint_saved_by_a_callback_has_the_step_that_it_is_called_for() -> None:
-    weight = nn.Parameter(torch.zeros(()))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    controller = PrecisionController(fp16(), device="cpu")
-    counts: list[tuple[int, int]] = []
-    controller.on_step(lambda: counts.append((controller.status().num_updates, controller.status().num_steps)))
-    for _ in range(2):
-        controller.backward(weight * 1.0)
-        controller.step(optimizer)
-        controller.update()
-    assert counts == [(1, 1), (2, 2)]
 
 
 def test_a_detached_controller_leaves_flags_as_found_and_never_runs_the_closure_again() -> None:

@@ -97,21 +97,6 @@ def test_a_partial_last_window_steps_with_what_is_left_and_a_loop_left_early_lea
     assert same(model, twin)
 
 
-def test_a_move_asked_for_in_mid_window_changes_the_very_next_windows_shape() -> None:
-    model = small()
-    steered = controller(fp16(batch_size=8, fallback=[HALVED]))
-    calls: list[int] = []
-
-    def ask(*_: object) -> None:
-        calls.append(1)
-        if len(calls) == 2:  # inside the second window's forward pass
-            steered.set_precision("bf16")
-
-    model.register_forward_hook(ask)
-    loop = WindowLoop(model, steered).run(eights(4))
-    assert [len(inputs) for inputs in loop.seen] == [8, 8, 4, 4, 4, 4]
-
-
 @pytest.mark.parametrize("batch", [(torch.zeros(4, 2), torch.zeros(3)), torch.zeros(0, 2), "text"])
 def test_what_cannot_be_split_is_refused_with_a_way_out(batch: Any) -> None:
     steered = controller(fp16(batch_size=8, fallback=[HALVED]))

@@ -58,7 +58,7 @@ class Loop:
         own_autocast: torch.dtype | None = None,
         learning_rate: float = 0.05,
         loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.mse_loss,
-        backend: str = "eager",
+        backend: Any = "eager",
     ) -> None:
         self.controller = controller
         self.loss = loss
