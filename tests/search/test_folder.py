@@ -14,14 +14,8 @@ from autotune_amp.search.source import folder_name, study_name
 
 
 def record(number: int, search_id: str = "abc-1") -> Record:
-    return Record(
-        search_id=search_id,
-        number=number,
-        candidate=candidate("fp32", 4),
-        purpose="search",
-        outcome=Failure(kind="crash", message="it\ndied \U0001f600 “so”"),
-        seconds=1.5,
-    )
+    tried, died = candidate("fp32", 4), Failure(kind="crash", message="it\ndied \U0001f600 “so”")
+    return Record(search_id=search_id, number=number, candidate=tried, purpose="search", outcome=died, seconds=1.5)
 
 
 @given(cut=st.integers(1, 200))

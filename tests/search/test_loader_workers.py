@@ -9,7 +9,6 @@ from scripted_backend import ScriptedSearch, candidate, described, hardware, mea
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Outcome
 from autotune_amp.core.recommendation import Decision
-from autotune_amp.core.setting import Setting
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.explore import EXPLORING
@@ -71,10 +70,6 @@ class LoadingMachine:
         ours = [r.candidate for r in self.ledger.records if r.purpose == "search"]
         return [(c.precision, c.num_workers) for c in ours if c.num_workers is not None]
 
-    def next(self) -> Setting | None:
-        conditions = self.searched.conditions
-        return LoaderWorkers(conditions, Checks(conditions)).setting(self.ledger)
-
 
 def test_workers_are_tried_until_the_wait_is_over_and_recommended() -> None:
     machine = LoadingMachine(load_rate=60.0, num_cpus=16)
@@ -96,7 +91,9 @@ def test_workers_are_tried_until_the_wait_is_over_and_recommended() -> None:
     assert plan.samples_per_second == pytest.approx(100.0), "the plan below was measured with the same workers"
     rows = [(row.precision, row.num_workers) for row in decision.candidates if row.num_workers is not None]
     assert {("fp32", 4), ("bf16", 1), ("bf16", 2), ("bf16", 4)} <= set(rows)
-    assert machine.next() is None, "a resumed search tries none of it again"
+    conditions = machine.searched.conditions
+    resumed = LoaderWorkers(conditions, Checks(conditions)).setting(machine.ledger)
+    assert resumed is None, "a resumed search tries none of it again"
 
 
 def test_where_loading_stays_the_limit_the_precision_with_less_to_go_wrong_wins() -> None:
