@@ -225,6 +225,7 @@ def outcomes_of(**by_size: dict[int, int | Failure]) -> dict[Setting, Outcome]:
         # What is not supported at one size only says nothing of the others.
         ({"bf16": {256: MISSING}}, {("bf16", None)}),
         ({"bf16": {32: 100, 256: MISSING}}, set()),
+        ({"bf16": {32: Failure(kind="crash", message="it died")}}, set()),
     ],
 )
 def test_what_a_failure_rules_out(
