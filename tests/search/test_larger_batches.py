@@ -61,11 +61,8 @@ def test_the_outlook_is_shown_and_changes_nothing_of_what_is_recommended() -> No
     assert (outlook.precision, outlook.batch_size, outlook.accumulation_steps) == ("bf16", 512, 1)
     assert outlook.speedup == pytest.approx(outlook.samples_per_second / (KEPT / 0.132))
     assert "learning rate" in outlook_line(outlook)
-    assert (decision.config, decision.candidates, decision.excluded) == (
-        before.config,
-        before.candidates,
-        before.excluded,
-    )
+    for name in ("config", "candidates", "excluded"):
+        assert getattr(decision, name) == getattr(before, name)
     assert decision.config.effective_batch_size == KEPT
 
 
@@ -86,13 +83,7 @@ def test_it_ends_where_nothing_more_can_be_gained(machine: Machine, left_seconds
     assert [int(name.split()[-1]) for name in machine.beyond()] == tried
     best = max((size for size in tried if size <= machine.plateau and size < machine.oom_from), default=None)
     assert (None if decision.outlook is None else decision.outlook.batch_size) == best
-
-
-def test_an_outlook_that_does_not_fit_is_no_failure_of_the_search() -> None:
-    machine = Machine(oom_from=128)
-    machine.search()
-    assert machine.searched.records[-1].outcome == out_of_memory()
-    assert machine.searched.ledger.num_failures == 0
+    assert best is None or machine.searched.ledger.num_failures == 0, "an outlook that does not fit is none"
 
 
 def test_the_time_left_is_kept() -> None:

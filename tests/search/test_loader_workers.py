@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from scripted_backend import ScriptedSearch, candidate, described, fidelity, hardware, measured
+from scripted_backend import ScriptedSearch, candidate, described, hardware, measured
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome, Record
+from autotune_amp.core.outcome import Outcome
 from autotune_amp.core.recommendation import Decision
-from autotune_amp.core.setting import Setting
-from autotune_amp.search.answer.decide import loader_evidence
-from autotune_amp.search.ranking import Runs, is_waiting
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.explore import EXPLORING
 from autotune_amp.search.stages.trials import DEADLINE_RATIO
 from autotune_amp.search.stages.variants import LoaderWorkers
 from autotune_amp.search.study import Study
-from autotune_amp.trial.jobs import Check, Trial
+from autotune_amp.trial.jobs import Trial
 
 SPACE = Space(
     candidates=tuple(candidate(p, b) for p in ("fp32", "bf16") for b in (8, 16, 32, 64)),
@@ -36,14 +33,11 @@ class LoadingMachine:
     def __init__(self, load_rate: float, num_cpus: int = 2, own: int | None = 0) -> None:
         self.load_rate, self.num_cpus, self.own = load_rate, num_cpus, own
         self.max_useful_workers = 1000
-        self.failure: Failure | None = None
-        self.is_bf16_faithful = True
         device = hardware({"fp32": 1.0, "tf32": None, "bf16": 3.0, "fp16": None, "fp8": None})
         identity = msgspec.structs.replace(device.identity, num_cpus=num_cpus)
         self.searched = ScriptedSearch(
             SPACE,
             self.answer,
-            check_answer=self.check,
             device=msgspec.structs.replace(device, identity=identity),
             description=described(num_workers=own),
         )
@@ -51,16 +45,11 @@ class LoadingMachine:
 
     def answer(self, spec: Trial) -> Outcome:
         tried = spec.candidate
-        if tried.num_workers and self.failure is not None:
-            return self.failure
         alone = ALONE[tried.precision] * min(tried.batch_size, 32) / 32
         num_workers = (self.own or 0) if tried.num_workers is None else tried.num_workers
         loading = self.load_rate * max(1, min(num_workers, self.max_useful_workers))
         rate = min(alone, loading) if num_workers else 1 / (1 / alone + 1 / loading)
         return measured(spec, rate, data_share=1 - rate / alone)
-
-    def check(self, spec: Check) -> CheckOutcome:
-        return fidelity(spec.candidate.precision, "faithful" if self.is_bf16_faithful else "unfaithful")
 
     def search(self, max_trials: int | None = None) -> Decision:
         with Study.open("sqlite://", "scripted", self.ledger) as study:
@@ -80,10 +69,6 @@ class LoadingMachine:
     def tried(self) -> list[tuple[Precision, int]]:
         ours = [r.candidate for r in self.ledger.records if r.purpose == "search"]
         return [(c.precision, c.num_workers) for c in ours if c.num_workers is not None]
-
-    def next(self) -> Setting | None:
-        conditions = self.searched.conditions
-        return LoaderWorkers(conditions, Checks(conditions)).setting(self.ledger)
 
 
 def test_workers_are_tried_until_the_wait_is_over_and_recommended() -> None:
@@ -106,7 +91,9 @@ def test_workers_are_tried_until_the_wait_is_over_and_recommended() -> None:
     assert plan.samples_per_second == pytest.approx(100.0), "the plan below was measured with the same workers"
     rows = [(row.precision, row.num_workers) for row in decision.candidates if row.num_workers is not None]
     assert {("fp32", 4), ("bf16", 1), ("bf16", 2), ("bf16", 4)} <= set(rows)
-    assert machine.next() is None, "a resumed search tries none of it again"
+    conditions = machine.searched.conditions
+    resumed = LoaderWorkers(conditions, Checks(conditions)).setting(machine.ledger)
+    assert resumed is None, "a resumed search tries none of it again"
 
 
 def test_where_loading_stays_the_limit_the_precision_with_less_to_go_wrong_wins() -> None:
@@ -151,19 +138,6 @@ def test_nothing_is_tried_without_a_wait_or_workers_to_change(load_rate: float, 
     said = [warning for warning in decision.warnings if "The data loader sets the speed" in warning]
     assert len(said) == (own is None)
     assert all("makes its batches itself" in warning for warning in said)
-
-
-def test_a_trial_that_was_cut_says_nothing_of_the_loader() -> None:
-    ours = LoadingMachine(load_rate=60.0).searched.conditions
-    waiting = measured(Trial(candidate=SPACE.baseline, device="cpu"), 30.0, data_share=0.7)
-    cut = msgspec.structs.replace(waiting, was_cut=True)
-    for outcome, is_evidence in ((waiting, True), (cut, False)):
-        record = Record(
-            search_id="a-1", number=1, candidate=SPACE.baseline, purpose="search", outcome=outcome, seconds=1.0
-        )
-        assert is_waiting([record]) == is_evidence
-        runs = Runs(candidate=SPACE.baseline, measurements=(outcome,))
-        assert (loader_evidence([record], runs, ours.description) is not None) == is_evidence
 
 
 @pytest.mark.parametrize(("own", "longer"), [(0, 0.0), (2, 8.0)])

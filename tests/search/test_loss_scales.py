@@ -50,11 +50,9 @@ def test_the_choice_is_neither_the_smallest_scale_nor_the_largest_interval() -> 
     assert known.refusal is None
 
 
-@pytest.mark.parametrize("is_bounded", [True, False])
-def test_the_course_is_the_replay_stretch_by_stretch(is_bounded: bool) -> None:
+def test_the_course_is_the_replay_stretch_by_stretch() -> None:
     known = scales(num_steps=5000, log2_scale=14.5)
-    course = known.course(DEFAULT_PAIR, is_bounded=is_bounded)
-    told = known.replay(DEFAULT_PAIR) if is_bounded else known.of_gradscaler
+    course, told = known.course(DEFAULT_PAIR, is_bounded=True), known.replay(DEFAULT_PAIR)
     skipped = [stretch.skip for stretch in course if stretch.skip is not None]
     assert (len(skipped), skipped[0], course[-1].scale) == (told.num_skips, told.first_skip, told.final_scale)
     assert [stretch.first_step for stretch in course] == sorted(stretch.first_step for stretch in course)
@@ -81,14 +79,6 @@ def test_fp16_is_refused_with_the_number_where_too_much_flushes_at_every_safe_sc
     assert loss_scales.refusal(answers, FP16) == known.refusal
     (exclusion,) = loss_scales.exclusions(answers)
     assert (exclusion.precision, exclusion.batch_size, exclusion.reason) == ("fp16", 16, known.refusal)
-
-
-def test_a_calibration_that_did_not_end_refuses_nothing() -> None:
-    answers = calibrated([recorded(Failure(kind="oom", message="it went wrong"))])
-    assert loss_scales.refusal(answers, FP16) is None
-    assert loss_scales.exclusions(answers) == ()
-    assert "oom: it went wrong" in (loss_scales.why_uncalibrated(answers, FP16) or "")
-    assert loss_scales.why_uncalibrated(answers, candidate("bf16", 16)) is None
 
 
 @pytest.mark.parametrize(("forward_max", "is_refused"), [(16376.0, False), (16377.0, True), (44480.0, True)])
@@ -152,14 +142,20 @@ def test_the_evidence_sets_what_was_seen_beside_what_was_foretold() -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "said"),
+    ("outcome", "refusal"),
     [
         (calibration(None), "not finite at any loss scale"),
         (Failure(kind="unsupported", message="no LSTM"), "could not be calibrated: unsupported: no LSTM"),
+        (Failure(kind="oom", message="it went wrong"), ""),
     ],
 )
-def test_without_a_safe_scale_fp16_is_refused(outcome: Calibration | Failure, said: str) -> None:
+def test_without_a_safe_scale_fp16_is_refused_and_where_none_was_looked_for_not(
+    outcome: Calibration | Failure, refusal: str
+) -> None:
     answers = calibrated([recorded(outcome)])
-    assert said in (loss_scales.refusal(answers, FP16) or "")
-    assert loss_scales.refusal(answers, candidate("fp16", 32)) is None
-    assert loss_scales.refusal(answers, candidate("bf16", 16)) is None
+    found = loss_scales.refusal(answers, FP16) or ""
+    assert refusal in found
+    assert bool(found) == bool(refusal) == bool(loss_scales.exclusions(answers))
+    assert ("oom: it went wrong" in (loss_scales.why_uncalibrated(answers, FP16) or "")) == (not refusal)
+    for other in (candidate("fp16", 32), candidate("bf16", 16)):
+        assert loss_scales.refusal(answers, other) is None

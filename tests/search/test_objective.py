@@ -1,16 +1,14 @@
 from __future__ import annotations
 
 import pytest
-from scripted_backend import calibration, fidelity, ledger_of, shortlist
+from scripted_backend import fidelity, ledger_of, shortlist
 from scripted_backend import measurement as measured
 from test_decide import FP16, FP32, HEAP, Log, at, decided
 
-from autotune_amp.core.config import LossScale
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import Objective
 from autotune_amp.core.outcome import Measurement, Verdict
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.loss_scales import calibrated
 from autotune_amp.search.ranking import Merit, keeps_baseline, least_speed, rank, rank_for, tier
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Todo, next_todo
@@ -139,21 +137,6 @@ def test_a_confirmation_overturns_what_turned_out_slower_than_the_baseline() -> 
     assert "more to go wrong" not in kept.reason, "that is no reason to pass less memory over"
 
 
-def test_what_takes_less_and_is_left_out_is_said() -> None:
-    log = searched().add(at("bf16", 8), fidelity("bf16", "unfaithful"), "fidelity")
-    decision = decided(log, objective="memory", is_checked=False)
-    assert decision.config.precision == "fp32"
-    assert "takes 0.25 of that and is left out: bf16 is unfaithful" in decision.reason
-
-
-def test_without_a_baseline_the_least_memory_wins() -> None:
-    log = searched()
-    log.records = [r for r in log.records if r.candidate != FP32]
-    decision = decided(log, objective="memory")
-    assert decision.config.batch_size == 4
-    assert "no measurement" in decision.reason
-
-
 def test_energy_that_nobody_measured_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="what the device draws"):
         decided(Log().add(FP32, 100.0), objective="energy")
@@ -193,18 +176,6 @@ def test_a_search_for_memory_tries_smaller_batches_until_they_are_too_slow() -> 
     log.add(sizes[8], took(90, 100))
     assert smaller_seed(ledger_of(log.records, where, None, "memory")) is None
     assert smaller_seed(ledger_of([], where, None, "memory")) is None
-
-
-def test_foretold_skips_are_held_only_against_runs_with_the_same_scale() -> None:
-    log = Log().add(FP32, 100.0).add(FP16, 200.0).add(FP16, calibration(), "calibration").confirm(FP32, *[100.0] * 3)
-    scales = calibrated(log.records)
-    ours = ledger_of(log.records, Space(candidates=(), baseline=FP32), scales).loss_scale(FP16)
-    assert ours is not None
-    for number, used in enumerate((ours, ours, LossScale(init_scale=ours.init_scale / 2), None)):
-        log.add(FP16, 200.0, "confirm", round=number, loss_scale=used)
-    found = decided(log, scales=scales).evidence.loss_scale
-    assert found is not None
-    assert found.num_confirming_steps == 3, "an earlier version did not log the scale"
 
 
 def test_what_is_as_fast_is_ranked_by_what_can_go_wrong_then_by_size_then_by_workers() -> None:

@@ -6,13 +6,16 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 from scripted_backend import measurement
+from test_decide import at
 
 from autotune_amp.core.config import LossScale
 from autotune_amp.core.dimensions import Precision
@@ -23,19 +26,11 @@ from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.loss_scales import Pair
 from autotune_amp.search.space import Space
-from autotune_amp.search.study import Study, sqlite_url
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
+from autotune_amp.search.study import Study, connected, sqlite_url
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
 SIZES = (4, 8, 16, 32, 64, 100)
 OOM = Failure(kind="oom", message="it asked for 3 GiB of 2 GiB", details="a long traceback")
-
-
-def at(precision: Precision, batch_size: int, **more: Any) -> Setting:
-    return Setting(precision=precision, batch_size=batch_size, **more)
 
 
 SPACE = Space(
@@ -48,10 +43,8 @@ def measured(speed: float = 100.0) -> Measurement:
     return measurement(speed, 123, step_seconds=0.25)
 
 
-def record(
-    number: int, candidate: Setting, outcome: Outcome, purpose: Purpose = "search", search: str = "s1"
-) -> Record:
-    return Record(search_id=search, number=number, candidate=candidate, purpose=purpose, outcome=outcome, seconds=1.0)
+def record(number: int, candidate: Setting, outcome: Outcome, purpose: Purpose = "search") -> Record:
+    return Record(search_id="s1", number=number, candidate=candidate, purpose=purpose, outcome=outcome, seconds=1.0)
 
 
 class Judged(Ledger):
@@ -64,19 +57,10 @@ class Judged(Ledger):
 
 
 def opened(
-    storage: str | Path,
-    name: str,
-    space: Space,
-    *,
-    search_id: str,
-    records: Sequence[Record] = (),
-    kind: type[Ledger] = Ledger,
-    owner: str = "",
-    seed: int = 0,
+    storage: str | Path, records: Sequence[Record] = (), *, kind: type[Ledger] = Ledger, owner: str = "", seed: int = 0
 ) -> AbstractContextManager[Study]:
     """The study of a search with these records."""
-    ours = [record for record in records if record.search_id == search_id]
-    return Study.open(storage, name, kind(space, ours, search_id=search_id), owner=owner, seed=seed)
+    return Study.open(storage, "demo", kind(SPACE, records, search_id="s1"), owner=owner, seed=seed)
 
 
 @pytest.fixture
@@ -84,51 +68,30 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "study.db"
 
 
-def trials(file: Path, name: str = "demo") -> list[FrozenTrial]:
+def trials(file: Path) -> list[FrozenTrial]:
     """What another reader of the storage sees, as a dashboard would."""
-    with connected(file) as storage:
-        return optuna.load_study(study_name=name, storage=storage).get_trials(deepcopy=False)
+    with connected(sqlite_url(file)) as storage:
+        return optuna.load_study(study_name="demo", storage=storage).get_trials(deepcopy=False)
 
 
-@contextmanager
-def connected(file: Path) -> Iterator[optuna.storages.RDBStorage]:
-    storage = optuna.storages.RDBStorage(sqlite_url(file))
-    try:
-        yield storage
-    finally:
-        storage.remove_session()
-        storage.engine.dispose()
-
-
-def test_a_seed_is_run_as_given_and_told(file: Path) -> None:
-    with opened(file, "demo", SPACE, search_id="s1") as study:
+def test_what_is_asked_for_is_run_as_given_and_told(file: Path) -> None:
+    with opened(file) as study:
         asked = study.ask(at("bf16", 64))
         assert asked.setting == at("bf16", 64)
         study.tell(asked, measured(200.0), number=7)
-    (trial,) = trials(file)
+        study.tell(study.ask(at("fp32", 100)), OOM)
+    trial, failed = trials(file)
     assert (trial.state, trial.value) == (TrialState.COMPLETE, 200.0)
     assert trial.params == {"precision": "bf16", "batch_size": 64}
     assert trial.constraints == {}
-    assert trial.user_attrs == {
-        "candidate": "bf16 batch 64",
-        "step_seconds": 0.25,
-        "peak_memory_bytes": 123,
-        "record": 7,
-    }
-
-
-def test_a_failure_is_pruned_and_infeasible_never_failed(file: Path) -> None:
-    with opened(file, "demo", SPACE, search_id="s1") as study:
-        study.tell(study.ask(at("fp32", 100)), OOM)
-    (trial,) = trials(file)
-    assert (trial.state, trial.value) == (TrialState.PRUNED, None)
-    assert trial.constraints == {"runs": 1.0}
-    assert trial.user_attrs["failure"] == "oom"
-    assert trial.user_attrs["reason"] == "it asked for 3 GiB of 2 GiB"
+    known = {"candidate": "bf16 batch 64", "step_seconds": 0.25, "peak_memory_bytes": 123, "record": 7}
+    assert trial.user_attrs == known
+    assert (failed.state, failed.value, failed.constraints) == (TrialState.PRUNED, None, {"runs": 1.0}), "never failed"
+    assert (failed.user_attrs["failure"], failed.user_attrs["reason"]) == ("oom", OOM.message)
 
 
 def test_fp16_carries_the_loss_scale_and_the_others_do_not(file: Path) -> None:
-    with opened(file, "demo", SPACE, search_id="s1", kind=Judged) as study:
+    with opened(file, kind=Judged) as study:
         study.tell(study.ask(at("fp16", 8)), measured(), number=1)
         study.tell(study.ask(at("fp16", 8), (1024.0, 50)), measured())
         study.tell(study.ask(at("fp16", 100)), measured())
@@ -146,7 +109,7 @@ def test_fp16_carries_the_loss_scale_and_the_others_do_not(file: Path) -> None:
 
 
 def test_pairs_are_suggested_for_one_candidate_and_snapped(file: Path) -> None:
-    with opened(file, "demo", SPACE, search_id="s1", kind=Judged) as study:
+    with opened(file, kind=Judged) as study:
         for _ in range(20):
             asked = study.ask(at("fp16", 16), None)
             assert asked.setting == at("fp16", 16)
@@ -161,26 +124,15 @@ def test_pairs_are_suggested_for_one_candidate_and_snapped(file: Path) -> None:
     assert any(not math.log2(scale).is_integer() for scale in raw)
 
 
-def test_a_candidate_with_pins_is_told_under_its_precision(file: Path) -> None:
-    pinned = at("bf16", 8, pinned_modules=("head",))
-    records = [record(5, at("bf16", 16, pinned_modules=("head",)), measured(7.0))]
-    with opened(file, "demo", SPACE, search_id="s1", records=records) as study:
-        asked = study.ask(pinned)
-        assert asked.setting == pinned
-        study.tell(asked, measured())
-    assert [t.user_attrs["candidate"] for t in trials(file)] == [str(records[0].candidate), str(pinned)]
-
-
-@pytest.mark.parametrize("candidate", [at("tf32", 32), at("fp32", 33)])
-def test_a_candidate_outside_the_space_is_refused_and_leaves_nothing_behind(file: Path, candidate: Setting) -> None:
-    with opened(file, "demo", SPACE, search_id="s1") as study:
+def test_a_candidate_outside_the_space_is_refused_and_leaves_nothing_behind(file: Path) -> None:
+    with opened(file) as study:
         with pytest.raises(ValueError, match="not in the space"):
-            study.ask(candidate)
+            study.ask(at("fp32", 33))
         assert trials(file) == []
 
 
 def test_suggestions_are_legal_and_snapped_to_the_nearest_size(file: Path) -> None:
-    with opened(file, "demo", SPACE, search_id="s1", seed=3) as study:
+    with opened(file, seed=3) as study:
         for k in range(25):
             asked = study.ask()
             assert asked.setting in SPACE.candidates
@@ -195,13 +147,8 @@ def test_suggestions_are_legal_and_snapped_to_the_nearest_size(file: Path) -> No
 
 def test_the_same_seed_asks_for_the_same_trials(tmp_path: Path) -> None:
     def asked(name: str, seed: int) -> list[Setting]:
-        with opened(tmp_path / name, "demo", SPACE, search_id="s1", seed=seed) as study:
-            found = []
-            for _ in range(8):
-                trial = study.ask()
-                study.tell(trial, measured())
-                found.append(trial.setting)
-            return found
+        with opened(tmp_path / name, seed=seed) as study:
+            return [study.ask().setting for _ in range(8)]
 
     assert asked("a.db", 1) == asked("b.db", 1) != asked("c.db", 2)
 
@@ -211,7 +158,7 @@ def test_a_killed_search_leaves_trials_that_the_next_one_marks_and_goes_on_from(
         import os, pathlib, signal, sys
         sys.path += sys.argv[2:]
         import test_study as t
-        context = t.opened(pathlib.Path(sys.argv[1]), "demo", t.SPACE, search_id="s1")
+        context = t.opened(pathlib.Path(sys.argv[1]))
         study = context.__enter__()
         study.tell(study.ask(t.at("fp32", 32)), t.measured(10.0), number=0)
         study.ask(t.at("bf16", 32))
@@ -223,7 +170,7 @@ def test_a_killed_search_leaves_trials_that_the_next_one_marks_and_goes_on_from(
     assert [t.state for t in trials(file)] == [TrialState.COMPLETE, TrialState.RUNNING, TrialState.WAITING]
 
     records = [record(0, at("fp32", 32), measured(10.0)), record(1, at("bf16", 32), OOM)]
-    with opened(file, "demo", SPACE, search_id="s1", records=records) as study:
+    with opened(file, records=records) as study:
         assert study.ask(at("fp32", 16)).setting == at("fp32", 16)
     kept, left, waiting, added, _ = trials(file)
     assert kept.value == 10.0
@@ -237,26 +184,17 @@ def test_a_killed_search_leaves_trials_that_the_next_one_marks_and_goes_on_from(
     assert added.constraints == {"runs": 1.0}
 
 
-def test_records_are_added_once_and_only_those_of_this_search(file: Path) -> None:
+def test_records_of_trials_are_added_once(file: Path) -> None:
     records = [
         record(0, at("fp32", 32), measured(10.0)),
         record(1, at("fp16", 100), OOM),
         record(2, at("fp32", 32), measured(11.0), purpose="confirm"),
-        record(3, at("bf16", 32), measured(12.0), search="another"),
     ]
     for _ in range(3):
-        with opened(file, "demo", SPACE, search_id="s1", records=records):
+        with opened(file, records=records):
             pass
     assert [(t.user_attrs["record"], t.value) for t in trials(file)] == [(0, 10.0), (1, None)]
     assert trials(file)[1].params["growth_interval"] == LossScale().growth_interval
-
-
-def test_a_study_of_somebody_else_is_left_alone(file: Path) -> None:
-    with connected(file) as storage:
-        theirs = optuna.create_study(study_name="demo", storage=storage)
-        theirs.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
-    with opened(file, "demo", SPACE, search_id="s1") as study:
-        assert study.name == "demo-s1"
 
 
 @pytest.mark.parametrize(
@@ -270,7 +208,7 @@ def test_a_study_of_somebody_else_is_left_alone(file: Path) -> None:
 )
 def test_a_storage_that_cannot_be_used_is_named_without_its_password(bad_url: str, shown: str) -> None:
     before = optuna.logging.get_verbosity()
-    with pytest.raises(StudyError) as raised, opened(bad_url, "demo", SPACE, search_id="s1"):
+    with pytest.raises(StudyError) as raised, opened(bad_url):
         pass
     assert f"The storage {shown} cannot be used: " in raised.value.message
     assert "hunter2" not in str(raised.value)
@@ -278,35 +216,22 @@ def test_a_storage_that_cannot_be_used_is_named_without_its_password(bad_url: st
     assert optuna.logging.get_verbosity() == before
 
 
-def test_a_file_that_is_no_database_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "study.db").write_text("this is no database, and long enough to be looked at as one")
-    message = r"study\.db cannot be used: file is not a database"
-    with pytest.raises(StudyError, match=message), opened(tmp_path / "study.db", "demo", SPACE, search_id="s1"):
-        pass
-
-
-def test_a_storage_that_breaks_during_the_search_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "study.db"
-    with opened(path, "demo", SPACE, search_id="s1") as study:
+def test_a_storage_that_breaks_is_an_error(file: Path) -> None:
+    with opened(file) as study:
         asked = study.ask()
-        with sqlite3.connect(path) as connection:
+        with sqlite3.connect(file) as connection:
             connection.execute("DROP TABLE trial_user_attributes")
         connection.close()
         with pytest.raises(StudyError, match="trial_user_attributes"):
             study.tell(asked, measured())
+    file.write_text("this is no database, and long enough to be looked at as one")
+    with pytest.raises(StudyError, match=r"study\.db cannot be used: file is not a database"), opened(file):
+        pass
 
 
-def test_the_search_says_nothing_on_its_own(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    for search in ("s1", "s2"):
-        with opened(file, "demo", SPACE, search_id=search) as study:
-            for outcome in (measured(), OOM):
-                study.tell(study.ask(), outcome)
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("name", ["a b.db", "what?.db", "{50%}.db", "#ü.db"])
-def test_any_path_can_hold_the_study(tmp_path: Path, name: str) -> None:
-    with opened(tmp_path / name, "demo", SPACE, search_id="s1"):
+def test_any_path_can_hold_the_study(tmp_path: Path) -> None:
+    name = "a b? {50%} #ü.db"
+    with opened(tmp_path / name):
         pass
     assert [path.name for path in tmp_path.iterdir()] == [name]
     connection = sqlite3.connect(tmp_path / name)
@@ -318,7 +243,7 @@ def test_two_folders_that_share_a_storage_leave_each_others_trials_alone(file: P
     url = sqlite_url(file)
 
     def of(folder: str) -> AbstractContextManager[Study]:
-        return opened(url, "demo", SPACE, search_id="s1", owner=folder)
+        return opened(url, owner=folder)
 
     with of("/a") as first:
         running = first.ask(at("fp32", 32))
@@ -333,18 +258,18 @@ def test_two_folders_that_share_a_storage_leave_each_others_trials_alone(file: P
 
 @pytest.mark.parametrize("enqueued", [{"precision": "int8"}, {"precision": "fp32", "batch_size": "many"}])
 def test_an_enqueued_trial_that_makes_no_sense_is_an_error_once(file: Path, enqueued: dict[str, Any]) -> None:
-    with opened(file, "demo", SPACE, search_id="s1") as study:
+    with opened(file) as study:
         study._study.enqueue_trial(enqueued)
         with pytest.raises(StudyError, match=r"enqueued in study demo.*(int8|many)"):
             study.ask()
-    with opened(file, "demo", SPACE, search_id="s1") as study:
+    with opened(file) as study:
         assert study.ask(at("fp32", 32)).setting == at("fp32", 32)
     assert trials(file)[0].state == TrialState.FAIL
 
 
 def test_fp16_that_may_win_is_told_once_it_was_calibrated(file: Path) -> None:
     records = [record(1, at("fp32", 32), measured(100.0)), record(2, at("fp16", 32), measured(95.0))]
-    with opened(file, "demo", SPACE, search_id="s1", records=records) as study:
+    with opened(file, records=records) as study:
         assert [trial.user_attrs["record"] for trial in trials(file)] == [1]
         refused = Failure(kind="nonfinite", message="no scale is safe")
         study.catch_up(Ledger(SPACE, [*records, record(3, at("fp16", 32), refused, "calibration")], search_id="s1"))

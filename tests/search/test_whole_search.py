@@ -12,7 +12,6 @@ from scripted_backend import ScriptedSearch, all_well, candidate, measured, out_
 from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome
 from autotune_amp.core.recommendation import Decision
-from autotune_amp.core.setting import Setting
 from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.run import CONFIRM_SHARE
 from autotune_amp.search.space import Space
@@ -37,7 +36,6 @@ class Machine:
         self.check_answers: dict[tuple[str, str, int], CheckOutcome] = {}
         self.oom_from: dict[Precision, int] = {}
         self.base: dict[Precision, float] = {"fp32": 100.0, "bf16": 200.0, "fp16": 2.0}
-        self.nonfinite: tuple[Precision, ...] = ()
         self._folder, self._budget_seconds = folder, budget_seconds
         self._searched: ScriptedSearch | None = None
 
@@ -60,8 +58,6 @@ class Machine:
 
     def answer(self, spec: Trial) -> Outcome:
         tried = spec.candidate
-        if tried.precision in self.nonfinite and not tried.pinned_modules:
-            return Failure(kind="nonfinite", message="the loss became nan")
         if tried.batch_size >= self.oom_from.get(tried.precision, 10**9):
             return out_of_memory()
         rate = self.base[tried.precision] * min(tried.batch_size, 64) / 64
@@ -78,10 +74,6 @@ class Machine:
 
     def confirm(self, chosen: Shortlist) -> None:
         self.searched.confirm(chosen, HELD)
-
-    @property
-    def confirming(self) -> list[tuple[Setting, dict[str, str]]]:
-        return [(r.candidate, r.environment) for r in self.ledger.records if r.round is not None]
 
     def decide(self) -> Decision:
         return self.searched.decide(HELD)
@@ -105,14 +97,12 @@ def test_a_whole_search(tmp_path: Path) -> None:
     assert decision.evidence.is_confirmed
     (fallback,) = decision.config.plans
     assert (fallback.precision, fallback.batch_size, fallback.accumulation_steps) == ("fp32", 64, 1)
-    assert fallback.samples_per_second == pytest.approx(100.0)
-    assert fallback.slowdown == pytest.approx(2.0)
+    assert (fallback.samples_per_second, fallback.slowdown) == pytest.approx((100.0, 2.0))
     assert fallback.peak_memory_bytes == 2**26 * 64
     slow = [spec for spec in machine.searched.backend.specs if spec.candidate.precision == "fp16"]
     assert 1 <= len(slow) <= 2, "a hopeless precision's row must say what happened, and costs a tenth of the budget"
     assert all(spec.deadline_seconds is not None and spec.deadline_seconds <= 20.0 for spec in slow)
-    seconds = sum(record.seconds for record in machine.ledger.records)
-    assert seconds < machine.searched.budget.seconds
+    assert sum(record.seconds for record in machine.ledger.records) < machine.searched.budget.seconds
 
 
 def test_checks_that_never_end_leave_the_search_its_time(tmp_path: Path) -> None:
@@ -125,15 +115,6 @@ def test_checks_that_never_end_leave_the_search_its_time(tmp_path: Path) -> None
     purposes = [r.purpose for r in search.records]
     assert purposes[purposes.index("fidelity") :].count("search") >= 3
     assert search.budget.left_for_search() > 0
-
-
-def test_a_fallback_that_does_not_fit_is_split(tmp_path: Path) -> None:
-    machine, where = Machine(tmp_path), space()
-    machine.oom_from = {"fp32": 64}
-    machine.explore(where, is_checked=True)
-    machine.searched.measure_fallbacks()
-    (plan,) = machine.decide().config.plans
-    assert (plan.precision, plan.batch_size, plan.accumulation_steps) == ("fp32", 32, 2)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -165,10 +146,8 @@ def test_on_any_machine_the_answer_was_measured_and_the_budget_kept(
     machine.searched.measure_fallbacks()
     began = machine.searched.budget.now
     machine.confirm(chosen)
-    assert (
-        machine.searched.budget.now - began
-        <= CONFIRM_SHARE * budget + 2 * max(r.seconds for r in machine.ledger.records) + 60
-    )
+    overrun = 2 * max(r.seconds for r in machine.ledger.records) + 60
+    assert machine.searched.budget.now - began <= CONFIRM_SHARE * budget + overrun
     decision = machine.decide()
     assert any(r.candidate == chosen.winner for r in machine.ledger.records)
     assert any(
