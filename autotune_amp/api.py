@@ -116,12 +116,11 @@ def check_fidelity(
     the device does not have), `WorkloadError` (the workload cannot be loaded or built, or does not run in fp32 either),
     `NothingWorksError` (the device cannot be probed) and `BudgetTooSmallError` (the budget ended before it was loaded).
     """
-    from autotune_amp.search.check_fidelity import checked_request, run_check
+    from autotune_amp.search.check_fidelity import run_check
 
-    request = checked_request(precision, batch_size, device, pinned_modules, seed, budget)
     origin = _origin(workload, "check_fidelity", "check")
     with _shown(quiet) as progress:
-        return run_check(origin, request, progress)
+        return run_check(origin, progress, precision, batch_size, device, pinned_modules, seed, budget)
 
 
 def profile_amp(

@@ -68,9 +68,7 @@ Target = Annotated[
 ]
 Folder = Annotated[
     Path | None,
-    typer.Argument(
-        help="A study's folder or its recommendation.json. Without it, the latest in ./studies.", metavar="FOLDER"
-    ),
+    typer.Argument(help="A study's folder, or a file in it. Without it, the latest in ./studies.", metavar="FOLDER"),
 ]
 Device = Annotated[str, _option("DEVICE", "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N.")]
 Precision = Annotated[
@@ -286,10 +284,7 @@ def export(
 
 @_command
 def dashboard(
-    folder: Annotated[
-        Path | None,
-        typer.Argument(help="A study's folder or its study.db. Without it, the latest in ./studies.", metavar="FOLDER"),
-    ] = None,
+    folder: Folder = None,
     storage: Annotated[str | None, _option("URL", "The storage that the search was given, not a folder.")] = None,
     port: Annotated[
         int, typer.Option(help="Port to listen on; 0 is any free one.", min=0, max=65535, metavar="PORT")

@@ -14,7 +14,9 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import BudgetTooSmallError, InvalidRequestError, WorkloadError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware, Level
 from autotune_amp.core.outcome import Description
-from autotune_amp.search.check_fidelity import check_job, checked_request
+from autotune_amp.search.check_fidelity import check_job
+from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.source import Opened
 from autotune_amp.trial.jobs import Check
 
 PREAMBLE = """
@@ -91,7 +93,6 @@ def hardware() -> Hardware:
 
 
 def specified(precision: str, asked_batch_size: int | None = None, **about: Any) -> Check:
-    request = checked_request(precision, asked_batch_size, "cpu", ["head"], 5, 100.0)
     description = Description(
         **{
             "name": "test",
@@ -108,7 +109,9 @@ def specified(precision: str, asked_batch_size: int | None = None, **about: Any)
             **about,
         }
     )
-    return check_job(request, hardware(), description, {}, 7.0)
+    opened = Opened(hardware(), description, {}, 0.0, None)
+    options = SearchOptions.from_user(precision=precision, device="cpu", seed=5)
+    return check_job(opened, options, asked_batch_size, ("head",), 7.0)
 
 
 @pytest.mark.parametrize(

@@ -150,10 +150,9 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     loader workers. `data_share` of a step is spent waiting for data, `update_share` in the optimizer. `fidelity` is the
     verdict on the config's precision, None for fp32. `loss_scale` is None but for calibrated fp16, `accumulation` where
     nobody asked, `loader` where the data loader does not set the speed, `joules_per_sample` where nothing says what the
-    device draws, `load` where nobody looked. `is_build_shared`: the processes shared a model that was built once, so
-    that the interval does not hold what building it anew changes. `are_processes_shared`: each measured everything that
-    was confirmed, in turn. `search_samples_per_second` is what the search's trials reached, where the confirmation is
-    more than half off it: then the interval holds both.
+    device draws, `load` where nobody looked. `is_build_shared`: what was measured shared a model that was built once.
+    `are_processes_shared`: each process measured everything that was confirmed, in turn. `search_samples_per_second`
+    is what the search's trials reached, where the confirmation is more than half off it: then the interval holds both.
     """
 
     samples_per_second: float
@@ -202,8 +201,6 @@ def speed_line(evidence: Evidence) -> str:
     for share, where in ((evidence.data_share, "waiting for data"), (evidence.update_share, "in the optimizer")):
         if share is not None and share >= 0.01:
             text += f", {100 * share:.0f} % of it {where}"
-    if evidence.is_build_shared and evidence.num_processes > 1:
-        text += "; its processes shared one built model"
     if evidence.num_processes < MIN_PROCESSES:
         text += f"; unconfirmed, measured in {count(evidence.num_processes, 'process', 'processes')} only"
     return text

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from autotune_amp.core.dimensions import Precision
-from typing import Literal
-from typing import TypeAlias
+from typing import Literal, TypeAlias
+
 import msgspec
+
+from autotune_amp.core.dimensions import Precision
 
 Level: TypeAlias = Literal["native", "emulated", "unsupported"]
 

@@ -8,11 +8,8 @@ about their own spread, so the spread between processes gets a prior, weighed li
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 TRIM_SHARE = 0.1  # the slowest steps dropped: a collection, a page fault, another process
 SPREAD_PRIOR = 0.05  # between processes 2.5 to 9.5 % was seen (studies/README.md, Timing); on the log scale

@@ -181,13 +181,12 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
 
     `log2_scales` holds log2 S*(t), None for a step that is non-finite at every scale. `gradient_histogram` counts the
     gradient's non-zero entries by floor(log2 |g|) at loss scale 1, each octave once, in rising order.
-    `bisected_log2_scales` are the same steps' answers by bisection, where that was done. `init_scale` is the scale to
-    start with, None where no step had a safe one. `forward_max` is the largest magnitude that a module put out.
+    `init_scale` is the scale to start with, None where no step had a safe one. `forward_max` is the largest magnitude
+    that a module put out.
     """
 
     batch_size: int
     log2_scales: tuple[float | None, ...]
-    bisected_log2_scales: dict[int, float | None]
     gradient_histogram: tuple[tuple[int, int], ...]
     init_scale: float | None
     forward_max: float

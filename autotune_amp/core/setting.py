@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -18,8 +19,6 @@ from autotune_amp.core.dimensions import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from typing_extensions import Self
 
 # One for each field of `Setting`, in the order of its name; risks are compared in it too.

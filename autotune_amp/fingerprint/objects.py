@@ -15,15 +15,17 @@ import sys
 import types
 import weakref
 from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from autotune_amp.distributed import is_from_launcher
 from autotune_amp.fingerprint.source import (
+    Origin,
     code_digest,
     digest,
     imported_files,
@@ -34,11 +36,6 @@ from autotune_amp.fingerprint.source import (
     text,
     version,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-
-    from autotune_amp.fingerprint.source import Origin
 
 # By `id` of the exact type: looking a type up by its hash could run a user's metaclass. The unbound methods read a
 # subclass's content without running what it overrides.

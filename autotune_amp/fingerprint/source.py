@@ -7,16 +7,14 @@ import importlib.metadata
 import os
 import re
 import sys
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.machinery import PathFinder
 from importlib.util import resolve_name
 from pathlib import Path
 from types import CodeType
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
 
 # A *node* is bytes built bottom-up from a tag and the nodes below it: equal content, equal node, in every process.
 # A node up to this long stands for itself; hashing every number would be half of the time.

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 import platform
-from typing import TYPE_CHECKING
+from collections.abc import Set as AbstractSet
 
 import torch
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.hardware import host
 from autotune_amp.hardware.device import emulated, identify, native, only, unsupported
-
-if TYPE_CHECKING:
-    from collections.abc import Set as AbstractSet
-
-    from autotune_amp.core.dimensions import Precision
 
 # Instruction sets that multiply in the format, as cpuinfo (x86, ARM) and torch.cpu.get_capabilities() name them.
 _BF16_ARITHMETIC = ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16")

@@ -9,17 +9,14 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from typing import TYPE_CHECKING
 
 import torch
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.hardware import host, nvml
 from autotune_amp.hardware.device import emulated, native, numbered, unsupported
-
-if TYPE_CHECKING:
-    from autotune_amp.core.dimensions import Precision
 
 _GET_STARTED = "https://pytorch.org/get-started/locally/"
 _NO_FP8_AUTOCAST = "PyTorch's autocast has no fp8: training in it needs a library such as torchao"

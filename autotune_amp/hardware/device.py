@@ -15,18 +15,14 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import DeviceError, RunnerError
-from autotune_amp.core.hardware import Capability, DeviceIdentity, Hardware
+from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware
 from autotune_amp.hardware import host, nvml
-
-if TYPE_CHECKING:
-    from autotune_amp.core.dimensions import Precision
-    from autotune_amp.core.hardware import DeviceMemory
-
 
 # The module of each kind, in the order in which `auto` tries them.
 DEVICES = {kind: f"autotune_amp.hardware.{kind}" for kind in ("cuda", "xpu", "mps", "cpu")}

@@ -9,11 +9,9 @@ import contextlib
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import NamedTuple
 
 
 def cpu_name(root: Path = Path("/")) -> str:

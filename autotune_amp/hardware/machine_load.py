@@ -5,19 +5,16 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import psutil
 
 from autotune_amp.core.hardware import BusyProcess, CardProcess, LoadEvidence, MachineLoad
 from autotune_amp.hardware import nvml
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 # CPU times come in hundredths of a second for each process: shorter than this they say nothing.
 MIN_SECONDS = 0.25

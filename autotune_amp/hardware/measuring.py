@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
-from autotune_amp.core.dimensions import PRECISIONS
+from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.hardware import Capability, Hardware
-from autotune_amp.hardware.device import DEVICES, Answer, device_of, identify, parse
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from autotune_amp.core.dimensions import Precision
-    from autotune_amp.hardware.device import Device
+from autotune_amp.hardware.device import DEVICES, Answer, Device, device_of, identify, parse
 
 
 def measure(device: str, *, seconds: float = 1.0) -> Hardware:

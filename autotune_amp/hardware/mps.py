@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.hardware import host
 from autotune_amp.hardware.device import identify, native, only, unsupported
-
-if TYPE_CHECKING:
-    from autotune_amp.core.dimensions import Precision
 
 
 def decide(*, is_macos_14: bool) -> dict[Precision, Capability]:

@@ -9,14 +9,12 @@ import ctypes
 import os
 import re
 import sys
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.hardware import host
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 # Bits of the clock event reasons that make a card slower than it is (nvml.h, nvmlClocksEventReason*).
 _SLOWDOWNS = {

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory
 from autotune_amp.hardware import host
 from autotune_amp.hardware.device import emulated, native, numbered, unsupported
-
-if TYPE_CHECKING:
-    from autotune_amp.core.dimensions import Precision
 
 
 def decide(*, has_fp16: bool, has_bf16: bool, can_hold_bf16: bool) -> dict[Precision, Capability]:

@@ -206,7 +206,10 @@ class Process:
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
         until = time.monotonic() + _KILL_SECONDS
-        while (marked := _marked(self._mark)) and time.monotonic() < until:  # what they start meanwhile is marked too
+        num_empty = 0  # looks that found nobody: two, since a process that is just executing a program shows no mark
+        while num_empty < 2 and time.monotonic() < until:
+            marked = _marked(self._mark)
+            num_empty = 0 if marked else num_empty + 1
             for process in marked:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()

@@ -64,7 +64,6 @@ def calibrate(subject: Subject, *, batch_size: int, pinned_modules: Sequence[str
     return Calibration(
         batch_size=batch_size,
         log2_scales=tuple(log2_scales),
-        bisected_log2_scales=dict(enumerate(log2_scales)),
         gradient_histogram=tuple(sorted(octaves.items())),
         init_scale=starting_scale(known) if max(known) > -math.inf else None,
         forward_max=forward_max,

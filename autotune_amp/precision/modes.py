@@ -51,12 +51,7 @@ class Mode:
 
 _FP32 = Mode(precision="fp32", significand_bits=24, next_down=None)
 _TF32 = Mode(precision="tf32", significand_bits=11, uses_tf32=True)
-_BF16 = Mode(
-    precision="bf16",
-    significand_bits=8,
-    format_max=3.3895313892515355e38,
-    autocast_dtype="bfloat16",
-)
+_BF16 = Mode(precision="bf16", significand_bits=8, format_max=3.3895313892515355e38, autocast_dtype="bfloat16")
 _FP16 = Mode(
     precision="fp16",
     significand_bits=11,
@@ -66,11 +61,7 @@ _FP16 = Mode(
     next_down="bf16",
 )
 _FP8 = Mode(  # e4m3, which weights and activations are kept in
-    precision="fp8",
-    significand_bits=4,
-    format_max=448.0,
-    is_trainable=False,
-    next_down="bf16",
+    precision="fp8", significand_bits=4, format_max=448.0, is_trainable=False, next_down="bf16"
 )
 MODES: Final[dict[Precision, Mode]] = {mode.precision: mode for mode in (_FP32, _TF32, _BF16, _FP16, _FP8)}
 

@@ -6,27 +6,22 @@ What all charts share stands first: how a precision looks, the frame, marks and 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from plotly.graph_objects import Bar, Figure, Scatter
 from plotly.subplots import make_subplots
 
-from autotune_amp.core.dimensions import PRECISIONS
-from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.dimensions import PRECISIONS, Precision
+from autotune_amp.core.outcome import Failure, Measurement, Record
+from autotune_amp.core.recommendation import CandidateRow, Recommendation
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, duration, number, one_line, outcome_name, rate, size
 from autotune_amp.report.rows import baseline_row, outcome_line, recommended_row
 from autotune_amp.search.ranking import is_trial
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from autotune_amp.core.config import AmpConfig
-    from autotune_amp.core.dimensions import Precision
-    from autotune_amp.core.outcome import Record
-    from autotune_amp.core.recommendation import CandidateRow, Recommendation
 
 # A figure, or the sentence that says why there is none.
 Drawn: TypeAlias = "Figure | str"

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from plotly.graph_objects import Bar, Figure
 
+from autotune_amp.core.outcome import Fidelity, Record
+from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.text import count, exact, one_line
 from autotune_amp.numerics.grading import FAITHFUL_NOISE, UNFAITHFUL_NOISE
 from autotune_amp.report.charts import LOOKS, Drawn, framed, marks, rule, said
 from autotune_amp.search import loss_scales
 from autotune_amp.search.loss_scales import DEFAULT_PAIR, Pair, Scales, Uncalibrated
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from autotune_amp.core.outcome import Fidelity, Record
-    from autotune_amp.core.recommendation import Recommendation
 
 _WHOLE, _OUTSIDE = "whole gradient", "outside of modules"
 _LEAST_DRAWN = 1e-6  # no noise at all, on an axis of ratios

@@ -6,22 +6,19 @@ import os
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO, cast
 
-from autotune_amp.core.outcome import Failure, Measurement, Record
+from autotune_amp.core.hardware import Hardware
+from autotune_amp.core.outcome import Failure, Measurement, Purpose, Record
+from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import clock, duration, one_line, printable, rate, size
 from autotune_amp.report.rows import outcome_line
 from autotune_amp.search.progress import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rich.console import RenderableType
-
-    from autotune_amp.core.hardware import Hardware
-    from autotune_amp.core.outcome import Purpose
-    from autotune_amp.core.setting import Setting
 
 
 # Rich is imported in functions: an answer from the cache, which draws nothing, must not wait for it.

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from autotune_amp.core import evidence as explain
+from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import PRECISION
+from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Accumulation, Calibration, Failure, Fidelity, Measurement
+from autotune_amp.core.recommendation import CandidateRow, Exclusion, Recommendation
 from autotune_amp.core.setting import VARIANTS, Setting
 from autotune_amp.core.text import count, duration, flops, number, one_line, outcome_name, rate, size
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from autotune_amp.core.config import AmpConfig
-    from autotune_amp.core.hardware import Hardware
-    from autotune_amp.core.recommendation import CandidateRow, Exclusion, Recommendation
 
 # The columns that are left out where they say the same of every candidate, with what they then say.
 _OPTIONAL = {"accum": "1", "workers": "-", "J/sample": "-"}

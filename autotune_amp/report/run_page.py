@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import msgspec
 from plotly.graph_objects import Figure, Scatter
@@ -14,12 +14,7 @@ from autotune_amp.core.text import count, one_line
 from autotune_amp.report import document
 from autotune_amp.report.charts import LOOKS, framed, marks, rule, said
 from autotune_amp.report.document import chart
-from autotune_amp.runtime.run_log import BeginLine, MoveLine, Run, SampleLine
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from autotune_amp.runtime.run_log import Line
+from autotune_amp.runtime.run_log import BeginLine, Line, MoveLine, Run, SampleLine
 
 _CAPTION = (
     "What was seen at every 64th update and wherever the loss scale changed. Below the scale stands each precision "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from autotune_amp.core.evidence import accumulation_line, check_line, export_lines
-from autotune_amp.core.outcome import Accumulation, Failure, Fidelity
+from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Record
+from autotune_amp.core.recommendation import Exclusion, Recommendation
 from autotune_amp.core.text import count, duration, exact, number, one_line, outcome_name, size, times
 from autotune_amp.report import document, rows
 from autotune_amp.report.charts import course, memory, pareto, throughput
@@ -15,12 +16,6 @@ from autotune_amp.report.document import chart
 from autotune_amp.report.numerics_charts import Calibrated, calibrated, fidelity, foretold, gradients
 from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.ranking import is_trial
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from autotune_amp.core.outcome import Record
-    from autotune_amp.core.recommendation import Exclusion, Recommendation
 
 _ELSEWHERE = ("config", "reason", "warning", "fidelity")  # facts that have a place of their own
 

@@ -15,9 +15,7 @@ Batch = TypeVar("Batch")
 
 
 def passes(
-    batches: Iterator[Batch],
-    next_shape: Callable[[], tuple[int, int]],
-    weigh: Callable[[Batch], float | Tensor] | None,
+    batches: Iterator[Batch], next_shape: Callable[[], tuple[int, int]], weigh: Callable[[Batch], float | Tensor] | None
 ) -> Iterator[tuple[Batch, list[float], int]]:
     """(batch, shares, index) for every pass, the last window shorter. `next_shape` gives the `shape` of each window.
 

@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
-from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
-from autotune_amp.core.hardware import Hardware
-from autotune_amp.core.outcome import Description, Failure, Fidelity
+from autotune_amp.core.outcome import Failure, Fidelity
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import LocalBackend
 from autotune_amp.search.options import SearchOptions, is_count
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.ranking import MAX_BATCH_SIZE
 from autotune_amp.search.run import Budget, ProgressWatcher
-from autotune_amp.search.source import Source, message_of, open_workload
+from autotune_amp.search.source import Opened, Source, message_of, open_workload
 from autotune_amp.search.space import build_space
 from autotune_amp.trial.jobs import Check
 
 
-class Request(NamedTuple):
-    """A check that was asked for; `batch_size` None is the workload's own."""
-
-    precision: Precision
-    batch_size: int | None
-    pinned_modules: tuple[str, ...]
-    options: SearchOptions
-
-
-def checked_request(
-    precision: str, batch_size: int | None, device: str, pinned_modules: Sequence[str], seed: int, budget: float
-) -> Request:
-    """The arguments of `check_fidelity`; raises `InvalidRequestError` for one that cannot be meant."""
+def run_check(
+    source: Source,
+    progress: Progress,
+    precision: str,
+    batch_size: int | None,
+    device: str,
+    pinned_modules: Sequence[str],
+    seed: int,
+    budget_seconds: float,
+) -> Fidelity:
+    """Check in a child; see `autotune_amp.check_fidelity`, whose arguments these are."""
     for name, given, is_right, wanted in (
         ("precision", precision, isinstance(precision, str), 'one name, such as "bf16"'),
         ("batch_size", batch_size, is_count(batch_size), "a whole number from 1 up, or left out"),
@@ -40,21 +35,15 @@ def checked_request(
     ):
         if not is_right:
             raise InvalidRequestError(f"{name} is {given!r}; it must be {wanted}.", f"Pass {wanted}.")
-    options = SearchOptions.from_user(budget=budget, device=device, precision=precision, seed=seed)
-    assert options.precisions is not None
-    return Request(options.precisions[0], batch_size, tuple(pinned_modules), options)
-
-
-def run_check(source: Source, request: Request, progress: Progress) -> Fidelity:
-    """Check in a child; see `autotune_amp.check_fidelity`."""
-    budget = Budget(request.options.budget_seconds)
+    options = SearchOptions.from_user(budget=budget_seconds, device=device, precision=precision, seed=seed)
+    budget = Budget(options.budget_seconds)
     watcher = ProgressWatcher(progress, budget)
     progress.work_started(budget.seconds)
     with LocalBackend(source.payload(), None, watcher) as backend:
         watcher.phase("loading the workload")
         backend.load(budget.left())
-        opened = open_workload(backend, source, request.options.device, watcher)
-        check = check_job(request, opened.hardware, opened.description, opened.torch_state, max(0.0, budget.left()))
+        opened = open_workload(backend, source, options.device, watcher)
+        check = check_job(opened, options, batch_size, tuple(pinned_modules), max(0.0, budget.left()))
         watcher.phase(f"checking {check.candidate.precision} against fp32")
         outcome = backend.submit(check).result()
     if isinstance(outcome, Fidelity):
@@ -66,25 +55,24 @@ def run_check(source: Source, request: Request, progress: Progress) -> Fidelity:
 
 
 def check_job(
-    request: Request, hardware: Hardware, description: Description, torch_state: dict[str, Any], seconds: float
+    opened: Opened, options: SearchOptions, batch_size: int | None, pinned_modules: tuple[str, ...], seconds: float
 ) -> Check:
     """The check to make within `seconds`; raises `InvalidRequestError` for a precision that cannot be checked here."""
-    if request.precision == "fp32" and description.weights not in ("bf16", "fp16"):
+    hardware, description = opened.hardware, opened.description
+    assert options.precisions is not None
+    (precision,) = options.precisions
+    if precision == "fp32" and description.weights not in ("bf16", "fp16"):
         raise InvalidRequestError("precision is 'fp32', which the others are held against.", "Give tf32, bf16 or fp16.")
-    space = build_space(hardware, description, request.options)  # refuses a precision that the device does not have
-    batch_size = min(MAX_BATCH_SIZE, space.baseline.batch_size)
+    space = build_space(hardware, description, options)  # refuses a precision that the device does not have
+    usual_size = min(MAX_BATCH_SIZE, space.baseline.batch_size)
     if description.num_samples is not None:  # two batches of the same samples would have no noise between them
-        batch_size = max(1, min(batch_size, description.num_samples // 2))
+        usual_size = max(1, min(usual_size, description.num_samples // 2))
     return Check(
         what="fidelity",
-        candidate=Setting(
-            precision=request.precision,
-            batch_size=request.batch_size or batch_size,
-            pinned_modules=request.pinned_modules,
-        ),
+        candidate=Setting(precision=precision, batch_size=batch_size or usual_size, pinned_modules=pinned_modules),
         device=hardware.device,
-        seed=request.options.seed,
+        seed=options.seed,
         deadline_seconds=seconds,
-        memory_limit_bytes=int(request.options.memory_fraction * hardware.memory.available),
-        torch_state=torch_state,
+        memory_limit_bytes=int(options.memory_fraction * hardware.memory.available),
+        torch_state=opened.torch_state,
     )

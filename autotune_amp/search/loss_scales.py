@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from autotune_amp.core.config import FP16_MAX, LossScale
 from autotune_amp.core.evidence import LossScaleEvidence
-from autotune_amp.core.outcome import Calibration, Failure, Measurement
+from autotune_amp.core.outcome import Calibration, Failure, Measurement, Record
 from autotune_amp.core.recommendation import Exclusion
+from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import exact
 from autotune_amp.numerics.grading import MAX_FLUSHED_SHARE, MAX_FORWARD_SHARE
 from autotune_amp.numerics.scaler_replay import (
@@ -26,12 +28,6 @@ from autotune_amp.precision.modes import MODES
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
 from autotune_amp.search.ranking import OF_THE_PRECISION, found_accumulation
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from autotune_amp.core.outcome import Record
-    from autotune_amp.core.setting import Setting
 
 Pair: TypeAlias = tuple[float, int]  # init_scale, growth_interval
 

@@ -8,26 +8,21 @@ speed decides. Energy: the least joules per sample, and within 3 % what has the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
-from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Measurement
+from autotune_amp.core.evidence import Objective
+from autotune_amp.core.hardware import MachineLoad
+from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Measurement, Record, Verdict
 from autotune_amp.core.recommendation import Exclusion
+from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import sentence
 from autotune_amp.precision.modes import MODES
-from autotune_amp.search.space import SAME_MEMORY
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from autotune_amp.core.evidence import Objective
-    from autotune_amp.core.hardware import MachineLoad
-    from autotune_amp.core.outcome import Record, Verdict
-    from autotune_amp.core.setting import Setting
-    from autotune_amp.search.space import Space
+from autotune_amp.search.space import SAME_MEMORY, Space
 
 PLATEAU = 0.03  # closer than this, other things decide: processes differ by as much (studies/README.md, Timing)
 MAX_DATA_SHARE = 0.10  # a wait of 5 to 10 % of a step: the loader sets the speed (studies/README.md)

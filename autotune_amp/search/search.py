@@ -147,10 +147,7 @@ class _Search:
                 was_interrupted=was_interrupted,
                 search_id=ledger.search_id,
                 is_budget_spent=self._is_spent or was_interrupted,
-                warnings=(
-                    *self._warnings,
-                    *(f"This answer cannot be cached: {part}." for part in fingerprint.unknown),
-                ),
+                warnings=(*self._warnings, *(f"This answer cannot be cached: {part}." for part in fingerprint.unknown)),
                 load=load_before,
             ),
             hardware=opened.hardware,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,8 +14,6 @@ from autotune_amp.core.outcome import Description, Failure
 from autotune_amp.core.recommendation import Fingerprint, NothingWorksError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from autotune_amp.core.job import Found, Job
     from autotune_amp.isolation.local import LocalBackend, Payload  # at run time only where a search begins
     from autotune_amp.search.run import ProgressWatcher

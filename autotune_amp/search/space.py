@@ -7,24 +7,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Literal
 
 import msgspec
 
-from autotune_amp.core.dimensions import PRECISION, PRECISIONS
+from autotune_amp.core.dimensions import PRECISION, PRECISIONS, Precision
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.hardware import Hardware
+from autotune_amp.core.outcome import Accumulation, Description, Failure, Measurement, Outcome
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import VARIANTS, Setting
 from autotune_amp.core.text import sentence
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
-
-    from autotune_amp.core.dimensions import Precision
-    from autotune_amp.core.hardware import Hardware
-    from autotune_amp.core.outcome import Accumulation, Description, Outcome
-    from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.options import SearchOptions
 
 ASSUMED_BATCH_SIZE = 32
 MAX_BATCH_SIZES = 10

@@ -12,9 +12,9 @@ import itertools
 import math
 import re
 import sqlite3
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import quote
+from typing import Any, NamedTuple
 
 import msgspec
 import optuna
@@ -26,21 +26,15 @@ from optuna.storages import RDBStorage
 from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
+from autotune_amp.core.dimensions import Dimension
 from autotune_amp.core.errors import StudyError
-from autotune_amp.core.outcome import Failure, Measurement
-from autotune_amp.core.setting import DIMENSIONS
+from autotune_amp.core.outcome import Failure, Measurement, Outcome
+from autotune_amp.core.setting import DIMENSIONS, Setting
+from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.precision.modes import MODES
+from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.loss_scales import DEFAULT_PAIR, LOG2_INIT_SCALES, Pair, scales_of, snapped
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from autotune_amp.core.dimensions import Dimension
-    from autotune_amp.core.outcome import Outcome
-    from autotune_amp.core.setting import Setting
-    from autotune_amp.numerics.scaler_replay import Replay
-    from autotune_amp.search.ledger import Ledger
-    from autotune_amp.search.run import Budget
+from autotune_amp.search.run import Budget
 
 SAMPLED = tuple(dimension for dimension in DIMENSIONS if dimension.found_by == "sampler")
 GROWTH_INTERVALS = (10, 20_000)
@@ -322,11 +316,6 @@ def _explained(outcome: Outcome, number: int | None, pair: Pair | None, replay: 
     elif pair is not None:
         explained["is_calibrated"] = False  # the value is an upper bound
     return explained
-
-
-def sqlite_url(path: Path) -> str:
-    """The storage URL by which others open a study's file; quoted, since '?' ends the path of a URL."""
-    return f"sqlite:///{quote(str(path.resolve()))}"
 
 
 def _open_file(path: Path) -> sqlite3.Connection:

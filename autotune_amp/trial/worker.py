@@ -35,7 +35,7 @@ from autotune_amp.trial import data
 from autotune_amp.trial.context import Context, LoopState, make_optimizer
 from autotune_amp.trial.energy import EnergyMeter, counter_of
 from autotune_amp.trial.jobs import Check, Describe, Probe, Trial
-from autotune_amp.trial.memory import PeakMemory, hold_heap
+from autotune_amp.trial.memory import PeakMemory, hold_heap, is_memory_short
 from autotune_amp.trial.timing import CompileWatch, NonFiniteError, Timing, forget_compiled, time_steps
 from autotune_amp.trial.training import BaseTraining, make_training
 
@@ -46,7 +46,9 @@ _OOM_TEXTS = (
     "not enough memory",
     "bad_alloc",
     "alloc_failed",  # cuBLAS, cuDNN and AMD's
-    # What libraries say where memory is short, though in a broken installation too.
+)
+# What libraries say where memory is short, and where it is not: after an error of the card, in a broken installation.
+_OOM_TEXTS_WHERE_SHORT = (
     "status_not_initialized",  # cuBLAS and cuDNN take memory for a handle
     "cudnn_status_internal_error",  # cuDNN loads kernels late (pytorch#81620); ..._ALLOCATION_FAILED is one of these
     "unable to find an engine",  # no algorithm of a convolution has a workspace that fits
@@ -90,6 +92,8 @@ def _kind(error: BaseException) -> FailureKind:
         return "oom"
     if isinstance(error, RuntimeError) or type(error).__module__.startswith("triton."):
         if any(part in text for part in _OOM_TEXTS):
+            return "oom"
+        if any(part in text for part in _OOM_TEXTS_WHERE_SHORT) and is_memory_short():
             return "oom"
         if isinstance(error, NotImplementedError) or any(part in text for part in _UNSUPPORTED_TEXTS):
             return "unsupported"

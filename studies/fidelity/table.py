@@ -179,7 +179,9 @@ def loss_scales(rows: list[Row]) -> list[str]:
         brute = least(row["brute"].values())
         difference = None if start is None or brute is None else start - brute
         is_same = [agree(per_step[int(step)], answer) for step, answer in row["brute"].items()]
-        bisected = [agree(per_step[int(step)], answer) for step, answer in found["bisected_log2_scales"].items()]
+        bisected = [
+            agree(per_step[int(step)], answer) for step, answer in found.get("bisected_log2_scales", {}).items()
+        ]
         num_within += start == brute if difference is None else abs(difference) <= 1
         num_steps, num_agreeing = num_steps + len(is_same), num_agreeing + sum(is_same)
         lines.append(

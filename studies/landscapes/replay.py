@@ -276,7 +276,6 @@ def _all_well(spec: Check) -> CheckOutcome:
     return Calibration(
         batch_size=spec.candidate.batch_size,
         log2_scales=(14.5,) * 12,
-        bisected_log2_scales={},
         gradient_histogram=((-11, 500), (-10, 1000)),
         init_scale=2.0**13,
         forward_max=3.0,

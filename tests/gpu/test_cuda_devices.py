@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from conftest import CommandLine
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from virtual_gpu_plugin import VirtualMachine
 
 from autotune_amp import Workload
-from autotune_amp.core.outcome import Measurement
+from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import LocalBackend, Payload
 from autotune_amp.isolation.process import Watcher
@@ -111,6 +113,22 @@ def test_trials_share_one_process_where_loading_has_used_cuda(before: str, tmp_p
         runner.keep()
         found = runner.submit(spec("cuda:1")).result()
         assert isinstance(found, Measurement), found
+
+
+@pytest.mark.parametrize(("taken_mib", "kind"), [(240, "oom"), (8, "workload_error")])
+def test_a_library_that_cannot_start_is_out_of_memory_only_near_the_trials_limit(taken_mib: int, kind: str) -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        held = torch.empty(taken_mib << 20, dtype=torch.uint8, device=batch.device)
+        raise RuntimeError(f"CUDA error: CUBLAS_STATUS_NOT_INITIALIZED beside {len(held)} bytes")
+
+    gc.collect()
+    torch.cuda.empty_cache()  # of what tests before have used
+    context = Context(Workload(lambda: nn.Linear(4, 1), loss, lambda size: torch.ones(size, 4)), is_kept=True)
+    limited = msgspec.structs.replace(spec("cuda:0"), memory_limit_bytes=256 << 20)
+    found = worker.run(context, limited, lambda _: None)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    assert isinstance(found, Failure)
+    assert found.kind == kind
 
 
 def test_a_card_that_is_taken_does_not_speak_against_forking_for_another(virtual_machine: VirtualMachine) -> None:

@@ -19,7 +19,6 @@ LOSS_SCALE = LossScale(init_scale=2.0**12, growth_interval=200)
 CALIBRATION = Calibration(
     batch_size=64,
     log2_scales=tuple(13 + 2 * math.sin(step) for step in range(12)),
-    bisected_log2_scales={0: 13.0},
     gradient_histogram=tuple((octave, 1000 - 4 * (octave + 15) ** 2) for octave in range(-30, 0)),
     init_scale=2.0**10,
     forward_max=812.0,

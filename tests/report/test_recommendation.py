@@ -98,7 +98,6 @@ MEASURED_ON = MemoryEvidence(
             ["30 % of it", "5 % of it"],
         ),
         ("speed", {"evidence": {"is_confirmed": False, "num_processes": 1}}, ["unconfirmed", "1 process only"]),
-        ("speed", {"evidence": {"is_build_shared": True}}, ["shared one built model"]),
         ("speed-up", {}, ["1.34x (1.28x to 1.41x)", "fp32 batch 32 at 307 samples/s"]),
         ("speed-up", {"evidence": {"speedup": None, "baseline": FAILED_BASELINE}}, ["unknown", "out of memory"]),
         ("speed-up", {"evidence": {"is_confirmed": False, "num_processes": 3}}, ["unconfirmed", "the baseline"]),

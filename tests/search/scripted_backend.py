@@ -146,7 +146,6 @@ def calibration(
     return Calibration(
         batch_size=batch_size,
         log2_scales=(log2_scale,) * 12,
-        bisected_log2_scales={},
         gradient_histogram=tuple(sorted((histogram or {-10: 1000, -11: 500}).items())),
         init_scale=None if log2_scale is None else 2.0 ** (log2_scale // 1 - 1),
         forward_max=3.0,

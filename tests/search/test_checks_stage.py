@@ -24,7 +24,6 @@ from autotune_amp.search.stages import checks
 from autotune_amp.search.stages.checks import Todo, next_todo
 from autotune_amp.search.stages.explore import NUM_SEARCH_PROCESSES
 from autotune_amp.search.stages.fallbacks import missing_plans
-from autotune_amp.search.study import sqlite_url
 
 FP32, BF16, FP16, TF32 = at("fp32", 32), at("bf16", 64), at("fp16", 64), at("tf32", 32)
 FOUND = at("fp32", 32, as_found=True)
@@ -176,7 +175,7 @@ def fp16_machine(folder: Path) -> Machine:
 
 
 def told(folder: Path) -> list[optuna.trial.FrozenTrial]:
-    storage = optuna.storages.RDBStorage(sqlite_url(folder / "study.db"))
+    storage = optuna.storages.RDBStorage(f"sqlite:///{folder}/study.db")
     try:
         return optuna.load_study(study_name="scripted", storage=storage).get_trials(deepcopy=False)
     finally:

@@ -26,7 +26,7 @@ from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.loss_scales import Pair
 from autotune_amp.search.space import Space
-from autotune_amp.search.study import Study, connected, sqlite_url
+from autotune_amp.search.study import Study, connected
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
 SIZES = (4, 8, 16, 32, 64, 100)
@@ -70,7 +70,7 @@ def file(tmp_path: Path) -> Path:
 
 def trials(file: Path) -> list[FrozenTrial]:
     """What another reader of the storage sees, as a dashboard would."""
-    with connected(sqlite_url(file)) as storage:
+    with connected(f"sqlite:///{file}") as storage:
         return optuna.load_study(study_name="demo", storage=storage).get_trials(deepcopy=False)
 
 
@@ -240,7 +240,7 @@ def test_any_path_can_hold_the_study(tmp_path: Path) -> None:
 
 
 def test_two_folders_that_share_a_storage_leave_each_others_trials_alone(file: Path) -> None:
-    url = sqlite_url(file)
+    url = f"sqlite:///{file}"
 
     def of(folder: str) -> AbstractContextManager[Study]:
         return opened(url, owner=folder)

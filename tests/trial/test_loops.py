@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-from autotune_amp import AmpConfig
-from autotune_amp import LossScale
-from autotune_amp import PrecisionController
-from autotune_amp import Workload
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import loop_samples
+import msgspec
+import pytest
+import torch
+from loop_samples import LOOPS, batches, build_gan, mlp
+from torch import Tensor, nn
+
+from autotune_amp import AmpConfig, LossScale, PrecisionController, Workload
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.step_amp import MAX_CALLS_WITHOUT_STEP
 from autotune_amp.trial import worker
-from autotune_amp.trial.context import Context
-from autotune_amp.trial.context import LoopState
-from autotune_amp.trial.context import make_model
-from autotune_amp.trial.jobs import Describe
-from autotune_amp.trial.jobs import Trial
+from autotune_amp.trial.context import Context, LoopState, make_model
+from autotune_amp.trial.jobs import Describe, Trial
 from autotune_amp.trial.timing import time_steps
-from autotune_amp.trial.training import BaseTraining
-from autotune_amp.trial.training import make_training
-from collections import deque
-from collections.abc import Callable
-from contextlib import nullcontext
-from loop_samples import LOOPS
-from loop_samples import batches
-from loop_samples import build_gan
-from loop_samples import mlp
-from torch import Tensor
-from torch import nn
-from typing import Any
-import loop_samples
-import msgspec
-import pytest
-import torch
+from autotune_amp.trial.training import BaseTraining, make_training
 
 NUM_STEPS = 3
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")

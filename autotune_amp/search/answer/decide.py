@@ -142,11 +142,7 @@ def _was_confirmed(ledger: Ledger, environment: Mapping[str, str]) -> bool:
 
 
 def gather(
-    ledger: Ledger,
-    chosen: Runs,
-    baseline: Runs,
-    environment: Mapping[str, str],
-    description: Description | None = None,
+    ledger: Ledger, chosen: Runs, baseline: Runs, environment: Mapping[str, str], description: Description | None = None
 ) -> Evidence:
     """The evidence for `chosen`, measured in `environment`, against `baseline`, measured in the user's own."""
     records, candidate = ledger.records, chosen.candidate

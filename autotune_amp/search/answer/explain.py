@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.evidence import MIN_PROCESSES, Evidence
-from autotune_amp.core.outcome import Failure
+from autotune_amp.core.evidence import MIN_PROCESSES, Evidence, Objective
+from autotune_amp.core.outcome import Accumulation, Description, Failure
 from autotune_amp.core.recommendation import CandidateRow, Exclusion
+from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, number, rate, sentence, size
 from autotune_amp.hardware import machine_load
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import ranking
+from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.ranking import PLATEAU, Merit, Runs, least_speed
 from autotune_amp.search.space import SAME_MEMORY, Space, without
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from autotune_amp.core.evidence import Objective
-    from autotune_amp.core.outcome import Accumulation, Description
-    from autotune_amp.core.setting import Setting
-    from autotune_amp.search.ledger import Ledger
 
 WIDE_INTERVAL = 0.2  # plus and minus; processes 5 % apart, as the prior has it, give 15 % with three, 13 % with five
 
