@@ -273,7 +273,8 @@ class Executor:
                 should = f"The precision should be {plan.precision}, but the loop gives no way to change it from here"
                 self._note("advice", plan.precision, f"{reason}. {should}")
                 return None
-            needed, available = plan.peak_memory_bytes or 0, available_memory_bytes(self.ranks.device)
+            needed = plan.peak_memory_bytes or 0
+            available = available_memory_bytes(self.ranks.device) if needed else 0
             why_not = f"it takes {needed / 2**30:.2f} GiB and {available / 2**30:.2f} GiB can be had"
             if reasons := self.ranks.union([why_not] if needed > available else []):
                 return policy.refuse(move, reasons[0])
