@@ -181,8 +181,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
 
     `log2_scales` holds log2 S*(t), None for a step that is non-finite at every scale. `gradient_histogram` counts the
     gradient's non-zero entries by floor(log2 |g|) at loss scale 1, each octave once, in rising order.
-    `init_scale` is the scale to start with, None where no step had a safe one. `forward_max` is the largest magnitude
-    that a module put out.
+    `init_scale`, below the least of them, is where choosing one begins (`search.loss_scales`); None where no step had a
+    safe scale. `forward_max` is the largest magnitude that a module put out.
     """
 
     batch_size: int

@@ -5,8 +5,8 @@
        │ trip: as from STEADY   │   └─trip, nothing to rerun──> a lower rung: PROBATION ──a clean step──> STEADY
        v                        └──a clean step after 200── BLAMED <──3 bad steps: revert──┘
 
-Thresholds are those of the specification this project keeps (loss scaling, section 4); `studies/overflow_survival`
-shows them at work. Every method that takes a step of the machine says which states it leaves.
+What the thresholds rest on is in studies/README.md (Loss scaling); `studies/overflow_survival` shows them at work.
+Every method that takes a step of the machine says which states it leaves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a calibration says of every (init_scale, growth_interval): answered by replay, without a training step. Pure."""
+"""Which init_scale and growth_interval fp16 gets: every pair is answered by replaying one calibration. Pure."""
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ def rank_for(
     least_speed: float = 0.0,
     tiers: Mapping[Setting, int] | None = None,
 ) -> list[Setting]:
-    """The same for any objective.
+    """Candidates by any objective, as `rank` has them by speed: within `PLATEAU` the one with the least to go wrong.
 
     For memory what reaches less than `least_speed` samples per second comes after the others of its tier, and for
     energy what has no joules; both by speed.

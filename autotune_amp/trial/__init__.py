@@ -1,1 +1,1 @@
-"""One isolated run of one candidate: the process boundary."""
+"""What runs in a trial's process, and the jobs that it is asked for: trials, checks, a description."""

@@ -1,4 +1,4 @@
-"""The jobs of a search: a trial, three kinds of check, and what is asked of a workload before them. No torch."""
+"""The jobs of a search, which its parent makes: trials, three kinds of check, and what comes before them. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of a trial: its peak, its limit, and the heap that it holds. No torch here but for an accelerator."""
+"""Memory of a trial: its peak, its limit, and the heap that it holds; `worker` says what is out of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timing optimizer steps: warm up, measure until the interval is narrow, cut what is hopeless; compilations apart."""
+"""Times optimizer steps: warms up, puts the worst batch in, measures until the interval is narrow; compiling apart."""
 
 from __future__ import annotations
 

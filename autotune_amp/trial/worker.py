@@ -1,4 +1,4 @@
-"""What a process does for its jobs: probe the device, describe the workload, run a trial; what errors amount to."""
+"""A process's jobs: probe, describe, run a trial; which errors are out of memory, and what the others amount to."""
 
 from __future__ import annotations
 
