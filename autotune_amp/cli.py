@@ -68,7 +68,7 @@ Target = Annotated[
 ]
 Folder = Annotated[
     Path | None,
-    typer.Argument(help="A study's folder, or a file in it. Without it, the latest in ./studies.", metavar="FOLDER"),
+    typer.Argument(help="A study's folder, or the file meant. Without it, the latest in ./studies.", metavar="FOLDER"),
 ]
 Device = Annotated[str, _option("DEVICE", "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N.")]
 Precision = Annotated[

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -92,7 +92,7 @@ def _rebuilt(batch: Any, part: slice, num_samples: int) -> Any:
     children, spec = pytree.tree_flatten(batch, is_leaf=lambda value: value is not batch)
     if not spec.is_leaf():  # a builtin container, or a type that was registered as one
         return pytree.tree_unflatten([of(child) for child in children], spec)
-    made: Any = copy.copy(batch)
+    made: Any = {} if isinstance(batch, Mapping) and not isinstance(batch, MutableMapping) else copy.copy(batch)
     if isinstance(batch, Mapping):
         for key, value in batch.items():
             made[key] = of(value)

@@ -44,10 +44,7 @@ _RUNS = "runs"
 
 
 class Asked(NamedTuple):
-    """A trial that the study waits for: run `setting`, then tell its outcome.
-
-    `pair` is init_scale, a power of two, and growth_interval under fp16, None otherwise.
-    """
+    """A trial to run with `setting` and be told of; under fp16 with `pair`, an init_scale and a growth_interval."""
 
     setting: Setting
     trial: optuna.Trial

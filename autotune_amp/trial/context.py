@@ -180,7 +180,8 @@ def _undo(value: Any) -> Callable[[], object]:
         def put_back() -> None:  # never empty in between: it may be a file, and the process may be killed
             for key in value.keys() - first.keys():
                 del value[key]
-            value.update(first)
+            for key, part in first.items():  # a Counter's update would add them
+                value[key] = part
 
         return put_back
 

@@ -382,7 +382,8 @@ def _indices(loader: DataLoader[Any]) -> Sequence[int]:
     """What the loader may draw where its sampler lists it, else the whole dataset."""
     own: Any = loader.batch_sampler if loader.batch_size is None else loader.sampler
     own = own.sampler if isinstance(own, _Spread) else own
-    indices = getattr(getattr(own, "sampler", own), "indices", None)
+    own = getattr(own, "sampler", own)
+    indices = getattr(own, "indices", own if isinstance(own, Sequence) else None)
     return range(len(loader.dataset)) if indices is None else [int(index) for index in indices]  # type: ignore[arg-type]
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from samples import ambient
+from framework_samples import ambient
 from torch import Tensor, nn
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from framework_samples import ambient
 from lightning.pytorch.callbacks import ModelCheckpoint
-from samples import ambient
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import are_finite, fp16, same
+from framework_samples import are_finite, fp16, same
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import are_finite, fp16, same
+from framework_samples import are_finite, fp16, same
 from trainer_samples import BATCH, Notes, StepNumbers, arguments, rows, trainer
 from transformers import (
     Seq2SeqTrainer,

@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate_training import fresh_accelerate
-from samples import ambient
+from framework_samples import ambient
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 

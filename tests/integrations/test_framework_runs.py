@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import trainer_samples
-from samples import fp16
+from framework_samples import fp16
 from torch import nn
 from torch.utils.data import DataLoader
 

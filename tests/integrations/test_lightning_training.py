@@ -10,10 +10,10 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from framework_samples import ambient, are_finite, fp16, same
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning_samples import NUM_BATCHES, QUIET, Net, Validated, loader, trainer
-from samples import ambient, are_finite, fp16, same
 from torch import Tensor, nn
 
 from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan

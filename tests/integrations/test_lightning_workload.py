@@ -8,8 +8,8 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from framework_samples import same
 from lightning_samples import QUIET, Net
-from samples import same
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

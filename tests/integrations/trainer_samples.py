@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from samples import ambient
+from framework_samples import ambient
 from torch import Tensor, nn
 from transformers import TrainerCallback
 

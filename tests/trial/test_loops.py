@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -196,11 +196,12 @@ class OnDisk(dict[str, int]):
 
 
 def test_a_mapping_is_put_back_without_being_emptied() -> None:
-    held: dict[str, Any] = {"net": nn.Linear(2, 2), "store": OnDisk(kept=1)}
+    held: dict[str, Any] = {"net": nn.Linear(2, 2), "store": OnDisk(kept=1), "seen": Counter(kept=1)}
     state = LoopState(held)
     held["store"] |= {"kept": 2, "new": 3}
+    held["seen"].update({"kept": 2, "new": 3})
     state.forget_steps()
-    assert held["store"] == {"kept": 1}
+    assert held["store"] == held["seen"] == {"kept": 1}
 
 
 # -- a train_step that does not train through amp ----------------------------------------------------------------------

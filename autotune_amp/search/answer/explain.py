@@ -205,7 +205,7 @@ def _missing_plans(space: Space, config: AmpConfig) -> list[str]:
     missing = {c.precision for c in space.candidates} - {plan.precision for plan in config.plans}
     return [
         f"No plan for stepping down to {precision} was measured: should {config.precision} fail during the training, "
-        f"nobody knows which batch size fits in memory then. A larger --budget measures one."
+        f"nobody knows which batch size fits in memory then. A larger --budget may measure one."
         for precision in MODES[config.precision].rungs_below
         if precision in missing
     ]
