@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.numerics.locate import Health, Recorder, bad_parameters, health
+from autotune_amp.numerics.passes import scaled
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import (
     can_be_pinned,
@@ -171,16 +172,15 @@ class Rerunner:
                     f"The rerun closure must return the loss, one number with a gradient; it returned {loss!r:.80}.",
                     "Return it as the training loop computes it, before backward() and without item() or detach().",
                 )
-            # As GradScaler scales: by a tensor in fp32, so that a loss in fp16 gets its gradient in fp16.
-            scaled = loss * torch.full((), loss_scale, device=loss.device)
+            to_go_back_from = scaled(loss, loss_scale)
         with self._no_autocast(), ExitStack() as gradients:
             # Also those of a nested backward pass, which the graph of the loss does not show.
             parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-            written = [*recorder.watch_backward(scaled), *parameters]
+            written = [*recorder.watch_backward(to_go_back_from), *parameters]
             for leaf in written:
                 gradients.callback(setattr, leaf, "grad", leaf.grad)
                 leaf.grad = None
-            torch.autograd.backward(scaled)  # of a non-finite loss too: other ranks may be waiting in theirs
+            torch.autograd.backward(to_go_back_from)  # of a non-finite loss too: other ranks may be waiting in theirs
             is_loss_finite = health(loss) is Health.FINITE
             return is_loss_finite, is_loss_finite and health([leaf.grad for leaf in written]) is Health.FINITE
 

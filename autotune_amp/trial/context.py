@@ -174,16 +174,17 @@ def _undo(value: Any) -> Callable[[], object]:
             fill(contents)
 
         return refill
-    first = dict(value if isinstance(value, MutableMapping) else _attributes(value))
     if isinstance(value, MutableMapping):
+        items = dict(value)
 
         def put_back() -> None:  # never empty in between: it may be a file, and the process may be killed
-            for key in value.keys() - first.keys():
+            for key in value.keys() - items.keys():
                 del value[key]
-            for key, part in first.items():  # a Counter's update would add them
+            for key, part in items.items():  # a Counter's update would add them
                 value[key] = part
 
         return put_back
+    first = dict(_attributes(value))
 
     def set_again() -> None:
         present = _attributes(value)

@@ -36,7 +36,11 @@ LOW: tuple[Precision, ...] = ("bf16", "fp16")
 
 @pytest.fixture(scope="module")
 def zoo() -> Iterator[dict[str, Any]]:
-    """The cases by name; the study's modules are forgotten again, and threads left as they were."""
+    """The cases by name; the study's modules are forgotten again, and threads left as they were.
+
+    What tests have imported under a name of the study's is put aside meanwhile.
+    """
+    aside = {path.stem: sys.modules.pop(path.stem) for path in STUDY.glob("*.py") if path.stem in sys.modules}
     known, num_threads = set(sys.modules), torch.get_num_threads()
     sys.path.insert(0, str(STUDY))
     torch.set_num_threads(1)
@@ -48,6 +52,7 @@ def zoo() -> Iterator[dict[str, Any]]:
         for name in set(sys.modules) - known:
             if str(STUDY) in str(getattr(sys.modules[name], "__file__", "")):
                 del sys.modules[name]
+        sys.modules.update(aside)
 
 
 def checked(case: Any, precision: Precision) -> Fidelity:
