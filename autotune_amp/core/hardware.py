@@ -105,14 +105,12 @@ class MachineLoad(msgspec.Struct, frozen=True, kw_only=True):
 class LoadEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """What others did while the processes behind a throughput's interval ran; None is what the system does not say.
 
-    `others_num_cores` is the mean over these, `others_num_cores_range` the least and the most. `is_busy`, `is_stolen`:
-    others, or the hypervisor, took enough to be worth a word. The interval's ends were multiplied by `interval_factors`
-    for it. The others are as in `MachineLoad`.
+    Numbers are means over these. `is_busy`, `is_stolen`: others, or the hypervisor, took enough to be worth a word. The
+    interval's ends were multiplied by `interval_factors` for it. The others are as in `MachineLoad`.
     """
 
     num_cpus: int
     others_num_cores: float | None = None
-    others_num_cores_range: tuple[float, float] | None = None
     busiest: tuple[BusyProcess, ...] = ()
     stolen_share: float | None = None
     card_processes: tuple[CardProcess, ...] = ()

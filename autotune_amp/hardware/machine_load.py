@@ -3,6 +3,7 @@ No torch."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -21,7 +22,6 @@ MIN_SECONDS = 0.25
 _LOOK_SECONDS = 1.0
 _NUM_BUSIEST, _BUSIEST_NUM_CORES = 3, 0.05
 _MIN_WANTED_SHARE = 0.05  # of the CPUs' time: on a machine that hardly works a stolen tick would be a large share
-_NUM_SCANS = 3
 
 
 class ProcessTimes(NamedTuple):
@@ -124,24 +124,14 @@ def _processes(root: Path) -> dict[int, ProcessTimes] | None:
         return None
     ticks_per_second = os.sysconf("SC_CLK_TCK")
     found: dict[int, ProcessTimes] = {}
-    for _ in range(_NUM_SCANS):
-        found, is_whole = {}, True
-        for folder in root.iterdir():
-            if not folder.name.isdigit():
-                continue
-            try:
+    for folder in root.iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):  # it ended, and its time went to its parent
                 text = (folder / "stat").read_text(errors="replace")
-            except OSError:  # it ended, and its time went to a parent that may have been read already
-                is_whole = False
-                continue
-            name, _, rest = text.partition("(")[2].rpartition(")")
-            fields = rest.split()  # from "state", which proc_pid_stat(5) numbers 3
-            own, children = int(fields[11]) + int(fields[12]), int(fields[13]) + int(fields[14])
-            found[int(folder.name)] = ProcessTimes(
-                int(fields[1]), name, own / ticks_per_second, children / ticks_per_second
-            )
-        if is_whole:
-            break
+                name, _, rest = text.partition("(")[2].rpartition(")")
+                fields = rest.split()  # from "state", which proc_pid_stat(5) numbers 3
+                own, children = ((int(fields[k]) + int(fields[k + 1])) / ticks_per_second for k in (11, 13))
+                found[int(folder.name)] = ProcessTimes(int(fields[1]), name, own, children)
     return found
 
 
@@ -274,7 +264,6 @@ def evidence(loads: Sequence[MachineLoad]) -> LoadEvidence | None:
     return LoadEvidence(
         num_cpus=loads[0].num_cpus,
         others_num_cores=fmean(used) if used else None,
-        others_num_cores_range=(min(used), max(used)) if used else None,
         busiest=max(loads, key=lambda load: load.others_num_cores or 0.0).busiest,
         stolen_share=fmean(stolen) if stolen else None,
         card_processes=tuple(on_card.values()),

@@ -13,6 +13,7 @@ from autotune_amp.core.workload import Workload, WorkloadSource, type_name
 
 _ONE_DEVICE = "Pass the bare model: one device is measured, without the exchange of gradients."
 _IN_A_FUNCTION = "Make it inside a function that the trial calls (model, data and optimizer may all be functions)."
+_NOT_IN_PLACE = "Call compile() inside a function that makes the model, or pass torch.compile(model)."
 
 # What has a share in a process group, which a trial has none of, where its module is imported; FSDP is made of them.
 _OF_A_GROUP = (("torch.distributed.tensor", "DTensor"), ("torch.distributed", "ProcessGroup"))
@@ -21,8 +22,8 @@ _OF_A_GROUP = (("torch.distributed.tensor", "DTensor"), ("torch.distributed", "P
 def pack(source: WorkloadSource) -> bytes:
     """Everything of the workload in one piece, so that tied weights and optimizer groups keep their identity.
 
-    Tensors on an accelerator travel as CPU copies, a model without the DistributedDataParallel around it, and one
-    compiled in place is compiled anew where it arrives. Raises `WorkloadError` naming which part cannot travel.
+    Tensors on an accelerator travel as CPU copies, a model without the DistributedDataParallel around it. Raises
+    `WorkloadError` naming which part cannot travel, as a module that ``module.compile()`` compiled.
     """
     import torch
 
@@ -61,15 +62,10 @@ def _pickle_module() -> Any:
                 return copyreg.__newobj__, (type(obj),), {**vars(obj), "_iterator": None}  # type: ignore[attr-defined]
             if isinstance(obj, of_a_group):
                 raise WorkloadError(f"a {type_name(obj)} needs the process group of this process", _ONE_DEVICE)
-            if isinstance(obj, nn.Module):
-                is_wrapper = isinstance(obj, DistributedDataParallel)
-                context = _compiler_of(obj)
-                if is_wrapper or context is not None:
-                    reduced: Any = (_same, (obj.module,)) if is_wrapper else obj.__reduce_ex__(4)
-                    function, arguments, state, items, entries = (*reduced, None, None, None)[:5]
-                    if context is None:
-                        return function, arguments, state, items, entries
-                    return function, arguments, (state, context), items, entries, _compile_again
+            if isinstance(obj, nn.Module) and vars(obj).get("_compiled_call_impl") is not None:
+                raise WorkloadError(f"a {type_name(obj)} compiled in place loses that in a copy", _NOT_IN_PLACE)
+            if isinstance(obj, DistributedDataParallel):
+                return _same, (obj.module,)
             return super().reducer_override(obj)
 
     return types.SimpleNamespace(__name__="cloudpickle", Pickler=Pickler)
@@ -77,28 +73,6 @@ def _pickle_module() -> Any:
 
 def _same(value: Any) -> Any:
     return value
-
-
-def _compiler_of(module: Any) -> Any:
-    """What ``module.compile()`` compiles with, which no copy of a module takes along; None where it is not compiled."""
-    call = vars(module).get("_compiled_call_impl")
-    if call is None or isinstance(call, types.MethodType):  # the latter with disable=True
-        return None
-    names = call.__code__.co_freevars if hasattr(call, "__code__") else ()
-    context = call.__closure__[names.index("self")].cell_contents if "self" in names else None
-    if not callable(context):
-        raise WorkloadError(
-            f"this torch does not tell how a {type_name(module)} in it was compiled in place",
-            "Call compile() inside a function that makes the model, or pass torch.compile(model).",
-        )
-    return context
-
-
-def _compile_again(module: Any, state: tuple[Any, Any]) -> None:
-    own, context = state
-    if own is not None:
-        module.__setstate__(own)
-    module._compiled_call_impl = context(module._call_impl)
 
 
 def unpack(packed: bytes) -> WorkloadSource:

@@ -15,7 +15,6 @@ import threading
 import time
 import uuid
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,6 +24,7 @@ from autotune_amp.core import errors
 from autotune_amp.core.errors import AutotuneAmpError, RunnerError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
+from autotune_amp.trial.failures import num_oom_kills, of_exit
 
 _NO_DEADLINES = Deadlines()
 TICK_SECONDS = 0.1
@@ -115,12 +115,12 @@ class Process:
         allowed = limit = None
         phase = "building the workload"
         self._tail.clear()
-        self._num_oom_kills = _count_oom_kills()
+        self._num_oom_kills = num_oom_kills()
         while True:
             message = self._next_message()
             now = time.monotonic()
             if message is None:
-                raise ProcessEndedError(self._classify_exit(self._end_status(), phase), so_far)
+                raise ProcessEndedError(self._failure(self._end_status(), phase), so_far)
             event = message["event"] if message else None
             if event == "first step":
                 phase, allowed = "in the first step", deadlines.first_step_seconds
@@ -155,7 +155,7 @@ class Process:
             if answer is not None and (not ends_with_exit or event == "exit" or overdue is not None):
                 return _value(answer)
             if event == "exit":
-                raise ProcessEndedError(self._classify_exit(message["status"], phase), so_far)
+                raise ProcessEndedError(self._failure(message["status"], phase), so_far)
             if overdue is not None:
                 raise ProcessEndedError(Failure(kind="timeout", message=overdue), so_far)
 
@@ -183,16 +183,9 @@ class Process:
         except queue.Empty:
             self._popen.kill()
 
-    def _classify_exit(self, status: int, phase: str) -> Failure:
+    def _failure(self, status: int, phase: str) -> Failure:
         details = "".join(self._tail)[-_OUTPUT_TAIL_CHARACTERS:] or None
-        if status == -signal.SIGKILL and _count_oom_kills() > self._num_oom_kills:
-            return Failure(kind="oom", message=f"the kernel ended it for want of memory, {phase}", details=details)
-        if status < 0:
-            name = signal.Signals(-status).name
-            what = "segmentation fault" if name == "SIGSEGV" else f"signal {name}"
-            return Failure(kind="crash", message=f"its process died of {what}, {phase}", details=details)
-        message = f"its process exited with status {status} before it reported, {phase}"
-        return Failure(kind="crash", message=message, details=details)
+        return of_exit(status, phase, details, is_oom_killed=num_oom_kills() > self._num_oom_kills)
 
     def _end_status(self) -> int:
         self._popen.wait()
@@ -257,11 +250,3 @@ def _marked(mark: str) -> list[psutil.Process]:
             if process.environ().get(_MARK) == mark:
                 found.append(process)
     return found
-
-
-def _count_oom_kills() -> int:
-    """The kernel's count of processes it ended for want of memory, 0 where it keeps none."""
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/vmstat").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])
-    return 0

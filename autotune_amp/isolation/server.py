@@ -35,8 +35,9 @@ from autotune_amp.core.outcome import Failure
 from autotune_amp.hardware.measuring import make_current
 from autotune_amp.isolation import packing
 from autotune_amp.precision import torch_state
+from autotune_amp.trial import failures
 from autotune_amp.trial.context import Context
-from autotune_amp.trial.worker import classify, raise_oom_score
+from autotune_amp.trial.worker import raise_oom_score
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _set_num_threads = torch.set_num_threads
@@ -89,7 +90,7 @@ class Server:
             message = f"the workload ended its process: sys.exit({error.code})"
             answer = {"event": "failed", "failure": Failure(kind="workload_error", message=message)}
         except Exception as error:
-            answer = {"event": "failed", "failure": classify(error)}
+            answer = {"event": "failed", "failure": failures.of_error(error)}
         self._channel.send(answer)
 
     def load(self, target: str | None, path: list[str], num_packed_bytes: int) -> dict[str, Any]:

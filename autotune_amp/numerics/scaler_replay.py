@@ -23,7 +23,6 @@ from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
 _FLUSHED_LOG2 = -25.0  # fp16, whose least positive number is 2^-24, rounds to 0 what is at it or under
 _LARGEST_SCALE = 2.0**127  # power of two in float32
 _MAX_CACHED_SCALES = 64
-_MIN_GAIN = 5e-4  # of the applied share
 
 
 def _log2(scale: float) -> float:
@@ -43,7 +42,10 @@ class Trace:
         if not len(self._log2_scales) or np.isnan(self._log2_scales).any():
             raise ValueError("A trace needs at least one step, and a number (or -inf, inf) for each.")
         # Factors other than 2 meet a new scale at every move.
-        self._overflows = lru_cache(maxsize=_MAX_CACHED_SCALES)(self._find_overflows)
+        # By scale, the steps that overflow, and the trace's length at the end.
+        self._overflows = lru_cache(maxsize=_MAX_CACHED_SCALES)(
+            lambda scale: [*np.flatnonzero(self._log2_scales < _log2(scale)).tolist(), len(self)]
+        )
 
     def __len__(self) -> int:
         return len(self._log2_scales)
@@ -52,10 +54,6 @@ class Trace:
         """The first step from `step` on that overflows at `scale`; the trace's length where none does."""
         overflows = self._overflows(scale)
         return overflows[bisect_left(overflows, step)]
-
-    def _find_overflows(self, scale: float) -> list[int]:
-        """Their steps, and the trace's length at the end."""
-        return [*np.flatnonzero(self._log2_scales < _log2(scale)).tolist(), len(self)]
 
 
 class FlushedShares:
@@ -195,15 +193,3 @@ def starting_scale(log2_scales: Sequence[float], max_log2: float = 24.0) -> floa
     is_mostly_finite = 2 * len(finite) > len(log2_scales)
     lowest = min(finite) if is_mostly_finite else -math.inf
     return 2.0 ** math.floor(min(max(lowest - 1, math.log2(MIN_LOSS_SCALE)), max_log2))
-
-
-def best_pair(scored: Mapping[tuple[float, int], Replay], preferred: tuple[float, int]) -> tuple[float, int]:
-    """The (init_scale, growth_interval) to recommend: `preferred` unless another applies `_MIN_GAIN` more.
-
-    Then the one with the highest applied share; of equals the smaller init_scale, then the larger growth_interval.
-    `preferred` is the calibrated starting scale with GradScaler's own interval.
-    Raises `KeyError` where it has no score.
-    """
-    best = max(scored, key=lambda pair: (scored[pair].applied_share, -pair[0], pair[1]))
-    gain = scored[best].applied_share - scored[preferred].applied_share
-    return best if gain > _MIN_GAIN else preferred

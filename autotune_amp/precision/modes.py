@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from autotune_amp.core.config import FP16_MAX
-from autotune_amp.core.dimensions import PRECISIONS, Precision
+from autotune_amp.core.dimensions import Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +32,6 @@ class Mode:
     def uses_autocast(self) -> bool:
         """Whether it is what mixed precision means: autocast casts to it."""
         return self.autocast_dtype is not None
-
-    @property
-    def risk(self) -> int:
-        """How much there is to go wrong, from 0 up."""
-        return PRECISIONS.index(self.precision)
 
     @property
     def unit_roundoff(self) -> float:

@@ -22,8 +22,9 @@ from autotune_amp.core.outcome import Failure
 from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.profile.gap import MARK, Profile, Profiled, Split, Trace, split, step_mark
 from autotune_amp.trial.context import Context, LoopState, each
+from autotune_amp.trial.failures import NonFiniteError
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
-from autotune_amp.trial.timing import MAX_SCALE_SEARCH_STEPS, NonFiniteError
+from autotune_amp.trial.timing import MAX_SCALE_SEARCH_STEPS
 from autotune_amp.trial.training import BaseTraining, Training, make_training
 from autotune_amp.trial.worker import guarded, prepare
 

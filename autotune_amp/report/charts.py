@@ -21,7 +21,7 @@ from autotune_amp.core.recommendation import CandidateRow, Recommendation
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, duration, number, one_line, outcome_name, rate, size
 from autotune_amp.report.rows import baseline_row, outcome_line, recommended_row
-from autotune_amp.search.ranking import is_trial
+from autotune_amp.search.ranking import BEFORE_CONFIRMATION, is_trial
 
 # A figure, or the sentence that says why there is none.
 Drawn: TypeAlias = "Figure | str"
@@ -136,18 +136,14 @@ def failures(records: Iterable[Record]) -> list[tuple[Record, Failure]]:
     return [(r, r.outcome) for r in records if isinstance(r.outcome, Failure) and is_trial(r)]
 
 
-def _is_look(record: Record) -> bool:
-    """Whether it is the search's own, of a candidate with nothing but precision and batch size of its own."""
-    return record.purpose in ("search", "fallback") and record.candidate.is_ordinary
-
-
 def _measured(records: Sequence[Record], height: Callable[[Measurement], float]) -> Iterable[Scatter]:
     """Large marks for the first look at each batch size, joined by a line; small ones for what came again."""
     for precision in PRECISIONS:
         ours = [(r, found) for r, found in measurements(records) if r.candidate.precision == precision]
         if not ours:
             continue
-        first = {r.candidate.batch_size: (r, found) for r, found in reversed(ours) if _is_look(r)}
+        tried = [(r, found) for r, found in ours if r.purpose in BEFORE_CONFIRMATION and r.candidate.is_ordinary]
+        first = {r.candidate.batch_size: (r, found) for r, found in reversed(tried)}
         looks = [first[batch_size] for batch_size in sorted(first)]
         again = [pair for pair in ours if first.get(pair[0].candidate.batch_size) != pair]
         look = LOOKS[precision]

@@ -57,18 +57,10 @@ class Screen:
             self._is_mid_line = False
 
     def write(self, text: str) -> None:
-        """Write to the stream; bytes that were no characters go out as the bytes they were."""
-        buffer = getattr(self._stream, "buffer", None)
+        """Write to the stream, escaped what its encoding lacks."""
+        encoding = self._stream.encoding or "utf-8"
         with suppress(OSError):
-            if buffer is None:
-                self._stream.write(text)
-            else:
-                self._stream.flush()
-                encoding = self._stream.encoding or "utf-8"
-                try:
-                    buffer.write(text.encode(encoding, "surrogateescape"))
-                except UnicodeEncodeError:
-                    buffer.write(text.encode(encoding, "backslashreplace"))
+            self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             self._stream.flush()
 
 

@@ -281,7 +281,7 @@ class PrecisionController(torch.amp.GradScaler):
             found = window.found(self._ranks)
             if found.verdicts:
                 self._executor.end_window(found.worst > CLEAN)
-                self._executor.judge(found)
+                self._executor.end_update(found)
                 self._scaler.write()
         self._is_in_window = False
         self._settle()
@@ -289,7 +289,7 @@ class PrecisionController(torch.amp.GradScaler):
     def _read_verdicts(self, max_waiting: int) -> None:
         reader = self._scaler.reader
         while len(reader) > (0 if self._policy.is_watching else max_waiting):
-            self._executor.judge(Found.of(*reader.pop()))
+            self._executor.end_update(Found.of(*reader.pop()))
         if not len(reader):
             self._scaler.write(is_forced=True)
         self._settle()

@@ -214,7 +214,7 @@ class Executor:
             model.begin_window()
         model.observer.is_sampling = self.metrics.wants_sample or model.is_verifying
 
-    def judge(self, found: Found) -> None:
+    def end_update(self, found: Found) -> None:
         """Tell the policy of an update, in order and once each, and everybody who wants to know."""
         if not found.verdicts:
             return
@@ -255,7 +255,7 @@ class Executor:
             except InvalidRequestError as error:  # of the closure, which must not end a run that goes on without it
                 log.error("%s The run goes on without it: %s", error.message, error.next_step, exc_info=error)
                 self.policy.can_rerun = False
-                return self.policy.judge(action.reason, Finding(True)) if action.kind == "diagnose" else None
+                return self.policy.answer_diagnosis(action.reason, Finding(True)) if action.kind == "diagnose" else None
         if action.kind == "warn":
             log.warning("%s", action.reason)
         elif action.kind == "stop":
@@ -312,7 +312,7 @@ class Executor:
         )
         self._culprit = finding.culprit
         log.warning("%s; diagnosis: %s", asked.reason, finding)
-        return policy.judge(asked.reason, finding)
+        return policy.answer_diagnosis(asked.reason, finding)
 
     def _probe(self, probe: Action) -> Action | None:
         faster = self.policy.rungs[probe.rung]

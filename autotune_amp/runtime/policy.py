@@ -5,6 +5,8 @@
        │ trip: as from STEADY   │   └─trip, nothing to rerun──> a lower rung: PROBATION ──a clean step──> STEADY
        v                        └──a clean step after 200── BLAMED <──3 bad steps: revert──┘
 
+Trips (T1: losses not finite, T2: the scale at its floor, T3: many skips, T4: gradients lost) end in `_step_down`, the
+demotion, which `Executor._move` carries out unless it does not fit in memory or the controller is advisory.
 What the thresholds rest on is in studies/README.md (Loss scaling); `studies/overflow_survival` shows them at work.
 Every method that takes a step of the machine says which states it leaves.
 """
@@ -231,8 +233,8 @@ class Policy(PolicyState):
             return Action("not_precision", f"{reason}, and the loss is {growth:.3g} times its best: it diverges")
         return Action("diagnose", reason) if self.can_rerun else self._step_down(reason, None)
 
-    def judge(self, reason: str, finding: Finding) -> Action | None:
-        """The answer to *diagnose*. Leaves STARTUP, STEADY."""
+    def answer_diagnosis(self, reason: str, finding: Finding) -> Action | None:
+        """What follows from what a *diagnose* found. Leaves STARTUP, STEADY."""
         if not finding.reproduced:
             self.num_unreproduced += 1
             if self.num_unreproduced > 1:  # and no step taken since: the closure does not rerun what fails

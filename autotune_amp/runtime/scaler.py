@@ -189,11 +189,11 @@ class GradientCheck:
         if samples:
             share, known = lost_share(optimizer, device), self.window.lost_share
             self.window.lost_share = share if known is None else torch.maximum(share, known)
-        verdict, skipped = self._judge(check(optimizer, inv_scale), device)
+        verdict, skipped = self._verdict(check(optimizer, inv_scale), device)
         self.window.verdicts[self.number_of(optimizer)] = verdict
         return skipped
 
-    def _judge(self, found: Tensor | None, device: torch.device) -> tuple[int | Tensor, Tensor | None]:
+    def _verdict(self, found: Tensor | None, device: torch.device) -> tuple[int | Tensor, Tensor | None]:
         """The verdict, and what `examine` gives."""
         window, are_many = self.window, self._ranks.are_many
         if found is None:

@@ -189,7 +189,7 @@ class Ledger:
 
     @cached_property
     def tiers(self) -> dict[Setting, int]:
-        """The same once the checks are over: what has none by now is *unchecked*."""
+        """The tiers of what may be recommended once the checks are over: what has none by now is *unchecked*."""
         return {c: ranking.tier(self.verdict(c)) for c in self.merits}
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Which init_scale and growth_interval fp16 gets: every pair is answered by replaying one calibration. Pure."""
+"""Which init_scale and growth_interval fp16 gets: `best_pair` of those replayed on one calibration. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from autotune_amp.numerics.grading import MAX_FLUSHED_SHARE, MAX_FORWARD_SHARE
 from autotune_amp.numerics.scaler_replay import (
     FlushedShares,
     Replay,
-    best_pair,
     extend,
     replay,
     skips,
@@ -34,6 +33,8 @@ Pair: TypeAlias = tuple[float, int]  # init_scale, growth_interval
 DEFAULT_PAIR: Pair = (65536.0, 2000)  # of torch.amp.GradScaler
 LOG2_INIT_SCALES = (-24, 24)  # searched: what fp16 can hold at the low end, LossScale's default maximum at the other
 _INTERVALS = (2000, 200)  # GradScaler's own, and one that recovers ten times as fast from a scale that fell
+
+_MIN_GAIN = 5e-4  # of the applied share
 
 
 class Uncalibrated(NamedTuple):
@@ -56,7 +57,9 @@ class Stretch(NamedTuple):
 
 
 class Scales:
-    """A calibration's answer for any pair over `num_steps` optimizer steps; `scored` holds those asked for so far.
+    """A calibration's answer for any pair over `num_steps` optimizer steps.
+
+    `scored` holds the pairs replayed so far: `seeds`, then those that Optuna suggests (`stages.checks.LossScales`).
 
     A pair is run within `LossScale`'s own bounds, as the `PrecisionController` runs it. The loss of an accumulation
     window's pass is divided by `accumulation_steps`, unless it `is_loss_sum`, and so, in effect, is its scale; the
@@ -91,7 +94,7 @@ class Scales:
         return self.scored[pair]
 
     def course(self, pair: Pair, *, is_bounded: bool = True) -> list[Stretch]:
-        """The same stretch by stretch; not `is_bounded` it is that of ``torch.amp.GradScaler``."""
+        """What the pair does, stretch by stretch; not `is_bounded` it does it in ``torch.amp.GradScaler``."""
         found, step = [], 0
         for scale, num_clean, skip in stretches(self._trace, rule(pair), is_bounded=is_bounded):
             found.append(Stretch(scale, step, skip))
@@ -146,6 +149,18 @@ class Scales:
         after_warmup = range(NUM_WARMUP_STEPS, num_foreseen - num_measured)
         start = next((step for step in after_warmup if step - 1 not in steps), after_warmup.stop)
         return sum(start <= step < start + num_measured for step in steps)
+
+
+def best_pair(scored: Mapping[Pair, Replay], preferred: Pair) -> Pair:
+    """The (init_scale, growth_interval) to recommend: `preferred` unless another applies `_MIN_GAIN` more.
+
+    Then the one with the highest applied share; of equals the smaller init_scale, then the larger growth_interval.
+    `preferred` is the calibrated starting scale with GradScaler's own interval.
+    Raises `KeyError` where it has no score.
+    """
+    best = max(scored, key=lambda pair: (scored[pair].applied_share, -pair[0], pair[1]))
+    gain = scored[best].applied_share - scored[preferred].applied_share
+    return best if gain > _MIN_GAIN else preferred
 
 
 Answer: TypeAlias = Scales | Uncalibrated

@@ -1,9 +1,10 @@
 """What the records of a search say of each setting: how it ran, what speaks against it, and how settings rank. Pure.
 
 What does not learn what fp32 learns is out, what nobody checked comes after fp32 and what was shown to be faithful, and
-what is doubtful comes last. Then speed: within 3 % of the fastest the precision with the least to go wrong at run time,
-then the smallest batch. Memory: the least peak of what is no slower than the baseline; peaks within 2 % are alike, and
-speed decides. Energy: the least joules per sample, and within 3 % what has the least to go wrong.
+what is doubtful comes last. Among the others `rank_for` decides. Speed: on the plateau, within 3 % of the fastest, wins
+the precision with the least to go wrong at run time, then the smallest batch (`Setting.risks`). Memory: the least peak
+of what is no slower than the baseline; peaks within 2 % are alike, and speed decides. Energy: the least joules per
+sample, and within 3 % what has the least to go wrong.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from autotune_amp.core.dimensions import PRECISION
 from autotune_amp.core.evidence import Objective
 from autotune_amp.core.hardware import MachineLoad
 from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Measurement, Record, Verdict
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import sentence
-from autotune_amp.precision.modes import MODES
 from autotune_amp.search.space import SAME_MEMORY, Space
 
 PLATEAU = 0.03  # closer than this, other things decide: processes differ by as much (studies/README.md, Timing)
@@ -311,7 +312,7 @@ def keeps_baseline(
     """
     if today is None or candidate.as_found:
         return today is not None
-    is_safer = MODES[candidate.precision].risk < MODES[baseline.precision].risk
+    is_safer = PRECISION.risk(candidate.precision) < PRECISION.risk(baseline.precision)
     if objective == "memory":
         if found.samples_per_second < least_speed(objective, today):
             return True

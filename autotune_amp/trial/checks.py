@@ -26,12 +26,13 @@ from autotune_amp.numerics.accumulation import IGNORED_LABEL, cut, first_dimensi
 from autotune_amp.numerics.passes import Loop, NoStepError, Passes, Subject, no_loss
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import has_half_weights
-from autotune_amp.trial import data
+from autotune_amp.trial import data, failures
 from autotune_amp.trial.context import Context, LoopState, make_optimizer
-from autotune_amp.trial.data import MAX_SCANNED_SAMPLES, copied, looked_at
+from autotune_amp.trial.data import copied
 from autotune_amp.trial.jobs import Check
 from autotune_amp.trial.training import checked_loss
-from autotune_amp.trial.worker import classify, guarded, prepare
+from autotune_amp.trial.worker import guarded, prepare
+from autotune_amp.trial.worst_batch import MAX_SCANNED_SAMPLES, scan_samples
 
 LOOK_SECONDS, LOOK_SHARE = 1.0, 0.2  # for unequal samples, at most; the latter of a check's seconds
 MAX_SAMPLES_SEEN = 2048  # what is rarer than one of so many is in few windows, and weighs little there
@@ -64,7 +65,7 @@ def _check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
             return spec.unchecked(reason, "Give train_step a whole step of it, or compare runs of some hundred steps")
         return Failure(kind="workload_error", message=reason)
     except Exception as error:
-        failure = classify(error)
+        failure = failures.of_error(error)
         if isinstance(error, AutotuneAmpError) or failure.kind not in ("workload_error", "unsupported"):
             raise
         return _attributed(failure, subject, spec)
@@ -182,7 +183,7 @@ def _samples(loader: DataLoader[Any], num_samples: int, seed: int, seconds: floa
     # Not the first, as a loader may go from the longest to the shortest.
     order = random.Random(seed).sample(drawn, min(len(drawn), MAX_SAMPLES_SEEN))  # noqa: S311 - no secret
     # A collate function may want more than one sample, and raise: then they are taken as drawn.
-    seen, _ = looked_at(loader, order, partial(_nums_counted, loader.collate_fn), seconds)
+    seen, _ = scan_samples(loader, order, num_counted, seconds)
     by_size = sorted((position for position, num in enumerate(seen) if num), key=seen.__getitem__)
     half = num_samples // 2
     positions = dict.fromkeys([*by_size[:half], *by_size[-half:], *by_size, *range(len(order))])
@@ -200,10 +201,6 @@ def _samples(loader: DataLoader[Any], num_samples: int, seed: int, seconds: floa
     if len(samples) < num_samples:
         raise CannotCutError(f"the data holds {len(samples)} samples, fewer than the {num_samples} of a batch")
     return samples
-
-
-def _nums_counted(collate: Callable[[Any], Any], samples: list[Any]) -> list[int]:
-    return [num_counted(collate([copied(sample)])) for sample in samples]
 
 
 def num_counted(batch: Any) -> int:

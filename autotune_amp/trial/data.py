@@ -1,18 +1,12 @@
-"""The user's data: an endless stream of batches of one size from places all over an epoch, its worst batch, and how
-large its samples are."""
+"""The user's data: an endless stream of batches of one size, from places all over an epoch."""
 
 from __future__ import annotations
 
 import copy
-import heapq
 import random
-import statistics
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
-from functools import partial
-from itertools import chain, count, cycle, islice, repeat
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Generator, Iterable, Iterator
+from itertools import chain, count, islice
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.utils.data import (
@@ -27,13 +21,9 @@ from torch.utils.data import (
 )
 
 from autotune_amp.core.errors import WorkloadError
-from autotune_amp.core.outcome import SampleSizes
-from autotune_amp.core.workload import Workload
 from autotune_amp.numerics.accumulation import tensors
-from autotune_amp.precision.torch_state import keep_generators
 
 Stream: TypeAlias = Generator[Any, None, None]
-Seen = TypeVar("Seen")
 
 # In these orders the first batches are as good as any.
 _SHUFFLED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -59,11 +49,11 @@ def describe(data: Any) -> tuple[str, int | None, int | None]:
                 "Pass data=make_loader, a function of the batch size that returns such a loader.",
             )
         # A sampler may draw some of the dataset, as a rank's share, or some twice.
-        num_drawn = None if isinstance(data.dataset, IterableDataset) else _length(data.sampler)
-        num_samples = _length(data.dataset) if num_drawn is None else num_drawn
+        num_drawn = None if isinstance(data.dataset, IterableDataset) else length(data.sampler)
+        num_samples = length(data.dataset) if num_drawn is None else num_drawn
         return f"DataLoader, {data.num_workers} workers", data.batch_size, num_samples
     if _is_dataset(data):
-        return "Dataset", None, _length(data)
+        return "Dataset", None, length(data)
     return "function of the batch size", None, None
 
 
@@ -89,40 +79,6 @@ def opened(data: Any, batch_size: int, num_workers: int | None = None) -> Opened
     else:
         return _from_function(data, batch_size, num_workers)
     return Opened(_cycle(lambda: loader, batch_size), loader)
-
-
-def worst_batches(
-    named: Callable[[int], Any] | None,
-    loader: DataLoader[Any] | None,
-    samples: Sequence[int],
-    batch_size: int,
-    num_batches: int,
-) -> Stream:
-    """What `named` gives for the batch size, else the `samples` collated by the loader, again and again if too few.
-
-    The same batch anew, `num_batches` times; none where there is neither. Raises `WorkloadError` where it has too few
-    samples.
-    """
-    if named is not None:
-        origin = "Workload(worst_batch=...)"
-        made: Iterator[Any] = map(named, repeat(batch_size, num_batches))
-    elif samples and loader is not None:
-        origin = "The data's own collate_fn"
-        # From a worker process if the loader has them, since a dataset opened here may not survive their start; with a
-        # generator of its own, so that what the loader draws next stays the same.
-        settings = {"batch_sampler": [list(islice(cycle(samples), batch_size))] * num_batches}
-        made = iter(rebuilt(loader, min(loader.num_workers, 1), generator=torch.Generator(), **settings))
-    else:
-        return
-    for batch in made:
-        found = 0 if batch is None else num_samples(batch, batch_size)
-        if found is not None and found < batch_size:
-            raise WorkloadError(
-                f"{origin} was asked for the worst batch of {batch_size} samples and gave {found}.",
-                "Give Workload(worst_batch=...) a function of the batch size that returns a batch of so many samples.",
-            )
-        yield batch
-        del batch
 
 
 def num_samples(batch: Any, asked: int) -> int | None:
@@ -172,7 +128,8 @@ def _is_dataset(data: Any) -> bool:
     return hasattr(data, "__getitem__") or isinstance(data, IterableDataset)
 
 
-def _length(dataset: Any) -> int | None:
+def length(dataset: Any) -> int | None:
+    """Its length, None where it has none."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):
@@ -211,8 +168,8 @@ def _rearranged(loader: DataLoader[Any], num_workers: int | None, shares: Iterat
         return rebuilt(loader, num_workers, batch_size=loader.batch_size, drop_last=loader.drop_last)
     batches, samples = loader.batch_sampler, loader.sampler
     if batches is None:
-        return rebuilt(loader, num_workers, batch_size=None, sampler=_Spread(samples, shares) if is_spread else samples)
-    return rebuilt(loader, num_workers, batch_sampler=_Spread(batches, shares) if is_spread else batches)
+        return rebuilt(loader, num_workers, batch_size=None, sampler=Spread(samples, shares) if is_spread else samples)
+    return rebuilt(loader, num_workers, batch_sampler=Spread(batches, shares) if is_spread else batches)
 
 
 def _cycle(make_loader: Callable[[], Any], batch_size: int) -> Stream:
@@ -253,7 +210,7 @@ def _shares() -> Iterator[float]:
             yield (part + chance.random()) / _NUM_PARTS
 
 
-class _Spread(Sampler[Any]):
+class Spread(Sampler[Any]):
     """What `sampler` draws in an epoch, each once, from the places that `shares` says.
 
     The same shares give settings alike batches, whatever their batch sizes. Of a very long epoch only some are drawn.
@@ -276,134 +233,3 @@ class _Spread(Sampler[Any]):
         while left:
             place = left.pop(int(next(self._shares) * len(left))) * num // num_places
             yield list(drawn[place * own.batch_size : (place + 1) * own.batch_size]) if is_cut else drawn[place]
-
-
-# -- how large samples are ---------------------------------------------------------------------------------------------
-
-SCAN_SECONDS, DRAW_SECONDS = 1.5, 1.0
-SAMPLES_AT_ONCE = 4  # a worker's answer costs as much as a small sample, and the clock is looked at between answers
-MAX_SCANNED_SAMPLES, MAX_DRAWN_BATCHES = 200_000, 32
-# The batch sizes searched go up to sixteen times the baseline's.
-NUM_LARGEST_BATCHES, MIN_NUM_LARGEST = 16, 512
-NUM_SMALLEST = 64
-# Samples are alike whose sizes differ by no more: as the length of an image's file name does.
-ALIKE_SHARE = 0.01
-MAX_PROBLEM_LENGTH = 200
-
-
-class Look(NamedTuple):
-    """What was seen: the sizes of samples that differ; the least and the largest of batches that differ, where their
-    samples cannot be looked at; the loader's number of workers, None where that cannot be changed. `scan_problem` is
-    what ended it before its time."""
-
-    num_workers: int | None = None
-    sample_sizes: SampleSizes | None = None
-    batch_sizes_seen: tuple[int, int] | None = None
-    scan_problem: str | None = None
-
-
-def look(workload: Workload, batch_size: int) -> Look:
-    """Look at the data as it is opened for `batch_size`; not at its sizes if the workload names its worst batch.
-
-    What the user's code raises ends the look. The generators stand where they stood.
-    """
-    put_back = keep_generators()
-    found, is_stream = Look(), False
-    try:
-        batches, loader = opened(workload.data, batch_size)
-        with closing(batches):
-            if loader is not None:
-                # A stream with one worker or none need not be made for several: then each would give all of it.
-                is_stream = isinstance(loader.dataset, IterableDataset)
-                found = Look(None if is_stream and loader.num_workers <= 1 else loader.num_workers)
-            if workload.worst_batch is not None:
-                return found
-            if loader is not None and loader.batch_sampler is not None and not is_stream and _length(loader.dataset):
-                indices = _indices(loader)
-                order = random.Random(0).sample(indices, min(len(indices), MAX_SCANNED_SAMPLES))  # noqa: S311 - no secret
-                sizes, problem = looked_at(loader, order, partial(_sizes, loader.collate_fn), SCAN_SECONDS)
-                if sizes:
-                    if _are_alike(sizes):
-                        return found._replace(scan_problem=problem)
-                    indexed = list(zip(sizes, order, strict=False))
-                    num_largest = max(MIN_NUM_LARGEST, NUM_LARGEST_BATCHES * batch_size)
-                    summary = SampleSizes(
-                        num_seen=len(sizes),
-                        num_samples=len(indices),
-                        smallest_size=min(sizes),
-                        median_size=statistics.median_low(sizes),
-                        largest_size=max(sizes),
-                        largest=tuple(index for _, index in heapq.nlargest(num_largest, indexed)),
-                        smallest=tuple(index for _, index in heapq.nsmallest(NUM_SMALLEST, indexed)),
-                    )
-                    return found._replace(sample_sizes=summary, scan_problem=problem)
-            drawn: list[int] = []
-            until = time.monotonic() + DRAW_SECONDS
-            for batch in islice(batches, MAX_DRAWN_BATCHES):
-                drawn.append(size(batch))
-                if time.monotonic() > until:
-                    break
-            return found._replace(batch_sizes_seen=None if _are_alike(drawn) else (min(drawn), max(drawn)))
-    except Exception as error:  # the user's code may raise anything
-        return found._replace(scan_problem=_one_line(error))
-    finally:
-        put_back()
-
-
-def looked_at(
-    loader: DataLoader[Any], order: Sequence[Any], look_at: Callable[[list[Any]], list[Seen]], seconds: float
-) -> tuple[list[Seen], str | None]:
-    """What `look_at` says of each of these samples until `seconds` are over, and what the next one raised, in one line.
-
-    They pass through worker processes if the loader has them: a dataset opened here may not survive their start.
-    """
-    found: list[Seen] = []
-    deadline = None
-    settings: dict[str, Any] = {"generator": torch.Generator(), "pin_memory": False}
-    looking = rebuilt(loader, batch_size=SAMPLES_AT_ONCE, sampler=order, collate_fn=look_at, **settings)
-    try:
-        for several in looking:
-            found += several
-            # From the first sample on: starting the workers takes its own time.
-            deadline = deadline or time.monotonic() + seconds
-            if time.monotonic() > deadline:
-                break
-    except Exception as error:  # the user's code may raise anything
-        return found, _one_line(error)
-    return found, None
-
-
-def _sizes(collate: Callable[[list[Any]], Any], samples: list[Any]) -> list[int]:
-    """Of each as the loader collates it alone: that may make what takes the memory, as of a file's name."""
-    return [size(collate([copied(sample)])) for sample in samples]
-
-
-def _indices(loader: DataLoader[Any]) -> Sequence[int]:
-    """What the loader may draw where its sampler lists it, else the whole dataset."""
-    own: Any = loader.batch_sampler if loader.batch_size is None else loader.sampler
-    own = own.sampler if isinstance(own, _Spread) else own
-    own = getattr(own, "sampler", own)
-    indices = getattr(own, "indices", own if isinstance(own, Sequence) else None)
-    return range(len(loader.dataset)) if indices is None else [int(index) for index in indices]  # type: ignore[arg-type]
-
-
-def _are_alike(sizes: list[int]) -> bool:
-    return max(sizes) - min(sizes) <= ALIKE_SHARE * max(sizes)
-
-
-def size(value: Any) -> int:
-    """How many numbers it holds: the elements of tensors and arrays, the characters of text."""
-    if isinstance(value, (str, bytes)):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(map(size, value.values()))
-    if isinstance(value, (list, tuple)):
-        return sum(map(size, value))
-    own = getattr(value, "size", None)
-    return own if isinstance(own, int) else sum(tensor.numel() for _, tensor in tensors(value)) or 1
-
-
-def _one_line(error: Exception) -> str:
-    """What it says in its last line, which is the user's own where a worker process caught it."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[-1] if lines else 'it says nothing'}"[:MAX_PROBLEM_LENGTH]

@@ -1,4 +1,4 @@
-"""Memory of a trial: its peak, its limit, and the heap that it holds; `worker` says what is out of memory."""
+"""Memory of a trial: its peak, its limit, and the heap that it holds; what is out of memory is in `failures`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 _STATUS = Path("/proc/self/status")
 _IS_LINUX = sys.platform == "linux"
-_SHORT_SHARE = 0.1
 Built = TypeVar("Built")
 
 
@@ -98,20 +97,6 @@ def _module(device: torch.device) -> Any:
     import torch
 
     return torch.get_device_module(device)
-
-
-def is_memory_short() -> bool:
-    """Whether less than a tenth of what this process may take of the current CUDA device is left, or once was."""
-    import torch
-
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch does not type it
-        return False
-    try:
-        free, total = torch.cuda.mem_get_info()
-    except RuntimeError:  # an error of the card itself, which all its calls repeat
-        return False
-    allowed = total * torch.cuda.memory.get_per_process_memory_fraction()
-    return min(free, allowed - torch.cuda.max_memory_reserved()) < _SHORT_SHARE * allowed
 
 
 def _trim_heap() -> None:

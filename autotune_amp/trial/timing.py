@@ -14,6 +14,7 @@ from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.convert_frame import input_codes
 
 from autotune_amp.hardware.measuring import synchronize
+from autotune_amp.trial.failures import NonFiniteError
 from autotune_amp.trial.jobs import is_hopeless, stop
 from autotune_amp.trial.training import BaseTraining
 
@@ -59,10 +60,6 @@ MAX_COMPILING_STEPS = 20
 
 Report = Callable[[int, float], None]
 Enter = Callable[[str], None]
-
-
-class NonFiniteError(Exception):
-    """The loss, or every gradient while the loss scale was searched, was not finite."""
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ from autotune_amp.precision.torch_state import as_found_autocast
 from autotune_amp.trial import data
 from autotune_amp.trial.context import LoopState, Optimizers, each, make_optimizer
 from autotune_amp.trial.jobs import Trial
+from autotune_amp.trial.worst_batch import worst_batches
 
 
 class BaseTraining(ABC):
@@ -44,7 +45,7 @@ class BaseTraining(ABC):
         self._taken: list[Any] = []
         self._last_batch: Any = None
         num_worst = 3 if spec.is_miniature else 2  # the first step, one after the warm-up, a miniature's last
-        self._worst = data.worst_batches(
+        self._worst = worst_batches(
             workload.worst_batch, self._loader, spec.worst_samples, spec.candidate.batch_size, num_worst
         )
         self._pinned: list[nn.Module] = []

@@ -1,9 +1,8 @@
-"""A process's jobs: probe, describe, run a trial; which errors are out of memory, and what the others amount to."""
+"""A process's jobs: probe, describe, run a trial; what fails comes back as a `Failure`."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import tempfile
 import time
@@ -20,84 +19,28 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.job import Tell
-from autotune_amp.core.outcome import Description, Failure, FailureKind, Measurement, Outcome
+from autotune_amp.core.outcome import Description, Failure, Measurement, Outcome
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.workload import Workload
 from autotune_amp.hardware import cuda, measure
 from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.torch_state import CUDA_FLAGS
-from autotune_amp.trial import data
+from autotune_amp.trial import data, failures
 from autotune_amp.trial.context import Context, LoopState, make_optimizer
 from autotune_amp.trial.energy import EnergyMeter, counter_of
 from autotune_amp.trial.jobs import Check, Describe, Probe, Trial
-from autotune_amp.trial.memory import PeakMemory, hold_heap, is_memory_short
-from autotune_amp.trial.timing import CompileWatch, NonFiniteError, Timing, forget_compiled, time_steps
+from autotune_amp.trial.memory import PeakMemory, hold_heap
+from autotune_amp.trial.timing import CompileWatch, Timing, forget_compiled, time_steps
 from autotune_amp.trial.training import BaseTraining, make_training
+from autotune_amp.trial.worst_batch import Scan, scan
 
-_OOM_TEXTS = (
-    "out of memory",  # CUDA, its driver, Triton, Metal, SYCL
-    "can't allocate memory",
-    "cannot allocate memory",
-    "not enough memory",
-    "bad_alloc",
-    "alloc_failed",  # cuBLAS, cuDNN and AMD's
-)
-# What libraries say where memory is short, and where it is not: after an error of the card, in a broken installation.
-_OOM_TEXTS_WHERE_SHORT = (
-    "status_not_initialized",  # cuBLAS and cuDNN take memory for a handle
-    "cudnn_status_internal_error",  # cuDNN loads kernels late (pytorch#81620); ..._ALLOCATION_FAILED is one of these
-    "unable to find an engine",  # no algorithm of a convolution has a workspace that fits
-    "unable to find a valid cudnn algorithm",
-)
-_UNSUPPORTED_TEXTS = (
-    "not implemented for 'half'",
-    "not implemented for 'bfloat16'",
-    "not supported for dtype",
-    "could not create a primitive",  # oneDNN
-    "no kernel image is available",  # code for other cards than this one
-    "flashattention only support",  # "... supports Ampere GPUs or newer", "... support fp16 and bf16 data type"
-    "no available kernel",  # attention limited to kernels that this card, or the precision, does not have
-    "cublas_status_not_supported",
-    "cublas_status_arch_mismatch",
-    "out of resource: shared memory",  # a Triton kernel that wants more of it than the card has
-)
-_OWN_FILES = Path(__file__).parents[1]
 _FLAG_OPERATORS = {"cudnn.conv": "convolution", "cudnn.rnn": "_rnn"}  # cuDNN's RNN and MIOpen's
 
 Result = TypeVar("Result")
-
-
-def classify(error: BaseException) -> Failure:
-    """The failure that an exception from the user's workload amounts to."""
-    if isinstance(error, AutotuneAmpError):
-        return Failure(kind="workload_error", message=error.message, details=error.next_step)
-    if isinstance(error, NonFiniteError):
-        return Failure(kind="nonfinite", message=str(error))
-    trace = traceback.TracebackException.from_exception(error)
-    kept = [f for f in trace.stack if not Path(f.filename).is_relative_to(_OWN_FILES) or "workloads" in f.filename]
-    trace.stack = traceback.StackSummary.from_list(kept)  # our own frames tell the user nothing
-    texts = f"{type(error).__name__}: {error}".splitlines()[0][:500], "".join(trace.format())[-8000:]
-    message, details = (text.encode(errors="backslashreplace").decode() for text in texts)  # JSON takes no surrogates
-    return Failure(kind=_kind(error), message=message, details=details)
-
-
-def _kind(error: BaseException) -> FailureKind:
-    text = str(error).lower()
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or getattr(error, "errno", None) == errno.ENOMEM:
-        return "oom"
-    if isinstance(error, RuntimeError) or type(error).__module__.startswith("triton."):
-        if any(part in text for part in _OOM_TEXTS):
-            return "oom"
-        if any(part in text for part in _OOM_TEXTS_WHERE_SHORT) and is_memory_short():
-            return "oom"
-        if isinstance(error, NotImplementedError) or any(part in text for part in _UNSUPPORTED_TEXTS):
-            return "unsupported"
-    return "workload_error"
 
 
 # -- what is asked before the first trial ------------------------------------------------------------------------------
@@ -130,7 +73,7 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
     as_found, is_strict = as_run(workload, model, device, state, seen_batch_size, has_tf32=job.has_tf32)
     if context.is_kept:
         clean(device)
-    seen = data.Look() if seen_batch_size is None else data.look(workload, seen_batch_size)
+    seen = Scan() if seen_batch_size is None else scan(workload, seen_batch_size)
     return Description(
         name=workload.name,
         batch_size=batch_size,
@@ -228,7 +171,7 @@ def guarded(context: Context, spec: Trial | Check, action: Callable[[], Result])
             hold_heap()
         return action()
     except Exception as error:
-        failure = classify(error)
+        failure = failures.of_error(error)
         # A traceback holds the frames that hold the tensors: a kept worker would carry them into its next trial.
         traceback.clear_frames(error.__traceback__)
         return failure
@@ -290,11 +233,9 @@ def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
         def outcome(ending: dict[str, Any]) -> Outcome:
             memory.poll()
             peak, reserved = memory.peak_bytes()
-            if spec.memory_limit_bytes is not None and reserved > spec.memory_limit_bytes:
-                limit = f"{spec.memory_limit_bytes / 2**20:.0f} MiB"
-                return Failure(kind="oom", message=f"it took {reserved / 2**20:.0f} MiB, over the limit of {limit}")
-            if memory.num_allocator_retries() > retries:
-                return Failure(kind="oom", message="the allocator had to flush its cache to make room: memory is full")
+            has_flushed = memory.num_allocator_retries() > retries
+            if failure := failures.of_memory(reserved, spec.memory_limit_bytes, has_flushed=has_flushed):
+                return failure
             return _measurement(
                 spec,
                 timing,
@@ -356,7 +297,7 @@ def _ending(training: BaseTraining, limit_seconds: float, tell: Tell, measured: 
             action()
             synchronize(training.device)
         except (Exception, SystemExit) as error:
-            failure = classify(error)
+            failure = failures.of_error(error)
             if failure.kind == "oom":
                 raise
             problems.append(f"{what} raised {failure.message}")

@@ -116,7 +116,7 @@ def test_how_a_process_ended_says_why(
     status: int, num_oom_kills: tuple[int, int], kind: str, word: str, is_forked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = iter(num_oom_kills)
-    monkeypatch.setattr(process, "_count_oom_kills", lambda: next(counted))
+    monkeypatch.setattr(process, "num_oom_kills", lambda: next(counted))
     script = Script((1.0, {"event": "exit", "status": status} if is_forked else None))
     script.status = status
     found = script.failure(100.0, monkeypatch, ends_with_exit=is_forked)

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from autotune_amp.core.config import MIN_LOSS_SCALE, LossScale
 from autotune_amp.numerics.scaler_replay import (
     FlushedShares,
-    Replay,
     Trace,
-    best_pair,
     extend,
     replay,
     skips,
@@ -198,16 +196,3 @@ def test_a_window_is_as_bad_as_its_worst_pass(stretch: list[float], num_passes: 
 )
 def test_starting_scale(log2_scales: list[float], expected: float) -> None:
     assert starting_scale(log2_scales) == expected
-
-
-def test_the_preferred_pair_stays_unless_another_applies_more() -> None:
-    def applies(share: float) -> Replay:
-        return Replay(0, None, share, 1.0)
-
-    preferred = (1024.0, 2000)
-    assert best_pair({preferred: applies(0.9), (8.0, 100): applies(0.9004)}, preferred) == preferred
-    assert best_pair({preferred: applies(0.9), (8.0, 100): applies(0.9006)}, preferred) == (8.0, 100)
-    ties = {pair: applies(0.95) for pair in [(8.0, 100), (4.0, 100), (4.0, 200), (16.0, 400)]}
-    assert best_pair({preferred: applies(0.9), **ties}, preferred) == (4.0, 200)
-    with pytest.raises(KeyError):
-        best_pair(ties, preferred)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from autotune_amp.core.dimensions import PRECISION
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.torch_state import CUDA_FLAGS, FP32_PRECISION_FLAGS, as_found
 
@@ -136,7 +137,7 @@ def test_what_the_callers_flags_amount_to(
 
 
 def test_modes_are_in_the_order_of_risk_and_know_their_formats() -> None:
-    assert [mode.risk for mode in MODES.values()] == [0, 1, 2, 3, 4]
+    assert [PRECISION.risk(mode) for mode in MODES] == [0, 1, 2, 3, 4]
     assert [name for name, mode in MODES.items() if mode.takes_scaler] == ["fp16"]
     assert [name for name, mode in MODES.items() if mode.uses_autocast] == ["bf16", "fp16"]
     rungs = {name: mode.rungs_below for name, mode in MODES.items()}

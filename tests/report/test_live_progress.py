@@ -127,7 +127,7 @@ def test_our_lines_never_join_an_unfinished_line_of_the_users() -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_bytes_that_are_no_characters_survive(is_terminal: bool) -> None:
+def test_what_is_no_character_is_escaped(is_terminal: bool) -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, "utf-8")
     stream.isatty = lambda: is_terminal  # type: ignore[method-assign]
@@ -136,7 +136,7 @@ def test_bytes_that_are_no_characters_survive(is_terminal: bool) -> None:
     progress.note("then")
     progress.output("lone \ud800\n")
     progress.ended()
-    assert b"caf\xc3\xa9 \xff[/red]\x1b]0;title\x07\n" in raw.getvalue()
+    assert b"caf\xc3\xa9 \\udcff[/red]\x1b]0;title\x07\n" in raw.getvalue()
     assert b"lone \\ud800\n" in raw.getvalue()
 
 

@@ -60,7 +60,7 @@ def judged(policy: Policy, signals: list[Signal], **more: Any) -> Action | None:
     diagnose = after(policy, signals)
     assert diagnose is not None
     assert diagnose == DIAGNOSE
-    return policy.judge(
+    return policy.answer_diagnosis(
         diagnose.reason, Finding(**{"reproduced": True, "is_precision": True, "finite_in": ("fp32",), **more})
     )
 
@@ -388,7 +388,7 @@ def test_nothing_random_breaks_the_policy_and_saved_and_loaded_it_does_the_same(
                         is_precision = draw.choice((True, True, False, None))
                         pins = ("layer",) if draw.random() < 0.2 else ()
                         answer = action.reason, Finding(draw.random() < 0.9, finite_in, None, pins, is_precision)
-                    method = {"diagnose": "judge", "probe": "probed"}.get(action.kind, "confirm")
+                    method = {"diagnose": "answer_diagnosis", "probe": "probed"}.get(action.kind, "confirm")
                     more = {"is_finite": draw.random() < 0.9} if action.kind == "probe" else {}
                     action, other = (getattr(each, method)(*answer, **more) for each in (policy, twin))
                 assert policy.num_promotions <= MAX_PROMOTIONS

@@ -12,9 +12,9 @@ from scripted_backend import calibration, candidate, measurement
 from autotune_amp.core.config import LossScale
 from autotune_amp.core.outcome import Calibration, Failure, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.numerics.scaler_replay import extend, replay, skips
+from autotune_amp.numerics.scaler_replay import Replay, extend, replay, skips
 from autotune_amp.search import loss_scales
-from autotune_amp.search.loss_scales import DEFAULT_PAIR, Scales, calibrated
+from autotune_amp.search.loss_scales import DEFAULT_PAIR, Scales, best_pair, calibrated
 
 FP16 = candidate("fp16", 16)
 REACHING_DOWN = dict.fromkeys(range(-34, -4), 100)  # a hundredth below 2^-33, a thirtieth below 2^-32 ...
@@ -159,3 +159,16 @@ def test_without_a_safe_scale_fp16_is_refused_and_where_none_was_looked_for_not(
     assert ("oom: it went wrong" in (loss_scales.why_uncalibrated(answers, FP16) or "")) == (not refusal)
     for other in (candidate("fp16", 32), candidate("bf16", 16)):
         assert loss_scales.refusal(answers, other) is None
+
+
+def test_the_preferred_pair_stays_unless_another_applies_more() -> None:
+    def applies(share: float) -> Replay:
+        return Replay(0, None, share, 1.0)
+
+    preferred = (1024.0, 2000)
+    assert best_pair({preferred: applies(0.9), (8.0, 100): applies(0.9004)}, preferred) == preferred
+    assert best_pair({preferred: applies(0.9), (8.0, 100): applies(0.9006)}, preferred) == (8.0, 100)
+    ties = {pair: applies(0.95) for pair in [(8.0, 100), (4.0, 100), (4.0, 200), (16.0, 400)]}
+    assert best_pair({preferred: applies(0.9), **ties}, preferred) == (4.0, 200)
+    with pytest.raises(KeyError):
+        best_pair(ties, preferred)

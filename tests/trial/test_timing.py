@@ -14,6 +14,7 @@ import torch
 
 from autotune_amp.core.setting import Setting
 from autotune_amp.trial import timing
+from autotune_amp.trial.failures import NonFiniteError
 from autotune_amp.trial.jobs import MAX_TIMED_MICRO_BATCHES, Trial
 
 
@@ -285,7 +286,7 @@ def test_a_loss_that_is_not_finite_ends_the_trial(clock: SimpleNamespace, loss: 
     for worst in (None, "worst"):
         training = Scripted(constant(0.5))
         training.loss, training.worst = loss, worst
-        with pytest.raises(timing.NonFiniteError, match=str(loss)):
+        with pytest.raises(NonFiniteError, match=str(loss)):
             run(clock, training)
         assert training.num_batches == 1
 
@@ -298,5 +299,5 @@ def test_warm_up_goes_on_while_the_loss_scale_comes_down(clock: SimpleNamespace)
     assert found.num_skips == 0
     assert training.num_updates == 10 + 1 + 8
     training.scales = [2.0**k for k in range(16, -200, -1)]
-    with pytest.raises(timing.NonFiniteError, match="still overflow"):
+    with pytest.raises(NonFiniteError, match="still overflow"):
         run(clock, training)

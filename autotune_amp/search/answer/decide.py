@@ -1,7 +1,7 @@
 """Records -> recommendation: the choice and its evidence. Pure: a finished outcomes.jsonl is ranked again anywhere.
 
-`search.ranking` ranks; what the user runs today stays unless something beats it by 3 %, and fp16 counts only the share
-of the gradient that reaches the optimizer. Numbers are medians over processes, with intervals.
+The first that `ranking.rank_for` ranks is chosen; what the user runs today stays unless that beats it by 3 %, and fp16
+counts only the share of the gradient that reaches the optimizer. Numbers are medians over processes, with intervals.
 """
 
 from __future__ import annotations

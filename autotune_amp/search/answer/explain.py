@@ -307,7 +307,7 @@ def rows(ledger: Ledger, exclusions: Sequence[Exclusion], environment: Mapping[s
     table = []
     for candidate in sorted(
         dict.fromkeys([baseline, *ledger.space.candidates, *tried]),
-        key=lambda c: (MODES[c.precision].risk, c.batch_size, c.accumulation_steps, c.num_workers or 0),
+        key=lambda c: c.risks,
     ):
         ours = [r for r in ledger.records if r.candidate == candidate]
         runs = ranking.best_runs(ours, candidate, {} if candidate == baseline else environment)

@@ -374,7 +374,7 @@ def _next_of(known: _Known) -> Setting | None:
     sizes = sorted({*rates, *untried})
     above, below = dict(pairwise(sizes)), dict(pairwise(reversed(sizes)))
     best = max(rates, key=lambda size: rates[size])
-    wanted = [below.get(best), below.get(smallest_on_plateau(rates))]
+    wanted = [below.get(best), below.get(smallest_near_best(rates))]
     smaller = dict(pairwise(reversed(rates))).get(best)
     is_climbing = smaller is None or rates[best] >= (1 + MIN_GAIN) * rates[smaller]
     if best < max(rates) or is_climbing:
@@ -382,7 +382,7 @@ def _next_of(known: _Known) -> Setting | None:
     model = fit_step_time(rates.items())
     if model is not None and best == max(rates) and is_climbing:
         # Only upwards: what it says of smaller batches the neighbours measure sooner.
-        plateau = smallest_on_plateau({size: model(size) for size in sizes})
+        plateau = smallest_near_best({size: model(size) for size in sizes})
         wanted.insert(0, max(plateau, best))
     return next((untried[size] for size in wanted if size in untried), None)
 
@@ -403,6 +403,6 @@ def _round_the_best(known: _Known) -> Setting | None:
     return None
 
 
-def smallest_on_plateau(rates: Mapping[int, float]) -> int:
+def smallest_near_best(rates: Mapping[int, float]) -> int:
     """The smallest batch size within `PLATEAU` of the best samples per second."""
     return min(size for size, rate in rates.items() if rate >= (1 - PLATEAU) * max(rates.values()))
