@@ -25,7 +25,7 @@ Isolation: TypeAlias = Literal["forked", "kept", "fresh"]
 # check, profile: it runs such jobs. share_build: it can build the model once for all jobs.
 Ability: TypeAlias = Literal["check", "profile", "share_build"]
 
-_TRIAL_ENVIRONMENT = {
+TRIAL_ENVIRONMENT = {
     "AUTOTUNE_AMP_TRIAL": "1",
     # User code asks torch.cuda.is_available() on import; answered by the CUDA runtime, no forked child could use it.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
@@ -132,7 +132,7 @@ class LocalBackend(Backend):
         self._payload = payload
         self._watcher = watcher
         inherited = {name: value for name, value in os.environ.items() if not is_from_launcher(name)}
-        self._environment = {**inherited, **_TRIAL_ENVIRONMENT, **(environment or {})}
+        self._environment = {**inherited, **TRIAL_ENVIRONMENT, **(environment or {})}
         self._process: Process | None = None
         self._device = "cpu"
         self._num_threads: int | None = None

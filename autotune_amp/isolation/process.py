@@ -18,20 +18,18 @@ from collections import deque
 from typing import Any
 
 import msgspec
-import psutil
 
 from autotune_amp.core import errors
 from autotune_amp.core.errors import AutotuneAmpError, RunnerError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
+from autotune_amp.isolation.marks import KILL_SECONDS, MARK, kill_marked
 from autotune_amp.trial.failures import num_oom_kills, of_exit
 
 _NO_DEADLINES = Deadlines()
 TICK_SECONDS = 0.1
-# Inherited by all that a trial starts, whatever session it moves to: by it they are found when the process ends.
-_MARK = "AUTOTUNE_AMP_PROCESS"
 _OUTPUT_TAIL_CHARACTERS = 4000
-_EXIT_SECONDS, _KILL_SECONDS = 10.0, 5.0
+_EXIT_SECONDS = 10.0
 _SERVER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from autotune_amp.isolation.server import main; main(sys.argv[2], int(sys.argv[3]))"
@@ -80,7 +78,7 @@ class Process:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env={**environment, _MARK: self._mark},
+                env={**environment, MARK: self._mark},
                 start_new_session=True,  # Ctrl-C at the terminal is ours to handle
             )
         except OSError as error:
@@ -177,7 +175,7 @@ class Process:
         """Have the template kill the child it watches; a template that does not answer is killed itself."""
         self.send({"cmd": "kill"})
         try:
-            while (message := self._messages.get(timeout=_KILL_SECONDS)) is not None:
+            while (message := self._messages.get(timeout=KILL_SECONDS)) is not None:
                 if message["event"] == "exit":
                     return
         except queue.Empty:
@@ -198,19 +196,11 @@ class Process:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
-        until = time.monotonic() + _KILL_SECONDS
-        num_empty = 0  # looks that found nobody: two, since a process that is just executing a program shows no mark
-        while num_empty < 2 and time.monotonic() < until:
-            marked = _marked(self._mark)
-            num_empty = 0 if marked else num_empty + 1
-            for process in marked:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            psutil.wait_procs(marked, timeout=_KILL_SECONDS)
+        kill_marked(self._mark)
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
         for thread in self._threads:
-            thread.join(_KILL_SECONDS)
+            thread.join(KILL_SECONDS)
         self._drain_output()
         for stream in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
             assert stream is not None
@@ -240,13 +230,3 @@ def _value(answer: dict[str, Any]) -> Any:
         return msgspec.convert(answer["failure"], Failure)
     kind: type[AutotuneAmpError] = getattr(errors, answer["type"])
     raise kind(answer["message"], answer["next_step"])
-
-
-def _marked(mark: str) -> list[psutil.Process]:
-    """The living processes that inherited this mark."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(_MARK) == mark:
-                found.append(process)
-    return found

@@ -1,0 +1,36 @@
+"""What runs inside the processes of a training command: it sees their optimizer steps and tells the parent.
+
+It is brought in by ``path/sitecustomize.py`` under the name ``autotune_amp_agent``. Python's standard library alone, 3.8
+and newer, since the user's environment may hold nothing of ours; torch is there once the user's program has imported it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def arm(settings_text: str) -> None:
+    """Start in a process: the guard at once, the rest when torch is imported.
+
+    `settings_text` is a JSON object: ``socket`` the path of the parent's, ``folder`` the trial's own; ``guard``, the
+    folders that may be written to and the time that the trial started at, where files are guarded; ``frozen``, where no
+    step is to be taken; ``outside``, what is to be set from outside; ``seed``.
+    """
+    from .imports import after_import
+
+    settings: dict[str, Any] = json.loads(settings_text)
+    from .channel import Channel
+
+    channel = Channel(settings["socket"])
+    if settings.get("guard"):
+        from . import guard
+
+        guard.arm(channel, settings["guard"]["free"], settings["guard"]["started"])
+
+    def with_torch(_: Any) -> None:
+        from . import observer
+
+        observer.install(channel, settings)
+
+    after_import("torch", with_torch)

@@ -1,0 +1,88 @@
+"""Gradients without steps: every batch meets the first weights, so that two precisions can be held against each other.
+
+A run in fp32 and one in the low precision write the same entries of the same gradients; digests of weights and batch
+prove that they are the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any, Dict, List
+
+import torch
+
+from . import where
+from .batches import first_tensor
+from .channel import Channel
+
+
+class Frozen:
+    """Takes no step. The first `num_steps` gradients go to files in `folder`: float32, at most `max_entries` of them,
+    at even distances in each parameter."""
+
+    def __init__(self, channel: Channel, observer: Any, folder: str, settings: Dict[str, int]) -> None:
+        self._channel = channel
+        self._observer = observer
+        self._folder = folder
+        self._num_steps = settings["num_steps"]
+        self._max_entries = settings["max_entries"]
+        observer.loaders.keeps_latest = True
+
+    def before(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """In place of what the step would do; of one with a closure, after its passes."""
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._capture(optimizer)
+            return None
+
+        def captured(*args_: Any, **kwargs_: Any) -> Any:  # Lightning makes its passes inside of the step
+            loss = closure(*args_, **kwargs_)
+            self._capture(optimizer)
+            return loss
+
+        return args[:1], {**kwargs, "closure": captured}
+
+    def _capture(self, optimizer: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        number = self._observer.num_steps
+        if number < self._num_steps:
+            index, rank = self._observer.index_of(optimizer), where.rank(torch)["rank"]
+            path = os.path.join(self._folder, f"gradient_{rank}_{index}_{number}.float32")
+            sizes = self._write(path, parameters)
+            batch = first_tensor(self._observer.loaders.latest)
+            self._channel.send(
+                "gradient",
+                optimizer=index,
+                number=number,
+                path=path,
+                sizes=sizes,
+                weights=_digest(parameters),
+                batch=None if batch is None else _digest([batch]),
+            )
+        for parameter in parameters:
+            parameter.grad = None  # with which no optimizer moves it
+
+    def _write(self, path: str, parameters: List[Any]) -> List[int]:
+        total = sum(parameter.numel() for parameter in parameters)
+        distance = max(1, -(-total // self._max_entries))
+        sizes = []
+        with open(path, "wb") as file:
+            for parameter in parameters:
+                entries = torch.zeros_like(_local(parameter)) if parameter.grad is None else _local(parameter.grad)
+                kept = entries.detach().flatten()[::distance].float().cpu()
+                file.write(kept.numpy().tobytes())
+                sizes.append(kept.numel())
+        return sizes
+
+
+def _local(tensor: Any) -> Any:
+    """Of a tensor that is spread over ranks, this rank's part."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _digest(tensors: List[Any]) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        found.update(_local(tensor.detach()).cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

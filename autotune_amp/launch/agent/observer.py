@@ -1,0 +1,275 @@
+"""What happens between the optimizer steps of this process: batches, passes, regions, losses, memory."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+import weakref
+from typing import Any, Dict, List, Optional
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from . import batches, guard, passes, where
+from .channel import Channel
+from .imports import after_import
+
+NUM_FULLY_WATCHED = 3  # steps in which modules are watched too: nothing is patched around them after that
+NUM_SENT_AT_ONCE = 8
+NUM_STEPS_PER_SYNC = 4  # an accelerator runs ahead of the host: steps between two synchronisations are timed together
+MAX_LOSSES = 8  # of one step
+
+
+def install(channel: Channel, settings: Dict[str, Any]) -> None:
+    """Watch this process; torch has just been imported."""
+    if settings.get("seed") is not None:  # what the script does not seed itself is alike in the runs that are compared
+        import random
+
+        random.seed(settings["seed"])
+        torch.manual_seed(settings["seed"])
+    observer = Observer(channel)
+    if settings.get("frozen"):
+        from .frozen import Frozen
+
+        observer.frozen = Frozen(channel, observer, settings["folder"], settings["frozen"])
+    observer.watch()
+    if settings.get("outside"):
+        from .outside import Outside
+
+        Outside(channel, observer, settings["outside"]).install()
+    guard.watch_native_writers()
+    _tell_of_the_end(channel)
+
+
+class Observer:
+    """Tells of every optimizer step what was done for it since the one before."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.loaders = batches.Loaders(channel)
+        self.passes = passes.Passes()
+        self.frozen: Any = None
+        self.num_steps = 0
+        self.on_step: List[Any] = []
+        self._optimizers: List[Any] = []  # weak references, in the order of their first steps
+        self._stepping: Any = None  # the frame of the outermost `step` that runs
+        self._num_nested = 0
+        self._has_stepped = False
+        self._in_scaler = 0
+        self._pending: List[Dict[str, Any]] = []
+        self._device = "cpu"
+        os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        self.num_steps = 0
+        self._optimizers = []
+        self._stepping = None
+        self._pending = []
+
+    def watch(self) -> None:
+        """Hook into torch."""
+        self.loaders.watch()
+        self.passes.watch(self)
+        hooks = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
+
+        def with_dynamo(dynamo: Any) -> None:  # where `optimizer.step` is compiled, these are called between two graphs
+            for hook in hooks:
+                hook.remove()
+            register_optimizer_step_pre_hook(dynamo.disable(self._before))
+            register_optimizer_step_post_hook(dynamo.disable(self._after))
+
+        after_import("torch._dynamo", with_dynamo)
+        _watch_scaler(self)
+
+    def index_of(self, optimizer: Any) -> int:
+        """Its number, in the order of first steps."""
+        for index, known in enumerate(self._optimizers):
+            if known() is optimizer:
+                return index
+        self._introduce(optimizer)
+        return len(self._optimizers) - 1
+
+    def _before(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        if self._is_stepping():
+            self._num_nested += 1  # a class calls its parent's step: one step
+            return None
+        self._stepping, self._num_nested = _step_frame(), 0
+        return None if self.frozen is None else self.frozen.before(optimizer, args, kwargs)
+
+    def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's signature
+        if self._num_nested:
+            self._num_nested -= 1
+            return
+        self._stepping = None
+        self._has_stepped = True
+        if not self._in_scaler:
+            self.stepped(optimizer)
+
+    def _is_stepping(self) -> bool:
+        """Whether a `step` runs that has not come to its end; one that raised is no longer among the callers."""
+        if self._stepping is None:
+            return False
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame is not self._stepping:
+            frame = frame.f_back
+        return frame is not None
+
+    def stepped(self, optimizer: Any, found_inf: Any = None, *, is_skipped: bool = False) -> None:
+        """An optimizer stepped, or its scaler skipped the step; `found_inf` says on the device which of both."""
+        began = time.perf_counter()
+        index = self.index_of(optimizer)
+        self.num_steps += 1
+        self._pending.append(
+            {
+                "optimizer": index,
+                "is_skipped": is_skipped if found_inf is None else found_inf,
+                "losses": self.passes.take_losses()[-MAX_LOSSES:],
+                "num_backward": self.passes.num_backward,
+                "forwards": self.passes.take_forwards(),
+                "regions": self.passes.take_regions(),
+                "num_samples": dict(self.loaders.num_samples),
+                "num_batches": self.loaders.num_batches,
+                "wait_seconds": self.loaders.wait_seconds,
+                "num_compilations": _num_compilations(),
+                "time": time.monotonic(),
+            }
+        )
+        if self.num_steps == NUM_FULLY_WATCHED:
+            self.passes.unwatch_modules()
+        for action in self.on_step:
+            action(self.num_steps)
+        if self._device == "cpu" or self.num_steps <= NUM_FULLY_WATCHED or self.num_steps % NUM_STEPS_PER_SYNC == 0:
+            self._settle()
+        self.passes.overhead_seconds += time.perf_counter() - began
+
+    def _settle(self) -> None:
+        """Read what is on the device, and have the steps since the last time told."""
+        memory = self._memory()
+        if self._device != "cpu":
+            getattr(torch, self._device).synchronize()
+            self._pending[-1]["time"] = time.monotonic()
+        for step in self._pending:
+            step["losses"] = [float(loss) for loss in step["losses"]]
+            step["is_skipped"] = bool(step["is_skipped"])
+        overhead = {"overhead_seconds": self.passes.overhead_seconds + self.loaders.overhead_seconds}
+        self._pending[-1].update(is_settled=True, **memory, **overhead)
+        for step in self._pending:
+            self.channel.add("step", **step)
+        self._pending = []
+        if self.num_steps <= NUM_SENT_AT_ONCE or self.channel.is_due:
+            self.channel.flush()
+
+    def _memory(self) -> Dict[str, Any]:
+        if self._device == "cpu":
+            return {"peak_memory_bytes": _peak_resident_bytes()} if self.channel.is_due or self.num_steps < 8 else {}
+        module = getattr(torch, self._device)
+        stats = module.memory_stats() if hasattr(module, "memory_stats") else {}
+        return {
+            "peak_memory_bytes": stats.get("allocated_bytes.all.peak", 0),
+            "reserved_memory_bytes": stats.get("reserved_bytes.all.peak", 0),
+            "num_ooms": stats.get("num_ooms", 0),
+        }
+
+    def _introduce(self, optimizer: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._optimizers.append(weakref.ref(optimizer))
+        self._device = next((p.device.type for p in parameters if p.device.type != "cpu"), "cpu")
+        num_by_dtype: Dict[str, int] = {}
+        for parameter in parameters:
+            dtype = str(parameter.dtype).replace("torch.", "")
+            num_by_dtype[dtype] = num_by_dtype.get(dtype, 0) + parameter.numel()
+        self.channel.send(
+            "optimizer",
+            index=len(self._optimizers) - 1,
+            name=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+            num_parameters=num_by_dtype,
+            devices=sorted({str(p.device) for p in parameters}),
+            is_fused=any(group.get("fused") for group in optimizer.param_groups),
+            line=where.user_line(),
+            num_threads=torch.get_num_threads(),
+            host=socket.gethostname(),
+            **where.rank(torch),
+        )
+
+
+def _step_frame() -> Any:
+    """The frame of torch's own function around an optimizer's step."""
+    frame: Any = sys._getframe(2)
+    file = register_optimizer_step_pre_hook.__code__.co_filename
+    while frame is not None and frame.f_code.co_filename != file:
+        frame = frame.f_back
+    return frame
+
+
+def _watch_scaler(observer: Observer) -> None:
+    """A step that GradScaler skips never reaches the optimizer; one that is fused reaches it although it is skipped."""
+    original = GradScaler.step
+
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_enabled():
+            return original(self, optimizer, *args, **kwargs)
+        observer._in_scaler += 1
+        observer._has_stepped = False
+        try:
+            result = original(self, optimizer, *args, **kwargs)
+        finally:
+            observer._in_scaler -= 1
+        if observer._in_scaler == 0:
+            found = None
+            if getattr(optimizer, "_step_supports_amp_scaling", False):
+                found = sum(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+            observer.stepped(optimizer, found, is_skipped=not observer._has_stepped)
+        return result
+
+    step.__wrapped__ = original  # type: ignore[attr-defined]
+    GradScaler.step = step  # type: ignore[method-assign, assignment]
+
+
+def _num_compilations() -> int:
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else int(utils.counters["stats"].get("unique_graphs", 0))
+
+
+def _peak_resident_bytes() -> Optional[int]:
+    try:
+        with open("/proc/self/status", "rb") as status:
+            for line in status:
+                if line.startswith(b"VmHWM"):
+                    return 1024 * int(line.split()[1])
+    except OSError:
+        pass
+    return None
+
+
+def _tell_of_the_end(channel: Channel) -> None:
+    hook = sys.excepthook
+
+    def excepthook(kind: Any, value: Any, trace: Any) -> None:
+        channel.send(
+            "error",
+            type=kind.__name__,
+            message=str(value)[:4000],
+            traceback="".join(traceback.format_exception(kind, value, trace))[-8000:],
+            is_oom=isinstance(value, (torch.OutOfMemoryError, MemoryError)),
+            **where.rank(torch),
+        )
+        hook(kind, value, trace)
+
+    sys.excepthook = excepthook
+    atexit.register(lambda: channel.send("exit", **where.rank(torch)))
+    started_by = multiprocessing.parent_process()
+    channel.send(
+        "hello",
+        arguments=sys.argv,
+        parent_pid=os.getppid(),
+        folder=os.getcwd(),
+        torch=torch.__version__,
+        python=".".join(map(str, sys.version_info[:3])),
+        worker=None if started_by is None else multiprocessing.current_process().name,
+    )

@@ -1,0 +1,57 @@
+"""Whose code called, and who this process is among the ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from types import FrameType
+from typing import Any, Dict, Iterator, Optional
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def _frames(depth: int) -> Iterator[FrameType]:
+    frame: Optional[FrameType] = sys._getframe(depth)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_library(path: str) -> bool:
+    return path.startswith((*_LIBRARIES, _HERE, "<")) or "site-packages" in path or "dist-packages" in path
+
+
+def user_line() -> str:
+    """``path:line`` of the innermost code that is no library's; "" where all is."""
+    for frame in _frames(2):
+        if not _is_library(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return ""
+
+
+def maker() -> str:
+    """``file:function:line`` of whatever called torch, a framework too: the same in every run of a command."""
+    for frame in _frames(2):
+        path = frame.f_code.co_filename
+        if f"{os.sep}torch{os.sep}" not in path and not path.startswith((_HERE, "<")):
+            return f"{os.path.basename(path)}:{frame.f_code.co_name}:{frame.f_lineno}"
+    return ""
+
+
+def is_called_by_user(depth: int = 2) -> bool:
+    """Whether the function that asks was called by code that is no library's."""
+    for frame in _frames(depth + 1):
+        if not frame.f_code.co_filename.startswith(_HERE):
+            return not _is_library(frame.f_code.co_filename)
+    return False
+
+
+def rank(torch: Any) -> Dict[str, Any]:
+    """Rank, world size and local rank: as torch's process group has them, else as a launcher says."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return {"rank": distributed.get_rank(), "world": distributed.get_world_size(), "local_rank": local}
+    return {"rank": int(os.environ.get("RANK", "0")), "world": int(os.environ.get("WORLD_SIZE", "1")), "local_rank": local}

@@ -1,0 +1,89 @@
+"""The parent's end of the socket: one thread hears all processes of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import selectors
+import socket
+import threading
+from typing import NamedTuple
+
+import msgspec
+
+from autotune_amp.launch.messages import Message
+
+
+class Gone(NamedTuple):
+    """A process's connection has ended."""
+
+    pid: int
+
+
+_DECODER: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
+
+
+class Listener:
+    """Hears what connects to the socket at `path`; `heard` holds it in the order of its arrival."""
+
+    def __init__(self, path: str) -> None:
+        self.heard: queue.SimpleQueue[Message | Gone] = queue.SimpleQueue()
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind(path)
+        self._server.listen(128)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ)
+        self._wakes, self._wakened = socket.socketpair()
+        self._selector.register(self._wakened, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._listen, daemon=True, name="autotune-amp listener")
+        self._thread.start()
+
+    def ask(self, what: str) -> None:
+        """Ask all processes."""
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                with contextlib.suppress(OSError):
+                    key.fileobj.sendall(what.encode() + b"\n")  # type: ignore[union-attr]
+
+    def close(self) -> None:
+        """Hear nobody any more."""
+        self._wakes.send(b".")
+        self._thread.join()
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
+        self._wakes.close()
+
+    def _listen(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._wakened:
+                    return
+                if key.fileobj is self._server:
+                    connection, _ = self._server.accept()
+                    self._selector.register(connection, selectors.EVENT_READ, _Speaker(connection))
+                elif not key.data.read(self.heard):
+                    self._selector.unregister(key.fileobj)
+                    key.data.connection.close()
+
+
+class _Speaker:
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._pid: int | None = None
+        self._rest = b""
+
+    def read(self, heard: queue.SimpleQueue[Message | Gone]) -> bool:
+        """Put what it says into `heard`; false once it has gone."""
+        try:
+            chunk = self.connection.recv(1 << 16)
+        except OSError:
+            chunk = b""
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        for line in lines:
+            message = _DECODER.decode(line)
+            self._pid = message.pid
+            heard.put(message)
+        if not chunk and self._pid is not None:
+            heard.put(Gone(self._pid))
+        return bool(chunk)

@@ -1,0 +1,137 @@
+"""What the agent in a command's processes says: one struct for each event, as `agent` sends it."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+    """`pid` of the process that says it, `time` on the host's monotonic clock."""
+
+    pid: int
+    time: float
+
+
+class _OfRank(_Message, frozen=True, kw_only=True):
+    rank: int
+    world: int
+    local_rank: int
+
+
+class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
+    """A Python has imported torch. `worker` is the name that multiprocessing gave it, None where it started it not."""
+
+    arguments: tuple[str, ...]
+    parent_pid: int
+    folder: str
+    torch: str
+    python: str
+    worker: str | None
+
+
+class Optimizer(_OfRank, frozen=True, kw_only=True, tag="optimizer"):
+    """An optimizer is about to take its first step, or has just taken it. `num_parameters` is by dtype."""
+
+    index: int
+    name: str
+    num_parameters: dict[str, int]
+    devices: tuple[str, ...]
+    is_fused: bool
+    line: str
+    num_threads: int
+    host: str
+
+
+class Loader(_Message, frozen=True, kw_only=True, tag="loader"):
+    """A DataLoader was made: by `maker`, which is the same in every run, at `line` of the user's own."""
+
+    index: str
+    maker: str
+    line: str
+    batch_size: int | None
+    num_workers: int
+    prefetch_factor: int | None
+    shuffles: bool
+    num_samples: int | None
+
+
+class Step(_Message, frozen=True, kw_only=True, tag="step"):
+    """An optimizer step. Samples by loader, batches, waits and backward passes are counted from the beginning; losses,
+    forwards (class, leading dimension of what entered) and autocast regions are since the step before. `is_settled`:
+    the device was waited for, so that intervals between such steps are true."""
+
+    optimizer: int
+    is_skipped: bool
+    losses: tuple[float | None, ...]
+    num_backward: int
+    forwards: tuple[tuple[str, int | None], ...]
+    regions: tuple[str, ...]
+    num_samples: dict[str, int]
+    num_batches: int
+    wait_seconds: float
+    num_compilations: int
+    is_settled: bool = False
+    overhead_seconds: float = 0.0
+    peak_memory_bytes: int | None = None
+    reserved_memory_bytes: int | None = None
+    num_ooms: int = 0
+
+
+class Gradient(_Message, frozen=True, kw_only=True, tag="gradient"):
+    """A frozen step: its gradient is at `path`, in float32, `sizes` entries of each parameter; digests of the rest."""
+
+    optimizer: int
+    number: int
+    path: str
+    sizes: tuple[int, ...]
+    weights: str
+    batch: str | None
+
+
+class Set(_Message, frozen=True, kw_only=True, tag="set"):
+    """Something was set from outside."""
+
+    what: str
+    was: int | str | None
+    value: int | str
+    line: str
+
+
+class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
+    """The process is ending rather than changing a file that was there before."""
+
+    what: str
+    path: str
+    line: str
+
+
+class Made(_Message, frozen=True, kw_only=True, tag="made"):
+    """A file was made outside of the trial's own folders."""
+
+    path: str
+
+
+class Error(_OfRank, frozen=True, kw_only=True, tag="error"):
+    """An exception ends the process."""
+
+    type: str
+    message: str
+    traceback: str
+    is_oom: bool
+
+
+class Exit(_OfRank, frozen=True, kw_only=True, tag="exit"):
+    """The process ends by itself."""
+
+
+class Stack(_Message, frozen=True, kw_only=True, tag="stack"):
+    """Where the threads of a process are."""
+
+    text: str
+
+
+Message: TypeAlias = (
+    Hello | Optimizer | Loader | Step | Gradient | Set | Refused | Made | Error | Exit | Stack
+)

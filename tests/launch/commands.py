@@ -1,0 +1,42 @@
+"""Runs a command with the agent in it, and says what was heard."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import autotune_amp.launch.agent
+from autotune_amp.launch.listening import Gone, Listener
+from autotune_amp.launch.ranks import Heard
+
+INJECTED = Path(autotune_amp.launch.agent.__file__).parent / "path"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+
+def run(command: list[str], folder: Path, *, fails: bool = False, **settings: Any) -> Heard:
+    """Run `command` in `folder` to its end; with a script's name it is that of this Python."""
+    heard = Heard()
+    with tempfile.TemporaryDirectory() as temporary:
+        listener = Listener(f"{temporary}/socket")
+        agent = {"socket": f"{temporary}/socket", "folder": temporary, **settings}
+        path = os.pathsep.join(filter(None, [str(INJECTED), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "AUTOTUNE_AMP_AGENT": json.dumps(agent), "PYTHONPATH": path}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+        listener.close()
+        while True:
+            try:
+                message = listener.heard.get_nowait()
+            except queue.Empty:
+                break
+            if isinstance(message, Gone):
+                heard.gone(message.pid)
+            else:
+                heard.hear(message)
+    assert (done.returncode != 0) is fails, done.stderr
+    return heard

@@ -1,0 +1,214 @@
+"""What the agent sees of real trainings in real processes."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import INJECTED, TORCHRUN, run
+
+from autotune_amp.launch.ranks import Heard, Rank
+
+PREAMBLE = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+inputs, targets = torch.randn(256, 8), torch.randn(256, 1)
+data = torch.utils.data.TensorDataset(inputs, targets)
+model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+loss_of = nn.functional.mse_loss
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], list[str]]:
+    """The command of a script that begins with `PREAMBLE`."""
+
+    def write(text: str) -> list[str]:
+        (tmp_path / "train.py").write_text(PREAMBLE + text)
+        return [sys.executable, "train.py"]
+
+    return write
+
+
+def only(heard: Heard) -> Rank:
+    (rank,) = heard.ranks.values()
+    return rank
+
+
+def per_step(rank: Rank) -> set[tuple[int, int]]:
+    """Samples and backward passes behind each warm step."""
+    return {(one.num_samples // one.num_steps, one.num_passes // one.num_steps) for one in rank.intervals()}
+
+
+LOOP = """
+optimizer = {optimizer}
+scaler = torch.amp.GradScaler("cpu", enabled={scales}, init_scale=2.0**127, growth_interval=1000)
+for epoch in range({epochs}):
+    for number, (x, y) in enumerate(torch.utils.data.DataLoader(data, batch_size=8, shuffle=True), 1):
+        scaler.scale(loss_of(model(x), y) * 4).backward()
+        if number % {accumulates} == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+"""
+SGD, FUSED = "torch.optim.SGD(model.parameters(), lr=0.01)", "torch.optim.SGD(model.parameters(), lr=0.01, fused=True)"
+
+
+@pytest.mark.parametrize("accumulates", [1, 4])
+def test_a_plain_loop(script: Callable[[str], list[str]], tmp_path: Path, accumulates: int) -> None:
+    text = LOOP.format(optimizer=SGD, scales=False, epochs=2, accumulates=accumulates)
+    rank = only(run(script(text), tmp_path))
+    assert len(rank.pace) == 64 // accumulates
+    assert per_step(rank) == {(8 * accumulates, accumulates)}
+    assert {it.shuffles for it in rank.loaders.values()} == {True}
+    assert [forward for forward, _ in rank.pace[0].forwards] == ["Sequential"] * accumulates
+
+
+@pytest.mark.parametrize("optimizer", [SGD, FUSED])
+def test_what_a_scaler_skips(script: Callable[[str], list[str]], tmp_path: Path, optimizer: str) -> None:
+    rank = only(run(script(LOOP.format(optimizer=optimizer, scales=True, epochs=1, accumulates=1)), tmp_path))
+    skipped = [step.is_skipped for step in rank.pace]
+    assert len(skipped) == 32
+    assert 0 < sum(skipped) < 32
+    assert skipped == sorted(skipped, reverse=True), "only at first, while the scale is too large"
+    assert all(loss is not None and 0 < loss < 100 for step in rank.pace for loss in step.losses), "not the scaled ones"
+
+
+def test_two_optimizers_of_which_one_steps_less(script: Callable[[str], list[str]], tmp_path: Path) -> None:
+    text = """
+critic = nn.Linear(1, 1)
+generators, critics = (torch.optim.Adam(part.parameters()) for part in (model, critic))
+loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+for number, (x, y) in enumerate(loader, 1):
+    critic(model(x).detach()).sum().backward()
+    critics.step()
+    if number % 4 == 0:
+        critic(model(x)).mean().backward()
+        generators.step()
+"""
+    rank = only(run(script(text), tmp_path))
+    assert len(rank.optimizers) == 2
+    assert len(rank.pace) == 16
+    assert per_step(rank) == {(16, 5)}
+
+
+def test_closures_and_a_loop_without_a_loader(script: Callable[[str], list[str]], tmp_path: Path) -> None:
+    text = """
+optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3, tolerance_grad=0, tolerance_change=0)
+for number in range(8):
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model(inputs[:32]), targets[:32])
+        loss.backward()
+        return loss
+    optimizer.step(closure)
+"""
+    rank = only(run(script(text), tmp_path))
+    assert len(rank.pace) == 8
+    assert not rank.training_loaders
+    assert {one.num_passes for one in rank.intervals()} <= {3, 4}
+
+
+def test_what_is_compiled_the_step_too(script: Callable[[str], list[str]], tmp_path: Path) -> None:
+    text = """
+compiled = torch.compile(model, backend="eager")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+step = torch.compile(optimizer.step, backend="eager")
+for x, y in torch.utils.data.DataLoader(data, batch_size=8, shuffle=True):
+    optimizer.zero_grad()
+    loss_of(compiled(x), y).backward()
+    step()
+"""
+    rank = only(run(script(text), tmp_path))
+    assert len(rank.pace) == 32
+    assert per_step(rank) == {(8, 1)}
+
+
+def test_an_evaluation_is_no_training(script: Callable[[str], list[str]], tmp_path: Path) -> None:
+    text = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+others = torch.utils.data.DataLoader(data, batch_size=64)
+for number, (x, y) in enumerate(loader):
+    if number % 8 == 0:
+        with torch.no_grad():
+            for z, _ in others:
+                model(z)
+    optimizer.zero_grad()
+    loss_of(model(x), y).backward()
+    optimizer.step()
+"""
+    rank = only(run(script(text), tmp_path))
+    assert len(rank.training_loaders) == 1
+    assert per_step(rank) == {(8, 1)}
+    assert len(list(rank.intervals())) == 26, "of 29 intervals after the warm-up three hold an evaluation"
+
+
+@pytest.mark.parametrize("launch", ["module", "shell", "spawned workers", "spawn"])
+def test_ways_to_start(script: Callable[[str], list[str]], tmp_path: Path, launch: str) -> None:
+    num_workers = 2 if launch == "spawned workers" else 0
+    body = f"""
+def train(rank=0):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True, num_workers={num_workers},
+                                         multiprocessing_context="spawn" if {num_workers} else None)
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+if __name__ == "__main__":
+    {"torch.multiprocessing.spawn(train, nprocs=2)" if launch == "spawn" else "train()"}
+"""
+    command = script(body)
+    if launch == "module":
+        command = [sys.executable, "-m", "train"]
+    elif launch == "shell":
+        (tmp_path / "train.sh").write_text(f"{sys.executable} train.py\n")
+        command = ["bash", "train.sh"]
+    heard = run(command, tmp_path)
+    assert [len(rank.pace) for rank in heard.ranks.values()] == [32] * (2 if launch == "spawn" else 1)
+    assert all(per_step(rank) == {(8, 1)} for rank in heard.ranks.values())
+
+
+RANKS = """
+import torch.distributed
+from torch.distributed.fsdp import fully_shard
+torch.distributed.init_process_group("gloo")
+model = {wrapped}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+sampler = torch.utils.data.DistributedSampler(data)
+for x, y in torch.utils.data.DataLoader(data, batch_size=8, sampler=sampler):
+    optimizer.zero_grad()
+    loss_of(model(x), y).backward()
+    optimizer.step()
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("wrapped", ["nn.parallel.DistributedDataParallel(model)", "fully_shard(model)"])
+def test_ranks(script: Callable[[str], list[str]], tmp_path: Path, wrapped: str) -> None:
+    script(RANKS.format(wrapped=wrapped))
+    heard = run([*TORCHRUN, "train.py"], tmp_path)
+    assert heard.is_whole
+    assert sorted(rank.rank for rank in heard.ranks.values()) == [0, 1]
+    assert heard.num_steps == 16
+    assert all(per_step(rank) == {(8, 1)} for rank in heard.ranks.values())
+    assert (heard.samples_per_second() or 0) > 0
+
+
+def test_the_agent_is_for_python_3_8_and_needs_nothing_but_torch() -> None:
+    for path in [INJECTED / "sitecustomize.py", *INJECTED.parent.glob("*.py")]:
+        tree = ast.parse(path.read_text(), feature_version=(3, 8))
+        imported = {
+            (name.name if isinstance(node, ast.Import) else node.module or "").partition(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and not node.level)
+            for name in node.names
+        }
+        assert imported <= {*sys.stdlib_module_names, "torch"}, path
