@@ -14,8 +14,10 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.recommendation import NothingWorksError, Recommendation, SearchInterruptedError
 from autotune_amp.core.workload import Workload
 from autotune_amp.distributed import answer_on_first, place
+from autotune_amp.launch.line import LaunchLine
 from autotune_amp.report.files import keep_report
 from autotune_amp.search.cache import search
+from autotune_amp.search.command import CommandSource
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.source import Source, live, target
@@ -158,6 +160,8 @@ def _origin(workload: WorkloadArgument, caller: str, what: str) -> Source:
             f"{caller}() was called inside a trial: the workload's own file runs a {what} when it is imported.",
             'Put that call behind `if __name__ == "__main__":`.',
         )
+    if isinstance(workload, LaunchLine):
+        return CommandSource(workload)
     return target(workload or DEFAULT_TARGET) if workload is None or isinstance(workload, str) else live(workload)
 
 

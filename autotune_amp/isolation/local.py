@@ -98,6 +98,16 @@ class Backend(Protocol):
         self.close()
 
 
+class WorkloadBackend(Backend, Protocol):
+    """A `Backend` that has a workload of the user's to load before it runs jobs."""
+
+    def load(self, deadline_seconds: float) -> dict[str, Any]:
+        """Load the workload; returns the torch state found after it. Raises `WorkloadError` where it cannot be."""
+
+    def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:
+        """Call it once on the device, with `num_threads`, None for the number that the user's code asks for."""
+
+
 class Payload(msgspec.Struct, frozen=True, kw_only=True):
     """How a trial process gets the workload: a target to import, or packed bytes; with the caller's import path."""
 
@@ -118,7 +128,7 @@ class Opened(NamedTuple):
     why_not_forked: str | None
 
 
-class LocalBackend(Backend):
+class LocalBackend(WorkloadBackend):
     """A `Backend` whose jobs run in processes of their own.
 
     `isolation`: ``forked`` from a template that holds the workload, ``kept`` in one worker until a job fails, or a

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from autotune_amp.core.job import Deadlines, Job
 from autotune_amp.core.outcome import Description, Failure, Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.local import TRIAL_ENVIRONMENT, Ability, Backend, Handle, LocalBackend, Slot
+from autotune_amp.isolation.local import TRIAL_ENVIRONMENT, Ability, Handle, Opened, Slot, WorkloadBackend
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.launch import measure
 from autotune_amp.launch.line import LaunchLine
@@ -34,12 +34,11 @@ class Answered(NamedTuple):
         return self.found
 
 
-class CommandBackend(Backend):
+class CommandBackend(WorkloadBackend):
     """Runs a `LaunchLine` once for each trial, filled with its setting; `today` is what the command does today."""
 
-    def __init__(self, line: LaunchLine, today: Setting, local: LocalBackend, watcher: Watcher) -> None:
+    def __init__(self, line: LaunchLine, local: WorkloadBackend, watcher: Watcher) -> None:
         self._line = line
-        self._today = today
         self._local = local
         self._watcher = watcher
 
@@ -55,6 +54,12 @@ class CommandBackend(Backend):
     def is_build_shared(self) -> bool:
         return False
 
+    def load(self, deadline_seconds: float) -> dict[str, Any]:
+        return self._local.load(deadline_seconds)
+
+    def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:
+        return self._local.open(device, num_threads, deadline_seconds)
+
     def submit(self, job: Job[Any]) -> Handle[Any]:
         if isinstance(job, Describe):
             return Answered(self._describe(job))
@@ -66,10 +71,14 @@ class CommandBackend(Backend):
         self._local.close()
 
     def _describe(self, job: Describe) -> Description | Failure:
-        ran = self._run(self._today, job.deadlines, lambda heard: heard.num_steps >= NUM_DESCRIBED_STEPS, seed=0)
+        ran = self._run(
+            self._line.today_setting, job.deadlines, lambda heard: heard.num_steps >= NUM_DESCRIBED_STEPS, seed=0, watcher=Watcher()
+        )
         if isinstance(ran.ending, Failure):
             return ran.ending
-        return measure.description(ran.heard, Path(self._line.arguments[-1]).stem, ran.began)
+        return measure.description(
+            ran.heard, self._line.name, ran.began, is_strict=not self._line.today_setting.as_found
+        )
 
     def _measure(self, trial: Trial) -> Measurement | Failure:
         began = time.monotonic()
@@ -93,6 +102,7 @@ class CommandBackend(Backend):
         *,
         seed: int,
         environment: dict[str, str] | None = None,
+        watcher: Watcher | None = None,
         memory_limit_bytes: int | None = None,
         **agent: Any,
     ) -> Ran:
@@ -101,10 +111,14 @@ class CommandBackend(Backend):
             return run(
                 self._line.filled(setting, of_trial, Path(folder)),
                 environment={**os.environ, **TRIAL_ENVIRONMENT, **(environment or {})},
-                agent={"seed": seed, "guard": {"free": [folder, tempfile.gettempdir()], "started": time.time()}, **agent},
+                agent={
+                    "seed": seed,
+                    "guard": {"free": [folder, tempfile.gettempdir()], "started": time.time()},
+                    **agent,
+                },
                 deadlines=deadlines,
                 is_enough=is_enough,
-                watcher=self._watcher,
+                watcher=watcher or self._watcher,
                 memory_limit_bytes=memory_limit_bytes,
             )
 

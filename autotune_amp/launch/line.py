@@ -46,7 +46,11 @@ class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(
-        cls, command: str | list[str] | tuple[str, ...], *, values: Mapping[str, str] | None = None, files: tuple[str, ...] = ()
+        cls,
+        command: str | list[str] | tuple[str, ...],
+        *,
+        values: Mapping[str, str] | None = None,
+        files: tuple[str, ...] = (),
     ) -> LaunchLine:
         """Of a command as it is typed, or of its arguments. Raises `InvalidRequestError` for one that cannot be meant."""
         arguments = tuple(shlex.split(command) if isinstance(command, str) else command)
@@ -58,7 +62,9 @@ class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
                     f"--file {file} is none of the command's arguments.", f"Name it in the command as {file!r}."
                 )
             if not Path(file).is_file():
-                raise InvalidRequestError(f"--file {file} is not there.", "Name a settings file that the command reads.")
+                raise InvalidRequestError(
+                    f"--file {file} is not there.", "Name a settings file that the command reads."
+                )
         line = cls(arguments=arguments, values=dict(values or {}), files=tuple(files))
         line.placeholders()
         return line
@@ -77,6 +83,20 @@ class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
                         )
                     found[known.name] = placeholder
         return found
+
+    @property
+    def name(self) -> str:
+        """What its study is called unless told otherwise: the script's name."""
+        scripts = [Path(each).stem for each in self.arguments if each.endswith((".py", ".sh"))]
+        module = self.arguments.index("-m") + 1 if "-m" in self.arguments else 0
+        return scripts[0] if scripts else self.arguments[module].rpartition("/")[2]
+
+    @property
+    def today_setting(self) -> Setting:
+        """What the command runs today, as far as it says so."""
+        found = {name: self.today(name) for name in ("precision", "batch_size", "accumulation_steps", "num_workers")}
+        words = {name: word if name == "precision" else int(word) for name, word in found.items() if word is not None}
+        return Setting(**{"precision": "fp32", "batch_size": 1, "as_found": "precision" not in words, **words})
 
     def word(self, value: Any) -> str:
         """A value of ours in the command's words."""

@@ -87,11 +87,13 @@ def measurement(heard: Heard, trial: Trial, began: float, memory_bytes: int) -> 
     )
 
 
-def description(heard: Heard, name: str, began: float) -> Description | Failure:
+def description(heard: Heard, name: str, began: float, *, is_strict: bool) -> Description | Failure:
     """What the command trains, from a run of what it does today."""
     found = slowest(heard)
     if found is None:
-        return Failure(kind="workload_error", message="too few optimizer steps were seen to say what the command trains")
+        return Failure(
+            kind="workload_error", message="too few optimizer steps were seen to say what the command trains"
+        )
     rank, intervals = found
     loaders = [rank.loaders[index] for index in rank.training_loaders if index in rank.loaders]
     loader = max(loaders, key=lambda each: each.num_samples or 0, default=None)
@@ -111,7 +113,7 @@ def description(heard: Heard, name: str, began: float) -> Description | Failure:
         num_trainable_parameters=sum(num_by_dtype.values()),
         weights={"bfloat16": "bf16", "float16": "fp16"}.get(largest, "fp32"),  # type: ignore[arg-type]
         as_found_precision=precision_of(rank),
-        is_as_found_strict=False,
+        is_as_found_strict=is_strict,
         build_seconds=rank.pace[0].time - began,
         context_seconds=0.0,
         num_workers=None if loader is None else loader.num_workers,

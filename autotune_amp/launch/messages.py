@@ -132,6 +132,4 @@ class Stack(_Message, frozen=True, kw_only=True, tag="stack"):
     text: str
 
 
-Message: TypeAlias = (
-    Hello | Optimizer | Loader | Step | Gradient | Set | Refused | Made | Error | Exit | Stack
-)
+Message: TypeAlias = Hello | Optimizer | Loader | Step | Gradient | Set | Refused | Made | Error | Exit | Stack

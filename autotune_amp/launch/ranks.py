@@ -70,7 +70,9 @@ class Rank:
             fetched = _fetched(before, after)
             if not fetched.keys() <= training:
                 continue
-            samples = sum(fetched.values()) if training else sum(self._entered(step) for step in self.warm[i + 1 : j + 1])
+            samples = (
+                sum(fetched.values()) if training else sum(self._entered(step) for step in self.warm[i + 1 : j + 1])
+            )
             yield Interval(
                 step_seconds=(after.time - before.time) / (j - i),
                 num_steps=j - i,

@@ -113,9 +113,7 @@ class _Command:
         self._reader = threading.Thread(target=self._read, daemon=True, name="autotune-amp output")
         self._reader.start()
 
-    def until(
-        self, deadlines: Deadlines, is_enough: Callable[[Heard], bool], memory_limit_bytes: int | None
-    ) -> Ran:
+    def until(self, deadlines: Deadlines, is_enough: Callable[[Heard], bool], memory_limit_bytes: int | None) -> Ran:
         """Wait until the verdict stands."""
         has_asked, since = False, None
         while True:

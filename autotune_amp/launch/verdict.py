@@ -71,7 +71,9 @@ def _of_errors(heard: Heard, seen: Seen) -> Failure:
         of_rank = f"rank {worst.rank}: " if worst.world > 1 else ""
         first = worst.message.strip().splitlines()[0][:300] if worst.message.strip() else ""
         return Failure(
-            kind="oom" if is_oom else "workload_error", message=f"{of_rank}{worst.type}: {first}", details=worst.traceback
+            kind="oom" if is_oom else "workload_error",
+            message=f"{of_rank}{worst.type}: {first}",
+            details=worst.traceback,
         )
     if heard.lost:
         rank = heard.lost[0]

@@ -26,7 +26,6 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import number
 from autotune_amp.hardware import identify, machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.isolation.local import LocalBackend
 from autotune_amp.precision.modes import MODES
 from autotune_amp.profile.gap import LOW, Profile, Profiled, gap, next_steps
 from autotune_amp.profile.results import AmpProfile, PrecisionRow, Verdict
@@ -76,7 +75,7 @@ def run_profile(
     meter = LoadMeter(identify(device).uuid)  # before a context of ours is on the card
     watcher = ProgressWatcher(progress, clock, meter)
     progress.work_started(None)
-    with LocalBackend(origin.payload(), None, watcher, _ENVIRONMENT) as backend:
+    with origin.backend(watcher, environment=_ENVIRONMENT) as backend:
         watcher.phase("loading the workload")
         backend.load(clock.left())
         opened = open_workload(backend, origin, device, watcher)

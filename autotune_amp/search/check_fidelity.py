@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.outcome import Failure, Fidelity
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.local import LocalBackend
 from autotune_amp.search.options import SearchOptions, is_count
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.ranking import MAX_BATCH_SIZE
@@ -39,7 +38,7 @@ def run_check(
     budget = Budget(options.budget_seconds)
     watcher = ProgressWatcher(progress, budget)
     progress.work_started(budget.seconds)
-    with LocalBackend(source.payload(), None, watcher) as backend:
+    with source.backend(watcher) as backend:
         watcher.phase("loading the workload")
         backend.load(budget.left())
         opened = open_workload(backend, source, options.device, watcher)

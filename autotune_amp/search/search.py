@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -24,7 +25,7 @@ from autotune_amp.distributed import alone
 from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import host, identify, machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.isolation.local import Isolation, LocalBackend, Payload
+from autotune_amp.isolation.local import Backend, WorkloadBackend
 from autotune_amp.search.answer import explain
 from autotune_amp.search.answer.decide import recommend
 from autotune_amp.search.folder import StudyFolder
@@ -65,8 +66,7 @@ def search_anew(
     """
     search = _Search(source, options, progress, folder)
     try:
-        payload = source.payload()
-        with folder, LocalBackend(payload, None, search.watcher) as backend:
+        with folder, source.backend(search.watcher) as backend:
             progress.started(folder.path.name, str(folder.path), options.budget_seconds)
             search.watcher.phase("loading the workload")
             state = source.torch_state(backend.load(search.budget.left()))
@@ -78,7 +78,7 @@ def search_anew(
             if cached is not None and not is_fresh and not cached.search.was_interrupted:
                 for line in cached.fingerprint.differences(fingerprint):
                     progress.note(f"Searching again: {line}.")
-            return search.run(backend, payload, fingerprint, folder.search_id(fingerprint.digest, is_fresh=is_fresh))
+            return search.run(backend, fingerprint, folder.search_id(fingerprint.digest, is_fresh=is_fresh))
     except KeyboardInterrupt:
         best = cached if cached is not None and cached.search.was_interrupted else None
         raise SearchInterruptedError(
@@ -104,7 +104,7 @@ class _Search:
         self._warnings: list[str] = []
         self._is_spent = False
 
-    def run(self, backend: LocalBackend, payload: Payload, fingerprint: Fingerprint, search_id: str) -> Recommendation:
+    def run(self, backend: WorkloadBackend, fingerprint: Fingerprint, search_id: str) -> Recommendation:
         """Open, say what can be tried, explore, check, confirm, decide and save."""
         opened = self._open(backend)
         load_before = self._meter.stop()  # what others did while the workload was loaded and probed
@@ -127,7 +127,7 @@ class _Search:
         try:
             self._search(backend, ledger, conditions)
             backend.close()  # its memory and threads are not there in the user's own run either
-            self._confirm(payload, ledger, conditions)
+            self._confirm(ledger, conditions)
         except KeyboardInterrupt:
             was_interrupted = True
         finally:
@@ -165,7 +165,7 @@ class _Search:
             )
         return recommendation
 
-    def _search(self, backend: LocalBackend, ledger: Ledger, conditions: Conditions) -> None:
+    def _search(self, backend: Backend, ledger: Ledger, conditions: Conditions) -> None:
         """The stages before the confirmation."""
         if conditions.shares_processes:
             self.budget.confirm_seconds = reserved_seconds(self.budget.seconds, conditions.start_seconds)
@@ -190,24 +190,23 @@ class _Search:
             go(fallbacks, checks, scales, fallbacks)
             study.catch_up(ledger, is_over=True)
 
-    def _confirm(self, payload: Payload, ledger: Ledger, conditions: Conditions) -> None:
+    def _confirm(self, ledger: Ledger, conditions: Conditions) -> None:
         """The stages in fresh processes."""
         chosen = ledger.finalists
         if chosen is None:
             return
 
-        def make(isolation: Isolation, variables: dict[str, str]) -> LocalBackend:
-            return LocalBackend(payload, isolation, self.watcher, variables)
-
         self.watcher.phase("confirming in fresh processes")
         is_range_free = self._options.batch_size is None and self._options.max_trials is None
         stages: list[Stage] = [Confirm(conditions, chosen), *([LargerBatches(conditions)] if is_range_free else [])]
-        with closing(ConfirmingProcesses(make, are_shared=conditions.shares_processes)) as fresh:
+        with closing(
+            ConfirmingProcesses(partial(self._source.backend, self.watcher), are_shared=conditions.shares_processes)
+        ) as fresh:
             for stage in stages:
                 for _ in run(stage, fresh, ledger, self.budget, self.watcher):
                     pass
 
-    def _open(self, backend: LocalBackend) -> Opened:
+    def _open(self, backend: WorkloadBackend) -> Opened:
         opened = open_workload(
             backend,
             self._source,

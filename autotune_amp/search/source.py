@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +16,8 @@ from autotune_amp.core.recommendation import Fingerprint, NothingWorksError
 
 if TYPE_CHECKING:
     from autotune_amp.core.job import Found, Job
-    from autotune_amp.isolation.local import LocalBackend, Payload  # at run time only where a search begins
+    from autotune_amp.isolation.local import Backend, Isolation, Payload, WorkloadBackend  # only where a search begins
+    from autotune_amp.isolation.process import Watcher
     from autotune_amp.search.run import ProgressWatcher
 
 _FINGERPRINT_SECONDS = 60.0
@@ -32,12 +34,21 @@ class Source:
         self.name = "embedded" if target.startswith("autotune_amp.workloads:") else study_name(target)
         self._target = target
 
+    @cached_property
     def payload(self) -> Payload:
         """What a trial process needs to get the workload."""
         from autotune_amp.isolation.local import Payload
 
         # As `python -m` has it: modules are found from the working directory too.
         return Payload(target=self._target, path=tuple(dict.fromkeys((str(Path.cwd()), *_import_path()))))
+
+    def backend(
+        self, watcher: Watcher, isolation: Isolation | None = None, environment: dict[str, str] | None = None
+    ) -> WorkloadBackend:
+        """Where its jobs run, in `environment` beyond the caller's; see `LocalBackend`."""
+        from autotune_amp.isolation.local import LocalBackend
+
+        return LocalBackend(self.payload, isolation, watcher, environment)
 
     def num_threads(self) -> int | None:
         """The threads that trials use; None leaves it to what the workload's code asks for."""
@@ -52,7 +63,7 @@ class Source:
         return None
 
     def fingerprint_by_child(
-        self, options: dict[str, Any], identity: DeviceIdentity, backend: LocalBackend, state: dict[str, Any]
+        self, options: dict[str, Any], identity: DeviceIdentity, backend: Backend, state: dict[str, Any]
     ) -> Fingerprint:
         """The same from the process that imported the workload; nothing of it is called there either."""
         from autotune_amp.trial.jobs import FingerprintJob
@@ -78,6 +89,7 @@ class _Live(Source):
         self.name = folder_name(str(getattr(workload, "name", None) or getattr(workload, "__name__", "workload")))
         self._workload = workload
 
+    @cached_property
     def payload(self) -> Payload:
         from autotune_amp.isolation.local import Payload
         from autotune_amp.isolation.packing import pack
@@ -156,7 +168,7 @@ class Opened(NamedTuple):
 
 
 def open_workload(
-    backend: LocalBackend,
+    backend: WorkloadBackend,
     source: Source,
     device: str,
     watcher: ProgressWatcher,

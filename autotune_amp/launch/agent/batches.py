@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from typing import Any, Dict, Optional
+from typing import Any
 
 import torch
 from torch.utils.data import dataloader
@@ -21,7 +21,7 @@ class Loaders:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self.num_samples: Dict[str, int] = {}
+        self.num_samples: dict[str, int] = {}
         self.num_batches = 0
         self.wait_seconds = 0.0
         self.overhead_seconds = 0.0
@@ -96,7 +96,7 @@ class Loaders:
         base.__init__, base._reset, base._next_index, base.__next__ = __init__, _reset, _next_index, __next__
 
 
-def leading(batch: Any, depth: int = 0) -> Optional[int]:
+def leading(batch: Any, depth: int = 0) -> int | None:
     """The leading dimension of the first tensor in a batch."""
     tensor = first_tensor(batch, depth)
     return None if tensor is None or not tensor.dim() else int(tensor.shape[0])
@@ -118,7 +118,7 @@ def first_tensor(batch: Any, depth: int = 0) -> Any:
     return None
 
 
-def _length(dataset: Any) -> Optional[int]:
+def _length(dataset: Any) -> int | None:
     try:
         return len(dataset)
     except TypeError:

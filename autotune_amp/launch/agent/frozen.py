@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from typing import Any, Dict, List
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ class Frozen:
     """Takes no step. The first `num_steps` gradients go to files in `folder`: float32, at most `max_entries` of them,
     at even distances in each parameter."""
 
-    def __init__(self, channel: Channel, observer: Any, folder: str, settings: Dict[str, int]) -> None:
+    def __init__(self, channel: Channel, observer: Any, folder: str, settings: dict[str, int]) -> None:
         self._channel = channel
         self._observer = observer
         self._folder = folder
@@ -63,7 +63,7 @@ class Frozen:
         for parameter in parameters:
             parameter.grad = None  # with which no optimizer moves it
 
-    def _write(self, path: str, parameters: List[Any]) -> List[int]:
+    def _write(self, path: str, parameters: list[Any]) -> list[int]:
         total = sum(parameter.numel() for parameter in parameters)
         distance = max(1, -(-total // self._max_entries))
         sizes = []
@@ -81,7 +81,7 @@ def _local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _digest(tensors: List[Any]) -> str:
+def _digest(tensors: list[Any]) -> str:
     found = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         found.update(_local(tensor.detach()).cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, List, Optional, Set
+from typing import Any
 
 from . import where
 from .channel import Channel
@@ -14,10 +14,10 @@ REFUSED = 114  # exit status
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_TRUNC | os.O_CREAT
 _REMOVING = ("os.remove", "os.rmdir", "os.truncate", "shutil.rmtree")
 
-_guard: Optional[_Guard] = None
+_guard: _Guard | None = None
 
 
-def arm(channel: Channel, free: List[str], started: float) -> None:
+def arm(channel: Channel, free: list[str], started: float) -> None:
     """Guard this process from here on. What is in one of the folders `free` may be written to; what was made after
     the time `started`, in seconds since the epoch, is the trial's own."""
     global _guard
@@ -26,11 +26,11 @@ def arm(channel: Channel, free: List[str], started: float) -> None:
 
 
 class _Guard:
-    def __init__(self, channel: Channel, free: List[str], started: float) -> None:
+    def __init__(self, channel: Channel, free: list[str], started: float) -> None:
         self._channel = channel
         self._free = tuple(os.path.realpath(folder) + os.sep for folder in free)
         self._started = started
-        self._own: Set[str] = set()
+        self._own: set[str] = set()
 
     def hear(self, event: str, arguments: Any) -> None:
         if event == "open":

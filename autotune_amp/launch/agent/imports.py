@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, Callable
+from typing import Any
 
 
 def after_import(name: str, action: Callable[[Any], None]) -> None:

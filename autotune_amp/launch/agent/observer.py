@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 import weakref
-from typing import Any, Dict, List, Optional
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -26,7 +26,7 @@ NUM_STEPS_PER_SYNC = 4  # an accelerator runs ahead of the host: steps between t
 MAX_LOSSES = 8  # of one step
 
 
-def install(channel: Channel, settings: Dict[str, Any]) -> None:
+def install(channel: Channel, settings: dict[str, Any]) -> None:
     """Watch this process; torch has just been imported."""
     if settings.get("seed") is not None:  # what the script does not seed itself is alike in the runs that are compared
         import random
@@ -56,13 +56,13 @@ class Observer:
         self.passes = passes.Passes()
         self.frozen: Any = None
         self.num_steps = 0
-        self.on_step: List[Any] = []
-        self._optimizers: List[Any] = []  # weak references, in the order of their first steps
+        self.on_step: list[Any] = []
+        self._optimizers: list[Any] = []  # weak references, in the order of their first steps
         self._stepping: Any = None  # the frame of the outermost `step` that runs
         self._num_nested = 0
         self._has_stepped = False
         self._in_scaler = 0
-        self._pending: List[Dict[str, Any]] = []
+        self._pending: list[dict[str, Any]] = []
         self._device = "cpu"
         os.register_at_fork(after_in_child=self._reset)
 
@@ -165,7 +165,7 @@ class Observer:
         if self.num_steps <= NUM_SENT_AT_ONCE or self.channel.is_due:
             self.channel.flush()
 
-    def _memory(self) -> Dict[str, Any]:
+    def _memory(self) -> dict[str, Any]:
         if self._device == "cpu":
             return {"peak_memory_bytes": _peak_resident_bytes()} if self.channel.is_due or self.num_steps < 8 else {}
         module = getattr(torch, self._device)
@@ -180,7 +180,7 @@ class Observer:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._optimizers.append(weakref.ref(optimizer))
         self._device = next((p.device.type for p in parameters if p.device.type != "cpu"), "cpu")
-        num_by_dtype: Dict[str, int] = {}
+        num_by_dtype: dict[str, int] = {}
         for parameter in parameters:
             dtype = str(parameter.dtype).replace("torch.", "")
             num_by_dtype[dtype] = num_by_dtype.get(dtype, 0) + parameter.numel()
@@ -236,7 +236,7 @@ def _num_compilations() -> int:
     return 0 if utils is None else int(utils.counters["stats"].get("unique_graphs", 0))
 
 
-def _peak_resident_bytes() -> Optional[int]:
+def _peak_resident_bytes() -> int | None:
     try:
         with open("/proc/self/status", "rb") as status:
             for line in status:

@@ -8,7 +8,7 @@ cast weights empties only when the outermost region is left.
 from __future__ import annotations
 
 import functools
-from typing import Any, Dict, Optional
+from typing import Any
 
 import torch
 from torch.amp.autocast_mode import autocast
@@ -25,12 +25,12 @@ _LIGHTNING = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16"
 class Outside:
     """What is to be set: `batch_size` of the loader made at `maker` (else of each that shuffles), `precision`."""
 
-    def __init__(self, channel: Channel, observer: Any, settings: Dict[str, Any]) -> None:
+    def __init__(self, channel: Channel, observer: Any, settings: dict[str, Any]) -> None:
         self._channel = channel
         self._observer = observer
-        self._batch_size: Optional[int] = settings.get("batch_size")
-        self._maker: Optional[str] = settings.get("maker")
-        self._precision: Optional[str] = settings.get("precision")
+        self._batch_size: int | None = settings.get("batch_size")
+        self._maker: str | None = settings.get("maker")
+        self._precision: str | None = settings.get("precision")
         self._dtype = _DTYPES.get(self._precision or "")
         self._how = ""  # framework, regions or forward: the first that applies
         self._in_own_region = 0

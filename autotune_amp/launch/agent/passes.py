@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Dict, List
+from typing import Any
 
 import torch
 from torch.amp.autocast_mode import autocast
@@ -20,25 +20,25 @@ class Passes:
     def __init__(self) -> None:
         self.num_backward = 0
         self.overhead_seconds = 0.0
-        self.on_outermost: List[Any] = []  # called with each outermost module, before its forward
-        self._losses: List[Any] = []
+        self.on_outermost: list[Any] = []  # called with each outermost module, before its forward
+        self._losses: list[Any] = []
         self._is_scaled = False  # the loss was seen before it was scaled
         self._backward_depth = 0
-        self._forwards: List[Any] = []
-        self._regions: Dict[str, None] = {}
+        self._forwards: list[Any] = []
+        self._regions: dict[str, None] = {}
         self._watches_modules = False
 
-    def take_losses(self) -> List[Any]:
+    def take_losses(self) -> list[Any]:
         """Of every backward pass, as the device has them."""
         losses, self._losses = self._losses, []
         return losses
 
-    def take_forwards(self) -> List[Any]:
+    def take_forwards(self) -> list[Any]:
         """Class and leading dimension of what entered each outermost module in training."""
         forwards, self._forwards = self._forwards[:MAX_FORWARDS], []
         return forwards
 
-    def take_regions(self) -> List[str]:
+    def take_regions(self) -> list[str]:
         """``device:dtype`` of the autocast regions that were entered, ``device:off`` of one that the script can turn on."""
         regions, self._regions = list(self._regions), {}
         return regions
@@ -79,7 +79,9 @@ class Passes:
         begin, enter = autocast.__init__, autocast.__enter__
 
         @functools.wraps(begin)
-        def __init__(region: Any, device_type: str, dtype: Any = None, enabled: bool = True, *rest: Any, **more: Any) -> None:
+        def __init__(
+            region: Any, device_type: str, dtype: Any = None, enabled: bool = True, *rest: Any, **more: Any
+        ) -> None:
             begin(region, device_type, dtype, enabled, *rest, **more)
             if not enabled and torch.is_grad_enabled() and not torch.is_autocast_enabled(device_type):
                 self._regions[f"{device_type}:off"] = None

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
 from types import FrameType
-from typing import Any, Dict, Iterator, Optional
+from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def _frames(depth: int) -> Iterator[FrameType]:
-    frame: Optional[FrameType] = sys._getframe(depth)
+    frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -48,10 +49,14 @@ def is_called_by_user(depth: int = 2) -> bool:
     return False
 
 
-def rank(torch: Any) -> Dict[str, Any]:
+def rank(torch: Any) -> dict[str, Any]:
     """Rank, world size and local rank: as torch's process group has them, else as a launcher says."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return {"rank": distributed.get_rank(), "world": distributed.get_world_size(), "local_rank": local}
-    return {"rank": int(os.environ.get("RANK", "0")), "world": int(os.environ.get("WORLD_SIZE", "1")), "local_rank": local}
+    return {
+        "rank": int(os.environ.get("RANK", "0")),
+        "world": int(os.environ.get("WORLD_SIZE", "1")),
+        "local_rank": local,
+    }
