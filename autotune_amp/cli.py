@@ -6,10 +6,12 @@ Standard output carries the result and nothing else. Nothing heavy is imported b
 
 from __future__ import annotations
 
+import _thread
 import json
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -319,11 +321,20 @@ def main() -> None:
     # Closed by the caller (``>&-``): without this the next file that is opened would become standard output.
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
+    sys.unraisablehook = _interrupt_again
     code = run(sys.argv[1:])
     for stream in (sys.stdout, sys.stderr):
         with _reader_may_leave(stream):
             stream.flush()
     sys.exit(code)
+
+
+def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
+    """Ctrl-C in a finalizer, which can raise nothing, comes a moment later instead."""
+    if unraisable.exc_type is KeyboardInterrupt:
+        threading.Timer(0.05, _thread.interrupt_main).start()
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 def run(arguments: list[str]) -> int:

@@ -33,7 +33,7 @@ FILES = {
     "layers.py": "import torch\n\n\ndef make(width):\n    return torch.nn.Linear(width, 1)\n",
     "unrelated.py": "VALUE = 1\n",
 }
-OPTIONS = "budget=16, precision='fp32', batch_size=(4, 4), trials=1, device='cpu', quiet=True, out=OUT"
+OPTIONS = "budget=40, precision='fp32', batch_size=(4, 4), trials=1, device='cpu', quiet=True, out=OUT"
 SEARCH = f"""
 import sys
 sys.path.insert(0, sys.argv[1])

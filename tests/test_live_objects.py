@@ -7,7 +7,10 @@ import sys
 
 from conftest import CommandLine
 
-OPTIONS = "budget=16, precision='fp32', batch_size=(4, 8), effective_batch_size='free', baseline='fp32:4', device='cpu'"
+OPTIONS = (
+    "budget=40, trials=1, precision='fp32', batch_size=(4, 8), effective_batch_size='free', baseline='fp32:4', "
+    "device='cpu'"
+)
 
 PREAMBLE = """
 import torch

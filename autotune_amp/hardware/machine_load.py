@@ -126,7 +126,7 @@ def _processes(root: Path) -> dict[int, ProcessTimes] | None:
     found: dict[int, ProcessTimes] = {}
     for folder in root.iterdir():
         if folder.name.isdigit():
-            with contextlib.suppress(OSError):  # it ended, and its time went to its parent
+            with contextlib.suppress(OSError):  # it ended; its parent, which has its time now, was read before: rare
                 text = (folder / "stat").read_text(errors="replace")
                 name, _, rest = text.partition("(")[2].rpartition(")")
                 fields = rest.split()  # from "state", which proc_pid_stat(5) numbers 3

@@ -62,7 +62,8 @@ def _pickle_module() -> Any:
                 return copyreg.__newobj__, (type(obj),), {**vars(obj), "_iterator": None}  # type: ignore[attr-defined]
             if isinstance(obj, of_a_group):
                 raise WorkloadError(f"a {type_name(obj)} needs the process group of this process", _ONE_DEVICE)
-            if isinstance(obj, nn.Module) and vars(obj).get("_compiled_call_impl") is not None:
+            compiled = vars(obj).get("_compiled_call_impl") if isinstance(obj, nn.Module) else None
+            if not isinstance(compiled, types.MethodType | None):  # a method with disable=True
                 raise WorkloadError(f"a {type_name(obj)} compiled in place loses that in a copy", _NOT_IN_PLACE)
             if isinstance(obj, DistributedDataParallel):
                 return _same, (obj.module,)

@@ -39,7 +39,7 @@ from autotune_amp.precision.modes import MODES
 IGNORED_LABEL = -100  # torch's own, in cross_entropy
 _MAX_SAMPLES = 16
 _MAX_ENTRIES = 2**16  # of each parameter's gradient: what holds for the whole gradient holds for any of its entries
-# Moved weights round anew in every operation, as a batch cut in pieces does; this many times that is still rounding.
+# Moved weights round anew in every operation, as a batch cut in parts does; this many times that is still rounding.
 _ROUNDING_MARGIN = 8.0
 _MAX_TOLERANCE = 0.05  # where rounding alone does more than this to a gradient, nothing can be told from it
 _MAX_LOSS_ERROR = 1e-3
@@ -73,9 +73,9 @@ def first_dimensions(batch: Any) -> set[int]:
 
 
 def cut(batch: Any, size: int) -> list[Any]:
-    """`batch`, all of whose tensors have the same first dimension, in pieces of `size` samples, the last with the rest.
+    """`batch`, all of whose tensors have the same first dimension, in parts of `size` samples, the last with the rest.
 
-    What is no tensor is in every piece, but for a list with an entry for each sample.
+    What is no tensor is in every part, but for a list with an entry for each sample.
     """
     (num_samples,) = first_dimensions(batch)
     return [_rebuilt(batch, slice(start, start + size), num_samples) for start in range(0, num_samples, size)]
@@ -154,7 +154,7 @@ def check(subject: Subject, num_samples: int) -> Accumulation:
 
 
 def _checked(passes: Passes, read_maxima: Callable[[], dict[str, float]], num_samples: int) -> Accumulation:
-    seed, pieces = passes.subject.seed, passes.subject.batches[1:]
+    seed, micro_batches = passes.subject.seed, passes.subject.batches[1:]
     whole = _pass(passes, 0)
     if not whole.is_finite:
         return unchecked("the loss of the whole batch or its gradient is not finite", num_samples)
@@ -174,7 +174,7 @@ def _checked(passes: Passes, read_maxima: Callable[[], dict[str, float]], num_sa
         return unchecked(f"{reason} (they part by {unrepeated:.1g})", num_samples)
     # One after the other, as training runs them: each finds what the one before left in the model's buffers.
     passes.restore()
-    parts = [_pass(passes, index + 1) for index in range(len(pieces))]
+    parts = [_pass(passes, index + 1) for index in range(len(micro_batches))]
     if not all(part.is_finite for part in parts):
         return Accumulation(
             verdict="inexact",
@@ -182,7 +182,7 @@ def _checked(passes: Passes, read_maxima: Callable[[], dict[str, float]], num_sa
             "over something of which a micro-batch may hold nothing.",
             next_step="Keep the batch whole, make the loss finite for such a batch, or leave such samples out.",
             batch_size=num_samples,
-            num_micro_batches=len(pieces),
+            num_micro_batches=len(micro_batches),
         )
     sums = Sums(
         gram=_gram([whole.gradients, *(part.gradients for part in parts)], names),
@@ -190,7 +190,7 @@ def _checked(passes: Passes, read_maxima: Callable[[], dict[str, float]], num_sa
         rounding=max(rounding, unrepeated),
         unit_roundoff=unit_roundoff,
     )
-    return _report(sums, find_weights(sums, counted_shares(pieces)), passes, num_samples)
+    return _report(sums, find_weights(sums, counted_shares(micro_batches)), passes, num_samples)
 
 
 def _pass(passes: Passes, index: int, seed: int | None = None) -> Pass:
@@ -283,14 +283,14 @@ def find_weights(sums: Sums, shares: Sequence[tuple[str, Tensor]]) -> Finding:
     return Finding("weighted" if sums.fits(best) and sums.do_losses_fit(best) else "inexact", best)
 
 
-def counted_shares(pieces: Sequence[object]) -> list[tuple[str, Tensor]]:
+def counted_shares(micro_batches: Sequence[object]) -> list[tuple[str, Tensor]]:
     """What a loss may average over, and each micro-batch's share of it: entries of the batch's tensors that count.
 
     `[:, 1:]` stands where the first of each sequence is left out, as a language model does that shifts its labels.
     """
     columns: dict[str, list[Tensor]] = {}
-    for piece in pieces:
-        for name, tensor in tensors(piece):
+    for micro_batch in micro_batches:
+        for name, tensor in tensors(micro_batch):
             columns.setdefault(name, []).append(tensor)
             if tensor.dim() > 1:
                 columns.setdefault(f"{name}[:, 1:]", []).append(tensor[:, 1:])
@@ -298,7 +298,7 @@ def counted_shares(pieces: Sequence[object]) -> list[tuple[str, Tensor]]:
     for text, count in _COUNTS.items():
         for name, column in columns.items():
             counts = torch.tensor([count(tensor) for tensor in column], dtype=torch.float64)
-            is_known = len(counts) == len(pieces) and bool(counts.isfinite().all()) and float(counts.sum()) > 0
+            is_known = len(counts) == len(micro_batches) and bool(counts.isfinite().all()) and float(counts.sum()) > 0
             counts_all = text != ".numel()" and counts.tolist() == [tensor.numel() for tensor in column]
             if is_known and not counts_all:
                 shares.append((name + text, counts / counts.sum()))

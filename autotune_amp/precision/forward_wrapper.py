@@ -278,7 +278,7 @@ def _first_floating(output: Any) -> Tensor | None:
     return None
 
 
-# -- the swapped class -------------------------------------------------------------------------------------------------
+# -- the patched class -------------------------------------------------------------------------------------------------
 
 _ROLES = "_autotune_amp_roles"  # a plain instance attribute, so that compiled graphs guard on it
 
@@ -308,8 +308,8 @@ def set_roles(module: nn.Module, roles: Roles) -> None:
             "A TorchScript module cannot be pinned, overridden or observed: its forward is compiled in.",
             "Give the model as it was before torch.jit.script or torch.jit.trace; torch.compile is supported.",
         )
-    if not isinstance(module, _Swapped):
-        module.__class__ = _swapped_class(type(module))  # type: ignore[arg-type] # mypy takes a module's own hash for its class's
+    if not isinstance(module, _Patched):
+        module.__class__ = _patched_class(type(module))  # type: ignore[arg-type] # mypy takes a module's own hash for its class's
     if "forward" in state and not isinstance(state["forward"], _OwnForward):
         state["forward"] = _OwnForward(module, state["forward"])
     state[_ROLES] = roles
@@ -326,21 +326,21 @@ def _restore_forward(state: dict[str, Any]) -> None:
         state["forward"] = state["forward"].__wrapped__
 
 
-class _Swapped:
-    """First base of every swapped class."""
+class _Patched:
+    """First base of every patched class."""
 
     _original: type[nn.Module]
 
     def __init_subclass__(cls) -> None:
-        """End here: a registry kept by the original's own __init_subclass__ must not see the swapped class."""
+        """End here: a registry kept by the original's own __init_subclass__ must not see the patched class."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Copies and pickles name the original class: the swapped one has no name to be imported by."""
-        swapped = next(base for base in type(self).__mro__ if "_original" in base.__dict__)
+        """Copies and pickles name the original class: the patched one has no name to be imported by."""
+        patched = next(base for base in type(self).__mro__ if "_original" in base.__dict__)
         # Protocol 2 and later would have pickle insist that the class rebuilt is type(self); 1 does the same without.
         reduced: Any = super().__reduce_ex__(min(protocol.__index__(), 1))
         build, arguments, state, *rest = reduced
-        arguments = tuple(self._original if argument is swapped else argument for argument in arguments)
+        arguments = tuple(self._original if argument is patched else argument for argument in arguments)
         state = dict(state)
         roles: Roles = state.pop(_ROLES)._replace(observed=None)
         if any(roles):
@@ -351,22 +351,22 @@ class _Swapped:
 
 def _rebuild(build: Callable[..., nn.Module], arguments: tuple[Any, ...]) -> nn.Module:
     module = build(*arguments)
-    module.__class__ = _swapped_class(type(module))  # type: ignore[arg-type] # as above
+    module.__class__ = _patched_class(type(module))  # type: ignore[arg-type] # as above
     return module
 
 
 @functools.cache
-def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
+def _patched_class(original: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _run(self, original.forward, (self, *args), kwargs)
 
     body = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     make_class: Any = type(original)
-    swapped: type[nn.Module] = make_class(
-        original.__name__, (_Swapped, original), {**body, "forward": forward, "_original": original}
+    patched: type[nn.Module] = make_class(
+        original.__name__, (_Patched, original), {**body, "forward": forward, "_original": original}
     )
-    return swapped
+    return patched
 
 
 class _OwnForward:

@@ -39,7 +39,7 @@ class Screen:
         self.write(text + "\n")
 
     def output(self, text: str) -> None:
-        """The user's own text, unchanged."""
+        """The user's own text."""
         self.write(text)
         self._is_mid_line = not text.endswith("\n")
 
@@ -58,7 +58,7 @@ class Screen:
 
     def write(self, text: str) -> None:
         """Write to the stream, escaped what its encoding lacks."""
-        encoding = self._stream.encoding or "utf-8"
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
         with suppress(OSError):
             self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             self._stream.flush()
@@ -101,7 +101,7 @@ class LiveScreen(Screen):
         self._console.print(Text(text, style), no_wrap=True, overflow="ellipsis")
 
     def output(self, text: str) -> None:
-        """The user's own text above the display, unchanged."""
+        """The user's own text above the display."""
         self._held += text
         if len(self._held) >= _MAX_HELD:
             self._release(everything="\n" not in self._held)

@@ -172,15 +172,15 @@ class Rerunner:
                     f"The rerun closure must return the loss, one number with a gradient; it returned {loss!r:.80}.",
                     "Return it as the training loop computes it, before backward() and without item() or detach().",
                 )
-            to_go_back_from = scaled(loss, loss_scale)
+            scaled_loss = scaled(loss, loss_scale)
         with self._no_autocast(), ExitStack() as gradients:
             # Also those of a nested backward pass, which the graph of the loss does not show.
             parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-            written = [*recorder.watch_backward(to_go_back_from), *parameters]
+            written = [*recorder.watch_backward(scaled_loss), *parameters]
             for leaf in written:
                 gradients.callback(setattr, leaf, "grad", leaf.grad)
                 leaf.grad = None
-            torch.autograd.backward(to_go_back_from)  # of a non-finite loss too: other ranks may be waiting in theirs
+            torch.autograd.backward(scaled_loss)  # of a non-finite loss too: other ranks may be waiting in theirs
             is_loss_finite = health(loss) is Health.FINITE
             return is_loss_finite, is_loss_finite and health([leaf.grad for leaf in written]) is Health.FINITE
 

@@ -136,8 +136,8 @@ class RunningStatistics:
                 continue
             if isinstance(skipped, Tensor):
                 before = torch.where(skipped.to(before.device, non_blocking=True) != 0, before, _flat(alike))
-            pieces = torch.split(before, [buffer.numel() for buffer in alike])
-            torch._foreach_copy_(alike, [p.reshape(b.shape) for p, b in zip(pieces, alike, strict=True)])
+            parts = torch.split(before, [buffer.numel() for buffer in alike])
+            torch._foreach_copy_(alike, [p.reshape(b.shape) for p, b in zip(parts, alike, strict=True)])
 
     def _alike(self) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
         # Read anew each time: model.to() and load_state_dict(assign=True) replace buffers, conversions whole layers.

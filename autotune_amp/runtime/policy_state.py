@@ -51,7 +51,7 @@ MoveKind = Literal["demotion", "revert", "pin", "rescale", "not_precision", "pro
 class Action(NamedTuple):
     """What the policy asks for, and why.
 
-    diagnose: rerun the batch and find out whose fault it is; answer with `Policy.judge`.
+    diagnose: rerun the batch and find out whose fault it is; answer with `Policy.answer_diagnosis`.
     demotion: step down to `rung`. Tentative where no rerun could say that precision is at fault: the next steps decide.
     revert: go back to the rung before the tentative demotion, since it did not help: it was not precision.
     pin: keep `modules` in fp32 and stay in this rung.

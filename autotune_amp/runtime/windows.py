@@ -22,9 +22,9 @@ def passes(
     `shares` are the parts of a window's passes of what is weighed in it; the batch is that of pass `index`.
     """
     while True:
-        num_batches, num_pieces = next_shape()
+        num_batches, num_micro_batches = next_shape()
         whole = list(islice(batches, num_batches))
-        window = whole if num_pieces == 1 else [piece for one in whole for piece in split(one, num_pieces)]
+        window = whole if num_micro_batches == 1 else [part for one in whole for part in split(one, num_micro_batches)]
         if not window:
             return
         weights = [1.0 if weigh is None else float(weigh(batch)) for batch in window]
@@ -33,8 +33,8 @@ def passes(
             yield batch, shares, index
 
 
-def split(batch: Any, num_pieces: int) -> Iterable[Any]:
-    """`batch` cut along the first dimension of its tensors into at most `num_pieces` of the same size, the last less.
+def split(batch: Any, num_micro_batches: int) -> Iterable[Any]:
+    """`batch` cut along the first dimension of its tensors into `num_micro_batches` of one size at most, the last less.
 
     Raises `InvalidRequestError` where its tensors do not agree on a first dimension.
     """
@@ -45,19 +45,19 @@ def split(batch: Any, num_pieces: int) -> Iterable[Any]:
             "smaller batches that the new precision needs.",
             'Pass on_demotion="checkpoint_and_stop" and start again with the batch size in the error\'s config.',
         )
-    return cut(batch, -(-sizes.pop() // num_pieces))
+    return cut(batch, -(-sizes.pop() // num_micro_batches))
 
 
 def shape(loader_batch: int, batch: int, steps: int) -> tuple[int, int]:
-    """(loader batches in a window, pieces of each) for `steps` passes of `batch` samples out of a loader's batches.
+    """(loader batches in a window, parts of each) for `steps` passes of `batch` samples out of a loader's batches.
 
     Raises `InvalidRequestError` where the plan's window is not a whole number of the loader's batches.
     """
     num_batches, rest = divmod(batch * steps, loader_batch)
-    pieces = -(-loader_batch // batch)
-    if rest or num_batches * pieces != steps:
+    num_parts = -(-loader_batch // batch)
+    if rest or num_batches * num_parts != steps:
         raise InvalidRequestError(
             f"{steps} x {batch} samples cannot be made from a loader's batches of {loader_batch}.",
             'Pass on_demotion="checkpoint_and_stop" and start again with the new batch size.',
         )
-    return num_batches, pieces
+    return num_batches, num_parts

@@ -169,7 +169,7 @@ AllScales: TypeAlias = "Mapping[Setting, Answer]"
 
 
 def snapped(init_scale: float) -> float:
-    """The power of two that is nearest by its logarithm: multiplying by one is exact."""
+    """The power of two nearest to what Optuna suggests, by its logarithm: multiplying by one is exact."""
     return float(2.0 ** round(math.log2(init_scale)))
 
 

@@ -281,6 +281,6 @@ def nothing_works(ledger: Ledger, excluded: tuple[Exclusion, ...], has_stepped: 
     details = f"\n{first.details.rstrip()}" if first.details else ""
     return NothingWorksError(
         f"None of {len(ledger.trials)} trials worked; {setting}: {first.message}.{details}",
-        "Mend what the reasons name; a workload that trains one step on its own will be measured.",
+        "Mend what the reasons name; of what trains one step on its own, give a larger --budget where time was up.",
         excluded,
     )

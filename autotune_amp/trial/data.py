@@ -30,7 +30,7 @@ _SHUFFLED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 # Any few batches in a row come from all over an epoch: one from each of so many parts of it.
 _NUM_PARTS = 8
 _MAX_LISTED = 1_000_000  # of an epoch
-_MAX_PLACES = 100_000
+_MAX_POSITIONS = 100_000
 
 
 class Opened(NamedTuple):
@@ -228,8 +228,10 @@ class Spread(Sampler[Any]):
         num = len(drawn)
         if is_cut:
             num = num // own.batch_size if own.drop_last else -(-num // own.batch_size)
-        left = list(range(min(num, _MAX_PLACES)))
-        num_places = len(left)
+        left = list(range(min(num, _MAX_POSITIONS)))
+        num_positions = len(left)
         while left:
-            place = left.pop(int(next(self._shares) * len(left))) * num // num_places
-            yield list(drawn[place * own.batch_size : (place + 1) * own.batch_size]) if is_cut else drawn[place]
+            position = left.pop(int(next(self._shares) * len(left))) * num // num_positions
+            yield (
+                list(drawn[position * own.batch_size : (position + 1) * own.batch_size]) if is_cut else drawn[position]
+            )

@@ -111,8 +111,8 @@ def of_exit(status: int, phase: str, details: str | None, *, is_oom_killed: bool
     if status == -signal.SIGKILL and is_oom_killed:
         return Failure(kind="oom", message=f"the kernel ended it for want of memory, {phase}", details=details)
     if status < 0:
-        name = signal.Signals(-status).name
-        what = "segmentation fault" if name == "SIGSEGV" else f"signal {name}"
+        names = {each.value: each.name for each in signal.Signals}  # real-time signals have none
+        what = "segmentation fault" if status == -signal.SIGSEGV else f"signal {names.get(-status, -status)}"
         return Failure(kind="crash", message=f"its process died of {what}, {phase}", details=details)
     message = f"its process exited with status {status} before it reported, {phase}"
     return Failure(kind="crash", message=message, details=details)

@@ -90,15 +90,15 @@ class Trial(Job[Measurement], frozen=True, kw_only=True):
         return so_far if so_far is not None and failure.kind == "timeout" else failure
 
     @property
-    def is_miniature(self) -> bool:
-        """Whether it is a miniature of the job: whole accumulation windows, the worst batch first and last."""
+    def is_confirmation(self) -> bool:
+        """Whether it stands for the whole job: whole accumulation windows, the worst batch first and last."""
         return self.purpose in ("confirm", "plain")
 
     @property
     def num_timed_micro_batches(self) -> int:
         """Forward and backward passes run for one timed step: a whole window only where it is confirmed."""
         window = self.candidate.accumulation_steps
-        return window if self.is_miniature else min(window, MAX_TIMED_MICRO_BATCHES)
+        return window if self.is_confirmation else min(window, MAX_TIMED_MICRO_BATCHES)
 
     @property
     def num_steps_per_report(self) -> int:

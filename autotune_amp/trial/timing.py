@@ -86,7 +86,7 @@ def time_steps(
     """Warm up and measure as `training.spec` says; `report` hears of every step (its number, its seconds).
 
     Where there is a worst batch the first step is taken on it, and one after the warm-up, since only then does the
-    optimizer hold its state; a miniature's last step too. `enter` hears of those that no step's deadline is meant for.
+    optimizer hold its state; a confirmation's last step too. `enter` hears of those that no deadline is meant for.
     A step in which `count_compilations` rose is taken again, `MAX_COMPILING_STEPS` times at most. Raises
     `NonFiniteError` for a loss that is not finite, and where the loss scaler skips every step.
     """
@@ -140,7 +140,7 @@ def time_steps(
         report(0, held_seconds)
     was_cut = reason == "cut"
     found = timer.result(first_step_seconds, groups, num_skips=num_skips, was_cut=was_cut, held_seconds=held_seconds)
-    if has_worst and spec.is_miniature:
+    if has_worst and spec.is_confirmation:
         _step_on_worst(training, timer, enter)
     return found
 

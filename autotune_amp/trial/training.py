@@ -44,7 +44,7 @@ class BaseTraining(ABC):
         self.batches, self._loader = data.opened(workload.data, spec.candidate.batch_size, spec.candidate.num_workers)
         self._taken: list[Any] = []
         self._last_batch: Any = None
-        num_worst = 3 if spec.is_miniature else 2  # the first step, one after the warm-up, a miniature's last
+        num_worst = 3 if spec.is_confirmation else 2  # the first step, one after the warm-up, a confirmation's last
         self._worst = worst_batches(
             workload.worst_batch, self._loader, spec.worst_samples, spec.candidate.batch_size, num_worst
         )

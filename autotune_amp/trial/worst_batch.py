@@ -1,8 +1,8 @@
 """The batch that a setting's memory is measured on, which is also the slowest: of the largest samples of the data.
 
 It is what the workload names, else the largest samples that `scan` saw, as many as the setting's batch has (its
-`Trial.worst_samples`); `timing` runs it after the other steps. Where samples are alike, or cannot be looked at one by
-one, memory is measured on the batches of the other steps.
+`Trial.worst_samples`); `timing` takes the first step on it, and one after the warm-up. Where samples are alike, or
+cannot be looked at one by one, memory is measured on the batches of the other steps.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def play(process: Process, spec: Trial, header: Header, chance: random.Random, *
     have done later nobody knows: it is a timeout once more, at the earliest of the deadlines that it met then and those
     that it would meet now.
     """
-    setup_seconds = (0.0 if is_started else header.start_seconds) if spec.is_miniature else _setup_seconds(process)
+    setup_seconds = (0.0 if is_started else header.start_seconds) if spec.is_confirmation else _setup_seconds(process)
     try:
         watch = _Watch(setup_seconds, spec.deadline_seconds)
         if isinstance(process.outcome, Failure):
@@ -198,7 +198,7 @@ class ReplayBackend:
         process = self._chance.choice(self.landscape.cells[spec.candidate])
         played = play(process, spec, self.landscape.header, self._chance, is_started=self.is_started)
         self._budget.now += played.seconds
-        if spec.is_miniature and isinstance(played.outcome, Measurement):  # a fresh process: the rest is in its outcome
+        if spec.is_confirmation and isinstance(played.outcome, Measurement):  # fresh: the rest is its outcome's
             own_seconds = played.outcome.build_seconds + played.outcome.context_seconds
             self.start_seconds = 0.0 if self.is_started else self.landscape.header.start_seconds - own_seconds
             self.is_started = True

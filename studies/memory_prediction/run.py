@@ -153,7 +153,7 @@ def fit_of_middle(row: Row, batch_size: int) -> float | None:
 
 def _fit(row: Row, sizes: list[int], batch_size: int) -> float | None:
     model = fit_memory((size, row.medians[size]) for size in sizes)
-    return None if model is None else model.bytes_at(batch_size)
+    return None if model is None else model(batch_size)
 
 
 def tracker(row: Row, batch_size: int) -> float | None:

@@ -25,7 +25,7 @@ from autotune_amp.search.folder import StudyFolder
 HERE = Path(__file__).parent
 SHOWN = HERE.parent / "truth/results/bf16_cpu/mlp"
 WIDTH, HEIGHT = 1200, 1500
-NUM_COLUMNS = 90
+NUM_COLUMNS = 98
 COMMAND = "$ autotune-amp search studies/landscapes/workloads.py:mlp"
 
 

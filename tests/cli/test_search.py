@@ -158,7 +158,7 @@ def test_an_effective_batch_size_is_kept_exactly_in_a_storage_of_the_users_own(c
 
 @pytest.mark.slow
 def test_the_embedded_default_needs_no_argument(cli: CommandLine) -> None:
-    done = cli("search", "--budget", "25")
+    done = cli("search", "--budget", "40")
     assert done.code == 0, done.err
     assert (cli.folder / "studies/embedded/recommendation.json").exists()
     assert "Recommended" in cli("show").out

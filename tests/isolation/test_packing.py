@@ -74,7 +74,9 @@ def test_what_is_compiled_around_ddp_stays_so_and_what_is_in_place_is_refused() 
     found = arrived(torch.compile(wrapped(Net()), backend="eager")).model
     assert isinstance(found, torch._dynamo.OptimizedModule)
     assert type(found._orig_mod) is Net
-    inside, in_place = Net(), wrapped(Net())
+    inside, in_place, not_at_all = Net(), wrapped(Net()), Net()
+    not_at_all.compile(disable=True)
+    assert type(arrived(not_at_all).model) is Net
     inside.compile(backend="eager")
     in_place.compile(backend="eager")
     for model in (inside, wrapped(inside), in_place):

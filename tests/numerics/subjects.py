@@ -189,7 +189,7 @@ def everything_of(model: nn.Module) -> dict[str, Any]:
     for name, module in model.named_modules():
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
         state[name + ".module"] = (float(module.training), float(is_pinned(module)), *(float(len(h)) for h in hooks))
-        assert type(module).__name__ != "_Swapped"
+        assert type(module).__name__ != "_Patched"
         state[name + ".class"] = float(id(type(module)))
     return state
 

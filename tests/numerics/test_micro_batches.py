@@ -26,11 +26,11 @@ Loss = Callable[[Any, Any], Tensor]
 
 def found_of(model: nn.Module, loss: Loss, whole: Any, num_samples: int = 16, seed: int = 0) -> Accumulation:
     """A check, what holds of every one asserted."""
-    pieces = cut(whole, num_samples // accumulation.num_micro_batches(num_samples))
+    micro_batches = cut(whole, num_samples // accumulation.num_micro_batches(num_samples))
     subject = Subject(
         model=model,
         loss=lambda model, batch: loss(model, copy.deepcopy(batch)),
-        batches=[whole, *pieces],
+        batches=[whole, *micro_batches],
         make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
         device=torch.device("cpu"),
         seed=seed,
@@ -38,8 +38,8 @@ def found_of(model: nn.Module, loss: Loss, whole: Any, num_samples: int = 16, se
     before = everything_of(model)
     found = check(subject, num_samples)
     torch.testing.assert_close(everything_of(model), before, rtol=0, atol=0)
-    assert found.num_passes <= 3 + len(pieces)
-    assert (found.batch_size, found.num_micro_batches) == (num_samples, len(pieces))
+    assert found.num_passes <= 3 + len(micro_batches)
+    assert (found.batch_size, found.num_micro_batches) == (num_samples, len(micro_batches))
     assert msgspec.json.decode(msgspec.json.encode(found), type=Accumulation) == found
     assert found.is_exact == (found.verdict in ("mean", "sum", "weighted"))
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from unittest.mock import Mock
 
 import pytest
 from report_samples import hardware, measurement, record
@@ -138,6 +139,13 @@ def test_what_is_no_character_is_escaped(is_terminal: bool) -> None:
     progress.ended()
     assert b"caf\xc3\xa9 \\udcff[/red]\x1b]0;title\x07\n" in raw.getvalue()
     assert b"lone \\ud800\n" in raw.getvalue()
+
+
+def test_a_stream_that_can_only_write_is_enough() -> None:
+    lines: list[str] = []
+    progress = TerminalProgress(Mock(spec=["write", "flush", "isatty"], write=lines.append, isatty=lambda: False))
+    run_a_search(progress)
+    assert any("resumed 3 trials" in line for line in lines)
 
 
 def test_many_small_prints_are_few_writes_and_a_line_without_end_is_passed_on() -> None:

@@ -81,7 +81,7 @@ def test_the_step_time_model_finds_what_made_the_points(a: float, c: float, size
 def test_the_memory_model(points: list[tuple[int, int]], size: int, expected: float) -> None:
     model = fit_memory(points)
     assert model is not None
-    assert model.bytes_at(size) == pytest.approx(expected)
+    assert model(size) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("over_limit", "is_tried"), [(1.05, True), (1.2, False)])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from unittest.mock import ANY
+
 import pytest
 import torch
 
-from autotune_amp.core.outcome import FailureKind
+from autotune_amp.core.outcome import Failure, FailureKind
 from autotune_amp.trial import failures
 
 GIB = 2**30
@@ -40,7 +42,7 @@ def test_what_an_exception_amounts_to(
     error: Exception, kind: FailureKind | None, is_short: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failures, "is_memory_short", lambda: is_short)
-    assert failures.of_error(error).kind == kind or ("oom" if is_short else "workload_error")
+    assert failures.of_error(error).kind == (kind or ("oom" if is_short else "workload_error"))
 
 
 def test_memory_is_short_where_less_than_a_tenth_of_what_one_may_have_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,3 +59,16 @@ def test_memory_is_short_where_less_than_a_tenth_of_what_one_may_have_is_left(mo
         monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda reserved=reserved: reserved * GIB)
         monkeypatch.setattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda share=fraction: share)
         assert failures.is_memory_short() == is_short
+
+
+def test_over_its_limit_or_with_a_flushed_cache_a_trial_was_out_of_memory() -> None:
+    assert failures.of_memory(3 * GIB, 2 * GIB, has_flushed=False) == Failure(kind="oom", message=ANY)
+    assert failures.of_memory(2 * GIB, 2 * GIB, has_flushed=True) == Failure(kind="oom", message=ANY)
+    assert failures.of_memory(2 * GIB, 2 * GIB, has_flushed=False) is None
+    assert failures.of_memory(3 * GIB, None, has_flushed=False) is None
+
+
+def test_a_signal_without_a_name_is_a_crash_too() -> None:
+    found = failures.of_exit(-40, "in the first step", None, is_oom_killed=True)
+    assert found.kind == "crash"
+    assert "40" in found.message

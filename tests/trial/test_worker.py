@@ -1,4 +1,4 @@
-"""What a process does for its jobs: what a step runs, the mean step, a miniature of the job."""
+"""What a process does for its jobs: what a step runs, the mean step, the end of a confirmation."""
 
 from __future__ import annotations
 

@@ -229,21 +229,6 @@ def share_building(
         backend.keep()
 
 
-class MemoryModel(NamedTuple):
-    """Bytes that count against the limit at batch size b: M(b) = max(m0, m1 + m2·b).
-
-    The smallest batches sit on the optimizer's plateau m0 (studies/README.md).
-    """
-
-    m0: float
-    m1: float
-    m2: float
-
-    def bytes_at(self, batch_size: float) -> float:
-        """The memory at this batch size."""
-        return max(self.m0, self.m1 + self.m2 * batch_size)
-
-
 def fit_step_time(points: Iterable[tuple[int, float]]) -> Callable[[int], float] | None:
     """Samples per second at any batch size, fitted to (batch size, samples per second) points.
 
@@ -269,17 +254,19 @@ def fit_step_time(points: Iterable[tuple[int, float]]) -> Callable[[int], float]
     return lambda size: size / (a + c * size)
 
 
-def fit_memory(points: Iterable[tuple[int, int]]) -> MemoryModel | None:
-    """The model for (batch size, bytes) points, its line through the two largest; None with fewer than two sizes.
+def fit_memory(points: Iterable[tuple[int, int]]) -> Callable[[float], float] | None:
+    """Bytes that count against the limit at any batch size, M(b) = max(m0, m1 + m2·b), of (batch size, bytes) points.
 
-    The largest two, since the smaller ones may still sit on the plateau. Memory never falls with the batch size.
+    The smallest batches sit on the optimizer's plateau m0 (studies/README.md), so the line is that through the two
+    largest; memory never falls with the batch size. None with fewer than two sizes.
     """
     at = sorted(dict(points).items())
     if len(at) < 2:
         return None
     (b1, m1), (b2, m2) = at[-2:]
     slope = max(0.0, (m2 - m1) / (b2 - b1))
-    return MemoryModel(min(m for _, m in at), m2 - slope * b2, slope)
+    m0 = min(m for _, m in at)
+    return lambda size: max(m0, m2 + slope * (size - b2))
 
 
 class _Known(NamedTuple):
@@ -357,7 +344,7 @@ def _known(
             for c in legal
             if c.precision == precision
             and c not in outcomes
-            and (limit is None or model is None or model.bytes_at(c.batch_size) <= MEMORY_MARGIN * limit)
+            and (limit is None or model is None or model(c.batch_size) <= MEMORY_MARGIN * limit)
         }
         found[precision] = _Known(dict(sorted(rates.items())), untried)
     return found
