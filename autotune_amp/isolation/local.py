@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 Found = TypeVar("Found")
 Found_co = TypeVar("Found_co", covariant=True)
 Isolation: TypeAlias = Literal["forked", "kept", "fresh"]
-# check, profile: it runs such jobs. share_build: it can build the model once for all jobs.
-Ability: TypeAlias = Literal["check", "profile", "share_build"]
+# fidelity, calibration, accumulation, profile: it answers such jobs. share_build: it can build the model once for all jobs.
+Ability: TypeAlias = Literal["fidelity", "calibration", "accumulation", "profile", "share_build"]
 
+_JOBS: frozenset[Ability] = frozenset({"fidelity", "calibration", "accumulation", "profile"})
 TRIAL_ENVIRONMENT = {
     "AUTOTUNE_AMP_TRIAL": "1",
     # User code asks torch.cuda.is_available() on import; answered by the CUDA runtime, no forked child could use it.
@@ -156,7 +157,7 @@ class LocalBackend(WorkloadBackend):
     @property
     def abilities(self) -> frozenset[Ability]:  # noqa: D102 - see Backend
         # Only a process that others are forked from builds for them.
-        return frozenset({"check", "profile", "share_build"} if self.isolation == "forked" else {"check", "profile"})
+        return _JOBS | {"share_build"} if self.isolation == "forked" else _JOBS
 
     @property
     def slots(self) -> Sequence[Slot]:  # noqa: D102 - see Backend

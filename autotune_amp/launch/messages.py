@@ -79,7 +79,7 @@ class Step(_Message, frozen=True, kw_only=True, tag="step"):
     num_ooms: int = 0
 
 
-class Gradient(_Message, frozen=True, kw_only=True, tag="gradient"):
+class Gradient(_OfRank, frozen=True, kw_only=True, tag="gradient"):
     """A frozen step: its gradient is at `path`, in float32, `sizes` entries of each parameter; digests of the rest."""
 
     optimizer: int

@@ -173,6 +173,11 @@ class Heard:
         return pace[-1].time - pace[-2].time if len(pace) > 1 else None
 
     @property
+    def num_frozen_steps(self) -> int:
+        """Frozen steps whose gradients all ranks have written."""
+        return min((sum(g.pid == pid for g in self.gradients) for pid in self.ranks), default=0) if self.is_whole else 0
+
+    @property
     def lost(self) -> list[Rank]:
         """The ranks that ended without a word."""
         return [rank for rank in self.ranks.values() if rank.is_gone and not rank.has_ended]

@@ -55,14 +55,15 @@ def run(
     is_enough: Callable[[Heard], bool],
     watcher: Watcher,
     memory_limit_bytes: int | None = None,
+    kept: Path | None = None,
 ) -> Ran:
     """Start the command in the working directory, hear its processes, and kill them all once the verdict stands.
 
-    `agent` are the settings of the agent beside its socket. Raises `WorkloadError` where it cannot be started.
+    `agent` are the settings of the agent beside its socket; what it writes goes to the folder `kept`, else it is removed. Raises `WorkloadError` where it cannot be started.
     """
     folder = Path(tempfile.mkdtemp(prefix="autotune_amp-"))
     try:
-        command = _Command(arguments, environment, agent, folder, watcher)
+        command = _Command(arguments, environment, {"folder": str(kept or folder), **agent}, folder, watcher)
         try:
             return command.until(deadlines, is_enough, memory_limit_bytes)
         finally:
@@ -87,7 +88,7 @@ class _Command:
         self._mark = uuid.uuid4().hex
         self._listener = Listener(str(folder / "socket"))
         self._memory_bytes, self._memory_at = 0, 0.0
-        settings = {"socket": str(folder / "socket"), "folder": str(folder), **agent}
+        settings = {"socket": str(folder / "socket"), **agent}
         path = os.pathsep.join(filter(None, [str(INJECTED), environment.get("PYTHONPATH")]))
         self._began = time.monotonic()
         try:

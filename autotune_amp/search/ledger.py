@@ -234,6 +234,8 @@ class Ledger:
         """Whether what takes a scaler was measured within 10 % of the best so far, and not calibrated."""
         if not MODES[setting.precision].takes_scaler or setting.numerics in self.scales:
             return False
+        if "calibration" not in self.space.checks:
+            return False
         best, found = (None if self.best is None else self.best.outcome), self.outcomes.get(setting)
         if not isinstance(best, Measurement) or not isinstance(found, Measurement):
             return False

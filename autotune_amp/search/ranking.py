@@ -142,7 +142,11 @@ def needs_check(candidate: Setting, space: Space) -> bool:
 
 def can_check(candidate: Setting, space: Space) -> bool:
     """Whether a check tells something of the candidate: fp32 as found can mean more than TF32 off CUDA."""
-    return needs_check(candidate, space) and (check_key(candidate).precision != "tf32" or space.has_tf32)
+    return (
+        "fidelity" in space.checks
+        and needs_check(candidate, space)
+        and (check_key(candidate).precision != "tf32" or space.has_tf32)
+    )
 
 
 def found_fidelity(records: Sequence[Record]) -> dict[Setting, Fidelity]:

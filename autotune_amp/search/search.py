@@ -112,7 +112,9 @@ class _Search:
         for line in said if load_before.others_num_cores is not None else (*said, *self._load_notes):
             self._progress.note(line)
             self._warnings.append(line)
-        ledger = self._ledger(build_space(opened.hardware, opened.description, self._options), search_id)
+        ledger = self._ledger(
+            build_space(opened.hardware, opened.description, self._options, backend.abilities), search_id
+        )
         conditions = Conditions(
             hardware=opened.hardware,
             description=opened.description,

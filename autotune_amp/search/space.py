@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -20,6 +20,7 @@ from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import VARIANTS, Setting
 from autotune_amp.core.text import sentence
 from autotune_amp.search.options import SearchOptions
+from autotune_amp.trial.jobs import CheckKind
 
 ASSUMED_BATCH_SIZE = 32
 MAX_BATCH_SIZES = 10
@@ -39,7 +40,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     on one device; None where it is free. `num_ranks` devices make an optimizer step together. `accumulation_withheld`
     is why nothing may accumulate, None where nothing speaks against it. `weights` is what the parameters are kept in,
     `has_tf32` whether the device has it. `weighs_passes`: the training itself weighs what accumulates. `variants` are
-    other values of further dimensions, by name, which are tried on the setting that would win.
+    other values of further dimensions, by name, which are tried on the setting that would win. `checks` can be answered.
     """
 
     candidates: tuple[Setting, ...]
@@ -53,6 +54,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     has_tf32: bool = False
     weighs_passes: bool = False
     variants: dict[str, tuple[Any, ...]] = {}
+    checks: frozenset[CheckKind] = frozenset({"fidelity", "calibration", "accumulation"})
 
     @property
     def accumulates(self) -> bool:
@@ -60,7 +62,12 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
         return any(c.accumulation_steps > 1 for c in (*self.candidates, self.baseline))
 
 
-def build_space(hardware: Hardware, description: Description, options: SearchOptions) -> Space:
+def build_space(
+    hardware: Hardware,
+    description: Description,
+    options: SearchOptions,
+    abilities: Collection[str] = get_args(CheckKind),
+) -> Space:
     """The space of a search; raises `InvalidRequestError` where the options leave nothing, naming what would do."""
     baseline, effective, notes = _today(hardware, description, options)
     precisions = PRECISION.choices(hardware, description, options)
@@ -96,6 +103,7 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
         has_tf32=hardware.has_tf32,
         weighs_passes=description.weighs_passes,
         variants={dimension.name: found.values for dimension, found in variants.items()},
+        checks=frozenset(kind for kind in get_args(CheckKind) if kind in abilities),
     )
     if not description.is_loop:
         return space

@@ -59,6 +59,7 @@ class Frozen:
                 sizes=sizes,
                 weights=_digest(parameters),
                 batch=None if batch is None else _digest([batch]),
+                **where.rank(torch),
             )
         for parameter in parameters:
             parameter.grad = None  # with which no optimizer moves it

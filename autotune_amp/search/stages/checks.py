@@ -41,7 +41,7 @@ class AccumulationCheck:
 
     def next(self, ledger: Ledger, budget: Budget) -> Check | None:
         """The check, where something accumulates and nobody has made it."""
-        if not ledger.space.accumulates or ledger.accumulation is not None:
+        if "accumulation" not in ledger.space.checks or not ledger.space.accumulates or ledger.accumulation is not None:
             return None
         return self.conditions.accumulation_check(ledger, budget)
 
@@ -99,7 +99,12 @@ def next_todo(ledger: Ledger) -> Todo | None:
             continue
         is_rival = setting == chosen.winner or speeds[setting] >= (1 - RIVAL) * fastest
         may_win = is_rival or ledger.objective != "speed"  # then what is slower may win
-        if MODES[setting.precision].takes_scaler and may_win and setting.numerics not in ledger.scales:
+        if (
+            "calibration" in ledger.space.checks
+            and MODES[setting.precision].takes_scaler
+            and may_win
+            and setting.numerics not in ledger.scales
+        ):
             return Todo("calibration", setting.with_own_workers)  # no check depends on their number
         if _is_unchecked(ledger, setting):
             return _compare(setting)

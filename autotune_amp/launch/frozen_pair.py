@@ -1,0 +1,75 @@
+"""The job that holds the gradients of two frozen runs against each other: files in, a verdict out. No torch here."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.job import Job, Tell
+from autotune_amp.core.outcome import Fidelity, Failure
+from autotune_amp.launch.messages import Gradient
+
+
+class FrozenStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's gradients of one optimizer at one batch: a file for each precision, entries of each parameter."""
+
+    low: str
+    reference: str
+    sizes: tuple[int, ...]
+
+
+class FrozenPair(Job[Fidelity], frozen=True, kw_only=True):
+    """Judge `precision` by `steps`, a list for each batch; `losses` are those of the low precision and of fp32."""
+
+    answer: ClassVar[Any] = Fidelity
+
+    precision: Precision
+    batch_size: int
+    steps: tuple[tuple[FrozenStep, ...], ...]
+    losses: tuple[tuple[float, ...], tuple[float, ...]]
+
+    def run(self, context: Any, tell: Tell) -> Fidelity:  # noqa: ARG002 - it takes no steps to tell of
+        """See `numerics.frozen.judge_frozen`."""
+        import torch
+
+        from autotune_amp.numerics.frozen import judge_frozen
+
+        def read(which: str) -> list[dict[str, torch.Tensor]]:
+            return [
+                {
+                    f"rank part {part}, parameter {index}": tensor
+                    for part, step in enumerate(batch)
+                    for index, tensor in enumerate(
+                        torch.from_file(getattr(step, which), size=sum(step.sizes), dtype=torch.float32).split(
+                            list(step.sizes)
+                        )
+                    )
+                }
+                for batch in self.steps
+            ]
+
+        return judge_frozen(read("low"), read("reference"), self.losses, self.precision, self.batch_size)
+
+
+def pair(low: list[Gradient], reference: list[Gradient]) -> tuple[tuple[FrozenStep, ...], ...] | str:
+    """The steps that both runs made, or why they cannot be held against each other."""
+    ours = {(g.rank, g.optimizer, g.number): g for g in low}
+    theirs = {(g.rank, g.optimizer, g.number): g for g in reference}
+    both = sorted(ours.keys() & theirs.keys(), key=lambda key: (key[2], key[0], key[1]))
+    if not both:
+        return "no step was made in both runs"
+    if any(ours[key].weights != theirs[key].weights for key in both):
+        return "the command begins with other weights every time"
+    if any(ours[key].batch != theirs[key].batch for key in both):
+        return "the command draws other batches every time"
+    numbers = dict.fromkeys(key[2] for key in both)
+    return tuple(
+        tuple(
+            FrozenStep(low=ours[key].path, reference=theirs[key].path, sizes=ours[key].sizes)
+            for key in both
+            if key[2] == number
+        )
+        for number in numbers
+    )

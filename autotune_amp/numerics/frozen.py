@@ -1,0 +1,60 @@
+"""A precision against fp32 from gradients that a training itself made on the same weights and batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import attrgetter
+
+from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.outcome import Fidelity
+from autotune_amp.numerics.comparison import Gradients, compare
+from autotune_amp.numerics.grading import Findings, grade, next_step
+
+_NUM_WORST = 5
+
+
+def judge_frozen(
+    low: Sequence[Gradients],
+    reference: Sequence[Gradients],
+    losses: tuple[Sequence[float], Sequence[float]],
+    precision: Precision,
+    batch_size: int,
+) -> Fidelity:
+    """What gradients of the same batches in `precision` and in fp32 say, with the `losses` of both, in this order.
+
+    Nothing is known of activations, and of training beyond the first weights.
+    """
+    are_finite, are_reference_finite = (
+        all(bool(tensor.isfinite().all()) for each in gradients for tensor in each.values())
+        for gradients in (low, reference)
+    )
+    found = Findings(is_finite=are_finite, is_reference_finite=are_reference_finite)
+    sums = None
+    if are_finite and are_reference_finite:
+        sums = compare(low, reference, set().union(*reference))
+        size = math.hypot(*losses[1])
+        difference = math.hypot(*(a - b for a, b in zip(*losses, strict=False)))
+        found = found._replace(
+            loss_error=difference / size if size else difference,
+            noise_ratio=sums.whole.noise_ratio,
+            flushed_share=sums.whole.flushed_share,
+            most_flushed=max(sums.parameters, key=attrgetter("flushed_share"), default=None),
+        )
+    verdict, reason, _ = grade(found)
+    return Fidelity(
+        precision=precision,
+        batch_size=batch_size,
+        verdict=verdict,
+        reason=f"{precision} is {verdict}: {reason}; that is of the command's first weights.",
+        next_step=next_step(precision, verdict, ()),
+        noise_ratio=found.noise_ratio,
+        loss_error=found.loss_error,
+        flushed_share=found.flushed_share,
+        gradient_cosine=None if sums is None else sums.whole.cosine,
+        gradient_norm_ratio=None if sums is None else sums.whole.norm_ratio,
+        worst_parameters=()
+        if sums is None
+        else tuple(sorted(sums.parameters, key=attrgetter("noise_ratio"), reverse=True)[:_NUM_WORST]),
+        num_passes=len(low) + len(reference),
+    )
