@@ -181,10 +181,9 @@ class PrecisionController(torch.amp.GradScaler):
         state["stage"] = OptState.UNSCALED
 
     def _examine(self, optimizer: torch.optim.Optimizer, inv_scale: Tensor | None) -> None:
-        scale, _ = self._check_scale_growth_tracker("step")
         self._executor.meet(optimizer)
         samples = self._scaler.is_scaling and self._metrics.wants_sample
-        skipped = self._check.examine(optimizer, scale.device, inv_scale, samples=samples)
+        skipped = self._check.examine(optimizer, self._scale.device, inv_scale, samples=samples)
         state = self._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = {} if skipped is None else {skipped.device: skipped}
 
@@ -198,6 +197,7 @@ class PrecisionController(torch.amp.GradScaler):
             return Stepped(CLEAN, value)
         if "closure" in kwargs:
             return super().step(optimizer, *args, **kwargs)  # which refuses it
+        self._check_scale_growth_tracker("step")
         is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.READY:
