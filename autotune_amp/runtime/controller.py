@@ -154,7 +154,7 @@ class PrecisionController(torch.amp.GradScaler):
         window.num_passes += 1
         if not self._enabled:
             return outputs
-        if not isinstance(outputs, Tensor | list | tuple) and isinstance(outputs, Iterable):  # it may be read but once
+        if not isinstance(outputs, (Tensor, list, tuple)) and isinstance(outputs, Iterable):  # it may be read but once
             outputs = list(outputs)
         for loss in (outputs,) if isinstance(outputs, Tensor) else filter(torch.is_tensor, tree_leaves(outputs)):
             if self._scale is None:
@@ -181,10 +181,9 @@ class PrecisionController(torch.amp.GradScaler):
         state["stage"] = OptState.UNSCALED
 
     def _examine(self, optimizer: torch.optim.Optimizer, inv_scale: Tensor | None) -> None:
-        scale, _ = self._check_scale_growth_tracker("step")
         self._executor.meet(optimizer)
         samples = self._scaler.is_scaling and self._metrics.wants_sample
-        skipped = self._check.examine(optimizer, scale.device, inv_scale, samples=samples)
+        skipped = self._check.examine(optimizer, self._scale.device, inv_scale, samples=samples)
         state = self._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = {} if skipped is None else {skipped.device: skipped}
 
@@ -215,7 +214,7 @@ class PrecisionController(torch.amp.GradScaler):
             value = self._scaler.step_fused(optimizer, state, *args, **kwargs)
         else:
             value = super().step(optimizer, *args, **kwargs)
-        return Stepped(check.verdict_of(optimizer), value)
+        return Stepped(verdict if isinstance(verdict, int) else check.verdict_of(optimizer), value)
 
     def step_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
         """Step all of them or none: a non-finite gradient of one skips every one. Waits for the device."""
@@ -304,7 +303,7 @@ class PrecisionController(torch.amp.GradScaler):
 
     def _settle(self) -> None:
         executor = self._executor
-        if executor.uses_own_autocast and torch.is_autocast_enabled(self._ranks.device.type):
+        if not executor.wishes or (executor.uses_own_autocast and torch.is_autocast_enabled(self._ranks.device.type)):
             return
         while executor.wishes and not (self._is_in_window or self._is_moving):
             self._is_moving = True

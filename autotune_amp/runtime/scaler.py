@@ -133,8 +133,9 @@ class Window:
 
     def found(self, ranks: Ranks) -> Found:
         """All of it on the host, where no verdict is late."""
-        shares = [] if self.lost_share is None else [float(ranks.maximum_(self.lost_share).item())]
-        return Found.of([*map(float, self.verdicts.values()), float(self.loss), *shares], tuple(self.verdicts))
+        share = None if self.lost_share is None else float(ranks.maximum_(self.lost_share).item())
+        known = {number: int(verdict) for number, verdict in self.verdicts.items() if verdict != NO_GRADIENTS}
+        return Found(known, float(self.loss), share)
 
 
 class GradientCheck:

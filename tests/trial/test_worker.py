@@ -22,7 +22,7 @@ from autotune_amp.core.outcome import Failure, Measurement, Outcome
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import LocalBackend, Payload
 from autotune_amp.precision import torch_state
-from autotune_amp.trial import memory, worker
+from autotune_amp.trial import memory, worker, worst_batch
 from autotune_amp.trial.context import Context, make_model
 from autotune_amp.trial.jobs import Describe, Trial
 from autotune_amp.trial.timing import Timing
@@ -116,8 +116,9 @@ def test_a_step_is_taken_where_that_alone_can_tell(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "fp16"), (torch.bfloat16, "bf16"), (None, "fp32")])
 def test_a_description_tells_the_format_of_weights_and_looks_at_the_data_only_when_asked(
-    dtype: torch.dtype | None, name: str
+    dtype: torch.dtype | None, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(worst_batch, "SCAN_SECONDS", 100.0)  # a machine that stalls ends no scan
     words: Any = ["x" * length for length in range(1, 101)]
     model = nn.Linear(2, 2).to(dtype)
     workload = Workload(model, squared, DataLoader(words, batch_size=4))

@@ -25,6 +25,13 @@ from autotune_amp.trial import data, worst_batch
 from autotune_amp.trial.worst_batch import Scan, scan
 
 
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stalls ends no scan."""
+    monkeypatch.setattr(worst_batch, "SCAN_SECONDS", 100.0)
+    monkeypatch.setattr(worst_batch, "DRAW_SECONDS", 100.0)
+
+
 class Texts(Dataset[dict[str, Any]]):
     """Sample i has i + 1 tokens; every look at one draws from each generator. The one of `broken` cannot be loaded."""
 
@@ -80,6 +87,7 @@ def test_every_sample_of_a_small_dataset_is_looked_at(make: Any, num_workers: in
 
 def test_a_large_dataset_is_looked_at_in_random_order_until_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(1000))
+    monkeypatch.setattr(worst_batch, "SCAN_SECONDS", 1.5)
     monkeypatch.setattr(worst_batch, "time", SimpleNamespace(monotonic=lambda: next(ticks) / 10))
     looked_at: list[int] = []
 

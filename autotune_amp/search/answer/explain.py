@@ -205,7 +205,7 @@ def _missing_plans(space: Space, config: AmpConfig) -> list[str]:
     missing = {c.precision for c in space.candidates} - {plan.precision for plan in config.plans}
     return [
         f"No plan for stepping down to {precision} was measured: should {config.precision} fail during the training, "
-        f"nobody knows which batch size fits in memory then. A larger --budget may measure one."
+        "nobody knows which batch size fits in memory then. A larger --budget may measure one."
         for precision in MODES[config.precision].rungs_below
         if precision in missing
     ]
@@ -305,10 +305,7 @@ def rows(ledger: Ledger, exclusions: Sequence[Exclusion], environment: Mapping[s
     baseline, out = ledger.space.baseline, ledger.ruled_out
     tried = [r.candidate for r in ledger.trials if r.purpose != "outlook"]
     table = []
-    for candidate in sorted(
-        dict.fromkeys([baseline, *ledger.space.candidates, *tried]),
-        key=lambda c: c.risks,
-    ):
+    for candidate in sorted(dict.fromkeys([baseline, *ledger.space.candidates, *tried]), key=lambda c: c.risks):
         ours = [r for r in ledger.records if r.candidate == candidate]
         runs = ranking.best_runs(ours, candidate, {} if candidate == baseline else environment)
         failure = runs.failure if candidate == baseline else ranking.failures(ours).get(candidate)
