@@ -22,8 +22,8 @@ class Fitting(NamedTuple):
 
     `model` is on its device, `optimizer` over its parameters, and `data` are batches of the setting's size: a
     DataLoader, or another iterable where there is none. `scaler` is a GradScaler with `loss_scale`, None where the
-    setting takes none. ``stepped(loss)`` is to be called after each optimizer step; it raises once enough was measured,
-    which `fit` is to let through.
+    setting takes none. ``stepped(loss, num_batches)`` is to be called after each optimizer step, with the batches that
+    it was taken on; it raises once enough was measured, which `fit` is to let through.
     """
 
     model: Any
@@ -32,7 +32,7 @@ class Fitting(NamedTuple):
     setting: Setting
     loss_scale: LossScale | None
     scaler: Any
-    stepped: Callable[[Any], None]
+    stepped: Callable[[Any, int], None]
 
 
 class Workload:

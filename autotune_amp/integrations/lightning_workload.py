@@ -278,9 +278,9 @@ def _nothing(*_: Any, **__: Any) -> None:
 class _StepEnds(Callback):
     """Calls `stepped` with the loss at the end of each optimizer step, and takes out what needs a validation."""
 
-    def __init__(self, stepped: Callable[[Any], None]) -> None:
+    def __init__(self, stepped: Callable[[Any, int], None]) -> None:
         self._stepped = stepped
-        self._num_steps = 0
+        self._num_steps = self._num_batches = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 # a hook
         """Leave the schedulers that can go on."""
@@ -291,11 +291,12 @@ class _StepEnds(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:  # noqa: ARG002
         """Say so, and where that ends the run let nobody hear of it but progress bars, which have threads to end."""
+        self._num_batches += 1
         if trainer.global_step == self._num_steps:  # it accumulates
             return
-        self._num_steps = trainer.global_step
+        num_batches, self._num_batches, self._num_steps = self._num_batches, 0, trainer.global_step
         try:
-            self._stepped(outputs.get("loss") if isinstance(outputs, Mapping) else outputs)
+            self._stepped(outputs.get("loss") if isinstance(outputs, Mapping) else outputs, num_batches)
         except BaseException:
             callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set without a type
             callbacks[:] = [callback for callback in callbacks if isinstance(callback, ProgressBar)]

@@ -243,10 +243,11 @@ class _Fit:
             callbacks.insert(0, _take_controller(trainer, config))
         mode = MODES[config.precision]
         _arrive(trainer, device, mode.precision if mode.uses_autocast else "no")
+        trainer._train_batch_size = trainer.args.train_batch_size
         if fitting.scaler is not None and not isinstance(trainer, AutotuneTrainer):
             trainer.accelerator.scaler = fitting.scaler
         step = _LatestLoss(trainer.training_step)
-        callbacks.append(_StepEnds(lambda: fitting.stepped(step.loss)))
+        callbacks.append(_StepEnds(lambda: fitting.stepped(step.loss, trainer.current_gradient_accumulation_steps)))
         trainer.callback_handler = CallbackHandler(callbacks, model, trainer.processing_class, None, None)  # type: ignore[no-untyped-call] # transformers does not type it
         trainer.control = TrainerControl()
         trainer.optimizer, trainer.lr_scheduler = fitting.optimizer, None

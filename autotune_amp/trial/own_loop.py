@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -71,7 +72,7 @@ class _Supply:
         self._accumulation_steps = training.spec.candidate.accumulation_steps
         self._is_taking = False
         self._num_batches = 0
-        self.num_samples = 0
+        self._ahead: deque[int] = deque()  # samples of the batches that the loop has fetched and not yet trained on
         self.seconds = 0.0
 
     @contextlib.contextmanager
@@ -109,8 +110,12 @@ class _Supply:
         finally:
             self._is_taking = False
         found = data.num_samples(batch, self._batch_size)
-        self.num_samples += self._batch_size if found is None else found
+        self._ahead.append(self._batch_size if found is None else found)
         return batch
+
+    def train_on(self, num_batches: int) -> int:
+        """The samples of the next so many batches: a loop fetches some ahead, but none past the end of an epoch."""
+        return sum(self._ahead.popleft() if self._ahead else self._batch_size for _ in range(num_batches))
 
 
 class _Mark(NamedTuple):
@@ -118,7 +123,6 @@ class _Mark(NamedTuple):
 
     seconds: float
     data_seconds: float
-    num_samples: int
     num_compilations: int
     scale: float | None
 
@@ -129,6 +133,7 @@ class _Group(NamedTuple):
     num_steps: int
     before: _Mark
     after: _Mark
+    num_samples: int
     num_skips: int
 
     @property
@@ -138,10 +143,6 @@ class _Group(NamedTuple):
     @property
     def data_seconds(self) -> float:
         return self.after.data_seconds - self.before.data_seconds
-
-    @property
-    def num_samples(self) -> int:
-        return self.after.num_samples - self.before.num_samples
 
     @property
     def has_compiled(self) -> bool:
@@ -159,15 +160,16 @@ class _Steps:
         # What workers load ahead during the slow first steps nobody waits for.
         num_ahead = math.ceil(training.num_loaded_ahead / training.spec.candidate.accumulation_steps)
         self._num_warmup = max(training.spec.num_warmup_steps, NUM_WORST_STEPS + 1) + num_ahead
-        self._num_steps = self._num_together = 0
+        self._num_steps = self._num_together = self._num_samples = 0
         self._began = self._before = self._mark()
         self._first_step_seconds = 0.0
         self._compiled: list[_Group] = []
         self._groups: list[_Group] = []
         self._loss = math.nan
 
-    def __call__(self, loss: Any) -> None:
+    def __call__(self, loss: Any, num_batches: int) -> None:
         spec = self._training.spec
+        self._num_samples += self._supply.train_on(num_batches)
         self._num_steps += 1
         self._num_together += 1
         self._training.num_steps_taken += 1
@@ -176,7 +178,7 @@ class _Steps:
             return
         synchronize(self._training.device)
         num_skips = num_backoffs(self._training, self._before.scale)
-        group = _Group(self._num_together, self._before, self._mark(), num_skips)
+        group = _Group(self._num_together, self._before, self._mark(), self._num_samples, num_skips)
         self._check(loss)
         if is_warmup:
             self._first_step_seconds = self._first_step_seconds or group.step_seconds
@@ -188,7 +190,8 @@ class _Steps:
             self._groups.append(group)
             self._report(len(self._groups) * spec.num_steps_per_report, group.step_seconds)
             self._end_if_enough()
-        self._num_together, self._before = 0, self._mark()
+        self._num_together = self._num_samples = 0
+        self._before = self._mark()
 
     def timing(self) -> Timing:
         """What was measured."""
@@ -224,7 +227,6 @@ class _Steps:
         return _Mark(
             time.perf_counter(),
             self._supply.seconds,
-            self._supply.num_samples,
             self._count_compilations(),
             self._training.loss_scale(),
         )
