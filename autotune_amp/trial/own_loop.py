@@ -73,6 +73,7 @@ class _Supply:
         self._is_taking = False
         self._num_batches = 0
         self._ahead: deque[int] = deque()  # samples of the batches that the loop has fetched and not yet trained on
+        self.largest = 0
         self.seconds = 0.0
 
     @contextlib.contextmanager
@@ -110,7 +111,9 @@ class _Supply:
         finally:
             self._is_taking = False
         found = data.num_samples(batch, self._batch_size)
-        self._ahead.append(self._batch_size if found is None else found)
+        # What is larger counts something else than samples, such as the nodes of graphs.
+        self._ahead.append(self._batch_size if found is None else min(found, self._batch_size))
+        self.largest = max(self.largest, self._ahead[-1])
         return batch
 
     def train_on(self, num_batches: int) -> int:
@@ -203,6 +206,12 @@ class _Steps:
                 f"{self._training.workload.trainer} ended its training after {self._num_steps} steps, before any was "
                 "measured.",
                 "Let it train on: give it more data, or take out the callback that ends it.",
+            )
+        if 0 < self._supply.largest < spec.candidate.batch_size:
+            raise WorkloadError(
+                f"The loader of {self._training.workload.trainer} gave batches of {self._supply.largest} samples, "
+                f"not of {spec.candidate.batch_size}.",
+                "Have it take the batch size of the framework's own argument.",
             )
         num_skips = sum(group.num_skips for group in groups)
         num_steps = sum(group.num_steps for group in groups)

@@ -126,9 +126,14 @@ def test_a_loop_that_catches_every_exception_ends_and_loaders_are_watched_no_mor
     assert _BaseDataLoaderIter.__next__ is own
 
 
-def test_a_loop_that_measures_nothing_is_refused() -> None:
+SIX: Any = {"candidate": {"batch_size": 6}}
+
+
+def test_a_loop_that_measures_nothing_or_something_else_is_refused() -> None:
     with pytest.raises(WorkloadError, match="Own ended its training after 2 steps"):
         timed(lambda fitting: loop(fitting, num_epochs=1))
+    with pytest.raises(WorkloadError, match="batches of 4 samples, not of 6"):
+        timed(lambda fitting: loop(fitting._replace(setting=Setting(precision="fp32", batch_size=4))), **SIX)
     with pytest.raises(NonFiniteError, match="became nan"):
         timed(lambda fitting: fitting.stepped(torch.tensor(torch.nan), 1))
 
