@@ -6,8 +6,8 @@ import copy
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -247,6 +247,7 @@ class _Fit:
                 done = {"prepare_data": _nothing, "setup": _nothing, "teardown": _nothing, "trainer": None}
                 stack.enter_context(replaced(self.datamodule, **done, train_dataloader=lambda: fitting.data))
                 given = {"datamodule": self.datamodule}
+            stack.enter_context(_silenced())
             trainer.fit(module, **given)
 
 
@@ -321,11 +322,8 @@ def _trainer(datamodule: LightningDataModule | None) -> Trainer:
 
 
 def _new_trainer(**arguments: Any) -> Trainer:
-    """One that writes no checkpoint and says nothing of the devices, which are not this training's."""
-    log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
+    """One that writes no checkpoint."""
+    with _silenced():
         return Trainer(
             max_epochs=1000,  # for schedules that ask; Lightning's own where it is told nothing
             max_steps=10_000,
@@ -333,5 +331,15 @@ def _new_trainer(**arguments: Any) -> Trainer:
             enable_model_summary=False,
             **arguments,
         )
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """Without what Lightning says of devices and loaders, which are not this training's."""
+    log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
     finally:
         log.setLevel(level)

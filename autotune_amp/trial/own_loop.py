@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +57,13 @@ def time_own_loop(training: Training, report: Report, count_compilations: Callab
         scaler=training.scaler,
         stepped=steps,
     )
-    with supply.watching_loaders(), contextlib.suppress(_EnoughError):
+    with (
+        Path(os.devnull).open("w") as nowhere,  # for its progress bar and its logs
+        redirect_stdout(nowhere),
+        redirect_stderr(nowhere),
+        supply.watching_loaders(),
+        contextlib.suppress(_EnoughError),
+    ):
         fit(fitting)
     training.model.to(training.device)  # which a loop may have taken it from
     if training.workload.checkpoint is not None:  # it writes the optimizer's state, of which the loop's is gone

@@ -11,7 +11,7 @@ import torch
 from test_trainer_workload import BATCH, another_process, padded, sentences, trainer, trial
 from torch import nn
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
-from transformers.integrations import TensorBoardCallback
+from transformers.integrations.integration_utils import TensorBoardCallback
 
 from autotune_amp import LossScale, Workload
 from autotune_amp.core.outcome import Measurement

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from autotune_amp import LossScale, Workload
@@ -61,7 +61,7 @@ def loop(fitting: Fitting, num_epochs: int = 100, each_step: Callable[[Any], Non
     for _ in range(num_epochs):
         for number, batch in enumerate(DataLoader(SAMPLES, batch_size=fitting.setting.batch_size), 1):
             found = loss(fitting.model, batch)
-            found.backward()
+            torch.autograd.backward(found)
             each_step(batch)
             if number % window == 0:
                 fitting.optimizer.step()
@@ -84,14 +84,17 @@ def test_the_wait_for_batches_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> 
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(own_loop, "time", SimpleNamespace(perf_counter=lambda: clock.now))
 
-    class Slow(TensorDataset):
+    class Slow(Dataset[Any]):
+        def __len__(self) -> int:
+            return 4
+
         def __getitem__(self, index: int) -> Any:
             clock.now += 0.5
-            return super().__getitem__(index)
+            return (torch.ones(1),)
 
     def fit(fitting: Fitting) -> None:
         while True:
-            for batch in DataLoader(Slow(torch.ones(4, 1)), batch_size=4):
+            for batch in DataLoader(Slow(), batch_size=4):
                 clock.now += 3.0
                 fitting.stepped(loss(fitting.model, batch), 1)
 
