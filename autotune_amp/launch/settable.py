@@ -17,7 +17,7 @@ def unsettable(line: LaunchLine, rank: Rank) -> dict[str, str]:
     found, placeholders = {}, line.placeholders
     precision = placeholders.get("precision")
     if precision is None:
-        if not getattr(rank, "has_scaler", False):
+        if not rank.scalers:
             found["fp16"] = "the script has no GradScaler, without which fp16 cannot be set from outside"
     elif precision.choices is not None:
         for name in PRECISIONS:
