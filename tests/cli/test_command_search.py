@@ -31,7 +31,18 @@ for epoch in range(1000):
         optimizer.zero_grad()
 """
 COMMAND = ("--", sys.executable, "train.py", "--batch", "{batch_size=4}")
-OPTIONS = ("--device", "cpu", "--precision", "fp32", "--effective-batch-size", "free", "--batch-size", "4:16", "--trials", "4")
+OPTIONS = (
+    "--device",
+    "cpu",
+    "--precision",
+    "fp32",
+    "--effective-batch-size",
+    "free",
+    "--batch-size",
+    "4:16",
+    "--trials",
+    "4",
+)
 
 
 @pytest.fixture(scope="session")
