@@ -159,11 +159,8 @@ class CommandBackend(WorkloadBackend):
             return run(
                 self._line.filled(setting, of_trial, Path(folder)),
                 environment={**os.environ, **TRIAL_ENVIRONMENT, **(environment or {})},
-                agent={
-                    "seed": seed,
-                    "guard": {"free": [folder, tempfile.gettempdir()], "started": time.time()},
-                    **agent,
-                },
+                agent={"seed": seed, **agent},
+                folders=[Path(folder)],
                 deadlines=deadlines,
                 is_enough=is_enough,
                 watcher=watcher or self._watcher,
