@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import time
 from collections.abc import Iterable
@@ -14,7 +13,7 @@ import psutil
 MARK = "AUTOTUNE_AMP_PROCESS"  # in the environment of the first process; the value is one of a kind
 KILL_SECONDS = 5.0
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux has it
-_MAPPED = re.compile(rf"^.* ({_SHARED_MEMORY}/[^\n]+?)$", re.MULTILINE)
+_MAPPED = re.compile(rf"^\S+ \S+ \S+ \S+ (\d+) +{_SHARED_MEMORY}/", re.MULTILINE)  # the inode: a semaphore's name changes
 
 
 def marked(mark: str) -> list[psutil.Process]:
@@ -40,19 +39,23 @@ def kill_marked(mark: str) -> None:
         psutil.wait_procs(found, timeout=KILL_SECONDS)
 
 
-def shared_memory() -> frozenset[str]:
-    """The named pieces of shared memory on this host; none where they are no files."""
-    return frozenset(os.listdir(_SHARED_MEMORY)) if _SHARED_MEMORY.is_dir() else frozenset()
-
-
-def shared_memory_of(processes: Iterable[psutil.Process]) -> frozenset[str]:
-    """The names of those that these processes hold: semaphores and tensors that nobody unlinks once they are killed."""
-    found: set[str] = set()
+def shared_memory() -> dict[str, int]:
+    """The named pieces of shared memory on this host, with their inodes; none where they are no files."""
+    found = {}
     if _SHARED_MEMORY.is_dir():
-        for process in processes:
+        for path in _SHARED_MEMORY.iterdir():
             with contextlib.suppress(OSError):
-                found.update(
-                    os.path.basename(path)  # noqa: PTH119
-                    for path in _MAPPED.findall(Path(f"/proc/{process.pid}/maps").read_text())
-                )
-    return frozenset(found) & shared_memory()
+                found[path.name] = path.stat().st_ino
+    return found
+
+
+def shared_memory_of(processes: Iterable[psutil.Process]) -> set[str]:
+    """The names of those that these processes have mapped: semaphores and tensors that a killed one leaves behind."""
+    pieces = shared_memory()
+    if not pieces:
+        return set()
+    mapped: set[str] = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            mapped.update(_MAPPED.findall(Path(f"/proc/{process.pid}/maps").read_text()))
+    return {name for name, inode in pieces.items() if str(inode) in mapped}

@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -93,18 +93,18 @@ def _reaped(command: int) -> int | None:
     return status
 
 
-def _end(marks: Any, mark: str, shared_before: frozenset[str]) -> None:
+def _end(marks: Any, mark: str, shared_before: Iterable[str]) -> None:
     """Kill all that came of the command at once, without a signal that it could answer, and free what it shared."""
     import psutil
 
-    shared: frozenset[str] = frozenset()
+    shared: set[str] = set()
     until = time.monotonic() + END_SECONDS
     num_empty = 0  # looks that found nobody: two, since a process that is just executing a program shows no mark
     while num_empty < 2 and time.monotonic() < until:
         _reaped(0)
         found = {*psutil.Process().children(recursive=True), *marks.marked(mark)}
         num_empty = 0 if found else num_empty + 1
-        shared |= marks.shared_memory_of(found) - shared_before
+        shared |= marks.shared_memory_of(found).difference(shared_before)
         for process in found:
             with suppress(psutil.Error):
                 process.kill()

@@ -118,3 +118,59 @@ def test_what_was_there_stays_and_path_and_line_are_said(
     else:
         assert Path(refused.path).is_relative_to(mine)
     assert snapshot(mine) == before
+
+
+ALLOWED = """
+import multiprocessing, subprocess, tempfile
+given = pathlib.Path(sys.argv[1])
+open('new', 'w').close()
+open('new', 'a').close()
+os.remove('new')
+open('kept', 'x').close()
+os.makedirs('made/inner')
+pathlib.Path('made/inner/file').write_text('1')
+pathlib.Path('made/inner/file').write_text('2')
+os.rename('made/inner', 'made/other')
+os.replace('made/other/file', 'moved')
+shutil.rmtree('made/other')
+shutil.rmtree('never there', ignore_errors=True)
+(given / 'file').write_text('2')
+tempfile.TemporaryFile(dir='.').close()
+tempfile.NamedTemporaryFile(dir='.').close()
+tempfile.TemporaryDirectory().cleanup()
+open(os.devnull, 'w').close()
+pathlib.Path('data.lock').write_text('')
+pathlib.Path('__pycache__/old.pyc').write_text('')
+pathlib.Path.home().joinpath('.cache/old').write_text('2')
+pathlib.Path(os.environ['HF_HOME'], 'old').write_text('2')
+pathlib.Path(os.environ['MLFLOW_TRACKING_URI'].partition('://')[2]).mkdir()
+os.utime('old/file')
+assert open('old/file').read() == "the user's"
+assert sqlite3.connect('old/database').execute('select count(*) from runs').fetchone() == (0,)
+sqlite3.connect('new.db').execute('create table runs (number)')
+subprocess.run([sys.executable, '-c', 'open("by a child", "w").close()'], check=True)
+open('by a child', 'a').close()
+os._exit(0) if os.fork() == 0 else os.wait()
+print('went on')
+"""
+
+
+def test_what_is_its_own_is_free_and_what_it_made_elsewhere_is_listed(
+    mine: Path, train: Callable[..., Ran], run_command: RunCommand, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    home, given = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("given")
+    for folder in (home / ".cache", home / "hub", mine / "__pycache__"):
+        folder.mkdir()
+    for file in (home / ".cache" / "old", home / "hub" / "old", given / "file", mine / "__pycache__" / "old.pyc"):
+        file.write_text("1")
+    (mine / "data.lock").touch()
+    (mine / "train.py").write_text(PREAMBLE + ALLOWED)
+    environment = {"HOME": str(home), "HF_HOME": str(home / "hub"), "XDG_CACHE_HOME": ""}
+    ran = run_command([sys.executable, "train.py", str(given)], environment=environment, folders=[given])
+    assert ran.heard.refused is None
+    assert "went on" in ran.seen.printed, ran.seen.printed
+    assert {str(Path(path).relative_to(mine)) for path in ran.made} == {"kept", "made", "moved", "new.db", "by a child"}
+
+    again = "open('kept', 'w').close(); open('made/more', 'w').close(); open('new', 'w').close(); print('went on')"
+    assert "went on" in train(again, made=ran.made).seen.printed
+    assert train(again).heard.refused is not None, "of a run that is none of ours"

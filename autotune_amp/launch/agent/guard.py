@@ -173,19 +173,17 @@ class _Guard:
         connect = sqlite.connect
 
         def guarded(database: Any, *args: Any, **kwargs: Any) -> Any:
-            name = os.fsdecode(database)
-            name = name[len("file:") :].partition("?")[0] if name.startswith("file:") else name
-            path = os.path.realpath(name)
-
-            def allows(action: int, _: Any, __: Any, which: Any, ___: Any) -> int:
-                if action in _SQL_CHANGES and which == "main":
-                    self.changes("sqlite3", path)
-                return sqlite.SQLITE_OK  # type: ignore[no-any-return]
-
-            if name and ":memory:" not in name:
+            path = _database_file(database)
+            if path:
                 self._makes(path)
             connection = connect(database, *args, **kwargs)
-            if name and ":memory:" not in name and not self._is_own(path):
+            if path and not self._is_own(path):
+
+                def allows(action: int, _: Any, __: Any, which: Any, ___: Any) -> int:
+                    if action in _SQL_CHANGES and which == "main":
+                        self.changes("sqlite3", path)
+                    return 0  # as it is without us
+
                 connection.set_authorizer(allows)
             return connection
 
@@ -229,6 +227,15 @@ def _named(path: Any, folder: int = -1) -> str:
         name = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), name)
     head, tail = os.path.split(name)
     return os.path.join(os.path.realpath(head), tail)
+
+
+def _database_file(database: Any) -> str:
+    """The file of what is given to ``sqlite3.connect``; "" for one in memory, and for what can be none."""
+    if not isinstance(database, (str, bytes, os.PathLike)):
+        return ""
+    name = os.fsdecode(database)
+    name = name[len("file:") :].partition("?")[0] if name.startswith("file:") else name
+    return "" if name in ("", ":memory:") else os.path.realpath(name)
 
 
 def _with_parents(path: str) -> Iterator[str]:
