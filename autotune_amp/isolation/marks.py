@@ -50,12 +50,18 @@ def shared_memory() -> dict[str, int]:
 
 
 def shared_memory_of(processes: Iterable[psutil.Process]) -> set[str]:
-    """The names of those that these processes have mapped: semaphores and tensors that a killed one leaves behind."""
+    """The names of those that these processes have mapped, or torch in them has made for another to map: semaphores
+    and tensors that a killed process leaves behind."""
     pieces = shared_memory()
-    if not pieces:
-        return set()
-    mapped: set[str] = set()
-    for process in processes:
-        with contextlib.suppress(OSError):
-            mapped.update(_MAPPED.findall(Path(f"/proc/{process.pid}/maps").read_text()))
-    return {name for name, inode in pieces.items() if str(inode) in mapped}
+    inodes: set[str] = set()
+    pids: set[str] = set()
+    if pieces:
+        for process in processes:
+            pids.add(str(process.pid))
+            with contextlib.suppress(OSError):
+                inodes.update(_MAPPED.findall(Path(f"/proc/{process.pid}/maps").read_text()))
+    return {
+        name
+        for name, inode in pieces.items()
+        if str(inode) in inodes or (name.startswith("torch_") and name.split("_")[1] in pids)
+    }

@@ -104,6 +104,9 @@ def _end(marks: Any, mark: str, shared_before: Iterable[str]) -> None:
         _reaped(0)
         found = {*psutil.Process().children(recursive=True), *marks.marked(mark)}
         num_empty = 0 if found else num_empty + 1
+        for process in found:
+            with suppress(psutil.Error):
+                process.suspend()  # so that none shares more, or answers to another's end
         shared |= marks.shared_memory_of(found).difference(shared_before)
         for process in found:
             with suppress(psutil.Error):

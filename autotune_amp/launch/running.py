@@ -28,6 +28,7 @@ from autotune_amp.core.outcome import Failure
 from autotune_amp.isolation.marks import KILL_SECONDS, kill_marked
 from autotune_amp.isolation.process import TICK_SECONDS, Watcher
 from autotune_amp.launch import keeper
+from autotune_amp.launch.advice import advised
 from autotune_amp.launch.listening import Gone, Listener
 from autotune_amp.launch.made import read, write
 from autotune_amp.launch.ranks import Heard
@@ -185,7 +186,8 @@ class _Command:
                 if self._heard.refused is None and found.kind != "oom" and now - since < grace:
                     continue
             if found is not None:
-                return Ran(self._began, self._heard, seen, found)
+                ending = advised(found) if isinstance(found, Failure) else found
+                return Ran(self._began, self._heard, seen, ending)
 
     def _take_in(self) -> None:
         """What came within a tick."""

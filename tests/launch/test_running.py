@@ -138,3 +138,118 @@ run(["bash", "train.sh"], environment=os.environ, agent={{}}, deadlines=Deadline
 
 def _is_alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+LOOP = """
+import sys, torch
+from torch import nn
+
+def train():
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = torch.utils.data.TensorDataset(torch.randn(1024, 8))
+    {before}
+    while True:
+        for (x,) in torch.utils.data.DataLoader(data, batch_size=8, num_workers=2, multiprocessing_context={context!r}):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+
+if __name__ == "__main__":
+    train()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_nothing_is_left_of_ranks_and_loader_workers(run_command: RunCommand, tmp_path: Path, context: str) -> None:
+    before = "torch.distributed.init_process_group('gloo'); torch.multiprocessing.set_sharing_strategy('file_system')"
+    (tmp_path / "train.py").write_text(LOOP.format(before=before, context=context))
+    shared, temporary = shared_memory().keys(), set(Path(tempfile.gettempdir()).iterdir())
+    pids: set[int] = set()
+
+    def is_enough(heard: Heard) -> bool:
+        (keeper,) = (one for one in psutil.Process().children() if "keeper.py" in " ".join(one.cmdline()))
+        pids.update(one.pid for one in keeper.children(recursive=True))
+        return heard.num_steps >= 8
+
+    ran = run_command([*TORCHRUN, "train.py"], is_enough=is_enough)
+    assert ran.ending == "measured", ran.seen.printed
+    assert len(pids) >= 7, "a launcher, two ranks, two workers of each"
+    assert not any(map(psutil.pid_exists, pids))
+    assert not shared_memory().keys() - shared
+    assert not [new for new in set(Path(tempfile.gettempdir()).iterdir()) - temporary if "autotune" in new.name]
+    assert ran.made == ()
+
+
+def test_it_trains_and_tells(run_command: RunCommand, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LOOP.format(before="", context="fork"))
+    ran = run_command([sys.executable, "train.py"])
+    assert ran.ending == "measured"
+    assert ran.heard.num_steps >= 8
+    assert ran.seen.status is None
+
+
+@pytest.mark.parametrize("temporary", ["short", "a" * 90])
+def test_where_temporary_files_are_far_down_its_sockets_still_open(
+    run_command: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temporary: str
+) -> None:
+    (tmp_path / temporary).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / temporary))
+    (tmp_path / "train.py").write_text(
+        "import multiprocessing, torch\n"
+        "if __name__ == '__main__':\n"
+        "    print('went', multiprocessing.Manager().list([1]))\n"
+    )
+    ran = run_command([sys.executable, "train.py"])
+    assert ran.heard.hellos
+    assert "went" in ran.seen.printed
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "said"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "crash", ["SIGSEGV"]),
+        ("import sys; sys.exit(3)", "crash", ["status 3"]),
+        ("import no_such_module", "crash", ["status 1", "ModuleNotFoundError", "no_such_module", "train.py"]),
+        ("import argparse; argparse.ArgumentParser().parse_args(['--bs'])", "crash", ["status 2", "--bs"]),
+        ("print(input('continue?'))", "crash", ["EOFError", "argument"]),
+        ("import torch; input('continue?')", "workload_error", ["EOFError", "argument", "train.py"]),
+        ("import torch\ndef build(): torch.ones(2) @ torch.ones(3)\nbuild()", "workload_error", ["in build", "size"]),
+        (
+            "import socket\na = socket.create_server(('127.0.0.1', 0))\nsocket.create_server(a.getsockname())",
+            "crash",
+            ["{port}"],
+        ),
+        (
+            "import torch.distributed as d\na = d.TCPStore('127.0.0.1', 0, is_master=True)\n"
+            "d.TCPStore('127.0.0.1', a.port, is_master=True)",
+            "workload_error",
+            ["{port}"],
+        ),
+    ],
+)
+def test_how_it_failed_and_what_to_do(
+    run_command: RunCommand, tmp_path: Path, script: str, kind: str, said: list[str]
+) -> None:
+    (tmp_path / "train.py").write_text(script + "\n")
+    ending = run_command([sys.executable, "train.py"]).ending
+    assert isinstance(ending, Failure)
+    assert ending.kind == kind
+    assert all(word in f"{ending.message}\n{ending.details}" for word in said), ending
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["no-such-program", "train.py"], ["no-such-program", "bash -c"]),
+        (["./train.sh"], ["./train.sh", "`bash ./train.sh"]),
+        (["CUDA_VISIBLE_DEVICES=0", "python", "train.py"], ["`env CUDA_VISIBLE_DEVICES=0"]),
+    ],
+)
+def test_what_cannot_be_started(run_command: RunCommand, tmp_path: Path, command: list[str], said: list[str]) -> None:
+    (tmp_path / "train.sh").write_text("true\n")
+    with pytest.raises(WorkloadError) as refused:
+        run_command(command)
+    assert all(word in f"{refused.value.message} {refused.value.next_step}" for word in said)
+    assert not [one for one in psutil.Process().children() if "keeper.py" in " ".join(one.cmdline())]
