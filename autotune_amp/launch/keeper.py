@@ -114,7 +114,7 @@ def _end(marks: Any, mark: str, shared_before: Iterable[str]) -> None:
         time.sleep(0.01)
     for name in shared - marks.shared_memory_of(psutil.process_iter()):
         with suppress(OSError):
-            os.unlink(f"/dev/shm/{name}")
+            (marks.SHARED_MEMORY / name).unlink()
 
 
 def main(settings: str, *arguments: str) -> None:

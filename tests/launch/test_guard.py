@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from running_commands import RunCommand
+from running_commands import run_command
 
 from autotune_amp.core.outcome import Failure
 from autotune_amp.launch.running import Ran
@@ -65,8 +65,9 @@ PREAMBLE = "import logging.handlers, os, pathlib, shutil, sqlite3, sys, zipfile\
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Path:
-    """A folder in which the user has had files for long."""
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which the user has had files for long, and is."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "old").mkdir()
     (tmp_path / "empty").mkdir()
     (tmp_path / "old" / "file").write_text("the user's")
@@ -88,7 +89,7 @@ def snapshot(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def train(mine: Path, run_command: RunCommand) -> Callable[..., Ran]:
+def train(mine: Path) -> Callable[..., Ran]:
     """Run a script in `mine`."""
 
     def train(text: str, **how: object) -> Ran:
@@ -156,7 +157,7 @@ print('went on')
 
 
 def test_what_is_its_own_is_free_and_what_it_made_elsewhere_is_listed(
-    mine: Path, train: Callable[..., Ran], run_command: RunCommand, tmp_path_factory: pytest.TempPathFactory
+    mine: Path, train: Callable[..., Ran], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     home, given = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("given")
     for folder in (home / ".cache", home / "hub", mine / "__pycache__"):

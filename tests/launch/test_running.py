@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from commands import TORCHRUN
-from running_commands import RunCommand
+from running_commands import run_command
 
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.outcome import Failure
@@ -23,6 +23,12 @@ from autotune_amp.isolation.marks import shared_memory
 from autotune_amp.launch.ranks import Heard
 
 GONE_SECONDS = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
 
 # Everything that could stay: handlers, children that left the session, the environment or their parent, a port, shared
 # memory. Each process notes its number in `pids`.
@@ -90,7 +96,7 @@ class Clinging:
 
 
 @pytest.mark.parametrize("command", [[sys.executable, "train.py"], ["bash", "train.sh"]], ids=["python", "shell"])
-def test_nothing_is_left_of_what_clings(run_command: RunCommand, tmp_path: Path, command: list[str]) -> None:
+def test_nothing_is_left_of_what_clings(tmp_path: Path, command: list[str]) -> None:
     clinging = Clinging(tmp_path)
     ran = run_command(command, is_enough=lambda _: clinging.is_up)
     assert ran.ending == "measured"
@@ -162,7 +168,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_nothing_is_left_of_ranks_and_loader_workers(run_command: RunCommand, tmp_path: Path, context: str) -> None:
+def test_nothing_is_left_of_ranks_and_loader_workers(tmp_path: Path, context: str) -> None:
     before = "torch.distributed.init_process_group('gloo'); torch.multiprocessing.set_sharing_strategy('file_system')"
     (tmp_path / "train.py").write_text(LOOP.format(before=before, context=context))
     shared, temporary = shared_memory().keys(), set(Path(tempfile.gettempdir()).iterdir())
@@ -182,7 +188,7 @@ def test_nothing_is_left_of_ranks_and_loader_workers(run_command: RunCommand, tm
     assert ran.made == ()
 
 
-def test_it_trains_and_tells(run_command: RunCommand, tmp_path: Path) -> None:
+def test_it_trains_and_tells(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOOP.format(before="", context="fork"))
     ran = run_command([sys.executable, "train.py"])
     assert ran.ending == "measured"
@@ -192,7 +198,7 @@ def test_it_trains_and_tells(run_command: RunCommand, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("temporary", ["short", "a" * 90])
 def test_where_temporary_files_are_far_down_its_sockets_still_open(
-    run_command: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temporary: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temporary: str
 ) -> None:
     (tmp_path / temporary).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / temporary))
@@ -230,7 +236,7 @@ def test_where_temporary_files_are_far_down_its_sockets_still_open(
     ],
 )
 def test_how_it_failed_and_what_to_do(
-    run_command: RunCommand, tmp_path: Path, script: str, kind: str, said: list[str]
+    tmp_path: Path, script: str, kind: str, said: list[str]
 ) -> None:
     (tmp_path / "train.py").write_text(script + "\n")
     ending = run_command([sys.executable, "train.py"]).ending
@@ -247,7 +253,7 @@ def test_how_it_failed_and_what_to_do(
         (["CUDA_VISIBLE_DEVICES=0", "python", "train.py"], ["`env CUDA_VISIBLE_DEVICES=0"]),
     ],
 )
-def test_what_cannot_be_started(run_command: RunCommand, tmp_path: Path, command: list[str], said: list[str]) -> None:
+def test_what_cannot_be_started(tmp_path: Path, command: list[str], said: list[str]) -> None:
     (tmp_path / "train.sh").write_text("true\n")
     with pytest.raises(WorkloadError) as refused:
         run_command(command)
