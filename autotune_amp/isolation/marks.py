@@ -12,8 +12,9 @@ import psutil
 
 MARK = "AUTOTUNE_AMP_PROCESS"  # in the environment of the first process; the value is one of a kind
 KILL_SECONDS = 5.0
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux has it
-_MAPPED = re.compile(rf"^\S+ \S+ \S+ \S+ (\d+) +{_SHARED_MEMORY}/", re.MULTILINE)  # the inode: a semaphore's name changes
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux has it
+# A line of /proc/PID/maps, and its inode: the name of a semaphore changes once it is mapped.
+_MAPPED = re.compile(rf"^\S+ \S+ \S+ \S+ (\d+) +{SHARED_MEMORY}/", re.MULTILINE)
 
 
 def marked(mark: str) -> list[psutil.Process]:
@@ -42,8 +43,8 @@ def kill_marked(mark: str) -> None:
 def shared_memory() -> dict[str, int]:
     """The named pieces of shared memory on this host, with their inodes; none where they are no files."""
     found = {}
-    if _SHARED_MEMORY.is_dir():
-        for path in _SHARED_MEMORY.iterdir():
+    if SHARED_MEMORY.is_dir():
+        for path in SHARED_MEMORY.iterdir():
             with contextlib.suppress(OSError):
                 found[path.name] = path.stat().st_ino
     return found

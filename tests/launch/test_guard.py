@@ -7,6 +7,7 @@ import sqlite3
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from running_commands import run_command
@@ -92,7 +93,7 @@ def snapshot(folder: Path) -> dict[str, str]:
 def train(mine: Path) -> Callable[..., Ran]:
     """Run a script in `mine`."""
 
-    def train(text: str, **how: object) -> Ran:
+    def train(text: str, **how: Any) -> Ran:
         (mine / "train.py").write_text(PREAMBLE + text + "\n")
         return run_command([sys.executable, "train.py"], **how)
 
@@ -100,9 +101,7 @@ def train(mine: Path) -> Callable[..., Ran]:
 
 
 @pytest.mark.parametrize("way", [*CHANGES, *WITH_TORCH])
-def test_what_was_there_stays_and_path_and_line_are_said(
-    mine: Path, train: Callable[..., Ran], way: str
-) -> None:
+def test_what_was_there_stays_and_path_and_line_are_said(mine: Path, train: Callable[..., Ran], way: str) -> None:
     before = snapshot(mine)
     text = CHANGES[way] if way in CHANGES else f"import torch; {WITH_TORCH[way]}"
     ran = train(text + "\nprint('went on')")

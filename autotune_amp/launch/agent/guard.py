@@ -9,7 +9,7 @@ torch, torch.jit and safetensors; creating or committing to a repository of the 
 devices, pipes, byte code, locks that hold nothing; the caches in `_CACHES`, which libraries fill and mend by themselves.
 
 *Cannot be known here:* what programs that are no Python do (``rm``, ``tee``, a shell's ``>``), what a Python does that
-ignores PYTHONPATH, other native writers (HDF5, Arrow, OpenCV), and os.open(dir_fd).
+ignores PYTHONPATH, other native writers (HDF5, Arrow, OpenCV), os.open with a ``dir_fd``.
 """
 
 from __future__ import annotations
