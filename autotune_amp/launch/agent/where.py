@@ -34,11 +34,24 @@ def user_line() -> str:
 
 def maker() -> str:
     """``file:function:line`` of whatever called torch, a framework too: the same in every run of a command."""
-    for frame in _frames(2):
+    frame = _torchs_caller()
+    return (
+        "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_code.co_name}:{frame.f_lineno}"
+    )
+
+
+def maker_module() -> str:
+    """The name of the module of whatever called torch."""
+    frame = _torchs_caller()
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+
+
+def _torchs_caller() -> FrameType | None:
+    for frame in _frames(3):
         path = frame.f_code.co_filename
         if f"{os.sep}torch{os.sep}" not in path and not path.startswith((_HERE, "<")):
-            return f"{os.path.basename(path)}:{frame.f_code.co_name}:{frame.f_lineno}"
-    return ""
+            return frame
+    return None
 
 
 def is_called_by_user(depth: int = 2) -> bool:
@@ -49,14 +62,15 @@ def is_called_by_user(depth: int = 2) -> bool:
     return False
 
 
-def rank(torch: Any) -> dict[str, Any]:
+def rank() -> dict[str, Any]:
     """Rank, world size and local rank: as torch's process group has them, else as a launcher says."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
+    local = _number("LOCAL_RANK", 0)
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return {"rank": distributed.get_rank(), "world": distributed.get_world_size(), "local_rank": local}
-    return {
-        "rank": int(os.environ.get("RANK", "0")),
-        "world": int(os.environ.get("WORLD_SIZE", "1")),
-        "local_rank": local,
-    }
+    return {"rank": _number("RANK", 0), "world": _number("WORLD_SIZE", 1), "local_rank": local}
+
+
+def _number(variable: str, default: int) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdigit() else default

@@ -396,6 +396,7 @@ def rerank(known: Recommendation, options: SearchOptions, folder: StudyFolder) -
         search=known.search,
         fingerprint=known.fingerprint,
         versions=known.versions,
+        launch_line=known.launch_line,
     )
 
 
