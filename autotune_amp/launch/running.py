@@ -155,7 +155,8 @@ class _Command:
                     "PYTHONPATH": path,
                     "AUTOTUNE_AMP_AGENT": json.dumps(agent),
                     "TMPDIR": str(folder),  # what launchers leave behind there goes with it
-                    "MLFLOW_TRACKING_URI": f"file://{folder}/mlruns",  # it has no switch that turns it off
+                    "MLFLOW_TRACKING_URI": f"file://{folder}/mlruns",  # it has no switch that turns it off, nor has
+                    "TRACKIO_DIR": f"{folder}/trackio",
                 },
                 start_new_session=True,  # Ctrl-C at the terminal is ours to handle
             )

@@ -51,7 +51,7 @@ class CommandSource(Source):
 
     def warnings(self) -> tuple[str, ...]:
         """The files that trials left behind."""
-        made = list(self.command.made)
+        made = summary(self.command.made)
         if not made:
             return ()
         more = f" and {len(made) - MAX_FILES_NAMED} more" if len(made) > MAX_FILES_NAMED else ""

@@ -48,6 +48,11 @@ CHANGES = {
     "sqlite3": "sqlite3.connect('old/database').execute('insert into runs values (2)')",
     "sqlite3 by its address": "sqlite3.connect('file:old/database', uri=True).execute('drop table runs')",
     "safetensors": "import numpy, safetensors.numpy; safetensors.numpy.save_file({'a': numpy.ones(2)}, 'old/file')",
+    "an upload": "import huggingface_hub as h; h.HfApi().create_repo('me/model')",
+    "an upload by a function": "from huggingface_hub import create_repo; create_repo('me/model', exist_ok=True)",
+    "an upload of a file": (
+        "import huggingface_hub as h; h.upload_file(path_or_fileobj='old/file', path_in_repo='a', repo_id='me/model')"
+    ),
 }
 WITH_TORCH = {
     "torch.save": "torch.save({'a': 1}, 'old/file')",
@@ -56,11 +61,6 @@ WITH_TORCH = {
     "torch.save as it was": "torch.save({'a': 1}, 'old/file', _use_new_zipfile_serialization=False)",
     "torch.jit.save": "torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), 'old/file')",
     "safetensors.torch": "import safetensors.torch as s; s.save_model(torch.nn.Linear(1, 1), 'old/file')",
-    "an upload": "import huggingface_hub as h; h.HfApi().create_repo('me/model')",
-    "an upload by a function": "from huggingface_hub import create_repo; create_repo('me/model', exist_ok=True)",
-    "an upload of a file": (
-        "import huggingface_hub as h; h.upload_file(path_or_fileobj='old/file', path_in_repo='a', repo_id='me/model')"
-    ),
 }
 PREAMBLE = "import logging.handlers, os, pathlib, shutil, sqlite3, sys, zipfile\n"
 
