@@ -193,7 +193,10 @@ class CommandBackend(WorkloadBackend):
             )
 
     def _require_time(self, job: Describe, setup_seconds: float, used_seconds: float) -> None:
-        if job.deadline_seconds is None or MIN_NUM_RUNS * setup_seconds < job.deadline_seconds - used_seconds:
+        """Raises `BudgetTooSmallError` where a search, which gives a baseline, would come to nothing."""
+        if job.deadline_seconds is None or job.baseline_batch_size is None:
+            return
+        if MIN_NUM_RUNS * setup_seconds < job.deadline_seconds - used_seconds:
             return
         needed = MIN_NUM_RUNS * setup_seconds + used_seconds
         raise BudgetTooSmallError(
@@ -225,6 +228,8 @@ class CommandBackend(WorkloadBackend):
         began, gradients, losses = time.monotonic(), [], []
         today = self._command.today
         assert today is not None  # a search describes before it checks
+        if check.candidate.pinned_modules:
+            return check.unchecked("no modules of a command can be pinned", "Leave the pins out.")
         if "fp32" in self._command.unsettable:
             why = self._command.unsettable["fp32"]
             return check.unchecked(f"there is no fp32 to hold it against: {why}", "Let the command run in fp32 too.")
