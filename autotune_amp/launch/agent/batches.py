@@ -29,7 +29,9 @@ class Loaders:
         self.latest: Any = None  # the batch, where `keeps_latest`
         self.keeps_latest = False
         self._num_loaders = 0
-        self._ahead: dict[str, int] = {}  # samples handed out and not yet in use, of loaders that are fetched from ahead
+        self._ahead: dict[
+            str, int
+        ] = {}  # samples handed out and not yet in use, of loaders that are fetched from ahead
 
     def watch(self) -> None:
         """Hook into DataLoader."""
