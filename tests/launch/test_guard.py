@@ -20,6 +20,9 @@ CHANGES = {
     "open for appending": "open('old/file', 'a')",
     "open for updating": "open('old/file', 'r+b')",
     "open by a link": "open('link', 'w')",
+    "open by a link of its own": (
+        "link = pathlib.Path(tempfile.mkdtemp(), 'link'); link.symlink_to(pathlib.Path.cwd() / 'link'); link.open('w')"
+    ),
     "open in bytes": "open(b'old/file', 'wb')",
     "write_text": "pathlib.Path('old/file').write_text('new')",
     "os.open": "os.open('old/file', os.O_RDWR)",
@@ -62,7 +65,7 @@ WITH_TORCH = {
     "torch.jit.save": "torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), 'old/file')",
     "safetensors.torch": "import safetensors.torch as s; s.save_model(torch.nn.Linear(1, 1), 'old/file')",
 }
-PREAMBLE = "import logging.handlers, os, pathlib, shutil, sqlite3, sys, zipfile\n"
+PREAMBLE = "import logging.handlers, os, pathlib, shutil, sqlite3, sys, tempfile, zipfile\n"
 
 
 @pytest.fixture
@@ -145,6 +148,8 @@ pathlib.Path.home().joinpath('.cache/old').write_text('2')
 pathlib.Path(os.environ['HF_HOME'], 'old').write_text('2')
 pathlib.Path(os.environ['MLFLOW_TRACKING_URI'].partition('://')[2]).mkdir()
 os.utime('old/file')
+os.symlink('old/file', 'latest')
+os.remove('latest')
 assert open('old/file').read() == "the user's"
 assert sqlite3.connect('old/database').execute('select count(*) from runs').fetchone() == (0,)
 sqlite3.connect('new.db').execute('create table runs (number)')
