@@ -77,7 +77,10 @@ def _of_refused(refused: Refused) -> Failure:
         )
     else:
         message = f"the command is about to change {refused.path}, which was there before ({at})"
-        step = "Send its output to {trial_dir}, as in --output {trial_dir}."
+        step = (
+            "Send its output to {trial_dir}, as in --output {trial_dir}; where it has no argument for that, start it "
+            "there: bash -c 'cd {trial_dir} && python /path/to/train.py'."
+        )
     return Failure(kind="workload_error", message=message, details=step)
 
 

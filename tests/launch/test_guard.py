@@ -179,3 +179,16 @@ def test_what_is_its_own_is_free_and_what_it_made_elsewhere_is_listed(
     again = "open('kept', 'w').close(); open('made/more', 'w').close(); open('new', 'w').close(); print('went on')"
     assert "went on" in train(again, made=ran.made).seen.printed
     assert train(again).heard.refused is not None, "of a run that is none of ours"
+
+
+def test_a_script_that_writes_where_it_is_runs_in_a_folder_of_its_own(
+    mine: Path, train: Callable[..., Ran], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    given = tmp_path_factory.mktemp("given")
+    (mine / "log").write_text("the user's")
+    text = "open('log', 'a').write('x'); print('went on')"
+    assert train(text).heard.refused is not None
+    ran = run_command(["bash", "-c", f"cd {given} && {sys.executable} {mine}/train.py"], folders=[given])
+    assert "went on" in ran.seen.printed
+    assert ran.made == ()
+    assert (mine / "log").read_text() == "the user's"
