@@ -25,9 +25,9 @@ def _is_library(path: str) -> bool:
 
 
 def user_line() -> str:
-    """``path:line`` of the innermost code that is no library's; "" where all is."""
+    """``path:line`` of the innermost code that is no library's, or is the program itself; "" where there is none."""
     for frame in _frames(2):
-        if not _is_library(frame.f_code.co_filename):
+        if not _is_library(frame.f_code.co_filename) or frame.f_globals.get("__name__") == "__main__":
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
     return ""
 
