@@ -218,7 +218,12 @@ def _promise(runs: Runs, records: Sequence[Record]) -> tuple[float, float]:
 
 
 def _drifted(runs: Runs, records: Sequence[Record]) -> float | None:
-    """Samples per second of the search's trials, the median, where the confirmation is far from it."""
+    """Samples per second of the search's trials, the median, where the confirmation is far from it.
+
+    Of a Trainer's own steps nothing is to be expected but that they are slower.
+    """
+    if any(m.is_own_loop for m in runs.measurements):
+        return None
     found = [r.outcome for r in records if r.candidate == runs.candidate and r.purpose == "search"]
     measured = [o for o in found if isinstance(o, Measurement) and o.num_steps >= NUM_STEPS_BEFORE_CUT]
     if not measured or not runs.num_confirming:
