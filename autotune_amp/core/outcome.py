@@ -252,7 +252,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     training weighs them. `unsettable` says of a precision, or of a dimension by its name, why it cannot be set to
     anything but what it is today; `notes` what the user is to know of the measurements; `checks` are the kinds of
     check that can be answered, at a batch size of `check_batch_size` at most: what rounding does hardly moves with it
-    (studies/README.md).
+    (studies/README.md). `loader` is what makes a command's training loader: ``file:function:line``.
     """
 
     name: str
@@ -279,3 +279,4 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     checks: tuple[str, ...] = ("fidelity", "calibration", "accumulation")
     check_batch_size: int = 16
+    loader: str | None = None

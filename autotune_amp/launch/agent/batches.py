@@ -28,6 +28,7 @@ class Loaders:
         self.latest: Any = None  # the batch, where `keeps_latest`
         self.keeps_latest = False
         self._num_loaders = 0
+        self._makers: dict[int, tuple[str, str]] = {}  # by the identity of the dataset
 
     def watch(self) -> None:
         """Hook into DataLoader."""
@@ -50,11 +51,15 @@ class Loaders:
             return
         object.__setattr__(loader, "_autotune_amp_index", str(self._num_loaders))
         self._num_loaders += 1
+        dataset = id(loader.dataset)
+        if dataset not in self._makers or where.is_called_by_user():
+            self._makers[dataset] = where.maker(), where.user_line()
+        maker, line = self._makers[dataset]  # Accelerate makes another of the user's own
         self._channel.add(
             "loader",
             index=loader._autotune_amp_index,
-            maker=where.maker(),
-            line=where.user_line(),
+            maker=maker,
+            line=line,
             batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
             num_workers=loader.num_workers,
             prefetch_factor=loader.prefetch_factor,

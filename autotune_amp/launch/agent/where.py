@@ -12,8 +12,16 @@ from typing import Any
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
+# Of the deprecated torch.cuda.amp: the classes, and what warns of them.
+_BETWEEN = (
+    *(os.path.join("amp", name) for name in ("autocast_mode.py", "grad_scaler.py")),
+    "typing_extensions.py",
+    "warnings.py",
+)
 
-def _frames(depth: int) -> Iterator[FrameType]:
+
+def frames(depth: int = 1) -> Iterator[FrameType]:
+    """The callers, the innermost first: of whoever asks, `depth` 1."""
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
         yield frame
@@ -26,7 +34,7 @@ def _is_library(path: str) -> bool:
 
 def user_line() -> str:
     """``path:line`` of the innermost code that is no library's; "" where all is."""
-    for frame in _frames(2):
+    for frame in frames(2):
         if not _is_library(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
     return ""
@@ -34,7 +42,7 @@ def user_line() -> str:
 
 def maker() -> str:
     """``file:function:line`` of whatever called torch, a framework too: the same in every run of a command."""
-    for frame in _frames(2):
+    for frame in frames(2):
         path = frame.f_code.co_filename
         if f"{os.sep}torch{os.sep}" not in path and not path.startswith((_HERE, "<")):
             return f"{os.path.basename(path)}:{frame.f_code.co_name}:{frame.f_lineno}"
@@ -42,10 +50,13 @@ def maker() -> str:
 
 
 def is_called_by_user(depth: int = 2) -> bool:
-    """Whether the function that asks was called by code that is no library's."""
-    for frame in _frames(depth + 1):
-        if not frame.f_code.co_filename.startswith(_HERE):
-            return not _is_library(frame.f_code.co_filename)
+    """Whether the function that asks was called by code that is no library's, torch's own subclasses apart."""
+    for frame in frames(depth + 1):
+        path = frame.f_code.co_filename
+        if path.startswith("<eval_with_key>"):
+            return True  # a region of what is compiled: the graph makes it again
+        if not path.startswith(_HERE) and not path.endswith(_BETWEEN):
+            return not _is_library(path)
     return False
 
 
