@@ -120,7 +120,7 @@ def test_one_line_says_what_was_set_and_where(tmp_path: Path) -> None:
 
 def test_what_could_not_be_set_is_said(tmp_path: Path) -> None:
     script = LOOP.format(before="", step=PLAIN).replace("batch_size=8, shuffle=True", "batch_sampler=[[1] * 8] * 4")
-    done = run(tmp_path, script, recommendation("fp16"))
+    done = run(tmp_path, script, recommendation("fp16", loss_scale=LossScale()))
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
     assert "NOT set: batch size 16" in line

@@ -141,9 +141,12 @@ class Frameworks:
 
 def _parser_of_arguments() -> str:
     """``HfArgumentParser`` where that is at work on the command line."""
+    typed = sys.argv[1:]
     for frame in where.frames():
-        if frame.f_code.co_name == "parse_args_into_dataclasses" and frame.f_locals.get("args") is None:
-            return "HfArgumentParser"
+        if frame.f_code.co_name == "parse_args_into_dataclasses":
+            parsed = frame.f_locals.get("args")
+            is_typed = parsed is None or list(parsed)[max(0, len(parsed) - len(typed)) :] == typed
+            return "HfArgumentParser" if is_typed else ""
     return ""
 
 
