@@ -28,8 +28,8 @@ from autotune_amp.trial.jobs import Check, Describe, Trial
 NUM_DESCRIBED_STEPS = 8
 NUM_FROZEN_STEPS = 3
 MAX_FROZEN_ENTRIES = 2_000_000
-# A search of a command that says anything: its follow check, two trials, and three rounds of a confirmation.
-MIN_NUM_RUNS = 9
+# With less than a follow check and two trials there is nothing to choose from; three rounds confirm a choice.
+MIN_NUM_RUNS, NUM_RUNS_OF_A_CONFIRMED_SEARCH = 3, 12
 NOTES = (
     "Measured on the command's first steps: what later steps, longer samples, an evaluation or a checkpoint take in "
     "time and memory is not known.",
@@ -199,13 +199,16 @@ class CommandBackend(WorkloadBackend):
             )
 
     def _require_time(self, job: Describe, setup_seconds: float, used_seconds: float) -> None:
-        if job.deadline_seconds is None or MIN_NUM_RUNS * setup_seconds < job.deadline_seconds - used_seconds:
+        """Raises `BudgetTooSmallError` where a search, which gives a baseline, would come to nothing."""
+        if job.deadline_seconds is None or job.baseline_batch_size is None:
             return
-        needed = MIN_NUM_RUNS * setup_seconds + used_seconds
+        if MIN_NUM_RUNS * setup_seconds < job.deadline_seconds - used_seconds:
+            return
+        needed = NUM_RUNS_OF_A_CONFIRMED_SEARCH * setup_seconds + used_seconds
         raise BudgetTooSmallError(
             f"The command takes {setup_seconds:.0f} s to its first step, and a search starts it {MIN_NUM_RUNS} times "
             f"at least: more than the {job.deadline_seconds:.0f} s that are left.",
-            f"Give --budget {math.ceil(1.5 * needed / 10) * 10} or more.",
+            f"Give --budget {math.ceil(needed / 10) * 10} or more.",
         )
 
     def _measure(self, trial: Trial) -> Measurement | Failure:
@@ -231,6 +234,8 @@ class CommandBackend(WorkloadBackend):
         began, gradients, losses = time.monotonic(), [], []
         today = self._command.today
         assert today is not None  # a search describes before it checks
+        if check.candidate.pinned_modules:
+            return check.unchecked("no modules of a command can be pinned", "Leave the pins out.")
         if "fp32" in self._command.unsettable:
             why = self._command.unsettable["fp32"]
             return check.unchecked(f"there is no fp32 to hold it against: {why}", "Let the command run in fp32 too.")

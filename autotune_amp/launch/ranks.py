@@ -130,7 +130,6 @@ class Heard:
     errors: list[messages.Error] = field(default_factory=list)
     stacks: dict[int, messages.Stack] = field(default_factory=dict)  # by pid
     gradients: list[messages.Gradient] = field(default_factory=list)
-    made: list[str] = field(default_factory=list)
     refused: messages.Refused | None = None
     last_time: float = 0.0  # of the latest step
     _loaders: dict[int, dict[str, messages.Loader]] = field(default_factory=dict)
@@ -170,8 +169,6 @@ class Heard:
                 self._switches.setdefault(message.pid, []).append(message)
             case messages.Refused():
                 self.refused = message
-            case messages.Made():
-                self.made.append(message.path)
             case messages.Error():
                 self.errors.append(message)
                 self._ended.add(message.pid)

@@ -262,9 +262,8 @@ def _with_accumulation(space: Space, num: int, reason: str, next_step: str) -> S
     why = f"accumulation is withheld: {reason.rstrip('.')}; this and all smaller batch sizes are left out"
     excluded = [Exclusion(precision=c.precision, batch_size=c.batch_size, reason=why) for c in largest.values()]
     note = f"Batch sizes below {whole // num} are left out, since gradient accumulation is withheld. "
-    note += f"{sentence(reason[0].upper() + reason[1:])} {next_step} --effective-batch-size free tries them without it.".replace(
-        "  ", " "
-    )
+    note += f"{sentence(reason[0].upper() + reason[1:])} {next_step}".rstrip()
+    note += " --effective-batch-size free tries them without it."
     return msgspec.structs.replace(
         space,
         candidates=left,

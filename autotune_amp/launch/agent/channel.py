@@ -31,7 +31,7 @@ class Channel:
     def _reset(self) -> None:
         self._socket: socket.socket | None = None
         self._messages: list[dict[str, Any]] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a file's finalizer may speak of it while we do
         self._sent_at = 0.0
 
     def listen(self) -> None:

@@ -42,11 +42,24 @@ def user_line() -> str:
 
 def maker() -> str:
     """``file:function:line`` of whatever called torch, a framework too: the same in every run of a command."""
-    for frame in frames(2):
+    frame = _torchs_caller()
+    return (
+        "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_code.co_name}:{frame.f_lineno}"
+    )
+
+
+def maker_module() -> str:
+    """The name of the module of whatever called torch."""
+    frame = _torchs_caller()
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+
+
+def _torchs_caller() -> FrameType | None:
+    for frame in frames(3):
         path = frame.f_code.co_filename
         if f"{os.sep}torch{os.sep}" not in path and not path.startswith((_HERE, "<")):
-            return f"{os.path.basename(path)}:{frame.f_code.co_name}:{frame.f_lineno}"
-    return ""
+            return frame
+    return None
 
 
 def is_called_by_user(depth: int = 2) -> bool:
