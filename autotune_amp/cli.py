@@ -54,7 +54,7 @@ def _command(work: Callable[..., bytes]) -> Callable[..., bytes]:
     def deferred(**options: Any) -> Callable[[], bytes]:
         return partial(work, **options)
 
-    app.command()(deferred)
+    app.command(work.__name__.rstrip("_"))(deferred)
     return work
 
 
@@ -331,6 +331,27 @@ def export(
     if as_json:
         return _document(made)
     return (made.text if out is None else f"{out.as_posix()}\n").encode()
+
+
+@_command
+def run_(
+    context: typer.Context,
+    study: Annotated[
+        Path | None,
+        typer.Argument(help="A study's folder, or its file. Without it, the latest in ./studies.", metavar="STUDY"),
+    ] = None,
+) -> bytes:
+    """Run the real training with a recommendation: run STUDY -- python train.py.
+
+    What its command does not say is set from outside; one line says what and where. A GradScaler of the script's own
+    becomes a PrecisionController. Signals and exit code are the command's.
+    """
+    from autotune_amp.launch.run import start
+    from autotune_amp.report.files import latest
+
+    if not context.obj:
+        raise InvalidRequestError("There is no command to run.", "Give it after `--`, as in `run -- python train.py`.")
+    start(context.obj, latest(study, "recommendation.json"))
 
 
 @_command

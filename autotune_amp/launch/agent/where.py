@@ -12,8 +12,16 @@ from typing import Any
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
+# Of the deprecated torch.cuda.amp: the classes, and what warns of them.
+_BETWEEN = (
+    *(os.path.join("amp", name) for name in ("autocast_mode.py", "grad_scaler.py")),
+    "typing_extensions.py",
+    "warnings.py",
+)
 
-def _frames(depth: int) -> Iterator[FrameType]:
+
+def frames(depth: int = 1) -> Iterator[FrameType]:
+    """The callers, the innermost first: of whoever asks, `depth` 1."""
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
         yield frame
@@ -26,7 +34,7 @@ def _is_library(path: str) -> bool:
 
 def user_line() -> str:
     """``path:line`` of the innermost code that is no library's, or is the program itself; "" where there is none."""
-    for frame in _frames(2):
+    for frame in frames(2):
         if not _is_library(frame.f_code.co_filename) or frame.f_globals.get("__name__") == "__main__":
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
     return ""
@@ -47,7 +55,7 @@ def maker_module() -> str:
 
 
 def _torchs_caller() -> FrameType | None:
-    for frame in _frames(3):
+    for frame in frames(3):
         path = frame.f_code.co_filename
         if f"{os.sep}torch{os.sep}" not in path and not path.startswith((_HERE, "<")):
             return frame
@@ -55,10 +63,13 @@ def _torchs_caller() -> FrameType | None:
 
 
 def is_called_by_user(depth: int = 2) -> bool:
-    """Whether the function that asks was called by code that is no library's."""
-    for frame in _frames(depth + 1):
-        if not frame.f_code.co_filename.startswith(_HERE):
-            return not _is_library(frame.f_code.co_filename)
+    """Whether the function that asks was called by code that is no library's, torch's own subclasses apart."""
+    for frame in frames(depth + 1):
+        path = frame.f_code.co_filename
+        if path.startswith("<eval_with_key>"):
+            return True  # a region of what is compiled: the graph makes it again
+        if not path.startswith(_HERE) and not path.endswith(_BETWEEN):
+            return not _is_library(path)
     return False
 
 
