@@ -106,6 +106,7 @@ class Heard:
     stacks: dict[int, str] = field(default_factory=dict)
     gradients: list[messages.Gradient] = field(default_factory=list)
     sets: list[messages.Set] = field(default_factory=list)
+    sites: list[messages.Site] = field(default_factory=list)
     made: list[str] = field(default_factory=list)
     refused: messages.Refused | None = None
     last_time: float = 0.0  # of the latest step
@@ -130,6 +131,8 @@ class Heard:
                 self.gradients.append(message)
             case messages.Set():
                 self.sets.append(message)
+            case messages.Site():
+                self.sites.append(message)
             case messages.Refused():
                 self.refused = message
             case messages.Made():

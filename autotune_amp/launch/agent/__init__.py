@@ -15,7 +15,8 @@ def arm(settings_text: str) -> None:
 
     `settings_text` is a JSON object: ``socket`` the path of the parent's, ``folder`` the trial's own; ``guard``, the
     folders that may be written to and the time that the trial started at, where files are guarded; ``frozen``, where no
-    step is to be taken; ``outside``, what is to be set from outside; ``seed``.
+    step is to be taken; ``outside``, what is to be set from outside; ``seed``;
+    ``overlay``, files that are run as if they held another's text; ``sites``, whether to tell of the user's own calls.
     """
     from .imports import after_import
 
@@ -27,6 +28,11 @@ def arm(settings_text: str) -> None:
         from . import guard
 
         guard.arm(channel, settings["guard"]["free"], settings["guard"]["started"])
+
+    if settings.get("overlay"):
+        from . import overlay
+
+        overlay.arm(settings["overlay"])
 
     def with_torch(_: Any) -> None:
         from . import observer

@@ -39,6 +39,10 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
 
         observer.frozen = Frozen(channel, observer, settings["folder"], settings["frozen"])
     observer.watch()
+    if settings.get("sites"):
+        from . import sites
+
+        sites.watch(channel, observer)
     if settings.get("outside"):
         from .outside import Outside
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
+HERE = os.path.dirname(os.path.abspath(__file__))
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
@@ -20,14 +20,15 @@ def _frames(depth: int) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _is_library(path: str) -> bool:
-    return path.startswith((*_LIBRARIES, _HERE, "<")) or "site-packages" in path or "dist-packages" in path
+def is_library(path: str) -> bool:
+    """Whether the code of a file is no user's own."""
+    return path.startswith((*_LIBRARIES, HERE, "<")) or "site-packages" in path or "dist-packages" in path
 
 
 def user_line() -> str:
     """``path:line`` of the innermost code that is no library's; "" where all is."""
     for frame in _frames(2):
-        if not _is_library(frame.f_code.co_filename):
+        if not is_library(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
     return ""
 
@@ -36,7 +37,7 @@ def maker() -> str:
     """``file:function:line`` of whatever called torch, a framework too: the same in every run of a command."""
     for frame in _frames(2):
         path = frame.f_code.co_filename
-        if f"{os.sep}torch{os.sep}" not in path and not path.startswith((_HERE, "<")):
+        if f"{os.sep}torch{os.sep}" not in path and not path.startswith((HERE, "<")):
             return f"{os.path.basename(path)}:{frame.f_code.co_name}:{frame.f_lineno}"
     return ""
 
@@ -44,8 +45,8 @@ def maker() -> str:
 def is_called_by_user(depth: int = 2) -> bool:
     """Whether the function that asks was called by code that is no library's."""
     for frame in _frames(depth + 1):
-        if not frame.f_code.co_filename.startswith(_HERE):
-            return not _is_library(frame.f_code.co_filename)
+        if not frame.f_code.co_filename.startswith(HERE):
+            return not is_library(frame.f_code.co_filename)
     return False
 
 
