@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Found = TypeVar("Found")
 Found_co = TypeVar("Found_co", covariant=True)
 Isolation: TypeAlias = Literal["forked", "kept", "fresh"]
-# fidelity, calibration, accumulation, profile: it answers such jobs. share_build: it can build the model once for all jobs.
+# fidelity, calibration, accumulation, profile: it answers such jobs. share_build: it can build the model once for all.
 Ability: TypeAlias = Literal["fidelity", "calibration", "accumulation", "profile", "share_build"]
 
 _JOBS: frozenset[Ability] = frozenset({"fidelity", "calibration", "accumulation", "profile"})

@@ -1,4 +1,4 @@
-"""All that came of one process, whatever session or parent it moved to, found by a mark that it inherited, and killed."""
+"""All that came of one process, whatever session or parent it moved to: found by a mark that it inherited, killed."""
 
 from __future__ import annotations
 
