@@ -1,10 +1,11 @@
-"""What of a recommendation can be written into a training script at the calls that were observed, and what by hand. Pure."""
+"""What of a recommendation can be written into a script at the calls that were observed, and what by hand. Pure."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TypeAlias
 
 import msgspec
@@ -37,10 +38,11 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is known of a command: what it does today, its `sites` with absolute paths, the line of its optimizer's
-    step, and the arguments of the process that trains."""
+    """All that is known of a command: what it does today and on which type of device, its `sites` with absolute paths,
+    the line of its optimizer's step, and the arguments of the process that trains."""
 
     today: Observed
+    device: str
     sites: tuple[Site, ...]
     step_line: str
     arguments: tuple[str, ...]
@@ -68,8 +70,8 @@ _Change: TypeAlias = "list[Splice] | Flag | ByHand"
 def edit(sources: Mapping[str, str], seen: Seen, config: AmpConfig, command: Sequence[str]) -> Edit:
     """Write `config` into the files `sources`, by absolute path, and into the command's arguments.
 
-    Batch size and accumulation are changed together or not at all, since one alone would be another training; so are all
-    regions and the scaler.
+    Batch size and accumulation are changed together or not at all, since one alone would be another training; so are
+    all regions and the scaler.
     """
     editor = _Editor({path: Script(path, text) for path, text in sources.items()}, seen, config, tuple(command))
     editor.take(editor.batch(), batch_size=config.batch_size, accumulation_steps=config.accumulation_steps)
@@ -164,6 +166,8 @@ class _Editor:
             for name in ("bf16", "fp16", "tf32"):
                 if name in (precision, today):
                     yield from self._arguments(self._framework, name, str(name == precision))
+            if precision in _DTYPES and self.seen.device == "cpu":  # Transformers wants to hear that this is meant
+                yield from self._arguments(self._framework, "use_cpu", "True")
             return
         if self._framework == "lightning_trainer":
             yield from self._arguments(self._framework, "precision", f'"{_LIGHTNING[precision]}"')
@@ -217,9 +221,12 @@ class _Editor:
         scales = self.config.precision == "fp16"
         for site in self._of("scaler"):
             if bool(site.values["enabled"]) is not scales:
-                yield self._change(site, "enabled", str(scales))
+                words, change = self._change(site, "enabled", str(scales))
+                # A scaler does no harm beside bf16; what turns it off from elsewhere may turn the regions off too.
+                if scales or (isinstance(change, list) and self._is_at(site, change)):
+                    yield words, change
         if scales and not self._of("scaler"):
-            what = "fp16 needs torch.amp.GradScaler: scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()"
+            what = "fp16 needs a torch.amp.GradScaler: scale(loss).backward(), step(optimizer), update()"
             yield _only_by_hand(self.seen.step_line, what)
 
     def _region_of_its_own(self) -> Iterator[tuple[ByHand, _Change]]:
@@ -243,6 +250,12 @@ class _Editor:
         """A switch of the whole process."""
         statement = _TF32.format("high" if self.config.precision == "tf32" else "highest")
         yield _only_by_hand("after `import torch`", statement)
+
+    def _is_at(self, site: Site, splices: list[Splice]) -> bool:
+        """Whether they are in the call itself."""
+        script, line = self._script(site)
+        call = None if script is None else script.call(line, site.end, site.name)
+        return script is not None and call is not None and all(script.holds(call, each) for each in splices)
 
     def _script(self, site: Site) -> tuple[Script | None, int]:
         path, _, line = site.line.rpartition(":")
@@ -279,15 +292,14 @@ def _only_by_hand(where: str, what: str) -> tuple[ByHand, ByHand]:
 def _fit(splices: Sequence[Splice]) -> bool:
     """Whether no two of them replace the same text with different ones."""
     ranges = sorted({(each.path, each.start, each.end, each.text) for each in splices if each.start < each.end})
-    return all(a[0] != b[0] or a[2] <= b[1] for a, b in zip(ranges, ranges[1:], strict=False))
+    return all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(ranges))
 
 
 def with_flag(command: Sequence[str], flag: Flag, arguments: Sequence[str]) -> tuple[str, ...] | None:
     """The command with this argument; None where the process has it from elsewhere, a shell script perhaps."""
     option, value = flag.option, flag.value
-    has_it: Callable[[Sequence[str]], bool] = lambda words: any(word.partition("=")[0] == option for word in words)
-    if not has_it(command):
-        if has_it(arguments):
+    if not _has(command, option):
+        if _has(arguments, option):
             return None
         if not flag.is_on:
             return tuple(command)
@@ -306,3 +318,7 @@ def with_flag(command: Sequence[str], flag: Flag, arguments: Sequence[str]) -> t
                 next(words)
             changed += [word, value]
     return tuple(changed)
+
+
+def _has(command: Sequence[str], option: str) -> bool:
+    return any(word.partition("=")[0] == option for word in command)

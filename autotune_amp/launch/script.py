@@ -74,6 +74,11 @@ class Script:
         """The text of an expression."""
         return self.text[slice(*self._range(node))]
 
+    def holds(self, node: ast.expr, splice: Splice) -> bool:
+        """Whether what is replaced is within an expression."""
+        start, end = self._range(node)
+        return start <= splice.start and splice.end <= end
+
     def call(self, line: int, end: tuple[int, int] | None, name: str) -> ast.Call | None:
         """The call that runs at a line and ends at `end`; where that is not known the only one that can be meant, of
         several the one that calls `name`."""
@@ -242,7 +247,7 @@ class Script:
     def _insertion(self, call: ast.Call, argument: str) -> Splice:
         """One more argument of a call, after the last: on a line of its own where that has one with a comma."""
         _, end = self._range(call)
-        place = bisect_left(self._tokens, (end,)) - 2  # the last is the closing parenthesis
+        place = bisect_left(self._tokens, (end,)) - 1  # before the closing parenthesis
         at, last = self._tokens[place]
         newline = re.search(r"\r?\n", self.text[at:end])
         if last == "," and newline is not None:
@@ -302,7 +307,7 @@ def _destination(declared: ast.Call) -> str | None:
     """The name under which argparse has the value of an `add_argument`."""
     given = next((keyword.value for keyword in declared.keywords if keyword.arg == "dest"), None)
     if given is not None:
-        return given.value if isinstance(given, ast.Constant) else None
+        return str(given.value) if isinstance(given, ast.Constant) else None
     options = [str(each.value) for each in declared.args if isinstance(each, ast.Constant)]
     long = [option for option in options if option.startswith("--")]
     return (long or options or [""])[0].lstrip("-").replace("-", "_")

@@ -28,6 +28,7 @@ _ARGUMENTS = (
     "fp16",
     "tf32",
     "dataloader_num_workers",
+    "use_cpu",
 )
 
 
@@ -151,7 +152,7 @@ class _Sites:
                 **(sampler if sampler is not None and has_own else call),
             )
 
-        dataloader.DataLoader.__init__ = __init__  # type: ignore[method-assign]
+        dataloader.DataLoader.__init__ = __init__  # type: ignore[method-assign, assignment]
 
     def watch_regions(self) -> None:
         """Outermost autocast regions that training enters, those that are turned off too."""
@@ -166,7 +167,7 @@ class _Sites:
                     dtype = str(region.fast_dtype).replace("torch.", "")
                     self.tell("autocast", region, {"device": region.device, "dtype": dtype, "enabled": region._enabled})
                 self._num_regions += 1
-            return enter(region)
+            return enter(region)  # type: ignore[no-untyped-call]
 
         @functools.wraps(leave)
         def __exit__(region: Any, *args: Any) -> Any:
@@ -210,7 +211,6 @@ def _end(frame: FrameType) -> tuple[int, int] | None:
     return None if positions[1] is None or positions[3] is None else (positions[1], positions[3])
 
 
-@functools.lru_cache(maxsize=None)
 def _parameters(owner: Any) -> tuple[str, ...]:
     """The names of a class's positional arguments, in order."""
     try:
