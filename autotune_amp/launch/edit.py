@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeAlias
@@ -17,6 +17,7 @@ from autotune_amp.launch.script import Flag, Script, Splice, spliced
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _LIGHTNING = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+_LOADERS = ("loader", "batch_sampler")
 _FRAMEWORKS = ("training_arguments", "lightning_trainer", "accelerator")
 _ACCUMULATION = {
     "training_arguments": "gradient_accumulation_steps",
@@ -76,7 +77,7 @@ def edit(sources: Mapping[str, str], seen: Seen, config: AmpConfig, command: Seq
     editor = _Editor({path: Script(path, text) for path, text in sources.items()}, seen, config, tuple(command))
     editor.take(editor.batch(), batch_size=config.batch_size, accumulation_steps=config.accumulation_steps)
     if not config.as_found and config.precision != seen.today.precision:
-        editor.take(editor.precision(), precision=config.precision)
+        editor.take(list(editor.precision()) or [editor.unseen_precision()], precision=config.precision)
     if config.loss_scale is not None:
         editor.take(editor.loss_scale(config.loss_scale))
     if config.num_workers not in (None, seen.today.num_workers):
@@ -113,9 +114,11 @@ class _Editor:
         self.expected = self.seen.today
         self._framework = next((name for name in _FRAMEWORKS if self._of(name)), None)
 
-    def take(self, wishes: Iterator[tuple[ByHand, _Change]], **expected: object) -> None:
+    def take(self, wishes: Iterable[tuple[ByHand, _Change]], **expected: object) -> None:
         """Make these changes, if all can be made; else all are to be made by hand. Each has the words for that."""
         asked = list(wishes)
+        if not asked:
+            return
         splices = [splice for _, change in asked if isinstance(change, list) for splice in change]
         command: tuple[str, ...] | None = self.command
         for _, change in asked:
@@ -135,6 +138,10 @@ class _Editor:
     def batch(self) -> Iterator[tuple[ByHand, _Change]]:
         """Of samples in a pass, and passes in a step."""
         today, config = self.seen.today, self.config
+        has_loader = any(site.kind in _LOADERS for site in self.seen.sites)
+        total = today.batch_size * today.accumulation_steps
+        if self._framework is None and not has_loader and total == config.effective_batch_size:
+            return  # without a loader, what a step takes is known, and not how it is divided
         if today.batch_size != config.batch_size:
             if self._framework == "training_arguments":
                 yield from self._arguments(self._framework, "per_device_train_batch_size", str(config.batch_size))
@@ -181,6 +188,11 @@ class _Editor:
         if "tf32" in (precision, today):
             yield from self._tf32()
 
+    def unseen_precision(self) -> tuple[ByHand, _Change]:
+        """Where all that decides it says what is recommended already."""
+        what = f"this steps in {self.seen.today.precision}, though nothing that was seen asks for it: see why"
+        return _only_by_hand(self.seen.step_line, what)
+
     def loss_scale(self, scale: LossScale) -> Iterator[tuple[ByHand, _Change]]:
         """Of a GradScaler of the script's own, what it takes."""
         for site in self._of("scaler"):
@@ -198,7 +210,7 @@ class _Editor:
                 yield self._change(site, name, value)
 
     def _loaders(self, name: str, value: object) -> Iterator[tuple[ByHand, _Change]]:
-        found = [site for site in self.seen.sites if site.kind in ("loader", "batch_sampler")]
+        found = [site for site in self.seen.sites if site.kind in _LOADERS]
         if not found:
             where = next((site.line for site in self._of("forward")), self.seen.step_line)
             yield _only_by_hand(
@@ -278,6 +290,9 @@ class _Editor:
             return words, words
         change = script.change(call, name, value, site.parameters, self.seen.arguments)
         if change is None:
+            given = script.given(call, name, site.parameters)
+            there = "" if given is None else f", in place of {script.source(given)}"
+            words = msgspec.structs.replace(words, what=words.what + there)
             return words, words
         if isinstance(change, list) and value.startswith("torch.") and not script.imports("torch"):
             change += script.first_import("torch", "import torch")

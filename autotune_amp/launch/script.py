@@ -97,17 +97,20 @@ class Script:
 
         `parameters` are the names of what it takes by position, `arguments` those of the process that ran it.
         """
-        given = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
-        place = parameters.index(name) if name in parameters else len(call.args)
-        if given is None and any(isinstance(each, ast.Starred) for each in call.args[: place + 1]):
-            return None
-        if given is None and place < len(call.args):
-            given = call.args[place]
+        given = self.given(call, name, parameters)
         if given is not None:
             return self._follow(given, value, arguments, MAX_FOLLOWED)
-        if any(keyword.arg is None for keyword in call.keywords):
+        if any(keyword.arg is None for keyword in call.keywords):  # **options may hold it
             return None
         return [self._insertion(call, f"{name}={value}")]
+
+    def given(self, call: ast.Call, name: str, parameters: Sequence[str]) -> ast.expr | None:
+        """What a call gives as its argument `name`: of ``*values`` all that may be it."""
+        by_name = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+        place = parameters.index(name) if name in parameters else len(call.args)
+        starred = [each for each in call.args[: place + 1] if isinstance(each, ast.Starred)]
+        by_place = (starred or call.args[place:])[:1]
+        return by_name or (by_place[0] if by_place else None)
 
     def wrap(self, line: int, end: tuple[int, int] | None, name: str, header: str) -> list[Splice] | None:
         """What puts the statement with this call, and what follows it up to the backward pass, in a block that begins
@@ -122,7 +125,8 @@ class Script:
             return None
         start, stop = block[first].lineno - 1, block[last].end_lineno or 0
         indent = self._lines[start][: len(self._lines[start]) - len(self._lines[start].lstrip())]
-        is_alone = len(indent.encode()) == block[first].col_offset
+        shares_line = last + 1 < len(block) and block[last + 1].lineno == block[last].end_lineno
+        is_alone = len(indent.encode()) == block[first].col_offset and not shares_line
         if not is_alone or any(_spans_text(node) for each in block[first : last + 1] for node in ast.walk(each)):
             return None
         unit, newline = "\t" if indent.startswith("\t") else "    ", "\r\n" if "\r\n" in self._lines[start] else "\n"

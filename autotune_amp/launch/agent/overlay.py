@@ -1,9 +1,9 @@
 """Files that are run as if their text were another: edited copies, tried before anything is written.
 
-Everything but the text is the original's: name, ``__file__``, folder on ``sys.path``, what it imports beside itself. Two
-ways lead to a file's code. Imports, ``python -m`` and the children of multiprocessing go through Python code that reads
-it (`SourceFileLoader`, `io.open_code`). ``python train.py`` reads it in C, under any launcher; but right before that,
-with ``sys.path`` and ``sys.argv`` ready, it raises an audit event, and in its hook the edited text is run in
+Everything but the text is the original's: name, ``__file__``, folder on ``sys.path``, what it imports beside itself.
+Two ways lead to a file's code. Imports, ``python -m`` and the children of multiprocessing go through Python code that
+reads it (`SourceFileLoader`, `io.open_code`). ``python train.py`` reads it in C, under any launcher; but right before
+that, with ``sys.path`` and ``sys.argv`` ready, it raises an audit event, and in its hook the edited text is run in
 ``__main__`` instead. What the hook raises ends Python as if the file had raised it.
 """
 

@@ -1,7 +1,7 @@
 """The calls of the user's own that made what training uses: where they are, and what they came to.
 
-Told of each is the call itself, not the line nearest to it: the function that called the class, whatever constructors of
-subclasses are between. What a library made names that library in place of a call.
+Told of each is the call itself, not the line nearest to it: the function that called the class, whatever constructors
+of subclasses are between. What a library made names that library in place of a call.
 """
 
 from __future__ import annotations
@@ -197,9 +197,11 @@ def _call(made: Any) -> dict[str, Any]:
 
 
 def _is_of(frame: FrameType, made: Any) -> bool:
-    """Whether the frame is of a method of `made`, or of a decorator's function around one."""
+    """Whether the frame is of a method of `made`, or of a library's decorator around one."""
     names = frame.f_code.co_varnames
-    first = frame.f_locals.get(names[0]) if names else None
+    if not names or (names[0] != "self" and not where.is_library(frame.f_code.co_filename)):
+        return False
+    first = frame.f_locals.get(names[0])
     return first is made or (isinstance(first, tuple) and bool(first) and first[0] is made)
 
 
