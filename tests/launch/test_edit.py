@@ -44,7 +44,7 @@ def edited(
     device: str = "cpu",
     **config: Any,
 ) -> Edit:
-    wanted = {"precision": "fp32", "batch_size": today.batch_size} | config
+    wanted: dict[str, Any] = {"precision": "fp32", "batch_size": today.batch_size} | config
     seen = Seen(
         today=today,
         device=device,
