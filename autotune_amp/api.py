@@ -57,10 +57,10 @@ def recommend_config(
     """Measure which precision and batch size to train `workload` with, or answer from the cache.
 
     `workload` is a Workload, a function that returns one, "path/file.py:function" or "package.module:function", or a
-    LaunchLine, any training command; the
-    embedded one if left out. `budget` is wall-clock seconds for everything. `batch_size` is "LOW:HIGH" or a pair,
-    `baseline` "PRECISION:BATCH" or a pair: what you run today. `effective_batch_size` is kept exactly, by accumulation:
-    samples per optimizer step over all ranks, that of the DataLoader if left out; "free" lets the search change it.
+    LaunchLine: any training command. The embedded one if left out. `budget` is wall-clock seconds for everything.
+    `batch_size` is "LOW:HIGH" or a pair, `baseline` "PRECISION:BATCH" or a pair: what you run today.
+    `effective_batch_size` is kept exactly, by accumulation: samples per optimizer step over all ranks, that of the
+    DataLoader if left out; "free" lets the search change it.
     `objective` is "speed", "memory" (the least, no slower than the baseline) or "energy". `steps` or `samples` is how
     long the training will be: fp16's loss scale is chosen for it (10,000 steps if left out), and with `price_per_hour`
     the recommendation's `job` has its hours and its price. These change nothing of what is measured: a finished search

@@ -251,7 +251,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     training steps itself. `accumulation_steps` are the passes behind an optimizer step today; with `weighs_passes` the
     training weighs them. `unsettable` says of a precision, or of a dimension by its name, why it cannot be set to
     anything but what it is today; `notes` what the user is to know of the measurements; `checks` are the kinds of
-    check that can be answered.
+    check that can be answered, at a batch size of `check_batch_size` at most: what rounding does hardly moves with it
+    (studies/README.md).
     """
 
     name: str
@@ -277,3 +278,4 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     unsettable: dict[str, str] = {}
     notes: tuple[str, ...] = ()
     checks: tuple[str, ...] = ("fidelity", "calibration", "accumulation")
+    check_batch_size: int = 16

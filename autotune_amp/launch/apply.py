@@ -151,12 +151,12 @@ def _behaviour(rank: Rank) -> Observed:
 
 
 def _seen(heard: Heard, rank: Rank) -> Seen:
-    hello = next(each for each in heard.hellos if each.pid == rank.pid)
+    python = heard.torches[rank.pid]
     optimizer = next(iter(rank.optimizers.values()))
 
     def absolute(line: str) -> str:
         path, _, number = line.rpartition(":")
-        return f"{Path(hello.folder, path).resolve()}:{number}" if path else line
+        return f"{Path(python.folder, path).resolve()}:{number}" if path else line
 
     sites = _of_training([site for site in heard.sites if site.pid == rank.pid], rank.training_loaders)
     return Seen(
@@ -164,7 +164,7 @@ def _seen(heard: Heard, rank: Rank) -> Seen:
         sites=tuple(msgspec.structs.replace(site, line=absolute(site.line)) for site in sites),
         device=optimizer.devices[0].partition(":")[0],
         step_line=absolute(optimizer.line),
-        arguments=hello.arguments[1:],
+        arguments=python.arguments[1:],
     )
 
 

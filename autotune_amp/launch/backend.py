@@ -78,8 +78,8 @@ class CommandBackend(WorkloadBackend):
         return self._local.load(deadline_seconds)
 
     def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:
-        """See `WorkloadBackend`."""
-        return self._local.open(device, num_threads, deadline_seconds)
+        """See `WorkloadBackend`; what a run takes to its first step is all in the description."""
+        return self._local.open(device, num_threads, deadline_seconds)._replace(why_not_forked=None, ready_seconds=0.0)
 
     def submit(self, job: Job[Any]) -> Handle[Any]:
         """Run the command for what trains; see `Backend`."""
@@ -134,6 +134,7 @@ class CommandBackend(WorkloadBackend):
             num_workers=loader.num_workers if loader and "num_workers" in command.line.placeholders else None,
             unsettable=cannot,
             notes=NOTES,
+            check_batch_size=today.batch_size,
         )
 
     def _observe(self, setting: Setting, deadlines: Deadlines) -> tuple[Rank, float] | Failure:
@@ -187,7 +188,7 @@ class CommandBackend(WorkloadBackend):
         problem = deviation(self._command.line, setting, rank)
         if problem is not None:
             raise WorkloadError(
-                f"The command does not follow: {problem}.",
+                f"The command does not follow: {problem.message}.",
                 "Put the placeholder where the script takes the value from; --dry-run prints what is started.",
             )
 
@@ -217,7 +218,7 @@ class CommandBackend(WorkloadBackend):
         measured = measure.measurement(ran.heard, trial, ran.began, ran.seen.memory_bytes)
         found = measure.slowest(ran.heard)
         problem = None if found is None else deviation(self._command.line, trial.candidate, found[0])
-        return measured if problem is None else Failure(kind="workload_error", message=problem)
+        return measured if problem is None else problem
 
     def _check(self, check: Check) -> Fidelity | Failure:
         """fp32 and the precision on the same weights and batches of today's size, no step taken."""

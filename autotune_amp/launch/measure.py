@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from statistics import fmean
 
 from autotune_amp.core.dimensions import Precision
@@ -13,7 +14,7 @@ from autotune_amp.launch.ranks import Heard, Interval, Rank
 from autotune_amp.trial.jobs import Trial, stop
 
 MIN_NUM_INTERVALS = 2
-_AUTOCAST: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}
+_LOW: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def slowest(heard: Heard) -> tuple[Rank, list[Interval]] | None:
@@ -46,8 +47,9 @@ def is_enough(heard: Heard, trial: Trial, began: float) -> bool:
 
 
 def measurement(heard: Heard, trial: Trial, began: float, memory_bytes: int) -> Measurement | Failure:
-    """The job's: samples of all ranks by the time of the slowest, memory of all processes on a CPU, of the largest rank
-    on an accelerator."""
+    """The job's: samples of all ranks by the time of the slowest, memory of all ranks together on a CPU, of the
+    largest on an accelerator. What counts against a CPU's limit is `memory_bytes`, of all processes, where that is
+    more."""
     found = slowest(heard)
     if found is None:
         return Failure(kind="workload_error", message="too few optimizer steps were seen to measure it")
@@ -57,18 +59,17 @@ def measurement(heard: Heard, trial: Trial, began: float, memory_bytes: int) -> 
     raw = tuple(one.step_seconds for one in intervals)
     step_seconds = fmean(raw)
     low, high = trimmed_interval(raw)
-    peaks = [step.peak_memory_bytes for each in heard.ranks.values() for step in each.steps if step.peak_memory_bytes]
-    held = [s.reserved_memory_bytes for each in heard.ranks.values() for s in each.steps if s.reserved_memory_bytes]
-    is_cpu = not held
-    losses = [loss for step in rank.steps for loss in step.losses if loss is not None]
+    peaks = [each.peak_memory_bytes or 0 for each in heard.ranks.values()]
+    reserved = [each.reserved_memory_bytes for each in heard.ranks.values() if each.reserved_memory_bytes is not None]
+    losses = [loss for step in rank.steps for loss in step.losses]
     first = rank.pace[0].time - began
     return Measurement(
         step_seconds=step_seconds,
         step_seconds_interval=(min(low, step_seconds), max(high, step_seconds)),
         samples_per_second=rate,
         data_seconds=fmean(one.wait_seconds / one.num_steps for one in intervals),
-        peak_memory_bytes=memory_bytes if is_cpu else max(peaks),
-        reserved_memory_bytes=memory_bytes if is_cpu else max(held),
+        peak_memory_bytes=max(peaks) if reserved else sum(peaks),
+        reserved_memory_bytes=max(reserved) if reserved else max(memory_bytes, sum(peaks)),
         raw_step_seconds=raw,
         num_steps_together=max(one.num_steps for one in intervals),
         build_seconds=first,
@@ -77,6 +78,7 @@ def measurement(heard: Heard, trial: Trial, began: float, memory_bytes: int) -> 
         num_skips=sum(one.num_skips for one in intervals),
         last_loss=losses[-1] if losses else None,
         was_cut=trial.cut_step_seconds is not None and step_seconds > trial.cut_step_seconds,
+        num_compiling_steps=rank.num_compiling_steps,
         num_steps_taken=len(rank.pace),
     )
 
@@ -84,10 +86,7 @@ def measurement(heard: Heard, trial: Trial, began: float, memory_bytes: int) -> 
 def description(rank: Rank, name: str, today: Setting, began: float) -> Description:
     """What the command trains, from a run of what it does `today`."""
     loader = training_loader(rank)
-    num_by_dtype: dict[str, int] = {}
-    for optimizer in rank.optimizers.values():
-        for dtype, num in optimizer.num_parameters.items():
-            num_by_dtype[dtype] = num_by_dtype.get(dtype, 0) + num
+    num_by_dtype = _num_parameters(rank)
     largest = max(num_by_dtype, key=lambda dtype: num_by_dtype[dtype])
     return Description(
         name=name,
@@ -96,7 +95,7 @@ def description(rank: Rank, name: str, today: Setting, began: float) -> Descript
         data="no DataLoader was seen" if loader is None else f"DataLoader at {loader.line or loader.maker}",
         num_parameters=sum(num_by_dtype.values()),
         num_trainable_parameters=sum(num_by_dtype.values()),
-        weights={"bfloat16": "bf16", "float16": "fp16"}.get(largest, "fp32"),  # type: ignore[arg-type]
+        weights=_LOW.get(largest, "fp32"),  # type: ignore[arg-type]
         as_found_precision=today.precision,
         is_as_found_strict=True,
         build_seconds=rank.pace[0].time - began,
@@ -120,7 +119,23 @@ def samples_per_step(rank: Rank) -> float | None:
     return sum(one.num_samples for one in intervals) / sum(one.num_steps for one in intervals)
 
 
-def precision_of(rank: Rank) -> Precision:
-    """What its steps ran in, by the autocast regions that they entered."""
-    regions = [region.partition(":")[2] for step in rank.pace for region in step.regions]
-    return next((_AUTOCAST[dtype] for dtype in regions if dtype in _AUTOCAST), "fp32")
+def precision_of(rank: Rank) -> Precision | None:
+    """What its steps ran in: by the autocast regions that they entered on its device, else by what the weights of its
+    modules were used in. None where nothing of that could be seen: all of it was compiled, without a region.
+    """
+    devices = {device.partition(":")[0] for optimizer in rank.optimizers.values() for device in optimizer.devices}
+    regions = [region.partition(":") for step in rank.steps for region in step.regions]
+    low = Counter(_LOW[dtype] for device, _, dtype in regions if device in devices and dtype in _LOW)
+    if low:
+        return max(low, key=lambda precision: low[precision])
+    used = Counter(dtype for step in rank.steps for _, _, dtype in step.forwards)
+    if not used and any(step.num_compilations for step in rank.steps) and not regions:
+        return None
+    weights = used or _num_parameters(rank)
+    is_tf32 = any(optimizer.uses_tf32 for optimizer in rank.optimizers.values())
+    return _LOW.get(max(weights, key=lambda dtype: weights[dtype]), "tf32" if is_tf32 else "fp32")
+
+
+def _num_parameters(rank: Rank) -> Counter[str]:
+    """By dtype, of all its optimizers."""
+    return sum((Counter(optimizer.num_parameters) for optimizer in rank.optimizers.values()), Counter())

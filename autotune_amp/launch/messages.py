@@ -21,13 +21,20 @@ class _OfRank(_Message, frozen=True, kw_only=True):
 
 
 class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
-    """A Python has imported torch. `worker` is the name that multiprocessing gave it, None where it started it not."""
+    """A Python has started."""
+
+    parent_pid: int
+    python: str
+
+
+class Torch(_OfRank, frozen=True, kw_only=True, tag="torch"):
+    """A Python has imported torch; its rank is as a launcher says. `worker` is the name that multiprocessing gave the
+    process, None where it started it not."""
 
     arguments: tuple[str, ...]
     parent_pid: int
     folder: str
     torch: str
-    python: str
     worker: str | None
 
 
@@ -39,6 +46,7 @@ class Optimizer(_OfRank, frozen=True, kw_only=True, tag="optimizer"):
     num_parameters: dict[str, int]
     devices: tuple[str, ...]
     is_fused: bool
+    uses_tf32: bool
     line: str
     num_threads: int
     host: str
@@ -55,6 +63,14 @@ class Loader(_Message, frozen=True, kw_only=True, tag="loader"):
     prefetch_factor: int | None
     shuffles: bool
     num_samples: int | None
+
+
+class Scaler(_Message, frozen=True, kw_only=True, tag="scaler"):
+    """A GradScaler was made, as `Loader` says; one that is not enabled does nothing."""
+
+    is_enabled: bool
+    maker: str
+    line: str
 
 
 class Site(_Message, frozen=True, kw_only=True, tag="site"):
@@ -78,15 +94,16 @@ class Site(_Message, frozen=True, kw_only=True, tag="site"):
 
 
 class Step(_Message, frozen=True, kw_only=True, tag="step"):
-    """An optimizer step. Samples by loader, batches, waits and backward passes are counted from the beginning; losses,
-    forwards (class, leading dimension of what entered) and autocast regions are since the step before. `is_settled`:
-    the device was waited for, so that intervals between such steps are true."""
+    """An optimizer step. Samples by loader, batches, waits, backward passes and compilations are counted from the
+    beginning; losses (None: not finite), forwards and autocast regions are since the step before. A forward is the
+    class of an outermost module, the leading dimension of what entered it, the dtype that its weights were used in.
+    `is_settled`: the device was waited for, so that intervals between such steps are true."""
 
     optimizer: int
     is_skipped: bool
     losses: tuple[float | None, ...]
     num_backward: int
-    forwards: tuple[tuple[str, int | None], ...]
+    forwards: tuple[tuple[str, int | None, str], ...]
     regions: tuple[str, ...]
     num_samples: dict[str, int]
     num_batches: int
@@ -147,9 +164,12 @@ class Exit(_OfRank, frozen=True, kw_only=True, tag="exit"):
 
 
 class Stack(_Message, frozen=True, kw_only=True, tag="stack"):
-    """Where the threads of a process are."""
+    """Where the threads of a process are; `at` are the files that the main thread is in, the innermost last."""
 
     text: str
+    at: tuple[str, ...]
 
 
-Message: TypeAlias = Hello | Optimizer | Loader | Site | Step | Gradient | Set | Refused | Made | Error | Exit | Stack
+Message: TypeAlias = (
+    Hello | Torch | Optimizer | Loader | Scaler | Site | Step | Gradient | Set | Refused | Made | Error | Exit | Stack
+)

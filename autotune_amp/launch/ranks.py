@@ -1,11 +1,11 @@
-"""What the processes of one run have said, put together: which are ranks, what their steps took, who fell silent. Pure."""
+"""What the processes of one run said, put together: which are ranks, what their steps took, who fell silent. Pure."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import fmean
 
 import msgspec
 
@@ -28,7 +28,7 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class Rank:
-    """One process that trains: the steps of each of its optimizers, and its loaders."""
+    """One process that trains: the steps of each of its optimizers, its loaders and its loss scalers."""
 
     pid: int
     rank: int = 0
@@ -36,9 +36,8 @@ class Rank:
     host: str = ""
     optimizers: dict[int, messages.Optimizer] = field(default_factory=dict)
     loaders: dict[str, messages.Loader] = field(default_factory=dict)
+    scalers: list[messages.Scaler] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
-    is_gone: bool = False
-    has_ended: bool = False
 
     @property
     def pace(self) -> list[Step]:
@@ -48,44 +47,66 @@ class Rank:
 
     @property
     def warm(self) -> list[Step]:
-        """The steps of `pace` from the end of the warm-up on: after `NUM_WARMUP_STEPS`, the last compilation, and what
-        loader workers had ready before the first."""
+        """The steps of `pace` from the end of the warm-up on: after `NUM_WARMUP_STEPS`, and what loader workers had
+        ready before the first."""
         steps = self.pace
         ahead = max((it.num_workers * (it.prefetch_factor or 0) for it in self.loaders.values()), default=0)
-        last = steps[-1].num_compilations if steps else 0
-        return [s for s in steps[NUM_WARMUP_STEPS - 1 :] if s.num_batches >= ahead and s.num_compilations == last]
+        return [step for step in steps[NUM_WARMUP_STEPS - 1 :] if step.num_batches >= ahead]
 
     @property
     def training_loaders(self) -> frozenset[str]:
-        """Those that are fetched from in at least half of the steps: the others evaluate."""
-        pairs = list(pairwise(self.pace))
-        fetched = [_fetched(a, b) for a, b in pairs]
-        return frozenset(name for one in fetched for name in one if 2 * sum(name in f for f in fetched) >= len(pairs))
+        """Those that are fetched from in at least half of the steps: the others evaluate. A loader that is made anew
+        for every epoch is one loader."""
+        fetched = [_fetched(a, b) for a, b in pairwise(self.pace)]
+        num = Counter(kind for one in fetched for kind in {self._kind(name) for name in one})
+        return frozenset(name for one in fetched for name in one if 2 * num[self._kind(name)] >= len(fetched))
+
+    def _kind(self, name: str) -> tuple[object, ...]:
+        loader = self.loaders.get(name)
+        return (name,) if loader is None else (loader.maker, loader.num_samples, loader.batch_size, loader.shuffles)
 
     def intervals(self) -> Iterator[Interval]:
-        """Of the warm steps, without those in which it evaluated."""
-        training = self.training_loaders
-        settled = [(number, step) for number, step in enumerate(self.warm) if step.is_settled]
-        for (i, before), (j, after) in pairwise(settled):
+        """Of the warm steps, without those in which it evaluated or something was compiled."""
+        training, warm = self.training_loaders, self.warm
+        for i, j in self._spans(warm):
+            before, after = warm[i], warm[j]
             fetched = _fetched(before, after)
-            if not fetched.keys() <= training:
+            if before.num_compilations != after.num_compilations or not fetched.keys() <= training:
                 continue
-            samples = (
-                sum(fetched.values()) if training else sum(self._entered(step) for step in self.warm[i + 1 : j + 1])
-            )
+            steps = warm[i + 1 : j + 1]
             yield Interval(
                 step_seconds=(after.time - before.time) / (j - i),
                 num_steps=j - i,
-                num_samples=samples,
+                num_samples=sum(fetched.values()) if training else sum(map(self._entered, steps)),
                 num_passes=after.num_backward - before.num_backward,
                 wait_seconds=after.wait_seconds - before.wait_seconds,
-                num_skips=sum(step.is_skipped for step in self.warm[i + 1 : j + 1]),
+                num_skips=sum(step.is_skipped for step in steps),
             )
+
+    @property
+    def num_compiling_steps(self) -> int:
+        """Warm steps that are in no interval since something was compiled in them."""
+        warm = self.warm
+        return sum(j - i for i, j in self._spans(warm) if warm[i].num_compilations != warm[j].num_compilations)
+
+    def _spans(self, steps: Sequence[Step]) -> Iterator[tuple[int, int]]:
+        """From one step that the device was waited for to the next."""
+        return pairwise(number for number, step in enumerate(steps) if step.is_settled)
 
     def _entered(self, step: Step) -> int:
         """Samples of a step without a loader: what entered the outermost modules in one that was watched."""
         watched = next((s for s in reversed(self.pace) if s.forwards), step)
-        return sum(num or 0 for _, num in watched.forwards)
+        return sum(num or 0 for _, num, _ in watched.forwards)
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """The most that it took: resident on a CPU, allocated on an accelerator; None where nothing says so."""
+        return max((s.peak_memory_bytes for s in self.steps if s.peak_memory_bytes is not None), default=None)
+
+    @property
+    def reserved_memory_bytes(self) -> int | None:
+        """The most that it reserved of an accelerator, None without one."""
+        return max((s.reserved_memory_bytes for s in self.steps if s.reserved_memory_bytes is not None), default=None)
 
 
 def _fetched(before: Step, after: Step) -> dict[str, int]:
@@ -100,10 +121,11 @@ def _fetched(before: Step, after: Step) -> dict[str, int]:
 class Heard:
     """All that was said in one run."""
 
+    pythons: dict[int, messages.Hello] = field(default_factory=dict)  # by pid
+    torches: dict[int, messages.Torch] = field(default_factory=dict)  # by pid
     ranks: dict[int, Rank] = field(default_factory=dict)  # by pid
-    hellos: list[messages.Hello] = field(default_factory=list)
     errors: list[messages.Error] = field(default_factory=list)
-    stacks: dict[int, str] = field(default_factory=dict)
+    stacks: dict[int, messages.Stack] = field(default_factory=dict)  # by pid
     gradients: list[messages.Gradient] = field(default_factory=list)
     sets: list[messages.Set] = field(default_factory=list)
     sites: list[messages.Site] = field(default_factory=list)
@@ -111,18 +133,26 @@ class Heard:
     refused: messages.Refused | None = None
     last_time: float = 0.0  # of the latest step
     _loaders: dict[int, dict[str, messages.Loader]] = field(default_factory=dict)
+    _scalers: dict[int, list[messages.Scaler]] = field(default_factory=dict)
+    _gone: list[int] = field(default_factory=list)  # pids, in the order of their going
+    _ended: set[int] = field(default_factory=set)  # pids that said so
 
     def hear(self, message: Message) -> None:
         """Add a message."""
         match message:
             case messages.Hello():
-                self.hellos.append(message)
+                self.pythons[message.pid] = message
+            case messages.Torch():
+                self.torches[message.pid] = message
             case messages.Loader():
                 self._loaders.setdefault(message.pid, {})[message.index] = message
+            case messages.Scaler():
+                self._scalers.setdefault(message.pid, []).append(message)
             case messages.Optimizer():
                 rank = self.ranks.setdefault(message.pid, Rank(message.pid))
                 rank.rank, rank.world, rank.host = message.rank, message.world, message.host
                 rank.loaders = self._loaders.setdefault(message.pid, {})
+                rank.scalers = self._scalers.setdefault(message.pid, [])
                 rank.optimizers[message.index] = message
             case Step():
                 self.ranks[message.pid].steps.append(message)
@@ -139,25 +169,29 @@ class Heard:
                 self.made.append(message.path)
             case messages.Error():
                 self.errors.append(message)
-                self._ended(message.pid)
+                self._ended.add(message.pid)
             case messages.Exit():
-                self._ended(message.pid)
+                self._ended.add(message.pid)
             case messages.Stack():
-                self.stacks[message.pid] = message.text
+                self.stacks[message.pid] = message
 
     def gone(self, pid: int) -> None:
         """A process's connection has ended."""
-        if pid in self.ranks:
-            self.ranks[pid].is_gone = True
+        self._gone.append(pid)
 
-    def _ended(self, pid: int) -> None:
-        if pid in self.ranks:
-            self.ranks[pid].has_ended = True
+    @property
+    def rank_by_pid(self) -> dict[int, int]:
+        """Of the processes that are ranks, also before their first step: a launcher gave a rank to them, and to no
+        parent of theirs, from which what they start would have it."""
+        launched = {pid: said for pid, said in self.torches.items() if said.world > 1 and said.worker is None}
+        ranks = {pid: said.rank for pid, said in launched.items() if said.parent_pid not in launched}
+        return ranks | {pid: rank.rank for pid, rank in self.ranks.items()}
 
     @property
     def world(self) -> int:
         """The ranks that are to be heard of."""
-        return max((rank.world for rank in self.ranks.values()), default=1)
+        worlds = [rank.world for rank in self.ranks.values()] + [said.world for said in self.torches.values()]
+        return max(worlds, default=1)
 
     @property
     def is_whole(self) -> bool:
@@ -181,9 +215,17 @@ class Heard:
         return min((sum(g.pid == pid for g in self.gradients) for pid in self.ranks), default=0) if self.is_whole else 0
 
     @property
-    def lost(self) -> list[Rank]:
-        """The ranks that ended without a word."""
-        return [rank for rank in self.ranks.values() if rank.is_gone and not rank.has_ended]
+    def lost(self) -> list[int]:
+        """The pids of ranks that ended without a word, the first of them first."""
+        return [pid for pid in self._gone if pid in self.rank_by_pid and pid not in self._ended]
+
+    @property
+    def silent(self) -> list[int]:
+        """The pids of the ranks that others wait for, as far as it can be told: they have taken the fewest steps, and
+        are not themselves in a collective operation or a backward pass. Known once all were asked for their stacks."""
+        steps = {pid: len(self.ranks[pid].pace) if pid in self.ranks else 0 for pid in self.rank_by_pid}
+        behind = [pid for pid in steps if steps[pid] == min(steps.values())]
+        return [pid for pid in behind if not _waits(self.stacks.get(pid))] or behind
 
     def samples_per_second(self) -> float | None:
         """The job's: the samples of all ranks in the time of the slowest, None before every rank has an interval."""
@@ -200,6 +242,7 @@ class Heard:
         return sum(samples for samples, _ in per_rank) / max(seconds for _, seconds in per_rank)
 
 
-def mean_wait(intervals: Sequence[Interval]) -> float:
-    """Seconds of a mean step spent waiting for its data."""
-    return fmean(one.wait_seconds / one.num_steps for one in intervals)
+def _waits(stack: messages.Stack | None) -> bool:
+    """Whether a process is where it waits for other ranks; one that cannot say where it is does not."""
+    innermost = "" if stack is None or not stack.at else stack.at[-1]
+    return "/torch/distributed/" in innermost or innermost.endswith("/torch/autograd/graph.py")

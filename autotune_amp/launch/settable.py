@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.launch_line import LaunchLine
+from autotune_amp.core.outcome import Failure
 from autotune_amp.core.setting import Setting
 from autotune_amp.launch.measure import precision_of, samples_per_step, training_loader
 from autotune_amp.launch.ranks import Rank
@@ -16,7 +17,7 @@ def unsettable(line: LaunchLine, rank: Rank) -> dict[str, str]:
     found, placeholders = {}, line.placeholders
     precision = placeholders.get("precision")
     if precision is None:
-        if not getattr(rank, "has_scaler", False):
+        if not rank.scalers:
             found["fp16"] = "the script has no GradScaler, without which fp16 cannot be set from outside"
     elif precision.choices is not None:
         for name in PRECISIONS:
@@ -47,16 +48,18 @@ def probing_setting(today: Setting, cannot: Mapping[str, str]) -> Setting | None
     )
 
 
-def deviation(line: LaunchLine, setting: Setting, rank: Rank) -> str | None:
+def deviation(line: LaunchLine, setting: Setting, rank: Rank) -> Failure | None:
     """Where a run of `setting` did something else, in words that name both; None where it did what it was asked for."""
     asked, seen = setting.effective_batch_size, samples_per_step(rank)
     if seen is not None and abs(seen - asked) > 0.02 * asked:
         passes = f" ({setting.batch_size} x {setting.accumulation_steps})" if setting.accumulation_steps > 1 else ""
         why = ": {batch_size} does not reach its loader, or it adapts it" if "batch_size" in line.placeholders else ""
-        return f"an optimizer step took {seen:g} samples on each rank, where {asked}{passes} were asked for{why}"
+        message = f"an optimizer step took {seen:g} samples on each rank, where {asked}{passes} were asked for{why}"
+        return Failure(kind="workload_error", message=message)
     precision = precision_of(rank)
     alike = ({"fp32", "tf32"}, {setting.precision})  # TF32 shows in no autocast region
     if precision is not None and not any({precision, setting.precision} <= each for each in alike):
         why = ": {precision} does not reach its autocast" if "precision" in line.placeholders else ""
-        return f"its steps ran in {precision}, where {setting.precision} was asked for{why}"
+        message = f"its steps ran in {precision}, where {setting.precision} was asked for{why}"
+        return Failure(kind="unsupported", message=message)
     return None

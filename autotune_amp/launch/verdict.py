@@ -10,17 +10,21 @@ import msgspec
 
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
+from autotune_amp.launch.messages import Error
 from autotune_amp.launch.ranks import NUM_WARMUP_STEPS, Heard
 
 _OUT_OF_MEMORY = re.compile(
-    r"out of memory|can't allocate memory|cannot allocate memory|bad_alloc|not enough memory|OutOfMemoryError|MemoryError",
+    r"out of memory|can't allocate memory|cannot allocate memory|bad_alloc|not enough memory"
+    r"|OutOfMemoryError|MemoryError",
     re.IGNORECASE,
 )
-# What a rank says of another that it lost, and a launcher of its ranks: never the cause.
+# What a rank says of another that it lost: never the cause.
 _OF_OTHERS = re.compile(
-    r"connection (closed|reset)|closed by peer|broken pipe|DistBackendError|NCCL|Rank \d+ .*(failed|timed out)|process group",
+    r"connection (closed|reset)|closed by peer|broken pipe|DistBackendError|NCCL|Rank \d+ .*(failed|timed out)"
+    r"|process group|timed out waiting",
     re.IGNORECASE,
 )
+# What a launcher says of its ranks: the cause only where no rank says one.
 _LAUNCHERS_ERRORS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException")
 _TAIL_CHARACTERS = 4000
 
@@ -55,7 +59,8 @@ def verdict(
     if memory_limit_bytes is not None and seen.memory_bytes > memory_limit_bytes:
         return Failure(
             kind="oom",
-            message=f"its processes took {seen.memory_bytes >> 20} MiB, over the limit of {memory_limit_bytes >> 20} MiB",
+            message=f"its processes took {seen.memory_bytes >> 20} MiB, "
+            f"over the limit of {memory_limit_bytes >> 20} MiB",
         )
     if seen.status is not None:
         return _of_exit(heard, seen)
@@ -63,45 +68,56 @@ def verdict(
 
 
 def _of_errors(heard: Heard, seen: Seen) -> Failure:
-    """The error that is the cause: out of memory first, then one that speaks of no other rank."""
+    """The error that is the cause: out of memory first, then one that speaks of no other rank, then a rank's death."""
     own = [e for e in heard.errors if e.type not in _LAUNCHERS_ERRORS and not _OF_OTHERS.search(e.message)]
-    worst = next((e for e in heard.errors if e.is_oom or _OUT_OF_MEMORY.search(e.message)), own[0] if own else None)
-    if worst is not None:
-        is_oom = worst.is_oom or bool(_OUT_OF_MEMORY.search(worst.message))
-        of_rank = f"rank {worst.rank}: " if worst.world > 1 else ""
-        first = worst.message.strip().splitlines()[0][:300] if worst.message.strip() else ""
-        return Failure(
-            kind="oom" if is_oom else "workload_error",
-            message=f"{of_rank}{worst.type}: {first}",
-            details=worst.traceback,
-        )
-    if heard.lost:
-        rank = heard.lost[0]
-        died = re.search(rf"exitcode:? *-(\d+)\)? .*\(pid: {rank.pid}\)", seen.printed)
-        how = f" of {signal.Signals(int(died[1])).name}" if died else ""
-        return Failure(kind="crash", message=f"rank {rank.rank} died{how}, without a word", details=_tail(seen))
-    first_error = heard.errors[0]
+    worst = next((e for e in heard.errors if _is_oom(e)), own[0] if own else None)
+    if worst is None and heard.lost:
+        return _of_lost(heard, seen)
+    error = worst or heard.errors[0]
+    lines = [line for line in error.message.splitlines() if line.strip()]
+    if error.type == "ProcessRaisedException":  # of torch.multiprocessing: it holds the traceback of the process
+        rank = re.search(r"Process (\d+) terminated", error.message)
+        whose, said = f"rank {rank[1]}: " if rank else "", lines[-1]
+    else:
+        whose = f"rank {error.rank}: " if error.world > 1 else ""
+        said = f"{error.type}: {lines[0] if lines else ''}"
     return Failure(
-        kind="workload_error", message=f"{first_error.type}: {first_error.message[:300]}", details=first_error.traceback
+        kind="oom" if _is_oom(error) else "workload_error", message=f"{whose}{said[:300]}", details=error.traceback
     )
 
 
+def _is_oom(error: Error) -> bool:
+    return error.is_oom or bool(_OUT_OF_MEMORY.search(error.message))
+
+
+def _of_lost(heard: Heard, seen: Seen) -> Failure:
+    """A rank ended without a word: what its launcher printed says how."""
+    pid = heard.lost[0]
+    by_launcher = re.search(rf"exitcode:? *-(\d+)\)? .*\(pid: {pid}\)", seen.printed)
+    by_spawn = re.search(r"process \d+ terminated with signal (\w+)", seen.printed)
+    name = signal.Signals(int(by_launcher[1])).name if by_launcher else by_spawn[1] if by_spawn else None
+    how = f"died of {name}" if name else "died"
+    return Failure(kind="crash", message=f"rank {heard.rank_by_pid[pid]} {how}, without a word", details=_tail(seen))
+
+
 def _of_exit(heard: Heard, seen: Seen) -> Literal["measured"] | Failure:
-    if seen.status == 0:
-        if not heard.hellos:
-            message = "it ended, and no Python that imports torch was seen in it"
-        elif not heard.ranks:
-            message = "it ended without an optimizer step: is it finished already, or resumed from a checkpoint?"
-        elif heard.num_steps > NUM_WARMUP_STEPS + 1:
-            return "measured"
-        else:
-            message = f"it ended by itself after {heard.num_steps} optimizer steps, too few to measure"
-        return Failure(kind="workload_error", message=message, details=_tail(seen))
-    if _OUT_OF_MEMORY.search(seen.printed[-_TAIL_CHARACTERS:]):
-        return Failure(kind="oom", message="its output says that memory ran out", details=_tail(seen))
     assert seen.status is not None
-    how = f"died of {signal.Signals(-seen.status).name}" if seen.status < 0 else f"exited with status {seen.status}"
-    return Failure(kind="crash", message=f"the command {how}", details=_tail(seen))
+    if seen.status != 0:
+        if _OUT_OF_MEMORY.search(seen.printed[-_TAIL_CHARACTERS:]):
+            return Failure(kind="oom", message="its output says that memory ran out", details=_tail(seen))
+        if heard.lost and heard.world > 1:
+            return _of_lost(heard, seen)
+        how = f"died of {signal.Signals(-seen.status).name}" if seen.status < 0 else f"exited with status {seen.status}"
+        return Failure(kind="crash", message=f"the command {how}", details=_tail(seen))
+    if heard.num_steps > NUM_WARMUP_STEPS + 1:
+        return "measured"
+    if heard.ranks and not heard.is_whole:
+        message = f"it ended, and {_heard_ranks(heard)}"
+    elif heard.ranks:
+        message = f"it ended by itself after {heard.num_steps} optimizer steps, too few to measure"
+    else:
+        message = f"it ended, and {_unseen(heard)}"
+    return Failure(kind="workload_error", message=message, details=_tail(seen))
 
 
 def _overdue(heard: Heard, seen: Seen, deadlines: Deadlines) -> Failure | None:
@@ -114,16 +130,42 @@ def _overdue(heard: Heard, seen: Seen, deadlines: Deadlines) -> Failure | None:
         message = f"no step for {step:.0f} s, after step {heard.num_steps}"
     else:
         return None
-    if not heard.hellos:
-        message = "no Python with torch was seen in it: is it started with -I, -E or -S, in a container, or elsewhere?"
+    if not heard.ranks:
+        message += f": {_unseen(heard)}"
+    elif not heard.is_whole:
+        message += f"; {_heard_ranks(heard)}"
+    if not heard.pythons:
         return Failure(kind="workload_error", message=message, details=_tail(seen))
-    if heard.ranks and not heard.is_whole:
-        message += f"; {len(heard.ranks)} of {heard.world} ranks were heard"
-    behind = min(heard.ranks.values(), key=lambda rank: len(rank.pace), default=None)
-    if behind is not None and heard.world > 1:
-        message += f"; rank {behind.rank} is behind"
-    stack = None if behind is None else heard.stacks.get(behind.pid)
-    return Failure(kind="timeout", message=message, details=stack or _tail(seen))
+    silent = heard.silent if heard.world > 1 else []
+    if 0 < len(silent) < len(heard.rank_by_pid):
+        message += "; " + " and ".join(f"rank {heard.rank_by_pid[pid]}" for pid in sorted(silent)) + " hangs"
+    return Failure(kind="timeout", message=message, details=_stacks(heard, silent) or _tail(seen))
+
+
+def _unseen(heard: Heard) -> str:
+    """Why no rank was heard of."""
+    if not heard.pythons:
+        return (
+            "no Python in it could be observed: is it started with -I, -E or -S, by `env -i`, in a container, "
+            "or on another machine?"
+        )
+    if not heard.torches:
+        return "no Python in it had imported torch"
+    return (
+        "torch was imported, but no optimizer of torch took a step: is the training finished already, or resumed "
+        "from a checkpoint?"
+    )
+
+
+def _heard_ranks(heard: Heard) -> str:
+    return f"{len(heard.ranks)} of {heard.world} ranks were heard"
+
+
+def _stacks(heard: Heard, first: list[int]) -> str:
+    """Where the ranks are, those named first; without ranks, where everything with torch is."""
+    pids = heard.rank_by_pid or dict.fromkeys(heard.torches, 0)
+    asked = sorted(heard.stacks.keys() & pids, key=lambda pid: (pid not in first, pids[pid]))
+    return "\n".join(f"rank {pids[pid]}, pid {pid}:\n{heard.stacks[pid].text}" for pid in asked)
 
 
 def _tail(seen: Seen) -> str | None:

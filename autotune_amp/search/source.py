@@ -204,7 +204,7 @@ def open_workload(
         return answer
 
     opened = backend.open(device, source.num_threads(), budget.left())
-    ready_seconds = budget.elapsed()
+    ready_seconds = budget.elapsed() if opened.ready_seconds is None else opened.ready_seconds
     state = source.torch_state(opened.torch_state)
     watcher.phase("probing the device")
     hardware = ask(Probe(device=device, torch_state=state, deadline_seconds=max(0.0, budget.left())))

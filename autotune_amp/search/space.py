@@ -40,7 +40,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     is why nothing may accumulate, None where nothing speaks against it. `weights` is what the parameters are kept in,
     `has_tf32` whether the device has it. `weighs_passes`: the training itself weighs what accumulates. `variants` are
     other values of further dimensions, by name, which are tried on the setting that would win. `checks` are those that
-    can be answered.
+    can be answered, at `check_batch_size` at most.
     """
 
     candidates: tuple[Setting, ...]
@@ -55,6 +55,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     weighs_passes: bool = False
     variants: dict[str, tuple[Any, ...]] = {}
     checks: frozenset[str] = frozenset({"fidelity", "calibration", "accumulation"})
+    check_batch_size: int = 16
 
     @property
     def accumulates(self) -> bool:
@@ -103,6 +104,7 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
         weighs_passes=description.weighs_passes,
         variants={dimension.name: found.values for dimension, found in variants.items()},
         checks=frozenset(description.checks),
+        check_batch_size=description.check_batch_size,
     )
     if fixed is None:
         return space
@@ -260,7 +262,9 @@ def _with_accumulation(space: Space, num: int, reason: str, next_step: str) -> S
     why = f"accumulation is withheld: {reason.rstrip('.')}; this and all smaller batch sizes are left out"
     excluded = [Exclusion(precision=c.precision, batch_size=c.batch_size, reason=why) for c in largest.values()]
     note = f"Batch sizes below {whole // num} are left out, since gradient accumulation is withheld. "
-    note += f"{sentence(reason)} {next_step} --effective-batch-size free tries them without it.".replace("  ", " ")
+    note += f"{sentence(reason[0].upper() + reason[1:])} {next_step} --effective-batch-size free tries them without it.".replace(
+        "  ", " "
+    )
     return msgspec.structs.replace(
         space,
         candidates=left,

@@ -27,6 +27,7 @@ def run(command: list[str], folder: Path, *, fails: bool = False, **settings: An
         agent = {"socket": f"{temporary}/socket", "folder": temporary, **settings}
         path = os.pathsep.join(filter(None, [str(INJECTED), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "AUTOTUNE_AMP_AGENT": json.dumps(agent), "PYTHONPATH": path}
+        environment["TMPDIR"] = temporary  # where launchers leave what they wrote
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
         listener.close()
         while True:

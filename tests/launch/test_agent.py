@@ -66,7 +66,7 @@ def test_a_plain_loop(script: Callable[[str], list[str]], tmp_path: Path, accumu
     assert len(rank.pace) == 64 // accumulates
     assert per_step(rank) == {(8 * accumulates, accumulates)}
     assert {it.shuffles for it in rank.loaders.values()} == {True}
-    assert [forward for forward, _ in rank.pace[0].forwards] == ["Sequential"] * accumulates
+    assert [forward for forward, *_ in rank.pace[0].forwards] == ["Sequential"] * accumulates
 
 
 @pytest.mark.parametrize("optimizer", [SGD, FUSED])

@@ -1,29 +1,34 @@
 """What runs inside the processes of a training command: it sees their optimizer steps and tells the parent.
 
-It is brought in by ``path/sitecustomize.py`` under the name ``autotune_amp_agent``. Python's standard library alone, 3.8
-and newer, since the user's environment may hold nothing of ours; torch is there once the user's program has imported it.
+It is brought in by ``path/sitecustomize.py`` under the name ``autotune_amp_agent``. Python's standard library alone,
+3.8 and newer, since the user's environment may hold nothing of ours; torch is there once the user's program has
+imported it. In the order in which things happen: `channel`, `imports`, `observer`, and what that one asks: `batches`,
+`passes`, `where`.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from typing import Any
 
 
 def arm(settings_text: str) -> None:
-    """Start in a process: the guard at once, the rest when torch is imported.
+    """Start in a process: say so, and guard it at once; the rest when torch is imported.
 
     `settings_text` is a JSON object: ``socket`` the path of the parent's, ``folder`` the trial's own; ``guard``, the
-    folders that may be written to and the time that the trial started at, where files are guarded; ``frozen``, where no
-    step is to be taken; ``outside``, what is to be set from outside; ``seed``;
-    ``overlay``, files that are run as if they held another's text; ``sites``, whether to tell of the user's own calls.
+    folders that may be written to and the time that the trial started at, where files are guarded; ``observes``, false
+    where nothing is to be patched for the sake of observing; ``frozen``, where no step is to be taken; ``outside``,
+    what is to be set from outside; ``seed``; ``overlay``, files that are run as if they held the text of others;
+    ``sites``, whether to tell of the calls of the user's own.
     """
+    from .channel import Channel
     from .imports import after_import
 
     settings: dict[str, Any] = json.loads(settings_text)
-    from .channel import Channel
-
     channel = Channel(settings["socket"])
+    channel.send("hello", parent_pid=os.getppid(), python=".".join(map(str, sys.version_info[:3])))
     if settings.get("guard"):
         from . import guard
 
@@ -39,4 +44,4 @@ def arm(settings_text: str) -> None:
 
         observer.install(channel, settings)
 
-    after_import("torch", with_torch)
+    after_import("torch", channel.shield(with_torch))

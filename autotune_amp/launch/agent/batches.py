@@ -35,65 +35,76 @@ class Loaders:
         self._watch_iterating()
 
     def _watch_making(self) -> None:
-        original = dataloader.DataLoader.__init__
+        loader_class: Any = dataloader.DataLoader
+        make, made = loader_class.__init__, self._channel.shield(self._made)
 
-        @functools.wraps(original)
+        @functools.wraps(make)
         def __init__(loader: Any, *args: Any, **kwargs: Any) -> None:
-            original(loader, *args, **kwargs)
-            if "_autotune_amp_index" in loader.__dict__:
-                return
-            object.__setattr__(loader, "_autotune_amp_index", str(self._num_loaders))
-            self._num_loaders += 1
-            self._channel.add(
-                "loader",
-                index=loader._autotune_amp_index,
-                maker=where.maker(),
-                line=where.user_line(),
-                batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
-                num_workers=loader.num_workers,
-                prefetch_factor=loader.prefetch_factor,
-                shuffles=type(loader.sampler).__name__ not in ("SequentialSampler", "_InfiniteConstantSampler"),
-                num_samples=_length(loader.dataset),
-            )
+            make(loader, *args, **kwargs)
+            made(loader)
 
-        dataloader.DataLoader.__init__ = __init__  # type: ignore[method-assign]
+        loader_class.__init__ = __init__
+
+    def _made(self, loader: Any) -> None:
+        if "_autotune_amp_index" in loader.__dict__:
+            return
+        object.__setattr__(loader, "_autotune_amp_index", str(self._num_loaders))
+        self._num_loaders += 1
+        self._channel.add(
+            "loader",
+            index=loader._autotune_amp_index,
+            maker=where.maker(),
+            line=where.user_line(),
+            batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
+            num_workers=loader.num_workers,
+            prefetch_factor=loader.prefetch_factor,
+            shuffles=type(loader.sampler).__name__ not in ("SequentialSampler", "_InfiniteConstantSampler"),
+            num_samples=_length(loader.dataset),
+        )
 
     def _watch_iterating(self) -> None:
         base: Any = dataloader._BaseDataLoaderIter
         begin, reset, draw, fetch = base.__init__, base._reset, base._next_index, base.__next__
+        drew, handed_out = self._channel.shield(self._drew), self._channel.shield(self._handed_out)
 
-        def __init__(self_: Any, loader: Any) -> None:
-            begin(self_, loader)
-            self_._autotune_amp_index = getattr(loader, "_autotune_amp_index", "?")
-            self_._autotune_amp_drawn = deque()
+        def __init__(iterator: Any, loader: Any) -> None:
+            begin(iterator, loader)
+            iterator._autotune_amp_index = getattr(loader, "_autotune_amp_index", "?")
+            iterator._autotune_amp_drawn = deque()
 
-        def _reset(self_: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-            self_._autotune_amp_drawn = deque()  # an epoch that was left early had drawn ahead
-            reset(self_, loader, *args, **kwargs)
+        def _reset(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+            iterator._autotune_amp_drawn = deque()  # an epoch that was left early had drawn ahead
+            reset(iterator, loader, *args, **kwargs)
 
-        def _next_index(self_: Any) -> Any:
-            drawn = draw(self_)
-            is_batch = isinstance(drawn, (list, tuple)) and self_._dataset_kind == dataloader._DatasetKind.Map
-            self_._autotune_amp_drawn.append(len(drawn) if is_batch else None)
-            return drawn
+        def _next_index(iterator: Any) -> Any:
+            indices = draw(iterator)
+            drew(iterator, indices)
+            return indices
 
-        def __next__(self_: Any) -> Any:
+        def __next__(iterator: Any) -> Any:
             began = time.perf_counter()
-            batch = fetch(self_)
-            fetched = time.perf_counter()
-            drawn = self_._autotune_amp_drawn
-            num = drawn.popleft() if drawn else None
-            num = leading(batch) if num is None else num
-            index = self_._autotune_amp_index
-            self.num_samples[index] = self.num_samples.get(index, 0) + (num or 0)
-            self.num_batches += 1
-            if self.keeps_latest:
-                self.latest = batch
-            self.wait_seconds += fetched - began
-            self.overhead_seconds += time.perf_counter() - fetched
+            batch = fetch(iterator)
+            handed_out(iterator, batch, began)
             return batch
 
         base.__init__, base._reset, base._next_index, base.__next__ = __init__, _reset, _next_index, __next__
+
+    def _drew(self, iterator: Any, indices: Any) -> None:
+        is_batch = isinstance(indices, (list, tuple)) and iterator._dataset_kind == dataloader._DatasetKind.Map
+        iterator._autotune_amp_drawn.append(len(indices) if is_batch else None)
+
+    def _handed_out(self, iterator: Any, batch: Any, began: float) -> None:
+        fetched = time.perf_counter()
+        drawn = iterator._autotune_amp_drawn
+        num = drawn.popleft() if drawn else None
+        num = leading(batch) if num is None else num
+        index = iterator._autotune_amp_index
+        self.num_samples[index] = self.num_samples.get(index, 0) + (num or 0)
+        self.num_batches += 1
+        if self.keeps_latest:
+            self.latest = batch
+        self.wait_seconds += fetched - began
+        self.overhead_seconds += time.perf_counter() - fetched
 
 
 def leading(batch: Any, depth: int = 0) -> int | None:

@@ -1,7 +1,8 @@
-"""Messages to the parent: lines of JSON on its socket. A process whose parent is gone ends."""
+"""Messages to the parent: lines of JSON on its socket. A process that listens, and whose parent is gone, ends."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import select
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 PARENT_GONE = 113  # exit status
@@ -18,13 +20,11 @@ _LISTEN_SECONDS = 0.1
 
 
 class Channel:
-    """Connected by the first message that is sent, anew after a fork.
-
-    What the parent asks is ``dump``: where every thread is.
-    """
+    """Connected by the first message that is sent, anew after a fork."""
 
     def __init__(self, path: str) -> None:
         self._path = path
+        self._listens = False
         self._reset()
         os.register_at_fork(after_in_child=self._reset)
 
@@ -33,6 +33,37 @@ class Channel:
         self._messages: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         self._sent_at = 0.0
+
+    def listen(self) -> None:
+        """Start a thread that hears the parent: that it is gone, or that it asks ``dump``, where every thread is."""
+        self._listens = True
+        if self._socket is not None:
+            self._start_listening(self._socket)
+
+    def shield(self, action: Callable[..., Any]) -> Callable[..., Any]:
+        """`action` that raises nothing into the user's program: the parent hears of it in place of that."""
+
+        @functools.wraps(action)
+        def shielded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return action(*args, **kwargs)
+            except Exception as error:
+                self.send_error(error, is_oom=False)
+
+        return shielded
+
+    def send_error(self, error: BaseException, *, is_oom: bool) -> None:
+        """Send an exception, and who this process is."""
+        from . import where
+
+        self.send(
+            "error",
+            type=type(error).__name__,
+            message=str(error)[:4000],
+            traceback="".join(traceback.format_exception(type(error), error, error.__traceback__))[-8000:],
+            is_oom=is_oom,
+            **where.rank(),
+        )
 
     @property
     def is_due(self) -> bool:
@@ -60,15 +91,20 @@ class Channel:
             try:
                 if self._socket is None:
                     self._socket = self._connected()
-                self._socket.sendall("".join(json.dumps(message) + "\n" for message in messages).encode())
+                lines = "".join(json.dumps(message, ensure_ascii=False) + "\n" for message in messages)
+                self._socket.sendall(lines.encode(errors="replace"))  # paths may hold what is no text
             except OSError:
                 os._exit(PARENT_GONE)  # nothing of a trial may run on, its handlers at exit neither
 
     def _connected(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(self._path)
-        threading.Thread(target=self._listen, args=(connection,), daemon=True, name="autotune-amp").start()
+        if self._listens:
+            self._start_listening(connection)
         return connection
+
+    def _start_listening(self, connection: socket.socket) -> None:
+        threading.Thread(target=self._listen, args=(connection,), daemon=True, name="autotune-amp").start()
 
     def _listen(self, connection: socket.socket) -> None:
         asked = b""
@@ -86,7 +122,7 @@ class Channel:
             while b"\n" in asked:
                 line, _, asked = asked.partition(b"\n")
                 if line == b"dump":
-                    self.send("stack", text=_stacks())
+                    self.send("stack", text=_stacks(), at=_at())
 
 
 def _stacks() -> str:
@@ -97,3 +133,9 @@ def _stacks() -> str:
         for ident, frame in sys._current_frames().items()
         if ident != threading.get_ident()
     )[-8000:]
+
+
+def _at() -> list[str]:
+    """The files that the main thread is in, the innermost last."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return [frame.filename for frame in traceback.extract_stack(frame)[-8:]]

@@ -47,7 +47,7 @@ class Frozen:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         number = self._observer.num_steps
         if number < self._num_steps:
-            index, rank = self._observer.index_of(optimizer), where.rank(torch)["rank"]
+            index, rank = self._observer.index_of(optimizer), where.rank()["rank"]
             path = os.path.join(self._folder, f"gradient_{rank}_{index}_{number}.float32")
             sizes = self._write(path, parameters)
             batch = first_tensor(self._observer.loaders.latest)
@@ -59,7 +59,7 @@ class Frozen:
                 sizes=sizes,
                 weights=_digest(parameters),
                 batch=None if batch is None else _digest([batch]),
-                **where.rank(torch),
+                **where.rank(),
             )
         for parameter in parameters:
             parameter.grad = None  # with which no optimizer moves it

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import functools
+import math
 import multiprocessing
 import os
 import socket
 import sys
 import time
-import traceback
 import weakref
 from typing import Any
 
@@ -27,7 +28,8 @@ MAX_LOSSES = 8  # of one step
 
 
 def install(channel: Channel, settings: dict[str, Any]) -> None:
-    """Watch this process; torch has just been imported."""
+    """Watch this process, as far as it is to be observed; torch has just been imported."""
+    _tell_of_this_process(channel)
     if settings.get("seed") is not None:  # what the script does not seed itself is alike in the runs that are compared
         import random
 
@@ -38,7 +40,8 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
         from .frozen import Frozen
 
         observer.frozen = Frozen(channel, observer, settings["folder"], settings["frozen"])
-    observer.watch()
+    if settings.get("observes", True):
+        observer.watch()
     if settings.get("sites"):
         from . import sites
 
@@ -48,7 +51,6 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
 
         Outside(channel, observer, settings["outside"]).install()
     guard.watch_native_writers()
-    _tell_of_the_end(channel)
 
 
 class Observer:
@@ -57,17 +59,18 @@ class Observer:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.loaders = batches.Loaders(channel)
-        self.passes = passes.Passes()
+        self.passes = passes.Passes(channel)
         self.frozen: Any = None
         self.num_steps = 0
         self.on_step: list[Any] = []
         self._optimizers: list[Any] = []  # weak references, in the order of their first steps
         self._stepping: Any = None  # the frame of the outermost `step` that runs
         self._num_nested = 0
-        self._has_stepped = False
-        self._in_scaler = 0
+        self.has_stepped = False
+        self.in_scaler = 0
         self._pending: list[dict[str, Any]] = []
         self._device = "cpu"
+        self._num_compilations = 0
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
@@ -79,17 +82,23 @@ class Observer:
     def watch(self) -> None:
         """Hook into torch."""
         self.loaders.watch()
-        self.passes.watch(self)
-        hooks = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
+        self.passes.watch()
+        before, after = self.channel.shield(self._before), self.channel.shield(self._after)
+        hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
         def with_dynamo(dynamo: Any) -> None:  # where `optimizer.step` is compiled, these are called between two graphs
             for hook in hooks:
                 hook.remove()
-            register_optimizer_step_pre_hook(dynamo.disable(self._before))
-            register_optimizer_step_post_hook(dynamo.disable(self._after))
+            register_optimizer_step_pre_hook(dynamo.disable(before))
+            register_optimizer_step_post_hook(dynamo.disable(after))
+            dynamo.callback.callback_handler.register_end_callback(self._compiled)
 
-        after_import("torch._dynamo", with_dynamo)
+        after_import("torch._dynamo", self.channel.shield(with_dynamo))
         _watch_scaler(self)
+
+    def _compiled(self, _: Any) -> None:
+        """Something was compiled, a backward pass that was put off too: counters of dynamo can be cleared by others."""
+        self._num_compilations += 1
 
     def index_of(self, optimizer: Any) -> int:
         """Its number, in the order of first steps."""
@@ -111,8 +120,8 @@ class Observer:
             self._num_nested -= 1
             return
         self._stepping = None
-        self._has_stepped = True
-        if not self._in_scaler:
+        self.has_stepped = True
+        if not self.in_scaler:
             self.stepped(optimizer)
 
     def _is_stepping(self) -> bool:
@@ -123,6 +132,13 @@ class Observer:
         while frame is not None and frame is not self._stepping:
             frame = frame.f_back
         return frame is not None
+
+    def stepped_by(self, scaler: Any, optimizer: Any) -> None:
+        """An enabled scaler was asked for a step."""
+        found = None
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            found = sum(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+        self.stepped(optimizer, found, is_skipped=not self.has_stepped)
 
     def stepped(self, optimizer: Any, found_inf: Any = None, *, is_skipped: bool = False) -> None:
         """An optimizer stepped, or its scaler skipped the step; `found_inf` says on the device which of both."""
@@ -140,7 +156,7 @@ class Observer:
                 "num_samples": dict(self.loaders.num_samples),
                 "num_batches": self.loaders.num_batches,
                 "wait_seconds": self.loaders.wait_seconds,
-                "num_compilations": _num_compilations(),
+                "num_compilations": self._num_compilations,
                 "time": time.monotonic(),
             }
         )
@@ -159,7 +175,8 @@ class Observer:
             getattr(torch, self._device).synchronize()
             self._pending[-1]["time"] = time.monotonic()
         for step in self._pending:
-            step["losses"] = [float(loss) for loss in step["losses"]]
+            losses = [float(loss) for loss in step["losses"]]
+            step["losses"] = [loss if math.isfinite(loss) else None for loss in losses]  # JSON has no other numbers
             step["is_skipped"] = bool(step["is_skipped"])
         overhead = {"overhead_seconds": self.passes.overhead_seconds + self.loaders.overhead_seconds}
         self._pending[-1].update(is_settled=True, **memory, **overhead)
@@ -196,9 +213,10 @@ class Observer:
             devices=sorted({str(p.device) for p in parameters}),
             is_fused=any(group.get("fused") for group in optimizer.param_groups),
             line=where.user_line(),
+            uses_tf32=self._device == "cuda" and getattr(torch.backends.cuda.matmul, "fp32_precision", "") == "tf32",
             num_threads=torch.get_num_threads(),
             host=socket.gethostname(),
-            **where.rank(torch),
+            **where.rank(),
         )
 
 
@@ -213,31 +231,24 @@ def _step_frame() -> Any:
 
 def _watch_scaler(observer: Observer) -> None:
     """A step that GradScaler skips never reaches the optimizer; one that is fused reaches it although it is skipped."""
-    original = GradScaler.step
+    scaler_class: Any = GradScaler
+    original, stepped = scaler_class.step, observer.channel.shield(observer.stepped_by)
 
-    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_enabled():
-            return original(self, optimizer, *args, **kwargs)
-        observer._in_scaler += 1
-        observer._has_stepped = False
+    @functools.wraps(original)
+    def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not scaler.is_enabled():
+            return original(scaler, optimizer, *args, **kwargs)
+        observer.in_scaler += 1
+        observer.has_stepped = False
         try:
-            result = original(self, optimizer, *args, **kwargs)
+            result = original(scaler, optimizer, *args, **kwargs)
         finally:
-            observer._in_scaler -= 1
-        if observer._in_scaler == 0:
-            found = None
-            if getattr(optimizer, "_step_supports_amp_scaling", False):
-                found = sum(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
-            observer.stepped(optimizer, found, is_skipped=not observer._has_stepped)
+            observer.in_scaler -= 1
+        if observer.in_scaler == 0:
+            stepped(scaler, optimizer)
         return result
 
-    step.__wrapped__ = original  # type: ignore[attr-defined]
-    GradScaler.step = step  # type: ignore[method-assign, assignment]
-
-
-def _num_compilations() -> int:
-    utils: Any = sys.modules.get("torch._dynamo.utils")
-    return 0 if utils is None else int(utils.counters["stats"].get("unique_graphs", 0))
+    scaler_class.step = step
 
 
 def _peak_resident_bytes() -> int | None:
@@ -251,29 +262,24 @@ def _peak_resident_bytes() -> int | None:
     return None
 
 
-def _tell_of_the_end(channel: Channel) -> None:
+def _tell_of_this_process(channel: Channel) -> None:
+    """That it has torch, and how it ends."""
     hook = sys.excepthook
 
     def excepthook(kind: Any, value: Any, trace: Any) -> None:
-        channel.send(
-            "error",
-            type=kind.__name__,
-            message=str(value)[:4000],
-            traceback="".join(traceback.format_exception(kind, value, trace))[-8000:],
-            is_oom=isinstance(value, (torch.OutOfMemoryError, MemoryError)),
-            **where.rank(torch),
-        )
+        channel.send_error(value, is_oom=isinstance(value, (torch.cuda.OutOfMemoryError, MemoryError)))
         hook(kind, value, trace)
 
     sys.excepthook = excepthook
-    atexit.register(lambda: channel.send("exit", **where.rank(torch)))
-    started_by = multiprocessing.parent_process()
+    atexit.register(lambda: channel.send("exit", **where.rank()))
+    is_started_by_another = multiprocessing.parent_process() is not None
     channel.send(
-        "hello",
+        "torch",
         arguments=sys.argv,
         parent_pid=os.getppid(),
         folder=os.getcwd(),
         torch=torch.__version__,
-        python=".".join(map(str, sys.version_info[:3])),
-        worker=None if started_by is None else multiprocessing.current_process().name,
+        worker=multiprocessing.current_process().name if is_started_by_another else None,
+        **where.rank(),
     )
+    channel.listen()

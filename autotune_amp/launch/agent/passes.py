@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any
 
 import torch
 from torch.amp.autocast_mode import autocast
 from torch.amp.grad_scaler import GradScaler
 
+from . import where
 from .batches import leading
+from .channel import Channel
 
 MAX_FORWARDS = 64  # told of one step
 
@@ -17,10 +20,11 @@ MAX_FORWARDS = 64  # told of one step
 class Passes:
     """What was seen since the step before."""
 
-    def __init__(self) -> None:
+    def __init__(self, channel: Channel) -> None:
         self.num_backward = 0
         self.overhead_seconds = 0.0
         self.on_outermost: list[Any] = []  # called with each outermost module, before its forward
+        self._channel = channel
         self._losses: list[Any] = []
         self._is_scaled = False  # the loss was seen before it was scaled
         self._backward_depth = 0
@@ -34,28 +38,34 @@ class Passes:
         return losses
 
     def take_forwards(self) -> list[Any]:
-        """Class and leading dimension of what entered each outermost module in training."""
+        """Of each outermost module that ran in training its class, the leading dimension of what entered it, and the
+        dtype that its weights were used in."""
         forwards, self._forwards = self._forwards[:MAX_FORWARDS], []
         return forwards
 
     def take_regions(self) -> list[str]:
-        """``device:dtype`` of the autocast regions that were entered, ``device:off`` of one that the script can turn on."""
+        """``device:dtype`` of the autocast regions that were entered, ``device:off`` of one that is not enabled.
+
+        Those in a compiled function are seen when it is traced, which it is even where its code is cached.
+        """
         regions, self._regions = list(self._regions), {}
         return regions
 
-    def watch(self, _: Any) -> None:
+    def watch(self) -> None:
         """Hook into torch."""
         self._watch_losses()
+        self._watch_scalers()
         self._watch_regions()
-        self._watch_modules()
+        self.watch_modules()
 
     def _watch_losses(self) -> None:
-        scale, backward = GradScaler.scale, torch.autograd.backward
+        scaler_class: Any = GradScaler
+        scale, backward = scaler_class.scale, torch.autograd.backward
+        scaling, passing_back = self._channel.shield(self._scaling), self._channel.shield(self._passing_back)
 
+        @functools.wraps(scale)
         def scale_(scaler: Any, outputs: Any) -> Any:
-            if isinstance(outputs, torch.Tensor) and outputs.numel() == 1:
-                self._losses.append(outputs.detach().clone())
-                self._is_scaled = True
+            scaling(outputs)
             return scale(scaler, outputs)
 
         @functools.wraps(backward)
@@ -63,50 +73,79 @@ class Passes:
             self._backward_depth += 1
             try:
                 if self._backward_depth == 1:
-                    self.num_backward += 1
-                    first = tensors[0] if isinstance(tensors, (tuple, list)) else tensors
-                    if not self._is_scaled and isinstance(first, torch.Tensor) and first.numel() == 1:
-                        self._losses.append(first.detach().clone())
-                    self._is_scaled = False
+                    passing_back(tensors)
                 return backward(tensors, *args, **kwargs)
             finally:
                 self._backward_depth -= 1
 
-        GradScaler.scale = scale_  # type: ignore[method-assign, assignment]
+        scaler_class.scale = scale_
         torch.autograd.backward = backward_
 
+    def _scaling(self, outputs: Any) -> None:
+        if isinstance(outputs, torch.Tensor) and outputs.numel() == 1:
+            self._losses.append(outputs.detach().clone())
+            self._is_scaled = True
+
+    def _passing_back(self, tensors: Any) -> None:
+        began = time.perf_counter()
+        self.num_backward += 1
+        first = tensors[0] if isinstance(tensors, (tuple, list)) else tensors
+        if not self._is_scaled and isinstance(first, torch.Tensor) and first.numel() == 1:
+            self._losses.append(first.detach().clone())
+        self._is_scaled = False
+        self.overhead_seconds += time.perf_counter() - began
+
+    def _watch_scalers(self) -> None:
+        scaler_class: Any = GradScaler
+        make, made = scaler_class.__init__, self._channel.shield(self._made_scaler)
+
+        @functools.wraps(make)
+        def __init__(scaler: Any, *args: Any, **kwargs: Any) -> None:
+            make(scaler, *args, **kwargs)
+            made(scaler)
+
+        scaler_class.__init__ = __init__
+
+    def _made_scaler(self, scaler: Any) -> None:
+        line, maker = where.user_line(), where.maker()
+        self._channel.add("scaler", is_enabled=bool(scaler.is_enabled()), line=line, maker=maker)
+
     def _watch_regions(self) -> None:
-        begin, enter = autocast.__init__, autocast.__enter__
+        region_class: Any = autocast
+        begin, enter = region_class.__init__, region_class.__enter__
+        begun, entering = self._channel.shield(self._begun_region), self._channel.shield(self._entering_region)
 
         @functools.wraps(begin)
-        def __init__(
-            region: Any, device_type: str, dtype: Any = None, enabled: bool = True, *rest: Any, **more: Any
-        ) -> None:
-            begin(region, device_type, dtype, enabled, *rest, **more)
-            if not enabled and torch.is_grad_enabled() and not torch.is_autocast_enabled(device_type):
-                self._regions[f"{device_type}:off"] = None
+        def __init__(region: Any, *args: Any, **kwargs: Any) -> None:
+            begin(region, *args, **kwargs)
+            begun(region)
 
+        @functools.wraps(enter)
         def __enter__(region: Any) -> Any:
-            if region._enabled and torch.is_grad_enabled():
-                self._regions[f"{region.device}:{str(region.fast_dtype).replace('torch.', '')}"] = None
+            entering(region)
             return enter(region)
 
-        autocast.__init__ = __init__  # type: ignore[method-assign]
-        autocast.__enter__ = __enter__  # type: ignore[method-assign]
+        region_class.__init__, region_class.__enter__ = __init__, __enter__
 
-    def _watch_modules(self) -> None:
+    def _begun_region(self, region: Any) -> None:
+        if not region._enabled and torch.is_grad_enabled() and not torch.is_autocast_enabled(region.device):
+            self._regions[f"{region.device}:off"] = None
+
+    def _entering_region(self, region: Any) -> None:
+        if region._enabled and torch.is_grad_enabled():
+            self._regions[f"{region.device}:{_name(region.fast_dtype)}"] = None
+
+    def watch_modules(self) -> None:
         """Patched only while no module runs, so that nothing that is traced inside ever sees it."""
         module_class: Any = torch.nn.Module
         original = module_class.__call__
+        entering = self._channel.shield(self._entering_outermost)
         self._watches_modules = True
 
         def outermost(module: Any, *args: Any, **kwargs: Any) -> Any:
             module_class.__call__ = original
             try:
-                if module.training and torch.is_grad_enabled() and next(module.parameters(), None) is not None:
-                    for action in self.on_outermost:
-                        action(module)
-                    self._forwards.append((type(module).__name__, leading([*args, *kwargs.values()])))
+                entering(module, args, kwargs)
                 return original(module, *args, **kwargs)
             finally:
                 if self._watches_modules:
@@ -117,3 +156,31 @@ class Passes:
     def unwatch_modules(self) -> None:
         """From the next call on."""
         self._watches_modules = False
+
+    def _entering_outermost(self, module: Any, args: Any, kwargs: Any) -> None:
+        began = time.perf_counter()
+        if module.training and torch.is_grad_enabled() and next(module.parameters(), None) is not None:
+            for action in self.on_outermost:
+                action(module)
+            size = leading([*args, *kwargs.values()])
+            self._forwards.append((type(module).__name__, size, _used_dtype(module)))
+        self.overhead_seconds += time.perf_counter() - began
+
+
+def _used_dtype(module: Any) -> str:
+    """What the weights of a module are used in: as FSDP's policy says, else as most of them are kept."""
+    num_by_dtype: dict[str, int] = {}
+    for part in module.modules():
+        state = getattr(part, "_get_fsdp_state", None)
+        policy = getattr(part, "mixed_precision", None) if state is None else state()._mp_policy
+        used = getattr(policy, "param_dtype", None)
+        if isinstance(used, torch.dtype):
+            return _name(used)
+    for parameter in module.parameters():
+        name = _name(parameter.dtype)
+        num_by_dtype[name] = num_by_dtype.get(name, 0) + parameter.numel()
+    return max(num_by_dtype, key=lambda name: num_by_dtype[name])
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).replace("torch.", "")

@@ -40,8 +40,10 @@ def watch(channel: Channel, observer: Any) -> None:
     observer.passes.on_outermost.append(sites.forward)
     sites.watch("scaler", GradScaler, ("step",), lambda scaler: {"enabled": scaler.is_enabled()})
 
-    def arguments_of(arguments: Any) -> dict[str, Any]:
-        return {name: getattr(arguments, name, None) for name in _ARGUMENTS}
+    @channel.shield
+    def tell(trainer: Any) -> None:
+        values = {name: getattr(trainer.args, name, None) for name in _ARGUMENTS}
+        sites.tell("training_arguments", trainer.args, values)
 
     def with_trainer(module: Any) -> None:
         sites.note_made(module.TrainingArguments)
@@ -49,7 +51,7 @@ def watch(channel: Channel, observer: Any) -> None:
 
         @functools.wraps(train)
         def train_(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-            sites.tell("training_arguments", trainer.args, arguments_of(trainer.args))
+            tell(trainer)
             return train(trainer, *args, **kwargs)
 
         module.Trainer.train = train_
@@ -91,14 +93,17 @@ class _Sites:
 
     def note_made(self, owner: Any) -> None:
         """Remember the calls that make an `owner`."""
-        original = owner.__init__
+        original, note = owner.__init__, self._channel.shield(self._note)
 
         @functools.wraps(original)
         def __init__(self_: Any, *args: Any, **kwargs: Any) -> None:
-            self._calls[id(self_)] = _call(self_)
+            note(self_)
             original(self_, *args, **kwargs)
 
         owner.__init__ = __init__
+
+    def _note(self, made: Any) -> None:
+        self._calls[id(made)] = _call(made)
 
     def watch(self, kind: str, owner: Any, uses: tuple[str, ...], values: Any) -> None:
         """Tell of those that are used: that have one of these methods called."""
@@ -107,9 +112,11 @@ class _Sites:
             setattr(owner, name, self._telling(kind, getattr(owner, name), values))
 
     def _telling(self, kind: str, original: Any, values: Any) -> Any:
+        tell = self._channel.shield(lambda made: self.tell(kind, made, values(made)))
+
         @functools.wraps(original)
         def used(self_: Any, *args: Any, **kwargs: Any) -> Any:
-            self.tell(kind, self_, values(self_))
+            tell(self_)
             return original(self_, *args, **kwargs)
 
         return used
@@ -131,53 +138,64 @@ class _Sites:
     def watch_loaders(self) -> None:
         """A loader is told of when it is made, with what tells others over the same data from it."""
         self.note_made(BatchSampler)
-        original = dataloader.DataLoader.__init__
+        loader_class: Any = dataloader.DataLoader
+        original, made = loader_class.__init__, self._channel.shield(self._made_loader)
 
         @functools.wraps(original)
         def __init__(loader: Any, *args: Any, **kwargs: Any) -> None:
-            call = _call(loader)
             original(loader, *args, **kwargs)
-            sampler = self._calls.get(id(loader.batch_sampler))
-            has_own = sampler is not None and not sampler["maker"]
-            self._channel.add(
-                "site",
-                kind="batch_sampler" if has_own else "loader",
-                name=type(loader.batch_sampler if has_own else loader).__name__,
-                values={
-                    "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
-                    "num_workers": loader.num_workers,
-                },
-                loader=getattr(loader, "_autotune_amp_index", None),
-                dataset=id(loader.dataset),
-                **(sampler if sampler is not None and has_own else call),
-            )
+            made(loader)
 
-        dataloader.DataLoader.__init__ = __init__  # type: ignore[method-assign, assignment]
+        loader_class.__init__ = __init__
+
+    def _made_loader(self, loader: Any) -> None:
+        call, sampler = _call(loader), self._calls.get(id(loader.batch_sampler))
+        has_own = sampler is not None and not sampler["maker"]
+        self._channel.add(
+            "site",
+            kind="batch_sampler" if has_own else "loader",
+            name=type(loader.batch_sampler if has_own else loader).__name__,
+            values={
+                "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
+                "num_workers": loader.num_workers,
+            },
+            loader=getattr(loader, "_autotune_amp_index", None),
+            dataset=id(loader.dataset),
+            **(sampler if sampler is not None and has_own else call),
+        )
 
     def watch_regions(self) -> None:
         """Outermost autocast regions that training enters, those that are turned off too."""
         self.note_made(autocast)
-        enter, leave = autocast.__enter__, autocast.__exit__
+        region_class: Any = autocast
+        enter, leave = region_class.__enter__, region_class.__exit__
+        entering, leaving = self._channel.shield(self._entering), self._channel.shield(self._leaving)
 
         @functools.wraps(enter)
         def __enter__(region: Any) -> Any:
-            call = self._calls.get(id(region))
-            if call is not None and not call["maker"]:
-                if self._num_regions == 0 and torch.is_grad_enabled():
-                    dtype = str(region.fast_dtype).replace("torch.", "")
-                    self.tell("autocast", region, {"device": region.device, "dtype": dtype, "enabled": region._enabled})
-                self._num_regions += 1
-            return enter(region)  # type: ignore[no-untyped-call]
+            entering(region)
+            return enter(region)
 
         @functools.wraps(leave)
         def __exit__(region: Any, *args: Any) -> Any:
-            call = self._calls.get(id(region))
-            if call is not None and not call["maker"]:
-                self._num_regions -= 1
+            leaving(region)
             return leave(region, *args)
 
-        autocast.__enter__ = __enter__  # type: ignore[method-assign]
-        autocast.__exit__ = __exit__  # type: ignore[method-assign]
+        region_class.__enter__, region_class.__exit__ = __enter__, __exit__
+
+    def _entering(self, region: Any) -> None:
+        call = self._calls.get(id(region))
+        if call is None or call["maker"]:
+            return
+        if self._num_regions == 0 and torch.is_grad_enabled():
+            dtype = str(region.fast_dtype).replace("torch.", "")
+            self.tell("autocast", region, {"device": region.device, "dtype": dtype, "enabled": region._enabled})
+        self._num_regions += 1
+
+    def _leaving(self, region: Any) -> None:
+        call = self._calls.get(id(region))
+        if call is not None and not call["maker"]:
+            self._num_regions -= 1
 
 
 def _call(made: Any) -> dict[str, Any]:

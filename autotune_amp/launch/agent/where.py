@@ -50,14 +50,15 @@ def is_called_by_user(depth: int = 2) -> bool:
     return False
 
 
-def rank(torch: Any) -> dict[str, Any]:
+def rank() -> dict[str, Any]:
     """Rank, world size and local rank: as torch's process group has them, else as a launcher says."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
+    local = _number("LOCAL_RANK", 0)
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return {"rank": distributed.get_rank(), "world": distributed.get_world_size(), "local_rank": local}
-    return {
-        "rank": int(os.environ.get("RANK", "0")),
-        "world": int(os.environ.get("WORLD_SIZE", "1")),
-        "local_rank": local,
-    }
+    return {"rank": _number("RANK", 0), "world": _number("WORLD_SIZE", 1), "local_rank": local}
+
+
+def _number(variable: str, default: int) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdigit() else default

@@ -1,4 +1,4 @@
-"""Runs in every Python that a trial's command starts: brings the agent in, then the sitecustomize that this one shadows.
+"""Runs in every Python that a trial's command starts: brings the agent in, then the sitecustomize that it shadows.
 
 Nothing of it stays on ``sys.path``; Pythons that are started from here find it by ``PYTHONPATH`` again.
 """
@@ -17,7 +17,8 @@ def _arm() -> None:
     spec = spec_from_file_location(
         "autotune_amp_agent", os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
     )
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     agent = sys.modules[spec.name] = module_from_spec(spec)
     spec.loader.exec_module(agent)
     agent.arm(os.environ["AUTOTUNE_AMP_AGENT"])
