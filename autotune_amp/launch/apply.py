@@ -98,7 +98,9 @@ def apply(config: AmpConfig, line: LaunchLine, *, write: bool, phase: Callable[[
             "Mend that, or give a command that takes more steps.",
         )
     seen = _seen(*observed)
-    sources = _read({site.line.rpartition(":")[0] for site in seen.sites if not site.maker})
+    sources = _read(
+        {line.rpartition(":")[0] for line in (seen.step_line, *(s.line for s in seen.sites if not s.maker))}
+    )
     edited = edit({path: source.text for path, source in sources.items()}, seen, config, line.arguments)
     applied = Applied(
         diff="".join(_diff(path, sources[path].text, text) for path, text in edited.texts.items()),
@@ -203,8 +205,6 @@ def _verified(applied: Applied, line: LaunchLine, edited: Edit, sources: Mapping
     if isinstance(found, Failure):
         return msgspec.structs.replace(applied, verified=False, problem=f"of the copy, {found.message.rstrip('.')}")
     observed, expected = _behaviour(found[1]), edited.expected
-    if {observed.precision, expected.precision} <= {"fp32", "tf32"}:  # which no region shows
-        observed = msgspec.structs.replace(observed, precision=expected.precision)
     problem = "; ".join(_differences(observed, expected, "the copy ran with {name} {ours}, not {theirs}"))
     return msgspec.structs.replace(applied, observed=observed, verified=not problem, problem=problem or None)
 

@@ -26,7 +26,7 @@ _ACCUMULATION = {
 }
 # Libraries that make a framework's object of the command's own arguments, and what these begin with.
 _PARSERS = {"transformers.hf_argparser": "--", "lightning.pytorch.cli": "--trainer.", "jsonargparse": "--trainer."}
-_TF32 = 'torch.set_float32_matmul_precision("{}")'
+_TF32_SWITCH, _TF32_FLAG = "set_float32_matmul_precision", "allow_tf32"
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
@@ -259,9 +259,19 @@ class _Editor:
         yield from self._scalers()
 
     def _tf32(self) -> Iterator[tuple[ByHand, _Change]]:
-        """A switch of the whole process."""
-        statement = _TF32.format("high" if self.config.precision == "tf32" else "highest")
-        yield _only_by_hand("after `import torch`", statement)
+        """The switch of the whole process, where it is set already, else below the import of torch."""
+        value = '"high"' if self.config.precision == "tf32" else '"highest"'
+        statement = f"torch.set_float32_matmul_precision({value})"
+        words = ByHand(where=self.seen.step_line, what=f"before training, {statement}")
+        found = [change for script in self.scripts.values() for change in script.calls_of(_TF32_SWITCH)]
+        if len(found) == 1:
+            script, call = found[0]
+            yield words, script.change(call, "precision", value, ("precision",), self.seen.arguments) or words
+            return
+        of_step = self.scripts.get(self.seen.step_line.rpartition(":")[0])
+        has_other = bool(found) or any(_TF32_FLAG in script.text for script in self.scripts.values())
+        added = [] if of_step is None or has_other else of_step.below_import("torch", statement)
+        yield words, added or words
 
     def _is_at(self, site: Site, splices: list[Splice]) -> bool:
         """Whether they are in the call itself."""

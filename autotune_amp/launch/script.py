@@ -147,6 +147,22 @@ class Script:
             for node in self.tree.body
         )
 
+    def below_import(self, module: str, statement: str) -> list[Splice]:
+        """What puts `statement` below the import of this module; nothing where it has none under its own name."""
+        found = [node for node in self.tree.body if isinstance(node, ast.Import)]
+        last = next((node for node in found if any(n.name == module and not n.asname for n in node.names)), None)
+        if last is None:
+            return []
+        # Below all imports, where it is the custom to have nothing between them.
+        block = [node for node in self.tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        at = self._starts[(block[-1].end_lineno or 0)]
+        return [Splice(path=self.path, start=at, end=at, text=f"\n{statement}\n")]
+
+    def calls_of(self, name: str) -> list[tuple[Script, ast.Call]]:
+        """Its calls of a function of this name."""
+        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        return [(self, call) for call in calls if re.split(r"\W", self.source(call.func))[-1] == name]
+
     def first_import(self, module: str, statement: str) -> list[Splice]:
         """What puts `statement` before the first import that names `module`, else before the first of all."""
         found = [node for node in self.tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]

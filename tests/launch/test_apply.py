@@ -64,41 +64,27 @@ def seen(observed: dict[str, Any] | None) -> tuple[str, int, int]:
     return observed["precision"], observed["batch_size"], observed["accumulation_steps"]
 
 
-def patched(folder: Path, diff: str) -> None:
-    subprocess.run(["git", "apply", "--whitespace=nowarn", "-"], input=diff.encode(), cwd=folder, check=True)
-
-
 def test_a_plain_loop_is_shown_tried_and_written(apply: Apply, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
+    script, other = tmp_path / "train.py", tmp_path / "other"
     script.write_text(PLAIN)
     script.chmod(0o750)
-    command = [sys.executable, "train.py"]
-    found = apply(command)
-    assert script.read_text() == PLAIN
+    found = apply([sys.executable, "train.py"], "--write")
     assert (found["verified"], found["by_hand"], found["command"]) == (True, [], None)
     assert seen(found["today"]) == ("fp32", 8, 1)
     assert seen(found["observed"]) == ("bf16", 16, 1)
-    patched(tmp_path, found["diff"])
-    by_patch = script.read_text()
-    assert "batch_size=16" in by_patch
-    script.write_text(PLAIN)
-    written = apply(command, "--write")
-    assert (written["written"], script.read_text()) == (["train.py"], by_patch)
-    assert script.stat().st_mode & 0o777 == 0o750
-    again = apply(command)
-    assert (again["diff"], again["by_hand"], again["verified"]) == ("", [], None)
+    assert (found["written"], script.stat().st_mode & 0o777) == (["train.py"], 0o750)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["studies", "train.py"]
+    other.mkdir()
+    (other / "train.py").write_text(PLAIN)
+    subprocess.run(["git", "apply", "-"], input=found["diff"].encode(), cwd=other, check=True)
+    assert (other / "train.py").read_text() == script.read_text() != PLAIN
 
 
 def test_a_copy_that_does_something_else_is_not_written(apply: Apply, tmp_path: Path) -> None:
     stubborn = PREAMBLE + "size = 32\nglobals()['size'] = 8\nloader = torch.utils.data.DataLoader(data, size)\n" + LOOP
     (tmp_path / "train.py").write_text(stubborn)
-    found = apply([sys.executable, "train.py"], precision="fp32")
-    assert found["verified"] is False
-    assert seen(found["observed"]) == ("fp32", 8, 1)
-    assert all(number in found["problem"] for number in ("8", "16"))
     refused = apply([sys.executable, "train.py"], "--write", precision="fp32", fails=True)
-    assert refused["error"]["kind"] == "workload"
+    assert all(word in refused["error"]["message"] for word in ("batch size", "8", "16"))
     assert (tmp_path / "train.py").read_text() == stubborn
 
 
@@ -108,6 +94,7 @@ def test_a_copy_that_fails_is_said_with_its_error(apply: Apply, tmp_path: Path) 
     found = apply([sys.executable, "train.py"], precision="fp32")
     assert (found["verified"], found["observed"]) == (False, None)
     assert "not sixteen" in found["problem"]
+    assert (tmp_path / "train.py").read_text() == picky
 
 
 # What must be the original's in an edited copy: its name, its folder, what it imports and what it is given.
@@ -142,7 +129,7 @@ def loader(num_workers):
 """
 
 
-@pytest.mark.parametrize("how", ["script", "module", "shell", "spawned workers"])
+@pytest.mark.parametrize("how", ["script", "module", "shell", pytest.param("spawned workers", marks=pytest.mark.slow)])
 def test_a_copy_runs_in_the_originals_place(apply: Apply, tmp_path: Path, how: str) -> None:
     package = tmp_path / "package"
     package.mkdir()
@@ -193,6 +180,7 @@ for x, y in train:
     assert changed == ["+++ b/train.py", '+    with torch.autocast("cpu", torch.bfloat16, args.amp):']
 
 
+@pytest.mark.slow
 def test_ranks(apply: Apply, tmp_path: Path) -> None:
     text = (
         PREAMBLE + "torch.distributed.init_process_group('gloo')\nmodel = nn.parallel.DistributedDataParallel(model)\n"
