@@ -360,7 +360,8 @@ def apply(
     with Console(stderr=True).status("") as status:
         applied = applied_to(config, line, write=write, phase=status.update)
     _write(_document(applied) if as_json else applied.diff.encode())
-    sys.stdout.flush()
+    with _reader_may_leave(sys.stdout):
+        sys.stdout.flush()
     for note in applied.notes():  # below the diff, however long that is
         sys.stderr.write(f"{note}\n")
     return b""

@@ -89,6 +89,12 @@ def apply(config: AmpConfig, line: LaunchLine, *, write: bool, phase: Callable[[
     With `write` the edits are written, if the copy did what they say; else `WorkloadError` is raised, and nothing is
     changed. `phase` is told what is being done. Raises `WorkloadError` too for a command whose steps cannot be seen.
     """
+    decided = sorted(line.placeholders.keys() & Setting.__struct_fields__)
+    if decided:
+        raise InvalidRequestError(
+            f"The command has {', '.join(f'{{{name}}}' for name in decided)}: a setting is the command, filled.",
+            "Run the command that `autotune-amp show` prints, or give the command without them.",
+        )
     phase("Running the command, to see what it does today")
     observed = _observed(line)
     if isinstance(observed, Failure):
@@ -153,7 +159,7 @@ def _behaviour(rank: Rank) -> Observed:
 
 
 def _seen(heard: Heard, rank: Rank) -> Seen:
-    python = heard.torches[rank.pid]
+    python = heard.torches.get(rank.pid) or next(iter(heard.torches.values()))  # it may be a fork of that
     optimizer = next(iter(rank.optimizers.values()))
 
     def absolute(line: str) -> str:

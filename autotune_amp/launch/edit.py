@@ -218,7 +218,12 @@ class _Editor:
                 f"no DataLoader was seen: bring {value} samples here" if name == "batch_size" else f"{name}={value}",
             )
         for site in found:
-            yield self._change(site, name, str(value))
+            if name == "batch_size" and site.values.get(name) is None:
+                yield _only_by_hand(
+                    site.line, f"its dataset or sampler makes the batches: have it make them of {value}"
+                )
+            else:
+                yield self._change(site, name, str(value))
 
     def _regions(self) -> Iterator[tuple[ByHand, _Change]]:
         precision = self.config.precision
@@ -299,8 +304,12 @@ class _Editor:
         if script is None or call is None:
             return words, words
         change = script.change(call, name, value, site.parameters, self.seen.arguments)
+        given = script.given(call, name, site.parameters)
+        if name == "batch_size" and site.kind == "loader":  # which a sampler of batches takes the place of
+            sampler = script.given(call, "batch_sampler", site.parameters)
+            if sampler is not None and not isinstance(sampler, ast.Starred):
+                given, change = sampler, None
         if change is None:
-            given = script.given(call, name, site.parameters)
             there = "" if given is None else f", in place of {script.source(given)}"
             words = msgspec.structs.replace(words, what=words.what + there)
             return words, words

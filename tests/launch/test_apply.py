@@ -196,6 +196,8 @@ def test_ranks(apply: Apply, tmp_path: Path) -> None:
 def test_what_cannot_be_applied(apply: Apply, tmp_path: Path) -> None:
     assert apply([], fails=True)["error"]["kind"] == "invalid_request"
     assert run(["apply"]) == 2
+    placeholder = apply([sys.executable, "train.py", "--bs", "{batch_size=8}"], fails=True)["error"]
+    assert "{batch_size}" in placeholder["message"]
     failing = [sys.executable, "-c", "import torch; raise ValueError('the moon')"]
     assert "the moon" in apply(failing, fails=True)["error"]["message"]
 

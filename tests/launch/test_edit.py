@@ -31,7 +31,7 @@ def site(kind: str, text: str, call: str, name: str = "", knows_end: bool = True
         "end": (line, column) if knows_end else None,
         "maker": "",
         "parameters": {"loader": LOADER, "autocast": REGION}.get(kind, ()),
-        "values": {},
+        "values": {"batch_size": 32, "num_workers": 0} if kind == "loader" else {},
     }
     return Site(**(values | changes))
 
@@ -207,6 +207,35 @@ def test_without_a_loader() -> None:
     forward = site("forward", text, "model(x)", "Net", values={"device": "cpu"})
     assert only_lines(edited(text, forward, batch_size=64)) == {2}
     assert not edited(text, forward, batch_size=16, accumulation_steps=2).by_hand, "32 samples are 32 samples"
+
+
+@pytest.mark.parametrize("call", ["DataLoader(stream, batch_size=None)", "DataLoader(data, batch_sampler=mine)"])
+def test_batches_that_the_loader_does_not_make(call: str) -> None:
+    seen = site("loader", call, call, values={"batch_size": None if "None" in call else 32})
+    found = edited(call, seen, batch_size=64)
+    assert (found.texts, only_lines(found)) == ({}, {1})
+
+
+TF32 = Observed(precision="tf32", batch_size=32, accumulation_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("import torch\nfrom torch import nn\n\nx = 1\n",
+         'import torch\nfrom torch import nn\n\ntorch.set_float32_matmul_precision("high")\n\nx = 1\n'),
+        ("import torch\ntorch.set_float32_matmul_precision('highest')\n",
+         'import torch\ntorch.set_float32_matmul_precision("high")\n'),
+        ("import torch\ntorch.backends.cuda.matmul.allow_tf32 = False\n", None),
+        ("from torch import nn\n", None),
+    ],
+)  # fmt: skip
+def test_tf32(before: str, after: str | None) -> None:
+    found = edited(before, precision="tf32", device="cuda")
+    assert found.texts.get(PATH) == after
+    assert bool(found.by_hand) is (after is None)
+    back = edited(after or before, today=TF32, precision="fp32", device="cuda")
+    assert ('"highest"' in back.texts.get(PATH, "")) is (after is not None)
 
 
 def test_what_no_text_holds_is_said() -> None:
