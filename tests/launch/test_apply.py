@@ -13,13 +13,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from commands import TORCHRUN
+from commands import INJECTED, TORCHRUN
 
 from autotune_amp.cli import run
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.recommendation import Recommendation
 
 SAMPLE = Path(__file__).parents[1] / "golden/study/recommendation.json"
+AGENT = INJECTED.parent
 Apply = Callable[..., dict[str, Any]]
 
 PREAMBLE = """
@@ -287,13 +288,12 @@ def test_lightning(apply: Apply, tmp_path: Path) -> None:
     assert seen(found["observed"]) == ("bf16", 16, 2)
 
 
-# --- other Pythons ---------------------------------------------------------------------------------------------------
+# --- the agent's parts alone -----------------------------------------------------------------------------------------------
 
 
 def test_what_a_script_raises_and_returns_is_its_own(tmp_path: Path) -> None:
     """The overlay alone, without torch."""
-    agent = Path(__file__).parents[2] / "autotune_amp" / "launch" / "agent"
-    shutil.copy(agent / "overlay.py", tmp_path)
+    shutil.copy(AGENT / "overlay.py", tmp_path)
     (tmp_path / "train.py").write_text("import sys\nsys.exit(1)\n")
     (tmp_path / "copy.py.txt").write_text(
         "import sys\nprint(__file__, sys.path[0], *sys.argv)\nsys.exit(int(sys.argv[1]))\n"
@@ -307,3 +307,14 @@ def test_what_a_script_raises_and_returns_is_its_own(tmp_path: Path) -> None:
         assert done.returncode == status
         assert done.stdout.split(" ", 2) == [str(tmp_path / "train.py"), str(tmp_path), f"train.py {argument}\n"]
         assert ("ValueError" in done.stderr) is (status == 1)
+
+
+def test_a_module_that_is_being_imported_is_waited_for(tmp_path: Path) -> None:
+    """A framework that is imported before torch imports torch before it is through itself."""
+    shutil.copy(AGENT / "imports.py", tmp_path)
+    (tmp_path / "framework.py").write_text("import library\nvalue = 1\n")
+    act = "imports.after_import('framework', lambda module: print('value', module.value))\n"
+    (tmp_path / "library.py").write_text(f"import imports\n{act}{act}print('library')\n")
+    program = f"import framework\nprint('all')\nimport imports\n{act}"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split("\n") == ["library", "value 1", "value 1", "all", "value 1", ""], done.stderr
