@@ -90,7 +90,8 @@ def test_the_rank_that_hangs_is_named_with_its_stack(tmp_path: Path, model: str,
 def test_fsdp_is_heard_whole_every_time_with_values_set_from_outside_too(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(RANKS.format(number=-1, fault="pass"))
-    for agent in ({}, {"outside": {"precision": "bf16", "batch_size": 4}}) * 2:
+    agents: tuple[dict[str, Any], ...] = ({}, {"outside": {"precision": "bf16", "batch_size": 4}})
+    for agent in agents * 2:
         found = ran([*TORCHRUN, str(script), "fsdp"], **agent)
         assert found.ending == "measured"
         assert [len(rank.pace) for rank in found.heard.ranks.values()] == [32 if agent else 16] * 2
