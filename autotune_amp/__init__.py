@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from autotune_amp.api import recommend_config as recommend_config
     from autotune_amp.core.config import AmpConfig as AmpConfig
     from autotune_amp.core.config import LossScale as LossScale
+    from autotune_amp.core.launch_line import LaunchLine as LaunchLine
     from autotune_amp.core.outcome import Fidelity as Fidelity
     from autotune_amp.core.recommendation import Recommendation as Recommendation
     from autotune_amp.core.workload import Workload as Workload
@@ -23,6 +24,7 @@ _HOMES = {
     "AmpConfig": "core.config",
     "AmpProfile": "profile.results",
     "Fidelity": "core.outcome",
+    "LaunchLine": "core.launch_line",
     "LossScale": "core.config",
     "PrecisionController": "runtime.controller",
     "Recommendation": "core.recommendation",

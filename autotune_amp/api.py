@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.recommendation import NothingWorksError, Recommendation, SearchInterruptedError
 from autotune_amp.core.workload import Workload
 from autotune_amp.distributed import answer_on_first, place
-from autotune_amp.launch.line import LaunchLine
 from autotune_amp.report.files import keep_report
 from autotune_amp.search.cache import search
 from autotune_amp.search.command import CommandSource
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from autotune_amp.core.outcome import Fidelity
     from autotune_amp.profile.results import AmpProfile
 
-WorkloadArgument: TypeAlias = Workload | Callable[[], Workload] | str | None
+WorkloadArgument: TypeAlias = Workload | Callable[[], Workload] | LaunchLine | str | None
 
 DEFAULT_TARGET = "autotune_amp.workloads:workload"
 
@@ -56,10 +56,11 @@ def recommend_config(
 ) -> Recommendation:
     """Measure which precision and batch size to train `workload` with, or answer from the cache.
 
-    `workload` is a Workload, a function that returns one, "path/file.py:function" or "package.module:function"; the
-    embedded one if left out. `budget` is wall-clock seconds for everything. `batch_size` is "LOW:HIGH" or a pair,
-    `baseline` "PRECISION:BATCH" or a pair: what you run today. `effective_batch_size` is kept exactly, by accumulation:
-    samples per optimizer step over all ranks, that of the DataLoader if left out; "free" lets the search change it.
+    `workload` is a Workload, a function that returns one, "path/file.py:function" or "package.module:function", or a
+    LaunchLine: any training command. The embedded one if left out. `budget` is wall-clock seconds for everything.
+    `batch_size` is "LOW:HIGH" or a pair, `baseline` "PRECISION:BATCH" or a pair: what you run today.
+    `effective_batch_size` is kept exactly, by accumulation: samples per optimizer step over all ranks, that of the
+    DataLoader if left out; "free" lets the search change it.
     `objective` is "speed", "memory" (the least, no slower than the baseline) or "energy". `steps` or `samples` is how
     long the training will be: fp16's loss scale is chosen for it (10,000 steps if left out), and with `price_per_hour`
     the recommendation's `job` has its hours and its price. These change nothing of what is measured: a finished search

@@ -26,7 +26,11 @@ from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from autotune_amp.core.launch_line import LaunchLine
     from autotune_amp.core.recommendation import Recommendation
+
+_TAKE_COMMANDS = ("search", "run", "apply")  # a training command, after ``--``
+_OF_THE_COMMAND_LINE = ("context", "value", "file", "dry_run", "as_json")  # no options of recommend_config()
 
 # typer brought its own copy of click with 0.2x; the base of every usage error is found wherever it lives.
 _UsageError: type[Any] = typer.BadParameter.__bases__[0]
@@ -103,6 +107,7 @@ def autotune_amp(
 
 @_command
 def search(
+    context: typer.Context,
     workload: Target = None,
     budget: Annotated[float, _option("SECONDS", "Seconds the whole search may take.")] = 110.0,
     trials: Annotated[int | None, _option("N", "At most this many trials.")] = None,
@@ -130,15 +135,28 @@ def search(
     storage: Annotated[str | None, _option("URL", "Optuna storage in place of SQLite in the study's folder.")] = None,
     seed: Annotated[int, _option("N", "Seed of the sampler and of the trials.")] = 0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, whatever is known from earlier.")] = False,
+    value: Annotated[
+        list[str] | None, _option("PRECISION=WORD", "What the command after -- calls a precision. Repeatable.")
+    ] = None,
+    file: Annotated[
+        list[str] | None, _option("FILE", "A settings file with placeholders that the command names. Repeatable.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what of a command would be started first.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> bytes:
     """Find the fastest precision and batch size to train with.
 
-    The result is printed and saved in a study folder; the same command again goes on where it stopped.
+    What is trained is a TARGET, or any training command: search -- python train.py --bs {batch_size=32} --amp
+    {precision=fp32}. The result is printed and saved in a study folder; the same command again goes on where it
+    stopped.
     """
     # Every option goes to recommend_config() under the name and with the default that it has there.
-    asked = {name: value for name, value in locals().items() if name != "as_json"}
+    asked = {name: given for name, given in locals().items() if name not in _OF_THE_COMMAND_LINE}
+    line = _launch_line(context.obj, workload, value or [], file or [])
+    if dry_run:
+        return _dry_run(line, as_json)
+    asked["workload"] = line or workload
     from autotune_amp.api import recommend_config
     from autotune_amp.distributed import place
     from autotune_amp.report.progress import TerminalProgress
@@ -146,6 +164,37 @@ def search(
     recommendation = recommend_config(**asked, progress=None if quiet else TerminalProgress(sys.stderr))
     path = Path(out, recommendation.search.study, "recommendation.json")
     return _result(recommendation, as_json, path) if place().rank == 0 else b""
+
+
+def _launch_line(
+    command: list[str] | None, target: str | None, values: list[str], files: list[str]
+) -> LaunchLine | None:
+    """The command after ``--``, None where there is none."""
+    if command is None:
+        for option, given in (("--value", values), ("--file", files)):
+            if given:
+                raise InvalidRequestError(f"{option} says something of a command.", "Give the command after `--`.")
+        return None
+    if target is not None:
+        raise InvalidRequestError(f"{target!r} is given, and a command after `--` too.", "Give one of them.")
+    from autotune_amp.core.launch_line import LaunchLine
+
+    pairs = [pair.partition("=") for pair in values]
+    for precision, sign, _ in pairs:
+        if not sign:
+            raise InvalidRequestError(
+                f"--value is {precision!r}.", "Give PRECISION=WORD, as in --value bf16=bf16-mixed."
+            )
+    return LaunchLine.of(command, values={precision: word for precision, _, word in pairs}, files=files)
+
+
+def _dry_run(line: LaunchLine | None, as_json: bool) -> bytes:
+    if line is None:
+        raise InvalidRequestError("--dry-run prints commands.", "Give the command after `--`.")
+    import shlex
+
+    started = [shlex.join(arguments) for arguments in line.first_commands()]
+    return _document({"format": 1, "commands": started}) if as_json else "".join(f"{s}\n" for s in started).encode()
 
 
 @_command
@@ -339,10 +388,13 @@ def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
 
 def run(arguments: list[str]) -> int:
     """Do what the command line asks for; returns the exit code."""
-    as_json = "--json" in arguments
+    own, training = arguments, None
+    if "--" in arguments and arguments[0] in _TAKE_COMMANDS:
+        own, training = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
+    as_json = "--json" in own
     command = typer.main.get_command(app)
     try:
-        work = command.main(arguments, prog_name="autotune-amp", standalone_mode=False)
+        work = command.main(own, prog_name="autotune-amp", standalone_mode=False, obj=training)
         if callable(work):
             _write(work())
     except AutotuneAmpError as error:

@@ -50,7 +50,7 @@ class BackendContract:
         assert isinstance(made.backend.submit(made.trial).result(), Measurement)
 
     def test_a_check_answers_what_was_asked(self, made: Made) -> None:
-        assert "check" in made.backend.abilities
+        assert "fidelity" in made.backend.abilities
         found = made.backend.submit(made.check).result()
         assert isinstance(found, made.check.answer), found
 

@@ -173,7 +173,7 @@ class CommandLine:
 
     def search(self, *arguments: str, **options: Any) -> Finished:
         """A short search with its result as JSON."""
-        return self("search", *arguments, "--json", **options)
+        return self("search", "--json", *arguments, **options)
 
     def write(self, name: str, text: str) -> str:
         (self.folder / name).write_text(text)

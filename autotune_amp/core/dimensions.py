@@ -76,6 +76,8 @@ class _Precision(Dimension[Precision]):
     def why_not(self, precision: Precision, hardware: Any, description: Any) -> str | None:
         """Why nothing can be trained in it on this hardware with these weights, None where it can."""
         weights = description.weights
+        if precision in description.unsettable:
+            return str(description.unsettable[precision])
         if precision == "fp8":
             return "this version has no fp8 training path: PyTorch's autocast has none"
         capability = hardware.precisions.get(precision)

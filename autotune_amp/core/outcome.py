@@ -249,7 +249,10 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     are the least and the largest size of batches drawn where they cannot be scanned, None where alike; `scan_problem`
     is the error that ended either look. `has_ending`: it has an evaluation or a checkpoint. `is_loop`: it takes its
     training steps itself. `accumulation_steps` are the passes behind an optimizer step today; with `weighs_passes` the
-    training weighs them.
+    training weighs them. `unsettable` says of a precision, or of a dimension by its name, why it cannot be set to
+    anything but what it is today; `notes` what the user is to know of the measurements; `checks` are the kinds of
+    check that can be answered, at a batch size of `check_batch_size` at most: what rounding does hardly moves with it
+    (studies/README.md).
     """
 
     name: str
@@ -272,3 +275,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     is_loop: bool = False
     accumulation_steps: int = 1
     weighs_passes: bool = False
+    unsettable: dict[str, str] = {}
+    notes: tuple[str, ...] = ()
+    checks: tuple[str, ...] = ("fidelity", "calibration", "accumulation")
+    check_batch_size: int = 16

@@ -17,6 +17,7 @@ from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.errors import AutotuneAmpError, FormatError, InvalidRequestError, StudyError
 from autotune_amp.core.evidence import Evidence, Job, Objective, Outlook
 from autotune_amp.core.hardware import Hardware, MachineLoad
+from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Description, Fidelity
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import duration, one_line
@@ -125,7 +126,8 @@ class Recommendation(Decision, frozen=True, kw_only=True):
     """A decision, and what it was measured on.
 
     `objective` is what the config was chosen for; `job` is there where the length of the training was given. `workload`
-    and `options` (a `SearchOptions`) are what a finished search is ranked again with.
+    and `options` (a `SearchOptions`) are what a finished search is ranked again with. `launch_line` is the command that
+    was searched, where it was one.
     """
 
     format: int = FORMAT
@@ -137,6 +139,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
     options: dict[str, Any] = {}
     objective: Objective = "speed"
     job: Job | None = None
+    launch_line: LaunchLine | None = None
 
     def to_json(self) -> str:
         """The document; a missing number is null, never NaN."""

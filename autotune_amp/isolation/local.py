@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Found = TypeVar("Found")
 Found_co = TypeVar("Found_co", covariant=True)
 Isolation: TypeAlias = Literal["forked", "kept", "fresh"]
-# fidelity, calibration, accumulation, profile: it answers such jobs. share_build: it can build the model once for all jobs.
+# fidelity, calibration, accumulation, profile: it answers such jobs. share_build: it can build the model once for all.
 Ability: TypeAlias = Literal["fidelity", "calibration", "accumulation", "profile", "share_build"]
 
 _JOBS: frozenset[Ability] = frozenset({"fidelity", "calibration", "accumulation", "profile"})
@@ -123,10 +123,14 @@ def can_fork() -> bool:
 
 
 class Opened(NamedTuple):
-    """The torch state found after the user's function was called, and why jobs cannot be forked, None if they can."""
+    """The torch state found after the user's function was called, and why jobs cannot be forked, None if they can.
+
+    `ready_seconds` is what a fresh process takes until then, None where that is what this one took.
+    """
 
     torch_state: dict[str, Any]
     why_not_forked: str | None
+    ready_seconds: float | None = None
 
 
 class LocalBackend(WorkloadBackend):

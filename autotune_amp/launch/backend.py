@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-import os
-import socket
+import math
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
+from autotune_amp.core.errors import BudgetTooSmallError, WorkloadError
 from autotune_amp.core.job import Deadlines, Job
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.isolation.local import TRIAL_ENVIRONMENT, Ability, Handle, Opened, Slot, WorkloadBackend
+from autotune_amp.isolation.local import Ability, Handle, Opened, Slot, WorkloadBackend
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.launch import measure
+from autotune_amp.launch.command import Command
 from autotune_amp.launch.frozen_pair import FrozenPair, pair
-from autotune_amp.launch.line import LaunchLine
-from autotune_amp.launch.ranks import Heard
-from autotune_amp.launch.running import Ran, run
+from autotune_amp.launch.ranks import Rank
+from autotune_amp.launch.settable import deviation, probing_setting, unsettable
 from autotune_amp.trial.jobs import Check, Describe, Trial
 
 NUM_DESCRIBED_STEPS = 8
 NUM_FROZEN_STEPS = 3
 MAX_FROZEN_ENTRIES = 2_000_000
+# With less than a follow check and two trials there is nothing to choose from; three rounds confirm a choice.
+MIN_NUM_RUNS, NUM_RUNS_OF_A_CONFIRMED_SEARCH = 3, 12
+NOTES = (
+    "Measured on the command's first steps: what later steps, longer samples, an evaluation or a checkpoint take in "
+    "time and memory is not known.",
+    "Fidelity is judged by gradients of the command's first weights, not by training on.",
+)
 
 
 class Answered(NamedTuple):
@@ -36,36 +43,46 @@ class Answered(NamedTuple):
     start_seconds: float | None = None
 
     def result(self) -> Any:
+        """What came of it."""
         return self.found
 
 
 class CommandBackend(WorkloadBackend):
-    """Runs a `LaunchLine` once for each trial, filled with its setting; `today` is what the command does today."""
+    """Runs a `Command` once for each trial, filled with its setting; `local` is for jobs that need no training."""
 
-    def __init__(self, line: LaunchLine, local: WorkloadBackend, watcher: Watcher) -> None:
-        self._line = line
+    def __init__(
+        self, command: Command, local: WorkloadBackend, watcher: Watcher, environment: dict[str, str] | None = None
+    ) -> None:
+        self._command = command
         self._local = local
         self._watcher = watcher
+        self._environment = environment
 
     @property
     def abilities(self) -> frozenset[Ability]:
+        """Fidelity, by frozen pairs."""
         return frozenset({"fidelity"})
 
     @property
     def slots(self) -> Sequence[Slot]:
+        """See `Backend`."""
         return self._local.slots
 
     @property
     def is_build_shared(self) -> bool:
+        """Every trial builds its own."""
         return False
 
     def load(self, deadline_seconds: float) -> dict[str, Any]:
+        """Start the process that probes."""
         return self._local.load(deadline_seconds)
 
     def open(self, device: str, num_threads: int | None, deadline_seconds: float) -> Opened:
-        return self._local.open(device, num_threads, deadline_seconds)
+        """See `WorkloadBackend`; what a run takes to its first step is all in the description."""
+        return self._local.open(device, num_threads, deadline_seconds)._replace(why_not_forked=None, ready_seconds=0.0)
 
     def submit(self, job: Job[Any]) -> Handle[Any]:
+        """Run the command for what trains; see `Backend`."""
         if isinstance(job, Describe):
             return Answered(self._describe(job))
         if isinstance(job, Check):
@@ -74,52 +91,160 @@ class CommandBackend(WorkloadBackend):
             return Answered(self._measure(job), 0.0)
         return self._local.submit(job)
 
+    def share_build(self, job: Job[Any], deadline_seconds: float) -> str | None:  # noqa: ARG002 - Backend's signature
+        """See `Backend`."""
+        return "a command builds its model itself"
+
+    def keep(self) -> None:
+        """Nothing is forked that could be kept instead."""
+
     def close(self) -> None:
+        """End the process that probes."""
         self._local.close()
 
     def _describe(self, job: Describe) -> Description | Failure:
-        ran = self._run(
-            self._line.today_setting,
-            job.deadlines,
-            lambda heard: heard.num_steps >= NUM_DESCRIBED_STEPS,
-            seed=0,
-            watcher=Watcher(),
+        """Observe what the command does today, then whether it follows its placeholders."""
+        command, began = self._command, time.monotonic()
+        assumed = {"precision": "fp32", "batch_size": job.baseline_batch_size or 1}
+        today = Setting(**{**assumed, **command.line.today_values})
+        first = self._observe(today, job.deadlines)
+        if isinstance(first, Failure):
+            return first
+        rank, started = first
+        loader = measure.training_loader(rank)
+        per_step = measure.samples_per_step(rank) or 1
+        if "batch_size" not in command.line.placeholders:
+            seen_size = (loader and loader.batch_size) or round(per_step)
+            today = replace(today, batch_size=seen_size, accumulation_steps=max(1, round(per_step / seen_size)))
+        elif "accumulation_steps" not in command.line.placeholders:
+            today = replace(today, accumulation_steps=max(1, round(per_step / today.batch_size)))
+        if "precision" not in command.line.placeholders:
+            today = replace(today, precision=measure.precision_of(rank) or "fp32")
+        self._refuse_ignored(today, rank)
+        command.today, command.maker = today, None if loader is None else loader.maker
+        description = measure.description(rank, command.line.name, today, started)
+        self._require_time(job, description.build_seconds, time.monotonic() - began)
+        cannot = unsettable(command.line, rank)
+        other = probing_setting(today, cannot)
+        if other is not None:
+            cannot |= self._follow(other, today, job, began)
+        command.unsettable = cannot
+        return replace(
+            description,
+            num_workers=loader.num_workers if loader and "num_workers" in command.line.placeholders else None,
+            unsettable=cannot,
+            notes=NOTES,
+            check_batch_size=today.batch_size,
+        )
+
+    def _observe(self, setting: Setting, deadlines: Deadlines) -> tuple[Rank, float] | Failure:
+        """The slowest rank of a few steps, and when it was started."""
+        ran = self._command.run(
+            setting,
+            deadlines,
+            lambda heard: heard.num_steps >= NUM_DESCRIBED_STEPS and measure.slowest(heard) is not None,
+            Watcher(),
+            environment=self._environment,
         )
         if isinstance(ran.ending, Failure):
             return ran.ending
-        return measure.description(
-            ran.heard, self._line.name, ran.began, is_strict=not self._line.today_setting.as_found
+        found = measure.slowest(ran.heard)
+        if found is None:
+            return Failure(
+                kind="workload_error", message=f"it ended after {ran.heard.num_steps} steps, too few to measure"
+            )
+        return found[0], ran.began
+
+    def _follow(self, other: Setting, today: Setting, job: Describe, began: float) -> dict[str, str]:
+        """Whether another batch size and precision show in what is observed; what the command does not run in.
+
+        Raises `WorkloadError` where what shows is still today's."""
+
+        def run(setting: Setting) -> Rank | Failure:
+            left = None if job.deadline_seconds is None else job.deadline_seconds - (time.monotonic() - began)
+            found = self._observe(setting, Deadlines(whole_seconds=left))
+            return found if isinstance(found, Failure) else found[0]
+
+        found = run(other)
+        if not isinstance(found, Failure):
+            self._refuse_ignored(other, found)
+            return {}
+        if found.kind == "timeout" or other.precision == today.precision or other.batch_size == today.batch_size:
+            raise WorkloadError(
+                f"The command ran as {today}, and not as {other}: {found.message}.\n{found.details or ''}".rstrip(),
+                "See that its arguments are what the placeholders put there; --dry-run prints them.",
+            )
+        with_todays_precision = run(replace(other, precision=today.precision))
+        if isinstance(with_todays_precision, Failure):
+            raise WorkloadError(
+                f"The command ran as {today}, and not with batch size {other.batch_size}: "
+                f"{with_todays_precision.message}.\n{with_todays_precision.details or ''}".rstrip(),
+                "See that its arguments are what the placeholders put there; --dry-run prints them.",
+            )
+        self._refuse_ignored(replace(other, precision=today.precision), with_todays_precision)
+        return {other.precision: f"the command did not run in it: {found.message}"}
+
+    def _refuse_ignored(self, setting: Setting, rank: Rank) -> None:
+        problem = deviation(self._command.line, setting, rank)
+        if problem is not None:
+            raise WorkloadError(
+                f"The command does not follow: {problem.message}.",
+                "Put the placeholder where the script takes the value from; --dry-run prints what is started.",
+            )
+
+    def _require_time(self, job: Describe, setup_seconds: float, used_seconds: float) -> None:
+        """Raises `BudgetTooSmallError` where a search, which gives a baseline, would come to nothing."""
+        if job.deadline_seconds is None or job.baseline_batch_size is None:
+            return
+        if MIN_NUM_RUNS * setup_seconds < job.deadline_seconds - used_seconds:
+            return
+        needed = NUM_RUNS_OF_A_CONFIRMED_SEARCH * setup_seconds + used_seconds
+        raise BudgetTooSmallError(
+            f"The command takes {setup_seconds:.0f} s to its first step, and a search starts it {MIN_NUM_RUNS} times "
+            f"at least: more than the {job.deadline_seconds:.0f} s that are left.",
+            f"Give --budget {math.ceil(needed / 10) * 10} or more.",
         )
 
     def _measure(self, trial: Trial) -> Measurement | Failure:
         began = time.monotonic()
-        ran = self._run(
+        ran = self._command.run(
             trial.candidate,
             trial.deadlines,
             lambda heard: measure.is_enough(heard, trial, began),
+            self._watcher,
             seed=trial.seed,
-            environment=trial.environment,
+            environment={**(self._environment or {}), **trial.environment},
             memory_limit_bytes=trial.memory_limit_bytes,
         )
         if isinstance(ran.ending, Failure):
             return ran.ending
-        return measure.measurement(ran.heard, trial, ran.began, ran.seen.memory_bytes)
+        measured = measure.measurement(ran.heard, trial, ran.began, ran.seen.memory_bytes)
+        found = measure.slowest(ran.heard)
+        problem = None if found is None else deviation(self._command.line, trial.candidate, found[0])
+        return measured if problem is None else problem
 
     def _check(self, check: Check) -> Fidelity | Failure:
-        """fp32 and the precision on the same weights and batches, no step taken."""
+        """fp32 and the precision on the same weights and batches of today's size, no step taken."""
         began, gradients, losses = time.monotonic(), [], []
+        today = self._command.today
+        assert today is not None  # a search describes before it checks
+        if check.candidate.pinned_modules:
+            return check.unchecked("no modules of a command can be pinned", "Leave the pins out.")
+        if "fp32" in self._command.unsettable:
+            why = self._command.unsettable["fp32"]
+            return check.unchecked(f"there is no fp32 to hold it against: {why}", "Let the command run in fp32 too.")
         with tempfile.TemporaryDirectory(prefix="autotune_amp-") as folder:
             for precision in (check.candidate.precision, "fp32"):
-                setting = msgspec.structs.replace(check.candidate, precision=precision, as_found=False)
                 left = None if check.deadline_seconds is None else check.deadline_seconds - (time.monotonic() - began)
                 kept = Path(folder, precision)
                 kept.mkdir()
-                ran = self._run(
-                    setting,
+                ran = self._command.run(
+                    replace(today, precision=precision),
                     Deadlines(whole_seconds=left),
                     lambda heard: heard.num_frozen_steps >= NUM_FROZEN_STEPS,
+                    Watcher(),
                     seed=check.seed,
-                    watcher=Watcher(),
+                    environment=self._environment,
                     kept=kept,
                     frozen={"num_steps": NUM_FROZEN_STEPS, "max_entries": MAX_FROZEN_ENTRIES},
                 )
@@ -131,49 +256,13 @@ class CommandBackend(WorkloadBackend):
             steps = pair(*gradients)
             if isinstance(steps, str):
                 return check.unchecked(steps, "Seed it: the same seed must give the same first weights and batches.")
-            return self._local.submit(
+            judged: Fidelity | Failure = self._local.submit(
                 FrozenPair(
                     device="cpu",
                     precision=check.candidate.precision,
-                    batch_size=check.candidate.batch_size,
+                    batch_size=today.batch_size,
                     steps=steps,
                     losses=(losses[0], losses[1]),
                 )
             ).result()
-
-    def _run(
-        self,
-        setting: Setting,
-        deadlines: Deadlines,
-        is_enough: Callable[[Heard], bool],
-        *,
-        seed: int,
-        environment: dict[str, str] | None = None,
-        watcher: Watcher | None = None,
-        memory_limit_bytes: int | None = None,
-        kept: Path | None = None,
-        **agent: Any,
-    ) -> Ran:
-        with tempfile.TemporaryDirectory(prefix="autotune_amp-") as folder:
-            of_trial = {"seed": seed, "trial_dir": folder, "port": _free_port()}
-            return run(
-                self._line.filled(setting, of_trial, Path(folder)),
-                environment={**os.environ, **TRIAL_ENVIRONMENT, **(environment or {})},
-                agent={
-                    "seed": seed,
-                    "guard": {"free": [folder, tempfile.gettempdir()], "started": time.time()},
-                    **agent,
-                },
-                deadlines=deadlines,
-                is_enough=is_enough,
-                watcher=watcher or self._watcher,
-                memory_limit_bytes=memory_limit_bytes,
-                kept=kept,
-            )
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
+            return judged

@@ -8,7 +8,7 @@ import msgspec
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.job import Job, Tell
-from autotune_amp.core.outcome import Fidelity, Failure
+from autotune_amp.core.outcome import Fidelity
 from autotune_amp.launch.messages import Gradient
 
 
@@ -42,8 +42,9 @@ class FrozenPair(Job[Fidelity], frozen=True, kw_only=True):
                     f"rank part {part}, parameter {index}": tensor
                     for part, step in enumerate(batch)
                     for index, tensor in enumerate(
-                        torch.from_file(getattr(step, which), size=sum(step.sizes), dtype=torch.float32).split(
-                            list(step.sizes)
+                        torch.split(
+                            torch.from_file(getattr(step, which), size=sum(step.sizes), dtype=torch.float32),
+                            list(step.sizes),
                         )
                     )
                 }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from statistics import fmean
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.outcome import Description, Failure, Measurement
+from autotune_amp.core.setting import Setting
+from autotune_amp.launch.messages import Loader
 from autotune_amp.launch.ranks import Heard, Interval, Rank
 from autotune_amp.trial.jobs import Trial, stop
 
@@ -48,18 +49,11 @@ def is_enough(heard: Heard, trial: Trial, began: float) -> bool:
 def measurement(heard: Heard, trial: Trial, began: float, memory_bytes: int) -> Measurement | Failure:
     """The job's: samples of all ranks by the time of the slowest, memory of all ranks together on a CPU, of the
     largest on an accelerator. What counts against a CPU's limit is `memory_bytes`, of all processes, where that is
-    more. A batch other than the setting's is a `Failure`."""
+    more."""
     found = slowest(heard)
     if found is None:
         return Failure(kind="workload_error", message="too few optimizer steps were seen to measure it")
     rank, intervals = found
-    setting, per_step = trial.candidate, _samples_per_step(intervals)
-    if not setting.as_found and abs(per_step - setting.effective_batch_size) > 0.02 * setting.effective_batch_size:
-        return Failure(
-            kind="workload_error",
-            message=f"a step took {per_step:g} samples on each rank, not the {setting.effective_batch_size} asked for",
-            details="See that the command passes {batch_size} and {accumulation_steps} on, and adapts neither.",
-        )
     rate = heard.samples_per_second()
     assert rate is not None
     raw = tuple(one.step_seconds for one in intervals)
@@ -89,36 +83,40 @@ def measurement(heard: Heard, trial: Trial, began: float, memory_bytes: int) -> 
     )
 
 
-def description(heard: Heard, name: str, began: float, *, is_strict: bool) -> Description | Failure:
-    """What the command trains, from a run of what it does today."""
-    found = slowest(heard)
-    if found is None:
-        return Failure(
-            kind="workload_error", message="too few optimizer steps were seen to say what the command trains"
-        )
-    rank, intervals = found
-    loaders = [rank.loaders[index] for index in rank.training_loaders if index in rank.loaders]
-    loader = max(loaders, key=lambda each: each.num_samples or 0, default=None)
-    per_step = round(_samples_per_step(intervals))
-    batch_size = per_step if loader is None or not loader.batch_size else loader.batch_size
+def description(rank: Rank, name: str, today: Setting, began: float) -> Description:
+    """What the command trains, from a run of what it does `today`."""
+    loader = training_loader(rank)
     num_by_dtype = _num_parameters(rank)
     largest = max(num_by_dtype, key=lambda dtype: num_by_dtype[dtype])
     return Description(
         name=name,
-        batch_size=batch_size,
+        batch_size=today.batch_size,
         num_samples=None if loader is None else loader.num_samples,
         data="no DataLoader was seen" if loader is None else f"DataLoader at {loader.line or loader.maker}",
         num_parameters=sum(num_by_dtype.values()),
         num_trainable_parameters=sum(num_by_dtype.values()),
         weights=_LOW.get(largest, "fp32"),  # type: ignore[arg-type]
-        as_found_precision=precision_of(rank) or "fp32",
-        is_as_found_strict=is_strict,
+        as_found_precision=today.precision,
+        is_as_found_strict=True,
         build_seconds=rank.pace[0].time - began,
         context_seconds=0.0,
-        num_workers=None if loader is None else loader.num_workers,
-        accumulation_steps=max(1, round(per_step / batch_size)),
+        accumulation_steps=today.accumulation_steps,
         weighs_passes=True,
     )
+
+
+def training_loader(rank: Rank) -> Loader | None:
+    """The loader that its training fetches from, that of the largest dataset where there are several."""
+    loaders = [rank.loaders[index] for index in rank.training_loaders if index in rank.loaders]
+    return max(loaders, key=lambda each: each.num_samples or 0, default=None)
+
+
+def samples_per_step(rank: Rank) -> float | None:
+    """Samples behind a mean optimizer step of one rank, None where too few steps were seen."""
+    intervals = list(rank.intervals())
+    if not intervals:
+        return None
+    return sum(one.num_samples for one in intervals) / sum(one.num_steps for one in intervals)
 
 
 def precision_of(rank: Rank) -> Precision | None:
@@ -141,7 +139,3 @@ def precision_of(rank: Rank) -> Precision | None:
 def _num_parameters(rank: Rank) -> Counter[str]:
     """By dtype, of all its optimizers."""
     return sum((Counter(optimizer.num_parameters) for optimizer in rank.optimizers.values()), Counter())
-
-
-def _samples_per_step(intervals: Sequence[Interval]) -> float:
-    return sum(one.num_samples for one in intervals) / sum(one.num_steps for one in intervals)

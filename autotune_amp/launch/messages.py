@@ -117,17 +117,11 @@ class Set(_Message, frozen=True, kw_only=True, tag="set"):
 
 
 class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
-    """The process is ending rather than changing a file that was there before."""
+    """The process is ending rather than changing what was there before; `path` is an address for an upload."""
 
     what: str
     path: str
     line: str
-
-
-class Made(_Message, frozen=True, kw_only=True, tag="made"):
-    """A file was made outside of the trial's own folders."""
-
-    path: str
 
 
 class Error(_OfRank, frozen=True, kw_only=True, tag="error"):
@@ -151,5 +145,5 @@ class Stack(_Message, frozen=True, kw_only=True, tag="stack"):
 
 
 Message: TypeAlias = (
-    Hello | Torch | Optimizer | Loader | Scaler | Step | Gradient | Set | Refused | Made | Error | Exit | Stack
+    Hello | Torch | Optimizer | Loader | Scaler | Step | Gradient | Set | Refused | Error | Exit | Stack
 )

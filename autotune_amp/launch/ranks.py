@@ -128,7 +128,6 @@ class Heard:
     stacks: dict[int, messages.Stack] = field(default_factory=dict)  # by pid
     gradients: list[messages.Gradient] = field(default_factory=list)
     sets: list[messages.Set] = field(default_factory=list)
-    made: list[str] = field(default_factory=list)
     refused: messages.Refused | None = None
     last_time: float = 0.0  # of the latest step
     _loaders: dict[int, dict[str, messages.Loader]] = field(default_factory=dict)
@@ -162,8 +161,6 @@ class Heard:
                 self.sets.append(message)
             case messages.Refused():
                 self.refused = message
-            case messages.Made():
-                self.made.append(message.path)
             case messages.Error():
                 self.errors.append(message)
                 self._ended.add(message.pid)

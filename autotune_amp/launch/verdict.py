@@ -10,7 +10,7 @@ import msgspec
 
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
-from autotune_amp.launch.messages import Error
+from autotune_amp.launch.messages import Error, Refused
 from autotune_amp.launch.ranks import NUM_WARMUP_STEPS, Heard
 
 _OUT_OF_MEMORY = re.compile(
@@ -45,15 +45,12 @@ def verdict(
 ) -> Literal["measured"] | Failure | None:
     """What became of it, None while it goes on. `is_enough`: its steps are measured."""
     if heard.refused is not None:
-        refused = heard.refused
-        return Failure(
-            kind="workload_error",
-            message=f"the command is about to change {refused.path}, which was there before "
-            f"({refused.what} at {refused.line})",
-            details="Send its output to {trial_dir}, as in --output {trial_dir}.",
-        )
+        return _of_refused(heard.refused)
     if heard.errors:
         return _of_errors(heard, seen)
+    for rank in heard.ranks.values():
+        if num_ooms := max((step.num_ooms for step in rank.steps), default=0):
+            return Failure(kind="oom", message=f"rank {rank.rank} ran out of memory {num_ooms} times and went on")
     if is_enough:
         return "measured"
     if memory_limit_bytes is not None and seen.memory_bytes > memory_limit_bytes:
@@ -65,6 +62,19 @@ def verdict(
     if seen.status is not None:
         return _of_exit(heard, seen)
     return _overdue(heard, seen, deadlines)
+
+
+def _of_refused(refused: Refused) -> Failure:
+    at = f"{refused.what} at {refused.line}"
+    if refused.path.startswith("https://"):
+        message, step = (
+            f"the command is about to upload to {refused.path} ({at})",
+            "Turn the upload off for the search.",
+        )
+    else:
+        message = f"the command is about to change {refused.path}, which was there before ({at})"
+        step = "Send its output to {trial_dir}, as in --output {trial_dir}."
+    return Failure(kind="workload_error", message=message, details=step)
 
 
 def _of_errors(heard: Heard, seen: Seen) -> Failure:

@@ -8,8 +8,9 @@ from operator import attrgetter
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.outcome import Fidelity
-from autotune_amp.numerics.comparison import Gradients, compare
+from autotune_amp.numerics.comparison import compare
 from autotune_amp.numerics.grading import Findings, grade, next_step
+from autotune_amp.numerics.passes import Gradients
 
 _NUM_WORST = 5
 

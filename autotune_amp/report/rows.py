@@ -13,6 +13,7 @@ from autotune_amp.core import evidence as explain
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import PRECISION
 from autotune_amp.core.hardware import Hardware
+from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Accumulation, Calibration, Failure, Fidelity, Measurement
 from autotune_amp.core.recommendation import CandidateRow, Exclusion, Recommendation
 from autotune_amp.core.setting import VARIANTS, Setting
@@ -145,14 +146,42 @@ def precisions(hardware: Hardware) -> list[tuple[str, str, str, str]]:
 # --- lines to copy -------------------------------------------------------------------------------------------------
 
 
-def python_lines(recommendation: Recommendation, path: str | None = None) -> list[str]:
+def uses(recommendation: Recommendation, path: str | None = None) -> list[tuple[str, list[str]]]:
+    """How to train with the recommendation: titles, and under each the lines to copy. `path` is that of its file; None
+    is where a search puts it unless told otherwise."""
+    path = path or f"studies/{recommendation.search.study}/recommendation.json"
+    exports = explain.export_lines(recommendation.config)
+    shell = [("In the shell, before Python starts", exports)] if exports else []
+    if recommendation.launch_line is not None:
+        command, is_plain = answered_command(recommendation, recommendation.launch_line, Path(path).parent)
+        return [*(shell if is_plain else []), ("The command", [command])]
+    title, command = export_command(path)
+    return [*shell, ("In Python", python_lines(recommendation, path)), (title, [command])]
+
+
+def answered_command(recommendation: Recommendation, line: LaunchLine, study: Path) -> tuple[str, bool]:
+    """The command to run; where it is not the plain one, `autotune-amp run` sets what has no placeholder, and the
+    variables."""
+    arguments, _ = line.of_setting(recommendation.config, study.as_posix())
+    workload = recommendation.workload
+    assert workload is not None  # a search of a command describes it
+    today = Setting(
+        precision=workload.as_found_precision,
+        batch_size=workload.batch_size or 1,
+        accumulation_steps=workload.accumulation_steps,
+    )
+    if not line.outside(recommendation.config, today):
+        return shlex.join(arguments), True
+    return f"autotune-amp run {shlex.quote(study.as_posix())} -- {shlex.join(arguments)}", False
+
+
+def python_lines(recommendation: Recommendation, path: str) -> list[str]:
     """Python that trains with the config, by the controller of `path`; `export_command` gives what needs none.
 
     They leave `dataset`, `model`, `optimizer` and `compute_loss(model, batch)` to the script. `path` is that of the
-    recommendation's file; None is where a search puts it unless told otherwise.
+    recommendation's file.
     """
     config, device_type = recommendation.config, recommendation.hardware.identity.type
-    path = path or f"studies/{recommendation.search.study}/recommendation.json"
     loader = [explain.LOADER_COMMENT, explain.loader_line(config)]
     loaded = f'autotune_amp.PrecisionController.load({json.dumps(path)}, "{device_type}")'
     if recommendation.workload is not None and recommendation.workload.is_loop:
@@ -169,9 +198,9 @@ def python_lines(recommendation: Recommendation, path: str | None = None) -> lis
     return [*loader, f"controller = {loaded}", *loop]
 
 
-def export_command(recommendation: Recommendation, path: str | None = None) -> tuple[str, str]:
+def export_command(path: str) -> tuple[str, str]:
     """What the command is for, and the command; `path` as in `python_lines`."""
-    file = Path(path or f"studies/{recommendation.search.study}")
+    file = Path(path)
     study = file.parent if file.name == "recommendation.json" else file
     command = f"autotune-amp export {shlex.quote(study.as_posix())} --to torch"
     return "In the words of a framework, or --to lightning, transformers, accelerate, deepspeed, env", command

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from autotune_amp.core.evidence import accumulation_line, check_line, export_lines
+from autotune_amp.core.evidence import accumulation_line, check_line
 from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Record
 from autotune_amp.core.recommendation import Exclusion, Recommendation
 from autotune_amp.core.text import count, duration, exact, number, one_line, outcome_name, size, times
@@ -134,14 +134,10 @@ def _lead(recommendation: Recommendation) -> str:
 
 
 def _use(recommendation: Recommendation, path: str) -> str:
-    exports = export_lines(recommendation.config)
     config = msgspec.json.format(recommendation.config.to_json(), indent=2)
-    return (
-        (document.code("In the shell, before Python starts", "\n".join(exports)) if exports else "")
-        + document.code("In Python", "\n".join(rows.python_lines(recommendation, path)))
-        + document.code(*rows.export_command(recommendation, path))
-        + document.folded("The config as JSON", document.code("As AmpConfig.from_json reads it", config))
-    )
+    return "".join(
+        document.code(title, "\n".join(lines)) for title, lines in rows.uses(recommendation, path)
+    ) + document.folded("The config as JSON", document.code("As AmpConfig.from_json reads it", config))
 
 
 def _loss_scale(recommendation: Recommendation, records: Sequence[Record]) -> str:

@@ -10,7 +10,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from autotune_amp.core.evidence import export_lines
 from autotune_amp.core.text import count, duration, one_line
 from autotune_amp.profile import results
 from autotune_amp.report import rows
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 def print_recommendation(recommendation: Recommendation, console: Console, path: str | None = None) -> None:
     """All candidates with their outcome, the recommended config with its evidence, and how to use it.
 
-    `path` is that of its file, as in `rows.python_lines`.
+    `path` is that of its file, as in `rows.uses`.
     """
     search, hardware = recommendation.search, recommendation.hardware
     console.print(
@@ -39,10 +38,8 @@ def print_recommendation(recommendation: Recommendation, console: Console, path:
     title = "Best so far: the search was interrupted" if search.was_interrupted else "Recommended"
     _print_panel(title, recommendation.facts(), console)
     # Below the panel and never wrapped by us: these lines are there to be copied.
-    _print_lines("In the shell, before Python starts:", export_lines(recommendation.config), console)
-    _print_lines("In Python:", rows.python_lines(recommendation, path), console)
-    title, command = rows.export_command(recommendation, path)
-    _print_lines(f"{title}:", [command], console)
+    for title, lines in rows.uses(recommendation, path):
+        _print_lines(f"{title}:", lines, console)
 
 
 def hardware_table(hardware: Hardware, console: Console) -> None:

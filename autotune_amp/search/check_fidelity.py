@@ -9,7 +9,6 @@ from autotune_amp.core.outcome import Failure, Fidelity
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.options import SearchOptions, is_count
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.ranking import MAX_BATCH_SIZE
 from autotune_amp.search.run import Budget, ProgressWatcher
 from autotune_amp.search.source import Opened, Source, message_of, open_workload
 from autotune_amp.search.space import build_space
@@ -63,7 +62,7 @@ def check_job(
     if precision == "fp32" and description.weights not in ("bf16", "fp16"):
         raise InvalidRequestError("precision is 'fp32', which the others are held against.", "Give tf32, bf16 or fp16.")
     space = build_space(hardware, description, options)  # refuses a precision that the device does not have
-    usual_size = min(MAX_BATCH_SIZE, space.baseline.batch_size)
+    usual_size = min(space.check_batch_size, space.baseline.batch_size)
     if description.num_samples is not None:  # two batches of the same samples would have no noise between them
         usual_size = max(1, min(usual_size, description.num_samples // 2))
     return Check(

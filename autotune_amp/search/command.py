@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune_amp.core.hardware import DeviceIdentity
+from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.recommendation import Fingerprint
-from autotune_amp.launch.line import LaunchLine
 from autotune_amp.search.source import Source, folder_name
 
 if TYPE_CHECKING:
     from autotune_amp.isolation.local import Backend, Isolation, WorkloadBackend
     from autotune_amp.isolation.process import Watcher
+    from autotune_amp.launch.command import Command
+
+
+MAX_FILES_NAMED = 5
 
 
 class CommandSource(Source):
@@ -21,22 +26,44 @@ class CommandSource(Source):
 
     def __init__(self, line: LaunchLine) -> None:
         super().__init__("autotune_amp.workloads:workload")  # what probes the device has no part of the user's
-        self.line = line
+        self._line = line
         self.name = folder_name(line.name)
+
+    @property
+    def launch_line(self) -> LaunchLine:
+        """The command."""
+        return self._line
+
+    @cached_property
+    def command(self) -> Command:
+        """It, with what its runs have shown of it so far."""
+        from autotune_amp.launch.command import Command
+
+        return Command(self._line)
 
     def backend(
         self, watcher: Watcher, isolation: Isolation | None = None, environment: dict[str, str] | None = None
     ) -> WorkloadBackend:
+        """One that starts the command for each trial."""
         from autotune_amp.launch.backend import CommandBackend
 
-        return CommandBackend(self.line, super().backend(watcher, isolation, environment), watcher)
+        return CommandBackend(self.command, super().backend(watcher, isolation, environment), watcher, environment)
+
+    def warnings(self) -> tuple[str, ...]:
+        """The files that trials left behind."""
+        made = list(self.command.made)
+        if not made:
+            return ()
+        more = f" and {len(made) - MAX_FILES_NAMED} more" if len(made) > MAX_FILES_NAMED else ""
+        return (f"Trials made files outside of their own folders: {', '.join(made[:MAX_FILES_NAMED])}{more}.",)
 
     def fingerprint_by_child(
         self, options: dict[str, Any], identity: DeviceIdentity, backend: Backend, state: dict[str, Any]
     ) -> Fingerprint:
+        """Of the command too, and of the files that it names."""
         found = super().fingerprint_by_child(options, identity, backend, state)
-        files = [Path(argument) for argument in self.line.arguments if Path(argument).is_file()]
-        parts = {"command": " ".join(self.line.arguments)}
+        files = [Path(argument) for argument in self._line.arguments if Path(argument).is_file()]
+        parts = {"command": f"={self._line}"}
         parts |= {f"file {file}": hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files}
         digest = hashlib.sha256(repr((found.digest, sorted(parts.items()))).encode()).hexdigest()
         return Fingerprint(digest=digest, parts={**found.parts, **parts}, unknown=found.unknown)

@@ -13,7 +13,7 @@ import msgspec
 
 from autotune_amp.core.errors import FormatError, StudyBusyError, StudyError
 from autotune_amp.core.outcome import Record
-from autotune_amp.core.recommendation import Recommendation
+from autotune_amp.core.recommendation import Recommendation, write_atomically
 
 if TYPE_CHECKING:
     import filelock
@@ -118,5 +118,9 @@ class StudyFolder:
             ) from error
 
     def save(self, recommendation: Recommendation) -> None:
-        """Write recommendation.json in one step."""
+        """Write recommendation.json in one step, and of a command the settings files that the answer names."""
         recommendation.save(self.recommendation_path)
+        if recommendation.launch_line is not None:
+            _, files = recommendation.launch_line.of_setting(recommendation.config, str(self.path))
+            for path, text in files.items():
+                write_atomically(Path(path), text)

@@ -27,7 +27,6 @@ from autotune_amp.search.space import SAME_MEMORY, Space
 
 PLATEAU = 0.03  # closer than this, other things decide: processes differ by as much (studies/README.md, Timing)
 MAX_DATA_SHARE = 0.10  # a wait of 5 to 10 % of a step: the loader sets the speed (studies/README.md)
-MAX_BATCH_SIZE = 16  # of a check: what rounding does hardly moves with the batch size (studies/README.md)
 
 # A check or calibration that fails so tells of the precision; any other failure tells of the check itself.
 OF_THE_PRECISION = ("unsupported", "nonfinite")

@@ -112,9 +112,7 @@ class _Search:
         for line in said if load_before.others_num_cores is not None else (*said, *self._load_notes):
             self._progress.note(line)
             self._warnings.append(line)
-        ledger = self._ledger(
-            build_space(opened.hardware, opened.description, self._options, backend.abilities), search_id
-        )
+        ledger = self._ledger(build_space(opened.hardware, opened.description, self._options), search_id)
         conditions = Conditions(
             hardware=opened.hardware,
             description=opened.description,
@@ -149,12 +147,17 @@ class _Search:
                 was_interrupted=was_interrupted,
                 search_id=ledger.search_id,
                 is_budget_spent=self._is_spent or was_interrupted,
-                warnings=(*self._warnings, *(f"This answer cannot be cached: {part}." for part in fingerprint.unknown)),
+                warnings=(
+                    *self._warnings,
+                    *self._source.warnings(),
+                    *(f"This answer cannot be cached: {part}." for part in fingerprint.unknown),
+                ),
                 load=load_before,
             ),
             hardware=opened.hardware,
             fingerprint=fingerprint,
             versions=versions(),
+            launch_line=self._source.launch_line,
         )
         self.folder.save(recommendation)
         if was_interrupted:

@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from msgspec.structs import replace
+
 from autotune_amp.core.errors import AutotuneAmpError, WorkloadError
 from autotune_amp.core.hardware import DeviceIdentity, Hardware
 from autotune_amp.core.outcome import Description, Failure
@@ -16,6 +18,7 @@ from autotune_amp.core.recommendation import Fingerprint, NothingWorksError
 
 if TYPE_CHECKING:
     from autotune_amp.core.job import Found, Job
+    from autotune_amp.core.launch_line import LaunchLine
     from autotune_amp.isolation.local import Backend, Isolation, Payload, WorkloadBackend  # only where a search begins
     from autotune_amp.isolation.process import Watcher
     from autotune_amp.search.run import ProgressWatcher
@@ -49,6 +52,15 @@ class Source:
         from autotune_amp.isolation.local import LocalBackend
 
         return LocalBackend(self.payload, isolation, watcher, environment)
+
+    @property
+    def launch_line(self) -> LaunchLine | None:
+        """The command, where it is one."""
+        return None
+
+    def warnings(self) -> tuple[str, ...]:
+        """What its trials have left to be said."""
+        return ()
 
     def num_threads(self) -> int | None:
         """The threads that trials use; None leaves it to what the workload's code asks for."""
@@ -192,7 +204,7 @@ def open_workload(
         return answer
 
     opened = backend.open(device, source.num_threads(), budget.left())
-    ready_seconds = budget.elapsed()
+    ready_seconds = budget.elapsed() if opened.ready_seconds is None else opened.ready_seconds
     state = source.torch_state(opened.torch_state)
     watcher.phase("probing the device")
     hardware = ask(Probe(device=device, torch_state=state, deadline_seconds=max(0.0, budget.left())))
@@ -210,6 +222,7 @@ def open_workload(
     )
     if isinstance(description, Failure):
         raise cannot_be_built(description)
+    description = replace(description, checks=tuple(kind for kind in description.checks if kind in backend.abilities))
     return Opened(hardware, description, state, ready_seconds, opened.why_not_forked)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,7 +20,6 @@ from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import VARIANTS, Setting
 from autotune_amp.core.text import sentence
 from autotune_amp.search.options import SearchOptions
-from autotune_amp.trial.jobs import CheckKind
 
 ASSUMED_BATCH_SIZE = 32
 MAX_BATCH_SIZES = 10
@@ -40,7 +39,8 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     on one device; None where it is free. `num_ranks` devices make an optimizer step together. `accumulation_withheld`
     is why nothing may accumulate, None where nothing speaks against it. `weights` is what the parameters are kept in,
     `has_tf32` whether the device has it. `weighs_passes`: the training itself weighs what accumulates. `variants` are
-    other values of further dimensions, by name, which are tried on the setting that would win. `checks` can be answered.
+    other values of further dimensions, by name, which are tried on the setting that would win. `checks` are those that
+    can be answered, at `check_batch_size` at most.
     """
 
     candidates: tuple[Setting, ...]
@@ -54,7 +54,8 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     has_tf32: bool = False
     weighs_passes: bool = False
     variants: dict[str, tuple[Any, ...]] = {}
-    checks: frozenset[CheckKind] = frozenset({"fidelity", "calibration", "accumulation"})
+    checks: frozenset[str] = frozenset({"fidelity", "calibration", "accumulation"})
+    check_batch_size: int = 16
 
     @property
     def accumulates(self) -> bool:
@@ -62,14 +63,10 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
         return any(c.accumulation_steps > 1 for c in (*self.candidates, self.baseline))
 
 
-def build_space(
-    hardware: Hardware,
-    description: Description,
-    options: SearchOptions,
-    abilities: Collection[str] = get_args(CheckKind),
-) -> Space:
+def build_space(hardware: Hardware, description: Description, options: SearchOptions) -> Space:
     """The space of a search; raises `InvalidRequestError` where the options leave nothing, naming what would do."""
     baseline, effective, notes = _today(hardware, description, options)
+    fixed = description.accumulation_steps if "accumulation_steps" in description.unsettable else None
     precisions = PRECISION.choices(hardware, description, options)
     if not precisions.values:
         reasons = "; ".join(f"{precision}: {why.rstrip('.')}" for precision, why in precisions.left_out.items())
@@ -79,6 +76,9 @@ def build_space(
         )
     excluded = [Exclusion(precision=p, batch_size=None, reason=why) for p, why in precisions.left_out.items()]
     sizes, too_large = _batch_sizes(baseline.batch_size, effective, description.num_samples, options)
+    if "batch_size" in description.unsettable:
+        sizes, too_large = [baseline.batch_size], None
+        notes.append(f"Only batch {baseline.batch_size} is tried: {description.unsettable['batch_size']}.")
     if too_large is not None:
         reason = f"the dataset has only {description.num_samples} samples; this and all larger batch sizes are left out"
         excluded += [Exclusion(precision=p, batch_size=too_large, reason=reason) for p in precisions.values]
@@ -90,26 +90,27 @@ def build_space(
         notes.append(f"Weights are kept in {kept}: the rows called fp32 compute with them as they are.")
     space = Space(
         candidates=tuple(
-            Setting(precision=p, batch_size=b, accumulation_steps=(effective or b) // b)
+            Setting(precision=p, batch_size=b, accumulation_steps=effective // b if effective else fixed or 1)
             for p in precisions.values
             for b in sizes
         ),
         baseline=baseline,
         excluded=tuple(excluded),
-        notes=tuple(notes),
+        notes=(*notes, *description.notes),
         effective_batch_size=effective,
         num_ranks=options.num_ranks,
         weights=description.weights,
         has_tf32=hardware.has_tf32,
         weighs_passes=description.weighs_passes,
         variants={dimension.name: found.values for dimension, found in variants.items()},
-        checks=frozenset(kind for kind in get_args(CheckKind) if kind in abilities),
+        checks=frozenset(description.checks),
+        check_batch_size=description.check_batch_size,
     )
-    if not description.is_loop:
+    if fixed is None:
         return space
-    reason = "train_step takes its own optimizer steps, so nothing can be accumulated around it"
-    if any(c.accumulation_steps > 1 for c in space.candidates):
-        return _without_accumulation(space, reason, "")
+    reason = description.unsettable["accumulation_steps"]
+    if any(c.accumulation_steps != fixed for c in space.candidates):
+        return _with_accumulation(space, fixed, reason, "")
     return msgspec.structs.replace(space, accumulation_withheld=reason)
 
 
@@ -211,8 +212,9 @@ def _today(
     if options.effective_batch_size is not None:
         free = options.effective_batch_size == "free"
         effective = None if free else int(options.effective_batch_size) // options.num_ranks
-    if effective is not None and effective != size and description.is_loop:
-        size = use(effective, "train_step takes an optimizer step on every batch, so a batch is the effective batch")
+    fixed = description.accumulation_steps if "accumulation_steps" in description.unsettable else None
+    if effective is not None and fixed and effective != todays and effective % fixed == 0:
+        size = use(effective // fixed, description.unsettable["accumulation_steps"])
     elif effective is not None and effective % size:
         whole = of_all_ranks(effective, options.num_ranks)
         divisor = max(d for d in divisors(effective) if d <= size)
@@ -233,33 +235,35 @@ def with_accumulation_checked(space: Space, found: Accumulation | None) -> Space
     """
     if found is None or found.is_exact or not space.accumulates:
         return space
-    space = _without_accumulation(space, found.reason, found.next_step)
+    space = _with_accumulation(space, 1, found.reason, found.next_step)
     if space.baseline.accumulation_steps == 1:
         return space
     note = f"The baseline, {space.baseline}, accumulates, and may not learn what its effective batch would."
     return msgspec.structs.replace(space, notes=(*space.notes, note))
 
 
-def _without_accumulation(space: Space, reason: str, next_step: str) -> Space:
-    """The space without what accumulates but the baseline; an exclusion for each precision and a note say so."""
+def _with_accumulation(space: Space, num: int, reason: str, next_step: str) -> Space:
+    """The space without what accumulates more or fewer than `num` passes, but the baseline; an exclusion for each
+    precision and a note say so."""
     whole = space.effective_batch_size
-    assert whole is not None  # nothing accumulates where it is free
-    left = tuple(c for c in space.candidates if c.accumulation_steps == 1)
+    assert whole is not None  # all accumulate alike where it is free
+    left = tuple(c for c in space.candidates if c.accumulation_steps == num)
     if not left:
         raise InvalidRequestError(
             f"Gradient accumulation is withheld, and no batch size in the range does without it to keep the effective "
             f"batch size {of_all_ranks(whole, space.num_ranks)}. {sentence(reason)}",
-            f"Give a --batch-size range and a dataset that hold {whole}, or --effective-batch-size free.",
+            f"Give a --batch-size range and a dataset that hold {whole // num}, or --effective-batch-size free.",
         )
     todays = space.baseline.precision, space.baseline.batch_size
     largest: dict[str, Setting] = {}
     for candidate in space.candidates:  # ascending by batch size
-        if candidate.accumulation_steps > 1 and (candidate.precision, candidate.batch_size) != todays:
+        if candidate.accumulation_steps > num and (candidate.precision, candidate.batch_size) != todays:
             largest[candidate.precision] = candidate
     why = f"accumulation is withheld: {reason.rstrip('.')}; this and all smaller batch sizes are left out"
     excluded = [Exclusion(precision=c.precision, batch_size=c.batch_size, reason=why) for c in largest.values()]
-    note = f"Batch sizes below {whole} are left out, since gradient accumulation is withheld. {sentence(reason)} "
-    note += f"{next_step} --effective-batch-size free tries them without it.".lstrip()
+    note = f"Batch sizes below {whole // num} are left out, since gradient accumulation is withheld. "
+    note += f"{sentence(reason[0].upper() + reason[1:])} {next_step}".rstrip()
+    note += " --effective-batch-size free tries them without it."
     return msgspec.structs.replace(
         space,
         candidates=left,

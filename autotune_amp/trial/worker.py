@@ -54,6 +54,9 @@ def probe(context: Context, job: Probe, tell: Tell) -> Hardware:  # noqa: ARG001
     return hardware
 
 
+_OF_A_LOOP = "train_step takes its own optimizer steps, so nothing can be accumulated around it"
+
+
 def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noqa: ARG001 - it takes no steps to tell of
     """What the workload is, from building it once."""
     workload, device, state = context.workload, torch.device(job.device), job.torch_state
@@ -91,6 +94,7 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
         is_loop=workload.is_loop,
         accumulation_steps=workload.accumulation_steps,
         weighs_passes=workload.weighs_passes,
+        unsettable={"accumulation_steps": _OF_A_LOOP} if workload.is_loop else {},
         **seen._asdict(),
     )
 

@@ -172,12 +172,15 @@ class Done(NamedTuple):
         return self.found
 
 
+_CHECKS: frozenset[Ability] = frozenset({"fidelity", "calibration", "accumulation"})
+
+
 class ReplayBackend:
     """A `Backend` that plays back whole recorded processes of a cell, drawn with replacement."""
 
     def __init__(self, landscape: Landscape, budget: ReplayBudget, seed: int) -> None:
         self.landscape = landscape
-        self.abilities: frozenset[Ability] = frozenset({"check"})  # it builds nothing, so that it has nothing to share
+        self.abilities: frozenset[Ability] = _CHECKS  # it builds nothing, so that it has nothing to share
         self.slots = (Slot(landscape.header.hardware.device),)
         self.is_build_shared = False
         self.start_seconds: float | None = None

@@ -108,7 +108,7 @@ def test_trials_share_one_process_where_loading_has_used_cuda(before: str, tmp_p
     (tmp_path / "train.py").write_text(TRAIN.format(before=before))
     with LocalBackend(Payload(target="train:workload", path=(str(tmp_path), *sys.path)), "forked", Watcher()) as runner:
         runner.load(60)
-        _, why_not_fork = runner.open("cuda:1", None, 60)
+        _, why_not_fork, _ = runner.open("cuda:1", None, 60)
         assert why_not_fork is not None
         runner.keep()
         found = runner.submit(spec("cuda:1")).result()

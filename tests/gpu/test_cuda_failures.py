@@ -77,7 +77,7 @@ class Trials:
     def __init__(self, runner: LocalBackend) -> None:
         self._runner = runner
         runner.load(60)
-        self._state, reason = runner.open(DEVICE, None, 60)
+        self._state, reason, _ = runner.open(DEVICE, None, 60)
         assert reason is None
 
     def __call__(self, batch_size: int) -> Measurement | Failure:

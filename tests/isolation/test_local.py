@@ -83,7 +83,7 @@ class Opened:
         payload = Payload(target="train:workload", path=(str(folder), *sys.path))
         self.backend = LocalBackend(payload, isolation, self.listener)
         self.loaded_state = self.backend.load(60)
-        self.state, self.why_not_forked = self.backend.open("cpu", None, 60)
+        self.state, self.why_not_forked, _ = self.backend.open("cpu", None, 60)
 
     def trial(self, batch_size: int = 4, **fields: Any) -> Trial:
         candidate = Setting(precision="fp32", batch_size=batch_size)

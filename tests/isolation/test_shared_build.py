@@ -48,7 +48,7 @@ def payload(folder: Path, extra: str = "pass") -> Payload:
 
 def opened(runner: LocalBackend, **fields: Any) -> Trial:
     runner.load(60)
-    state, reason = runner.open("cpu", None, 60)
+    state, reason, _ = runner.open("cpu", None, 60)
     assert reason is None
     candidate = Setting(precision="fp32", batch_size=4)
     return Trial(candidate=candidate, device="cpu", torch_state=state, num_steps=(1, 1), seed=5, **fields)

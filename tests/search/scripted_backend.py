@@ -73,7 +73,8 @@ class ScriptedBackend:
 
     @property
     def abilities(self) -> frozenset[Ability]:
-        return frozenset({"check", "share_build"}) if self.is_forking else frozenset({"check"})
+        checks: frozenset[Ability] = frozenset({"fidelity", "calibration", "accumulation"})
+        return checks | {"share_build"} if self.is_forking else checks
 
     @property
     def slots(self) -> Sequence[Slot]:

@@ -17,6 +17,7 @@ from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.space import MAX_BATCH_SIZES, Space, build_space, divisors, excluded_by_outcomes
 
 FREE = {"effective_batch_size": "free"}
+LOOP = {"accumulation_steps": "train_step takes its own optimizer steps"}
 RATES: dict[Level, float | None] = {"native": 1.0, "emulated": 0.1, "unsupported": None}
 
 
@@ -47,7 +48,7 @@ def sizes(found: Space, precision: str = "fp32") -> list[int]:
         ({}, {"effective_batch_size": 96, "baseline": "fp32:8"}, [1, 2, 3, 6, 8, 16, 32, 48, 96]),
         ({}, {"effective_batch_size": 96, "batch_size": "5:50"}, [6, 8, 12, 16, 24, 32, 48]),
         # A loop steps its optimizers itself, so that a batch is the effective batch.
-        ({"is_loop": True}, {}, [32]),
+        ({"unsettable": LOOP}, {}, [32]),
     ],
 )
 def test_batch_sizes(about: dict[str, Any], options: dict[str, Any], expected: list[int]) -> None:
@@ -63,7 +64,7 @@ def test_batch_sizes(about: dict[str, Any], options: dict[str, Any], expected: l
         ({}, {"effective_batch_size": 90}, at("fp32", 30, accumulation_steps=3)),
         ({}, {"effective_batch_size": 128, "num_ranks": 4}, at("fp32", 32)),
         ({"num_samples": 10}, {"effective_batch_size": 16}, at("fp32", 8, accumulation_steps=2)),
-        ({"is_loop": True}, {"effective_batch_size": 64}, at("fp32", 64)),
+        ({"unsettable": LOOP}, {"effective_batch_size": 64}, at("fp32", 64)),
         ({"accumulation_steps": 3}, FREE, at("fp32", 32, accumulation_steps=3)),
         ({"accumulation_steps": 3}, {"effective_batch_size": 32}, at("fp32", 32)),
     ],
@@ -117,7 +118,7 @@ def test_precisions(
         (dict.fromkeys(PRECISIONS, "unsupported"), {}, {}, "; fp16: scripted; fp8", "--device"),
         ({}, {"num_samples": 20}, {"batch_size": "32:64"}, "only 20 samples", "20 or less"),
         ({}, {}, {"batch_size": "33:64"}, "effective batch size 32, which is kept", "--effective-batch-size free"),
-        ({}, {"is_loop": True}, {"batch_size": "8:16"}, "accumulation is withheld", "--effective-batch-size free"),
+        ({}, {"unsettable": LOOP}, {"batch_size": "8:16"}, "accumulation is withheld", "--effective-batch-size free"),
         ({}, {}, {"batch_size": "33:47", "effective_batch_size": 96}, "No batch size from 33 to 47", "1, 2, 3"),
         ({}, {}, {"baseline": "fp8:32"}, "no fp8 training path", "Give a baseline in fp32"),
     ],
@@ -144,7 +145,7 @@ def test_sizes_above_the_dataset_are_excluded_with_the_reason() -> None:
     effective=st.none() | st.just("free") | st.integers(1, 3000),
     num_ranks=st.integers(1, 8),
     baseline=st.none() | st.tuples(st.sampled_from(["fp32", "bf16"]), st.integers(1, 300)),
-    is_loop=st.booleans(),
+    fixed=st.none() | st.integers(1, 4),
 )
 def test_every_candidate_is_legal(
     base: int | None,
@@ -153,14 +154,15 @@ def test_every_candidate_is_legal(
     effective: int | str | None,
     num_ranks: int,
     baseline: tuple[str, int] | None,
-    is_loop: bool,
+    fixed: int | None,
 ) -> None:
-    about = {"batch_size": base, "num_samples": num_samples, "is_loop": is_loop}
+    about = {"batch_size": base, "num_samples": num_samples, "unsettable": LOOP if fixed else {}}
+    about |= {"accumulation_steps": fixed or 1}
     asked = effective * num_ranks if isinstance(effective, int) else effective
     today = baseline[1] if baseline else base
     kept = effective if isinstance(effective, int) else None
     if effective is None and today is not None:
-        kept = min(today, num_samples or today)
+        kept = min(today, num_samples or today) * (fixed or 1)
     try:
         found = space(
             about=about, batch_size=batch_range, effective_batch_size=asked, num_ranks=num_ranks, baseline=baseline
@@ -169,7 +171,7 @@ def test_every_candidate_is_legal(
         low, high = batch_range or (1, 10**9)
         is_out = num_samples is not None and low > num_samples
         fitting = [d for d in divisors(kept or 1) if low <= d <= min(high, num_samples or high)]
-        assert is_out or (kept is not None and (not fitting or (is_loop and kept not in fitting)))
+        assert is_out or (kept is not None and (not fitting or (fixed and kept / fixed not in fitting)))
         return
     assert found.effective_batch_size == kept
     assert len(found.candidates) == len(set(found.candidates)) == 4 * len(sizes(found))
@@ -177,8 +179,8 @@ def test_every_candidate_is_legal(
     assert sizes(found) == sorted(sizes(found))
     for candidate in (*found.candidates, found.baseline):
         assert 1 <= candidate.batch_size <= (num_samples or 10**9)
-        assert candidate.effective_batch_size == (kept or candidate.batch_size)
-        assert candidate.accumulation_steps == 1 or not is_loop
+        assert candidate.effective_batch_size == (kept or candidate.batch_size * (fixed or 1))
+    assert {c.accumulation_steps for c in found.candidates} == {fixed} or not fixed
     low, high = batch_range or (1, 10**9)
     assert all(low <= size <= high for size in sizes(found))
     assert (found.baseline in found.candidates) == (low <= found.baseline.batch_size <= high)
@@ -187,11 +189,11 @@ def test_every_candidate_is_legal(
 
 
 def test_a_loop_says_why_nothing_accumulates() -> None:
-    found = space(about={"is_loop": True}, precision=["fp32", "bf16"])
+    found = space(about={"unsettable": LOOP}, precision=["fp32", "bf16"])
     assert [(e.precision, e.batch_size) for e in found.excluded] == [("fp32", 16), ("bf16", 16)]
     assert all("train_step takes its own optimizer steps" in e.reason for e in found.excluded)
     assert ["--effective-batch-size free" in note for note in found.notes] == [True]
-    assert space(about={"is_loop": True}, effective_batch_size="free").notes == ()
+    assert space(about={"unsettable": LOOP}, effective_batch_size="free").notes == ()
 
 
 OOM, SLOW, MISSING = (Failure(kind=kind, message="the device says so") for kind in ("oom", "timeout", "unsupported"))

@@ -17,10 +17,10 @@ from typing import Any
 def arm(settings_text: str) -> None:
     """Start in a process: say so, and guard it at once; the rest when torch is imported.
 
-    `settings_text` is a JSON object: ``socket`` the path of the parent's, ``folder`` the trial's own; ``guard``, the
-    folders that may be written to and the time that the trial started at, where files are guarded; ``observes``, false
-    where nothing is to be patched for the sake of observing; ``frozen``, where no step is to be taken; ``outside``,
-    what is to be set from outside; ``seed``.
+    `settings_text` is a JSON object: ``socket`` the path of the parent's, ``folder`` the trial's own; ``guard``, what
+    may be changed (see `guard.arm`), where files are guarded; ``observes``, false where nothing is to be patched for
+    the sake of observing; ``frozen``, where no step is to be taken; ``outside``, what is to be set from outside;
+    ``seed``.
     """
     from .channel import Channel
     from .imports import after_import
@@ -31,7 +31,7 @@ def arm(settings_text: str) -> None:
     if settings.get("guard"):
         from . import guard
 
-        guard.arm(channel, settings["guard"]["free"], settings["guard"]["started"])
+        guard.arm(channel, **settings["guard"])
 
     def with_torch(_: Any) -> None:
         from . import observer

@@ -29,7 +29,7 @@ class Loaders:
         self.latest: Any = None  # the batch, where `keeps_latest`
         self.keeps_latest = False
         self._num_loaders = 0
-        self._ahead: dict[str, int] = {}  # samples handed out and not yet in use, of loaders that are fetched from ahead
+        self._ahead: dict[str, int] = {}  # samples handed out but not yet in use, where batches are fetched ahead
 
     def watch(self) -> None:
         """Hook into DataLoader."""
@@ -69,7 +69,8 @@ class Loaders:
     def _watch_iterating(self) -> None:
         base: Any = dataloader._BaseDataLoaderIter
         begin, reset, draw, fetch = base.__init__, base._reset, base._next_index, base.__next__
-        drew, handed_out, ended = map(self._channel.shield, (self._drew, self._handed_out, self._ended))
+        shield = self._channel.shield
+        drew, handed_out, ended = shield(self._drew), shield(self._handed_out), shield(self._ended)
 
         def __init__(iterator: Any, loader: Any) -> None:
             begin(iterator, loader)

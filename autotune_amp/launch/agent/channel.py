@@ -30,7 +30,7 @@ class Channel:
     def _reset(self) -> None:
         self._socket: socket.socket | None = None
         self._messages: list[dict[str, Any]] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a file's finalizer may speak of it while we do
 
     def listen(self) -> None:
         """Start a thread that sends what waits, and hears the parent: that it is gone, or that it asks ``dump``, where

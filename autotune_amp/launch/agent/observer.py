@@ -17,7 +17,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from . import batches, guard, passes, where
+from . import batches, passes, where
 from .channel import Channel
 from .imports import after_import
 
@@ -47,7 +47,6 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
         from .outside import Outside
 
         Outside(channel, observer, settings["outside"]).install()
-    guard.watch_native_writers()
 
 
 class Observer:

@@ -391,6 +391,7 @@ def rerank(known: Recommendation, options: SearchOptions, folder: StudyFolder) -
         search=known.search,
         fingerprint=known.fingerprint,
         versions=known.versions,
+        launch_line=known.launch_line,
     )
 
 

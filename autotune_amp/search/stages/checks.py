@@ -16,7 +16,7 @@ from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.ledger import RIVAL, Ledger
 from autotune_amp.search.ranking import check_key, rank
 from autotune_amp.search.run import Budget
-from autotune_amp.search.space import HOPELESS
+from autotune_amp.search.space import HOPELESS, Space
 from autotune_amp.search.stages.trials import Conditions
 from autotune_amp.search.study import Study
 from autotune_amp.trial.jobs import Check, Trial
@@ -107,9 +107,9 @@ def next_todo(ledger: Ledger) -> Todo | None:
         ):
             return Todo("calibration", setting.with_own_workers)  # no check depends on their number
         if _is_unchecked(ledger, setting):
-            return _compare(setting)
+            return _compare(setting, ledger.space)
     healable = _healable(ledger, fastest)
-    return None if healable is None else _compare(healable)
+    return None if healable is None else _compare(healable, ledger.space)
 
 
 def _is_unchecked(ledger: Ledger, setting: Setting) -> bool:
@@ -129,7 +129,7 @@ def _healing(ledger: Ledger) -> Todo | None:
         healed = replace(like.with_own_workers, pinned_modules=found.healing_pins)
         verdict = ledger.fidelity.get(check_key(healed))
         if verdict is None:
-            return _compare(healed)
+            return _compare(healed, ledger.space)
         if verdict.verdict != "unfaithful" and healed not in tried:
             return Todo("search", healed)
     return None
@@ -150,6 +150,6 @@ def _healable(ledger: Ledger, fastest: float) -> Setting | None:
     return next((c for c in found if not c.pinned_modules and _is_unchecked(ledger, c)), None)
 
 
-def _compare(setting: Setting) -> Todo:
-    size = min(ranking.MAX_BATCH_SIZE, setting.batch_size)
+def _compare(setting: Setting, space: Space) -> Todo:
+    size = min(space.check_batch_size, setting.batch_size)
     return Todo("fidelity", replace(check_key(setting), batch_size=size))

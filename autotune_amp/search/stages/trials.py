@@ -11,7 +11,6 @@ from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Description, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision.modes import MODES
-from autotune_amp.search import ranking
 from autotune_amp.search.ledger import LOSS_SCALE, Ledger
 from autotune_amp.search.run import Budget
 from autotune_amp.search.space import HOPELESS
@@ -102,7 +101,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
 
     def accumulation_check(self, ledger: Ledger, budget: Budget) -> Check:
         """The check of whether accumulated gradients equal those of the whole batch."""
-        batch_size = min(ranking.MAX_BATCH_SIZE, ledger.space.baseline.effective_batch_size)
+        batch_size = min(ledger.space.check_batch_size, ledger.space.baseline.effective_batch_size)
         seconds = min(ACCUMULATION_SHARE * budget.seconds, budget.left_for_search())
         return self.check("accumulation", Setting(precision="fp32", batch_size=batch_size), seconds)
 

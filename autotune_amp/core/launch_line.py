@@ -1,0 +1,195 @@
+"""LaunchLine: a training command with places in it that a setting fills. Text alone; nothing is started here."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from autotune_amp.core.dimensions import PRECISIONS
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.setting import Setting
+
+# What a trial fills in beside the values of its setting.
+OF_TRIAL = ("seed", "trial_dir", "port")
+_NUMBERS = ("batch_size", "accumulation_steps", "num_workers")
+_NAMES = ("precision", *_NUMBERS, *OF_TRIAL)
+_PLACEHOLDER = re.compile(r"\{(?P<name>" + "|".join(_NAMES) + r")(?:=(?P<today>[^{}:|]*))?(?::(?P<choices>[^{}]*))?\}")
+
+
+class Placeholder(msgspec.Struct, frozen=True, kw_only=True):
+    """``{name=today}``, or ``{name:value=arguments|value=arguments}``, which puts none or several arguments there.
+
+    `today` is what the user runs, in the words of the command: of choices, where none is named, the one that adds
+    nothing.
+    """
+
+    name: str
+    today: str | None = None
+    choices: dict[str, str] | None = None
+
+
+class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A training command whose placeholders a setting fills: ``batch_size``, ``precision``, ``accumulation_steps``,
+    ``num_workers``, and ``seed``, ``trial_dir``, ``port`` of each trial; other braces stay as they are.
+
+    `values` are the command's own words for ours, such as ``{"bf16": "bf16-mixed"}``. `files` holds the text of the
+    settings files that hold placeholders, by their names; each is an argument, or a part of one, and a trial gets a
+    filled copy of it, which the argument names.
+    """
+
+    arguments: tuple[str, ...]
+    values: dict[str, str] = {}
+    files: dict[str, str] = {}
+
+    @classmethod
+    def of(
+        cls, command: str | Sequence[str], *, values: Mapping[str, str] | None = None, files: Iterable[str] = ()
+    ) -> LaunchLine:
+        """Of a command as it is typed, or of its arguments; raises `InvalidRequestError` where it cannot be meant."""
+        arguments = tuple(shlex.split(command) if isinstance(command, str) else command)
+        if not arguments:
+            raise InvalidRequestError("The command is empty.", "Give it after `--`, as in `search -- python train.py`.")
+        texts = {}
+        for file in files:
+            if not any(file in argument for argument in arguments):
+                raise InvalidRequestError(
+                    f"--file {file} is in none of the command's arguments.", f"Name it in the command as {file!r}."
+                )
+            try:
+                texts[file] = Path(file).read_text()
+            except OSError as error:
+                raise InvalidRequestError(
+                    f"--file {file} cannot be read: {error.strerror}.", "Name a settings file that the command reads."
+                ) from error
+        line = cls(arguments=arguments, values=dict(values or {}), files=texts)
+        for name in values or {}:
+            if name not in PRECISIONS:
+                raise InvalidRequestError(
+                    f"--value {name} is none of the precisions.",
+                    f"Give PRECISION=WORD with one of {', '.join(PRECISIONS)}.",
+                )
+        for placeholder in line.placeholders.values():
+            _check(placeholder, line.values)
+        return line
+
+    @property
+    def placeholders(self) -> dict[str, Placeholder]:
+        """By name. Raises `InvalidRequestError` where one is given twice in different ways."""
+        found: dict[str, Placeholder] = {}
+        for text in (*self.arguments, *self.files.values()):
+            for placeholder in map(_of, _PLACEHOLDER.finditer(text)):
+                bare = Placeholder(name=placeholder.name)
+                known = found.setdefault(placeholder.name, placeholder)
+                if bare not in (placeholder, known) and placeholder != known:
+                    raise InvalidRequestError(
+                        f"{{{known.name}}} is given twice in different ways.",
+                        f"Give today's value once, and write {{{known.name}}} elsewhere.",
+                    )
+                if known == bare:
+                    found[known.name] = placeholder
+        return found
+
+    @property
+    def name(self) -> str:
+        """What its study is called unless told otherwise: the script's name."""
+        scripts = [Path(each).stem for each in self.arguments if each.endswith((".py", ".sh"))]
+        module = self.arguments.index("-m") + 1 if "-m" in self.arguments[:-1] else 0
+        return scripts[0] if scripts else Path(self.arguments[module]).name
+
+    def today(self, name: str) -> str | None:
+        """The value that the user runs, in our words; None where the command does not say."""
+        placeholder = self.placeholders.get(name)
+        if placeholder is None or placeholder.today is None:
+            return None
+        if name != "precision":
+            return placeholder.today
+        return next((ours for ours, theirs in self.values.items() if theirs == placeholder.today), placeholder.today)
+
+    @property
+    def today_values(self) -> dict[str, Any]:
+        """What the command runs today, as far as it says so, by the names of a setting's fields."""
+        found = {name: self.today(name) for name in ("precision", *_NUMBERS)}
+        return {n: value if n == "precision" else int(value) for n, value in found.items() if value is not None}
+
+    def first_commands(self) -> list[tuple[str, ...]]:
+        """What a search starts first: what is done today, and with the other values that its placeholders foresee."""
+        today = {"batch_size": 32, "precision": "fp32", **self.today_values}
+        of_trial = {"seed": 0, "trial_dir": "TRIAL_DIR", "port": 29500}
+        precision = self.placeholders.get("precision")
+        known = list((precision and precision.choices) or ("bf16", "fp32"))
+        others = [
+            {"precision": next((p for p in known if p != today["precision"]), today["precision"])},
+            {"batch_size": max(1, today["batch_size"] // 2)},
+        ]
+        commands = [self.filled({**today, **other, **of_trial}, "TRIAL_DIR")[0] for other in ({}, *others)]
+        return list(dict.fromkeys(commands))
+
+    def outside(self, setting: Setting, today: Setting) -> dict[str, Any]:
+        """What of `setting` is to be set from outside: it has no placeholder, and is not what is done `today`."""
+        return {
+            name: getattr(setting, name)
+            for name in ("precision", "batch_size", "accumulation_steps")
+            if name not in self.placeholders and getattr(setting, name) != getattr(today, name)
+        }
+
+    def of_setting(self, setting: Setting, files_in: str, **of_trial: Any) -> tuple[tuple[str, ...], dict[str, str]]:
+        """The command for a setting, see `filled`; what `of_trial` does not give of a trial's own stays today's."""
+        values = {name: getattr(setting, name) for name in ("precision", *_NUMBERS)}
+        if setting.num_workers is None:
+            del values["num_workers"]
+        return self.filled({**values, **of_trial}, files_in)
+
+    def filled(self, values: Mapping[str, Any], files_in: str) -> tuple[tuple[str, ...], dict[str, str]]:
+        """The arguments with every placeholder filled by `values` (a setting's and the trial's; one that has no value
+        there stays), and the texts of the settings files by their paths in the folder `files_in`."""
+        paths = {file: str(Path(files_in, Path(file).name)) for file in self.files}
+        arguments: list[str] = []
+        for argument in self.arguments:
+            filled = self._fill(argument, values)
+            for file, path in paths.items():
+                filled = filled.replace(file, path)
+            whole = _PLACEHOLDER.fullmatch(argument)
+            arguments += shlex.split(filled) if whole is not None and whole["choices"] is not None else [filled]
+        return tuple(arguments), {paths[file]: self._fill(text, values) for file, text in self.files.items()}
+
+    def _fill(self, text: str, values: Mapping[str, Any]) -> str:
+        def fill(match: re.Match[str]) -> str:
+            placeholder = _of(match)
+            value = values.get(placeholder.name, placeholder.today)
+            if value is None:
+                return f"{{{placeholder.name}}}"
+            if placeholder.choices is not None:
+                return placeholder.choices[str(value)]
+            return self.values.get(value, value) if placeholder.name == "precision" else str(value)
+
+        return _PLACEHOLDER.sub(fill, text)
+
+
+def _of(match: re.Match[str]) -> Placeholder:
+    choices = None
+    if match["choices"] is not None:
+        choices = dict(choice.partition("=")[::2] for choice in match["choices"].split("|"))
+    today = match["today"]
+    if today is None and choices is not None:
+        today = next((value for value, arguments in choices.items() if not arguments), None)
+    return Placeholder(name=match["name"], today=today, choices=choices)
+
+
+def _check(placeholder: Placeholder, words: Mapping[str, str]) -> None:
+    """Raises `InvalidRequestError` where its values are none of its kind."""
+    name, given = placeholder.name, [*(placeholder.choices or {}), *filter(None, [placeholder.today])]
+    for value in given:
+        if name == "precision" and value not in PRECISIONS and value not in words.values():
+            raise InvalidRequestError(
+                f"{{precision}} has the value {value!r}, which is none of {', '.join(PRECISIONS)}.",
+                f"Say which of them the command calls so, as in --value bf16={value}.",
+            )
+        if name in _NUMBERS and not (value.isdecimal() and (int(value) or name == "num_workers")):
+            raise InvalidRequestError(
+                f"{{{name}}} has the value {value!r}, which is no such number.", f"Write {{{name}=8}}, say."
+            )

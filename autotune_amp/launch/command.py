@@ -1,0 +1,77 @@
+"""A command and what is known of it: what it does today, what of that can be set, and the files that its runs made."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from autotune_amp.core.job import Deadlines
+from autotune_amp.core.launch_line import LaunchLine
+from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.local import TRIAL_ENVIRONMENT
+from autotune_amp.isolation.process import Watcher
+from autotune_amp.launch.ranks import Heard
+from autotune_amp.launch.running import Ran, run
+
+
+class Command:
+    """A launch line that is run many times.
+
+    Once it was observed, `today` is what it does, `maker` what makes its training loader, and `unsettable` as in
+    `Description`. `made` are the files that its runs left outside of their own folders.
+    """
+
+    def __init__(self, line: LaunchLine) -> None:
+        self.line = line
+        self.today: Setting | None = None
+        self.maker: str | None = None
+        self.unsettable: dict[str, str] = {}
+        self.made: tuple[str, ...] = ()
+
+    def run(
+        self,
+        setting: Setting,
+        deadlines: Deadlines,
+        is_enough: Callable[[Heard], bool],
+        watcher: Watcher,
+        *,
+        seed: int = 0,
+        environment: Mapping[str, str] | None = None,
+        memory_limit_bytes: int | None = None,
+        kept: Path | None = None,
+        **agent: Any,
+    ) -> Ran:
+        """Run it once, filled with `setting`; what has no placeholder and is not today's is set from outside."""
+        outside = {} if self.today is None else self.line.outside(setting, self.today)
+        if "batch_size" in outside:
+            outside["maker"] = self.maker
+        with tempfile.TemporaryDirectory(prefix="autotune_amp-") as folder:
+            of_trial = {"seed": seed, "trial_dir": folder, "port": _free_port()}
+            arguments, files = self.line.of_setting(setting, folder, **of_trial)
+            for path, text in files.items():
+                Path(path).write_text(text)
+            ran = run(
+                arguments,
+                environment={**os.environ, **TRIAL_ENVIRONMENT, **(environment or {})},
+                agent={"seed": seed, "outside": outside, **agent},
+                folders=[Path(folder)],
+                made=self.made,
+                deadlines=deadlines,
+                is_enough=is_enough,
+                watcher=watcher,
+                memory_limit_bytes=memory_limit_bytes,
+                kept=kept,
+            )
+        self.made = ran.made
+        return ran
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port

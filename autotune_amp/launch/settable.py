@@ -1,0 +1,65 @@
+"""What of a command can be set, by a placeholder or from outside, and whether what was asked for is what ran. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autotune_amp.core.dimensions import PRECISIONS, Precision
+from autotune_amp.core.launch_line import LaunchLine
+from autotune_amp.core.outcome import Failure
+from autotune_amp.core.setting import Setting
+from autotune_amp.launch.measure import precision_of, samples_per_step, training_loader
+from autotune_amp.launch.ranks import Rank
+
+
+def unsettable(line: LaunchLine, rank: Rank) -> dict[str, str]:
+    """By precision or dimension, why it cannot be set to anything but what it is; `rank` was seen as it is today."""
+    found, placeholders = {}, line.placeholders
+    precision = placeholders.get("precision")
+    if precision is None:
+        if not rank.scalers:
+            found["fp16"] = "the script has no GradScaler, without which fp16 cannot be set from outside"
+    elif precision.choices is not None:
+        for name in PRECISIONS:
+            if name not in precision.choices:
+                found[name] = "{precision:…} has no arguments for it"
+    if "accumulation_steps" not in placeholders:
+        found["accumulation_steps"] = "the command has no {accumulation_steps}"
+    loader = training_loader(rank)
+    if "batch_size" not in placeholders and (loader is None or loader.batch_size is None):
+        what = "no DataLoader was seen" if loader is None else "its DataLoader takes batches from a sampler of its own"
+        found["batch_size"] = f"the command has no {{batch_size}}, and {what}"
+    return found
+
+
+def probing_setting(today: Setting, cannot: Mapping[str, str]) -> Setting | None:
+    """What shows whether a command follows: `today` with another batch size and precision, as far as they can be set;
+    None where neither can."""
+    sizes = [] if "batch_size" in cannot else [max(1, today.batch_size // 2) if today.batch_size > 1 else 2]
+    lower: tuple[Precision, ...] = ("bf16", "fp32")
+    others = [p for p in lower if p not in cannot and p != today.precision]
+    if not sizes and not others:
+        return None
+    return Setting(
+        precision=others[0] if others else today.precision,
+        batch_size=sizes[0] if sizes else today.batch_size,
+        accumulation_steps=today.accumulation_steps,
+        num_workers=today.num_workers,
+    )
+
+
+def deviation(line: LaunchLine, setting: Setting, rank: Rank) -> Failure | None:
+    """Where a run of `setting` did something else, in words that name both; None where it did what it was asked for."""
+    asked, seen = setting.effective_batch_size, samples_per_step(rank)
+    if seen is not None and abs(seen - asked) > 0.02 * asked:
+        passes = f" ({setting.batch_size} x {setting.accumulation_steps})" if setting.accumulation_steps > 1 else ""
+        why = ": {batch_size} does not reach its loader, or it adapts it" if "batch_size" in line.placeholders else ""
+        message = f"an optimizer step took {seen:g} samples on each rank, where {asked}{passes} were asked for{why}"
+        return Failure(kind="workload_error", message=message)
+    precision = precision_of(rank)
+    alike = ({"fp32", "tf32"}, {setting.precision})  # TF32 shows in no autocast region
+    if precision is not None and not any({precision, setting.precision} <= each for each in alike):
+        why = ": {precision} does not reach its autocast" if "precision" in line.placeholders else ""
+        message = f"its steps ran in {precision}, where {setting.precision} was asked for{why}"
+        return Failure(kind="unsupported", message=message)
+    return None

@@ -1,0 +1,153 @@
+"""A search of a training command, through the command line: what it says and keeps."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+import time
+
+import pytest
+from conftest import CommandLine, SharedOnce
+from real_searches import Searched, searched
+
+# A step takes as long for any batch, so that the largest is the fastest on any machine.
+SCRIPT = """
+import argparse, time
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch", type=int)
+parser.add_argument("--workers", type=int)
+options = parser.parse_args()
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(4096, 8), torch.randn(4096, 1))
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for epoch in range(1000):
+    for x, y in torch.utils.data.DataLoader(data, batch_size=options.batch, shuffle=True):
+        time.sleep(0.02)
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+COMMAND = ("--", sys.executable, "train.py", "--batch", "{batch_size=4}")
+OPTIONS = (
+    "--device",
+    "cpu",
+    "--precision",
+    "fp32",
+    "--effective-batch-size",
+    "free",
+    "--batch-size",
+    "4:16",
+    "--trials",
+    "4",
+)
+
+
+@pytest.fixture(scope="session")
+def found(shared_once: SharedOnce) -> Searched:
+    """A search that recommends batch 16 over batch 4."""
+    arguments = (*OPTIONS, "--budget", "600", *COMMAND)
+    return shared_once("found_command", lambda folder: searched(folder, SCRIPT, *arguments))
+
+
+@pytest.fixture
+def copied(found: Searched, cli: CommandLine) -> CommandLine:
+    shutil.copytree(found.folder, cli.folder, dirs_exist_ok=True)
+    return cli
+
+
+@pytest.mark.slow
+def test_the_document(found: Searched) -> None:
+    assert found.done.code == 0, found.done.err
+    document = json.loads((found.study / "recommendation.json").read_text())
+    assert found.study.name == "train"
+    assert document["config"]["batch_size"] == 16
+    assert document["evidence"]["speedup"] > 1.5
+    assert document["evidence"]["baseline"]["config"]["batch_size"] == 4
+    assert document["launch_line"]["arguments"][-1] == "{batch_size=4}"
+    assert any("first steps" in warning for warning in document["warnings"]), "what a command cannot tell is said"
+    assert {record["outcome"]["outcome"] for record in found.records} == {"measurement"}
+    assert {path.name for path in found.folder.iterdir()} == {"train.py", "studies"}, "trials leave nothing"
+
+
+@pytest.mark.slow
+def test_the_answer_is_the_filled_command(found: Searched, copied: CommandLine) -> None:
+    command = f"{sys.executable} train.py --batch 16"
+    assert command in copied("show").out
+    assert command in (found.study / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_the_same_command_is_answered_from_the_cache_and_an_edited_script_is_not(copied: CommandLine) -> None:
+    before = (copied.folder / "studies/train/outcomes.jsonl").read_bytes()
+    again = copied.search(*OPTIONS, "--budget", "600", *COMMAND)
+    assert again.code == 0, again.err
+    assert again.document["config"]["batch_size"] == 16
+    assert (copied.folder / "studies/train/outcomes.jsonl").read_bytes() == before
+    (copied.folder / "train.py").write_text(SCRIPT.replace("0.02", "0.01"))
+    edited = copied.search(*OPTIONS, "--budget", "20", *COMMAND)
+    assert "train.py" in edited.err, "what changed is named"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_interrupted_or_killed_it_leaves_nothing_and_goes_on(cli: CommandLine, number: signal.Signals) -> None:
+    (cli.folder / "train.py").write_text(SCRIPT)
+    outcomes = cli.folder / "studies/train/outcomes.jsonl"
+    arguments = (*OPTIONS, "--budget", "600", *COMMAND)
+    process = cli.start("search", *arguments)
+    until = time.monotonic() + 150
+    while not (outcomes.exists() and outcomes.read_text().count("\n")) and time.monotonic() < until:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == (130 if number == signal.SIGINT else -number)
+    assert cli.wait_until_alone(20) == []
+    known = outcomes.read_text()
+    again = cli.start("search", *arguments)
+    until = time.monotonic() + 150
+    while len(outcomes.read_text()) <= len(known) and again.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    again.send_signal(signal.SIGINT)
+    _, err = again.communicate(timeout=60)
+    assert again.returncode == 130, err
+    assert "Going on" in err
+    assert outcomes.read_text().startswith(known)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("search", "train.py:workload", *COMMAND), "train.py:workload"),
+        (("search", "--value", "bf16=x"), "--value"),
+        (("search", "--value", "bf16", *COMMAND), "PRECISION=WORD"),
+        (("search", "--file", "cfg.yaml", *COMMAND), "cfg.yaml"),
+        (("search", "--dry-run"), "--dry-run"),
+        (("search", "--"), "empty"),
+    ],
+)
+def test_a_request_that_cannot_be_meant_names_what_was_given(
+    cli: CommandLine, arguments: tuple[str, ...], named: str
+) -> None:
+    done = cli(*arguments)
+    assert (done.code, done.out) == (2, "")
+    assert named in done.err
+
+
+def test_a_dry_run_prints_what_would_be_started_and_starts_nothing(cli: CommandLine) -> None:
+    done = cli(
+        "search", "--dry-run", "--value", "bf16=half", "--", "no-such-program", "{batch_size=4}", "{precision=fp32}"
+    )
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == ["no-such-program 4 fp32", "no-such-program 4 half", "no-such-program 2 fp32"]
+
+
+def test_a_command_that_is_not_there_is_an_error(cli: CommandLine) -> None:
+    done = cli("search", "--device", "cpu", "--", "no-such-program", "{batch_size=4}")
+    assert done.code == 2
+    assert "no-such-program" in done.err

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.launch_line import LaunchLine
+from autotune_amp.core.setting import Setting
+
+BF16 = Setting(precision="bf16", batch_size=16, accumulation_steps=2)
+
+
+def filled(command: str, setting: Setting = BF16, values: dict[str, str] | None = None, **of_trial: Any) -> str:
+    arguments, _ = LaunchLine.of(command, values=values).of_setting(setting, ".", **of_trial)
+    return shlex.join(arguments)
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("python t.py --bs {batch_size=32}", "python t.py --bs 16"),
+        ("python t.py --bs={batch_size} --amp={precision=fp32}", "python t.py --bs=16 --amp=bf16"),
+        ("python t.py train.batch={batch_size=8} trainer.accumulate={accumulation_steps=1}",
+         "python t.py train.batch=16 trainer.accumulate=2"),
+        ("python t.py {precision:bf16=--bf16|fp32=} x", "python t.py --bf16 x"),
+        ("python t.py '{precision:bf16=--amp --dtype bfloat16|fp32=}'", "python t.py --amp --dtype bfloat16"),
+        ("python t.py '--flags={precision:bf16=a b|fp32=}'", "python t.py '--flags=a b'"),
+        ("python t.py --workers {num_workers=4}", "python t.py --workers 4"),
+        ("bash -c 'python t.py --bs {batch_size=1} | tee log'", "bash -c 'python t.py --bs 16 | tee log'"),
+        ("python t.py '{\"lr\": 1}' {other} ${batch}", "python t.py '{\"lr\": 1}' '{other}' '${batch}'"),
+        ("python t.py --seed {seed=17} --out {trial_dir}", "python t.py --seed 17 --out '{trial_dir}'"),
+    ],
+)  # fmt: skip
+def test_a_setting_fills_the_placeholders_and_nothing_else(command: str, expected: str) -> None:
+    assert filled(command) == expected
+
+
+def test_what_adds_nothing_takes_no_argument() -> None:
+    line = "python t.py {precision:bf16=--bf16|fp32=} x"
+    assert filled(line, Setting(precision="fp32", batch_size=1)) == "python t.py x"
+
+
+def test_a_trial_has_values_of_its_own() -> None:
+    command = "torchrun --master_port {port} t.py --out {trial_dir=runs}/x --seed {seed=3}"
+    assert filled(command, port=1234, trial_dir="/tmp/t", seed=0) == (
+        "torchrun --master_port 1234 t.py --out /tmp/t/x --seed 0"
+    )
+
+
+def test_the_commands_own_words() -> None:
+    line = LaunchLine.of(
+        "python t.py --precision {precision=32-true}", values={"fp32": "32-true", "bf16": "bf16-mixed"}
+    )
+    assert line.today_values == {"precision": "fp32"}
+    assert line.of_setting(BF16, ".")[0][-1] == "bf16-mixed"
+
+
+def test_today_is_what_the_defaults_say() -> None:
+    line = LaunchLine.of(
+        ["python", "t.py", "--bs", "{batch_size=32}", "{precision:bf16=--bf16|fp32=}", "{num_workers=2}"]
+    )
+    assert line.today_values == {"precision": "fp32", "batch_size": 32, "num_workers": 2}
+    assert line.today("accumulation_steps") is None
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="{}\0"), min_size=1), min_size=1))
+def test_a_command_without_placeholders_stays_as_it_is(arguments: list[str]) -> None:
+    line = LaunchLine.of(arguments)
+    assert line.of_setting(BF16, ".") == (tuple(arguments), {})
+    assert line.outside(BF16, Setting(precision="fp32", batch_size=16)) == {
+        "precision": "bf16",
+        "accumulation_steps": 2,
+    }
+    assert line.outside(BF16, BF16) == {}
+
+
+def test_a_settings_file_is_copied_and_the_copy_named(tmp_path: Path) -> None:
+    own = tmp_path / "cfg.yaml"
+    own.write_text("batch: {batch_size=4}\nshape: {3: 4}\n")
+    line = LaunchLine.of(f"python t.py --config={own}", files=[str(own)])
+    arguments, files = line.of_setting(BF16, "trial")
+    assert arguments == ("python", "t.py", "--config=trial/cfg.yaml")
+    assert files == {"trial/cfg.yaml": "batch: 16\nshape: {3: 4}\n"}
+    assert line.today_values == {"batch_size": 4}
+    assert own.read_text().startswith("batch: {batch_size=4}")
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "named"),
+    [
+        ("", {}, "empty"),
+        ("python t.py", {"files": ["cfg.yaml"]}, "cfg.yaml"),
+        ("python t.py no.yaml", {"files": ["no.yaml"]}, "cannot be read"),
+        ("python t.py {batch_size=8} {batch_size=16}", {}, "twice"),
+        ("python t.py {batch_size=many}", {}, "many"),
+        ("python t.py {batch_size=0}", {}, "'0'"),
+        ("python t.py {precision=bf16-mixed}", {}, "bf16-mixed"),
+        ("python t.py {precision:half=--half|fp32=}", {}, "half"),
+        ("python t.py {precision}", {"values": {"bfloat": "x"}}, "bfloat"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(command: str, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequestError, match=named):
+        LaunchLine.of(command, **options)
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("python -u src/train.py --x 1", "train"),
+        ("torchrun -m pkg.train", "pkg.train"),
+        ("bash go.sh", "go"),
+        ("/usr/bin/fit", "fit"),
+    ],
+)
+def test_a_study_is_named_by_its_script(command: str, name: str) -> None:
+    assert LaunchLine.of(command).name == name
+
+
+def test_the_first_commands_differ_in_one_thing_each() -> None:
+    line = LaunchLine.of("python t.py {batch_size=8} {precision:fp16=--fp16|fp32=}")
+    assert [shlex.join(command) for command in line.first_commands()] == [
+        "python t.py 8", "python t.py 8 --fp16", "python t.py 4",
+    ]  # fmt: skip

@@ -1,0 +1,203 @@
+"""A command as a backend: what of it can be set, whether it follows, and the jobs that it answers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from backend_contract import BackendContract, Made
+
+from autotune_amp.core.errors import BudgetTooSmallError, WorkloadError
+from autotune_amp.core.launch_line import LaunchLine
+from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
+from autotune_amp.core.setting import Setting
+from autotune_amp.isolation.local import LocalBackend, Payload
+from autotune_amp.isolation.process import Watcher
+from autotune_amp.launch.backend import CommandBackend
+from autotune_amp.launch.command import Command
+from autotune_amp.trial.jobs import Check, Describe, Trial
+
+SCRIPT = """
+import argparse, os, sys, time
+import torch
+from torch import nn
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch", type=int, default=8)
+parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
+parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument("--be", default="")
+options = parser.parse_args()
+if options.be == "unseeded":
+    torch.seed()
+else:
+    torch.manual_seed(0)
+if options.be == "broken":
+    raise KeyError("the moon is full")
+if options.be == "finished":
+    sys.exit(0)
+data = torch.utils.data.TensorDataset(torch.randn(4096, 8), torch.randn(4096, 1))
+model = nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+batch = 8 if options.be == "ignoring" else options.batch
+for epoch in range(1000):
+    for number, (x, y) in enumerate(torch.utils.data.DataLoader(data, batch_size=batch, shuffle=True)):
+        if len(x) == 3:
+            raise ValueError("three")
+        with torch.autocast("cpu", torch.bfloat16, enabled=options.precision == "bf16"):
+            loss = (model(x) - y).square().mean()
+        loss.backward()
+        if number % options.accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+BATCH, PRECISION = ("--batch", "{batch_size=8}"), ("--precision", "{precision=fp32}")
+SECONDS = 200.0
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("script") / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[LocalBackend]:
+    payload = Payload(target="autotune_amp.workloads:workload", path=tuple(sys.path))
+    with LocalBackend(payload, "fresh", Watcher()) as backend:
+        yield backend
+
+
+def described(
+    command: list[str], local: LocalBackend, seconds: float = SECONDS
+) -> tuple[CommandBackend, Description | Failure]:
+    backend = CommandBackend(Command(LaunchLine.of(command)), local, Watcher())
+    found = backend.submit(Describe(device="cpu", baseline_batch_size=8, deadline_seconds=seconds)).result()
+    return backend, found
+
+
+def trial(setting: Setting) -> Trial:
+    return Trial(candidate=setting, device="cpu", deadline_seconds=SECONDS, num_steps=(5, 20))
+
+
+@pytest.mark.slow
+class TestContract(BackendContract):
+    @pytest.fixture(scope="class")
+    def made(self, script: str, local: LocalBackend) -> Any:
+        backend, found = described([sys.executable, script, *BATCH, *PRECISION], local)
+        assert isinstance(found, Description), found
+        return Made(
+            backend,
+            trial(Setting(precision="fp32", batch_size=4)),
+            trial(Setting(precision="fp32", batch_size=3)),
+            "workload_error",
+            Check(
+                what="fidelity",
+                candidate=Setting(precision="bf16", batch_size=8),
+                device="cpu",
+                deadline_seconds=SECONDS,
+            ),
+        )
+
+
+def test_a_command_with_placeholders_is_described_followed_and_measured(script: str, local: LocalBackend) -> None:
+    line = [sys.executable, script, *BATCH, *PRECISION, "--accumulate", "{accumulation_steps=2}"]
+    backend, found = described(line, local)
+    assert isinstance(found, Description), found
+    assert (found.name, found.batch_size, found.accumulation_steps) == ("train", 8, 2)
+    assert (found.num_samples, found.num_parameters, found.as_found_precision) == (4096, 9, "fp32")
+    assert "train.py:" in found.data
+    assert found.build_seconds > 0
+    assert found.unsettable == {}
+    setting = Setting(precision="bf16", batch_size=4, accumulation_steps=4)
+    measured = backend.submit(trial(setting)).result()
+    assert isinstance(measured, Measurement), measured
+    assert measured.samples_per_second * measured.step_seconds == pytest.approx(16)
+    check = Check(
+        what="fidelity", candidate=Setting(precision="bf16", batch_size=8), device="cpu", deadline_seconds=SECONDS
+    )
+    judged = backend.submit(check).result()
+    assert isinstance(judged, Fidelity)
+    assert judged.verdict != "unchecked", judged.reason
+    assert (judged.noise_ratio or 0) > 0
+
+
+def test_without_placeholders_it_is_set_from_outside(script: str, local: LocalBackend) -> None:
+    backend, found = described([sys.executable, script], local)
+    assert isinstance(found, Description), found
+    assert (found.batch_size, found.as_found_precision, found.accumulation_steps) == (8, "fp32", 1)
+    assert set(found.unsettable) == {"fp16", "accumulation_steps"}
+    measured = backend.submit(trial(Setting(precision="bf16", batch_size=4))).result()
+    assert isinstance(measured, Measurement), measured
+    assert measured.samples_per_second * measured.step_seconds == pytest.approx(4)
+
+
+@pytest.mark.slow
+def test_a_precision_that_the_command_refuses_cannot_be_set(script: str, local: LocalBackend) -> None:
+    _, found = described(
+        [sys.executable, script, *BATCH, "--precision", "{precision:fp32=fp32|bf16=--nonsense}"], local
+    )
+    assert isinstance(found, Description), found
+    assert "did not run in it" in found.unsettable["bf16"]
+    assert "no arguments" in found.unsettable["fp16"]
+
+
+@pytest.mark.slow
+def test_batches_that_are_drawn_anew_say_nothing_of_fidelity(script: str, local: LocalBackend) -> None:
+    backend, _ = described([sys.executable, script, "--be", "unseeded", *PRECISION], local)
+    check = Check(
+        what="fidelity", candidate=Setting(precision="bf16", batch_size=8), device="cpu", deadline_seconds=SECONDS
+    )
+    judged = backend.submit(check).result()
+    assert isinstance(judged, Fidelity)
+    assert judged.verdict == "unchecked"
+    assert "other" in judged.reason
+    assert "eed" in judged.next_step
+
+
+def test_an_ignored_placeholder_is_an_error_that_names_both_values(script: str, local: LocalBackend) -> None:
+    with pytest.raises(WorkloadError, match=r"8 samples.*where 4 were asked for") as raised:
+        described([sys.executable, script, "--be", "ignoring", *BATCH], local)
+    assert "--dry-run" in raised.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        (["{python}", "{script}", "--be", "broken"], "KeyError: 'the moon is full'"),
+        (["{python}", "{script}", "--be", "finished"], "checkpoint"),
+        pytest.param(["{python}", "-E", "{script}"], "-E", marks=pytest.mark.slow),
+        (["{python}", "-c", "print(1)"], "torch"),
+    ],
+)
+def test_what_is_not_seen_to_train_says_why(script: str, local: LocalBackend, command: list[str], named: str) -> None:
+    filled = [part.replace("{python}", sys.executable).replace("{script}", script) for part in command]
+    _, found = described(filled, local, 30.0 if "-E" in command else SECONDS)
+    assert isinstance(found, Failure), found
+    assert named in f"{found.message} {found.details}"
+
+
+def test_a_budget_for_less_than_a_search_says_what_would_do(script: str, local: LocalBackend) -> None:
+    slow = [
+        sys.executable,
+        "-c",
+        f"import time; time.sleep(8); import sys; sys.argv[1:] = []; exec(open({script!r}).read())",
+    ]
+    with pytest.raises(BudgetTooSmallError, match="to its first step") as raised:
+        described(slow, local, 30.0)
+    assert "--budget" in raised.value.next_step
+
+
+@pytest.mark.slow
+def test_a_run_leaves_nothing_in_the_working_directory(
+    script: str, local: LocalBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    described([sys.executable, script], local)
+    assert list(folder.iterdir()) == []

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autotune_amp.core.dimensions import Precision
+from autotune_amp.core.launch_line import LaunchLine
+from autotune_amp.core.outcome import Failure
+from autotune_amp.core.setting import Setting
+from autotune_amp.launch import messages
+from autotune_amp.launch.ranks import Rank
+from autotune_amp.launch.settable import deviation, probing_setting, unsettable
+
+TODAY = Setting(precision="fp32", batch_size=8)
+OF_RANK: dict[str, Any] = {"pid": 1, "time": 0.0, "rank": 0, "world": 1, "local_rank": 0}
+
+
+def seen(
+    *,
+    samples: int = 8,
+    loader_size: int | None = 8,
+    has_loader: bool = True,
+    region: str | None = None,
+    has_scaler: bool = False,
+) -> Rank:
+    """A rank that took ten steps of `samples` each, one a second."""
+    rank = Rank(1)
+    rank.optimizers[0] = messages.Optimizer(
+        **OF_RANK, index=0, name="SGD", num_parameters={"float32": 9}, devices=("cpu",), is_fused=False,
+        uses_tf32=False, line="t.py:1", num_threads=1, host="here",
+    )  # fmt: skip
+    if has_loader:
+        rank.loaders["0"] = messages.Loader(
+            pid=1, time=0.0, index="0", maker="t.py:f:1", line="t.py:1", batch_size=loader_size, num_workers=0,
+            prefetch_factor=None, shuffles=True, num_samples=100,
+        )  # fmt: skip
+    if has_scaler:
+        rank.scalers.append(messages.Scaler(pid=1, time=0.0, is_enabled=False, maker="t.py:f:2", line="t.py:2"))
+    rank.steps = [
+        messages.Step(
+            pid=1, time=float(number), optimizer=0, is_skipped=False, losses=(1.0,), num_backward=number + 1,
+            forwards=(("Linear", samples, "float32"),) if number < 3 else (),
+            regions=() if region is None else (region,),
+            num_samples={"0": samples * (number + 1)} if has_loader else {}, num_batches=number + 1,
+            wait_seconds=0.0, num_compilations=0, is_settled=True,
+        )
+        for number in range(10)
+    ]  # fmt: skip
+    return rank
+
+
+@pytest.mark.parametrize(
+    ("command", "about", "expected"),
+    [
+        ("t {batch_size=8} {precision=fp32} {accumulation_steps=1}", {}, set()),
+        ("t {batch_size=8} {precision=fp32}", {}, {"accumulation_steps"}),
+        ("t", {}, {"fp16", "accumulation_steps"}),
+        ("t", {"has_scaler": True}, {"accumulation_steps"}),
+        ("t {precision:bf16=--bf16|fp32=}", {}, {"tf32", "fp16", "fp8", "accumulation_steps"}),
+        ("t {precision=fp32}", {"has_loader": False}, {"batch_size", "accumulation_steps"}),
+        ("t {precision=fp32}", {"loader_size": None}, {"batch_size", "accumulation_steps"}),
+        ("t {batch_size=8} {precision=fp32}", {"has_loader": False}, {"accumulation_steps"}),
+    ],
+)
+def test_what_cannot_be_set(command: str, about: dict[str, Any], expected: set[str]) -> None:
+    found = unsettable(LaunchLine.of(command), seen(**about))
+    assert set(found) == expected
+    assert all(found.values())
+
+
+@pytest.mark.parametrize(
+    ("cannot", "expected"),
+    [
+        ({}, ("bf16", 4)),
+        ({"bf16": "no"}, ("fp32", 4)),
+        ({"batch_size": "no"}, ("bf16", 8)),
+        ({"batch_size": "no", "bf16": "no"}, None),
+    ],
+)
+def test_a_probe_changes_all_that_can_be_changed(cannot: dict[str, str], expected: tuple[str, int] | None) -> None:
+    found = probing_setting(TODAY, cannot)
+    assert (found and (found.precision, found.batch_size)) == expected
+
+
+def test_a_batch_of_one_is_doubled() -> None:
+    found = probing_setting(Setting(precision="fp32", batch_size=1), {})
+    assert found is not None
+    assert found.batch_size == 2
+
+
+BOTH = LaunchLine.of("t {batch_size=8} {precision=fp32}")
+
+
+@pytest.mark.parametrize(
+    ("asked", "about", "kind", "named"),
+    [
+        (("fp32", 8), {}, None, ()),
+        (("bf16", 8), {"region": "cpu:bfloat16"}, None, ()),
+        (("tf32", 8), {}, None, ()),
+        (("fp32", 4), {}, "workload_error", ("8", "4", "{batch_size}")),
+        (("bf16", 8), {}, "unsupported", ("fp32", "bf16", "{precision}")),
+        (("fp32", 8), {"region": "cpu:bfloat16"}, "unsupported", ("bf16", "fp32")),
+        (("fp16", 8), {"region": "cpu:bfloat16"}, "unsupported", ("bf16", "fp16")),
+        # Of another device: it is no evidence.
+        (("bf16", 8), {"region": "cuda:bfloat16"}, "unsupported", ("fp32", "bf16")),
+        (("fp32", 4), {"has_loader": False}, "workload_error", ("8", "4")),
+    ],
+)
+def test_what_ran_is_held_against_what_was_asked_for(
+    asked: tuple[Precision, int], about: dict[str, Any], kind: str | None, named: tuple[str, ...]
+) -> None:
+    found = deviation(BOTH, Setting(precision=asked[0], batch_size=asked[1]), seen(**about))
+    assert (found and found.kind) == kind
+    assert found is None or (isinstance(found, Failure) and all(word in found.message for word in named))
+
+
+def test_where_nothing_shows_the_precision_nothing_is_said() -> None:
+    rank = seen()
+    for number, step in enumerate(rank.steps):
+        values = {name: getattr(step, name) for name in step.__struct_fields__}
+        rank.steps[number] = messages.Step(**{**values, "forwards": (), "num_compilations": 1})
+    assert deviation(BOTH, Setting(precision="bf16", batch_size=8), rank) is None
