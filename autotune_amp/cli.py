@@ -341,6 +341,7 @@ def apply(
     training = _training(context, "apply")
     from rich.console import Console
 
+    from autotune_amp.core.launch_line import LaunchLine
     from autotune_amp.core.recommendation import Recommendation
     from autotune_amp.launch.apply import apply as applied_to
     from autotune_amp.report.files import latest
