@@ -54,7 +54,7 @@ def _command(work: Callable[..., bytes]) -> Callable[..., bytes]:
     def deferred(**options: Any) -> Callable[[], bytes]:
         return partial(work, **options)
 
-    app.command()(deferred)
+    app.command(work.__name__.rstrip("_"))(deferred)
     return work
 
 
@@ -331,6 +331,61 @@ def export(
     if as_json:
         return _document(made)
     return (made.text if out is None else f"{out.as_posix()}\n").encode()
+
+
+@_command
+def run_(
+    context: typer.Context,
+    study: Annotated[
+        Path | None,
+        typer.Argument(help="A study's folder, or its file. Without it, the latest in ./studies.", metavar="STUDY"),
+    ] = None,
+) -> bytes:
+    """Run the real training with a recommendation: run STUDY -- python train.py.
+
+    What its command does not say is set from outside; one line says what and where. A GradScaler of the script's own
+    becomes a PrecisionController. Signals and exit code are the command's.
+    """
+    from autotune_amp.launch.run import start
+    from autotune_amp.report.files import latest
+
+    if not context.obj:
+        raise InvalidRequestError("There is no command to run.", "Give it after `--`, as in `run -- python train.py`.")
+    start(context.obj, latest(study, "recommendation.json"))
+
+
+@_command
+def apply(
+    context: typer.Context,
+    folder: Folder = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="Write the edits, once a copy has done what they say.")
+    ] = False,
+    as_json: Json = False,
+) -> bytes:
+    """Print a recommendation as a diff of your script: apply -- python train.py.
+
+    The command is run for a few steps, to see which calls are to be edited, and an edited copy, to see what that does.
+    What no edit can be trusted with is said with its line.
+    """
+    line = _launch_line(context.obj, None, [], [])
+    if line is None:
+        raise InvalidRequestError("No command is given.", "Give it after `--`, as in `apply -- python train.py`.")
+    from rich.console import Console
+
+    from autotune_amp.core.recommendation import Recommendation
+    from autotune_amp.launch.apply import apply as applied_to
+    from autotune_amp.report.files import latest
+
+    config = Recommendation.load(latest(folder, "recommendation.json")).config
+    with Console(stderr=True).status("") as status:
+        applied = applied_to(config, line, write=write, phase=status.update)
+    _write(_document(applied) if as_json else applied.diff.encode())
+    with _reader_may_leave(sys.stdout):
+        sys.stdout.flush()
+    for note in applied.notes():  # below the diff, however long that is
+        sys.stderr.write(f"{note}\n")
+    return b""
 
 
 @_command

@@ -32,8 +32,8 @@ class CommandSource(Source):
 
     @property
     def launch_line(self) -> LaunchLine:
-        """The command."""
-        return self._line
+        """The command, with the placeholders that it got once it was observed."""
+        return self.command.line
 
     @cached_property
     def command(self) -> Command:
