@@ -151,9 +151,11 @@ def search(
     {precision=fp32}. The result is printed and saved in a study folder; the same command again goes on where it
     stopped.
     """
+    from autotune_amp.core.launch_line import asked_for
+
     # Every option goes to recommend_config() under the name and with the default that it has there.
     asked = {name: given for name, given in locals().items() if name not in _OF_THE_COMMAND_LINE}
-    line = _launch_line(context.obj, workload, value or [], file or [])
+    line = asked_for(context.obj, workload, value or [], file or [])
     if dry_run:
         return _dry_run(line, as_json)
     asked["workload"] = line or workload
@@ -164,28 +166,6 @@ def search(
     recommendation = recommend_config(**asked, progress=None if quiet else TerminalProgress(sys.stderr))
     path = Path(out, recommendation.search.study, "recommendation.json")
     return _result(recommendation, as_json, path) if place().rank == 0 else b""
-
-
-def _launch_line(
-    command: list[str] | None, target: str | None, values: list[str], files: list[str]
-) -> LaunchLine | None:
-    """The command after ``--``, None where there is none."""
-    if command is None:
-        for option, given in (("--value", values), ("--file", files)):
-            if given:
-                raise InvalidRequestError(f"{option} says something of a command.", "Give the command after `--`.")
-        return None
-    if target is not None:
-        raise InvalidRequestError(f"{target!r} is given, and a command after `--` too.", "Give one of them.")
-    from autotune_amp.core.launch_line import LaunchLine
-
-    pairs = [pair.partition("=") for pair in values]
-    for precision, sign, _ in pairs:
-        if not sign:
-            raise InvalidRequestError(
-                f"--value is {precision!r}.", "Give PRECISION=WORD, as in --value bf16=bf16-mixed."
-            )
-    return LaunchLine.of(command, values={precision: word for precision, _, word in pairs}, files=files)
 
 
 def _dry_run(line: LaunchLine | None, as_json: bool) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import os
 import sys
 import traceback
@@ -89,7 +90,8 @@ class _Said:
         parts = [*map(_text, self._set), *self._missing(), *self._problems]
         ending = " (it ends without an optimizer step of torch's)" if at_exit else ""
         text = "; ".join(parts) or "nothing was to be set"
-        print(f"autotune-amp: {text}{ending}", file=sys.stderr, flush=True)  # noqa: T201 - the one line
+        sys.stderr.write(f"autotune-amp: {text}{ending}\n")
+        sys.stderr.flush()
 
     def _missing(self) -> list[str]:
         done = {fields["name"] for fields in self._set}
@@ -122,12 +124,11 @@ def _controller(said: _Said, scaler: Any, *, path: str, device: str) -> Any:
     """The controller that the script's scaler becomes, None where it stays what it is."""
     own, attributes = type(scaler), dict(scaler.__dict__)
     try:
-        from autotune_amp import PrecisionController, Recommendation
-
-        config = Recommendation.load(path).config
+        ours = importlib.import_module("autotune_amp")  # which the command's Python may lack
+        config = ours.Recommendation.load(path).config
         scaler.__dict__.clear()
-        scaler.__class__ = PrecisionController
-        PrecisionController.__init__(scaler, config, device)
+        scaler.__class__ = ours.PrecisionController
+        ours.PrecisionController.__init__(scaler, config, device)
     except Exception as error:
         scaler.__class__ = own
         scaler.__dict__.clear()
