@@ -335,6 +335,40 @@ def run_(
 
 
 @_command
+def apply(
+    context: typer.Context,
+    folder: Folder = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="Write the edits, once a copy has done what they say.")
+    ] = False,
+    as_json: Json = False,
+) -> bytes:
+    """Print a recommendation as a diff of your script: apply -- python train.py.
+
+    The command is run for a few steps, to see which calls are to be edited, and an edited copy, to see what that does.
+    What no edit can be trusted with is said with its line.
+    """
+    line = _launch_line(context.obj, None, [], [])
+    if line is None:
+        raise InvalidRequestError("No command is given.", "Give it after `--`, as in `apply -- python train.py`.")
+    from rich.console import Console
+
+    from autotune_amp.core.recommendation import Recommendation
+    from autotune_amp.launch.apply import apply as applied_to
+    from autotune_amp.report.files import latest
+
+    config = Recommendation.load(latest(folder, "recommendation.json")).config
+    with Console(stderr=True).status("") as status:
+        applied = applied_to(config, line, write=write, phase=status.update)
+    _write(_document(applied) if as_json else applied.diff.encode())
+    with _reader_may_leave(sys.stdout):
+        sys.stdout.flush()
+    for note in applied.notes():  # below the diff, however long that is
+        sys.stderr.write(f"{note}\n")
+    return b""
+
+
+@_command
 def dashboard(
     folder: Folder = None,
     storage: Annotated[str | None, _option("URL", "The storage that the search was given, not a folder.")] = None,

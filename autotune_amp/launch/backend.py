@@ -33,7 +33,13 @@ MIN_NUM_RUNS, NUM_RUNS_OF_A_CONFIRMED_SEARCH = 3, 12
 NOTES = (
     "Measured on the command's first steps: what later steps, longer samples, an evaluation or a checkpoint take in "
     "time and memory is not known.",
-    "Fidelity is judged by gradients of the command's first weights, not by training on.",
+    "Fidelity is judged by gradients of the command's first weights, not by training on; fp16's loss scale is the "
+    "command's own.",
+)
+OF_ACCUMULATION = "How the command weighs what it accumulates is its own, and was not checked."
+OF_RANKS = (
+    "Each rank is taken to train on samples of its own: where several share them (tensor parallel), samples are "
+    "counted once for each, which changes no comparison."
 )
 
 
@@ -137,7 +143,12 @@ class CommandBackend(WorkloadBackend):
             description,
             num_workers=loader.num_workers if loader and "num_workers" in command.line.placeholders else None,
             unsettable=cannot,
-            notes=(*known, *NOTES),
+            notes=(
+                *known,
+                *NOTES,
+                *([] if "accumulation_steps" in cannot else [OF_ACCUMULATION]),
+                *([OF_RANKS] if rank.world > 1 else []),
+            ),
             loader=command.maker,
             check_batch_size=today.batch_size,
         )

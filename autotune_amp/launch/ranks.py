@@ -130,6 +130,7 @@ class Heard:
     errors: list[messages.Error] = field(default_factory=list)
     stacks: dict[int, messages.Stack] = field(default_factory=dict)  # by pid
     gradients: list[messages.Gradient] = field(default_factory=list)
+    sites: list[messages.Site] = field(default_factory=list)
     refused: messages.Refused | None = None
     last_time: float = 0.0  # of the latest step
     _loaders: dict[int, dict[str, messages.Loader]] = field(default_factory=dict)
@@ -167,6 +168,8 @@ class Heard:
                 self._sets.setdefault(message.pid, []).append(message)
             case messages.Switch():
                 self._switches.setdefault(message.pid, []).append(message)
+            case messages.Site():
+                self.sites.append(message)
             case messages.Refused():
                 self.refused = message
             case messages.Error():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.recommendation import Fingerprint
+from autotune_amp.launch.made import summary
 from autotune_amp.search.source import Source, folder_name
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class CommandSource(Source):
 
     def warnings(self) -> tuple[str, ...]:
         """The files that trials left behind."""
-        made = list(self.command.made)
+        made = summary(self.command.made)
         if not made:
             return ()
         more = f" and {len(made) - MAX_FILES_NAMED} more" if len(made) > MAX_FILES_NAMED else ""

@@ -162,5 +162,5 @@ def _sampler(loader: Any) -> Any:
 def _length(dataset: Any) -> int | None:
     try:
         return len(dataset)
-    except TypeError:
+    except Exception:  # the user's own code
         return None

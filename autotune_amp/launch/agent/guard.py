@@ -37,6 +37,7 @@ _CACHES = {
     "TRANSFORMERS_CACHE": "",
     "TORCH_HOME": "",
     "TORCHINDUCTOR_CACHE_DIR": "",
+    "TORCH_EXTENSIONS_DIR": "",
     "TRITON_HOME": "~/.triton",
     "TRITON_CACHE_DIR": "",
     "NUMBA_CACHE_DIR": "",
@@ -64,7 +65,7 @@ class _Guard:
         self._channel = channel
         self._made = os.path.realpath(made)
         caches = (os.environ.get(name) or os.path.expanduser(usual) for name, usual in _CACHES.items())
-        folders = ["/dev", "/proc", *free, *filter(os.path.isabs, caches)]
+        folders = ["/dev", "/proc", *free, *filter(os.path.isabs, (*caches, sys.pycache_prefix or ""))]
         self._free = tuple(os.path.realpath(folder) + os.sep for folder in folders)
         self._own: set[str] = set()
         self._asked: dict[str, Any] = {
