@@ -348,18 +348,18 @@ def apply(
     The command is run for a few steps, to see which calls are to be edited, and an edited copy, to see what that does.
     What no edit can be trusted with is said with its line.
     """
-    line = _launch_line(context.obj, None, [], [])
-    if line is None:
+    if not context.obj:
         raise InvalidRequestError("No command is given.", "Give it after `--`, as in `apply -- python train.py`.")
     from rich.console import Console
 
+    from autotune_amp.core.launch_line import LaunchLine
     from autotune_amp.core.recommendation import Recommendation
     from autotune_amp.launch.apply import apply as applied_to
     from autotune_amp.report.files import latest
 
     config = Recommendation.load(latest(folder, "recommendation.json")).config
     with Console(stderr=True).status("") as status:
-        applied = applied_to(config, line, write=write, phase=status.update)
+        applied = applied_to(config, LaunchLine.of(context.obj), write=write, phase=status.update)
     _write(_document(applied) if as_json else applied.diff.encode())
     with _reader_may_leave(sys.stdout):
         sys.stdout.flush()
