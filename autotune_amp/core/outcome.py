@@ -255,8 +255,10 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     training steps itself. `accumulation_steps` are the passes behind an optimizer step today; with `weighs_passes` the
     training weighs them. `trainer` names the framework's loop that it is confirmed in, None for that of the trials.
     `unsettable` says of a precision, or of a dimension by its name, why it cannot be set to anything but what it is
-    today; `notes` what the user is to know of the measurements; `checks` are the kinds of check that can be answered,
-    at a batch size of `check_batch_size` at most: what rounding does hardly moves with it (studies/README.md).
+    today; `notes` what the user is to know of the measurements. Throughput is that of all its `num_ranks` together.
+    `checks` are the kinds of check that can be answered, at a batch size of `check_batch_size` at most: what rounding
+    does hardly moves with it (studies/README.md). `loader` is what makes a command's training loader:
+    ``file:function:line``.
     """
 
     name: str
@@ -282,5 +284,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     trainer: str | None = None
     unsettable: dict[str, str] = {}
     notes: tuple[str, ...] = ()
+    num_ranks: int = 1
     checks: tuple[str, ...] = ("fidelity", "calibration", "accumulation")
     check_batch_size: int = 16
+    loader: str | None = None
