@@ -89,7 +89,7 @@ class _Said:
         parts = [*map(_text, self._set), *self._missing(), *self._problems]
         ending = " (it ends without an optimizer step of torch's)" if at_exit else ""
         text = "; ".join(parts) or "nothing was to be set"
-        print(f"autotune-amp: {text}{ending}", file=sys.stderr, flush=True)  # noqa: T201 - the one line
+        sys.stderr.write(f"autotune-amp: {text}{ending}\n")
 
     def _missing(self) -> list[str]:
         done = {fields["name"] for fields in self._set}
