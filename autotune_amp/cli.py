@@ -151,10 +151,10 @@ def search(
     {precision=fp32}. The result is printed and saved in a study folder; the same command again goes on where it
     stopped.
     """
-    from autotune_amp.core.launch_line import asked_for
-
     # Every option goes to recommend_config() under the name and with the default that it has there.
     asked = {name: given for name, given in locals().items() if name not in _OF_THE_COMMAND_LINE}
+    from autotune_amp.core.launch_line import asked_for
+
     line = asked_for(context.obj, workload, value or [], file or [])
     if dry_run:
         return _dry_run(line, as_json)
