@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
+from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
 
 MARK = "AUTOTUNE_AMP_PROCESS"  # in the environment of the first process; the value is one of a kind
 KILL_SECONDS = 5.0
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux has it
+# A line of /proc/PID/maps, and its inode: the name of a semaphore changes once it is mapped.
+_MAPPED = re.compile(rf"^\S+ \S+ \S+ \S+ (\d+) +{SHARED_MEMORY}/", re.MULTILINE)
 
 
 def marked(mark: str) -> list[psutil.Process]:
@@ -32,3 +38,31 @@ def kill_marked(mark: str) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(found, timeout=KILL_SECONDS)
+
+
+def shared_memory() -> dict[str, int]:
+    """The named pieces of shared memory on this host, with their inodes; none where they are no files."""
+    found = {}
+    if SHARED_MEMORY.is_dir():
+        for path in SHARED_MEMORY.iterdir():
+            with contextlib.suppress(OSError):
+                found[path.name] = path.stat().st_ino
+    return found
+
+
+def shared_memory_of(processes: Iterable[psutil.Process]) -> set[str]:
+    """The names of those that these processes have mapped, or torch in them has made for another to map: semaphores
+    and tensors that a killed process leaves behind."""
+    pieces = shared_memory()
+    inodes: set[str] = set()
+    pids: set[str] = set()
+    if pieces:
+        for process in processes:
+            pids.add(str(process.pid))
+            with contextlib.suppress(OSError):
+                inodes.update(_MAPPED.findall(Path(f"/proc/{process.pid}/maps").read_text()))
+    return {
+        name
+        for name, inode in pieces.items()
+        if str(inode) in inodes or (name.startswith("torch_") and name.split("_")[1] in pids)
+    }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ class Command:
         self.today: Setting | None = None
         self.maker: str | None = None
         self.unsettable: dict[str, str] = {}
-        self.made: dict[str, None] = {}
+        self.made: tuple[str, ...] = ()
 
     def run(
         self,
@@ -58,19 +57,16 @@ class Command:
             ran = run(
                 arguments,
                 environment={**os.environ, **TRIAL_ENVIRONMENT, **(environment or {})},
-                agent={
-                    "seed": seed,
-                    "guard": {"free": [folder, tempfile.gettempdir()], "started": time.time()},
-                    "outside": outside,
-                    **agent,
-                },
+                agent={"seed": seed, "outside": outside, **agent},
+                folders=[Path(folder)],
+                made=self.made,
                 deadlines=deadlines,
                 is_enough=is_enough,
                 watcher=watcher,
                 memory_limit_bytes=memory_limit_bytes,
                 kept=kept,
             )
-        self.made |= dict.fromkeys(ran.heard.made)
+        self.made = ran.made
         return ran
 
 

@@ -128,26 +128,34 @@ class Gradient(_OfRank, frozen=True, kw_only=True, tag="gradient"):
 
 
 class Set(_Message, frozen=True, kw_only=True, tag="set"):
-    """Something was set from outside."""
+    """The value of `name`, a field of a setting, was set from outside, in `what` at `line`."""
 
+    name: str
     what: str
     was: int | str | None
     value: int | str
     line: str
 
 
+class Switch(_Message, frozen=True, kw_only=True, tag="switch"):
+    """A framework's object was made through which training can be set: `arguments` are those of its class `owner` for
+    fields of a setting, `today` what they are, as far as they say it. `parser` is what took them from the command line
+    of `script`, "" where nothing did."""
+
+    owner: str
+    arguments: dict[str, str]
+    today: dict[str, int | str]
+    parser: str
+    script: str
+    line: str
+
+
 class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
-    """The process is ending rather than changing a file that was there before."""
+    """The process is ending rather than changing what was there before; `path` is an address for an upload."""
 
     what: str
     path: str
     line: str
-
-
-class Made(_Message, frozen=True, kw_only=True, tag="made"):
-    """A file was made outside of the trial's own folders."""
-
-    path: str
 
 
 class Error(_OfRank, frozen=True, kw_only=True, tag="error"):
@@ -171,5 +179,5 @@ class Stack(_Message, frozen=True, kw_only=True, tag="stack"):
 
 
 Message: TypeAlias = (
-    Hello | Torch | Optimizer | Loader | Scaler | Site | Step | Gradient | Set | Refused | Made | Error | Exit | Stack
+    Hello | Torch | Optimizer | Loader | Scaler | Site | Step | Gradient | Set | Switch | Refused | Error | Exit | Stack
 )

@@ -1,4 +1,4 @@
-"""One run of a training command: started with the agent in it, heard until it has said enough, and ended with all it started."""
+"""One run of a training command: started with the agent in it, heard until it has said enough, ended with all of it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -20,30 +22,39 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 
-from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.errors import RunnerError, WorkloadError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
-from autotune_amp.isolation.marks import KILL_SECONDS, MARK, kill_marked
+from autotune_amp.isolation.marks import KILL_SECONDS, kill_marked
 from autotune_amp.isolation.process import TICK_SECONDS, Watcher
+from autotune_amp.launch import keeper
+from autotune_amp.launch.advice import advised
 from autotune_amp.launch.listening import Gone, Listener
+from autotune_amp.launch.made import read, write
 from autotune_amp.launch.ranks import Heard
 from autotune_amp.launch.verdict import Seen, verdict
 
 INJECTED = Path(__file__).parent / "agent" / "path"
-_MEMORY_SECONDS = 0.5  # between two looks at the memory of all its processes
+_MEMORY_SECONDS = 0.5  # between two looks at all its processes and their memory
 _GRACE_SECONDS = 2.0  # after the first error: the rank that is its cause may say so later
 _STACK_SECONDS = 2.0  # for the stacks of ranks that hang
 _NUM_KEPT_CHUNKS = 256
+# Of the folder for temporary files; a socket's path has 107 bytes (103 on macOS), and what is made in the run's own
+# folder, multiprocessing's sockets among them, takes 60 of them.
+_MAX_PATH_BYTES = 40
 
 
 class Ran(NamedTuple):
-    """How a run ended: when it was started (monotonic), what was heard, what was seen from outside, the verdict."""
+    """How a run ended: when it was started (monotonic), what was heard, what was seen from outside, the verdict.
+
+    `made` is what this run and those before it left outside of their own folders.
+    """
 
     began: float
-
     heard: Heard
     seen: Seen
     ending: Literal["measured"] | Failure
+    made: tuple[str, ...] = ()
 
 
 def run(
@@ -56,20 +67,56 @@ def run(
     watcher: Watcher,
     memory_limit_bytes: int | None = None,
     kept: Path | None = None,
+    folders: Sequence[Path] = (),
+    made: Sequence[str] = (),
 ) -> Ran:
     """Start the command in the working directory, hear its processes, and kill them all once the verdict stands.
 
-    `agent` are the settings of the agent beside its socket; what it writes goes to the folder `kept`, else it is removed. Raises `WorkloadError` where it cannot be started.
+    `agent` are the settings of the agent beside its socket; what it writes goes to the folder `kept`, else it is
+    removed. Nothing that was there may be changed by the command but what is in `folders` and what runs before it have
+    `made`; should this process be killed, `folders` are removed. Raises `WorkloadError` where it cannot be started.
     """
-    folder = Path(tempfile.mkdtemp(prefix="autotune_amp-"))
+    _require_startable(arguments, environment.get("PATH"))
+    own = Path(tempfile.mkdtemp(prefix="autotune_amp-", dir=_parent_folder(tempfile.gettempdir())))
     try:
-        command = _Command(arguments, environment, {"folder": str(kept or folder), **agent}, folder, watcher)
+        noted = own / "made"
+        write(noted, made)
+        settings = {
+            "folder": str(kept or own),
+            "socket": str(own / "socket"),
+            "guard": {"free": [str(own), *map(str, folders)], "made": str(noted)},
+            **agent,
+        }
+        command = _Command(arguments, environment, settings, own, [*folders, *([kept] if kept else [])], watcher)
         try:
-            return command.until(deadlines, is_enough, memory_limit_bytes)
+            ran = command.until(deadlines, is_enough, memory_limit_bytes)
         finally:
             command.end()
+        return ran._replace(made=read(noted))
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(own, ignore_errors=True)
+
+
+def _parent_folder(temporary: str) -> str:
+    """Where the run's folder is made: the sockets that are made in it allow no long path."""
+    return temporary if len(os.fsencode(temporary)) <= _MAX_PATH_BYTES else "/tmp"  # noqa: S108 - a folder of its own
+
+
+def _require_startable(arguments: Sequence[str], path: str | None) -> None:
+    first = arguments[0]
+    if shutil.which(first, path=path) is not None:
+        return
+    if re.fullmatch(r"[A-Za-z_]\w*=.*", first):
+        raise WorkloadError(
+            f"{first!r} is no program but sets a variable.", f"Begin the command with env: `env {first} ...`."
+        )
+    if Path(first).is_file():
+        by = "bash" if first.endswith(".sh") else "python"
+        raise WorkloadError(f"{first!r} is not executable.", f"Give the program that runs it: `{by} {first} ...`.")
+    raise WorkloadError(
+        f"There is no program {first!r} here.",
+        "Give the command as it is typed in this folder and environment; one that needs a shell as `bash -c '...'`.",
+    )
 
 
 class _Command:
@@ -79,6 +126,7 @@ class _Command:
         environment: Mapping[str, str],
         agent: Mapping[str, Any],
         folder: Path,
+        others: Sequence[Path],
         watcher: Watcher,
     ) -> None:
         self._watcher = watcher
@@ -86,30 +134,37 @@ class _Command:
         self._tail: deque[str] = deque(maxlen=_NUM_KEPT_CHUNKS)
         self._printed: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._mark = uuid.uuid4().hex
-        self._listener = Listener(str(folder / "socket"))
+        self._listener = Listener(agent["socket"])
         self._memory_bytes, self._memory_at = 0, 0.0
-        settings = {"socket": str(folder / "socket"), **agent}
+        self._unobserved_seconds = 0.0
+        settings = {
+            "mark": self._mark,
+            "parent": os.getpid(),
+            "folders": [str(folder), *map(str, others)],
+            "path": sys.path,
+        }
         path = os.pathsep.join(filter(None, [str(INJECTED), environment.get("PYTHONPATH")]))
         self._began = time.monotonic()
         try:
-            self._popen = subprocess.Popen(  # noqa: S603 - the user's own command
-                list(arguments),
-                stdin=subprocess.DEVNULL,
+            self._popen = subprocess.Popen(  # noqa: S603 - our own program, and the user's own command
+                [sys.executable, "-I", keeper.__file__, json.dumps(settings), *arguments],
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env={
                     **environment,
-                    MARK: self._mark,
                     "PYTHONPATH": path,
-                    "AUTOTUNE_AMP_AGENT": json.dumps(settings),
+                    "AUTOTUNE_AMP_AGENT": json.dumps(agent),
                     "TMPDIR": str(folder),  # what launchers leave behind there goes with it
+                    "MLFLOW_TRACKING_URI": f"file://{folder}/mlruns",  # it has no switch that turns it off, nor has
+                    "TRACKIO_DIR": f"{folder}/trackio",
                 },
                 start_new_session=True,  # Ctrl-C at the terminal is ours to handle
             )
         except OSError as error:
             self._listener.close()
-            raise WorkloadError(
-                f"{arguments[0]!r} cannot be started: {error}.", "Give the command as it is typed at the prompt."
+            raise RunnerError(
+                f"A trial process cannot be started: {error}.", "Check the limits on processes and memory."
             ) from error
         self._reader = threading.Thread(target=self._read, daemon=True, name="autotune-amp output")
         self._reader.start()
@@ -133,7 +188,8 @@ class _Command:
                 if self._heard.refused is None and found.kind != "oom" and now - since < grace:
                     continue
             if found is not None:
-                return Ran(self._began, self._heard, seen, found)
+                ending = advised(found) if isinstance(found, Failure) else found
+                return Ran(self._began, self._heard, seen, ending)
 
     def _take_in(self) -> None:
         """What came within a tick."""
@@ -155,7 +211,11 @@ class _Command:
 
     def _look(self, now: float) -> Seen:
         if now - self._memory_at > _MEMORY_SECONDS:
-            self._memory_bytes, self._memory_at = _resident_bytes(self._popen.pid), now
+            self._memory_at = now
+            with contextlib.suppress(psutil.NoSuchProcess):
+                processes = psutil.Process(self._popen.pid).children(recursive=True)
+                self._memory_bytes = _resident_bytes(processes)
+                self._unobserved_seconds = 0.0 if self._heard.pythons else _python_seconds(processes)
         status = self._popen.poll()
         if status is not None:
             self._reader.join(KILL_SECONDS)
@@ -164,6 +224,7 @@ class _Command:
             seconds=now - self._began,
             seconds_since_step=now - (self._heard.last_time or self._began),
             memory_bytes=self._memory_bytes,
+            unobserved_seconds=self._unobserved_seconds,
             status=status,
             printed="".join(self._tail),
         )
@@ -178,15 +239,22 @@ class _Command:
                     self._heard.hear(message)
 
     def end(self) -> None:
-        """Kill the command and all that came of it."""
+        """Have the keeper kill the command and all that came of it."""
         self._watcher.ending()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._popen.pid, signal.SIGKILL)
-        self._popen.wait()
-        kill_marked(self._mark)
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it ended by itself
+            self._popen.stdin.write(b".")
+            self._popen.stdin.close()
+        try:
+            self._popen.wait(keeper.END_SECONDS + KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+        if self._popen.returncode == -signal.SIGKILL:  # as the keeper ends if the command was killed, or itself
+            kill_marked(self._mark)
         self._listener.close()
         self._reader.join(KILL_SECONDS)
-        assert self._popen.stdout is not None
         self._popen.stdout.close()
 
     def _read(self) -> None:
@@ -197,13 +265,21 @@ class _Command:
             self._printed.put(text)
 
 
-def _resident_bytes(pid: int) -> int:
-    """Memory of a process and its descendants, pages that several of them map counted once for each share."""
+def _resident_bytes(processes: Sequence[psutil.Process]) -> int:
+    """Their memory, pages that several of them map counted once for each share."""
     total = 0
-    with contextlib.suppress(psutil.Error):
-        parent = psutil.Process(pid)
-        for process in (parent, *parent.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                found = process.memory_full_info()
-                total += getattr(found, "pss", found.rss)
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            found = process.memory_full_info()
+            total += getattr(found, "pss", found.rss)
     return total
+
+
+def _python_seconds(processes: Sequence[psutil.Process]) -> float:
+    """For how long the oldest Python among them has run."""
+    ages = [0.0]
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            if Path(process.exe()).name.startswith("python"):
+                ages.append(time.time() - process.create_time())
+    return max(ages)

@@ -10,7 +10,7 @@ import msgspec
 
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
-from autotune_amp.launch.messages import Error
+from autotune_amp.launch.messages import Error, Refused
 from autotune_amp.launch.ranks import NUM_WARMUP_STEPS, Heard
 
 _OUT_OF_MEMORY = re.compile(
@@ -27,15 +27,17 @@ _OF_OTHERS = re.compile(
 # What a launcher says of its ranks: the cause only where no rank says one.
 _LAUNCHERS_ERRORS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException")
 _TAIL_CHARACTERS = 4000
+UNOBSERVED_SECONDS = 10.0  # a Python says hello before it does anything
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """A run as it stands: seconds since it was started and since its latest step, memory of all its processes, how the
-    command ended (None: it runs), and what it printed."""
+    """A run as it stands: seconds since it was started and since its latest step, memory of all its processes, for how
+    long a Python has run in it while none has said anything, how the command ended (None: it runs), what it printed."""
 
     seconds: float
     seconds_since_step: float
     memory_bytes: int = 0
+    unobserved_seconds: float = 0.0
     status: int | None = None
     printed: str = ""
 
@@ -45,15 +47,12 @@ def verdict(
 ) -> Literal["measured"] | Failure | None:
     """What became of it, None while it goes on. `is_enough`: its steps are measured."""
     if heard.refused is not None:
-        refused = heard.refused
-        return Failure(
-            kind="workload_error",
-            message=f"the command is about to change {refused.path}, which was there before "
-            f"({refused.what} at {refused.line})",
-            details="Send its output to {trial_dir}, as in --output {trial_dir}.",
-        )
+        return _of_refused(heard.refused)
     if heard.errors:
         return _of_errors(heard, seen)
+    for rank in heard.ranks.values():
+        if num_ooms := max((step.num_ooms for step in rank.steps), default=0):
+            return Failure(kind="oom", message=f"rank {rank.rank} ran out of memory {num_ooms} times and went on")
     if is_enough:
         return "measured"
     if memory_limit_bytes is not None and seen.memory_bytes > memory_limit_bytes:
@@ -64,7 +63,25 @@ def verdict(
         )
     if seen.status is not None:
         return _of_exit(heard, seen)
+    if not heard.pythons and seen.unobserved_seconds > UNOBSERVED_SECONDS:  # nor is it kept from changing files
+        return Failure(kind="workload_error", message=_unseen(heard), details=_tail(seen))
     return _overdue(heard, seen, deadlines)
+
+
+def _of_refused(refused: Refused) -> Failure:
+    at = f"{refused.what} at {refused.line}"
+    if refused.path.startswith("https://"):
+        message, step = (
+            f"the command is about to upload to {refused.path} ({at})",
+            "Turn the upload off for the search.",
+        )
+    else:
+        message = f"the command is about to change {refused.path}, which was there before ({at})"
+        step = (
+            "Send its output to {trial_dir}, as in --output {trial_dir}; where it has no argument for that, start it "
+            "there: bash -c 'cd {trial_dir} && python /path/to/train.py'."
+        )
+    return Failure(kind="workload_error", message=message, details=step)
 
 
 def _of_errors(heard: Heard, seen: Seen) -> Failure:

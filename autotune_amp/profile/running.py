@@ -76,6 +76,11 @@ def run_profile(
     watcher = ProgressWatcher(progress, clock, meter)
     progress.work_started(None)
     with origin.backend(watcher, environment=_ENVIRONMENT) as backend:
+        if "profile" not in backend.abilities:
+            raise InvalidRequestError(
+                f"{origin.name} is a command, whose steps cannot be profiled from outside.",
+                "Give a Workload, or search the command: it measures what mixed precision gains.",
+            )
         watcher.phase("loading the workload")
         backend.load(clock.left())
         opened = open_workload(backend, origin, device, watcher)

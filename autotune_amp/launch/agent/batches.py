@@ -14,6 +14,7 @@ from . import where
 from .channel import Channel
 
 MAX_DEPTH = 4  # of containers in a batch
+_FETCHES_AHEAD = "accelerate.data_loader"  # it hands a batch on once it has the next
 
 
 class Loaders:
@@ -28,6 +29,9 @@ class Loaders:
         self.latest: Any = None  # the batch, where `keeps_latest`
         self.keeps_latest = False
         self._num_loaders = 0
+        self._makers: dict[int, tuple[str, str]] = {}  # by the identity of the dataset
+        # Samples handed out and not yet in use, of loaders that are fetched from ahead.
+        self._ahead: dict[str, int] = {}
 
     def watch(self) -> None:
         """Hook into DataLoader."""
@@ -49,23 +53,30 @@ class Loaders:
         if "_autotune_amp_index" in loader.__dict__:
             return
         object.__setattr__(loader, "_autotune_amp_index", str(self._num_loaders))
+        if where.maker_module() == _FETCHES_AHEAD:
+            self._ahead[str(self._num_loaders)] = 0
         self._num_loaders += 1
+        dataset = id(loader.dataset)
+        if dataset not in self._makers or where.is_called_by_user():
+            self._makers[dataset] = where.maker(), where.user_line()
+        maker, line = self._makers[dataset]  # Accelerate makes another of the user's own
         self._channel.add(
             "loader",
             index=loader._autotune_amp_index,
-            maker=where.maker(),
-            line=where.user_line(),
+            maker=maker,
+            line=line,
             batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
             num_workers=loader.num_workers,
             prefetch_factor=loader.prefetch_factor,
-            shuffles=type(loader.sampler).__name__ not in ("SequentialSampler", "_InfiniteConstantSampler"),
+            shuffles=type(_sampler(loader)).__name__ not in ("SequentialSampler", "_InfiniteConstantSampler"),
             num_samples=_length(loader.dataset),
         )
 
     def _watch_iterating(self) -> None:
         base: Any = dataloader._BaseDataLoaderIter
         begin, reset, draw, fetch = base.__init__, base._reset, base._next_index, base.__next__
-        drew, handed_out = self._channel.shield(self._drew), self._channel.shield(self._handed_out)
+        shield = self._channel.shield
+        drew, handed_out, ended = shield(self._drew), shield(self._handed_out), shield(self._ended)
 
         def __init__(iterator: Any, loader: Any) -> None:
             begin(iterator, loader)
@@ -83,7 +94,11 @@ class Loaders:
 
         def __next__(iterator: Any) -> Any:
             began = time.perf_counter()
-            batch = fetch(iterator)
+            try:
+                batch = fetch(iterator)
+            except StopIteration:
+                ended(iterator)
+                raise
             handed_out(iterator, batch, began)
             return batch
 
@@ -98,13 +113,21 @@ class Loaders:
         drawn = iterator._autotune_amp_drawn
         num = drawn.popleft() if drawn else None
         num = leading(batch) if num is None else num
-        index = iterator._autotune_amp_index
-        self.num_samples[index] = self.num_samples.get(index, 0) + (num or 0)
+        self._use(iterator._autotune_amp_index, num or 0)
         self.num_batches += 1
         if self.keeps_latest:
             self.latest = batch
         self.wait_seconds += fetched - began
         self.overhead_seconds += time.perf_counter() - fetched
+
+    def _ended(self, iterator: Any) -> None:
+        self._use(iterator._autotune_amp_index, 0)
+
+    def _use(self, index: str, num: int) -> None:
+        """Samples are in use once they are handed out, those that are fetched ahead with the next."""
+        if index in self._ahead:
+            num, self._ahead[index] = self._ahead[index], num
+        self.num_samples[index] = self.num_samples.get(index, 0) + num
 
 
 def leading(batch: Any, depth: int = 0) -> int | None:
@@ -129,8 +152,16 @@ def first_tensor(batch: Any, depth: int = 0) -> Any:
     return None
 
 
+def _sampler(loader: Any) -> Any:
+    """What draws the samples, behind those that make batches of them."""
+    sampler = loader.batch_sampler or loader.sampler
+    while hasattr(sampler, "batch_sampler") or hasattr(sampler, "sampler"):
+        sampler = getattr(sampler, "batch_sampler", None) or sampler.sampler
+    return sampler
+
+
 def _length(dataset: Any) -> int | None:
     try:
         return len(dataset)
-    except TypeError:
+    except Exception:  # the user's own code
         return None

@@ -1,9 +1,24 @@
-"""Nothing that was there before a trial is overwritten, appended to, renamed over or removed by it: it is stopped."""
+"""Nothing that was there before is overwritten, appended to, moved or removed by a trial, nor anything uploaded: the
+process ends before that happens, and says what and at which line.
+
+*Asked:* what Python itself opens for writing, renames, removes or truncates (audit events: ``open``, shutil, logging,
+numpy and pandas all come by there), statements that change an SQLite database, and what is written in native code by
+torch, torch.jit and safetensors; creating or committing to a repository of the Hugging Face Hub.
+
+*Free:* the trial's own folders; what the same search has made, which all its processes note in one file; devices,
+pipes, byte code, locks that hold nothing; the caches in `_CACHES`, which libraries fill and mend by themselves.
+
+*Cannot be known here:* what programs that are no Python do (``rm``, ``tee``, a shell's ``>``), what a Python does that
+ignores PYTHONPATH, other native writers (HDF5, Arrow, OpenCV), os.open with a ``dir_fd``.
+"""
 
 from __future__ import annotations
 
 import os
+import stat
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from . import where
@@ -11,75 +26,223 @@ from .channel import Channel
 from .imports import after_import
 
 REFUSED = 114  # exit status
-_WRITING = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_TRUNC | os.O_CREAT
-_REMOVING = ("os.remove", "os.rmdir", "os.truncate", "shutil.rmtree")
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_TRUNC
+_NEW = os.O_CREAT | os.O_EXCL  # fails where there is a file
+# Folders of caches by the variables that name them, and where they are without.
+_CACHES = {
+    "XDG_CACHE_HOME": "~/.cache",
+    "HF_HOME": "",
+    "HF_HUB_CACHE": "",
+    "HF_DATASETS_CACHE": "",
+    "TRANSFORMERS_CACHE": "",
+    "TORCH_HOME": "",
+    "TORCHINDUCTOR_CACHE_DIR": "",
+    "TORCH_EXTENSIONS_DIR": "",
+    "TRITON_HOME": "~/.triton",
+    "TRITON_CACHE_DIR": "",
+    "NUMBA_CACHE_DIR": "",
+    "CUDA_CACHE_PATH": "~/.nv",
+    "MPLCONFIGDIR": "~/.config/matplotlib",
+    "": "~/Library/Caches",
+}
+# What changes a database, of the actions that SQLite asks its authorizer for: insert, delete, update, create, drop.
+_SQL_CHANGES = frozenset({*range(1, 19), 23, 26, 29, 30})
 
-_guard: _Guard | None = None
 
-
-def arm(channel: Channel, free: list[str], started: float) -> None:
-    """Guard this process from here on. What is in one of the folders `free` may be written to; what was made after
-    the time `started`, in seconds since the epoch, is the trial's own."""
-    global _guard
-    _guard = _Guard(channel, free, started)
-    sys.addaudithook(_guard.hear)
+def arm(channel: Channel, free: list[str], made: str) -> None:
+    """Guard this process from here on. What is in one of the folders `free` may be changed, and what is named in the
+    file `made`, to which whatever is made elsewhere is added."""
+    guard = _Guard(channel, free, made)
+    sys.addaudithook(guard.hear)
+    after_import("torch", guard.watch_torch)
+    after_import("safetensors", guard.watch_safetensors)
+    after_import("huggingface_hub.hf_api", guard.watch_hub)
+    after_import("sqlite3.dbapi2", guard.watch_sqlite)
 
 
 class _Guard:
-    def __init__(self, channel: Channel, free: list[str], started: float) -> None:
+    def __init__(self, channel: Channel, free: list[str], made: str) -> None:
         self._channel = channel
-        self._free = tuple(os.path.realpath(folder) + os.sep for folder in free)
-        self._started = started
+        self._made = os.path.realpath(made)
+        caches = (os.environ.get(name) or os.path.expanduser(usual) for name, usual in _CACHES.items())
+        folders = ["/dev", "/proc", *free, *filter(os.path.isabs, (*caches, sys.pycache_prefix or ""))]
+        self._free = tuple(os.path.realpath(folder) + os.sep for folder in folders)
         self._own: set[str] = set()
+        self._asked: dict[str, Any] = {
+            "open": self._opens,
+            "os.truncate": lambda path, _: self.changes("os.truncate", _followed(path)),
+            "os.remove": lambda path, folder=-1: self.removes("os.remove", _named(path, folder)),
+            "os.rmdir": lambda path, folder=-1: self.removes("os.rmdir", _named(path, folder)),
+            "shutil.rmtree": lambda path, *_: self.removes("shutil.rmtree", _named(path)),
+            "os.rename": self._renames,
+            "os.mkdir": lambda path, _, folder=-1: self._makes(_named(path, folder)),
+            "os.link": lambda _, path, __=-1, folder=-1: self._makes(_named(path, folder)),
+            "os.symlink": lambda _, path, folder=-1: self._makes(_named(path, folder)),
+        }
 
     def hear(self, event: str, arguments: Any) -> None:
-        if event == "open":
-            path, mode, flags = arguments
-            if any(letter in mode for letter in "wax+") if isinstance(mode, str) else flags & _WRITING:
-                self.check("open", path)
-        elif event in _REMOVING:
-            self.check(event, arguments[0])
-        elif event == "os.rename":
-            self.check(event, arguments[0])
-            self.check(event, arguments[1])
-
-    def check(self, what: str, path: Any) -> None:
-        if not isinstance(path, (str, bytes, os.PathLike)):
-            return  # a file that is open already
-        full = os.path.realpath(os.fsdecode(path))
-        if full in self._own or (full + os.sep).startswith(self._free) or "__pycache__" in full:
+        """Called with whatever Python is about to do."""
+        asked = self._asked.get(event)
+        if asked is None:
             return
+        with suppress(Exception):  # what cannot be judged (an open file, a name that cannot be) is Python's to do
+            asked(*arguments)
+
+    def changes(self, what: str, path: str) -> None:
+        """A file is about to be written to: noted where it is new, the end where it was there."""
         try:
-            is_older = os.stat(full).st_ctime < self._started
+            status = os.stat(path)
         except OSError:
-            is_older = False
-        if is_older:
-            self._channel.send("refused", what=what, path=full, line=where.user_line())
+            self._makes(path)
+            return
+        if stat.S_ISREG(status.st_mode) and not (path.endswith(".lock") and status.st_size == 0):
+            self._refuse_unless_own(what, path)
+
+    def removes(self, what: str, path: str) -> None:
+        """A file or folder is about to go."""
+        if os.path.lexists(path):
+            self._refuse_unless_own(what, path)
+
+    def _opens(self, path: Any, _: Any, flags: int) -> None:
+        if flags & _NEW == _NEW:
+            self._makes(_followed(path))
+        elif flags & _WRITING:
+            self.changes("open", _followed(path))
+
+    def _renames(self, path: Any, to: Any, folder: int = -1, to_folder: int = -1) -> None:
+        self.removes("os.rename", _named(path, folder))
+        target = _named(to, to_folder)
+        self.removes("os.rename", target)
+        self._makes(target)
+
+    def _makes(self, path: str) -> None:
+        """Note it as the trial's own, if it is not there."""
+        if self._is_own(path) or os.path.lexists(path):
+            return
+        self._own.add(path)
+        file = os.open(self._made, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(file, os.fsencode(path) + b"\0")
+        finally:
+            os.close(file)
+
+    def _is_own(self, path: str) -> bool:
+        is_free = path == self._made or (path + os.sep).startswith(self._free) or "__pycache__" in path.split(os.sep)
+        return is_free or any(each in self._own for each in _with_parents(path))
+
+    def _refuse_unless_own(self, what: str, path: str) -> None:
+        if self._is_own(path):
+            return
+        if os.path.exists(self._made):  # another process may have made it
+            with open(self._made, "rb") as made:
+                self._own.update(map(os.fsdecode, made.read().split(b"\0")[:-1]))
+            if self._is_own(path):
+                return
+        self._refuse(what, path)
+
+    def _refuse(self, what: str, path: str) -> None:
+        try:
+            self._channel.send("refused", what=what, path=path, line=where.user_line())
+        finally:
             os._exit(REFUSED)
-        self._own.add(full)
-        self._channel.add("made", path=full)
 
+    # -- what writes without Python's knowing is asked before it does --------------------------------------------------
 
-def watch_native_writers() -> None:
-    """What writes without Python's knowing is asked before it does."""
-    if _guard is None:
-        return
-    import torch
+    def watch_torch(self, torch: Any) -> None:
+        """torch.save, torch.export.save, torch.package: all of them write by one class; TorchScript by its own."""
+        guard, writer, script = self, torch._C.PyTorchFileWriter, torch.jit.RecursiveScriptModule
 
-    _wrap(torch, "save", lambda args, kwargs: kwargs.get("f", args[1] if len(args) > 1 else None))
-    for name in ("safetensors.torch", "safetensors.numpy"):
-        after_import(
-            name, lambda m: _wrap(m, "save_file", lambda a, k: k.get("filename", a[1] if len(a) > 1 else None))
+        class PyTorchFileWriter(writer):  # type: ignore[misc, valid-type]
+            def __init__(self, file: Any, *args: Any, **kwargs: Any) -> None:
+                if isinstance(file, (str, os.PathLike)):
+                    guard.changes("torch.save", _followed(file))
+                super().__init__(file, *args, **kwargs)
+
+        torch._C.PyTorchFileWriter = PyTorchFileWriter
+        _ask_before(script, "save", lambda _, file, **__: guard.changes("torch.jit.save", _followed(file)))
+
+    def watch_safetensors(self, safetensors: Any) -> None:
+        """All its frontends write by one function."""
+        _ask_before(
+            safetensors,
+            "serialize_file",
+            lambda _, filename, *__, **___: self.changes("safetensors", _followed(filename)),
         )
 
+    def watch_sqlite(self, sqlite: Any) -> None:
+        """A database may be read; its first change is asked for."""
+        connect = sqlite.connect
 
-def _wrap(module: Any, name: str, path_of: Any) -> None:
-    original, guard = getattr(module, name), _guard
-    assert guard is not None
+        def guarded(database: Any, *args: Any, **kwargs: Any) -> Any:
+            path = _database_file(database)
+            if path:
+                self._makes(path)
+            connection = connect(database, *args, **kwargs)
+            if path and not self._is_own(path):
+
+                def allows(action: int, _: Any, __: Any, which: Any, ___: Any) -> int:
+                    if action in _SQL_CHANGES and which == "main":
+                        self.changes("sqlite3", path)
+                    return 0  # as it is without us
+
+                connection.set_authorizer(allows)
+            return connection
+
+        sqlite.connect = guarded
+
+    def watch_hub(self, hub: Any) -> None:
+        """Every upload to the Hugging Face Hub makes a repository or a commit."""
+
+        def uploads(repo_id: Any, *_: Any, **__: Any) -> None:
+            self._refuse("an upload", f"{hub.constants.ENDPOINT}/{repo_id}")
+
+        for name in ("create_repo", "create_commit", "preupload_lfs_files"):
+            _ask_before(hub, name, uploads)
+            _ask_before(hub.HfApi, name, lambda _, *args, **kwargs: uploads(*args, **kwargs))
+
+
+def _ask_before(owner: Any, name: str, ask: Any) -> None:
+    """Have `ask` called with the arguments of a function before it is."""
+    original = getattr(owner, name, None)
+    if original is None:
+        return
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        guard.check(f"{module.__name__}.{name}", path_of(args, kwargs))
+        with suppress(Exception):  # the function itself says what is wrong with its arguments
+            ask(*args, **kwargs)
         return original(*args, **kwargs)
 
     guarded.__wrapped__ = original  # type: ignore[attr-defined]
-    setattr(module, name, guarded)
+    setattr(owner, name, guarded)
+
+
+def _followed(path: Any) -> str:
+    """The file that a path leads to."""
+    return os.path.realpath(os.fsdecode(path))
+
+
+def _named(path: Any, folder: int = -1) -> str:
+    """What a path itself names, a link too; relative to an open folder where one is given."""
+    name = os.fsdecode(path).rstrip(os.sep)
+    if folder is not None and folder >= 0:
+        name = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), name)
+    head, tail = os.path.split(name)
+    return os.path.join(os.path.realpath(head), tail)
+
+
+def _database_file(database: Any) -> str:
+    """The file of what is given to ``sqlite3.connect``; "" for one in memory, and for what can be none."""
+    if not isinstance(database, (str, bytes, os.PathLike)):
+        return ""
+    name = os.fsdecode(database)
+    name = name[len("file:") :].partition("?")[0] if name.startswith("file:") else name
+    return "" if name in ("", ":memory:") else os.path.realpath(name)
+
+
+def _with_parents(path: str) -> Iterator[str]:
+    while True:
+        yield path
+        parent = os.path.dirname(path)
+        if parent == path:
+            return
+        path = parent

@@ -12,8 +12,16 @@ from typing import Any
 HERE = os.path.dirname(os.path.abspath(__file__))
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
+# Of the deprecated torch.cuda.amp: the classes, and what warns of them.
+_BETWEEN = (
+    *(os.path.join("amp", name) for name in ("autocast_mode.py", "grad_scaler.py")),
+    "typing_extensions.py",
+    "warnings.py",
+)
 
-def _frames(depth: int) -> Iterator[FrameType]:
+
+def frames(depth: int = 1) -> Iterator[FrameType]:
+    """The callers, the innermost first: of whoever asks, `depth` 1."""
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
         yield frame
@@ -26,27 +34,43 @@ def is_library(path: str) -> bool:
 
 
 def user_line() -> str:
-    """``path:line`` of the innermost code that is no library's; "" where all is."""
-    for frame in _frames(2):
-        if not is_library(frame.f_code.co_filename):
+    """``path:line`` of the innermost code that is no library's, or is the program itself; "" where there is none."""
+    for frame in frames(2):
+        if not is_library(frame.f_code.co_filename) or frame.f_globals.get("__name__") == "__main__":
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
     return ""
 
 
 def maker() -> str:
     """``file:function:line`` of whatever called torch, a framework too: the same in every run of a command."""
-    for frame in _frames(2):
+    frame = _torchs_caller()
+    if frame is None:
+        return ""
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_code.co_name}:{frame.f_lineno}"
+
+
+def maker_module() -> str:
+    """The name of the module of whatever called torch."""
+    frame = _torchs_caller()
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+
+
+def _torchs_caller() -> FrameType | None:
+    for frame in frames(3):
         path = frame.f_code.co_filename
         if f"{os.sep}torch{os.sep}" not in path and not path.startswith((HERE, "<")):
-            return f"{os.path.basename(path)}:{frame.f_code.co_name}:{frame.f_lineno}"
-    return ""
+            return frame
+    return None
 
 
 def is_called_by_user(depth: int = 2) -> bool:
-    """Whether the function that asks was called by code that is no library's."""
-    for frame in _frames(depth + 1):
-        if not frame.f_code.co_filename.startswith(HERE):
-            return not is_library(frame.f_code.co_filename)
+    """Whether the function that asks was called by code that is no library's, torch's own subclasses apart."""
+    for frame in frames(depth + 1):
+        path = frame.f_code.co_filename
+        if path.startswith("<eval_with_key>"):
+            return True  # a region of what is compiled: the graph makes it again
+        if not path.startswith(HERE) and not path.endswith(_BETWEEN):
+            return not is_library(path)
     return False
 
 

@@ -1,0 +1,194 @@
+"""Nothing of the user's is touched by a trial: real commands that would, in real processes."""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running_commands import run_command
+
+from autotune_amp.core.outcome import Failure
+from autotune_amp.launch.running import Ran
+
+CHANGES = {
+    "open for writing": "open('old/file', 'w')",
+    "open for appending": "open('old/file', 'a')",
+    "open for updating": "open('old/file', 'r+b')",
+    "open by a link": "open('link', 'w')",
+    "open by a link of its own": (
+        "link = pathlib.Path(tempfile.mkdtemp(), 'link'); link.symlink_to(pathlib.Path.cwd() / 'link'); link.open('w')"
+    ),
+    "open in bytes": "open(b'old/file', 'wb')",
+    "write_text": "pathlib.Path('old/file').write_text('new')",
+    "os.open": "os.open('old/file', os.O_RDWR)",
+    "os.open truncating": "os.open('old/file', os.O_RDONLY | os.O_TRUNC)",
+    "truncate": "os.truncate('old/file', 1)",
+    "remove": "os.remove('old/file')",
+    "remove in a folder": "os.remove('file', dir_fd=os.open('old', os.O_RDONLY))",
+    "unlink": "pathlib.Path('old/file').unlink()",
+    "unlink a link": "os.unlink('link')",
+    "rmdir": "os.rmdir('empty')",
+    "rename": "os.rename('old/file', 'other')",
+    "rename a folder": "os.rename('old', 'other')",
+    "replace": "open('mine', 'w').close(); os.replace('mine', 'old/file')",
+    "rmtree": "shutil.rmtree('old')",
+    "rmtree of what is inside": "shutil.rmtree('.')",
+    "copyfile": "open('mine', 'w').close(); shutil.copyfile('mine', 'old/file')",
+    "copytree": "os.mkdir('mine'); open('mine/file', 'w').close(); shutil.copytree('mine', 'old', dirs_exist_ok=True)",
+    "move": "open('mine', 'w').close(); shutil.move('mine', 'old/file')",
+    "move away": "shutil.move('old', 'other')",
+    "a log": "logging.FileHandler('old/file')",
+    "a log in turns": "logging.handlers.RotatingFileHandler('old/file')",
+    "a zip": "zipfile.ZipFile('old/file', 'w')",
+    "numpy.save": "import numpy; numpy.save(open('old/file', 'wb'), numpy.ones(2))",
+    "numpy.tofile": "import numpy; numpy.ones(2).tofile('old/file')",
+    "numpy.memmap": "import numpy; numpy.memmap('old/file', mode='r+')",
+    "sqlite3": "sqlite3.connect('old/database').execute('insert into runs values (2)')",
+    "sqlite3 by its address": "sqlite3.connect('file:old/database', uri=True).execute('drop table runs')",
+    "safetensors": "import numpy, safetensors.numpy; safetensors.numpy.save_file({'a': numpy.ones(2)}, 'old/file')",
+    "an upload": "import huggingface_hub as h; h.HfApi().create_repo('me/model')",
+    "an upload by a function": "from huggingface_hub import create_repo; create_repo('me/model', exist_ok=True)",
+    "an upload of a file": (
+        "import huggingface_hub as h; h.upload_file(path_or_fileobj='old/file', path_in_repo='a', repo_id='me/model')"
+    ),
+}
+WITH_TORCH = {
+    "torch.save": "torch.save({'a': 1}, 'old/file')",
+    "torch.save by its other name": "torch.serialization.save({'a': 1}, pathlib.Path('old/file'))",
+    "torch.save to a file": "torch.save({'a': 1}, open('old/file', 'wb'))",
+    "torch.save as it was": "torch.save({'a': 1}, 'old/file', _use_new_zipfile_serialization=False)",
+    "torch.jit.save": "torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), 'old/file')",
+    "safetensors.torch": "import safetensors.torch as s; s.save_model(torch.nn.Linear(1, 1), 'old/file')",
+}
+PREAMBLE = "import logging.handlers, os, pathlib, shutil, sqlite3, sys, tempfile, zipfile\n"
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which the user has had files for long, and is."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "old" / "file").write_text("the user's")
+    (tmp_path / "link").symlink_to("old/file")
+    database = sqlite3.connect(tmp_path / "old" / "database")
+    database.execute("create table runs (number)")
+    database.commit()
+    database.close()
+    return tmp_path
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    """What is in the folder, but for what a test writes there."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha1(path.read_bytes()).hexdigest() if path.is_file() else ""
+        for path in sorted(folder.rglob("*"))
+        if path.name != "train.py" and "mine" not in path.relative_to(folder).parts
+    }
+
+
+@pytest.fixture
+def train(mine: Path) -> Callable[..., Ran]:
+    """Run a script in `mine`."""
+
+    def train(text: str, **how: Any) -> Ran:
+        (mine / "train.py").write_text(PREAMBLE + text + "\n")
+        return run_command([sys.executable, "train.py"], **how)
+
+    return train
+
+
+@pytest.mark.parametrize("way", [*CHANGES, *WITH_TORCH])
+def test_what_was_there_stays_and_path_and_line_are_said(mine: Path, train: Callable[..., Ran], way: str) -> None:
+    before = snapshot(mine)
+    text = CHANGES[way] if way in CHANGES else f"import torch; {WITH_TORCH[way]}"
+    ran = train(text + "\nprint('went on')")
+    assert isinstance(ran.ending, Failure)
+    refused = ran.heard.refused
+    assert refused is not None, ran.seen.printed
+    assert "went on" not in ran.seen.printed
+    assert refused.line == f"{mine}/train.py:2"
+    assert refused.line in ran.ending.message
+    assert refused.path in ran.ending.message
+    if "upload" in way:
+        assert refused.path.startswith("https://")
+        assert refused.path.endswith("me/model")
+    else:
+        assert Path(refused.path).is_relative_to(mine)
+    assert snapshot(mine) == before
+
+
+ALLOWED = """
+import multiprocessing, subprocess, tempfile
+given = pathlib.Path(sys.argv[1])
+open('new', 'w').close()
+open('new', 'a').close()
+os.remove('new')
+open('kept', 'x').close()
+os.makedirs('made/inner')
+pathlib.Path('made/inner/file').write_text('1')
+pathlib.Path('made/inner/file').write_text('2')
+os.rename('made/inner', 'made/other')
+os.replace('made/other/file', 'moved')
+shutil.rmtree('made/other')
+shutil.rmtree('never there', ignore_errors=True)
+(given / 'file').write_text('2')
+tempfile.TemporaryFile(dir='.').close()
+tempfile.NamedTemporaryFile(dir='.').close()
+tempfile.TemporaryDirectory().cleanup()
+open(os.devnull, 'w').close()
+pathlib.Path('data.lock').write_text('')
+pathlib.Path('__pycache__/old.pyc').write_text('')
+pathlib.Path.home().joinpath('.cache/old').write_text('2')
+pathlib.Path(os.environ['HF_HOME'], 'old').write_text('2')
+pathlib.Path(os.environ['MLFLOW_TRACKING_URI'].partition('://')[2]).mkdir()
+os.utime('old/file')
+os.symlink('old/file', 'latest')
+os.remove('latest')
+assert open('old/file').read() == "the user's"
+assert sqlite3.connect('old/database').execute('select count(*) from runs').fetchone() == (0,)
+sqlite3.connect('new.db').execute('create table runs (number)')
+subprocess.run([sys.executable, '-c', 'open("by a child", "w").close()'], check=True)
+open('by a child', 'a').close()
+os._exit(0) if os.fork() == 0 else os.wait()
+print('went on')
+"""
+
+
+def test_what_is_its_own_is_free_and_what_it_made_elsewhere_is_listed(
+    mine: Path, train: Callable[..., Ran], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    home, given = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("given")
+    for folder in (home / ".cache", home / "hub", mine / "__pycache__"):
+        folder.mkdir()
+    for file in (home / ".cache" / "old", home / "hub" / "old", given / "file", mine / "__pycache__" / "old.pyc"):
+        file.write_text("1")
+    (mine / "data.lock").touch()
+    (mine / "train.py").write_text(PREAMBLE + ALLOWED)
+    environment = {"HOME": str(home), "HF_HOME": str(home / "hub"), "XDG_CACHE_HOME": ""}
+    ran = run_command([sys.executable, "train.py", str(given)], environment=environment, folders=[given])
+    assert ran.heard.refused is None
+    assert "went on" in ran.seen.printed, ran.seen.printed
+    assert {str(Path(path).relative_to(mine)) for path in ran.made} == {"kept", "made", "moved", "new.db", "by a child"}
+
+    again = "open('kept', 'w').close(); open('made/more', 'w').close(); open('new', 'w').close(); print('went on')"
+    assert "went on" in train(again, made=ran.made).seen.printed
+    assert train(again).heard.refused is not None, "of a run that is none of ours"
+
+
+def test_a_script_that_writes_where_it_is_runs_in_a_folder_of_its_own(
+    mine: Path, train: Callable[..., Ran], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    given = tmp_path_factory.mktemp("given")
+    (mine / "log").write_text("the user's")
+    text = "open('log', 'a').write('x'); print('went on')"
+    assert train(text).heard.refused is not None
+    ran = run_command(["bash", "-c", f"cd {given} && {sys.executable} {mine}/train.py"], folders=[given])
+    assert "went on" in ran.seen.printed
+    assert ran.made == ()
+    assert (mine / "log").read_text() == "the user's"
