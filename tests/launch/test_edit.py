@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autotune_amp.core.config import AmpConfig, LossScale
-from autotune_amp.launch.edit import ByHand, Edit, Observed, Seen, edit
+from autotune_amp.launch.editing.edit import ByHand, Edit, Observed, Seen, edit
 from autotune_amp.launch.messages import Site
 
 PATH = "/home/me/train.py"
