@@ -343,7 +343,7 @@ def apply(
 
     from autotune_amp.core.launch_line import LaunchLine
     from autotune_amp.core.recommendation import Recommendation
-    from autotune_amp.launch.apply import apply as applied_to
+    from autotune_amp.launch.editing.apply import apply as applied_to
     from autotune_amp.report.files import latest
 
     config = Recommendation.load(latest(folder, "recommendation.json")).config
