@@ -23,6 +23,7 @@ LAYERS = (
     ("numerics",),
     ("runtime", "trial"),
     ("isolation",),
+    ("launch",),
     ("integrations", "workloads"),
     ("search",),
     ("profile",),
@@ -38,9 +39,11 @@ NAMED_LIKE_THE_STANDARD_LIBRARY = {"profile"}
 # Files that run in a parent, or that a parent reads, know no torch; only the study knows Optuna.
 WITHOUT_TORCH = (
     *("__init__", "api", "cli", "core", "search", "isolation.process", "isolation.local"),
+    *("launch.backend", "launch.command", "launch.running", "launch.ranks", "launch.measure", "launch.settable"),
     *("numerics.scaler_replay", "numerics.grading", "runtime.policy", "runtime.run_log", "runtime.checkpoint"),
 )
 WITH_OPTUNA = ("search.study",)
+AGENT = "launch.agent"
 FRAMEWORKS = ("accelerate", "deepspeed", "lightning", "transformers")
 WITH_FRAMEWORKS = ("integrations", "core.config")  # AmpConfig.to_training_arguments makes theirs
 
@@ -63,8 +66,10 @@ def imported(module: str) -> list[str]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module} has a relative import"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            # In the user's processes the agent has another name, and nothing of the package beside it.
+            assert node.level <= is_under(module, (AGENT,)), f"{module} has a relative import"
+            package = f"autotune_amp.{AGENT}." * node.level
+            names = [package + ".".join(filter(None, (node.module, alias.name))) for alias in node.names]
         for name in names:
             own = name.removeprefix("autotune_amp.")
             parent = own.rpartition(".")[0]

@@ -127,7 +127,7 @@ def main(settings: str, *arguments: str) -> None:
         with suppress(OSError):  # SIGKILL has no handler
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
-    sys.exit(status)
+    raise SystemExit(status)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
+import time
 
 import pytest
 from conftest import CommandLine, SharedOnce
@@ -48,7 +50,7 @@ OPTIONS = (
 @pytest.fixture(scope="session")
 def found(shared_once: SharedOnce) -> Searched:
     """A search that recommends batch 16 over batch 4."""
-    arguments = (*OPTIONS, "--budget", "150", *COMMAND)
+    arguments = (*OPTIONS, "--budget", "600", *COMMAND)
     return shared_once("found_command", lambda folder: searched(folder, SCRIPT, *arguments))
 
 
@@ -82,13 +84,40 @@ def test_the_answer_is_the_filled_command(found: Searched, copied: CommandLine) 
 @pytest.mark.slow
 def test_the_same_command_is_answered_from_the_cache_and_an_edited_script_is_not(copied: CommandLine) -> None:
     before = (copied.folder / "studies/train/outcomes.jsonl").read_bytes()
-    again = copied.search(*OPTIONS, "--budget", "150", *COMMAND)
+    again = copied.search(*OPTIONS, "--budget", "600", *COMMAND)
     assert again.code == 0, again.err
     assert again.document["config"]["batch_size"] == 16
     assert (copied.folder / "studies/train/outcomes.jsonl").read_bytes() == before
     (copied.folder / "train.py").write_text(SCRIPT.replace("0.02", "0.01"))
-    edited = copied.search(*OPTIONS, "--budget", "10", *COMMAND)
+    edited = copied.search(*OPTIONS, "--budget", "20", *COMMAND)
     assert "train.py" in edited.err, "what changed is named"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_interrupted_or_killed_it_leaves_nothing_and_goes_on(cli: CommandLine, number: signal.Signals) -> None:
+    (cli.folder / "train.py").write_text(SCRIPT)
+    outcomes = cli.folder / "studies/train/outcomes.jsonl"
+    arguments = (*OPTIONS, "--budget", "600", *COMMAND)
+    process = cli.start("search", *arguments)
+    until = time.monotonic() + 150
+    while not (outcomes.exists() and outcomes.read_text().count("\n")) and time.monotonic() < until:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == (130 if number == signal.SIGINT else -number)
+    assert cli.wait_until_alone(20) == []
+    known = outcomes.read_text()
+    again = cli.start("search", *arguments)
+    until = time.monotonic() + 150
+    while len(outcomes.read_text()) <= len(known) and again.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    again.send_signal(signal.SIGINT)
+    _, err = again.communicate(timeout=60)
+    assert again.returncode == 130, err
+    assert "Going on" in err
+    assert outcomes.read_text().startswith(known)
 
 
 @pytest.mark.parametrize(

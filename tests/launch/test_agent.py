@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from commands import INJECTED, TORCHRUN, run
 
+from autotune_amp.launch.measure import precision_of
 from autotune_amp.launch.ranks import Heard, Rank
 
 PREAMBLE = """
@@ -65,6 +67,9 @@ def test_a_plain_loop(script: Callable[[str], list[str]], tmp_path: Path, accumu
     rank = only(run(script(text), tmp_path))
     assert len(rank.pace) == 64 // accumulates
     assert per_step(rank) == {(8 * accumulates, accumulates)}
+    assert len(list(rank.intervals())) == 64 // accumulates - 3
+    assert [scaler.is_enabled for scaler in rank.scalers] == [False]
+    assert precision_of(rank) == "fp32"
     assert {it.shuffles for it in rank.loaders.values()} == {True}
     assert [forward for forward, *_ in rank.pace[0].forwards] == ["Sequential"] * accumulates
 
@@ -76,6 +81,7 @@ def test_what_a_scaler_skips(script: Callable[[str], list[str]], tmp_path: Path,
     assert len(skipped) == 32
     assert 0 < sum(skipped) < 32
     assert skipped == sorted(skipped, reverse=True), "only at first, while the scale is too large"
+    assert [scaler.is_enabled for scaler in rank.scalers] == [True]
     assert all(loss is not None and 0 < loss < 100 for step in rank.pace for loss in step.losses), "not the scaled ones"
 
 
@@ -115,18 +121,26 @@ for number in range(8):
 
 
 def test_what_is_compiled_the_step_too(script: Callable[[str], list[str]], tmp_path: Path) -> None:
+    """Once more in the middle, where batches get smaller; the autocast region is inside."""
     text = """
-compiled = torch.compile(model, backend="eager")
+@torch.compile(backend="eager", dynamic=False)
+def loss_in_region(x, y):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return loss_of(model(x).float(), y)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 step = torch.compile(optimizer.step, backend="eager")
-for x, y in torch.utils.data.DataLoader(data, batch_size=8, shuffle=True):
+batches = [range(8 * number, 8 * number + (8 if number < 16 else 4)) for number in range(32)]
+for x, y in torch.utils.data.DataLoader(data, batch_sampler=batches):
     optimizer.zero_grad()
-    loss_of(compiled(x), y).backward()
+    loss_in_region(x, y).backward()
     step()
 """
     rank = only(run(script(text), tmp_path))
     assert len(rank.pace) == 32
-    assert per_step(rank) == {(8, 1)}
+    assert per_step(rank) == {(8, 1), (4, 1)}
+    assert rank.num_compiling_steps == 1
+    assert len(list(rank.intervals())) == 28
+    assert precision_of(rank) == "bf16"
 
 
 def test_an_evaluation_is_no_training(script: Callable[[str], list[str]], tmp_path: Path) -> None:
@@ -200,6 +214,87 @@ def test_ranks(script: Callable[[str], list[str]], tmp_path: Path, wrapped: str)
     assert heard.num_steps == 16
     assert all(per_step(rank) == {(8, 1)} for rank in heard.ranks.values())
     assert (heard.samples_per_second() or 0) > 0
+
+
+def test_two_torchruns_at_once(script: Callable[[str], list[str]], tmp_path: Path) -> None:
+    script(RANKS.format(wrapped="nn.parallel.DistributedDataParallel(model)"))
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: run([*TORCHRUN, "train.py"], tmp_path), range(2)))
+    assert not both[0].ranks.keys() & both[1].ranks.keys()
+    for heard in both:
+        assert sorted(rank.rank for rank in heard.ranks.values()) == [0, 1]
+        assert all(per_step(rank) == {(8, 1)} for rank in heard.ranks.values())
+
+
+def test_fsdp_casts_by_its_own_policy(script: Callable[[str], list[str]], tmp_path: Path) -> None:
+    policy = "torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)"
+    script(RANKS.format(wrapped=f"fully_shard(model, mp_policy={policy})"))
+    heard = run([*TORCHRUN, "train.py"], tmp_path)
+    assert [precision_of(rank) for rank in heard.ranks.values()] == ["bf16", "bf16"]
+    assert all((rank.peak_memory_bytes or 0) > 1 << 26 for rank in heard.ranks.values())
+
+
+def test_a_python_without_torch_says_hello_and_starts_no_thread(tmp_path: Path) -> None:
+    text = "import sys, threading; assert threading.active_count() == 1 and 'torch' not in sys.modules"
+    heard = run([sys.executable, "-c", text], tmp_path)
+    assert len(heard.pythons) == 1
+    assert not heard.torches
+
+
+def test_nothing_is_patched_where_nothing_is_observed(script: Callable[[str], list[str]], tmp_path: Path) -> None:
+    text = """
+from torch.utils.data import dataloader
+from torch.optim import optimizer
+patched = [torch.autograd.backward, nn.Module.__call__, torch.autocast.__init__, torch.autocast.__enter__,
+           torch.amp.GradScaler.__init__, torch.amp.GradScaler.scale, torch.amp.GradScaler.step,
+           dataloader.DataLoader.__init__, dataloader._BaseDataLoaderIter.__next__]
+assert not [function for function in patched if "autotune_amp" in function.__code__.co_filename]
+assert not optimizer._global_optimizer_pre_hooks and not optimizer._global_optimizer_post_hooks
+"""
+    heard = run(script(text), tmp_path, observes=False)
+    assert len(heard.torches) == 1
+    with pytest.raises(AssertionError):
+        run(script(text), tmp_path)
+
+
+def test_an_error_of_the_agent_is_told_and_raises_nothing(script: Callable[[str], list[str]], tmp_path: Path) -> None:
+    text = """
+import sys
+def broken(*_):
+    raise LookupError("a fault of the agent")
+sys.modules["autotune_amp_agent.batches"].leading = broken
+for _ in torch.utils.data.DataLoader(data, batch_size=None):
+    break
+"""
+    heard = run(script(text), tmp_path)
+    assert [(error.type, error.message) for error in heard.errors] == [("LookupError", "a fault of the agent")]
+
+
+def test_a_loss_that_is_no_number_is_heard(script: Callable[[str], list[str]], tmp_path: Path) -> None:
+    text = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for factor in (1.0, float("nan"), float("inf"), 1.0):
+    (loss_of(model(inputs), targets) * factor).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model = model.requires_grad_()
+"""
+    losses = [step.losses[0] for step in only(run(script(text), tmp_path)).steps]
+    assert losses[0] is not None
+    assert losses[1:3] == [None, None]
+
+
+def test_the_users_own_sitecustomize_runs(
+    script: Callable[[str], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "sitecustomize.py").write_text("import builtins\nbuiltins.theirs = True\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "theirs"))
+    heard = run(
+        [sys.executable, "-c", "assert theirs\nimport sitecustomize\nassert 'theirs' in sitecustomize.__file__"],
+        tmp_path,
+    )
+    assert len(heard.pythons) == 1
 
 
 def test_the_agent_is_for_python_3_8_and_needs_nothing_but_torch() -> None:

@@ -185,10 +185,10 @@ def test_a_budget_for_less_than_a_search_says_what_would_do(script: str, local: 
     slow = [
         sys.executable,
         "-c",
-        f"import time; time.sleep(5); import sys; sys.argv[1:] = []; exec(open({script!r}).read())",
+        f"import time; time.sleep(8); import sys; sys.argv[1:] = []; exec(open({script!r}).read())",
     ]
     with pytest.raises(BudgetTooSmallError, match="to its first step") as raised:
-        described(slow, local, 40.0)
+        described(slow, local, 30.0)
     assert "--budget" in raised.value.next_step
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from scripted_backend import accumulation, calibration, candidate, ledger_of
+from test_space import LOOP
 from test_space import space as built
 from test_whole_search import HELD, Machine
 
@@ -88,7 +89,7 @@ def test_what_is_not_shown_to_be_exact_is_withheld_with_the_reason(
 
 
 def test_where_nothing_would_accumulate_nothing_is_checked(tmp_path: Path) -> None:
-    for where in (built(effective_batch_size="free"), built(batch_size="32:32"), built(about={"is_loop": True})):
+    for where in (built(effective_batch_size="free"), built(batch_size="32:32"), built(about={"unsettable": LOOP})):
         on = machine(tmp_path, accumulation("inexact"))
         assert judged(on, where) == where
         assert on.searched.backend.checks == []

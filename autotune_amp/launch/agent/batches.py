@@ -29,9 +29,9 @@ class Loaders:
         self.latest: Any = None  # the batch, where `keeps_latest`
         self.keeps_latest = False
         self._num_loaders = 0
-        self._ahead: dict[
-            str, int
-        ] = {}  # samples handed out and not yet in use, of loaders that are fetched from ahead
+        self._makers: dict[int, tuple[str, str]] = {}  # by the identity of the dataset
+        # Samples handed out and not yet in use, of loaders that are fetched from ahead.
+        self._ahead: dict[str, int] = {}
 
     def watch(self) -> None:
         """Hook into DataLoader."""
@@ -56,11 +56,15 @@ class Loaders:
         if where.maker_module() == _FETCHES_AHEAD:
             self._ahead[str(self._num_loaders)] = 0
         self._num_loaders += 1
+        dataset = id(loader.dataset)
+        if dataset not in self._makers or where.is_called_by_user():
+            self._makers[dataset] = where.maker(), where.user_line()
+        maker, line = self._makers[dataset]  # Accelerate makes another of the user's own
         self._channel.add(
             "loader",
             index=loader._autotune_amp_index,
-            maker=where.maker(),
-            line=where.user_line(),
+            maker=maker,
+            line=line,
             batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
             num_workers=loader.num_workers,
             prefetch_factor=loader.prefetch_factor,
@@ -71,7 +75,8 @@ class Loaders:
     def _watch_iterating(self) -> None:
         base: Any = dataloader._BaseDataLoaderIter
         begin, reset, draw, fetch = base.__init__, base._reset, base._next_index, base.__next__
-        drew, handed_out, ended = map(self._channel.shield, (self._drew, self._handed_out, self._ended))
+        shield = self._channel.shield
+        drew, handed_out, ended = shield(self._drew), shield(self._handed_out), shield(self._ended)
 
         def __init__(iterator: Any, loader: Any) -> None:
             begin(iterator, loader)
@@ -158,5 +163,5 @@ def _sampler(loader: Any) -> Any:
 def _length(dataset: Any) -> int | None:
     try:
         return len(dataset)
-    except TypeError:
+    except Exception:  # the user's own code
         return None

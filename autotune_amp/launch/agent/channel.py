@@ -15,8 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 PARENT_GONE = 113  # exit status
-SEND_SECONDS = 0.02  # messages wait for one another so long
-_LISTEN_SECONDS = 0.1
+SEND_SECONDS = 0.1  # messages wait for one another so long, and none that trains for the socket
 
 
 class Channel:
@@ -32,10 +31,10 @@ class Channel:
         self._socket: socket.socket | None = None
         self._messages: list[dict[str, Any]] = []
         self._lock = threading.RLock()  # a file's finalizer may speak of it while we do
-        self._sent_at = 0.0
 
     def listen(self) -> None:
-        """Start a thread that hears the parent: that it is gone, or that it asks ``dump``, where every thread is."""
+        """Start a thread that sends what waits, and hears the parent: that it is gone, or that it asks ``dump``, where
+        every thread is."""
         self._listens = True
         if self._socket is not None:
             self._start_listening(self._socket)
@@ -65,13 +64,8 @@ class Channel:
             **where.rank(),
         )
 
-    @property
-    def is_due(self) -> bool:
-        """Whether what waits has waited long enough."""
-        return time.monotonic() - self._sent_at > SEND_SECONDS
-
     def add(self, event: str, **fields: Any) -> None:
-        """Have a message sent with the next one; its time is now unless it is given."""
+        """Have a message sent with the next one, or soon; its time is now unless it is given."""
         message = {"event": event, "pid": os.getpid(), "time": time.monotonic(), **fields}
         with self._lock:
             self._messages.append(message)
@@ -87,7 +81,6 @@ class Channel:
             messages, self._messages = self._messages, []
             if not messages:
                 return
-            self._sent_at = time.monotonic()
             try:
                 if self._socket is None:
                     self._socket = self._connected()
@@ -110,8 +103,8 @@ class Channel:
         asked = b""
         while True:
             try:
-                if not select.select([connection], [], [], _LISTEN_SECONDS)[0]:
-                    self.flush()  # of a program that hangs, too, all that it did before is heard
+                if not select.select([connection], [], [], SEND_SECONDS)[0]:
+                    self.flush()
                     continue
                 heard = connection.recv(4096)
             except OSError:

@@ -23,6 +23,7 @@ from .imports import after_import
 
 NUM_FULLY_WATCHED = 3  # steps in which modules are watched too: nothing is patched around them after that
 NUM_SENT_AT_ONCE = 8
+MEMORY_SECONDS = 0.1  # between two looks at the process's own
 NUM_STEPS_PER_SYNC = 4  # an accelerator runs ahead of the host: steps between two synchronisations are timed together
 MAX_LOSSES = 8  # of one step
 
@@ -42,10 +43,14 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
         observer.frozen = Frozen(channel, observer, settings["folder"], settings["frozen"])
     if settings.get("observes", True):
         observer.watch()
-    if settings.get("outside"):
+    if settings.get("sites"):
+        from . import sites
+
+        sites.watch(channel, observer)
+    if settings.get("outside") is not None:
         from .outside import Outside
 
-        Outside(channel, observer, settings["outside"]).install()
+        Outside(channel, observer.passes, settings["outside"]).install()
 
 
 class Observer:
@@ -66,6 +71,7 @@ class Observer:
         self._pending: list[dict[str, Any]] = []
         self._device = "cpu"
         self._num_compilations = 0
+        self._memory_at = 0.0
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
@@ -178,12 +184,16 @@ class Observer:
         for step in self._pending:
             self.channel.add("step", **step)
         self._pending = []
-        if self.num_steps <= NUM_SENT_AT_ONCE or self.channel.is_due:
+        if self.num_steps <= NUM_SENT_AT_ONCE:
             self.channel.flush()
 
     def _memory(self) -> dict[str, Any]:
         if self._device == "cpu":
-            return {"peak_memory_bytes": _peak_resident_bytes()} if self.channel.is_due or self.num_steps < 8 else {}
+            now = time.monotonic()
+            if self.num_steps > NUM_SENT_AT_ONCE and now - self._memory_at < MEMORY_SECONDS:
+                return {}
+            self._memory_at = now
+            return {"peak_memory_bytes": _peak_resident_bytes()}
         module = getattr(torch, self._device)
         stats = module.memory_stats() if hasattr(module, "memory_stats") else {}
         return {

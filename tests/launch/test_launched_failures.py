@@ -1,0 +1,98 @@
+"""Commands whose ranks fail, and commands that cannot be seen into, in real processes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import TORCHRUN
+from running_commands import run_command
+
+from autotune_amp.core.job import Deadlines
+from autotune_amp.core.outcome import Failure
+from autotune_amp.launch.measure import slowest
+from autotune_amp.launch.running import Ran
+
+RANKS = """
+import os, signal, sys, time, torch, torch.distributed
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+torch.distributed.init_process_group("gloo")
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(256, 8), torch.randn(256, 1))
+model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+model = fully_shard(model) if sys.argv[1] == "fsdp" else nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+sampler = torch.utils.data.DistributedSampler(data)
+for number, (x, y) in enumerate(torch.utils.data.DataLoader(data, batch_size=8, sampler=sampler)):
+    if torch.distributed.get_rank() == 1 and number == {number}:
+        {fault}
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+torch.distributed.destroy_process_group()
+"""
+
+
+def ran(command: list[str], **how: Any) -> Ran:
+    """To its end, however many steps it takes."""
+    return run_command(command, is_enough=lambda _: False, **how)
+
+
+def failure(found: Ran) -> Failure:
+    assert isinstance(found.ending, Failure)
+    return found.ending
+
+
+@pytest.mark.parametrize(
+    ("number", "fault", "kind", "says"),
+    [
+        (5, "torch.empty(1 << 50)", "oom", "rank 1: RuntimeError"),
+        (5, "os.kill(os.getpid(), signal.SIGKILL)", "crash", "rank 1 died of SIGKILL"),
+        (0, "os.kill(os.getpid(), signal.SIGKILL)", "crash", "rank 1 died of SIGKILL"),
+        (5, "raise ValueError('a fault of the script')", "workload_error", "rank 1: ValueError: a fault of the script"),
+    ],
+)
+def test_the_rank_that_fails_is_named(tmp_path: Path, number: int, fault: str, kind: str, says: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(RANKS.format(number=number, fault=fault))
+    found = failure(ran([*TORCHRUN, str(script), "ddp"]))
+    assert found.kind == kind
+    assert says in found.message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["ddp", "fsdp"])
+@pytest.mark.parametrize("number", [0, 5])
+def test_the_rank_that_hangs_is_named_with_its_stack(tmp_path: Path, model: str, number: int) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(RANKS.format(number=number, fault="time.sleep(1000)"))
+    deadlines = Deadlines(whole_seconds=250, first_step_seconds=60, step_seconds=20)
+    found = failure(ran([*TORCHRUN, str(script), model], deadlines=deadlines))
+    assert found.kind == "timeout"
+    assert "rank 1 hangs" in found.message
+    assert "time.sleep(1000)" in (found.details or "").split("rank 0")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_fsdp_is_heard_whole_every_time_with_values_set_from_outside_too(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(RANKS.format(number=-1, fault="pass"))
+    for agent in ({}, {"outside": {"precision": "bf16", "batch_size": 4}}) * 2:
+        found = ran([*TORCHRUN, str(script), "fsdp"], agent=agent)
+        assert found.ending == "measured"
+        assert [len(rank.pace) for rank in found.heard.ranks.values()] == [32 if agent else 16] * 2
+        assert slowest(found.heard) is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "about"),
+    [(["-E", "-c", "pass"], "env -i"), (["-c", "pass"], "imported torch"), (["-c", "import torch"], "checkpoint")],
+)
+def test_a_command_without_steps(arguments: list[str], about: str) -> None:
+    found = failure(ran([sys.executable, *arguments]))
+    assert found.kind == "workload_error"
+    assert about in found.message

@@ -1,0 +1,80 @@
+"""What a run that was heard amounts to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import said
+
+from autotune_amp.core.outcome import Failure, Measurement
+from autotune_amp.core.setting import Setting
+from autotune_amp.launch.measure import is_enough, measurement, precision_of
+from autotune_amp.launch.messages import Message
+from autotune_amp.launch.ranks import Heard
+from autotune_amp.trial.jobs import Trial
+
+
+def trial() -> Trial:
+    return Trial(device="cpu", candidate=Setting(precision="fp32", batch_size=8), num_steps=(4, 16), seed=0)
+
+
+def measured(heard: Heard, memory_bytes: int = 0) -> Measurement | Failure:
+    return measurement(heard, trial(), 0.0, memory_bytes)
+
+
+def test_ranks_are_one_measurement() -> None:
+    heard = said.trained([10, 12])
+    found = measured(heard)
+    assert isinstance(found, Measurement)
+    assert found.samples_per_second == pytest.approx(16 / said.STEP_SECONDS)
+    assert found.num_compiling_steps == 0
+    assert found.peak_memory_bytes == 2000, "of both ranks, which share the host's"
+    assert found.reserved_memory_bytes == 2000
+
+
+def test_what_counts_against_the_limit_is_all_processes_on_a_cpu_and_the_largest_rank_elsewhere() -> None:
+    found = measured(said.trained([10, 10]), memory_bytes=5000)
+    assert isinstance(found, Measurement)
+    assert (found.peak_memory_bytes, found.reserved_memory_bytes) == (2000, 5000)
+    found = measured(said.trained([10, 10], reserved_memory_bytes=1500), memory_bytes=5000)
+    assert isinstance(found, Measurement)
+    assert (found.peak_memory_bytes, found.reserved_memory_bytes) == (1000, 1500)
+
+
+def test_a_loss_that_is_no_number_is_not_forgotten() -> None:
+    heard = said.trained([10])
+    heard.hear(said.step(100, 11, losses=(None,)))
+    found = measured(heard)
+    assert isinstance(found, Measurement)
+    assert found.last_loss is None
+
+
+def test_it_is_enough_only_once_every_rank_is_measured() -> None:
+    assert is_enough(said.trained([20, 20]), trial(), 0.0)
+    assert not is_enough(said.trained([20, 4]), trial(), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "optimizer", "precision"),
+    [
+        ({}, {}, "fp32"),
+        ({"regions": ("cpu:bfloat16",)}, {}, "bf16"),
+        ({"regions": ("cpu:off", "cpu:float16")}, {}, "fp16"),
+        ({"regions": ("cuda:float16",)}, {}, "fp32"),
+        ({"regions": ("cuda:float16",)}, {"devices": ("cuda:1",)}, "fp16"),
+        ({}, {"num_parameters": {"bfloat16": 9, "float32": 1}}, "bf16"),
+        ({}, {"uses_tf32": True}, "tf32"),
+        ({"regions": ("cpu:bfloat16",)}, {"uses_tf32": True}, "bf16"),
+        ({"forwards": (("FSDPNet", 8, "bfloat16"),)}, {}, "bf16"),
+        ({"forwards": (("Net", 8, "float32"),), "num_compilations": 1}, {}, "fp32"),
+        ({"num_compilations": 1}, {}, None),
+        ({"num_compilations": 1, "regions": ("cpu:off",)}, {}, "fp32"),
+    ],
+)
+def test_precision_is_what_the_passes_ran_in(
+    steps: dict[str, Any], optimizer: dict[str, Any], precision: str | None
+) -> None:
+    messages: list[Message] = [said.optimizer(7, **optimizer), said.step(7, 1, **steps), said.step(7, 2)]
+    (rank,) = said.heard(messages).ranks.values()
+    assert precision_of(rank) == precision
