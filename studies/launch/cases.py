@@ -27,6 +27,10 @@ class Case(NamedTuple):
     environment: tuple[tuple[str, str], ...] = ()
 
 
+def _nothing(_: Path) -> None:
+    """Its data is made by the script."""
+
+
 def _nlp(folder: Path) -> None:
     made.bert(folder / "bert-base-cased")
     made.sentence_pairs(folder)
@@ -68,7 +72,7 @@ CASES = {
         ("dcgan/main.py",),
         "dcgan",
         "python main.py --dataset fake --ngf 8 --ndf 8 --workers 0 --manualSeed {seed} --batchSize {batch_size=16}",
-        lambda folder: None,
+        _nothing,
     ),
     "word_language_model": Case(
         EXAMPLES,
@@ -99,7 +103,8 @@ CASES = {
         ACCELERATE,
         ("examples/nlp_example.py",),
         "examples",
-        "accelerate launch --cpu --num_processes 1 nlp_example.py --cpu --mixed_precision {precision=no}",
+        "python -m accelerate.commands.launch --cpu"
+        " --num_processes 1 nlp_example.py --cpu --mixed_precision {precision=no}",
         _nlp,
         options=("--value", "fp32=no"),
     ),
@@ -118,23 +123,24 @@ CASES = {
         "examples/pytorch/basics",
         "python autoencoder.py --trainer.accelerator=cpu --trainer.precision={precision=32-true}"
         " --data.batch_size={batch_size=32}",
-        lambda folder: made.mnist(folder.parent.parent / "Datasets"),
+        lambda folder: made.mnist(folder / "data"),
         options=("--value", "fp32=32-true", "--value", "bf16=bf16-mixed"),
     ),
     "fabric_image_classifier": Case(
         LIGHTNING,
         ("examples/fabric/image_classifier/train_fabric.py",),
         "examples/fabric/image_classifier",
-        "fabric run train_fabric.py --accelerator=cpu --devices=2 --main-port={port} --precision={precision=32-true}"
+        "python -m lightning.fabric.cli train_fabric.py --accelerator=cpu"
+        " --devices=2 --main-port={port} --precision={precision=32-true}"
         " --batch-size {batch_size=32}",
         lambda folder: made.mnist(folder.parent.parent.parent / "Datasets"),
         options=("--value", "fp32=32-true", "--value", "bf16=bf16-mixed"),
     ),
-    "timm_ddp": Case(
+    "timm": Case(
         TIMM,
         ("train.py", "timm"),
         ".",
-        "torchrun --nproc_per_node 2 train.py --data-dir images --model resnet10t --num-classes 4 --img-size 64"
+        "python train.py --data-dir images --model resnet10t --num-classes 4 --img-size 64"
         " --device cpu --workers 1 --seed {seed} --batch-size {batch_size=16}"
         " {precision:bf16=--amp --amp-dtype bfloat16|fp32=}",
         lambda folder: made.images(folder / "images"),

@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -42,16 +43,17 @@ def prepared(name: str, case: Case, work: Path, mirrors: Path) -> Path:
 
 
 def _copy(case: Case, folder: Path, mirrors: Path) -> None:
+    git, tar = shutil.which("git") or "git", shutil.which("tar") or "tar"
     repository, _, commit = case.source.partition("@")
     mirror = mirrors / repository.replace("/", "+") / "repo"
     if not mirror.exists():
         mirror = mirrors / repository.replace("/", "+")
-        subprocess.run(["git", "clone", "--quiet", f"https://github.com/{repository}", mirror], check=True)
+        subprocess.run([git, "clone", "--quiet", f"https://github.com/{repository}", mirror], check=True)
         mirror = mirror / ".git"
     archive = subprocess.run(
-        ["git", f"--git-dir={mirror}", "archive", commit, *case.paths], check=True, stdout=subprocess.PIPE
+        [git, f"--git-dir={mirror}", "archive", commit, *case.paths], check=True, stdout=subprocess.PIPE
     )
-    subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+    subprocess.run([tar, "-x", "-C", folder], input=archive.stdout, check=True)
 
 
 def search(name: str, case: Case, folder: Path, budget: int, out: Path) -> dict:
@@ -89,7 +91,8 @@ def pace(case: Case, folder: Path, setting: dict) -> dict:
 
 def timed(arguments: tuple[str, ...]) -> list[str]:
     """pace.py before the script, whatever starts it."""
-    at = next(i for i, argument in enumerate(arguments) if argument == "-m" or argument.endswith(".py"))
+    scripts = [number for number, argument in enumerate(arguments) if argument.endswith(".py")]
+    at = scripts[0] if scripts else arguments.index("-m")
     return [*arguments[:at], str(HERE / "pace.py"), *arguments[at:]]
 
 
@@ -107,8 +110,6 @@ def _environment(case: Case) -> dict[str, str]:
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -136,7 +137,9 @@ def main() -> None:
             for _ in range(NUM_RUNS):
                 paces += [{"of": of, **pace(case, folder, setting)} for of, setting in settings.items()]
         result.parent.mkdir(parents=True, exist_ok=True)
-        result.write_text(json.dumps({"command": case.command, "source": case.source, **found, "paces": paces}, indent=1))
+        result.write_text(
+            json.dumps({"command": case.command, "source": case.source, **found, "paces": paces}, indent=1)
+        )
         print(name, found["status"], f"{found['seconds']:.0f} s", flush=True)
 
 

@@ -62,7 +62,7 @@ def images(folder: Path, size: int = 64, num_classes: int = 4, num_each: int = 3
                 Image.fromarray(rng.integers(0, 256, (size, size, 3), np.uint8)).save(of_class / f"{number}.png")
 
 
-def tokenizer(folder: Path, **special: str) -> None:
+def tokenizer(folder: Path, special: dict[str, str]) -> None:
     """A tokenizer that knows WORDS."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -79,7 +79,7 @@ def bert(folder: Path) -> None:
     """`bert-base-cased` as a folder: BERT's architecture, small, with random weights."""
     from transformers import BertConfig, BertForSequenceClassification
 
-    tokenizer(folder, unk_token="[UNK]", pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]")
+    tokenizer(folder, {"unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"})
     config = BertConfig(
         vocab_size=600, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512
     )
@@ -90,7 +90,7 @@ def llama(folder: Path) -> None:
     """A small Llama with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    tokenizer(folder, unk_token="<unk>", pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    tokenizer(folder, {"unk_token": "<unk>", "pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"})
     config = LlamaConfig(
         vocab_size=600,
         hidden_size=128,
@@ -129,7 +129,7 @@ def sentence_pairs(folder: Path) -> None:
     shutil.rmtree(metric, ignore_errors=True)
     metric.mkdir()
     (metric / "glue.py").write_text(
-        "import datasets, evaluate\n\n\nclass Glue(evaluate.Metric):\n    def _info(self):\n"
+        "import datasets\nimport evaluate\n\n\nclass Glue(evaluate.Metric):\n    def _info(self):\n"
         "        features = datasets.Features({'predictions': datasets.Value('int64'), "
         "'references': datasets.Value('int64')})\n"
         "        return evaluate.MetricInfo(description='', citation='', features=features)\n\n"
