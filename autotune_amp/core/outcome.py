@@ -34,7 +34,9 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     starting the accelerator, `first_step_seconds` the first step with its compilation. `is_build_shared`: the model was
     built once for several trials. `evaluation_seconds` and `checkpoint_seconds` are the workload's own, None where it
     has none or they did not end; `ending_seconds` both, None where they were not to be run, `ending_problem` why one
-    did not end. `joules_per_sample` is what the device drew, None where nothing says so.
+    did not end. `joules_per_sample` is what the device drew, None where nothing says so. `is_own_loop`: the steps are
+    those of the framework's own Trainer, with whatever it does between them, and `why_not_own_loop` is what kept a
+    confirmation from them.
     """
 
     step_seconds: float
@@ -60,6 +62,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     ending_problem: str | None = None
     joules_per_sample: float | None = None
     num_steps_taken: int = 0
+    is_own_loop: bool = False
+    why_not_own_loop: str | None = None
 
     @property
     def num_steps(self) -> int:
@@ -249,10 +253,12 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     are the least and the largest size of batches drawn where they cannot be scanned, None where alike; `scan_problem`
     is the error that ended either look. `has_ending`: it has an evaluation or a checkpoint. `is_loop`: it takes its
     training steps itself. `accumulation_steps` are the passes behind an optimizer step today; with `weighs_passes` the
-    training weighs them. `unsettable` says of a precision, or of a dimension by its name, why it cannot be set to
-    anything but what it is today; `notes` what the user is to know of the measurements; `checks` are the kinds of
-    check that can be answered, at a batch size of `check_batch_size` at most: what rounding does hardly moves with it
-    (studies/README.md).
+    training weighs them. `trainer` names the framework's loop that it is confirmed in, None for that of the trials.
+    `unsettable` says of a precision, or of a dimension by its name, why it cannot be set to anything but what it is
+    today; `notes` what the user is to know of the measurements. Throughput is that of all its `num_ranks` together.
+    `checks` are the kinds of check that can be answered, at a batch size of `check_batch_size` at most: what rounding
+    does hardly moves with it (studies/README.md). `loader` is what makes a command's training loader:
+    ``file:function:line``.
     """
 
     name: str
@@ -275,7 +281,10 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     is_loop: bool = False
     accumulation_steps: int = 1
     weighs_passes: bool = False
+    trainer: str | None = None
     unsettable: dict[str, str] = {}
     notes: tuple[str, ...] = ()
+    num_ranks: int = 1
     checks: tuple[str, ...] = ("fidelity", "calibration", "accumulation")
     check_batch_size: int = 16
+    loader: str | None = None

@@ -7,12 +7,32 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autotune_amp.core.errors import WorkloadError
 
 if TYPE_CHECKING:
+    from autotune_amp.core.config import LossScale
     from autotune_amp.core.dimensions import Precision
+    from autotune_amp.core.setting import Setting
+
+
+class Fitting(NamedTuple):
+    """What ``Workload(fit=...)`` is called with, in a process of the confirmation.
+
+    `model` is on its device, `optimizer` over its parameters, and `data` are batches of the setting's size: a
+    DataLoader, or another iterable where there is none. `scaler` is a GradScaler with `loss_scale`, None where the
+    setting takes none. ``stepped(loss, num_batches)`` is to be called after each optimizer step, with the batches that
+    it was taken on; it raises once enough was measured, which `fit` is to let through.
+    """
+
+    model: Any
+    optimizer: Any
+    data: Any
+    setting: Setting
+    loss_scale: LossScale | None
+    scaler: Any
+    stepped: Callable[[Any, int], None]
 
 
 class Workload:
@@ -48,6 +68,10 @@ class Workload:
     accumulation_steps, precision: what the training runs today where the data and torch's own flags do not say it: the
                 passes behind an optimizer step, and the precision that it will turn on by itself
     weighs_passes: whether the training itself weighs the passes of a step by what their losses divide by
+    clip        ``clip(model)``: called before each optimizer step, on gradients without a loss scale
+    schedule    ``schedule(optimizer)``: what makes the learning rate's schedulers, in a list, stepped after each step
+    fit         ``fit(fitting)``: trains by a framework's own loop, of which `trainer` is the name; what is promised is
+                measured in its steps. See `Fitting`.
 
     Evaluation and checkpoint are run where a recommendation is confirmed, so that its memory holds for a whole
     training. Raises `WorkloadError` for what cannot be any of these.
@@ -69,6 +93,10 @@ class Workload:
         accumulation_steps: int = 1,
         precision: Precision | None = None,
         weighs_passes: bool = False,
+        clip: Callable[[Any], Any] | None = None,
+        schedule: Callable[[Any], Any] | None = None,
+        fit: Callable[[Fitting], None] | None = None,
+        trainer: str | None = None,
     ) -> None:
         self.model = model
         self.loss = loss
@@ -83,24 +111,32 @@ class Workload:
         self.accumulation_steps = accumulation_steps
         self.precision = precision
         self.weighs_passes = weighs_passes
+        self.clip = clip
+        self.schedule = schedule
+        self.fit = fit
+        self.trainer = trainer
         self._check_parts()
         self._check_today()
 
     @classmethod
     def from_trainer(cls, trainer: Any) -> Workload:
-        """What a ``transformers.Trainer`` trains: its model, train loader, optimizer and ``training_step``.
+        """What a ``transformers.Trainer`` trains: its model, loader, optimizer, ``training_step``, clipping, schedule.
 
         Today's batch size, accumulation and mixed precision are those of its TrainingArguments. A trial's loss is
-        normalised over a pass (``num_items_in_batch``) where the Trainer does so over all passes of a step. The trainer
-        is left as it was. Raises `WorkloadError` for one that trains under DeepSpeed or FSDP, has no train_dataset, has
-        trained in mixed precision before, or is an AutotuneTrainer.
+        normalised over a pass (``num_items_in_batch``) where the Trainer does so over all passes of a step.
+
+        What is promised is measured in the steps of the Trainer's own ``train()``, with its callbacks and its logging.
+        There it neither evaluates nor saves nor uploads; its ``report_to`` and early stopping are left out; it is
+        stopped between two steps, so that nothing of its end is run. The schedule is that of its arguments over 10,000
+        steps. The trainer is left as it was. Raises `WorkloadError` for one that trains under DeepSpeed or FSDP, has no
+        train_dataset, has trained in mixed precision before, or is an AutotuneTrainer.
         """
         return _adapter("transformers")(trainer)
 
     @classmethod
-    def from_lightning(cls, module: Any, data: Any, **options: Any) -> Workload:
-        """What ``lightning.Trainer().fit(module, data)`` trains; see `autotune_amp.integrations.lightning.workload`."""
-        return _adapter("lightning")(module, data, **options)
+    def from_lightning(cls, module: Any, data: Any, trainer: Any = None, **options: Any) -> Workload:
+        """What ``trainer.fit(module, data)`` trains; see `autotune_amp.integrations.lightning_workload.workload`."""
+        return _adapter("lightning")(module, data, trainer, **options)
 
     @property
     def is_loop(self) -> bool:
@@ -108,7 +144,8 @@ class Workload:
         return self.build is not None or self.train_step is not None
 
     def _check_parts(self) -> None:
-        loop, parts = (self.build, self.train_step), (self.model, self.loss, self.optimizer)
+        loop = self.build, self.train_step
+        parts = self.model, self.loss, self.optimizer, self.clip, self.schedule, self.fit
         if self.is_loop and (None in loop or any(part is not None for part in parts)):
             raise WorkloadError(
                 "A Workload is either model, loss and optimizer, or both build and train_step.",
@@ -130,7 +167,7 @@ class Workload:
                 "a Dataset, a DataLoader or a function of the batch size; an iterator can be used only once",
             ),
         }
-        for name in ("build", "train_step", "worst_batch", "evaluate", "checkpoint"):
+        for name in ("build", "train_step", "worst_batch", "evaluate", "checkpoint", "clip", "schedule", "fit"):
             wanted[name] = (getattr(self, name) is None or callable(getattr(self, name)), "a function")
         for name, (is_right, what) in wanted.items():
             if not is_right:
@@ -154,7 +191,8 @@ class Workload:
 
 def _adapter(framework: str) -> Callable[..., Workload]:
     """The function of an adapter that makes workloads: adapters are plugins, of which this file knows no more."""
-    adapter: Callable[..., Workload] = importlib.import_module(f"autotune_amp.integrations.{framework}").workload
+    module = importlib.import_module(f"autotune_amp.integrations.{framework}_workload")
+    adapter: Callable[..., Workload] = module.workload
     return adapter
 
 

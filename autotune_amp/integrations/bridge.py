@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -52,6 +54,32 @@ def readings(own: AmpConfig, status: Status) -> dict[str, float]:
         "num_steps": status.num_steps,
         "num_moves": len(status.history),
     }
+
+
+def lasting(scheduler: Any) -> Any:
+    """The scheduler, which stays where it ends in place of raising: a trial may take more steps than the training."""
+    step = scheduler.step
+
+    def step_on(*args: Any, **kwargs: Any) -> None:
+        with contextlib.suppress(ValueError):  # OneCycleLR's
+            step(*args, **kwargs)
+
+    scheduler.step = step_on
+    return scheduler
+
+
+@contextlib.contextmanager
+def replaced(holder: Any, **attributes: Any) -> Iterator[None]:
+    """Have it hold these attributes of its own meanwhile."""
+    own = vars(holder)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            own.pop(name, None)
+        own.update(before)
 
 
 class Window:

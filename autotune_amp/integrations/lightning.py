@@ -1,29 +1,20 @@
-"""Lightning: the controller as a Precision plugin, a callback, Trainer arguments, and a workload from a module."""
+"""Lightning: the controller as a Precision plugin, a callback, and Trainer arguments."""
 
 from __future__ import annotations
 
 import copy
-import functools
-import logging
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
-from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer, _configure_optimizers
-from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import CombinedLoader, GradClipAlgorithmType
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -31,14 +22,13 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from autotune_amp.core.config import AmpConfig, DemotedError
-from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError, WorkloadError
+from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.core.workload import OptimizersOfModel, Workload, type_name
-from autotune_amp.integrations.bridge import Window, config_of, readings, refuse_other, refuse_other_window
+from autotune_amp.integrations.bridge import Window, config_of, readings, refuse_other, refuse_other_window, replaced
 from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.runtime.controller import PrecisionController
 
-__all__ = ["AutotuneCallback", "AutotunePrecision", "trainer_arguments", "workload"]
+__all__ = ["AutotuneCallback", "AutotunePrecision", "trainer_arguments"]
 
 Result = TypeVar("Result")
 
@@ -116,10 +106,10 @@ class AutotunePrecision(Precision):
         with ExitStack() as stack:
             for part in module.modules():
                 if isinstance(part, LightningModule):
-                    stack.enter_context(_muted(part))
+                    stack.enter_context(replaced(part, **SILENT))
                 elif isinstance(part, Metric):
                     stack.enter_context(_kept(part))
-            loss = _training_loss(module, trainer.strategy.training_step, latest.batch, latest.batch_idx)
+            loss = training_loss(module, trainer.strategy.training_step, latest.batch, latest.batch_idx)
         return loss / trainer.accumulate_grad_batches if isinstance(loss, Tensor) else loss  # None, too
 
     def _refuse_other_batches(self) -> None:
@@ -231,28 +221,14 @@ class LatestBatch(Callback):
         self.batch = None
 
 
-def _training_loss(module: LightningModule, step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
+def training_loss(module: LightningModule, step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
     """What `step`, the module's training_step, returns: the loss itself, or under the key "loss"."""
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     output = step(batch, batch_idx) if takes_index else step(batch)
     return output.get("loss") if isinstance(output, Mapping) else output
 
 
-_SILENT: dict[str, Any] = dict.fromkeys(("log", "log_dict"), lambda *_, **__: None)
-
-
-@contextmanager
-def _muted(module: LightningModule) -> Iterator[None]:
-    """Have its `log` and `log_dict` do nothing."""
-    own = vars(module)
-    before = {name: own[name] for name in _SILENT if name in own}
-    own.update(_SILENT)
-    try:
-        yield
-    finally:
-        for name in _SILENT:
-            del own[name]
-        own.update(before)
+SILENT: dict[str, Any] = dict.fromkeys(("log", "log_dict"), lambda *_, **__: None)
 
 
 @contextmanager
@@ -367,134 +343,3 @@ def trainer_arguments(config: AmpConfig | Recommendation, **others: Any) -> dict
 
 def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
-
-
-def workload(module: LightningModule | Callable[[], LightningModule], data: Any, **options: Any) -> Workload:
-    """What ``lightning.Trainer().fit(module, data)`` trains, for `recommend_config`.
-
-    module: the LightningModule, or a function that makes one with automatic optimization. Trials train copies of it.
-    data: the LightningDataModule, whose ``train_dataloader()`` is the baseline and is tried with other batch sizes; or
-        what ``Workload(data=...)`` takes. ``prepare_data()`` and ``setup("fit")`` are called here, on a copy.
-    options: others of `Workload`'s: ``accumulation_steps`` and ``precision``, which your Trainer has today, ``name``,
-        ``worst_batch``, ``evaluate``, ``checkpoint``.
-
-    A trial calls the module's ``setup``, ``configure_model``, ``configure_optimizers`` and ``training_step``, and the
-    hooks around the batch's transfer, which the module or the DataModule may have. ``self.log`` does nothing there,
-    ``self.logger`` swallows everything. ``self.trainer`` is a Trainer of 1,000 epochs and at most 10,000 steps on one
-    device, which has the copy of the DataModule and its loader, and is ``training``. Learning rates stay as
-    ``configure_optimizers`` leaves them, but where its schedule begins below a tenth of its peak they are that tenth.
-    What else the Trainer does (schedules, clipping, callbacks, loggers) is no part of a trial.
-
-    Raises `WorkloadError` for what is no LightningModule, for manual optimization, and for data with several loaders.
-    """
-    if isinstance(module, LightningModule) or not callable(module):
-        _check_module(module)
-    fit = _Fit(module, *_opened(data))
-    return Workload(fit.model, fit.loss, fit.data, OptimizersOfModel(fit.optimizers), **options)
-
-
-def _check_module(module: Any) -> None:
-    """Raise `WorkloadError` for what is no LightningModule, and for one that steps its optimizers itself."""
-    if not isinstance(module, LightningModule):
-        raise WorkloadError(
-            f"Workload.from_lightning got a {type_name(module)}; it must be a LightningModule, or a function of one.",
-            "Pass the module itself, or `lambda: MyModule(...)`; its class comes from `import lightning`.",
-        )
-    if not module.automatic_optimization:
-        raise WorkloadError(
-            f"{type_name(module)} has manual optimization, which no trial can take apart.",
-            "Write its training as Workload(build=..., train_step=...); AutotunePrecision then trains the module.",
-        )
-
-
-def _opened(data: Any) -> tuple[LightningDataModule | None, Any]:
-    """A copy of the DataModule, if there is one, as it is after its setup, and the data as `Workload` takes it."""
-    if not isinstance(data, LightningDataModule):
-        return None, data
-    own = copy.copy(data)
-    _trainer(own)
-    with isolate_rng():
-        own.prepare_data()
-        own.setup("fit")
-        loader = own.train_dataloader()
-    own.trainer = None  # it is to travel
-    if isinstance(loader, Mapping | list | tuple):
-        raise WorkloadError(
-            f"{type(data).__name__}.train_dataloader() returned several loaders, as a {type_name(loader)}.",
-            "Give data=make_loader, a function of the batch size that returns one loader.",
-        )
-    return own, loader
-
-
-class _Fit:
-    """``Trainer.fit`` in the words of a `Workload`; it travels to trials, each of which makes a Trainer of its own."""
-
-    def __init__(
-        self, module: LightningModule | Callable[[], LightningModule], datamodule: LightningDataModule | None, data: Any
-    ) -> None:
-        self.module, self.datamodule, self.data = module, datamodule, data
-        self.batch_idx = 0
-
-    @functools.cached_property
-    def trainer(self) -> Trainer:
-        """It has the loader already: asked for the number of batches, Lightning would start the loader's workers."""
-        trainer = _trainer(self.datamodule)
-        trainer.fit_loop._combined_loader = CombinedLoader(self.data)
-        trainer.fit_loop.max_batches = (isinstance(self.data, DataLoader) and sized_len(self.data)) or math.inf
-        return trainer
-
-    def model(self) -> LightningModule:
-        """The module as a Trainer has it before its first step."""
-        module = self.module if isinstance(self.module, LightningModule) else self.module()
-        _check_module(module)
-        module.trainer = self.trainer
-        module.setup("fit")
-        module.configure_model()
-        for part in module.modules():
-            if isinstance(part, LightningModule):
-                vars(part).update(_SILENT)
-        return module
-
-    def optimizers(self, module: LightningModule) -> list[Optimizer]:
-        """Those of configure_optimizers."""
-        module.trainer = self.trainer
-        made: Any = module.configure_optimizers()
-        return _configure_optimizers(made)[0]
-
-    def loss(self, module: LightningModule, batch: Any) -> Tensor:
-        """That of training_step."""
-        module.trainer = self.trainer  # which a copy of the module does not have
-        with torch.autocast(module.device.type, enabled=False):
-            for name in ("on_before_batch_transfer", "on_after_batch_transfer"):
-                is_of_data = self.datamodule is not None and is_overridden(name, self.datamodule)
-                batch = getattr(self.datamodule if is_of_data else module, name)(batch, 0)
-        self.batch_idx += 1  # what a training_step does only for the first batch is not done
-        loss: Tensor = _training_loss(module, module.training_step, batch, self.batch_idx)
-        return loss
-
-
-def _trainer(datamodule: LightningDataModule | None) -> Trainer:
-    """For modules that ask it something, as if it fitted: it runs nothing, writes nothing, and knows of no launcher."""
-    log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    level = log.level
-    log.setLevel(logging.ERROR)  # what it says of the devices is not this training's
-    try:
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_epochs=1000,  # for schedules that ask; Lightning's own where it is told nothing
-            max_steps=10_000,
-            logger=DummyLogger(),
-            plugins=[LightningEnvironment()],
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-    finally:
-        log.setLevel(level)
-    trainer.state.fn = TrainerFn.FITTING
-    trainer.training = True
-    trainer.datamodule = datamodule  # type: ignore[attr-defined] # set without a type
-    if datamodule is not None:
-        datamodule.trainer = trainer
-    return trainer

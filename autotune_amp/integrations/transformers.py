@@ -1,36 +1,29 @@
-"""Transformers: a Trainer whose scaler is the PrecisionController, its callback, and a workload from a Trainer."""
+"""Transformers: a Trainer whose scaler is the PrecisionController, and its callback."""
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, cast
-from weakref import WeakSet
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from autotune_amp.core.config import AmpConfig, DemotedError, training_arguments
-from autotune_amp.core.dimensions import Precision
-from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError, WorkloadError
+from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.core.workload import Workload, type_name
 from autotune_amp.integrations.accelerate import plain_optimizers
 from autotune_amp.integrations.bridge import config_of, readings, refuse_other_window
 from autotune_amp.precision.forward_wrapper import unwrap
-from autotune_amp.precision.modes import MODES
 from autotune_amp.runtime.controller import PrecisionController
 
-__all__ = ["AutotuneCallback", "AutotuneTrainer", "workload"]
+__all__ = ["AutotuneCallback", "AutotuneTrainer"]
 
 _NEXT_TRAINER = (
     "a new AutotuneTrainer(amp_config=error.config, args=error.config.to_training_arguments(like=trainer.args))"
@@ -253,156 +246,3 @@ def refuse_contradictions(args: Any, config: AmpConfig) -> None:
             f"The Trainer sees {args.n_gpu} GPUs in one process: nn.DataParallel does not keep to a bf16 autocast.",
             "Start it with torchrun, or let it see one GPU (CUDA_VISIBLE_DEVICES=0).",
         )
-
-
-# What training_step has no part in, and what reports, writes or cannot leave this process.
-_LEFT_BEHIND = (
-    "accelerator",
-    "gather_function",
-    "eval_dataset",
-    "compute_metrics",
-    "lr_scheduler",
-    "optimizer",
-    "model_init",  # train() would make another model
-)
-_QUIET = {"report_to": [], "push_to_hub": False, "output_dir": "", "auto_find_batch_size": False, "debug": []}
-
-
-def workload(trainer: Trainer) -> Workload:
-    """See `Workload.from_trainer`."""
-    _refuse(trainer)
-    return Workload(
-        model=trainer.model,
-        loss=_Step(_travelling(trainer)),
-        data=_loader(trainer),
-        optimizer=_optimizer(trainer),
-        name=type(trainer.model).__name__,
-        accumulation_steps=trainer.args.gradient_accumulation_steps,
-        precision=_precision(trainer),
-        weighs_passes=_weighs_passes(trainer),
-    )
-
-
-def _refuse(trainer: Trainer) -> None:
-    if isinstance(trainer, AutotuneTrainer):
-        raise WorkloadError(
-            f"{type_name(trainer)} is an AutotuneTrainer, which sets the precision that is to be searched.",
-            "Give the Trainer that it is made from, with the same arguments.",
-        )
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        raise WorkloadError(
-            "The Trainer trains under DeepSpeed or FSDP, and a trial on one device alone.",
-            "Give a Trainer without them whose model fits on one device.",
-        )
-    if trainer.train_dataset is None:
-        raise WorkloadError("The Trainer has no train_dataset.", "Pass train_dataset= to it.")
-    refuse_baked_autocast(trainer, WorkloadError)
-
-
-def _precision(trainer: Trainer) -> Precision | None:
-    """That of Accelerate's autocast where it sets one (fp16 on a CPU does not); else torch's flags say it."""
-    mode = MODES.get(trainer.accelerator.mixed_precision)
-    return mode.precision if trainer.accelerator.native_amp and mode is not None and mode.uses_autocast else None
-
-
-def _weighs_passes(trainer: Trainer) -> bool:
-    """Whether a loss is divided by the items of all passes of its step, as ``training_step`` sees it.
-
-    Items are counted under "labels" alone; without them a mean loss is divided by the number of passes.
-    """
-    if trainer.loss_is_scaled_for_ga is not None:
-        return trainer.loss_is_scaled_for_ga
-    counts_items = trainer.model_accepts_loss_kwargs and "labels" in trainer.label_names
-    return counts_items or trainer.compute_loss_func is not None
-
-
-def _loader(trainer: Trainer) -> DataLoader[Any]:
-    """The trainer's own train loader, its collator and sampler, at the batch size of one device."""
-    maker = copy.copy(trainer)
-    maker.accelerator = copy.copy(trainer.accelerator)
-    maker.accelerator.prepare = lambda loader: loader  # it is wanted as it is
-    maker._train_batch_size = trainer.args.per_device_train_batch_size
-    if type(trainer)._remove_unused_columns is Trainer._remove_unused_columns:
-        vars(maker)["_remove_unused_columns"] = functools.partial(_with_used_columns, maker)
-    return maker.get_train_dataloader()
-
-
-def _with_used_columns(trainer: Trainer, dataset: Any, description: str | None = None) -> Any:
-    """Without the unused columns, in one order: the Trainer's is a set's, and the dataset's own digest counts it."""
-    if trainer.args.remove_unused_columns:
-        trainer._set_signature_columns_if_needed()
-        unused = sorted(set(dataset.column_names) - set(trainer._signature_columns or ()))
-        if len(unused) < len(dataset.column_names):  # otherwise the Trainer raises
-            dataset = dataset.remove_columns(unused)
-    return Trainer._remove_unused_columns(trainer, dataset, description)
-
-
-def _optimizer(trainer: Trainer) -> torch.optim.Optimizer:
-    """The trainer's own, or one as it would make it; only its class and hyperparameters are taken."""
-    maker = copy.copy(trainer)
-    optimizer = maker.create_optimizer()
-    return getattr(optimizer, "optimizer", optimizer)  # out of Accelerate's wrapper, after a training
-
-
-def _travelling(trainer: Trainer) -> Trainer:
-    """A copy, which shares the model and the dataset, without what only this process can have."""
-    left = copy.copy(trainer)
-    left.__dict__.update(dict.fromkeys(_LEFT_BEHIND))
-    left.args = copy.copy(trainer.args)
-    left.args.__dict__.update(_QUIET, distributed_state=None, gradient_accumulation_steps=1)
-    left.args.__dict__.pop("_setup_devices", None)  # found again where it runs
-    flow = [DefaultFlowCallback()]
-    left.callback_handler = CallbackHandler(flow, left.model, left.processing_class, None, None)  # type: ignore[no-untyped-call] # transformers does not type it
-    left.state, left.control = TrainerState(), TrainerControl()
-    return left
-
-
-class _Step:
-    """``loss(model, batch)``: the loss that the trainer's training_step would go back from."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._made_ready: WeakSet[nn.Module] | None = None  # in the process that runs it
-        self._prepared: tuple[nn.Module, nn.Module] | None = None  # the latest model, and as Accelerate has it
-
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        """That of one pass over `batch`, as if it were all of an optimizer step."""
-        trainer = self._trainer
-        if self._made_ready is None:
-            self._arrive(next(model.parameters()).device)
-            self._made_ready = WeakSet()
-        if self._prepared is None or self._prepared[0] is not model:
-            if model not in self._made_ready:
-                self._made_ready.add(model)
-                self._make_ready(model)
-            self._prepared = model, trainer.accelerator.prepare_model(model)
-        (inputs,), num_items = trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)
-        trainer.current_gradient_accumulation_steps = 1
-        with caught_losses(trainer.accelerator) as losses:
-            trainer.training_step(self._prepared[1], inputs, num_items)
-        if not losses:
-            raise WorkloadError(
-                f"{type_name(trainer)}.training_step did not call self.accelerator.backward(loss).",
-                "Call it in place of loss.backward(), as the Trainer's own training_step does.",
-            )
-        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-
-    def _arrive(self, device: torch.device) -> None:
-        """Where the trials run, on `device`."""
-        args = self._trainer.args
-        args.use_cpu = device.type == "cpu"
-        found = args.device
-        if found.type != device.type or (found.index or 0) != (device.index or 0):
-            raise WorkloadError(
-                f"The Trainer would train on {found}, the trial on {device}.",
-                f"Search with device={str(found)!r}, and choose among several by CUDA_VISIBLE_DEVICES.",
-            )
-        args._n_gpu = min(1, args.n_gpu)
-        args.mixed_precision = "no"  # the precision is the trial's
-        self._trainer.create_accelerator_and_postprocess()
-
-    def _make_ready(self, model: nn.Module) -> None:
-        """All that ``train()`` does to a model before its loop: activation checkpointing, NEFTune, Liger kernels."""
-        self._trainer.model = self._trainer.model_wrapped = model
-        vars(self._trainer)["_inner_training_loop"] = lambda **_: None
-        Trainer.train(self._trainer)

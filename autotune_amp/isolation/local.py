@@ -32,12 +32,17 @@ TRIAL_ENVIRONMENT = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     # Experiment trackers that can be turned off by a variable: a trial is no run of the user's.
     "WANDB_MODE": "disabled",
-    "COMET_MODE": "DISABLED",
+    "COMET_MODE": "DISABLED",  # of Transformers' callback; the next is comet_ml's own
+    "COMET_AUTO_LOG_DISABLE": "true",
     "NEPTUNE_MODE": "debug",
     "SWANLAB_MODE": "disabled",
     "CLEARML_OFFLINE_MODE": "1",
     "DISABLE_MLFLOW_INTEGRATION": "TRUE",
+    "DISABLE_KUBEFLOW_INTEGRATION": "TRUE",
     "TRACKIO_DISABLED": "1",
+    "TRACKIO_SPACE_ID": "",
+    "CODECARBON_SAVE_TO_FILE": "false",
+    "CODECARBON_SAVE_TO_API": "false",
 }
 
 

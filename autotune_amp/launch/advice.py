@@ -16,7 +16,8 @@ _STEPS = {
         "It asks for something on standard input, which is empty in a trial. Give it as an argument."
     ),
 }
-_ERROR = re.compile(r"^(?:[\w.]*(?:Error|Exception|Interrupt)\b|\S+: error:).*$", re.MULTILINE)
+# The last line of a traceback but a launcher's, which says only that a rank failed; what argparse says.
+_ERROR = re.compile(r"^(?:(?!.*ChildFailed)[\w.]*(?:Error|Exception|Interrupt)\b|\S+: error:).*$", re.MULTILINE)
 
 
 def advised(failure: Failure) -> Failure:

@@ -20,8 +20,9 @@ from autotune_amp.isolation.process import Watcher
 from autotune_amp.launch import measure
 from autotune_amp.launch.command import Command
 from autotune_amp.launch.frozen_pair import FrozenPair, pair
+from autotune_amp.launch.known_arguments import with_placeholders
 from autotune_amp.launch.ranks import Rank
-from autotune_amp.launch.settable import deviation, probing_setting, unsettable
+from autotune_amp.launch.settable import deviation, probing_setting, set_from_outside, unsettable
 from autotune_amp.trial.jobs import Check, Describe, Trial
 
 NUM_DESCRIBED_STEPS = 8
@@ -32,7 +33,13 @@ MIN_NUM_RUNS, NUM_RUNS_OF_A_CONFIRMED_SEARCH = 3, 12
 NOTES = (
     "Measured on the command's first steps: what later steps, longer samples, an evaluation or a checkpoint take in "
     "time and memory is not known.",
-    "Fidelity is judged by gradients of the command's first weights, not by training on.",
+    "Fidelity is judged by gradients of the command's first weights, not by training on; fp16's loss scale is the "
+    "command's own.",
+)
+OF_ACCUMULATION = "How the command weighs what it accumulates is its own, and was not checked."
+OF_RANKS = (
+    "Each rank is taken to train on samples of its own: where several share them (tensor parallel), samples are "
+    "counted once for each, which changes no comparison."
 )
 
 
@@ -120,6 +127,7 @@ class CommandBackend(WorkloadBackend):
             today = replace(today, accumulation_steps=max(1, round(per_step / today.batch_size)))
         if "precision" not in command.line.placeholders:
             today = replace(today, precision=measure.precision_of(rank) or "fp32")
+        command.line, known = with_placeholders(command.line, rank.switches)
         self._refuse_ignored(today, rank)
         command.today, command.maker = today, None if loader is None else loader.maker
         description = measure.description(rank, command.line.name, today, started)
@@ -127,13 +135,21 @@ class CommandBackend(WorkloadBackend):
         cannot = unsettable(command.line, rank)
         other = probing_setting(today, cannot)
         if other is not None:
-            cannot |= self._follow(other, today, job, began)
+            more, followed = self._follow(other, today, job, began)
+            cannot |= more
+            known += set_from_outside(followed.sets)
         command.unsettable = cannot
         return replace(
             description,
             num_workers=loader.num_workers if loader and "num_workers" in command.line.placeholders else None,
             unsettable=cannot,
-            notes=NOTES,
+            notes=(
+                *known,
+                *NOTES,
+                *([] if "accumulation_steps" in cannot else [OF_ACCUMULATION]),
+                *([OF_RANKS] if rank.world > 1 else []),
+            ),
+            loader=command.maker,
             check_batch_size=today.batch_size,
         )
 
@@ -155,8 +171,9 @@ class CommandBackend(WorkloadBackend):
             )
         return found[0], ran.began
 
-    def _follow(self, other: Setting, today: Setting, job: Describe, began: float) -> dict[str, str]:
-        """Whether another batch size and precision show in what is observed; what the command does not run in.
+    def _follow(self, other: Setting, today: Setting, job: Describe, began: float) -> tuple[dict[str, str], Rank]:
+        """Whether another batch size and precision show in what is observed; what the command does not run in,
+        and the rank that followed.
 
         Raises `WorkloadError` where what shows is still today's."""
 
@@ -168,7 +185,7 @@ class CommandBackend(WorkloadBackend):
         found = run(other)
         if not isinstance(found, Failure):
             self._refuse_ignored(other, found)
-            return {}
+            return {}, found
         if found.kind == "timeout" or other.precision == today.precision or other.batch_size == today.batch_size:
             raise WorkloadError(
                 f"The command ran as {today}, and not as {other}: {found.message}.\n{found.details or ''}".rstrip(),
@@ -182,7 +199,7 @@ class CommandBackend(WorkloadBackend):
                 "See that its arguments are what the placeholders put there; --dry-run prints them.",
             )
         self._refuse_ignored(replace(other, precision=today.precision), with_todays_precision)
-        return {other.precision: f"the command did not run in it: {found.message}"}
+        return {other.precision: f"the command did not run in it: {found.message}"}, with_todays_precision
 
     def _refuse_ignored(self, setting: Setting, rank: Rank) -> None:
         problem = deviation(self._command.line, setting, rank)

@@ -102,6 +102,7 @@ def description(rank: Rank, name: str, today: Setting, began: float) -> Descript
         context_seconds=0.0,
         accumulation_steps=today.accumulation_steps,
         weighs_passes=True,
+        num_ranks=rank.world,
     )
 
 

@@ -73,6 +73,26 @@ class Scaler(_Message, frozen=True, kw_only=True, tag="scaler"):
     line: str
 
 
+class Site(_Message, frozen=True, kw_only=True, tag="site"):
+    """A call that made something which training uses, of class `name`: a `kind` of ``loader``, ``batch_sampler``,
+    ``autocast``, ``scaler``, ``forward``, ``training_arguments``, ``lightning_trainer`` or ``accelerator``.
+
+    It is at `line` and ends at `end` (line, column), where that is known. `maker` is the module of a library that made
+    the call, "" where the user's own line did. `values` are what came of it; `parameters` the names of what can be
+    given by position. `loader` is a DataLoader's index, `dataset` the same for all over the same data.
+    """
+
+    kind: str
+    name: str
+    line: str
+    end: tuple[int, int] | None
+    maker: str
+    parameters: tuple[str, ...]
+    values: dict[str, bool | int | float | str | None]
+    loader: str | None = None
+    dataset: int | None = None
+
+
 class Step(_Message, frozen=True, kw_only=True, tag="step"):
     """An optimizer step. Samples by loader, batches, waits, backward passes and compilations are counted from the
     beginning; losses (None: not finite), forwards and autocast regions are since the step before. A forward is the
@@ -108,11 +128,25 @@ class Gradient(_OfRank, frozen=True, kw_only=True, tag="gradient"):
 
 
 class Set(_Message, frozen=True, kw_only=True, tag="set"):
-    """Something was set from outside."""
+    """The value of `name`, a field of a setting, was set from outside, in `what` at `line`."""
 
+    name: str
     what: str
     was: int | str | None
     value: int | str
+    line: str
+
+
+class Switch(_Message, frozen=True, kw_only=True, tag="switch"):
+    """A framework's object was made through which training can be set: `arguments` are those of its class `owner` for
+    fields of a setting, `today` what they are, as far as they say it. `parser` is what took them from the command line
+    of `script`, "" where nothing did."""
+
+    owner: str
+    arguments: dict[str, str]
+    today: dict[str, int | str]
+    parser: str
+    script: str
     line: str
 
 
@@ -145,5 +179,5 @@ class Stack(_Message, frozen=True, kw_only=True, tag="stack"):
 
 
 Message: TypeAlias = (
-    Hello | Torch | Optimizer | Loader | Scaler | Step | Gradient | Set | Refused | Error | Exit | Stack
+    Hello | Torch | Optimizer | Loader | Scaler | Site | Step | Gradient | Set | Switch | Refused | Error | Exit | Stack
 )

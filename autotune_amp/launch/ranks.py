@@ -28,7 +28,8 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class Rank:
-    """One process that trains: the steps of each of its optimizers, its loaders and its loss scalers."""
+    """One process that trains: the steps of each of its optimizers, its loaders and its loss scalers, and what
+    of its frameworks could be set or was."""
 
     pid: int
     rank: int = 0
@@ -37,6 +38,8 @@ class Rank:
     optimizers: dict[int, messages.Optimizer] = field(default_factory=dict)
     loaders: dict[str, messages.Loader] = field(default_factory=dict)
     scalers: list[messages.Scaler] = field(default_factory=list)
+    switches: list[messages.Switch] = field(default_factory=list)
+    sets: list[messages.Set] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
 
     @property
@@ -127,11 +130,13 @@ class Heard:
     errors: list[messages.Error] = field(default_factory=list)
     stacks: dict[int, messages.Stack] = field(default_factory=dict)  # by pid
     gradients: list[messages.Gradient] = field(default_factory=list)
-    sets: list[messages.Set] = field(default_factory=list)
+    sites: list[messages.Site] = field(default_factory=list)
     refused: messages.Refused | None = None
     last_time: float = 0.0  # of the latest step
     _loaders: dict[int, dict[str, messages.Loader]] = field(default_factory=dict)
     _scalers: dict[int, list[messages.Scaler]] = field(default_factory=dict)
+    _switches: dict[int, list[messages.Switch]] = field(default_factory=dict)
+    _sets: dict[int, list[messages.Set]] = field(default_factory=dict)
     _gone: list[int] = field(default_factory=list)  # pids, in the order of their going
     _ended: set[int] = field(default_factory=set)  # pids that said so
 
@@ -151,6 +156,8 @@ class Heard:
                 rank.rank, rank.world, rank.host = message.rank, message.world, message.host
                 rank.loaders = self._loaders.setdefault(message.pid, {})
                 rank.scalers = self._scalers.setdefault(message.pid, [])
+                rank.switches = self._switches.setdefault(message.pid, [])
+                rank.sets = self._sets.setdefault(message.pid, [])
                 rank.optimizers[message.index] = message
             case Step():
                 self.ranks[message.pid].steps.append(message)
@@ -158,7 +165,11 @@ class Heard:
             case messages.Gradient():
                 self.gradients.append(message)
             case messages.Set():
-                self.sets.append(message)
+                self._sets.setdefault(message.pid, []).append(message)
+            case messages.Switch():
+                self._switches.setdefault(message.pid, []).append(message)
+            case messages.Site():
+                self.sites.append(message)
             case messages.Refused():
                 self.refused = message
             case messages.Error():

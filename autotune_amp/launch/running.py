@@ -35,7 +35,7 @@ from autotune_amp.launch.ranks import Heard
 from autotune_amp.launch.verdict import Seen, verdict
 
 INJECTED = Path(__file__).parent / "agent" / "path"
-_MEMORY_SECONDS = 0.5  # between two looks at the memory of all its processes
+_MEMORY_SECONDS = 0.5  # between two looks at all its processes and their memory
 _GRACE_SECONDS = 2.0  # after the first error: the rank that is its cause may say so later
 _STACK_SECONDS = 2.0  # for the stacks of ranks that hang
 _NUM_KEPT_CHUNKS = 256
@@ -136,6 +136,7 @@ class _Command:
         self._mark = uuid.uuid4().hex
         self._listener = Listener(agent["socket"])
         self._memory_bytes, self._memory_at = 0, 0.0
+        self._unobserved_seconds = 0.0
         settings = {
             "mark": self._mark,
             "parent": os.getpid(),
@@ -155,7 +156,8 @@ class _Command:
                     "PYTHONPATH": path,
                     "AUTOTUNE_AMP_AGENT": json.dumps(agent),
                     "TMPDIR": str(folder),  # what launchers leave behind there goes with it
-                    "MLFLOW_TRACKING_URI": f"file://{folder}/mlruns",  # it has no switch that turns it off
+                    "MLFLOW_TRACKING_URI": f"file://{folder}/mlruns",  # it has no switch that turns it off, nor has
+                    "TRACKIO_DIR": f"{folder}/trackio",
                 },
                 start_new_session=True,  # Ctrl-C at the terminal is ours to handle
             )
@@ -209,7 +211,11 @@ class _Command:
 
     def _look(self, now: float) -> Seen:
         if now - self._memory_at > _MEMORY_SECONDS:
-            self._memory_bytes, self._memory_at = _resident_bytes(self._popen.pid), now
+            self._memory_at = now
+            with contextlib.suppress(psutil.NoSuchProcess):
+                processes = psutil.Process(self._popen.pid).children(recursive=True)
+                self._memory_bytes = _resident_bytes(processes)
+                self._unobserved_seconds = 0.0 if self._heard.pythons else _python_seconds(processes)
         status = self._popen.poll()
         if status is not None:
             self._reader.join(KILL_SECONDS)
@@ -218,6 +224,7 @@ class _Command:
             seconds=now - self._began,
             seconds_since_step=now - (self._heard.last_time or self._began),
             memory_bytes=self._memory_bytes,
+            unobserved_seconds=self._unobserved_seconds,
             status=status,
             printed="".join(self._tail),
         )
@@ -258,12 +265,21 @@ class _Command:
             self._printed.put(text)
 
 
-def _resident_bytes(keeper_pid: int) -> int:
-    """Memory of all that came of a command, pages that several processes map counted once for each share."""
+def _resident_bytes(processes: Sequence[psutil.Process]) -> int:
+    """Their memory, pages that several of them map counted once for each share."""
     total = 0
-    with contextlib.suppress(psutil.Error):
-        for process in psutil.Process(keeper_pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                found = process.memory_full_info()
-                total += getattr(found, "pss", found.rss)
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            found = process.memory_full_info()
+            total += getattr(found, "pss", found.rss)
     return total
+
+
+def _python_seconds(processes: Sequence[psutil.Process]) -> float:
+    """For how long the oldest Python among them has run."""
+    ages = [0.0]
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            if Path(process.exe()).name.startswith("python"):
+                ages.append(time.time() - process.create_time())
+    return max(ages)

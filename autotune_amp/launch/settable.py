@@ -2,34 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from autotune_amp.core.dimensions import PRECISIONS, Precision
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.setting import Setting
 from autotune_amp.launch.measure import precision_of, samples_per_step, training_loader
+from autotune_amp.launch.messages import Set
 from autotune_amp.launch.ranks import Rank
 
 
 def unsettable(line: LaunchLine, rank: Rank) -> dict[str, str]:
     """By precision or dimension, why it cannot be set to anything but what it is; `rank` was seen as it is today."""
     found, placeholders = {}, line.placeholders
+    in_framework = {name for switch in rank.switches for name in switch.arguments}
     precision = placeholders.get("precision")
     if precision is None:
-        if not rank.scalers:
+        found["fp8"] = "the command has no {precision}, and from outside of it no layers can be replaced"
+        if not rank.scalers and "precision" not in in_framework:
             found["fp16"] = "the script has no GradScaler, without which fp16 cannot be set from outside"
     elif precision.choices is not None:
         for name in PRECISIONS:
             if name not in precision.choices:
                 found[name] = "{precision:…} has no arguments for it"
-    if "accumulation_steps" not in placeholders:
-        found["accumulation_steps"] = "the command has no {accumulation_steps}"
-    loader = training_loader(rank)
-    if "batch_size" not in placeholders and (loader is None or loader.batch_size is None):
-        what = "no DataLoader was seen" if loader is None else "its DataLoader takes batches from a sampler of its own"
-        found["batch_size"] = f"the command has no {{batch_size}}, and {what}"
+    if "accumulation_steps" not in placeholders and "accumulation_steps" not in in_framework:
+        found["accumulation_steps"] = (
+            "the command has no {accumulation_steps}, and a loop of the script's own cannot be made to accumulate"
+        )
+    if "batch_size" not in placeholders and "batch_size" not in in_framework:
+        loader = training_loader(rank)
+        if loader is None or loader.batch_size is None:
+            own = "its DataLoader takes batches from a sampler of its own"
+            what = "no DataLoader was seen" if loader is None else own
+            found["batch_size"] = f"the command has no {{batch_size}}, and {what}"
     return found
+
+
+def set_from_outside(sets: Iterable[Set]) -> list[str]:
+    """A note of what is set without a placeholder, and where; none where nothing is."""
+    found = [f"{one.name.replace('_', ' ')} in {one.what}{f' at {one.line}' if one.line else ''}" for one in sets]
+    if not found:
+        return []
+    return [f"Set from outside, since the command has no placeholder for it: {', '.join(found)}."]
 
 
 def probing_setting(today: Setting, cannot: Mapping[str, str]) -> Setting | None:

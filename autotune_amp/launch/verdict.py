@@ -27,15 +27,17 @@ _OF_OTHERS = re.compile(
 # What a launcher says of its ranks: the cause only where no rank says one.
 _LAUNCHERS_ERRORS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException")
 _TAIL_CHARACTERS = 4000
+UNOBSERVED_SECONDS = 10.0  # a Python says hello before it does anything
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """A run as it stands: seconds since it was started and since its latest step, memory of all its processes, how the
-    command ended (None: it runs), and what it printed."""
+    """A run as it stands: seconds since it was started and since its latest step, memory of all its processes, for how
+    long a Python has run in it while none has said anything, how the command ended (None: it runs), what it printed."""
 
     seconds: float
     seconds_since_step: float
     memory_bytes: int = 0
+    unobserved_seconds: float = 0.0
     status: int | None = None
     printed: str = ""
 
@@ -61,6 +63,8 @@ def verdict(
         )
     if seen.status is not None:
         return _of_exit(heard, seen)
+    if not heard.pythons and seen.unobserved_seconds > UNOBSERVED_SECONDS:  # nor is it kept from changing files
+        return Failure(kind="workload_error", message=_unseen(heard), details=_tail(seen))
     return _overdue(heard, seen, deadlines)
 
 
@@ -73,7 +77,10 @@ def _of_refused(refused: Refused) -> Failure:
         )
     else:
         message = f"the command is about to change {refused.path}, which was there before ({at})"
-        step = "Send its output to {trial_dir}, as in --output {trial_dir}."
+        step = (
+            "Send its output to {trial_dir}, as in --output {trial_dir}; where it has no argument for that, start it "
+            "there: bash -c 'cd {trial_dir} && python /path/to/train.py'."
+        )
     return Failure(kind="workload_error", message=message, details=step)
 
 

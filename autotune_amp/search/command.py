@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.recommendation import Fingerprint
+from autotune_amp.launch.made import summary
 from autotune_amp.search.source import Source, folder_name
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ class CommandSource(Source):
 
     @property
     def launch_line(self) -> LaunchLine:
-        """The command."""
-        return self._line
+        """The command, with the placeholders that it got once it was observed."""
+        return self.command.line
 
     @cached_property
     def command(self) -> Command:
@@ -51,7 +52,7 @@ class CommandSource(Source):
 
     def warnings(self) -> tuple[str, ...]:
         """The files that trials left behind."""
-        made = list(self.command.made)
+        made = summary(self.command.made)
         if not made:
             return ()
         more = f" and {len(made) - MAX_FILES_NAMED} more" if len(made) > MAX_FILES_NAMED else ""

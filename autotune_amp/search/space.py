@@ -65,7 +65,8 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
 
 def build_space(hardware: Hardware, description: Description, options: SearchOptions) -> Space:
     """The space of a search; raises `InvalidRequestError` where the options leave nothing, naming what would do."""
-    baseline, effective, notes = _today(hardware, description, options)
+    num_ranks = options.num_ranks * description.num_ranks
+    baseline, effective, notes = _today(hardware, description, options, num_ranks)
     fixed = description.accumulation_steps if "accumulation_steps" in description.unsettable else None
     precisions = PRECISION.choices(hardware, description, options)
     if not precisions.values:
@@ -75,7 +76,7 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
             f"Use --precision with {_usable(hardware, description)}, or another --device.",
         )
     excluded = [Exclusion(precision=p, batch_size=None, reason=why) for p, why in precisions.left_out.items()]
-    sizes, too_large = _batch_sizes(baseline.batch_size, effective, description.num_samples, options)
+    sizes, too_large = _batch_sizes(baseline.batch_size, effective, description.num_samples, options, num_ranks)
     if "batch_size" in description.unsettable:
         sizes, too_large = [baseline.batch_size], None
         notes.append(f"Only batch {baseline.batch_size} is tried: {description.unsettable['batch_size']}.")
@@ -98,7 +99,7 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
         excluded=tuple(excluded),
         notes=(*notes, *description.notes),
         effective_batch_size=effective,
-        num_ranks=options.num_ranks,
+        num_ranks=num_ranks,
         weights=description.weights,
         has_tf32=hardware.has_tf32,
         weighs_passes=description.weighs_passes,
@@ -180,7 +181,7 @@ def _needs_as_much(measured: Mapping[Setting, Measurement], precision: Precision
 
 
 def _today(
-    hardware: Hardware, description: Description, options: SearchOptions
+    hardware: Hardware, description: Description, options: SearchOptions, num_ranks: int
 ) -> tuple[Setting, int | None, list[str]]:
     """What the user runs, the effective batch size to keep to (None: free), and what was assumed for it."""
     precision, as_found = description.as_found_precision, not description.is_as_found_strict
@@ -211,12 +212,12 @@ def _today(
     effective = None if is_assumed else todays
     if options.effective_batch_size is not None:
         free = options.effective_batch_size == "free"
-        effective = None if free else int(options.effective_batch_size) // options.num_ranks
+        effective = None if free else int(options.effective_batch_size) // num_ranks
     fixed = description.accumulation_steps if "accumulation_steps" in description.unsettable else None
     if effective is not None and fixed and effective != todays and effective % fixed == 0:
         size = use(effective // fixed, description.unsettable["accumulation_steps"])
     elif effective is not None and effective % size:
-        whole = of_all_ranks(effective, options.num_ranks)
+        whole = of_all_ranks(effective, num_ranks)
         divisor = max(d for d in divisors(effective) if d <= size)
         size = use(divisor, f"{size} does not divide the effective batch size {whole}")
     steps = (effective or todays) // size
@@ -274,7 +275,7 @@ def _with_accumulation(space: Space, num: int, reason: str, next_step: str) -> S
 
 
 def _batch_sizes(
-    baseline: int, effective: int | None, num_samples: int | None, options: SearchOptions
+    baseline: int, effective: int | None, num_samples: int | None, options: SearchOptions, num_ranks: int
 ) -> tuple[list[int], int | None]:
     """The sizes to try, ascending, and the least that the dataset has too few samples for, None without one."""
     asked = options.batch_size
@@ -297,7 +298,7 @@ def _batch_sizes(
         fitting = [d for d in divisors(effective or 1) if d <= (num_samples or d)]
         raise InvalidRequestError(
             f"No batch size from {low} to {high} divides the effective batch size "
-            f"{of_all_ranks(effective or 1, options.num_ranks)}, which is kept.",
+            f"{of_all_ranks(effective or 1, num_ranks)}, which is kept.",
             f"Give a --batch-size range that holds one of {', '.join(map(str, _thin(fitting, keep=1)))}, or "
             "--effective-batch-size free, which lets it change.",
         )

@@ -66,7 +66,8 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of optimizer steps, in `raw_step_seconds` the mean of each `num_steps_together` steps.
 
     `data_seconds` is what a mean step takes longer for the wait for `next()`. `update_seconds` is the optimizer's part,
-    None where timing it apart would have cost a synchronisation.
+    None where timing it apart would have cost a synchronisation. `is_own_loop`: the steps are those of the workload's
+    `fit`.
     """
 
     first_step_seconds: float
@@ -78,6 +79,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     last_loss: float
     was_cut: bool
     num_compiling_steps: int = 0
+    is_own_loop: bool = False
 
 
 def time_steps(
@@ -110,14 +112,14 @@ def time_steps(
     groups: list[_Timed] = []
     skips: list[int] = []
     reason = None
-    burst = _groups_per_burst(training)
+    burst = groups_per_burst(training)
     fewest, most = (math.ceil(num_steps / spec.num_steps_per_report / burst) * burst for num_steps in spec.num_steps)
     most = max(most, MIN_BURSTS * burst) if burst > 1 else most
     limit_seconds = math.inf if spec.measure_seconds is None else spec.measure_seconds
     while reason is None:
         scale = training.loss_scale()
         groups.append(timer.time_compiled(spec.num_steps_per_report))
-        skips.append(_num_backoffs(training, scale))
+        skips.append(num_backoffs(training, scale))
         report(len(groups) * spec.num_steps_per_report, groups[-1].seconds)
         now = time.perf_counter()
         num_needed = burst * (MIN_BURSTS if burst > 1 and _waits(groups) else 1)
@@ -145,7 +147,7 @@ def time_steps(
     return found
 
 
-def _groups_per_burst(training: BaseTraining) -> int:
+def groups_per_burst(training: BaseTraining) -> int:
     """Steps timed together after which they have taken whole multiples of what the loader's workers deliver at a time:
     workers that begin together are ready together, and one step in so many waits for all of them."""
     num_batches = training.spec.num_timed_micro_batches * training.spec.num_steps_per_report
@@ -184,7 +186,7 @@ def _warm_up(training: BaseTraining, timer: _StepTimer, report: Report) -> list[
         scale = training.loss_scale()
         steps.append(timer.time_compiled(1))
         report(0, steps[-1].seconds)
-        is_skipping = _num_backoffs(training, scale) > 0
+        is_skipping = num_backoffs(training, scale) > 0
         num_done = 1 + len(steps)
         if num_done >= spec.num_warmup_steps and not is_skipping and training.has_stepped:
             return steps
@@ -194,7 +196,8 @@ def _warm_up(training: BaseTraining, timer: _StepTimer, report: Report) -> list[
             )
 
 
-def _num_backoffs(training: BaseTraining, before: float | None) -> int:
+def num_backoffs(training: BaseTraining, before: float | None) -> int:
+    """How many steps the loss scaler skipped since its scale was `before`."""
     after = training.loss_scale()
     if before is None or after is None or training.scaler is None or not 0 < after < before:
         return 0

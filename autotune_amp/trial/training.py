@@ -41,12 +41,12 @@ class BaseTraining(ABC):
         self.workload = workload
         self.device = torch.device(spec.device)
         self.model = model
-        self.batches, self._loader = data.opened(workload.data, spec.candidate.batch_size, spec.candidate.num_workers)
+        self.batches, self.loader = data.opened(workload.data, spec.candidate.batch_size, spec.candidate.num_workers)
         self._taken: list[Any] = []
         self._last_batch: Any = None
         num_worst = 3 if spec.is_confirmation else 2  # the first step, one after the warm-up, a confirmation's last
         self._worst = worst_batches(
-            workload.worst_batch, self._loader, spec.worst_samples, spec.candidate.batch_size, num_worst
+            workload.worst_batch, self.loader, spec.worst_samples, spec.candidate.batch_size, num_worst
         )
         self._pinned: list[nn.Module] = []
 
@@ -75,12 +75,12 @@ class BaseTraining(ABC):
     @property
     def num_loader_workers(self) -> int | None:
         """Worker processes of the loader, None without one."""
-        return None if self._loader is None else self._loader.num_workers
+        return None if self.loader is None else self.loader.num_workers
 
     @property
     def num_loaded_ahead(self) -> int:
         """Batches that the loader's workers may hold ready."""
-        return 0 if self._loader is None else self._loader.num_workers * (self._loader.prefetch_factor or 0)
+        return 0 if self.loader is None else self.loader.num_workers * (self.loader.prefetch_factor or 0)
 
     def worst_batch(self) -> Any | None:
         """The one that takes the most memory, made anew each time; None where all are alike or nobody knows."""
@@ -108,7 +108,7 @@ class BaseTraining(ABC):
 
     @abstractmethod
     def update(self) -> None:
-        """Take the optimizer step and clear the gradients."""
+        """Clip, take the optimizer step and that of the schedule, and clear the gradients."""
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context of the candidate's forward passes, fresh each time."""
@@ -144,7 +144,13 @@ class Training(BaseTraining):
         # A loop's own variable holds the last graph until the next is there. Blocks that large tensors leave free
         # cannot be joined over it: a heap without it peaks up to 5 % lower than a training's (studies/peak_memory).
         self._last_loss: Tensor | None = None
+        self._schedulers = [] if workload.schedule is None else list(workload.schedule(self.optimizer))
         self.scaler = torch_state.grad_scaler(spec.loss_scale, self.device.type)
+
+    @property
+    def is_in_own_loop(self) -> bool:
+        """Whether its steps are to be those of the workload's own `fit`."""
+        return self.spec.is_confirmation and self.workload.fit is not None
 
     def forward_backward(self, batch: Any) -> Tensor:  # noqa: D102 - see BaseTraining
         batch = self._on_device(batch)
@@ -159,15 +165,26 @@ class Training(BaseTraining):
 
     def update(self) -> None:  # noqa: D102 - see BaseTraining
         if self.scaler is None:
+            self._clip()
             self.optimizer.step()
         else:
             # It refuses to step an optimizer without gradients.
             trained = list(filter(has_gradients, each(self.optimizer)))
+            if self.workload.clip is not None:
+                for optimizer in trained:
+                    self.scaler.unscale_(optimizer)
+            self._clip()
             for optimizer in trained:
                 self.scaler.step(optimizer)
             if trained:
                 self.scaler.update()
+        for scheduler in self._schedulers:
+            scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _clip(self) -> None:
+        if self.workload.clip is not None:
+            self.workload.clip(self.model)
 
 
 class LoopTraining(BaseTraining):

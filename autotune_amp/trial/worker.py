@@ -34,8 +34,9 @@ from autotune_amp.trial.context import Context, LoopState, make_optimizer
 from autotune_amp.trial.energy import EnergyMeter, counter_of
 from autotune_amp.trial.jobs import Check, Describe, Probe, Trial
 from autotune_amp.trial.memory import PeakMemory, hold_heap
-from autotune_amp.trial.timing import CompileWatch, Timing, forget_compiled, time_steps
-from autotune_amp.trial.training import BaseTraining, make_training
+from autotune_amp.trial.own_loop import time_own_loop
+from autotune_amp.trial.timing import CompileWatch, Report, Timing, forget_compiled, time_steps
+from autotune_amp.trial.training import BaseTraining, Training, make_training
 from autotune_amp.trial.worst_batch import Scan, scan
 
 _FLAG_OPERATORS = {"cudnn.conv": "convolution", "cudnn.rnn": "_rnn"}  # cuDNN's RNN and MIOpen's
@@ -94,6 +95,7 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
         is_loop=workload.is_loop,
         accumulation_steps=workload.accumulation_steps,
         weighs_passes=workload.weighs_passes,
+        trainer=workload.trainer,
         unsettable={"accumulation_steps": _OF_A_LOOP} if workload.is_loop else {},
         **seen._asdict(),
     )
@@ -232,7 +234,13 @@ def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
 
         retries = memory.num_allocator_retries()
         with CompileWatch(lambda: tell({"event": "compiling"})) as compiling:
-            timing = time_steps(training, report, lambda name: tell({"event": "phase", "name": name}), compiling.count)
+            timing, why_not_own = None, None
+            if isinstance(training, Training) and training.is_in_own_loop:
+                timing, why_not_own = _in_own_loop(training, report, compiling.count)
+            if timing is None:
+                timing = time_steps(
+                    training, report, lambda name: tell({"event": "phase", "name": name}), compiling.count
+                )
 
         def outcome(ending: dict[str, Any]) -> Outcome:
             memory.poll()
@@ -250,6 +258,7 @@ def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
                 reserved_memory_bytes=reserved,
                 joules_per_sample=meter.joules_per_sample(spec.candidate.batch_size * spec.num_timed_micro_batches),
                 num_steps_taken=training.num_steps_taken,
+                why_not_own_loop=why_not_own,
                 **ending,
             )
 
@@ -257,6 +266,20 @@ def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
         if spec.ending_seconds is None or not isinstance(found, Measurement):
             return found
         return outcome(_ending(training, spec.ending_seconds, tell, found))
+
+
+def _in_own_loop(
+    training: Training, report: Report, count_compilations: Callable[[], int]
+) -> tuple[Timing | None, str | None]:
+    """What the workload's own loop measured, or None and why it does not run here, as where a callback raises."""
+    try:
+        return time_own_loop(training, report, count_compilations), None
+    except Exception as error:
+        failure = failures.of_error(error)
+        if failure.kind != "workload_error":
+            raise
+        traceback.clear_frames(error.__traceback__)
+        return None, failure.message
 
 
 def _measurement(spec: Trial, timing: Timing, **measured: Any) -> Measurement:

@@ -221,7 +221,7 @@ class ReplayBackend:
     def keep(self) -> None:
         """Nothing is kept from job to job."""
 
-    def share_build(self, job: Any, deadline_seconds: float) -> str | None:  # noqa: ARG002 - the backend's
+    def share_build(self, job: Any, deadline_seconds: float) -> str | None:
         """A replay builds nothing, so that it has nothing to share."""
         return "it is a replay"
 

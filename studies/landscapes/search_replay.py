@@ -55,7 +55,7 @@ class _Ends(Progress):
         self._budget = budget
         self.records: list[tuple[float, Record]] = []
 
-    def trial_ended(self, record: Record, best: Record | None) -> None:  # noqa: ARG002 - see Progress
+    def trial_ended(self, record: Record, best: Record | None) -> None:
         self.records.append((self._budget.now, record))
 
 

@@ -125,14 +125,13 @@ def test_a_trial_takes_the_optimizer_loader_and_preparation_of_the_trainer_and_l
     assert len(decayed["params"]) + len(others["params"]) == len(list(training.model.parameters()))
     assert isinstance(training.optimizer, torch.optim.AdamW)
     assert [group["weight_decay"] for group in (decayed, others)] == [0.1, 0]
-    assert all((group["lr"], group["betas"][1]) == (0.01, 0.95) for group in (decayed, others))
+    assert [group["initial_lr"] for group in (decayed, others)] == [0.01, 0.01]
+    assert all(group["betas"][1] == 0.95 for group in (decayed, others))
     assert batch["input_ids"].shape[0] == 6
     assert training.model.is_activation_checkpointing
 
 
-def test_after_a_training_a_trial_has_a_tenth_of_the_learning_rate_that_its_schedule_took_to_nothing(
-    tmp_path: Path,
-) -> None:
+def test_after_a_training_that_took_the_learning_rate_to_nothing_a_trials_schedule_begins_again(tmp_path: Path) -> None:
     live = trainer(tmp_path, learning_rate=0.01)
     live.train()
     rates = [group["lr"] for group in live.optimizer.param_groups]
@@ -142,7 +141,7 @@ def test_after_a_training_a_trial_has_a_tenth_of_the_learning_rate_that_its_sche
         before = {name: value.clone() for name, value in training.model.state_dict().items()}
         training.forward_backward(padded(sentences()[:BATCH]))
         training.update()
-    assert [group["lr"] for group in training.optimizer.param_groups] == pytest.approx([0.001, 0.001])
+    assert [group["lr"] for group in training.optimizer.param_groups] == pytest.approx([0.01, 0.01], rel=0.001)
     assert not same(before, training.model.state_dict())
     assert [group["lr"] for group in live.optimizer.param_groups] == rates
 

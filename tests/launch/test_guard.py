@@ -20,6 +20,9 @@ CHANGES = {
     "open for appending": "open('old/file', 'a')",
     "open for updating": "open('old/file', 'r+b')",
     "open by a link": "open('link', 'w')",
+    "open by a link of its own": (
+        "link = pathlib.Path(tempfile.mkdtemp(), 'link'); link.symlink_to(pathlib.Path.cwd() / 'link'); link.open('w')"
+    ),
     "open in bytes": "open(b'old/file', 'wb')",
     "write_text": "pathlib.Path('old/file').write_text('new')",
     "os.open": "os.open('old/file', os.O_RDWR)",
@@ -48,6 +51,11 @@ CHANGES = {
     "sqlite3": "sqlite3.connect('old/database').execute('insert into runs values (2)')",
     "sqlite3 by its address": "sqlite3.connect('file:old/database', uri=True).execute('drop table runs')",
     "safetensors": "import numpy, safetensors.numpy; safetensors.numpy.save_file({'a': numpy.ones(2)}, 'old/file')",
+    "an upload": "import huggingface_hub as h; h.HfApi().create_repo('me/model')",
+    "an upload by a function": "from huggingface_hub import create_repo; create_repo('me/model', exist_ok=True)",
+    "an upload of a file": (
+        "import huggingface_hub as h; h.upload_file(path_or_fileobj='old/file', path_in_repo='a', repo_id='me/model')"
+    ),
 }
 WITH_TORCH = {
     "torch.save": "torch.save({'a': 1}, 'old/file')",
@@ -56,13 +64,8 @@ WITH_TORCH = {
     "torch.save as it was": "torch.save({'a': 1}, 'old/file', _use_new_zipfile_serialization=False)",
     "torch.jit.save": "torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), 'old/file')",
     "safetensors.torch": "import safetensors.torch as s; s.save_model(torch.nn.Linear(1, 1), 'old/file')",
-    "an upload": "import huggingface_hub as h; h.HfApi().create_repo('me/model')",
-    "an upload by a function": "from huggingface_hub import create_repo; create_repo('me/model', exist_ok=True)",
-    "an upload of a file": (
-        "import huggingface_hub as h; h.upload_file(path_or_fileobj='old/file', path_in_repo='a', repo_id='me/model')"
-    ),
 }
-PREAMBLE = "import logging.handlers, os, pathlib, shutil, sqlite3, sys, zipfile\n"
+PREAMBLE = "import logging.handlers, os, pathlib, shutil, sqlite3, sys, tempfile, zipfile\n"
 
 
 @pytest.fixture
@@ -145,6 +148,8 @@ pathlib.Path.home().joinpath('.cache/old').write_text('2')
 pathlib.Path(os.environ['HF_HOME'], 'old').write_text('2')
 pathlib.Path(os.environ['MLFLOW_TRACKING_URI'].partition('://')[2]).mkdir()
 os.utime('old/file')
+os.symlink('old/file', 'latest')
+os.remove('latest')
 assert open('old/file').read() == "the user's"
 assert sqlite3.connect('old/database').execute('select count(*) from runs').fetchone() == (0,)
 sqlite3.connect('new.db').execute('create table runs (number)')
@@ -174,3 +179,16 @@ def test_what_is_its_own_is_free_and_what_it_made_elsewhere_is_listed(
     again = "open('kept', 'w').close(); open('made/more', 'w').close(); open('new', 'w').close(); print('went on')"
     assert "went on" in train(again, made=ran.made).seen.printed
     assert train(again).heard.refused is not None, "of a run that is none of ours"
+
+
+def test_a_script_that_writes_where_it_is_runs_in_a_folder_of_its_own(
+    mine: Path, train: Callable[..., Ran], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    given = tmp_path_factory.mktemp("given")
+    (mine / "log").write_text("the user's")
+    text = "open('log', 'a').write('x'); print('went on')"
+    assert train(text).heard.refused is not None
+    ran = run_command(["bash", "-c", f"cd {given} && {sys.executable} {mine}/train.py"], folders=[given])
+    assert "went on" in ran.seen.printed
+    assert ran.made == ()
+    assert (mine / "log").read_text() == "the user's"

@@ -18,8 +18,10 @@ from commands import TORCHRUN
 from running_commands import run_command
 
 from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
 from autotune_amp.isolation.marks import shared_memory
+from autotune_amp.launch import verdict
 from autotune_amp.launch.ranks import Heard
 
 GONE_SECONDS = 60.0
@@ -186,6 +188,15 @@ def test_nothing_is_left_of_ranks_and_loader_workers(tmp_path: Path, context: st
     assert not shared_memory().keys() - shared
     assert not [new for new in set(Path(tempfile.gettempdir()).iterdir()) - temporary if "autotune" in new.name]
     assert ran.made == ()
+
+
+def test_a_python_that_is_not_guarded_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict, "UNOBSERVED_SECONDS", 0.5)
+    (tmp_path / "train.py").write_text("import time; time.sleep(1000)\n")
+    ending = run_command([sys.executable, "-E", "train.py"], deadlines=Deadlines()).ending
+    assert isinstance(ending, Failure)
+    assert ending.kind == "workload_error"
+    assert "-E" in ending.message
 
 
 def test_it_trains_and_tells(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ def seen(
     has_loader: bool = True,
     region: str | None = None,
     has_scaler: bool = False,
+    in_framework: tuple[str, ...] = (),
 ) -> Rank:
     """A rank that took ten steps of `samples` each, one a second."""
     rank = Rank(1)
@@ -37,6 +38,13 @@ def seen(
         )  # fmt: skip
     if has_scaler:
         rank.scalers.append(messages.Scaler(pid=1, time=0.0, is_enabled=False, maker="t.py:f:2", line="t.py:2"))
+    if in_framework:
+        names = dict.fromkeys(in_framework, "argument")
+        rank.switches.append(
+            messages.Switch(
+                pid=1, time=0.0, owner="Trainer", arguments=names, today={}, parser="", script="t", line="t.py:1"
+            )
+        )
     rank.steps = [
         messages.Step(
             pid=1, time=float(number), optimizer=0, is_skipped=False, losses=(1.0,), num_backward=number + 1,
@@ -55,8 +63,9 @@ def seen(
     [
         ("t {batch_size=8} {precision=fp32} {accumulation_steps=1}", {}, set()),
         ("t {batch_size=8} {precision=fp32}", {}, {"accumulation_steps"}),
-        ("t", {}, {"fp16", "accumulation_steps"}),
-        ("t", {"has_scaler": True}, {"accumulation_steps"}),
+        ("t", {}, {"fp16", "fp8", "accumulation_steps"}),
+        ("t", {"has_scaler": True}, {"fp8", "accumulation_steps"}),
+        ("t", {"in_framework": ("precision", "batch_size", "accumulation_steps"), "has_loader": False}, {"fp8"}),
         ("t {precision:bf16=--bf16|fp32=}", {}, {"tf32", "fp16", "fp8", "accumulation_steps"}),
         ("t {precision=fp32}", {"has_loader": False}, {"batch_size", "accumulation_steps"}),
         ("t {precision=fp32}", {"loader_size": None}, {"batch_size", "accumulation_steps"}),

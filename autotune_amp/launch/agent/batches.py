@@ -29,7 +29,9 @@ class Loaders:
         self.latest: Any = None  # the batch, where `keeps_latest`
         self.keeps_latest = False
         self._num_loaders = 0
-        self._ahead: dict[str, int] = {}  # samples handed out but not yet in use, where batches are fetched ahead
+        self._makers: dict[int, tuple[str, str]] = {}  # by the identity of the dataset
+        # Samples handed out and not yet in use, of loaders that are fetched from ahead.
+        self._ahead: dict[str, int] = {}
 
     def watch(self) -> None:
         """Hook into DataLoader."""
@@ -54,11 +56,15 @@ class Loaders:
         if where.maker_module() == _FETCHES_AHEAD:
             self._ahead[str(self._num_loaders)] = 0
         self._num_loaders += 1
+        dataset = id(loader.dataset)
+        if dataset not in self._makers or where.is_called_by_user():
+            self._makers[dataset] = where.maker(), where.user_line()
+        maker, line = self._makers[dataset]  # Accelerate makes another of the user's own
         self._channel.add(
             "loader",
             index=loader._autotune_amp_index,
-            maker=where.maker(),
-            line=where.user_line(),
+            maker=maker,
+            line=line,
             batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
             num_workers=loader.num_workers,
             prefetch_factor=loader.prefetch_factor,

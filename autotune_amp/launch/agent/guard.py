@@ -5,8 +5,8 @@ process ends before that happens, and says what and at which line.
 numpy and pandas all come by there), statements that change an SQLite database, and what is written in native code by
 torch, torch.jit and safetensors; creating or committing to a repository of the Hugging Face Hub.
 
-*Free:* the trial's own folders; what the same search has made, which it notes in one file that all its processes share;
-devices, pipes, byte code, locks that hold nothing; the caches in `_CACHES`, which libraries fill and mend by themselves.
+*Free:* the trial's own folders; what the same search has made, which all its processes note in one file; devices,
+pipes, byte code, locks that hold nothing; the caches in `_CACHES`, which libraries fill and mend by themselves.
 
 *Cannot be known here:* what programs that are no Python do (``rm``, ``tee``, a shell's ``>``), what a Python does that
 ignores PYTHONPATH, other native writers (HDF5, Arrow, OpenCV), os.open with a ``dir_fd``.
@@ -37,6 +37,7 @@ _CACHES = {
     "TRANSFORMERS_CACHE": "",
     "TORCH_HOME": "",
     "TORCHINDUCTOR_CACHE_DIR": "",
+    "TORCH_EXTENSIONS_DIR": "",
     "TRITON_HOME": "~/.triton",
     "TRITON_CACHE_DIR": "",
     "NUMBA_CACHE_DIR": "",
@@ -64,7 +65,7 @@ class _Guard:
         self._channel = channel
         self._made = os.path.realpath(made)
         caches = (os.environ.get(name) or os.path.expanduser(usual) for name, usual in _CACHES.items())
-        folders = ["/dev", "/proc", *free, *filter(os.path.isabs, caches)]
+        folders = ["/dev", "/proc", *free, *filter(os.path.isabs, (*caches, sys.pycache_prefix or ""))]
         self._free = tuple(os.path.realpath(folder) + os.sep for folder in folders)
         self._own: set[str] = set()
         self._asked: dict[str, Any] = {

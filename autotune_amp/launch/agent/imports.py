@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from typing import Any
 
 
 def after_import(name: str, action: Callable[[Any], None]) -> None:
     """Call `action` with the module called `name`: now if it is there, else right after its own code has run."""
-    if name in sys.modules:
-        action(sys.modules[name])
-    else:
+    module = sys.modules.get(name)
+    spec: Any = getattr(module, "__spec__", None)
+    if module is None:
         sys.meta_path.insert(0, _Finder(name, action))
+    elif getattr(spec, "_initializing", False):  # its code runs: it imports what we were called for
+        spec.__dict__.setdefault("_autotune_amp_actions", []).append(action)
+        spec.__class__ = _RunningSpec
+    else:
+        action(module)
+
+
+class _RunningSpec(ModuleSpec):
+    """Of a module whose code runs: Python says here that it is done."""
+
+    @property
+    def _initializing(self) -> bool:
+        return bool(self.__dict__["_initializing"])
+
+    @_initializing.setter
+    def _initializing(self, is_so: bool) -> None:
+        self.__dict__["_initializing"] = is_so
+        if not is_so and self.name in sys.modules:
+            for action in self.__dict__.pop("_autotune_amp_actions", []):
+                action(sys.modules[self.name])
 
 
 class _Finder:

@@ -43,10 +43,14 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
         observer.frozen = Frozen(channel, observer, settings["folder"], settings["frozen"])
     if settings.get("observes", True):
         observer.watch()
-    if settings.get("outside"):
+    if settings.get("sites"):
+        from . import sites
+
+        sites.watch(channel, observer)
+    if settings.get("outside") is not None:
         from .outside import Outside
 
-        Outside(channel, observer, settings["outside"]).install()
+        Outside(channel, observer.passes, settings["outside"]).install()
 
 
 class Observer:

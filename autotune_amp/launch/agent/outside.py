@@ -1,58 +1,74 @@
-"""Batch size and precision set from outside of a script that has no switch for them.
+"""Batch size, precision and accumulation set from outside of a script that has no switch for them.
 
-In this order: where the script's framework has an argument for it, in that; in the script's own autocast regions; around
-the outermost forward, with outputs back in fp32, as Accelerate does it. Never for the whole process: autocast's cache of
-cast weights empties only when the outermost region is left.
+Precision goes, in this order, into the argument that the script's framework has for it (`frameworks`); into the
+script's own autocast regions; around the outermost forward, with outputs back in fp32, as Accelerate does it. Never
+around the whole process: autocast's cache of cast weights empties only when the outermost region is left.
 """
 
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any
 
 import torch
 from torch.amp.autocast_mode import autocast
+from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import BatchSampler, dataloader
 
 from . import where
-from .channel import Channel
-from .imports import after_import
+from .frameworks import Frameworks
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_LIGHTNING = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_ENABLED = 5  # where GradScaler takes it by position
 
 
 class Outside:
-    """What is to be set: `batch_size` of the loader made at `maker` (else of each that shuffles), `precision`."""
+    """What is to be set: `batch_size` of the loader made at `maker` (else of each that shuffles), `precision`,
+    `accumulation_steps`; each thing that is set is told once. Of nothing at all, what could be set is told.
 
-    def __init__(self, channel: Channel, observer: Any, settings: dict[str, Any]) -> None:
-        self._channel = channel
-        self._observer = observer
-        self._batch_size: int | None = settings.get("batch_size")
+    `controller_of` makes a PrecisionController of the script's GradScaler, where one is wanted: from then on the
+    precision is the controller's.
+    """
+
+    def __init__(self, channel: Any, passes: Any, settings: dict[str, Any], controller_of: Any = None) -> None:
+        self.channel = channel
+        self.values = {name: value for name, value in settings.items() if name != "maker" and value is not None}
+        self.is_in_framework = False  # the precision
+        self._passes = passes
         self._maker: str | None = settings.get("maker")
-        self._precision: str | None = settings.get("precision")
-        self._dtype = _DTYPES.get(self._precision or "")
-        self._how = ""  # framework, regions or forward: the first that applies
-        self._in_own_region = 0
+        self._controller_of = controller_of
+        self._controller: Any = None
+        self._has_scaler = False
+        self._is_in_regions = False  # of the script's own
+        self._is_in_forward = False
+        self._has_own_regions = False  # that are on today
+        self._num_forwards = 0  # of ours that run now
+        self._told: set[str] = set()
 
     def install(self) -> None:
-        """Hook into torch and the frameworks; each thing that is set is told once."""
-        if self._batch_size is not None:
+        """Hook into torch and the frameworks."""
+        Frameworks(self).install()
+        if "batch_size" in self.values:
             self._set_batch_size()
-        if self._precision is not None:
-            after_import("accelerate.accelerator", self._set_accelerate)
-            after_import("lightning.pytorch.trainer.trainer", self._set_lightning)
-            after_import("pytorch_lightning.trainer.trainer", self._set_lightning)
+        precision = self.values.get("precision")
+        if precision is not None or self._controller_of is not None:
+            self._set_scaler()
             self._set_regions()
-            self._observer.passes.on_outermost.append(self._set_forward)
-            if self._precision in ("fp32", "tf32"):
-                torch.set_float32_matmul_precision("high" if self._precision == "tf32" else "highest")
+            self._passes.on_outermost.append(self._set_forward)
+        if precision in ("fp32", "tf32"):
+            torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
 
-    def _tell(self, what: str, was: Any, value: Any) -> None:
-        self._channel.add("set", what=what, was=was, value=value, line=where.user_line())
+    def tell(self, name: str, what: str, was: Any, value: Any) -> None:
+        """Of the value of `name` that was set in `what`, once."""
+        if name not in self._told:
+            self._told.add(name)
+            self.channel.add("set", name=name, what=what, was=was, value=value, line=where.user_line())
 
     def _set_batch_size(self) -> None:
-        original = dataloader.DataLoader.__init__
+        loader_class: Any = dataloader.DataLoader
+        original = loader_class.__init__
 
         @functools.wraps(original)
         def __init__(
@@ -65,77 +81,138 @@ class Outside:
             *args: Any,
             **kwargs: Any,
         ) -> None:
-            maker = where.maker()
             shuffles = bool(shuffle) or type(sampler).__name__ in ("RandomSampler", "DistributedSampler")
-            if maker == self._maker if self._maker is not None else shuffles:
-                if batch_sampler is None and batch_size is not None:
-                    self._tell("batch_size", batch_size, self._batch_size)
-                    batch_size = self._batch_size
-                elif type(batch_sampler) is BatchSampler:
-                    self._tell("batch_size", batch_sampler.batch_size, self._batch_size)
-                    assert self._batch_size is not None
-                    batch_sampler = BatchSampler(batch_sampler.sampler, self._batch_size, batch_sampler.drop_last)
+            if "batch_size" in self.values and (where.maker() == self._maker if self._maker else shuffles):
+                size = self.values["batch_size"]
+                if type(batch_sampler) is BatchSampler:
+                    self.tell("batch_size", "DataLoader", batch_sampler.batch_size, size)
+                    batch_sampler = BatchSampler(batch_sampler.sampler, size, batch_sampler.drop_last)
+                elif batch_sampler is None and batch_size is not None:
+                    self.tell("batch_size", "DataLoader", batch_size, size)
+                    batch_size = size
             original(loader, dataset, batch_size, shuffle, sampler, batch_sampler, *args, **kwargs)
 
-        dataloader.DataLoader.__init__ = __init__  # type: ignore[method-assign]
+        loader_class.__init__ = __init__
 
-    def _set_argument(self, owner: Any, name: str, value: str, framework: str) -> None:
-        original = owner.__init__
+    def _set_scaler(self) -> None:
+        """fp16 needs it, the others do without; a script's switch turns both on and off."""
+        scaler_class: Any = GradScaler
+        original = scaler_class.__init__
 
         @functools.wraps(original)
-        def __init__(self_: Any, *args: Any, **kwargs: Any) -> None:
-            self._how = "framework"
-            self._tell(f"{framework}'s {name}", kwargs.get(name), value)
-            original(self_, *args, **{**kwargs, name: value})
+        def __init__(scaler: Any, *args: Any, **kwargs: Any) -> None:
+            is_users = type(scaler) in (GradScaler, torch.cuda.amp.GradScaler) and where.is_called_by_user()
+            if "precision" in self.values and is_users:
+                args, kwargs = args[:_ENABLED], {**kwargs, "enabled": self.values["precision"] == "fp16"}
+            original(scaler, *args, **kwargs)
+            self._has_scaler = self._has_scaler or scaler.is_enabled()
+            if self._controller_of is not None and is_users and self._controller is None:
+                self._controller = self._controller_of(scaler)
+                if self._controller is not None:
+                    self._has_scaler = True
+                    self.tell("scaler", "GradScaler's place", None, "PrecisionController")
 
-        owner.__init__ = __init__
+        scaler_class.__init__ = __init__
 
-    def _set_accelerate(self, module: Any) -> None:
-        value = "no" if self._dtype is None else str(self._precision)
-        self._set_argument(module.Accelerator, "mixed_precision", value, "Accelerator")
-
-    def _set_lightning(self, module: Any) -> None:
-        self._set_argument(module.Trainer, "precision", _LIGHTNING[str(self._precision)], "Trainer")
+    def _wanted(self) -> Any:
+        """The dtype to compute in now, None for fp32; `...` where none is to be set."""
+        if self.is_in_framework:
+            return ...
+        if self._controller is not None:
+            if not torch.is_grad_enabled():  # its autocast would begin a step
+                return _DTYPES.get(self._controller.config.precision)
+            region = self._controller.autocast()
+            return region.fast_dtype if isinstance(region, autocast) and region._enabled else None
+        precision = self.values.get("precision")
+        if precision is None or (precision == "fp16" and not self._has_scaler):
+            return ...  # without a scaler its gradients would vanish
+        return _DTYPES.get(precision)
 
     def _set_regions(self) -> None:
-        original = autocast.__init__
+        region_class: Any = autocast
+        begin, enter = region_class.__init__, region_class.__enter__
 
-        @functools.wraps(original)
-        def __init__(
-            region: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
-        ) -> None:
-            is_outermost = not torch.is_autocast_enabled(device_type) and self._in_own_region == 0
-            if is_outermost and self._how in ("", "regions") and where.is_called_by_user():
-                if not self._how:
-                    self._tell("autocast", str(dtype) if enabled else None, self._precision)
-                self._how = "regions"
-                enabled, dtype = self._dtype is not None, self._dtype or dtype
-            original(region, device_type, dtype, enabled, cache_enabled)
+        @functools.wraps(begin)
+        def __init__(region: Any, *args: Any, **kwargs: Any) -> None:
+            begin(region, *args, **kwargs)
+            if where.is_called_by_user():
+                region._autotune_amp_own = region._enabled, region.fast_dtype
 
-        autocast.__init__ = __init__  # type: ignore[method-assign, assignment]
+        @functools.wraps(enter)
+        def __enter__(region: Any) -> Any:
+            own = region.__dict__.get("_autotune_amp_own")
+            if own is not None and _is_usable(region.device):
+                self._set_region(region, *own)
+            return enter(region)
+
+        region_class.__init__, region_class.__enter__ = __init__, __enter__
+
+    def _set_region(self, region: Any, is_on: bool, dtype: Any) -> None:
+        """One that is on, or the switch that is off today; of others that are off the script has its own reasons."""
+        is_outermost = not torch.is_autocast_enabled(region.device) and self._num_forwards == 0
+        is_switch = is_outermost and not (self._is_in_forward or self._has_own_regions)
+        wanted = self._wanted() if is_on or is_switch else ...
+        if is_on and is_outermost:
+            self._has_own_regions = True
+        if wanted is ...:
+            return
+        region._enabled, region.fast_dtype = wanted is not None, dtype if wanted is None else wanted
+        if "precision" in self.values:
+            was = _NAMES.get(dtype, str(dtype)) if is_on else None
+            self.tell("precision", "autocast", was, self.values["precision"])
+        self._is_in_regions = True
 
     def _set_forward(self, module: Any) -> None:
+        """Once the first module runs in training outside of all regions."""
         device = next(module.parameters()).device.type
-        if self._how not in ("", "forward") or self._dtype is None or torch.is_autocast_enabled(device):
+        if "precision" not in self.values or self._is_in_regions or torch.is_autocast_enabled(device):
             return
-        if "_autotune_amp_is_set" in module.__dict__:
+        if self._wanted() in (..., None):
             return
-        self._how = "forward"
-        self._tell(f"forward of {type(module).__name__}", None, self._precision)
-        forward = module.forward
+        is_compiled = module.__dict__.get("_compiled_call_impl") is not None
+        name = "_compiled_call_impl" if is_compiled else "forward"  # what is compiled must not see the region
+        if isinstance(getattr(module, name), _InRegion):
+            return
+        self._is_in_forward = True
+        self.tell("precision", f"the forward of {type(module).__name__}", None, self.values["precision"])
+        object.__setattr__(module, name, _InRegion(self, module, getattr(module, name), device))
 
-        @functools.wraps(forward)
-        def in_region(*args: Any, **kwargs: Any) -> Any:
-            self._in_own_region += 1
-            try:
-                with autocast(device, dtype=self._dtype):
-                    output = forward(*args, **kwargs)
-            finally:
-                self._in_own_region -= 1
-            return in_fp32(output)
 
-        module.__dict__["_autotune_amp_is_set"] = True
-        object.__setattr__(module, "forward", in_region)
+class _InRegion:
+    """A module's forward in an autocast region, its outputs in fp32. A copy of the module has its own."""
+
+    def __init__(self, outside: Outside, module: Any, forward: Any, device: str) -> None:
+        functools.update_wrapper(self, forward)
+        self._outside = outside
+        self._module = module
+        self._forward = forward
+        self._device = device
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outside, dtype = self._outside, self._outside._wanted()
+        if dtype in (..., None):
+            return self._forward(*args, **kwargs)
+        outside._num_forwards += 1
+        try:
+            with autocast(self._device, dtype=dtype):
+                output = self._forward(*args, **kwargs)
+        finally:
+            outside._num_forwards -= 1
+        return in_fp32(output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._module))
+        if copied is None or not isinstance(self._forward, types.MethodType):
+            return self
+        return _InRegion(self._outside, copied, types.MethodType(self._forward.__func__, copied), self._device)
+
+    def __reduce__(self) -> Any:  # a pickled model is as the script wrote it
+        function = getattr(self._forward, "__func__", type(self._module).forward)
+        return types.MethodType, (function, self._module)
+
+
+def _is_usable(device: str) -> bool:
+    return device == "cpu" or bool(getattr(torch, device).is_available())
 
 
 def in_fp32(output: Any) -> Any:

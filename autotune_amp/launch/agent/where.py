@@ -9,25 +9,34 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
+HERE = os.path.dirname(os.path.abspath(__file__))
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
+# Of the deprecated torch.cuda.amp: the classes, and what warns of them.
+_BETWEEN = (
+    *(os.path.join("amp", name) for name in ("autocast_mode.py", "grad_scaler.py")),
+    "typing_extensions.py",
+    "warnings.py",
+)
 
-def _frames(depth: int) -> Iterator[FrameType]:
+
+def frames(depth: int = 1) -> Iterator[FrameType]:
+    """The callers, the innermost first: of whoever asks, `depth` 1."""
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-def _is_library(path: str) -> bool:
-    return path.startswith((*_LIBRARIES, _HERE, "<")) or "site-packages" in path or "dist-packages" in path
+def is_library(path: str) -> bool:
+    """Whether the code of a file is no user's own."""
+    return path.startswith((*_LIBRARIES, HERE, "<")) or "site-packages" in path or "dist-packages" in path
 
 
 def user_line() -> str:
-    """``path:line`` of the innermost code that is no library's; "" where all is."""
-    for frame in _frames(2):
-        if not _is_library(frame.f_code.co_filename):
+    """``path:line`` of the innermost code that is no library's, or is the program itself; "" where there is none."""
+    for frame in frames(2):
+        if not is_library(frame.f_code.co_filename) or frame.f_globals.get("__name__") == "__main__":
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
     return ""
 
@@ -47,18 +56,21 @@ def maker_module() -> str:
 
 
 def _torchs_caller() -> FrameType | None:
-    for frame in _frames(3):
+    for frame in frames(3):
         path = frame.f_code.co_filename
-        if f"{os.sep}torch{os.sep}" not in path and not path.startswith((_HERE, "<")):
+        if f"{os.sep}torch{os.sep}" not in path and not path.startswith((HERE, "<")):
             return frame
     return None
 
 
 def is_called_by_user(depth: int = 2) -> bool:
-    """Whether the function that asks was called by code that is no library's."""
-    for frame in _frames(depth + 1):
-        if not frame.f_code.co_filename.startswith(_HERE):
-            return not _is_library(frame.f_code.co_filename)
+    """Whether the function that asks was called by code that is no library's, torch's own subclasses apart."""
+    for frame in frames(depth + 1):
+        path = frame.f_code.co_filename
+        if path.startswith("<eval_with_key>"):
+            return True  # a region of what is compiled: the graph makes it again
+        if not path.startswith(HERE) and not path.endswith(_BETWEEN):
+            return not is_library(path)
     return False
 
 

@@ -218,7 +218,12 @@ def _promise(runs: Runs, records: Sequence[Record]) -> tuple[float, float]:
 
 
 def _drifted(runs: Runs, records: Sequence[Record]) -> float | None:
-    """Samples per second of the search's trials, the median, where the confirmation is far from it."""
+    """Samples per second of the search's trials, the median, where the confirmation is far from it.
+
+    Of a Trainer's own steps nothing is to be expected but that they are slower.
+    """
+    if any(m.is_own_loop for m in runs.measurements):
+        return None
     found = [r.outcome for r in records if r.candidate == runs.candidate and r.purpose == "search"]
     measured = [o for o in found if isinstance(o, Measurement) and o.num_steps >= NUM_STEPS_BEFORE_CUT]
     if not measured or not runs.num_confirming:
@@ -353,7 +358,7 @@ def recommend(
         workload=workload,
         options={name: fields[name] for name in fields if name not in _OPTIONS_NOT_KEPT},
         objective=options.objective,
-        job=cost_of_training(decision.config, decision.evidence, options),
+        job=cost_of_training(decision.config, decision.evidence, options, workload.num_ranks),
     )
 
 
@@ -423,14 +428,17 @@ def ranked_again(
     return rerank(known, options, StudyFolder(str(path.parent.parent), path.parent.name))
 
 
-def cost_of_training(config: AmpConfig, evidence: Evidence, options: SearchOptions) -> Job | None:
+def cost_of_training(
+    config: AmpConfig, evidence: Evidence, options: SearchOptions, num_measured_ranks: int = 1
+) -> Job | None:
     """Hours and price of the training that the options name, None where they name none.
 
-    Hours are samples / (samples per second of a rank * ranks); the interval is that of the throughput, inverted. Steps
+    The evidence is of `num_measured_ranks` together, of which the options' ranks have one lot each.
+    Hours are samples / (samples per second of a lot * lots); the interval is that of the throughput, inverted. Steps
     that fp16's loss scaler skips are among the steps and take as long as the others: they are not made up for. A number
     of steps is taken as steps of the recommended config, and the baseline is timed over the same number of samples.
     """
-    effective = config.effective_batch_size * options.num_ranks
+    effective = config.effective_batch_size * num_measured_ranks * options.num_ranks
     if options.num_samples is not None:
         num_samples, num_steps = options.num_samples, -(-options.num_samples // effective)
     elif options.num_steps is not None:

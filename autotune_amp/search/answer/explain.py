@@ -145,6 +145,7 @@ def warnings(
         *_missing_plans(space, config),
         *machine_load.doubts(evidence.load),
         *memory_doubts(description),
+        *_own_loop_doubts(chosen, description),
         *_ending_doubts(chosen),
         *accumulation_warnings(space, chosen.candidate, config, evidence.accumulation),
     ]
@@ -250,6 +251,18 @@ def memory_doubts(description: Description | None) -> list[str]:
     else:
         return []
     return [f"{doubt}; another may take more. Workload(worst_batch=...) names the batch that takes the most."]
+
+
+def _own_loop_doubts(chosen: Runs, description: Description | None) -> list[str]:
+    """What keeps the promise from being that of the framework's own Trainer."""
+    if description is None or description.trainer is None or all(m.is_own_loop for m in chosen.measurements):
+        return []
+    problems = [m.why_not_own_loop for m in chosen.measurements if m.why_not_own_loop is not None]
+    way_out = f"It does not train in a trial: {sentence(problems[0])}" if problems else "A larger --budget measures it."
+    return [
+        f"What the {description.trainer} does beside a step (callbacks, logging, its loader) is not in the speed, "
+        f"which is that of trials. {way_out}"
+    ]
 
 
 def _ending_doubts(chosen: Runs) -> list[str]:

@@ -123,7 +123,8 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
         if best is None:
             return trial
         assert isinstance(best.outcome, Measurement)
-        rate, first_step_seconds = best.outcome.samples_per_second, best.outcome.first_step_seconds
+        rate = best.outcome.samples_per_second / self.description.num_ranks
+        first_step_seconds = best.outcome.first_step_seconds
         reported = setting.batch_size * trial.num_timed_micro_batches * trial.num_steps_per_report
         step_deadline = max(MIN_STEP_DEADLINE_SECONDS, DEADLINE_RATIO * reported / rate)
         if setting.num_workers or self.description.num_workers:  # unless they persist, every epoch starts them anew

@@ -1,0 +1,345 @@
+"""Lightning: a workload from a module, whose promise is measured in the steps of a Trainer's own fit."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Checkpoint,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelSummary,
+    ProgressBar,
+)
+from lightning.pytorch.core.optimizer import _configure_optimizers, _configure_schedulers_automatic_opt
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from autotune_amp.core import dimensions
+from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.workload import Fitting, OptimizersOfModel, Workload, type_name
+from autotune_amp.integrations.bridge import lasting, replaced
+from autotune_amp.integrations.lightning import SILENT, AutotunePrecision, training_loss
+
+__all__ = ["workload"]
+
+
+def workload(
+    module: LightningModule | Callable[[], LightningModule], data: Any, trainer: Trainer | None = None, **options: Any
+) -> Workload:
+    """What ``trainer.fit(module, data)`` trains, for `recommend_config`.
+
+    module: the LightningModule, or a function that makes one with automatic optimization. Trials train copies of it.
+    data: the LightningDataModule, whose ``train_dataloader()`` is the baseline and is tried with other batch sizes; or
+        what ``Workload(data=...)`` takes. ``prepare_data()`` and ``setup("fit")`` are called here, on a copy.
+    trainer: your Trainer, of which clipping, accumulation, precision, callbacks and logging interval are taken; a
+        ``Trainer()`` if left out. It is left as it was.
+    options: others of `Workload`'s: ``accumulation_steps`` and ``precision``, where your Trainer has other ones today,
+        ``name``, ``worst_batch``, ``evaluate``, ``checkpoint``.
+
+    A trial calls the module's ``setup``, ``configure_model``, ``configure_optimizers`` and ``training_step``, and the
+    hooks around the batch's transfer, which the module or the DataModule may have; it clips, and steps the schedules
+    that go by steps. ``self.log`` does nothing there, ``self.logger`` swallows everything. ``self.trainer`` is a
+    Trainer of 1,000 epochs and at most 10,000 steps on one device, which has the copy of the DataModule and its loader,
+    and is ``training``.
+
+    What is promised is measured in the steps of such a Trainer's own ``fit``: its loop, its progress bar, what
+    ``self.log`` costs, its callbacks. Loggers swallow everything there too, and there is no validation; callbacks that
+    write checkpoints or need a validation (`Checkpoint`, `EarlyStopping`) and those that change the batch size or the
+    accumulation are left out. It is ended in the midst of a step, so that nothing of its end is run.
+
+    Raises `WorkloadError` for what is no LightningModule, for manual optimization, and for data with several loaders.
+    """
+    if isinstance(module, LightningModule) or not callable(module):
+        _check_module(module)
+    fit = _Fit(module, *_opened(data), _arguments_of(trainer))
+    today: dict[str, Any] = {"trainer": "Trainer" if trainer is None else type(trainer).__name__}
+    if trainer is not None:
+        today |= {
+            "accumulation_steps": trainer.accumulate_grad_batches,
+            "precision": _PRECISIONS.get(str(trainer.precision)),
+        }
+    return Workload(
+        fit.model,
+        fit.loss,
+        fit.data,
+        OptimizersOfModel(fit.optimizers),
+        clip=fit.clip,
+        schedule=fit.schedule,
+        fit=fit.run,
+        **(today | options),
+    )
+
+
+# What has no part in a step: they write, need a validation, print, or decide what the search decides.
+_LEFT_OUT = (
+    *(Checkpoint, EarlyStopping, ModelSummary),
+    *(BatchSizeFinder, LearningRateFinder, GradientAccumulationScheduler),
+)
+_PRECISIONS: dict[str, dimensions.Precision] = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
+
+
+def _arguments_of(trainer: Trainer | None) -> dict[str, Any]:
+    """Those of Trainer that have a part in its steps, as its own Trainer was given them."""
+    if trainer is None:
+        return {"logger": True, "callbacks": []}
+    given: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set without a type
+    callbacks = [copy.copy(callback) for callback in given if not isinstance(callback, _LEFT_OUT)]
+    for callback in callbacks:  # a progress bar holds its trainer
+        vars(callback).update({name: None for name, value in vars(callback).items() if value is trainer})
+    return {
+        "callbacks": callbacks,
+        "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks),
+        "logger": bool(trainer.loggers),
+        "log_every_n_steps": trainer.log_every_n_steps,  # type: ignore[attr-defined]
+        "limit_train_batches": trainer.limit_train_batches,
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
+        "detect_anomaly": trainer._detect_anomaly,
+    }
+
+
+def _check_module(module: Any) -> None:
+    """Raise `WorkloadError` for what is no LightningModule, and for one that steps its optimizers itself."""
+    if not isinstance(module, LightningModule):
+        raise WorkloadError(
+            f"Workload.from_lightning got a {type_name(module)}; it must be a LightningModule, or a function of one.",
+            "Pass the module itself, or `lambda: MyModule(...)`; its class comes from `import lightning`.",
+        )
+    if not module.automatic_optimization:
+        raise WorkloadError(
+            f"{type_name(module)} has manual optimization, which no trial can take apart.",
+            "Write its training as Workload(build=..., train_step=...); AutotunePrecision then trains the module.",
+        )
+
+
+def _opened(data: Any) -> tuple[LightningDataModule | None, Any]:
+    """A copy of the DataModule, if there is one, as it is after its setup, and the data as `Workload` takes it."""
+    if not isinstance(data, LightningDataModule):
+        return None, data
+    own = copy.copy(data)
+    _trainer(own)
+    with isolate_rng():
+        own.prepare_data()
+        own.setup("fit")
+        loader = own.train_dataloader()
+    own.trainer = None  # it is to travel
+    if isinstance(loader, Mapping | list | tuple):
+        raise WorkloadError(
+            f"{type(data).__name__}.train_dataloader() returned several loaders, as a {type_name(loader)}.",
+            "Give data=make_loader, a function of the batch size that returns one loader.",
+        )
+    return own, loader
+
+
+class _Fit:
+    """``Trainer.fit`` in the words of a `Workload`; it travels to trials, each of which makes a Trainer of its own.
+
+    `arguments` are those of the user's own Trainer that have a part in its steps.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule | Callable[[], LightningModule],
+        datamodule: LightningDataModule | None,
+        data: Any,
+        arguments: dict[str, Any],
+    ) -> None:
+        self.module, self.datamodule, self.data, self.arguments = module, datamodule, data, arguments
+        self.batch_idx = 0
+        self._made: list[Optimizer] = []  # latest, and what schedules them by steps
+        self._schedulers: list[Any] = []
+
+    @functools.cached_property
+    def trainer(self) -> Trainer:
+        """It has the loader already: asked for the number of batches, Lightning would start the loader's workers."""
+        trainer = _trainer(self.datamodule)
+        trainer.fit_loop._combined_loader = CombinedLoader(self.data)
+        trainer.fit_loop.max_batches = (isinstance(self.data, DataLoader) and sized_len(self.data)) or math.inf
+        return trainer
+
+    def model(self) -> LightningModule:
+        """The module as a Trainer has it before its first step."""
+        module = self.module if isinstance(self.module, LightningModule) else self.module()
+        _check_module(module)
+        module.trainer = self.trainer
+        module.setup("fit")
+        module.configure_model()
+        for part in _parts(module):
+            vars(part).update(SILENT)
+        return module
+
+    def optimizers(self, module: LightningModule) -> list[Optimizer]:
+        """Those of configure_optimizers."""
+        module.trainer = self.trainer
+        made: Any = module.configure_optimizers()
+        self._made, schedulers, monitor = _configure_optimizers(made)
+        configs = _configure_schedulers_automatic_opt(schedulers, monitor)
+        by_steps = (one for one in configs if one.interval == "step" and one.frequency == 1)
+        self._schedulers = [lasting(one.scheduler) for one in by_steps if not one.reduce_on_plateau]
+        return self._made
+
+    def schedule(self, _: Optimizer) -> list[Any]:
+        """Those of configure_optimizers that go by single steps and need no validation."""
+        return self._schedulers
+
+    def clip(self, module: LightningModule) -> None:
+        """As its own Trainer does before a step."""
+        value, algorithm = (self.arguments.get(f"gradient_clip_{name}") for name in ("val", "algorithm"))
+        for optimizer in self._made:
+            module.configure_gradient_clipping(optimizer, value, algorithm)
+
+    def loss(self, module: LightningModule, batch: Any) -> Tensor:
+        """That of training_step."""
+        module.trainer = self.trainer  # which a copy of the module does not have
+        with torch.autocast(module.device.type, enabled=False):
+            for name in ("on_before_batch_transfer", "on_after_batch_transfer"):
+                is_of_data = self.datamodule is not None and is_overridden(name, self.datamodule)
+                batch = getattr(self.datamodule if is_of_data else module, name)(batch, 0)
+        self.batch_idx += 1  # what a training_step does only for the first batch is not done
+        loss: Tensor = training_loss(module, module.training_step, batch, self.batch_idx)
+        return loss
+
+    def run(self, fitting: Fitting) -> None:
+        """The Trainer's own ``fit``, on a module and a DataModule that are set up."""
+        module: LightningModule = fitting.model
+        callbacks = [copy.copy(callback) for callback in self.arguments["callbacks"]]
+        logger = DummyLogger() if self.arguments["logger"] else False  # a copy of one has lost its contents
+        device = next(module.parameters()).device
+        trainer = _new_trainer(
+            **self.arguments | {"callbacks": [*callbacks, _StepEnds(fitting.stepped)], "logger": logger},
+            accelerator="gpu" if device.type == "cuda" else device.type,
+            devices=1 if device.index is None else [device.index],
+            accumulate_grad_batches=fitting.setting.accumulation_steps,
+            plugins=[LightningEnvironment(), *_precision_plugins(fitting, device)],
+            limit_val_batches=0,
+            num_sanity_val_steps=0,
+        )
+        own_callbacks = module.configure_callbacks
+        with ExitStack() as stack:
+            for part in _parts(module):
+                stack.callback(vars(part).update, {name: vars(part).pop(name) for name in SILENT})
+            done: dict[str, Any] = {"prepare_data": _nothing, "setup": _nothing, "configure_model": _nothing}
+            done |= {"configure_callbacks": lambda: _with_part(own_callbacks())}
+            stack.enter_context(replaced(module, **done))
+            given: dict[str, Any] = {"train_dataloaders": fitting.data}
+            if self.datamodule is not None:
+                done = {"prepare_data": _nothing, "setup": _nothing, "teardown": _nothing, "trainer": None}
+                stack.enter_context(replaced(self.datamodule, **done, train_dataloader=lambda: fitting.data))
+                given = {"datamodule": self.datamodule}
+            stack.enter_context(_silenced())
+            trainer.fit(module, **given)
+
+
+def _parts(module: LightningModule) -> list[LightningModule]:
+    return [part for part in module.modules() if isinstance(part, LightningModule)]
+
+
+def _precision_plugins(fitting: Fitting, device: torch.device) -> list[Precision]:
+    """Lightning's own, but for fp16 on a CPU, which it takes for bf16."""
+    if fitting.setting.precision == "bf16":
+        return [MixedPrecision("bf16-mixed", device.type)]
+    if fitting.setting.precision != "fp16":
+        return []
+    if device.type == "cpu":
+        return [AutotunePrecision(AmpConfig.of(fitting.setting, loss_scale=fitting.loss_scale))]
+    return [MixedPrecision("16-mixed", device.type, fitting.scaler)]
+
+
+def _with_part(callbacks: Any) -> list[Callback]:
+    """What a module's configure_callbacks returned, as far as it has a part in a step."""
+    listed = callbacks if isinstance(callbacks, Sequence) else [callbacks]
+    return [callback for callback in listed if not isinstance(callback, _LEFT_OUT)]
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+class _StepEnds(Callback):
+    """Calls `stepped` with the loss at the end of each optimizer step, and takes out what needs a validation."""
+
+    def __init__(self, stepped: Callable[[Any, int], None]) -> None:
+        self._stepped = stepped
+        self._num_steps = self._num_batches = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 # a hook
+        """Leave the schedulers that can go on."""
+        configs = [config for config in trainer.strategy.lr_scheduler_configs if not config.reduce_on_plateau]
+        trainer.strategy.lr_scheduler_configs = configs
+        for config in configs:
+            lasting(config.scheduler)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:  # noqa: ARG002
+        """Say so, and where that ends the run let nobody hear of it but progress bars, which have threads to end."""
+        self._num_batches += 1
+        if trainer.global_step == self._num_steps:  # it accumulates
+            return
+        num_batches, self._num_batches, self._num_steps = self._num_batches, 0, trainer.global_step
+        try:
+            self._stepped(outputs.get("loss") if isinstance(outputs, Mapping) else outputs, num_batches)
+        except BaseException:
+            callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set without a type
+            callbacks[:] = [callback for callback in callbacks if isinstance(callback, ProgressBar)]
+            raise
+
+
+def _trainer(datamodule: LightningDataModule | None) -> Trainer:
+    """For modules that ask it something, as if it fitted: it runs nothing, writes nothing, and knows of no launcher."""
+    trainer = _new_trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=DummyLogger(),
+        plugins=[LightningEnvironment()],
+        enable_progress_bar=False,
+    )
+    trainer.state.fn = TrainerFn.FITTING
+    trainer.training = True
+    trainer.datamodule = datamodule  # type: ignore[attr-defined] # set without a type
+    if datamodule is not None:
+        datamodule.trainer = trainer
+    return trainer
+
+
+def _new_trainer(**arguments: Any) -> Trainer:
+    """One that writes no checkpoint."""
+    with _silenced():
+        return Trainer(
+            max_epochs=1000,  # for schedules that ask; Lightning's own where it is told nothing
+            max_steps=10_000,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            **arguments,
+        )
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """Without what Lightning says of devices and loaders, which are not this training's."""
+    log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

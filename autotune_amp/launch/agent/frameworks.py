@@ -1,0 +1,154 @@
+"""What Transformers, Accelerate and Lightning take as arguments: told of as they are today, and set from outside."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from typing import Any
+
+from . import where
+from .imports import after_import
+
+_TRAINING_ARGUMENTS = {
+    "batch_size": "per_device_train_batch_size",
+    "accumulation_steps": "gradient_accumulation_steps",
+}
+_LIGHTNING = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+
+
+class Frameworks:
+    """Sets what `outside` has values for, and tells what each framework that trains can be set in."""
+
+    def __init__(self, outside: Any) -> None:
+        self._outside = outside
+        self._values: dict[str, Any] = outside.values
+        self._told: set[str] = set()
+
+    def install(self) -> None:
+        """Hook into each once it is imported."""
+        after_import("transformers.training_args", self._set_training_arguments)
+        after_import("accelerate.accelerator", self._set_accelerator)
+        after_import("lightning.pytorch.trainer.trainer", self._set_trainer)
+        after_import("pytorch_lightning.trainer.trainer", self._set_trainer)
+
+    def _tell_switch(self, owner: str, arguments: dict[str, str], today: dict[str, Any], parser: str = "") -> None:
+        if owner not in self._told:
+            self._told.add(owner)
+            self._outside.channel.add(
+                "switch",
+                owner=owner,
+                arguments=arguments,
+                today=today,
+                parser=parser,
+                script=sys.argv[0] if sys.argv else "",
+                line=where.user_line(),
+            )
+
+    def _set(self, owner: Any, name: str, argument: str, what: str) -> None:
+        """An attribute, to the value of `name`."""
+        if name in self._values:
+            self._outside.tell(name, what, getattr(owner, argument), self._values[name])
+            setattr(owner, argument, self._values[name])
+
+    def _set_training_arguments(self, module: Any) -> None:
+        owner = module.TrainingArguments
+        original = owner.__post_init__
+
+        @functools.wraps(original)
+        def __post_init__(arguments: Any, *args: Any, **kwargs: Any) -> None:
+            today = {name: getattr(arguments, argument) for name, argument in _TRAINING_ARGUMENTS.items()}
+            today["precision"] = was = "bf16" if arguments.bf16 else "fp16" if arguments.fp16 else "fp32"
+            names = {**_TRAINING_ARGUMENTS, "precision": "bf16"}
+            self._tell_switch("TrainingArguments", names, today, _parser_of_arguments())
+            for name, argument in _TRAINING_ARGUMENTS.items():
+                self._set(arguments, name, argument, f"TrainingArguments' {argument}")
+            if "batch_size" in self._values:
+                del self._values["batch_size"]  # its loader has it already
+            precision = self._values.get("precision")
+            if precision is not None:
+                self._outside.is_in_framework = True
+                arguments.bf16, arguments.fp16 = precision == "bf16", precision == "fp16"
+                if arguments.tf32 is not None:
+                    arguments.tf32 = precision == "tf32"
+                self._outside.tell("precision", "TrainingArguments", was, precision)
+            original(arguments, *args, **kwargs)
+
+        owner.__post_init__ = __post_init__
+
+    def _set_accelerator(self, module: Any) -> None:
+        owner = module.Accelerator
+        original, accumulate = owner.__init__, owner.accumulate
+
+        @functools.wraps(original)
+        def __init__(accelerator: Any, *args: Any, **kwargs: Any) -> None:
+            if _is_called_by("transformers"):
+                original(accelerator, *args, **kwargs)  # by its own Trainer, as TrainingArguments say
+                return
+            given, precision = kwargs.get("mixed_precision"), self._values.get("precision")
+            if precision is not None:
+                self._outside.is_in_framework = True
+                kwargs["mixed_precision"] = precision if precision in ("bf16", "fp16") else "no"
+            original(accelerator, *args, **kwargs)
+            if precision is not None:
+                self._outside.tell("precision", "Accelerator's mixed_precision", given, precision)
+            self._set(accelerator, "accumulation_steps", "gradient_accumulation_steps", "Accelerator")
+            launched = "ACCELERATE_MIXED_PRECISION" in os.environ and given is None
+            today = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
+            parser = "accelerate launch" if launched else ""
+            self._tell_switch("Accelerator", {"precision": "mixed_precision"}, {"precision": today}, parser)
+
+        @functools.wraps(accumulate)
+        def accumulate_(accelerator: Any, *args: Any, **kwargs: Any) -> Any:  # without it the number does nothing
+            steps = accelerator.gradient_accumulation_steps
+            arguments = {"accumulation_steps": "gradient_accumulation_steps"}
+            self._tell_switch("Accelerator.accumulate", arguments, {"accumulation_steps": steps})
+            return accumulate(accelerator, *args, **kwargs)
+
+        owner.__init__, owner.accumulate = __init__, accumulate_
+
+    def _set_trainer(self, module: Any) -> None:
+        owner = module.Trainer
+        original, fit = owner.__init__, owner.fit
+
+        @functools.wraps(original)
+        def __init__(trainer: Any, *args: Any, **kwargs: Any) -> None:
+            trainer.__dict__["_autotune_amp_parser"] = "LightningCLI" if _is_called_by("jsonargparse") else ""
+            precision, steps = self._values.get("precision"), self._values.get("accumulation_steps")
+            if precision is not None:
+                self._outside.is_in_framework = True
+                self._outside.tell("precision", "Trainer's precision", kwargs.get("precision"), precision)
+                kwargs["precision"] = _LIGHTNING[precision]
+            if steps is not None:
+                was = kwargs.get("accumulate_grad_batches", 1)
+                self._outside.tell("accumulation_steps", "Trainer's accumulate_grad_batches", was, steps)
+                kwargs["accumulate_grad_batches"] = steps
+            original(trainer, *args, **kwargs)
+
+        @functools.wraps(fit)
+        def fit_(trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            today = {"accumulation_steps": trainer.accumulate_grad_batches}
+            if trainer.precision in _LIGHTNING.values():
+                today["precision"] = next(ours for ours, its in _LIGHTNING.items() if its == trainer.precision)
+            arguments = {"precision": "precision", "accumulation_steps": "accumulate_grad_batches"}
+            if not getattr(model, "automatic_optimization", True):
+                del arguments["accumulation_steps"], today["accumulation_steps"]
+            self._tell_switch("Trainer", arguments, today, trainer._autotune_amp_parser)
+            return fit(trainer, model, *args, **kwargs)
+
+        owner.__init__, owner.fit = __init__, fit_
+
+
+def _parser_of_arguments() -> str:
+    """``HfArgumentParser`` where that is at work on the command line."""
+    typed = sys.argv[1:]
+    for frame in where.frames():
+        if frame.f_code.co_name == "parse_args_into_dataclasses":
+            parsed = frame.f_locals.get("args")
+            is_typed = parsed is None or list(parsed)[max(0, len(parsed) - len(typed)) :] == typed
+            return "HfArgumentParser" if is_typed else ""
+    return ""
+
+
+def _is_called_by(package: str) -> bool:
+    return any(frame.f_globals.get("__name__", "").partition(".")[0] == package for frame in where.frames())

@@ -1,0 +1,82 @@
+"""The real training with a recommendation: its command takes this process's place, set from outside by the agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from autotune_amp.core.errors import InvalidRequestError, WorkloadError
+from autotune_amp.core.launch_line import LaunchLine
+from autotune_amp.core.recommendation import Recommendation
+from autotune_amp.core.setting import Setting
+from autotune_amp.launch.running import INJECTED
+
+
+def start(command: Sequence[str], path: Path) -> NoReturn:
+    """Replace this process by the command, with the recommendation at `path`: signals and exit code are its own.
+
+    On Windows, which replaces no process, the command is left running and this one ends.
+    Raises `WorkloadError` where it cannot be started.
+    """
+    recommendation = Recommendation.load(path)
+    arguments, outside = to_start(command, recommendation, path)
+    variables = environment(outside, recommendation, path, os.environ)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvpe(arguments[0], arguments, variables)  # noqa: S606 - the user's own command
+    except OSError as error:
+        raise WorkloadError(
+            f"{arguments[0]!r} cannot be started: {error}.", "Give the command as it is typed at the prompt."
+        ) from error
+
+
+def to_start(
+    command: Sequence[str], recommendation: Recommendation, path: Path
+) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The command with its placeholders filled, and what of the recommendation it does not say itself."""
+    config, found = recommendation.config, recommendation.workload
+    given = LaunchLine.of(command)
+    arguments, _ = given.of_setting(config, str(path.parent))
+    left = [name for name in given.placeholders if f"{{{name}}}" in " ".join(arguments)]
+    if left:
+        raise InvalidRequestError(
+            f"The command has {{{left[0]}}}, which no recommendation fills.",
+            f"Write a value in place of {{{left[0]}}}.",
+        )
+    searched = recommendation.launch_line
+    answered = None if searched is None else searched.of_setting(config, str(path.parent))[0]
+    says_itself = {*given.placeholders, *(searched.placeholders if searched and arguments == answered else ())}
+    today = Setting(
+        precision=found.as_found_precision if found else "fp32",
+        batch_size=(found and found.batch_size) or 1,
+        accumulation_steps=found.accumulation_steps if found else 1,
+    )
+    outside = {
+        name: getattr(config, name)
+        for name in ("precision", "batch_size", "accumulation_steps")
+        if name not in says_itself and getattr(config, name) != getattr(today, name)
+    }
+    if "batch_size" in outside and found and found.loader:
+        outside["maker"] = found.loader
+    return arguments, outside
+
+
+def environment(
+    outside: Mapping[str, Any], recommendation: Recommendation, path: Path, inherited: Mapping[str, str]
+) -> dict[str, str]:
+    """What the command is started with: the agent, and the variables that were recommended."""
+    agent = {
+        "outside": outside,
+        "controller": {"path": str(path.resolve()), "device": recommendation.hardware.identity.type},
+    }
+    return {
+        **inherited,
+        **recommendation.config.environment,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(INJECTED), inherited.get("PYTHONPATH")])),
+        "AUTOTUNE_AMP_AGENT": json.dumps(agent),
+    }

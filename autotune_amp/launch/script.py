@@ -1,0 +1,364 @@
+"""The text of a training script: the call at a line, the value of one of its arguments, and what replaces it. Pure.
+
+What is replaced are ranges of the text, so that everything else stays as its author formatted it.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+_DTYPES = ("bfloat16", "float16", "half", "float32", "float")
+MAX_FOLLOWED = 3  # names that lead to a value
+_OF_LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+_PLAIN_STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
+_UPDATES = ("backward", "manual_backward", "step")  # what stays outside of a region
+
+
+class Splice(msgspec.Struct, frozen=True, kw_only=True):
+    """`text` in the place of the characters from `start` up to `end` of the file `path`; `again` where another has been
+    put at that place before."""
+
+    path: str
+    start: int
+    end: int
+    text: str
+    again: str | None = None
+
+
+class Flag(msgspec.Struct, frozen=True, kw_only=True):
+    """An argument of the command: `option` with `value`, None for one that takes none; `is_on` is false where it is to
+    be left out."""
+
+    option: str
+    value: str | None
+    is_on: bool = True
+
+
+def spliced(text: str, splices: Iterable[Splice]) -> str:
+    """`text` with all of these in it; those at one place are put there in their order."""
+    done, latest = 0, None
+    parts: list[str] = []
+    for each in sorted(dict.fromkeys(splices), key=lambda splice: (splice.start, splice.end)):
+        is_again = latest is not None and latest.start == each.start == latest.end and each.again is not None
+        parts += [text[done : each.start], each.again if is_again and each.again else each.text]
+        done, latest = each.end, each
+    return "".join([*parts, text[done:]])
+
+
+class Script:
+    """One file of a training. Raises SyntaxError where it is no Python."""
+
+    def __init__(self, path: str, text: str) -> None:
+        self.path = path
+        self.text = text
+        self.tree = ast.parse(text)
+        self._lines = re.split(r"(?<=\n)|(?<=\r)(?!\n)", text)
+        self._starts = [0]
+        for line in self._lines:
+            self._starts.append(self._starts[-1] + len(line))
+        # Where each ends that is part of an expression or a statement, and what it is.
+        self._tokens = [
+            (self._starts[token.end[0] - 1] + token.end[1], token.string)
+            for token in tokenize.generate_tokens(io.StringIO(text, newline="").readline)
+            if token.type not in _OF_LAYOUT
+        ]
+
+    def source(self, node: ast.expr) -> str:
+        """The text of an expression."""
+        return self.text[slice(*self._range(node))]
+
+    def holds(self, node: ast.expr, splice: Splice) -> bool:
+        """Whether what is replaced is within an expression."""
+        start, end = self._range(node)
+        return start <= splice.start and splice.end <= end
+
+    def call(self, line: int, end: tuple[int, int] | None, name: str) -> ast.Call | None:
+        """The call that runs at a line and ends at `end`; where that is not known the only one that can be meant, of
+        several the one that calls `name`."""
+        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        if end is not None:
+            return next((each for each in calls if (each.end_lineno, each.end_col_offset) == end), None)
+        there = [each for each in calls if each.lineno <= line <= (each.end_lineno or 0)]
+        named = [each for each in there if re.split(r"\W", self.source(each.func))[-1] == name]
+        found = named if named else there
+        return found[0] if len(found) == 1 else None
+
+    def change(
+        self, call: ast.Call, name: str, value: str, parameters: Sequence[str], arguments: Sequence[str]
+    ) -> list[Splice] | Flag | None:
+        """What gives the argument `name` of `call` this value; None where that cannot be told from the text.
+
+        `parameters` are the names of what it takes by position, `arguments` those of the process that ran it.
+        """
+        given = self.given(call, name, parameters)
+        if given is not None:
+            return self._follow(given, value, arguments, MAX_FOLLOWED)
+        if any(keyword.arg is None for keyword in call.keywords):  # **options may hold it
+            return None
+        return [self._insertion(call, f"{name}={value}")]
+
+    def given(self, call: ast.Call, name: str, parameters: Sequence[str]) -> ast.expr | None:
+        """What a call gives as its argument `name`: of ``*values`` all that may be it."""
+        by_name = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+        place = parameters.index(name) if name in parameters else len(call.args)
+        starred = [each for each in call.args[: place + 1] if isinstance(each, ast.Starred)]
+        by_place = (starred or call.args[place:])[:1]
+        return by_name or (by_place[0] if by_place else None)
+
+    def wrap(self, line: int, end: tuple[int, int] | None, name: str, header: str) -> list[Splice] | None:
+        """What puts the statement with this call, and what follows it up to the backward pass, in a block that begins
+        with `header`; None where they are not plain statements that belong together."""
+        call = self.call(line, end, name)
+        found = None if call is None else self._block_of(call)
+        if found is None:
+            return None
+        parent, block, first = found
+        last = _last_of_forward(parent, block, first)
+        if last is None:
+            return None
+        start, stop = block[first].lineno - 1, block[last].end_lineno or 0
+        indent = self._lines[start][: len(self._lines[start]) - len(self._lines[start].lstrip())]
+        shares_line = last + 1 < len(block) and block[last + 1].lineno == block[last].end_lineno
+        is_alone = len(indent.encode()) == block[first].col_offset and not shares_line
+        if not is_alone or any(_spans_text(node) for each in block[first : last + 1] for node in ast.walk(each)):
+            return None
+        unit, newline = "\t" if indent.startswith("\t") else "    ", "\r\n" if "\r\n" in self._lines[start] else "\n"
+        at = self._starts[start]
+        return [
+            Splice(path=self.path, start=at, end=at, text=f"{indent}{header}{newline}"),
+            *(
+                Splice(path=self.path, start=self._starts[number], end=self._starts[number], text=unit)
+                for number in range(start, stop)
+                if self._lines[number].strip()
+            ),
+        ]
+
+    def imports(self, module: str) -> bool:
+        """Whether it has this module under its own name."""
+        return any(
+            isinstance(node, ast.Import) and any(not name.asname and name.name == module for name in node.names)
+            for node in self.tree.body
+        )
+
+    def below_import(self, module: str, statement: str) -> list[Splice]:
+        """What puts `statement` below the import of this module; nothing where it has none under its own name."""
+        found = [node for node in self.tree.body if isinstance(node, ast.Import)]
+        last = next((node for node in found if any(n.name == module and not n.asname for n in node.names)), None)
+        if last is None:
+            return []
+        # Below all imports, where it is the custom to have nothing between them.
+        block = [node for node in self.tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        at = self._starts[(block[-1].end_lineno or 0)]
+        return [Splice(path=self.path, start=at, end=at, text=f"\n{statement}\n")]
+
+    def calls_of(self, name: str) -> list[tuple[Script, ast.Call]]:
+        """Its calls of a function of this name."""
+        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        return [(self, call) for call in calls if re.split(r"\W", self.source(call.func))[-1] == name]
+
+    def first_import(self, module: str, statement: str) -> list[Splice]:
+        """What puts `statement` before the first import that names `module`, else before the first of all."""
+        found = [node for node in self.tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        found = [node for node in found if getattr(node, "module", None) != "__future__"]
+        named = [node for node in found if module in ast.unparse(node)]
+        if not found:
+            return []
+        at = self._starts[(named or found)[0].lineno - 1]
+        return [Splice(path=self.path, start=at, end=at, text=f"{statement}\n")]
+
+    def _follow(
+        self, given: ast.expr, value: str, arguments: Sequence[str], num_left: int
+    ) -> list[Splice] | Flag | None:
+        """The literal that `given` is, or is a name of, replaced; or the command's argument that it comes from."""
+        if _is_plain(given):
+            if isinstance(given, ast.Attribute):  # the dtype under the name by which this file knows torch
+                value = f"{self.source(given.value)}.{value.rpartition('.')[2]}"
+            start, end = self._range(given)
+            return [Splice(path=self.path, start=start, end=end, text=value)]
+        if not num_left:
+            return None
+        name = given.id if isinstance(given, ast.Name) else getattr(given, "attr", None)
+        if name is not None and (declared := self._argument(name)):
+            return self._from_parser(declared, value, arguments)
+        if isinstance(given, ast.Name):
+            option = _given([f"--{name}"], arguments)  # a script that reads its arguments in a way of its own
+            found = self._bound(given.id)
+            if option is not None and found is not None:
+                return _flag(option, value)
+        elif isinstance(given, ast.Attribute):
+            found = self._in_class(given.attr)
+        elif isinstance(given, ast.Subscript) and isinstance(given.slice, ast.Constant):
+            found = self._in_dict(given.slice.value)
+        elif isinstance(given, ast.Call) and len(given.args) == 1 and getattr(given.func, "id", "") in ("int", "bool"):
+            found = given.args[0]
+        else:
+            found = None
+        return None if found is None else self._follow(found, value, arguments, num_left - 1)
+
+    def _argument(self, name: str) -> ast.Call | None:
+        """The only `add_argument` whose value is found under this name."""
+        found = [
+            node
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Call)
+            and getattr(node.func, "attr", "") == "add_argument"
+            and _destination(node) == name
+        ]
+        return found[0] if len(found) == 1 else None
+
+    def _from_parser(self, declared: ast.Call, value: str, arguments: Sequence[str]) -> list[Splice] | Flag | None:
+        options = [each.value for each in declared.args if isinstance(each, ast.Constant)]
+        keywords = {keyword.arg: keyword.value for keyword in declared.keywords}
+        given = _given([str(option) for option in options], arguments)
+        action = keywords.get("action")
+        if action is not None:
+            if not isinstance(action, ast.Constant) or action.value not in ("store_true", "store_false"):
+                return None
+            is_on = (value == "True") is (action.value == "store_true")
+            return Flag(option=given or str(options[-1]), value=None, is_on=is_on)
+        if given is not None:
+            return _flag(given, value)
+        if "default" not in keywords:
+            return [self._insertion(declared, f"default={value}")]
+        return self._follow(keywords["default"], value, arguments, 1) if _is_plain(keywords["default"]) else None
+
+    def _bound(self, name: str) -> ast.expr | None:
+        """The value of a name that is bound only once in the whole file."""
+        stores = [
+            node
+            for node in ast.walk(self.tree)
+            if (isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load))
+            or (isinstance(node, ast.arg) and node.arg == name)
+            or (isinstance(node, ast.alias) and (node.asname or node.name) == name)
+        ]
+        if len(stores) != 1:
+            return None
+        return next((value for target, value in _assignments(self.tree) if target is stores[0]), None)
+
+    def _in_class(self, name: str) -> ast.expr | None:
+        """The value of a class's attribute, where only one class of the file has it."""
+        classes = [node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)]
+        found = [
+            value
+            for each in classes
+            for target, value in _assignments(ast.Module(body=each.body, type_ignores=[]), is_deep=False)
+            if isinstance(target, ast.Name) and target.id == name
+        ]
+        return found[0] if len(found) == 1 else None
+
+    def _in_dict(self, key: object) -> ast.expr | None:
+        """The value of a key that only one dictionary of the file has."""
+        found = [
+            value
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Dict)
+            for name, value in zip(node.keys, node.values, strict=True)
+            if isinstance(name, ast.Constant) and name.value == key
+        ]
+        return found[0] if len(found) == 1 else None
+
+    def _insertion(self, call: ast.Call, argument: str) -> Splice:
+        """One more argument of a call, after the last: on a line of its own where that has one with a comma."""
+        _, end = self._range(call)
+        place = bisect_left(self._tokens, (end,)) - 1  # before the closing parenthesis
+        at, last = self._tokens[place]
+        newline = re.search(r"\r?\n", self.text[at:end])
+        if last == "," and newline is not None:
+            line = self.text[:at].rpartition("\n")[2]
+            indent = line[: len(line) - len(line.lstrip())]
+            at += newline.start()
+            return Splice(path=self.path, start=at, end=at, text=f"{newline[0]}{indent}{argument},")
+        before = {"(": "", ",": " "}.get(last, ", ")
+        return Splice(
+            path=self.path, start=at, end=at, text=before + argument, again=", " + argument if last in "(," else None
+        )
+
+    def _block_of(self, call: ast.Call) -> tuple[ast.AST, list[ast.stmt], int] | None:
+        """The block that holds the call's statement, what owns that block, and the statement's place in it; None where
+        the call is in the head of a block of its own."""
+        found = None
+        for parent in ast.walk(self.tree):
+            for name in ("body", "orelse", "finalbody"):
+                block = getattr(parent, name, None)
+                if not isinstance(block, list):
+                    continue
+                for place, statement in enumerate(block):
+                    if any(node is call for node in ast.walk(statement)):
+                        found = (parent, block, place)  # `walk` goes from the outside in: the last is the innermost
+        if found is None or not isinstance(found[1][found[2]], _PLAIN_STATEMENTS):
+            return None
+        return found
+
+    def _range(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
+        return (
+            self._offset(node.lineno, node.col_offset),
+            self._offset(node.end_lineno or 0, node.end_col_offset or 0),
+        )
+
+    def _offset(self, line: int, column: int) -> int:
+        return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode())
+
+
+def _is_plain(node: ast.expr) -> bool:
+    """Whether it is a literal, a sum or product of such, or one of torch's dtypes."""
+    if isinstance(node, ast.Attribute):
+        return node.attr in _DTYPES
+    allowed = (ast.Constant, ast.UnaryOp, ast.BinOp, ast.operator, ast.unaryop)
+    return all(isinstance(each, allowed) for each in ast.walk(node))
+
+
+def _assignments(tree: ast.Module, *, is_deep: bool = True) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Targets and values of ``name = value``."""
+    for node in ast.walk(tree) if is_deep else tree.body:
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            yield node.targets[0], node.value
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            yield node.target, node.value
+
+
+def _destination(declared: ast.Call) -> str | None:
+    """The name under which argparse has the value of an `add_argument`."""
+    given = next((keyword.value for keyword in declared.keywords if keyword.arg == "dest"), None)
+    if given is not None:
+        return str(given.value) if isinstance(given, ast.Constant) else None
+    options = [str(each.value) for each in declared.args if isinstance(each, ast.Constant)]
+    long = [option for option in options if option.startswith("--")]
+    return (long or options or [""])[0].lstrip("-").replace("-", "_")
+
+
+def _given(options: Sequence[str], arguments: Sequence[str]) -> str | None:
+    """The one of these options that is among a command's arguments."""
+    names = {argument.partition("=")[0] for argument in arguments}
+    return next((option for option in options if option in names), None)
+
+
+def _flag(option: str, value: str) -> Flag | None:
+    """A literal as an argument of the command; a dtype has no word there that could be known."""
+    return None if value.startswith("torch.") else Flag(option=option, value=str(ast.literal_eval(value)))
+
+
+def _last_of_forward(parent: ast.AST, block: list[ast.stmt], first: int) -> int | None:
+    """The place of the last statement from `first` on that is before the backward pass: that is in this block, or the
+    block is all of a function or of a region that has none."""
+    for place in range(first, len(block)):
+        if any(
+            isinstance(node, ast.Call) and getattr(node.func, "attr", "") in _UPDATES for node in ast.walk(block[place])
+        ):
+            return place - 1 if place > first else None
+    is_function = isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)) and isinstance(block[-1], ast.Return)
+    return len(block) - 1 if is_function or isinstance(parent, ast.With) else None
+
+
+def _spans_text(node: ast.AST) -> bool:
+    """Whether it is text over several lines, which an indent would change."""
+    is_text = isinstance(node, ast.JoinedStr) or (
+        isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes))
+    )
+    return is_text and node.lineno != node.end_lineno  # type: ignore[attr-defined]

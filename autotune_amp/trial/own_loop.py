@@ -1,0 +1,272 @@
+"""Times the steps of a framework's own training loop: whatever it does between them is in them.
+
+The loop takes its batches from its own loader. The last of each of its first two steps is swapped for the worst batch,
+where there is one: the second of them meets the optimizer's state. Both are part of the warm-up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.workload import Fitting
+from autotune_amp.hardware.measuring import synchronize
+from autotune_amp.trial import data
+from autotune_amp.trial.context import Optimizers
+from autotune_amp.trial.failures import NonFiniteError
+from autotune_amp.trial.jobs import stop
+from autotune_amp.trial.timing import MAX_COMPILING_STEPS, Report, Timing, groups_per_burst, num_backoffs
+from autotune_amp.trial.training import Training
+
+NUM_WORST_STEPS = 2
+
+
+class _EnoughError(BaseException):
+    """Ends a loop from within; the loop's own ``except Exception`` is not meant."""
+
+
+def time_own_loop(training: Training, report: Report, count_compilations: Callable[[], int] = lambda: 0) -> Timing:
+    """Run the workload's `fit` until `training.spec` has its steps; `report` hears of every step, as in `time_steps`.
+
+    Step seconds are those of a whole effective batch: a step that takes fewer samples, as the last of an epoch does,
+    counts as the share of one that it is. Raises `NonFiniteError` for a loss that is not finite and where the loss
+    scaler skips every step, and `WorkloadError` where the loop ends before anything was measured.
+    """
+    fit = training.workload.fit
+    assert fit is not None
+    supply = _Supply(training)
+    steps = _Steps(training, supply, report, count_compilations)
+    optimizer = training.optimizer
+    fitting = Fitting(
+        model=training.model,
+        optimizer=optimizer.parts if isinstance(optimizer, Optimizers) else optimizer,
+        data=supply.of(training.batches) if training.loader is None else training.loader,
+        setting=training.spec.candidate,
+        loss_scale=training.spec.loss_scale,
+        scaler=training.scaler,
+        stepped=steps,
+    )
+    with (
+        Path(os.devnull).open("w") as nowhere,  # for its progress bar and its logs
+        redirect_stdout(nowhere),
+        redirect_stderr(nowhere),
+        supply.watching_loaders(),
+        contextlib.suppress(_EnoughError),
+    ):
+        fit(fitting)
+    training.model.to(training.device)  # which a loop may have taken it from
+    if training.workload.checkpoint is not None:  # it writes the optimizer's state, of which the loop's is gone
+        training.forward_backward(training.next_batch())
+        training.update()
+    return steps.timing()
+
+
+class _Supply:
+    """The batches that the loop is given, counted and timed."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._batch_size = training.spec.candidate.batch_size
+        self._accumulation_steps = training.spec.candidate.accumulation_steps
+        self._is_taking = False
+        self._num_batches = 0
+        self._ahead: deque[int] = deque()  # samples of the batches that the loop has fetched and not yet trained on
+        self.largest = 0
+        self.seconds = 0.0
+
+    @contextlib.contextmanager
+    def watching_loaders(self) -> Iterator[None]:
+        """Watch the DataLoaders of this process: the loop makes its own, and goes through it by itself."""
+        kind: Any = _BaseDataLoaderIter
+        own = kind.__next__
+
+        def watched(iterator: Any) -> Any:
+            # The worst batch has a loader of its own, as a dataset may have.
+            return own(iterator) if self._is_taking else self._take(lambda: own(iterator))
+
+        kind.__next__ = watched
+        try:
+            yield
+        finally:
+            kind.__next__ = own
+
+    def of(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Batches that come from no DataLoader."""
+        while True:
+            yield self._take(lambda: next(batches))
+
+    def _take(self, take: Callable[[], Any]) -> Any:
+        self._is_taking = True
+        try:
+            asked = time.perf_counter()
+            batch = take()
+            self.seconds += time.perf_counter() - asked
+            self._num_batches += 1
+            num_windows, rest = divmod(self._num_batches, self._accumulation_steps)
+            if rest == 0 and num_windows <= NUM_WORST_STEPS:
+                worst = self._training.worst_batch()
+                batch = batch if worst is None else worst
+        finally:
+            self._is_taking = False
+        found = data.num_samples(batch, self._batch_size)
+        # What is larger counts something else than samples, such as the nodes of graphs.
+        self._ahead.append(self._batch_size if found is None else min(found, self._batch_size))
+        self.largest = max(self.largest, self._ahead[-1])
+        return batch
+
+    def train_on(self, num_batches: int) -> int:
+        """The samples of the next so many batches: a loop fetches some ahead, but none past the end of an epoch."""
+        return sum(self._ahead.popleft() if self._ahead else self._batch_size for _ in range(num_batches))
+
+
+class _Mark(NamedTuple):
+    """Where the loop stands: its clock, and what it took by then."""
+
+    seconds: float
+    data_seconds: float
+    num_compilations: int
+    scale: float | None
+
+
+class _Group(NamedTuple):
+    """Steps timed together."""
+
+    num_steps: int
+    before: _Mark
+    after: _Mark
+    num_samples: int
+    num_skips: int
+
+    @property
+    def step_seconds(self) -> float:
+        return (self.after.seconds - self.before.seconds) / self.num_steps
+
+    @property
+    def data_seconds(self) -> float:
+        return self.after.data_seconds - self.before.data_seconds
+
+    @property
+    def has_compiled(self) -> bool:
+        return self.after.num_compilations > self.before.num_compilations
+
+
+class _Steps:
+    """Is called after each optimizer step of the loop, and ends it."""
+
+    def __init__(
+        self, training: Training, supply: _Supply, report: Report, count_compilations: Callable[[], int]
+    ) -> None:
+        self._training, self._supply, self._report = training, supply, report
+        self._count_compilations = count_compilations
+        # What workers load ahead during the slow first steps nobody waits for.
+        num_ahead = math.ceil(training.num_loaded_ahead / training.spec.candidate.accumulation_steps)
+        self._num_warmup = max(training.spec.num_warmup_steps, NUM_WORST_STEPS + 1) + num_ahead
+        self._num_steps = self._num_together = self._num_samples = 0
+        self._began = self._before = self._mark()
+        self._first_step_seconds = 0.0
+        self._compiled: list[_Group] = []
+        self._groups: list[_Group] = []
+        self._loss = math.nan
+
+    def __call__(self, loss: Any, num_batches: int) -> None:
+        spec = self._training.spec
+        self._num_samples += self._supply.train_on(num_batches)
+        self._num_steps += 1
+        self._num_together += 1
+        self._training.num_steps_taken += 1
+        is_warmup = self._num_steps <= self._num_warmup
+        if not is_warmup and self._num_together < spec.num_steps_per_report:
+            return
+        synchronize(self._training.device)
+        num_skips = num_backoffs(self._training, self._before.scale)
+        group = _Group(self._num_together, self._before, self._mark(), self._num_samples, num_skips)
+        self._check(loss)
+        if is_warmup:
+            self._first_step_seconds = self._first_step_seconds or group.step_seconds
+            self._report(0, group.step_seconds)
+        elif group.has_compiled and sum(one.num_steps for one in self._compiled) < MAX_COMPILING_STEPS:
+            self._compiled.append(group)
+            self._report(0, group.step_seconds)
+        else:
+            self._groups.append(group)
+            self._report(len(self._groups) * spec.num_steps_per_report, group.step_seconds)
+            self._end_if_enough()
+        self._num_together = self._num_samples = 0
+        self._before = self._mark()
+
+    def timing(self) -> Timing:
+        """What was measured."""
+        spec = self._training.spec
+        burst = groups_per_burst(self._training)
+        groups = self._groups[: len(self._groups) // burst * burst] or self._groups
+        if not groups:
+            raise WorkloadError(
+                f"{self._training.workload.trainer} ended its training after {self._num_steps} steps, before any was "
+                "measured.",
+                "Let it train on: give it more data, or take out the callback that ends it.",
+            )
+        if 0 < self._supply.largest < spec.candidate.batch_size:
+            raise WorkloadError(
+                f"The loader of {self._training.workload.trainer} gave batches of {self._supply.largest} samples, "
+                f"not of {spec.candidate.batch_size}.",
+                "Have it take the batch size of the framework's own argument.",
+            )
+        num_skips = sum(group.num_skips for group in groups)
+        num_steps = sum(group.num_steps for group in groups)
+        if num_skips >= num_steps:
+            raise NonFiniteError(f"the loss scaler skipped all {num_skips} measured steps")
+        num_samples = sum(group.num_samples for group in groups)
+        share = num_samples / (num_steps * spec.candidate.effective_batch_size)
+        return Timing(
+            first_step_seconds=self._first_step_seconds,
+            raw_step_seconds=tuple(group.step_seconds / share for group in groups),
+            num_steps_together=spec.num_steps_per_report,
+            data_seconds=sum(group.data_seconds for group in groups) / num_steps / share,
+            update_seconds=None,
+            num_skips=num_skips,
+            last_loss=self._loss,
+            was_cut=False,
+            num_compiling_steps=sum(group.num_steps for group in self._compiled),
+            is_own_loop=True,
+        )
+
+    def _mark(self) -> _Mark:
+        return _Mark(
+            time.perf_counter(),
+            self._supply.seconds,
+            self._count_compilations(),
+            self._training.loss_scale(),
+        )
+
+    def _end_if_enough(self) -> None:
+        spec, now = self._training.spec, time.perf_counter()
+        fewest, most = (math.ceil(num / spec.num_steps_per_report) for num in spec.num_steps)
+        spent_compiling = sum(group.step_seconds * group.num_steps for group in self._compiled)
+        reason = stop(
+            spec,
+            [group.step_seconds for group in self._groups],
+            is_whole=len(self._groups) >= fewest,
+            is_most=len(self._groups) >= most,
+            measure_seconds=math.inf if spec.measure_seconds is None else spec.measure_seconds,
+            measuring_seconds=now - self._groups[0].before.seconds - spent_compiling,
+            training_seconds=now - self._began.seconds,
+        )
+        if reason is not None:
+            raise _EnoughError
+
+    def _check(self, loss: Any) -> None:
+        if isinstance(loss, torch.Tensor):
+            self._loss = float(loss.detach())
+            if not math.isfinite(self._loss):
+                raise NonFiniteError(f"the loss became {self._loss}")

@@ -1,0 +1,154 @@
+"""What is promised of a LightningModule is measured in a Trainer's own fit(), with what the user's Trainer has."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning_samples import QUIET, Net, loader, trainer
+from test_lightning_workload import Data
+from torch import Tensor, nn
+
+from autotune_amp import LossScale, Workload
+from autotune_amp.core.outcome import Measurement
+from autotune_amp.core.setting import Setting
+from autotune_amp.core.workload import make_workload
+from autotune_amp.isolation.packing import pack, unpack
+from autotune_amp.precision import torch_state
+from autotune_amp.trial import worker
+from autotune_amp.trial.context import Context, make_model
+from autotune_amp.trial.jobs import Trial
+from autotune_amp.trial.training import Training, make_training
+
+pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")]
+NUM_STEPS = 6
+
+
+def confirmation(**candidate: Any) -> Trial:
+    setting = Setting(**{"precision": "fp32", "batch_size": 4, **candidate})
+    return Trial(
+        candidate=setting,
+        device="cpu",
+        purpose="confirm",
+        num_steps=(NUM_STEPS, NUM_STEPS),
+        torch_state=torch_state.capture(),
+        loss_scale=LossScale(init_scale=256.0) if setting.precision == "fp16" else None,
+    )
+
+
+def outcome(workload: Workload, **candidate: Any) -> Measurement:
+    there = make_workload(unpack(pack(workload)), "a test")
+    found = worker.run(Context(there, is_kept=False), confirmation(**candidate), lambda event: None)
+    assert isinstance(found, Measurement), found
+    return found
+
+
+class Heard(lightning.Callback):
+    """Takes 50 ms of every batch, and notes how the Trainer is."""
+
+    seen: ClassVar[list[Any]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        time.sleep(0.05)
+        self.seen.append((trainer.accumulate_grad_batches, trainer.precision, trainer.gradient_clip_val))
+
+    def on_exception(self, *_: Any) -> None:
+        self.seen.append("exception")
+
+    def on_train_end(self, *_: Any) -> None:
+        self.seen.append("end")
+
+
+class Watched(Net):
+    """Validates, waits for a plateau of what it finds there, and stops early on it."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        raise AssertionError("a trial validates nothing")
+
+    def configure_callbacks(self) -> Any:
+        return [EarlyStopping("val_loss"), ModelCheckpoint()]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+
+
+@pytest.mark.parametrize(
+    ("precision", "as_lightning_calls_it"), [("fp32", "32-true"), ("bf16", "bf16-mixed"), ("fp16", "16-mixed")]
+)
+def test_a_confirmation_is_a_fit_with_the_users_callbacks_that_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: Any, as_lightning_calls_it: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Heard, "seen", [])
+    callbacks = [Heard(), ModelCheckpoint(every_n_train_steps=1)]
+    live, module = trainer(tmp_path, callbacks=callbacks, gradient_clip_val=0.5, accumulate_grad_batches=3), Watched()
+    workload = Workload.from_lightning(module, Data(), live)
+    found = outcome(workload, precision=precision, batch_size=2, accumulation_steps=2)
+    assert workload.accumulation_steps == 3
+    assert (found.is_own_loop, found.why_not_own_loop) == (True, None)
+    assert found.step_seconds >= 0.1  # two batches
+    assert set(Heard.seen) == {(2, as_lightning_calls_it, 0.5)}
+    assert list(tmp_path.iterdir()) == []
+    assert module._trainer is None
+    assert live.global_step == 0
+
+
+class Logging(Net):
+    """Notes whether what it logs arrives."""
+
+    arrived: ClassVar[set[bool]] = set()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.arrived.add("loss_step" in self.trainer.callback_metrics)
+
+
+def test_what_the_module_logs_is_logged_and_its_data_may_come_without_a_loader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Logging, "arrived", set())
+
+    def batches(size: int) -> tuple[Tensor, Tensor]:
+        return torch.ones(size, 8), torch.ones(size, 1)
+
+    found = outcome(Workload.from_lightning(Logging(), batches))
+    assert found.is_own_loop
+    assert Logging.arrived == {True}
+
+
+class Peaked(Net):
+    """Its schedule ends after four steps."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def test_its_clipping_and_its_schedule_are_in_a_trials_step(tmp_path: Path) -> None:
+    live = trainer(tmp_path, gradient_clip_val=0.01)
+    workload = make_workload(unpack(pack(Workload.from_lightning(Peaked(), loader(), live))), "a test")
+    training = make_training(workload, make_model(workload), confirmation())
+    assert isinstance(training, Training)
+    norms, rates = [], []
+
+    def note(*_: Any) -> None:
+        gradients = [p.grad for p in training.model.parameters() if p.grad is not None]
+        norms.append(float(nn.utils.get_total_norm(gradients)))
+
+    training.optimizer.register_step_pre_hook(note)
+    for _ in range(8):
+        rates.append(training.optimizer.param_groups[0]["lr"])
+        training.forward_backward(training.next_batch())
+        training.update()
+    training.close()
+    assert norms == pytest.approx([0.01] * 8, rel=0.01)
+    assert len(set(rates[:4])) == 4
+    assert len(set(rates[4:])) == 1
+    assert outcome(Workload.from_lightning(Peaked(), loader(), live)).is_own_loop

@@ -1,0 +1,137 @@
+"""What is promised of a Trainer is measured in its own train(), and its clipping and schedule are in every trial."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from test_trainer_workload import BATCH, another_process, padded, sentences, trainer, trial
+from torch import nn
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers.integrations.integration_utils import TensorBoardCallback
+
+from autotune_amp import LossScale, Workload
+from autotune_amp.core.outcome import Measurement
+from autotune_amp.core.setting import Setting
+from autotune_amp.core.workload import make_workload
+from autotune_amp.isolation.packing import pack, unpack
+from autotune_amp.precision import torch_state
+from autotune_amp.trial import worker
+from autotune_amp.trial.context import Context
+from autotune_amp.trial.jobs import Trial
+
+NUM_STEPS = 6
+
+
+def outcome(live: Trainer, purpose: Any = "confirm", **candidate: Any) -> Measurement:
+    """What a process finds of it, on the copy that travels there."""
+    setting = Setting(**{"precision": "fp32", "batch_size": BATCH, **candidate})
+    spec = Trial(
+        candidate=setting,
+        device="cpu",
+        purpose=purpose,
+        num_steps=(NUM_STEPS, NUM_STEPS),
+        torch_state=torch_state.capture(),
+        loss_scale=LossScale(init_scale=256.0) if setting.precision == "fp16" else None,
+    )
+    with another_process():
+        there = make_workload(unpack(pack(Workload.from_trainer(live))), "a test")
+        found = worker.run(Context(there, is_kept=False), spec, lambda event: None)
+    assert isinstance(found, Measurement), found
+    return found
+
+
+class Heard(TrainerCallback):
+    """Takes 50 ms of every step, and asks for an evaluation and a checkpoint."""
+
+    events: ClassVar[list[str]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        time.sleep(0.05)
+        control.should_save = control.should_evaluate = True
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self.events.append("end")
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        self.events.append("log")
+
+
+class Tracked(TensorBoardCallback):
+    """A tracker of the user's own."""
+
+    def __init__(self) -> None:
+        pass
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a tracker heard of a trial")
+
+    on_step_end = on_log = on_train_begin
+
+
+def test_a_confirmation_is_a_run_of_the_trainer_with_its_callbacks_that_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Heard, "events", [])
+    live = trainer(out, logging_steps=2)
+    for callback in (Heard(), Tracked(), EarlyStoppingCallback()):
+        live.add_callback(callback)
+    before, state = sorted(tmp_path.rglob("*")), live.state
+    found = outcome(live)
+    assert (found.is_own_loop, found.why_not_own_loop) == (True, None)
+    assert found.step_seconds >= 0.05
+    assert len(found.raw_step_seconds) == NUM_STEPS
+    assert set(Heard.events) == {"log"}
+    assert sorted(tmp_path.rglob("*")) == before
+    assert live.state is state
+    assert live.state.global_step == 0
+    assert not outcome(live, purpose="search").is_own_loop
+
+
+class Noting(Trainer):
+    """Notes what its passes are: samples, passes of a step, autocast."""
+
+    seen: ClassVar[set[tuple[int, int, torch.dtype | None]]] = set()
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        num_passes = self.current_gradient_accumulation_steps
+        self.seen.add((len(inputs["input_ids"]), num_passes, model.transformer.h[0].mlp.c_fc(ONES).dtype))
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+ONES = torch.ones(1, 16)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("fp16", torch.float16)])
+def test_it_trains_as_the_setting_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: Any, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(Noting, "seen", set())
+    found = outcome(trainer(tmp_path, Noting), precision=precision, batch_size=2, accumulation_steps=3)
+    assert (found.is_own_loop, found.why_not_own_loop) == (True, None)
+    assert Noting.seen == {(2, 3, dtype)}
+
+
+def test_its_clipping_and_its_schedule_are_in_a_trials_step(tmp_path: Path) -> None:
+    live = trainer(tmp_path, max_grad_norm=0.01, learning_rate=0.1, warmup_steps=10)
+    with another_process():
+        training = trial(Workload.from_trainer(live))
+        norms: list[float] = []
+
+        def note(*_: Any) -> None:
+            gradients = [p.grad for p in training.model.parameters() if p.grad is not None]
+            norms.append(float(nn.utils.get_total_norm(gradients)))
+
+        training.optimizer.register_step_pre_hook(note)
+        rates = []
+        for _ in range(3):
+            rates.append(training.optimizer.param_groups[0]["lr"])
+            training.forward_backward(padded(sentences()[:BATCH]))
+            training.update()
+    assert norms == pytest.approx([0.01] * 3, rel=0.01)
+    assert rates == pytest.approx([0.0, 0.01, 0.02])
