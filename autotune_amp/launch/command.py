@@ -14,6 +14,7 @@ from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import TRIAL_ENVIRONMENT
 from autotune_amp.isolation.process import Watcher
+from autotune_amp.launch.made import remember, remembered
 from autotune_amp.launch.ranks import Heard
 from autotune_amp.launch.running import Ran, run
 
@@ -31,6 +32,7 @@ class Command:
         self.maker: str | None = None
         self.unsettable: dict[str, str] = {}
         self.made: tuple[str, ...] = ()
+        self._memory: Path | None = None
 
     def run(
         self,
@@ -67,7 +69,14 @@ class Command:
                 kept=kept,
             )
         self.made = ran.made
+        if self._memory is not None:
+            remember(self._memory, self.made)
         return ran
+
+    def keep_in(self, folder: Path) -> None:
+        """Know again what earlier runs made, by a file in the study's folder."""
+        self._memory = folder / "made.json"
+        self.made = remembered(self._memory)
 
 
 def _free_port() -> int:

@@ -1,10 +1,12 @@
-"""What runs of a command made outside of their own folders: noted in a file by the agent's guard, said to the user."""
+"""What runs of a command made outside of their own folders: noted in a file by the agent's guard, said to the user,
+and known again when the search goes on."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 MAX_NAMED = 3  # of one folder; beyond them they are counted
@@ -20,6 +22,32 @@ def read(file: Path) -> tuple[str, ...]:
     noted = {os.fsdecode(path) for path in file.read_bytes().split(b"\0") if path}
     outermost = (path for path in noted if not any(str(parent) in noted for parent in Path(path).parents))
     return tuple(sorted(path for path in outermost if os.path.lexists(path)))
+
+
+def remember(path: Path, made: Iterable[str]) -> None:
+    """Write down what was made, with what tells whether it is still what a run of ours left."""
+    files = {str(file): _state(file) for each in made for file in (Path(each), *sorted(Path(each).rglob("*")))}
+    path.write_text(json.dumps(files, indent=1))
+
+
+def remembered(path: Path) -> tuple[str, ...]:
+    """What `remember` wrote down and nobody has changed or made anew since; folders whose files are all so."""
+    files: dict[str, list[int] | None] = json.loads(path.read_text()) if path.exists() else {}
+    same = {name for name, state in files.items() if state is not None and _state(Path(name)) == state}
+    return tuple(sorted(name for name in same if _holds_only(Path(name), same)))
+
+
+def _state(path: Path) -> list[int] | None:
+    """A file's inode and time of change, a folder's inode; None where it is not there."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return [found.st_ino] if path.is_dir() else [found.st_ino, found.st_mtime_ns]
+
+
+def _holds_only(path: Path, names: Collection[str]) -> bool:
+    return not path.is_dir() or all(str(inner) in names for inner in path.rglob("*"))
 
 
 def summary(made: Iterable[str]) -> tuple[str, ...]:

@@ -50,6 +50,10 @@ class CommandSource(Source):
 
         return CommandBackend(self.command, super().backend(watcher, isolation, environment), watcher, environment)
 
+    def keep_in(self, folder: Path) -> None:
+        """Know again what trials of an earlier search made."""
+        self.command.keep_in(folder)
+
     def warnings(self) -> tuple[str, ...]:
         """The files that trials left behind."""
         made = summary(self.command.made)

@@ -68,6 +68,7 @@ def search_anew(
     try:
         with folder, source.backend(search.watcher) as backend:
             progress.started(folder.path.name, str(folder.path), options.budget_seconds)
+            source.keep_in(folder.path)
             search.watcher.phase("loading the workload")
             state = source.torch_state(backend.load(search.budget.left()))
             if fingerprint is None:

@@ -58,6 +58,9 @@ class Source:
         """The command, where it is one."""
         return None
 
+    def keep_in(self, folder: Path) -> None:
+        """Search in this folder, which there is."""
+
     def warnings(self) -> tuple[str, ...]:
         """What its trials have left to be said."""
         return ()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from autotune_amp.launch.made import read, summary, write
+from autotune_amp.launch.made import read, remember, remembered, summary, write
 
 
 def test_what_is_there_is_read_a_folder_without_what_it_holds(tmp_path: Path) -> None:
@@ -21,3 +22,24 @@ def test_many_of_one_folder_are_counted() -> None:
     assert summary([*many, "/home/me/model.pt"]) == ("/home/me/model.pt", "12 in /home/me/logs")
     assert summary(many[:3]) == tuple(many[:3])
     assert summary([]) == ()
+
+
+def test_what_was_made_is_known_again_until_somebody_else_changes_it(tmp_path: Path) -> None:
+    folder, others = tmp_path / "out", tmp_path / "runs"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "inner" / "a").write_text("ours")
+    others.mkdir()
+    (others / "b").write_text("ours")
+    remember(tmp_path / "made.json", [str(folder), str(others)])
+    assert {str(folder), str(others)} <= set(remembered(tmp_path / "made.json"))
+    (others / "b").unlink()
+    (others / "c").write_text("the user's own")
+    known = remembered(tmp_path / "made.json")
+    assert str(folder) in known
+    assert not {str(others), str(others / "b"), str(others / "c")} & set(known)
+    os.utime(folder / "inner" / "a", ns=(1, 1))
+    assert remembered(tmp_path / "made.json") == ()
+
+
+def test_nothing_is_known_where_nothing_was_remembered(tmp_path: Path) -> None:
+    assert remembered(tmp_path / "made.json") == ()
