@@ -170,7 +170,6 @@ class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
         return _PLACEHOLDER.sub(fill, text)
 
 
-
 def _of(match: re.Match[str]) -> Placeholder:
     choices = None
     if match["choices"] is not None:

@@ -88,6 +88,7 @@ loader = torch.utils.data.DataLoader(data, batch_sampler=Pairs(torch.utils.data.
 
 REGIONS = {
     "switch": "torch.autocast('cpu', torch.bfloat16, enabled={on})",
+    "compiled": "torch.autocast('cpu', torch.bfloat16, enabled={on})",
     "old style": "torch.cpu.amp.autocast(enabled={on}, dtype=torch.bfloat16)",
 }
 
@@ -98,13 +99,17 @@ def test_regions_of_the_scripts_own(tmp_path: Path, region: str) -> None:
     text = (
         LOADER
         + """
-for x, y in loader:
+{wrapped}
+def forward(x, y):
     with {region}:
-        loss = loss_of(model(x), y)
-    loss.backward()
+        return loss_of(model(x), y)
+for x, y in loader:
+    forward(x, y).backward()
     optimizer.step()
     optimizer.zero_grad()
-""".replace("{region}", REGIONS[region])
+""".replace("{region}", REGIONS[region]).replace(
+            "{wrapped}", "@torch.compile(backend='aot_eager')" if region == "compiled" else ""
+        )
     )
     off, on = (ran(tmp_path, text.format(on=on)) for on in (False, True))
     assert (precision_of(off), precision_of(on)) == ("fp32", "bf16")

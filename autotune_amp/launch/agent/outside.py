@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, dataloader
 
 from . import where
 from .frameworks import Frameworks
+from .imports import after_import
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -142,25 +143,44 @@ class Outside:
         def __enter__(region: Any) -> Any:
             own = region.__dict__.get("_autotune_amp_own")
             if own is not None and _is_usable(region.device):
-                self._set_region(region, *own)
+                region._enabled, region.fast_dtype = self._decided(region.device, *own)
             return enter(region)
 
         region_class.__init__, region_class.__enter__ = __init__, __enter__
+        after_import("torch._dynamo.variables.ctx_manager", self._set_compiled_regions)
 
-    def _set_region(self, region: Any, is_on: bool, dtype: Any) -> None:
-        """One that is on, or the switch that is off today; of others that are off the script has its own reasons."""
-        is_outermost = not torch.is_autocast_enabled(region.device) and self._num_forwards == 0
+    def _set_compiled_regions(self, module: Any) -> None:
+        """Those that are traced: dynamo's graph is changed, which is a key of its caches too."""
+        owner = getattr(module, "AutocastModeVariable", None)
+        create = getattr(owner, "create", None)
+        if owner is None or create is None:
+            return
+
+        @functools.wraps(create)
+        def create_(*args: Any, **kwargs: Any) -> Any:
+            region = create(*args, **kwargs)
+            device, dtype, is_on, caches = region.target_values
+            is_on, dtype = self._decided(device, is_on, dtype or torch.get_autocast_dtype(device))
+            region.target_values = [device, dtype, is_on, caches]
+            return region
+
+        owner.create = staticmethod(create_)
+
+    def _decided(self, device: str, is_on: bool, dtype: Any) -> tuple[bool, Any]:
+        """Whether a region is to be on, and with what: one that is on, or the switch that is off today. Of others that
+        are off the script has its own reasons."""
+        is_outermost = not torch.is_autocast_enabled(device) and self._num_forwards == 0
         is_switch = is_outermost and not (self._is_in_forward or self._has_own_regions)
         wanted = self._wanted() if is_on or is_switch else ...
         if is_on and is_outermost:
             self._has_own_regions = True
         if wanted is ...:
-            return
-        region._enabled, region.fast_dtype = wanted is not None, dtype if wanted is None else wanted
+            return is_on, dtype
         if "precision" in self.values:
             was = _NAMES.get(dtype, str(dtype)) if is_on else None
             self.tell("precision", "autocast", was, self.values["precision"])
         self._is_in_regions = True
+        return wanted is not None, dtype if wanted is None else wanted
 
     def _set_forward(self, module: Any) -> None:
         """Once the first module runs in training outside of all regions."""

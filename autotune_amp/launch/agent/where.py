@@ -67,8 +67,6 @@ def is_called_by_user(depth: int = 2) -> bool:
     """Whether the function that asks was called by code that is no library's, torch's own subclasses apart."""
     for frame in frames(depth + 1):
         path = frame.f_code.co_filename
-        if path.startswith("<eval_with_key>"):
-            return True  # a region of what is compiled: the graph makes it again
         if not path.startswith(HERE) and not path.endswith(_BETWEEN):
             return not is_library(path)
     return False
