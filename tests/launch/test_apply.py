@@ -296,7 +296,7 @@ def test_what_a_script_raises_and_returns_is_its_own(tmp_path: Path) -> None:
     shutil.copy(AGENT / "overlay.py", tmp_path)
     (tmp_path / "train.py").write_text("import sys\nsys.exit(1)\n")
     (tmp_path / "copy.py.txt").write_text(
-        "import sys\nprint(__file__, sys.path[0], *sys.argv)\nsys.exit(int(sys.argv[1]))\n"
+        "import sys\nprint(__file__, sys.path[0], *sys.argv)\nif sys.argv[1] != '0':\n    sys.exit(int(sys.argv[1]))\n"
     )
     overlay = {str(tmp_path / "train.py"): str(tmp_path / "copy.py.txt")}
     (tmp_path / "sitecustomize.py").write_text(f"import overlay\noverlay.arm({overlay!r})\n")
