@@ -167,6 +167,12 @@ class Error(_OfRank, frozen=True, kw_only=True, tag="error"):
     is_oom: bool
 
 
+class Unstepped(_Message, frozen=True, kw_only=True, tag="unstepped"):
+    """So many backward passes were made, and no optimizer of torch's has taken a step."""
+
+    num_backward: int
+
+
 class Exit(_OfRank, frozen=True, kw_only=True, tag="exit"):
     """The process ends by itself."""
 

@@ -132,6 +132,7 @@ class Heard:
     gradients: list[messages.Gradient] = field(default_factory=list)
     sites: list[messages.Site] = field(default_factory=list)
     refused: messages.Refused | None = None
+    unstepped: messages.Unstepped | None = None
     last_time: float = 0.0  # of the latest step
     _loaders: dict[int, dict[str, messages.Loader]] = field(default_factory=dict)
     _scalers: dict[int, list[messages.Scaler]] = field(default_factory=dict)
@@ -172,6 +173,8 @@ class Heard:
                 self.sites.append(message)
             case messages.Refused():
                 self.refused = message
+            case messages.Unstepped():
+                self.unstepped = message
             case messages.Error():
                 self.errors.append(message)
                 self._ended.add(message.pid)

@@ -65,6 +65,12 @@ def verdict(
         return _of_exit(heard, seen)
     if not heard.pythons and seen.unobserved_seconds > UNOBSERVED_SECONDS:  # nor is it kept from changing files
         return Failure(kind="workload_error", message=_unseen(heard), details=_tail(seen))
+    if heard.unstepped is not None and not heard.ranks:
+        return Failure(
+            kind="workload_error",
+            message=f"{heard.unstepped.num_backward} backward passes were made, and no optimizer of torch took a step",
+            details="Train by a class of torch.optim, whose steps are what is measured.",
+        )
     return _overdue(heard, seen, deadlines)
 
 

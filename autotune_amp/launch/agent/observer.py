@@ -146,6 +146,7 @@ class Observer:
         began = time.perf_counter()
         index = self.index_of(optimizer)
         self.num_steps += 1
+        self.passes.has_stepped = True
         self._pending.append(
             {
                 "optimizer": index,

@@ -14,6 +14,7 @@ from . import where
 from .batches import leading
 from .channel import Channel
 
+MAX_BACKWARD_WITHOUT_STEP = 512  # more passes than anybody accumulates
 MAX_FORWARDS = 64  # told of one step
 
 
@@ -22,6 +23,7 @@ class Passes:
 
     def __init__(self, channel: Channel) -> None:
         self.num_backward = 0
+        self.has_stepped = False  # an optimizer of torch's
         self.overhead_seconds = 0.0
         self.on_outermost: list[Any] = []  # called with each outermost module, before its forward
         self._channel = channel
@@ -93,6 +95,8 @@ class Passes:
         if not self._is_scaled and isinstance(first, torch.Tensor) and first.numel() == 1:
             self._losses.append(first.detach().clone())
         self._is_scaled = False
+        if self.num_backward == MAX_BACKWARD_WITHOUT_STEP and not self.has_stepped:
+            self._channel.send("unstepped", num_backward=self.num_backward)
         self.overhead_seconds += time.perf_counter() - began
 
     def _watch_scalers(self) -> None:
