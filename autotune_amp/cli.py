@@ -10,6 +10,7 @@ import _thread
 import json
 import os
 import re
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -26,7 +27,6 @@ from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autotune_amp.core.launch_line import LaunchLine
     from autotune_amp.core.recommendation import Recommendation
 
 _TAKE_COMMANDS = ("search", "run", "apply")  # a training command, after ``--``
@@ -153,11 +153,12 @@ def search(
     """
     # Every option goes to recommend_config() under the name and with the default that it has there.
     asked = {name: given for name, given in locals().items() if name not in _OF_THE_COMMAND_LINE}
-    from autotune_amp.core.launch_line import asked_for
+    from autotune_amp.core.launch_line import from_command_line
 
-    line = asked_for(context.obj, workload, value or [], file or [])
-    if dry_run:
-        return _dry_run(line, as_json)
+    line = from_command_line(context.obj, workload, value or [], file or [], is_dry=dry_run)
+    if line is not None and dry_run:
+        started = [shlex.join(arguments) for arguments in line.first_commands()]
+        return _document({"format": 1, "commands": started}) if as_json else "".join(f"{s}\n" for s in started).encode()
     asked["workload"] = line or workload
     from autotune_amp.api import recommend_config
     from autotune_amp.distributed import place
@@ -166,15 +167,6 @@ def search(
     recommendation = recommend_config(**asked, progress=None if quiet else TerminalProgress(sys.stderr))
     path = Path(out, recommendation.search.study, "recommendation.json")
     return _result(recommendation, as_json, path) if place().rank == 0 else b""
-
-
-def _dry_run(line: LaunchLine | None, as_json: bool) -> bytes:
-    if line is None:
-        raise InvalidRequestError("--dry-run prints commands.", "Give the command after `--`.")
-    import shlex
-
-    started = [shlex.join(arguments) for arguments in line.first_commands()]
-    return _document({"format": 1, "commands": started}) if as_json else "".join(f"{s}\n" for s in started).encode()
 
 
 @_command
@@ -329,9 +321,7 @@ def run_(
     from autotune_amp.launch.run import start
     from autotune_amp.report.files import latest
 
-    if not context.obj:
-        raise InvalidRequestError("There is no command to run.", "Give it after `--`, as in `run -- python train.py`.")
-    start(context.obj, latest(study, "recommendation.json"))
+    start(_training(context, "run"), latest(study, "recommendation.json"))
 
 
 @_command
@@ -348,18 +338,17 @@ def apply(
     The command is run for a few steps, to see which calls are to be edited, and an edited copy, to see what that does.
     What no edit can be trusted with is said with its line.
     """
-    if not context.obj:
-        raise InvalidRequestError("No command is given.", "Give it after `--`, as in `apply -- python train.py`.")
+    training = _training(context, "apply")
     from rich.console import Console
 
     from autotune_amp.core.launch_line import LaunchLine
     from autotune_amp.core.recommendation import Recommendation
-    from autotune_amp.launch.apply import apply as applied_to
+    from autotune_amp.launch.editing.apply import apply as applied_to
     from autotune_amp.report.files import latest
 
     config = Recommendation.load(latest(folder, "recommendation.json")).config
     with Console(stderr=True).status("") as status:
-        applied = applied_to(config, LaunchLine.of(context.obj), write=write, phase=status.update)
+        applied = applied_to(config, LaunchLine.of(training), write=write, phase=status.update)
     _write(_document(applied) if as_json else applied.diff.encode())
     with _reader_may_leave(sys.stdout):
         sys.stdout.flush()
@@ -398,6 +387,13 @@ def dashboard(
         except KeyboardInterrupt:
             return b""
     return b""
+
+
+def _training(context: typer.Context, command: str) -> list[str]:
+    if not context.obj:
+        raise InvalidRequestError("No command is given.", f"Give it after `--`, as in `{command} -- python train.py`.")
+    training: list[str] = context.obj
+    return training
 
 
 def main() -> None:
@@ -448,35 +444,9 @@ def run(arguments: list[str]) -> int:
 # --- what an error is to the outside -------------------------------------------------------------------------------
 
 
-def error_document(error: AutotuneAmpError) -> str:
-    """`error` as the JSON document that takes the result's place on standard output."""
-    from autotune_amp.core.recommendation import NothingWorksError, SearchInterruptedError  # --help needs none of it
-
-    excluded = error.excluded if isinstance(error, (NothingWorksError, SearchInterruptedError)) else ()
-    best = error.best if isinstance(error, SearchInterruptedError) else None
-    document: dict[str, Any] = {
-        "format": 1,
-        "error": {"kind": error.kind, "message": error.message, "next_step": error.next_step},
-        "excluded": [{"precision": e.precision, "batch_size": e.batch_size, "reason": e.reason} for e in excluded],
-        "best": None if best is None else json.loads(best.to_json()),
-    }
-    return json.dumps(document, indent=2) + "\n"
-
-
-def error_text(error: AutotuneAmpError) -> str:
-    """`error` as people read it: what happened, the reason of each candidate, what to do."""
-    from autotune_amp.core.recommendation import NothingWorksError
-
-    lines = [f"Error: {error.message}"]
-    if isinstance(error, NothingWorksError):
-        for exclusion in error.excluded:
-            batch = "" if exclusion.batch_size is None else f" batch {exclusion.batch_size}"
-            lines.append(f"  {exclusion.precision}{batch}: {exclusion.reason}")
-    return "\n".join([*lines, f"Next step: {error.next_step}", ""])
-
-
 def _fail(error: AutotuneAmpError, as_json: bool) -> int:
     from autotune_amp.core.recommendation import SearchInterruptedError
+    from autotune_amp.report.errors import error_document, error_text
 
     sys.stderr.write(error_text(error))
     if as_json:

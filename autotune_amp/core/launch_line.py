@@ -170,29 +170,6 @@ class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
         return _PLACEHOLDER.sub(fill, text)
 
 
-def asked_for(
-    command: Sequence[str] | None, target: str | None, values: Sequence[str], files: Sequence[str]
-) -> LaunchLine | None:
-    """The command after ``--`` on our own command line, None where there is none; `values` are PRECISION=WORD.
-
-    Raises `InvalidRequestError` where the rest of the command line does not go with it.
-    """
-    if command is None:
-        for option, given in (("--value", values), ("--file", files)):
-            if given:
-                raise InvalidRequestError(f"{option} says something of a command.", "Give the command after `--`.")
-        return None
-    if target is not None:
-        raise InvalidRequestError(f"{target!r} is given, and a command after `--` too.", "Give one of them.")
-    pairs = [pair.partition("=") for pair in values]
-    for precision, sign, _ in pairs:
-        if not sign:
-            raise InvalidRequestError(
-                f"--value is {precision!r}.", "Give PRECISION=WORD, as in --value bf16=bf16-mixed."
-            )
-    return LaunchLine.of(command, values={precision: word for precision, _, word in pairs}, files=files)
-
-
 def _of(match: re.Match[str]) -> Placeholder:
     choices = None
     if match["choices"] is not None:
@@ -216,3 +193,24 @@ def _check(placeholder: Placeholder, words: Mapping[str, str]) -> None:
             raise InvalidRequestError(
                 f"{{{name}}} has the value {value!r}, which is no such number.", f"Write {{{name}=8}}, say."
             )
+
+
+def from_command_line(
+    command: Sequence[str] | None, target: str | None, values: Iterable[str], files: Iterable[str], *, is_dry: bool
+) -> LaunchLine | None:
+    """What is given after ``--``, None where nothing is; with `values` as PRECISION=WORD.
+
+    Raises `InvalidRequestError` where a `target` is given too, or an option that says something of no command.
+    """
+    if command is None:
+        for option, is_given in (("--value", values), ("--file", files), ("--dry-run", is_dry)):
+            if is_given:
+                raise InvalidRequestError(f"{option} says something of a command.", "Give the command after `--`.")
+        return None
+    if target is not None:
+        raise InvalidRequestError(f"{target!r} is given, and a command after `--` too.", "Give one of them.")
+    pairs = [pair.partition("=") for pair in values]
+    for precision, sign, _ in pairs:
+        if not sign:
+            raise InvalidRequestError(f"--value is {precision!r}.", "Give PRECISION=WORD, as in bf16=bf16-mixed.")
+    return LaunchLine.of(command, values={precision: word for precision, _, word in pairs}, files=files)

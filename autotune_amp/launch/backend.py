@@ -22,7 +22,7 @@ from autotune_amp.launch.command import Command
 from autotune_amp.launch.frozen_pair import FrozenPair, pair
 from autotune_amp.launch.known_arguments import with_placeholders
 from autotune_amp.launch.ranks import Rank
-from autotune_amp.launch.settable import deviation, probing_setting, set_from_outside, unsettable
+from autotune_amp.launch.settable import batches_in, deviation, probing_setting, set_from_outside, unsettable
 from autotune_amp.trial.jobs import Check, Describe, Trial
 
 NUM_DESCRIBED_STEPS = 8
@@ -122,9 +122,9 @@ class CommandBackend(WorkloadBackend):
         per_step = measure.samples_per_step(rank) or 1
         if "batch_size" not in command.line.placeholders:
             seen_size = (loader and loader.batch_size) or round(per_step)
-            today = replace(today, batch_size=seen_size, accumulation_steps=max(1, round(per_step / seen_size)))
+            today = replace(today, batch_size=seen_size, accumulation_steps=batches_in(per_step, seen_size))
         elif "accumulation_steps" not in command.line.placeholders:
-            today = replace(today, accumulation_steps=max(1, round(per_step / today.batch_size)))
+            today = replace(today, accumulation_steps=batches_in(per_step, today.batch_size))
         if "precision" not in command.line.placeholders:
             today = replace(today, precision=measure.precision_of(rank) or "fp32")
         command.line, known = with_placeholders(command.line, rank.switches)

@@ -63,12 +63,24 @@ def probing_setting(today: Setting, cannot: Mapping[str, str]) -> Setting | None
     )
 
 
+def batches_in(num_samples: float, batch_size: int) -> int:
+    """The batches of `batch_size` that an optimizer step took, 1 where its samples are no such number of batches."""
+    num = round(num_samples / batch_size)
+    return num if num and _is_close(num_samples, num * batch_size) else 1
+
+
+def _is_close(seen: float, asked: int) -> bool:
+    return abs(seen - asked) <= 0.02 * asked
+
+
 def deviation(line: LaunchLine, setting: Setting, rank: Rank) -> Failure | None:
     """Where a run of `setting` did something else, in words that name both; None where it did what it was asked for."""
     asked, seen = setting.effective_batch_size, samples_per_step(rank)
-    if seen is not None and abs(seen - asked) > 0.02 * asked:
+    if seen is not None and not _is_close(seen, asked):
         passes = f" ({setting.batch_size} x {setting.accumulation_steps})" if setting.accumulation_steps > 1 else ""
         why = ": {batch_size} does not reach its loader, or it adapts it" if "batch_size" in line.placeholders else ""
+        if training_loader(rank) is None:
+            why += "; no DataLoader was seen, so that the leading dimension of what enters the model is counted"
         message = f"an optimizer step took {seen:g} samples on each rank, where {asked}{passes} were asked for{why}"
         return Failure(kind="workload_error", message=message)
     precision = precision_of(rank)

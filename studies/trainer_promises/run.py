@@ -115,7 +115,8 @@ def measured(folder: Path, config: dict[str, Any]) -> tuple[float | None, int]:
         if is_same and outcome.get("outcome") == "measurement":
             if record["purpose"] == "search":
                 searched.append(outcome["samples_per_second"])
-            num_own += record["purpose"] == "confirm" and bool(outcome.get("is_own_loop"))
+            is_confirming = record["purpose"] == "confirm" and record["environment"] == config["environment"]
+            num_own += is_confirming and bool(outcome.get("is_own_loop"))
     return (median(searched) if searched else None), num_own
 
 

@@ -288,7 +288,7 @@ def test_lightning(apply: Apply, tmp_path: Path) -> None:
     assert seen(found["observed"]) == ("bf16", 16, 2)
 
 
-# --- the agent's parts alone -----------------------------------------------------------------------------------------------
+# --- the agent's parts alone ----------------------------------------------------------------------------------------
 
 
 def test_what_a_script_raises_and_returns_is_its_own(tmp_path: Path) -> None:

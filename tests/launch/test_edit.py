@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autotune_amp.core.config import AmpConfig, LossScale
-from autotune_amp.launch.edit import ByHand, Edit, Observed, Seen, edit
+from autotune_amp.launch.editing.edit import ByHand, Edit, Observed, Seen, edit
 from autotune_amp.launch.messages import Site
 
 PATH = "/home/me/train.py"
@@ -124,6 +124,10 @@ PARSER = "p.add_argument({})\nloader = DataLoader(data, batch_size=args.batch_si
          "class C:\n    size: int = 64\nDataLoader(data, C().size)"),
         ("class C:\n    size = 32\nclass D:\n    size = 1\nDataLoader(data, c.size)", None),
         ("c = {'size': 32}\nDataLoader(data, c['size'])", "c = {'size': 64}\nDataLoader(data, c['size'])"),
+        ("o = {'batch_size': a.size}\na.size = 32\nDataLoader(data, **o)",
+         "o = {'batch_size': a.size}\na.size = 64\nDataLoader(data, **o)"),
+        ("o = {'batch_size': 32}\nif x:\n    o = {}\nDataLoader(data, **o)", None),
+        ("a.size = 32\nb.size = 16\nDataLoader(data, c.size)", None),
         ("c = {'size': 32}\nd = {'size': 1}\nDataLoader(data, c['size'])", None),
         ("p.add_argument('--size', default=32)\nDataLoader(data, a.size)",
          "p.add_argument('--size', default=64)\nDataLoader(data, a.size)"),
@@ -343,6 +347,9 @@ HEADER = 'with torch.autocast("cpu", dtype=torch.bfloat16):'
          "for x in xs:\n    HEADER\n        out = model(x)\n        loss = f(out)\n    loss.backward()\n"),
         ("for x in xs:\n\tloss = f(model(x),\n\t\t1)\n\n\tscaler.scale(loss).backward()\n",
          "for x in xs:\n\tHEADER\n\t\tloss = f(model(x),\n\t\t\t1)\n\n\tscaler.scale(loss).backward()\n"),
+        ("a, loss = model(x)\nlog(a)\nloss = f(loss)\n# clean\nmodel.zero_grad()\nloss.backward()\n",
+         "HEADER\n    a, loss = model(x)\n    log(a)\n    loss = f(loss)\n"
+         "# clean\nmodel.zero_grad()\nloss.backward()\n"),
         ("def step(x):\n    out = model(x)\n    return out.sum()\n",
          "def step(x):\n    HEADER\n        out = model(x)\n        return out.sum()\n"),
         ("with ctx:\n    loss = model(x)\nloss.backward()\n",

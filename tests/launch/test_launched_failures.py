@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import TORCHRUN
+from running_commands import run_command
 
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
-from autotune_amp.isolation.local import TRIAL_ENVIRONMENT
-from autotune_amp.isolation.process import Watcher
 from autotune_amp.launch.measure import slowest
-from autotune_amp.launch.running import Ran, run
+from autotune_amp.launch.running import Ran
 
 RANKS = """
 import os, signal, sys, time, torch, torch.distributed
@@ -36,18 +34,11 @@ for number, (x, y) in enumerate(torch.utils.data.DataLoader(data, batch_size=8, 
     optimizer.step()
 torch.distributed.destroy_process_group()
 """
-PATIENT = Deadlines(whole_seconds=250)
 
 
-def ran(command: list[str], deadlines: Deadlines = PATIENT, **agent: Any) -> Ran:
-    return run(
-        command,
-        environment={**os.environ, **TRIAL_ENVIRONMENT},
-        agent=agent,
-        deadlines=deadlines,
-        is_enough=lambda _: False,
-        watcher=Watcher(),
-    )
+def ran(command: list[str], **how: Any) -> Ran:
+    """To its end, however many steps it takes."""
+    return run_command(command, is_enough=lambda _: False, **how)
 
 
 def failure(found: Ran) -> Failure:
@@ -79,7 +70,7 @@ def test_the_rank_that_hangs_is_named_with_its_stack(tmp_path: Path, model: str,
     script = tmp_path / "train.py"
     script.write_text(RANKS.format(number=number, fault="time.sleep(1000)"))
     deadlines = Deadlines(whole_seconds=250, first_step_seconds=60, step_seconds=20)
-    found = failure(ran([*TORCHRUN, str(script), model], deadlines))
+    found = failure(ran([*TORCHRUN, str(script), model], deadlines=deadlines))
     assert found.kind == "timeout"
     assert "rank 1 hangs" in found.message
     assert "time.sleep(1000)" in (found.details or "").split("rank 0")[0]
@@ -91,7 +82,7 @@ def test_fsdp_is_heard_whole_every_time_with_values_set_from_outside_too(tmp_pat
     script = tmp_path / "train.py"
     script.write_text(RANKS.format(number=-1, fault="pass"))
     for agent in ({}, {"outside": {"precision": "bf16", "batch_size": 4}}) * 2:
-        found = ran([*TORCHRUN, str(script), "fsdp"], **agent)
+        found = ran([*TORCHRUN, str(script), "fsdp"], agent=agent)
         assert found.ending == "measured"
         assert [len(rank.pace) for rank in found.heard.ranks.values()] == [32 if agent else 16] * 2
         assert slowest(found.heard) is not None

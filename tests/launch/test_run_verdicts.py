@@ -17,18 +17,19 @@ from autotune_amp.launch.verdict import Seen, verdict
 DEADLINES = Deadlines(whole_seconds=100, first_step_seconds=50, step_seconds=10)
 
 
-def of(heard: Heard, *, is_enough: bool = False, limit: int | None = None, **seen: Any) -> tuple[str, str] | str | None:
+def of(heard: Heard, *, is_enough: bool = False, limit: int | None = None, **seen: Any) -> tuple[str, str]:
+    """The kind and message of the failure, "" for both while it goes on."""
     fields: dict[str, Any] = {"seconds": 1.0, "seconds_since_step": 1.0, **seen}
     found = verdict(heard, Seen(**fields), DEADLINES, is_enough=is_enough, memory_limit_bytes=limit)
-    return (found.kind, found.message) if isinstance(found, Failure) else found
+    return (found.kind, found.message) if isinstance(found, Failure) else (found or "", "")
 
 
 def test_it_goes_on_until_it_is_measured() -> None:
     heard = said.trained([8])
-    assert of(heard) is None
-    assert of(heard, is_enough=True) == "measured"
-    assert of(heard, status=0) == "measured", "a training that ends after enough steps"
-    kind, message = of(heard, limit=1 << 20, memory_bytes=1 << 30)  # type: ignore[misc]
+    assert of(heard) == ("", "")
+    assert of(heard, is_enough=True) == ("measured", "")
+    assert of(heard, status=0) == ("measured", ""), "a training that ends after enough steps"
+    kind, message = of(heard, limit=1 << 20, memory_bytes=1 << 30)
     assert kind == "oom"
     assert "1024 MiB" in message
 
@@ -42,9 +43,7 @@ PYTHON, TORCH = said.heard([said.hello(1)]), said.heard([said.hello(1), said.tor
 )
 @pytest.mark.parametrize("seen", [{"status": 0}, {"seconds": 60.0}, {"seconds": 101.0}])
 def test_no_step_has_three_reasons(heard: Heard, about: str, seen: dict[str, Any]) -> None:
-    found = of(heard, **seen)
-    assert isinstance(found, tuple)
-    kind, message = found
+    kind, message = of(heard, **seen)
     others = {"env -i", "imported torch", "resumed from a checkpoint"} - {about}
     assert about in message
     assert not any(other in message for other in others)
@@ -58,9 +57,9 @@ LAUNCHER = said.error(1, "ChildFailedError", "train.py FAILED")
 def test_the_rank_that_ran_out_of_memory_is_named_whatever_the_others_say() -> None:
     heard = said.trained([5, 5])
     cause = said.error(101, "RuntimeError", "DefaultCPUAllocator: can't allocate memory: 1 bytes", 1, 2)
-    for message in (GLOO, LAUNCHER, cause):
-        heard.hear(message)
-    kind, message = of(heard)  # type: ignore[misc]
+    for each in (GLOO, LAUNCHER, cause):
+        heard.hear(each)
+    kind, message = of(heard)
     assert kind == "oom"
     assert message.startswith("rank 1: ")
 
@@ -82,10 +81,10 @@ PRINTED = """
 def test_a_rank_that_was_killed_is_named(errors: list[Any]) -> None:
     heard = said.trained([5, 5])
     heard.gone(101)
-    for message in errors:
-        heard.hear(message)
+    for each in errors:
+        heard.hear(each)
     heard.gone(100)
-    kind, message = of(heard, status=1, printed=PRINTED)  # type: ignore[misc]
+    kind, message = of(heard, status=1, printed=PRINTED)
     assert kind == "crash"
     assert re.search(r"rank 1 .*SIGKILL", message)
 
@@ -103,7 +102,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack_first() -> None:
     heard = said.trained([5, 5])
     heard.hear(Stack(pid=100, time=0.0, text="waiting", at=("/x/torch/autograd/graph.py",)))
     heard.hear(Stack(pid=101, time=0.0, text="sleeping", at=("train.py",)))
-    assert of(heard, seconds_since_step=9.0) is None
+    assert of(heard, seconds_since_step=9.0) == ("", "")
     found = verdict(
         heard, Seen(seconds=20.0, seconds_since_step=11.0), DEADLINES, is_enough=False, memory_limit_bytes=None
     )
@@ -116,18 +115,18 @@ def test_a_rank_that_hangs_is_named_with_its_stack_first() -> None:
 
 def test_a_rank_that_is_not_heard_is_counted() -> None:
     heard = said.trained([5, 0])
-    assert "1 of 2 ranks" in str(of(heard, seconds=60.0))
-    assert "1 of 2 ranks" in str(of(heard, status=0))
+    assert "1 of 2 ranks" in of(heard, seconds=60.0)[1]
+    assert "1 of 2 ranks" in of(heard, status=0)[1]
 
 
 def test_other_ends_of_a_command() -> None:
     heard = said.trained([2])
     assert of(heard, status=-11) == ("crash", "the command died of SIGSEGV")
     assert of(heard, status=3) == ("crash", "the command exited with status 3")
-    assert of(heard, status=0)[0] == "workload_error"  # type: ignore[index]
-    assert of(heard, status=1, printed="... std::bad_alloc")[0] == "oom"  # type: ignore[index]
+    assert of(heard, status=0)[0] == "workload_error"
+    assert of(heard, status=1, printed="... std::bad_alloc")[0] == "oom"
     heard.hear(Refused(pid=100, time=0.0, what="open", path="/data/model.pt", line="train.py:3"))
-    kind, message = of(heard, is_enough=True)  # type: ignore[misc]
+    kind, message = of(heard, is_enough=True)
     assert kind == "workload_error"
     assert "/data/model.pt" in message
     assert "train.py:3" in message

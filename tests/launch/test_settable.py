@@ -10,7 +10,7 @@ from autotune_amp.core.outcome import Failure
 from autotune_amp.core.setting import Setting
 from autotune_amp.launch import messages
 from autotune_amp.launch.ranks import Rank
-from autotune_amp.launch.settable import deviation, probing_setting, unsettable
+from autotune_amp.launch.settable import batches_in, deviation, probing_setting, unsettable
 
 TODAY = Setting(precision="fp32", batch_size=8)
 OF_RANK: dict[str, Any] = {"pid": 1, "time": 0.0, "rank": 0, "world": 1, "local_rank": 0}
@@ -122,6 +122,21 @@ def test_what_ran_is_held_against_what_was_asked_for(
     found = deviation(BOTH, Setting(precision=asked[0], batch_size=asked[1]), seen(**about))
     assert (found and found.kind) == kind
     assert found is None or (isinstance(found, Failure) and all(word in found.message for word in named))
+
+
+def test_without_a_loader_it_is_said_what_was_counted() -> None:
+    asked = Setting(precision="fp32", batch_size=4)
+    counted = [deviation(BOTH, asked, seen(has_loader=has_loader)) for has_loader in (True, False)]
+    assert [each is not None and "leading dimension" in each.message for each in counted] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "batch_size", "expected"), [(8, 8, 1), (32, 8, 4), (31.7, 8, 4), (35, 20, 1), (4, 8, 1)]
+)
+def test_samples_that_are_no_number_of_batches_are_not_accumulated(
+    num_samples: float, batch_size: int, expected: int
+) -> None:
+    assert batches_in(num_samples, batch_size) == expected
 
 
 def test_where_nothing_shows_the_precision_nothing_is_said() -> None:

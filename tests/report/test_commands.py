@@ -15,10 +15,11 @@ from report_samples import recommendation
 
 from autotune_amp import cli
 from autotune_amp.api import recommend_config
-from autotune_amp.cli import error_document, error_text, run
+from autotune_amp.cli import run
 from autotune_amp.core import errors
 from autotune_amp.core.config import DemotedError
 from autotune_amp.core.recommendation import Exclusion, NothingWorksError, SearchInterruptedError
+from autotune_amp.report.errors import error_document, error_text
 from autotune_amp.search.options import SearchOptions
 
 BEST = recommendation()

@@ -20,8 +20,8 @@ def arm(settings_text: str) -> None:
     `settings_text` is a JSON object: ``socket`` the path of the parent's, ``folder`` the trial's own; ``guard``, what
     may be changed (see `guard.arm`), where files are guarded; ``observes``, false where nothing is to be patched for
     the sake of observing; ``frozen``, where no step is to be taken; ``outside``, what is to be set from outside;
-    ``seed``; ``overlay``, files that are run as if they held the text of others; ``sites``, whether to tell of the calls
-    of the user's own. Without a socket it is the real training: see `real`.
+    ``seed``; ``overlay``, files that are run as if they held the text of others; ``sites``, whether to tell of the
+    calls of the user's own. Without a socket it is the real training: see `real`.
     """
     from .channel import Channel
     from .imports import after_import

@@ -75,7 +75,8 @@ class Loaders:
     def _watch_iterating(self) -> None:
         base: Any = dataloader._BaseDataLoaderIter
         begin, reset, draw, fetch = base.__init__, base._reset, base._next_index, base.__next__
-        drew, handed_out, ended = map(self._channel.shield, (self._drew, self._handed_out, self._ended))
+        shield = self._channel.shield
+        drew, handed_out, ended = shield(self._drew), shield(self._handed_out), shield(self._ended)
 
         def __init__(iterator: Any, loader: Any) -> None:
             begin(iterator, loader)

@@ -10,7 +10,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +52,8 @@ class Channel:
 
     def send_error(self, error: BaseException, *, is_oom: bool) -> None:
         """Send an exception, and who this process is."""
+        import traceback  # takes longer than the rest of this module, in every Python that a command starts
+
         from . import where
 
         self.send(
@@ -120,6 +121,8 @@ class Channel:
 
 def _stacks() -> str:
     """Where every thread but this one is, the innermost frames of each."""
+    import traceback
+
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "".join(
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame)[-8:])}"
@@ -130,5 +133,9 @@ def _stacks() -> str:
 
 def _at() -> list[str]:
     """The files that the main thread is in, the innermost last."""
+    files: list[str] = []
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return [frame.filename for frame in traceback.extract_stack(frame)[-8:]]
+    while frame is not None and len(files) < 8:
+        files.insert(0, frame.f_code.co_filename)
+        frame = frame.f_back
+    return files

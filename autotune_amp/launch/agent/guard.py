@@ -5,8 +5,8 @@ process ends before that happens, and says what and at which line.
 numpy and pandas all come by there), statements that change an SQLite database, and what is written in native code by
 torch, torch.jit and safetensors; creating or committing to a repository of the Hugging Face Hub.
 
-*Free:* the trial's own folders; what the same search has made, which it notes in one file that all its processes share;
-devices, pipes, byte code, locks that hold nothing; the caches in `_CACHES`, which libraries fill and mend by themselves.
+*Free:* the trial's own folders; what the same search has made, which all its processes note in one file; devices,
+pipes, byte code, locks that hold nothing; the caches in `_CACHES`, which libraries fill and mend by themselves.
 
 *Cannot be known here:* what programs that are no Python do (``rm``, ``tee``, a shell's ``>``), what a Python does that
 ignores PYTHONPATH, other native writers (HDF5, Arrow, OpenCV), os.open with a ``dir_fd``.

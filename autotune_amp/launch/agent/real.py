@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import importlib
 import os
 import sys
 import traceback
@@ -91,7 +90,6 @@ class _Said:
         ending = " (it ends without an optimizer step of torch's)" if at_exit else ""
         text = "; ".join(parts) or "nothing was to be set"
         sys.stderr.write(f"autotune-amp: {text}{ending}\n")
-        sys.stderr.flush()
 
     def _missing(self) -> list[str]:
         done = {fields["name"] for fields in self._set}
@@ -124,11 +122,12 @@ def _controller(said: _Said, scaler: Any, *, path: str, device: str) -> Any:
     """The controller that the script's scaler becomes, None where it stays what it is."""
     own, attributes = type(scaler), dict(scaler.__dict__)
     try:
-        ours = importlib.import_module("autotune_amp")  # which the command's Python may lack
-        config = ours.Recommendation.load(path).config
+        from autotune_amp import PrecisionController, Recommendation
+
+        config = Recommendation.load(path).config
         scaler.__dict__.clear()
-        scaler.__class__ = ours.PrecisionController
-        ours.PrecisionController.__init__(scaler, config, device)
+        scaler.__class__ = PrecisionController
+        PrecisionController.__init__(scaler, config, device)
     except Exception as error:
         scaler.__class__ = own
         scaler.__dict__.clear()

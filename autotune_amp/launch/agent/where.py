@@ -44,9 +44,9 @@ def user_line() -> str:
 def maker() -> str:
     """``file:function:line`` of whatever called torch, a framework too: the same in every run of a command."""
     frame = _torchs_caller()
-    return (
-        "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_code.co_name}:{frame.f_lineno}"
-    )
+    if frame is None:
+        return ""
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_code.co_name}:{frame.f_lineno}"
 
 
 def maker_module() -> str:

@@ -105,8 +105,13 @@ class Script:
         return [self._insertion(call, f"{name}={value}")]
 
     def given(self, call: ast.Call, name: str, parameters: Sequence[str]) -> ast.expr | None:
-        """What a call gives as its argument `name`: of ``*values`` all that may be it."""
+        """What a call gives as its argument `name`: of ``*values`` all that may be it, of ``**options`` what a
+        dictionary of that name has."""
         by_name = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+        options = [each.value.id for each in call.keywords if each.arg is None and isinstance(each.value, ast.Name)]
+        for each in map(self._bound, options):
+            if by_name is None and isinstance(each, ast.Dict):
+                by_name = _entry(each, name)
         place = parameters.index(name) if name in parameters else len(call.args)
         starred = [each for each in call.args[: place + 1] if isinstance(each, ast.Starred)]
         by_place = (starred or call.args[place:])[:1]
@@ -243,9 +248,14 @@ class Script:
         return next((value for target, value in _assignments(self.tree) if target is stores[0]), None)
 
     def _in_class(self, name: str) -> ast.expr | None:
-        """The value of a class's attribute, where only one class of the file has it."""
+        """The value of an attribute that is given one only once, to a class or to an object."""
         classes = [node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)]
         found = [
+            value
+            for target, value in _assignments(self.tree)
+            if isinstance(target, ast.Attribute) and target.attr == name
+        ]
+        found += [
             value
             for each in classes
             for target, value in _assignments(ast.Module(body=each.body, type_ignores=[]), is_deep=False)
@@ -255,13 +265,8 @@ class Script:
 
     def _in_dict(self, key: object) -> ast.expr | None:
         """The value of a key that only one dictionary of the file has."""
-        found = [
-            value
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.Dict)
-            for name, value in zip(node.keys, node.values, strict=True)
-            if isinstance(name, ast.Constant) and name.value == key
-        ]
+        entries = [_entry(node, key) for node in ast.walk(self.tree) if isinstance(node, ast.Dict)]
+        found = [entry for entry in entries if entry is not None]
         return found[0] if len(found) == 1 else None
 
     def _insertion(self, call: ast.Call, argument: str) -> Splice:
@@ -323,6 +328,12 @@ def _assignments(tree: ast.Module, *, is_deep: bool = True) -> Iterator[tuple[as
             yield node.target, node.value
 
 
+def _entry(node: ast.Dict, key: object) -> ast.expr | None:
+    """What a dictionary has under a key."""
+    pairs = zip(node.keys, node.values, strict=True)
+    return next((value for name, value in pairs if isinstance(name, ast.Constant) and name.value == key), None)
+
+
 def _destination(declared: ast.Call) -> str | None:
     """The name under which argparse has the value of an `add_argument`."""
     given = next((keyword.value for keyword in declared.keywords if keyword.arg == "dest"), None)
@@ -345,12 +356,14 @@ def _flag(option: str, value: str) -> Flag | None:
 
 
 def _last_of_forward(parent: ast.AST, block: list[ast.stmt], first: int) -> int | None:
-    """The place of the last statement from `first` on that is before the backward pass: that is in this block, or the
-    block is all of a function or of a region that has none."""
+    """The place of the last statement from `first` on that is of the loss: before the backward pass in this block, or
+    in a block that is all of a function or of a region that has none."""
     for place in range(first, len(block)):
         if any(
             isinstance(node, ast.Call) and getattr(node.func, "attr", "") in _UPDATES for node in ast.walk(block[place])
         ):
+            while place > first + 1 and isinstance(block[place - 1], ast.Expr):  # it has no part in the loss
+                place -= 1
             return place - 1 if place > first else None
     is_function = isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)) and isinstance(block[-1], ast.Return)
     return len(block) - 1 if is_function or isinstance(parent, ast.With) else None

@@ -26,7 +26,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.launch import measure
 from autotune_amp.launch.command import Command
-from autotune_amp.launch.edit import ByHand, Edit, Observed, Seen, edit
+from autotune_amp.launch.editing.edit import ByHand, Edit, Observed, Seen, edit
 from autotune_amp.launch.messages import Site
 from autotune_amp.launch.ranks import Heard, Rank
 

@@ -1,0 +1,147 @@
+"""Searches a script by its command, then runs the answered command without autotune_amp: `python launch.py NAME…`.
+
+Of each case: results/NAME.json, which holds the recommendation and NUM_RUNS paces of pace.py, of today's command and of
+the answer in turn. A case that has its file is not run again. --work says where scripts are copied and data is made.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from cases import CASES, Case
+from msgspec import convert
+
+from autotune_amp.core.launch_line import LaunchLine
+from autotune_amp.core.setting import Setting
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+NUM_RUNS = 3
+RUN_SECONDS = 600
+
+
+def prepared(name: str, case: Case, work: Path, mirrors: Path) -> Path:
+    """The folder that the command runs in, with the script and its data; made once."""
+    folder = work / name
+    if not (folder / ".made").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        if case.paths:
+            _copy(case, folder, mirrors)
+        (folder / case.folder).mkdir(exist_ok=True)
+        case.make(folder / case.folder)
+        (folder / ".made").touch()
+    return folder / case.folder
+
+
+def _copy(case: Case, folder: Path, mirrors: Path) -> None:
+    git, tar = shutil.which("git") or "git", shutil.which("tar") or "tar"
+    repository, _, commit = case.source.partition("@")
+    mirror = mirrors / repository.replace("/", "+") / "repo"
+    if not mirror.exists():
+        mirror = mirrors / repository.replace("/", "+")
+        subprocess.run([git, "clone", "--quiet", f"https://github.com/{repository}", mirror], check=True)
+        mirror = mirror / ".git"
+    archive = subprocess.run(
+        [git, f"--git-dir={mirror}", "archive", commit, *case.paths], check=True, stdout=subprocess.PIPE
+    )
+    subprocess.run([tar, "-x", "-C", folder], input=archive.stdout, check=True)
+
+
+def search(name: str, case: Case, folder: Path, budget: int, out: Path) -> dict:
+    """The document of `autotune-amp search -- COMMAND`: a recommendation or an error."""
+    command = [sys.executable, "-m", "autotune_amp", "search", "--budget", str(budget), "--out", str(out)]
+    command += ["--study", name, "--fresh", *case.options, "--json", "--", *shlex.split(case.command)]
+    began = time.monotonic()
+    done = subprocess.run(command, cwd=folder, env=_environment(case), stdout=subprocess.PIPE, check=False)
+    document = json.loads(done.stdout) if done.stdout.strip() else {}
+    return {"seconds": time.monotonic() - began, "status": done.returncode, "document": document}
+
+
+def pace(case: Case, folder: Path, setting: dict) -> dict:
+    """The command filled with `setting`, run by pace.py in place of what would run the script."""
+    line = LaunchLine.of(case.command, values=_values(case))
+    with tempfile.TemporaryDirectory() as trial_dir:
+        filled, _ = line.of_setting(
+            convert(setting, Setting), trial_dir, seed=0, trial_dir=trial_dir, port=_free_port()
+        )
+        measured = Path(trial_dir, "pace.json")
+        done = subprocess.run(
+            timed(filled),
+            cwd=folder,
+            env={**_environment(case), "PACE": str(measured)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=RUN_SECONDS,
+            check=False,
+            text=True,
+        )
+        if not measured.exists():
+            return {"command": shlex.join(filled), "error": done.stderr[-2000:]}
+        return {"command": shlex.join(filled), **json.loads(measured.read_text())}
+
+
+def timed(arguments: tuple[str, ...]) -> list[str]:
+    """pace.py before the script, whatever starts it."""
+    scripts = [number for number, argument in enumerate(arguments) if argument.endswith(".py")]
+    at = scripts[0] if scripts else arguments.index("-m")
+    return [*arguments[:at], str(HERE / "pace.py"), *arguments[at:]]
+
+
+def _values(case: Case) -> dict[str, str]:
+    pairs = [each for option, each in zip(case.options, case.options[1:], strict=False) if option == "--value"]
+    return dict(each.split("=", 1) for each in pairs)
+
+
+def _environment(case: Case) -> dict[str, str]:
+    extra = dict(case.environment)
+    paths = [each for each in (extra.pop("PYTHONPATH", ""), str(ROOT)) if each]
+    binaries = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}
+    return {**os.environ, **offline, **extra, "PYTHONPATH": ":".join(paths), "PATH": binaries}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", default=list(CASES), metavar="NAME")
+    parser.add_argument("--budget", type=int, default=150)
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "studies_launch")
+    parser.add_argument("--mirrors", type=Path, default=Path("/work/.mirror"), help="git mirrors, OWNER+NAME/repo")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    for name in options.names:
+        result = options.results / f"{name}.json"
+        if result.exists():
+            continue
+        case = CASES[name]
+        folder = prepared(name, case, options.work, options.mirrors)
+        found = search(name, case, folder, options.budget, options.work / "found")
+        paces = []
+        if found["status"] == 0:
+            document = found["document"]
+            settings = {"today": document["evidence"]["baseline"]["config"], "answer": document["config"]}
+            for _ in range(NUM_RUNS):
+                paces += [{"of": of, **pace(case, folder, setting)} for of, setting in settings.items()]
+        result.parent.mkdir(parents=True, exist_ok=True)
+        result.write_text(
+            json.dumps({"command": case.command, "source": case.source, **found, "paces": paces}, indent=1)
+        )
+        print(name, found["status"], f"{found['seconds']:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
