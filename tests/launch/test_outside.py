@@ -93,6 +93,7 @@ REGIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("region", REGIONS)
 def test_regions_of_the_scripts_own(tmp_path: Path, region: str) -> None:
     """bf16 set from outside, in regions that are off, is the script's own switch; and fp32 its being off."""
