@@ -41,17 +41,23 @@ class _Finder:
     def __init__(self, name: str, action: Callable[[Any], None]) -> None:
         self._name = name
         self._action = action
+        self._is_asking = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002 - importlib's signature
-        if name != self._name:
+        if name != self._name or self._is_asking:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
+        self._is_asking = True
+        try:
+            spec = find_spec(name)
+        finally:
+            self._is_asking = False
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 
-        def exec_module(module: Any) -> None:
+        def exec_module(module: Any) -> None:  # not before: frameworks ask for torch's spec to see whether it is there
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             execute(module)
             self._action(module)
 
