@@ -185,5 +185,19 @@ class Stack(_Message, frozen=True, kw_only=True, tag="stack"):
 
 
 Message: TypeAlias = (
-    Hello | Torch | Optimizer | Loader | Scaler | Site | Step | Gradient | Set | Switch | Refused | Error | Exit | Stack
+    Hello
+    | Torch
+    | Optimizer
+    | Loader
+    | Scaler
+    | Site
+    | Step
+    | Gradient
+    | Set
+    | Switch
+    | Refused
+    | Unstepped
+    | Error
+    | Exit
+    | Stack
 )

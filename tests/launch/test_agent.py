@@ -307,3 +307,18 @@ def test_the_agent_is_for_python_3_8_and_needs_nothing_but_torch() -> None:
             for name in node.names
         }
         assert imported <= {*sys.stdlib_module_names, "torch"}, path
+
+
+def test_weights_that_are_updated_by_hand(script: Callable[[str], list[str]], tmp_path: Path) -> None:
+    text = """
+for number in range(600):
+    loss_of(model(inputs[:8]), targets[:8]).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.01 * parameter.grad
+            parameter.grad = None
+"""
+    heard = run(script(text), tmp_path)
+    assert not heard.ranks
+    assert heard.unstepped is not None
+    assert heard.unstepped.num_backward <= 600

@@ -10,7 +10,7 @@ import said
 
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
-from autotune_amp.launch.messages import Refused, Stack
+from autotune_amp.launch.messages import Refused, Stack, Unstepped
 from autotune_amp.launch.ranks import Heard
 from autotune_amp.launch.verdict import Seen, verdict
 
@@ -130,3 +130,13 @@ def test_other_ends_of_a_command() -> None:
     assert kind == "workload_error"
     assert "/data/model.pt" in message
     assert "train.py:3" in message
+
+
+def test_passes_without_a_step_of_torchs_are_told_before_the_time_is_up() -> None:
+    unstepped = Unstepped(pid=1, time=1.0, num_backward=512)
+    kind, message = of(said.heard([said.hello(1), said.torch(1), unstepped]))
+    assert kind == "workload_error"
+    assert "512" in message
+    trained = said.trained([8])
+    trained.hear(unstepped)  # of another process
+    assert of(trained) == ("", "")
