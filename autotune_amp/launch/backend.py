@@ -182,24 +182,29 @@ class CommandBackend(WorkloadBackend):
             found = self._observe(setting, Deadlines(whole_seconds=left))
             return found if isinstance(found, Failure) else found[0]
 
-        found = run(other)
-        if not isinstance(found, Failure):
-            self._refuse_ignored(other, found)
-            return {}, found
-        if found.kind == "timeout" or other.precision == today.precision or other.batch_size == today.batch_size:
+        found, cannot = run(other), dict[str, str]()
+        why = self._why_not(other.precision, found)
+        if why is not None and other.precision != today.precision:
+            cannot[other.precision] = why
+            other = replace(other, precision=today.precision)
+            found = run(other)
+        if isinstance(found, Failure):
             raise WorkloadError(
                 f"The command ran as {today}, and not as {other}: {found.message}.\n{found.details or ''}".rstrip(),
                 "See that its arguments are what the placeholders put there; --dry-run prints them.",
             )
-        with_todays_precision = run(replace(other, precision=today.precision))
-        if isinstance(with_todays_precision, Failure):
-            raise WorkloadError(
-                f"The command ran as {today}, and not with batch size {other.batch_size}: "
-                f"{with_todays_precision.message}.\n{with_todays_precision.details or ''}".rstrip(),
-                "See that its arguments are what the placeholders put there; --dry-run prints them.",
-            )
-        self._refuse_ignored(replace(other, precision=today.precision), with_todays_precision)
-        return {other.precision: f"the command did not run in it: {found.message}"}, with_todays_precision
+        self._refuse_ignored(other, found)
+        return cannot, found
+
+    def _why_not(self, precision: str, found: Rank | Failure) -> str | None:
+        """Why a precision cannot be set, from a run that was to be in it; None where it ran so, or was told to and did
+        not follow, or had no time."""
+        if isinstance(found, Failure):
+            return None if found.kind == "timeout" else f"the command did not run in it: {found.message}"
+        seen = measure.precision_of(found)
+        if seen in (None, precision) or "precision" in self._command.line.placeholders:
+            return None
+        return f"it was set from outside, and the steps ran in {seen}"
 
     def _refuse_ignored(self, setting: Setting, rank: Rank) -> None:
         problem = deviation(self._command.line, setting, rank)

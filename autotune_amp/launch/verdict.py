@@ -145,15 +145,18 @@ def _of_exit(heard: Heard, seen: Seen) -> Literal["measured"] | Failure:
 
 def _overdue(heard: Heard, seen: Seen, deadlines: Deadlines) -> Failure | None:
     whole, first, step = deadlines.whole_seconds, deadlines.first_step_seconds, deadlines.step_seconds
+    is_starting = False
     if whole is not None and seen.seconds > whole:
-        message = f"it was still running, with {heard.num_steps} steps, when its time was up"
+        is_starting = bool(heard.pythons) and not heard.torches
+        state = "still starting" if is_starting else f"still running, with {heard.num_steps} steps,"
+        message = f"it was {state} when its time of {whole:.0f} s was up"
     elif not heard.num_steps and first is not None and seen.seconds > first:
         message = "no optimizer step was seen in time"
     elif heard.num_steps and step is not None and seen.seconds_since_step > step:
         message = f"no step for {step:.0f} s, after step {heard.num_steps}"
     else:
         return None
-    if not heard.ranks:
+    if not heard.ranks and not is_starting:
         message += f": {_unseen(heard)}"
     elif not heard.is_whole:
         message += f"; {_heard_ranks(heard)}"
