@@ -15,7 +15,8 @@ from autotune_amp.launch.agent.imports import after_import
 def test_asking_whether_a_module_is_there_does_not_lose_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "asked_for_first.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    finders, seen = list(sys.meta_path), []
+    finders = list(sys.meta_path)
+    seen: list[int] = []
     after_import("asked_for_first", lambda module: seen.append(module.value))
     assert find_spec("asked_for_first") is not None
     assert seen == []
