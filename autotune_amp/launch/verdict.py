@@ -145,10 +145,8 @@ def _of_exit(heard: Heard, seen: Seen) -> Literal["measured"] | Failure:
 
 def _overdue(heard: Heard, seen: Seen, deadlines: Deadlines) -> Failure | None:
     whole, first, step = deadlines.whole_seconds, deadlines.first_step_seconds, deadlines.step_seconds
-    is_starting = False
     if whole is not None and seen.seconds > whole:
-        is_starting = bool(heard.pythons) and not heard.torches
-        state = "still starting" if is_starting else f"still running, with {heard.num_steps} steps,"
+        state = f"still running, with {heard.num_steps} steps," if heard.torches else "still starting"
         message = f"it was {state} when its time of {whole:.0f} s was up"
     elif not heard.num_steps and first is not None and seen.seconds > first:
         message = "no optimizer step was seen in time"
@@ -156,7 +154,7 @@ def _overdue(heard: Heard, seen: Seen, deadlines: Deadlines) -> Failure | None:
         message = f"no step for {step:.0f} s, after step {heard.num_steps}"
     else:
         return None
-    if not heard.ranks and not is_starting:
+    if not heard.ranks:
         message += f": {_unseen(heard)}"
     elif not heard.is_whole:
         message += f"; {_heard_ranks(heard)}"
