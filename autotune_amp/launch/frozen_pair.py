@@ -61,6 +61,8 @@ def pair(low: list[Gradient], reference: list[Gradient]) -> tuple[tuple[FrozenSt
     both = sorted(ours.keys() & theirs.keys(), key=lambda key: (key[2], key[0], key[1]))
     if not both:
         return "no step was made in both runs"
+    if any(ours[key].batch is None for key in both):
+        return "no batch could be seen, neither of a DataLoader nor as what enters the model"
     if any(ours[key].weights != theirs[key].weights for key in both):
         return "the command begins with other weights every time"
     if any(ours[key].batch != theirs[key].batch for key in both):

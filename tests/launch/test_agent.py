@@ -322,3 +322,19 @@ for number in range(600):
     assert not heard.ranks
     assert heard.unstepped is not None
     assert heard.unstepped.num_backward <= 600
+
+
+@pytest.mark.parametrize("data", ["loader", "tensors"])
+def test_frozen_steps_tell_of_their_batches(script: Callable[[str], list[str]], tmp_path: Path, data: str) -> None:
+    text = f"""
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+slices = [(inputs[8 * i : 8 * i + 8], targets[8 * i : 8 * i + 8]) for i in range(6)]
+for x, y in torch.utils.data.DataLoader(data, batch_size=8) if {data == "loader"} else slices:
+    loss_of(model(x), y).backward()
+    optimizer.step()
+"""
+    told = run(script(text), tmp_path, frozen={"num_steps": 3, "max_entries": 1000}).gradients
+    assert [each.number for each in told] == [0, 1, 2]
+    assert len({each.weights for each in told}) == 1, "no step was taken"
+    assert len({each.batch for each in told} - {None}) == 3
+    assert {sum(each.sizes) for each in told} == {8 * 8 + 8 + 8 + 1}

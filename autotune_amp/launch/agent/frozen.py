@@ -27,7 +27,7 @@ class Frozen:
         self._folder = folder
         self._num_steps = settings["num_steps"]
         self._max_entries = settings["max_entries"]
-        observer.loaders.keeps_latest = True
+        observer.loaders.keeps_latest = observer.passes.keeps_latest = True
 
     def before(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """In place of what the step would do; of one with a closure, after its passes."""
@@ -51,6 +51,8 @@ class Frozen:
             path = os.path.join(self._folder, f"gradient_{rank}_{index}_{number}.float32")
             sizes = self._write(path, parameters)
             batch = first_tensor(self._observer.loaders.latest)
+            if batch is None:  # without a DataLoader
+                batch = self._observer.passes.latest
             self._channel.send(
                 "gradient",
                 optimizer=index,

@@ -11,7 +11,7 @@ from torch.amp.autocast_mode import autocast
 from torch.amp.grad_scaler import GradScaler
 
 from . import where
-from .batches import leading
+from .batches import first_tensor, leading
 from .channel import Channel
 
 MAX_BACKWARD_WITHOUT_STEP = 512  # more passes than anybody accumulates
@@ -24,6 +24,8 @@ class Passes:
     def __init__(self, channel: Channel) -> None:
         self.num_backward = 0
         self.has_stepped = False  # an optimizer of torch's
+        self.latest: Any = None  # the first tensor that entered the outermost module, where `keeps_latest`
+        self.keeps_latest = False
         self.overhead_seconds = 0.0
         self.on_outermost: list[Any] = []  # called with each outermost module, before its forward
         self._channel = channel
@@ -166,7 +168,10 @@ class Passes:
         if module.training and torch.is_grad_enabled() and next(module.parameters(), None) is not None:
             for action in self.on_outermost:
                 action(module)
-            size = leading([*args, *kwargs.values()])
+            given = [*args, *kwargs.values()]
+            size = leading(given)
+            if self.keeps_latest:
+                self.latest = first_tensor(given)
             self._forwards.append((type(module).__name__, size, _used_dtype(module)))
         self.overhead_seconds += time.perf_counter() - began
 

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import torch
+
+from autotune_amp.core.outcome import Fidelity
+from autotune_amp.numerics.frozen import judge_frozen
+
+STEPS = [{"weight": torch.randn(64, generator=torch.Generator().manual_seed(step))} for step in range(3)]
+LOSSES = (1.0, 1.1, 0.9)
+
+
+def judged(low: list[dict[str, torch.Tensor]], losses: tuple[float, ...] = LOSSES) -> Fidelity:
+    return judge_frozen(low, STEPS, (losses, LOSSES), "bf16", 8)
+
+
+def test_rounding_is_faithful() -> None:
+    found = judged([{"weight": step["weight"].bfloat16().float()} for step in STEPS])
+    assert (found.verdict, found.precision, found.batch_size) == ("faithful", "bf16", 8)
+    assert 0 < (found.noise_ratio or 0) < 0.05
+    assert (found.gradient_cosine or 0) > 0.999
+
+
+def test_noise_as_large_as_that_between_batches_is_not() -> None:
+    others = [{"weight": torch.randn(64, generator=torch.Generator().manual_seed(9 + step))} for step in range(3)]
+    found = judged(others)
+    assert found.verdict not in ("faithful", "unchecked")
+    assert (found.noise_ratio or 0) > 0.5
+
+
+def test_gradients_that_vanish_are_told_by_parameter() -> None:
+    found = judged([{"weight": torch.zeros(64)} for _ in STEPS])
+    assert found.verdict not in ("faithful", "unchecked")
+    assert (found.flushed_share or 0) > 0.9
+
+
+def test_gradients_that_are_not_finite_are_never_faithful() -> None:
+    found = judged([{"weight": torch.full((64,), float("inf"))}, *STEPS[1:]])
+    assert found.verdict not in ("faithful", "unchecked")
+    assert found.noise_ratio is None
+
+
+def test_a_loss_that_differs_is_measured() -> None:
+    assert abs((judged(STEPS, (2.0, 2.2, 1.8)).loss_error or 0) - 1.0) < 1e-6
