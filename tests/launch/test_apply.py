@@ -130,7 +130,9 @@ def loader(num_workers):
 """
 
 
-@pytest.mark.parametrize("how", ["script", "module", "shell", pytest.param("spawned workers", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how", ["script", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("module", "shell", "spawned workers"))]
+)
 def test_a_copy_runs_in_the_originals_place(apply: Apply, tmp_path: Path, how: str) -> None:
     package = tmp_path / "package"
     package.mkdir()

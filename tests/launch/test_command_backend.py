@@ -130,7 +130,7 @@ def test_without_placeholders_it_is_set_from_outside(script: str, local: LocalBa
     backend, found = described([sys.executable, script], local)
     assert isinstance(found, Description), found
     assert (found.batch_size, found.as_found_precision, found.accumulation_steps) == (8, "fp32", 1)
-    assert set(found.unsettable) == {"fp16", "accumulation_steps"}
+    assert set(found.unsettable) == {"fp16", "fp8", "accumulation_steps"}
     measured = backend.submit(trial(Setting(precision="bf16", batch_size=4))).result()
     assert isinstance(measured, Measurement), measured
     assert measured.samples_per_second * measured.step_seconds == pytest.approx(4)

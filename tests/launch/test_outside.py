@@ -124,7 +124,12 @@ for x, y in loader:
 
 
 @pytest.mark.parametrize(
-    "compiles", ["", "model = torch.compile(model, backend='eager')\n", "model.compile(backend='eager')\n"]
+    "compiles",
+    [
+        "",
+        pytest.param("model = torch.compile(model, backend='eager')\n", marks=pytest.mark.slow),
+        pytest.param("model.compile(backend='eager')\n", marks=pytest.mark.slow),
+    ],
 )
 def test_around_the_forward_where_there_is_no_region(tmp_path: Path, compiles: str) -> None:
     own = """
@@ -199,6 +204,7 @@ def test_no_fp16_without_a_scaler(tmp_path: Path) -> None:
     assert not rank.sets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", ["nn.parallel.DistributedDataParallel(model)", "fully_shard(model)"])
 def test_ranks(tmp_path: Path, wrapped: str) -> None:
     text = f"""
