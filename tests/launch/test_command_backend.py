@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from backend_contract import BackendContract, Made
@@ -84,24 +83,29 @@ def trial(setting: Setting) -> Trial:
     return Trial(candidate=setting, device="cpu", deadline_seconds=SECONDS, num_steps=(5, 20))
 
 
+@pytest.fixture(scope="module")
+def described_once(script: str, local: LocalBackend) -> Made:
+    backend, found = described([sys.executable, script, *BATCH, *PRECISION], local)
+    assert isinstance(found, Description), found
+    return Made(
+        backend,
+        trial(Setting(precision="fp32", batch_size=4)),
+        trial(Setting(precision="fp32", batch_size=3)),
+        "workload_error",
+        Check(
+            what="fidelity",
+            candidate=Setting(precision="bf16", batch_size=8),
+            device="cpu",
+            deadline_seconds=SECONDS,
+        ),
+    )
+
+
 @pytest.mark.slow
 class TestContract(BackendContract):
-    @pytest.fixture(scope="class")
-    def made(self, script: str, local: LocalBackend) -> Any:
-        backend, found = described([sys.executable, script, *BATCH, *PRECISION], local)
-        assert isinstance(found, Description), found
-        return Made(
-            backend,
-            trial(Setting(precision="fp32", batch_size=4)),
-            trial(Setting(precision="fp32", batch_size=3)),
-            "workload_error",
-            Check(
-                what="fidelity",
-                candidate=Setting(precision="bf16", batch_size=8),
-                device="cpu",
-                deadline_seconds=SECONDS,
-            ),
-        )
+    @pytest.fixture
+    def made(self, described_once: Made) -> Made:
+        return described_once
 
 
 def test_a_command_with_placeholders_is_described_followed_and_measured(script: str, local: LocalBackend) -> None:
