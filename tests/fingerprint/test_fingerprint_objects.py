@@ -253,7 +253,7 @@ def test_a_storage_url_is_not_shown() -> None:
 
 
 COUNT = ("LD_PRELOAD", "GLIBC_TUNABLES", "OMP_NUM_THREADS", "TORCHINDUCTOR_MAX_AUTOTUNE", "NVIDIA_TF32_OVERRIDE")
-DO_NOT_COUNT = ("CUDA_MODULE_LOADING", "TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_RUN_ID", "HOME")
+DO_NOT_COUNT = ("CUDA_MODULE_LOADING", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_RUN_ID", "HOME")
 
 
 def test_the_environment_counts_where_it_decides_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
