@@ -20,6 +20,8 @@ _NUMBERS = ("batch_size", "accumulation_steps", "num_workers")
 _NAMES = ("precision", *_NUMBERS, *OF_TRIAL)
 _PLACEHOLDER = re.compile(r"\{(?P<name>" + "|".join(_NAMES) + r")(?:=(?P<today>[^{}:|]*))?(?::(?P<choices>[^{}]*))?\}")
 
+_BEGINNING = re.compile(r"\{(?:" + "|".join(_NAMES) + r")[=:}]")
+
 
 class Placeholder(msgspec.Struct, frozen=True, kw_only=True):
     """``{name=today}``, or ``{name:value=arguments|value=arguments}``, which puts none or several arguments there.
@@ -75,6 +77,12 @@ class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
                 )
         for placeholder in line.placeholders.values():
             _check(placeholder, line.values)
+        for argument in arguments:
+            if len(_BEGINNING.findall(argument)) != len(_PLACEHOLDER.findall(argument)):
+                raise InvalidRequestError(
+                    f"{argument!r} begins a placeholder that does not end as one.",
+                    "Quote it: the shell takes | for a pipe, and a blank for the end.",
+                )
         return line
 
     @property
@@ -183,6 +191,15 @@ def _of(match: re.Match[str]) -> Placeholder:
 def _check(placeholder: Placeholder, words: Mapping[str, str]) -> None:
     """Raises `InvalidRequestError` where its values are none of its kind."""
     name, given = placeholder.name, [*(placeholder.choices or {}), *filter(None, [placeholder.today])]
+    if placeholder.today is None and (placeholder.choices is not None or name == "num_workers"):
+        example = f"{{{name}={next(iter(placeholder.choices or ['2']))}{':…' if placeholder.choices else ''}}}"
+        raise InvalidRequestError(f"{{{name}}} does not say what is run today.", f"Write it so: {example}.")
+    for value in placeholder.choices or {}:
+        if name == "precision" and value not in PRECISIONS:
+            raise InvalidRequestError(
+                f"{{precision:…}} names {value!r}, which is none of {', '.join(PRECISIONS)}.",
+                "Write our names before the =, and the command's arguments after it.",
+            )
     for value in given:
         if name == "precision" and value not in PRECISIONS and value not in words.values():
             raise InvalidRequestError(

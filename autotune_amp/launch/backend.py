@@ -26,15 +26,19 @@ from autotune_amp.launch.settable import batches_in, deviation, probing_setting,
 from autotune_amp.trial.jobs import Check, Describe, Trial
 
 NUM_DESCRIBED_STEPS = 8
-NUM_FROZEN_STEPS = 3
+NUM_FROZEN_STEPS, MAX_SKIPS = 6, 4
 MAX_FROZEN_ENTRIES = 2_000_000
 # With less than a follow check and two trials there is nothing to choose from; three rounds confirm a choice.
 MIN_NUM_RUNS, NUM_RUNS_OF_A_CONFIRMED_SEARCH = 3, 12
+PAUSE_SECONDS = 60.0  # an evaluation, a checkpoint or the start of loader workers is no hang
 NOTES = (
     "Measured on the command's first steps: what later steps, longer samples, an evaluation or a checkpoint take in "
     "time and memory is not known.",
     "Fidelity is judged by gradients of the command's first weights, not by training on; fp16's loss scale is the "
     "command's own.",
+)
+OF_SHELLS = (
+    "What a shell script itself writes or removes (rm, tee, >) cannot be seen, and is not kept from changing files."
 )
 OF_ACCUMULATION = "How the command weighs what it accumulates is its own, and was not checked."
 OF_RANKS = (
@@ -118,6 +122,7 @@ class CommandBackend(WorkloadBackend):
         if isinstance(first, Failure):
             return first
         rank, started = first
+        self._require_device(job.device, rank)
         loader = measure.training_loader(rank)
         per_step = measure.samples_per_step(rank) or 1
         if "batch_size" not in command.line.placeholders:
@@ -148,6 +153,7 @@ class CommandBackend(WorkloadBackend):
                 *NOTES,
                 *([] if "accumulation_steps" in cannot else [OF_ACCUMULATION]),
                 *([OF_RANKS] if rank.world > 1 else []),
+                *([OF_SHELLS] if any(word in ("bash", "sh", "zsh") for word in command.line.arguments[:2]) else []),
             ),
             loader=command.maker,
             check_batch_size=today.batch_size,
@@ -214,6 +220,14 @@ class CommandBackend(WorkloadBackend):
                 "Put the placeholder where the script takes the value from; --dry-run prints what is started.",
             )
 
+    def _require_device(self, device: str, rank: Rank) -> None:
+        types = {each.partition(":")[0] for optimizer in rank.optimizers.values() for each in optimizer.devices}
+        if device.partition(":")[0] not in types:
+            raise WorkloadError(
+                f"The command trains on {' and '.join(sorted(types))}, and {device} is what is searched.",
+                f"Give --device {min(types)}, or see that the command uses the device.",
+            )
+
     def _require_time(self, job: Describe, setup_seconds: float, used_seconds: float) -> None:
         """Raises `BudgetTooSmallError` where a search, which gives a baseline, would come to nothing."""
         if job.deadline_seconds is None or job.baseline_batch_size is None:
@@ -228,20 +242,23 @@ class CommandBackend(WorkloadBackend):
         )
 
     def _measure(self, trial: Trial) -> Measurement | Failure:
-        began = time.monotonic()
+        began, deadlines = time.monotonic(), trial.deadlines
+        if deadlines.step_seconds is not None:
+            deadlines = replace(deadlines, step_seconds=max(PAUSE_SECONDS, deadlines.step_seconds))
         ran = self._command.run(
             trial.candidate,
-            trial.deadlines,
+            deadlines,
             lambda heard: measure.is_enough(heard, trial, began),
             self._watcher,
             seed=trial.seed,
             environment={**(self._environment or {}), **trial.environment},
             memory_limit_bytes=trial.memory_limit_bytes,
         )
-        if isinstance(ran.ending, Failure):
+        found = measure.slowest(ran.heard)
+        is_paused = isinstance(ran.ending, Failure) and ran.ending.kind == "timeout" and ran.heard.world == 1
+        if isinstance(ran.ending, Failure) and not (is_paused and found is not None):
             return ran.ending
         measured = measure.measurement(ran.heard, trial, ran.began, ran.seen.memory_bytes)
-        found = measure.slowest(ran.heard)
         problem = None if found is None else deviation(self._command.line, trial.candidate, found[0])
         return measured if problem is None else problem
 
@@ -263,7 +280,8 @@ class CommandBackend(WorkloadBackend):
                 ran = self._command.run(
                     replace(today, precision=precision),
                     Deadlines(whole_seconds=left),
-                    lambda heard: heard.num_frozen_steps >= NUM_FROZEN_STEPS,
+                    # A scaler's first steps may be skipped, and tell nothing.
+                    lambda heard: max(heard.num_frozen_steps, heard.num_steps - MAX_SKIPS) >= NUM_FROZEN_STEPS,
                     Watcher(),
                     seed=check.seed,
                     environment=self._environment,
@@ -273,7 +291,7 @@ class CommandBackend(WorkloadBackend):
                 if isinstance(ran.ending, Failure):
                     return check.unchecked(ran.ending)
                 gradients.append(ran.heard.gradients)
-                first = next(iter(ran.heard.ranks.values()))
+                first = min(ran.heard.ranks.values(), key=lambda rank: rank.rank)
                 losses.append(tuple(step.losses[-1] or 0.0 for step in first.pace[:NUM_FROZEN_STEPS] if step.losses))
             steps = pair(*gradients)
             if isinstance(steps, str):

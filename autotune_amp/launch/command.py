@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import socket
 import tempfile
@@ -58,9 +59,9 @@ class Command:
                 Path(path).write_text(text)
             ran = run(
                 arguments,
-                environment={**os.environ, **TRIAL_ENVIRONMENT, **(environment or {})},
+                environment={**_compilers_cache(), **os.environ, **TRIAL_ENVIRONMENT, **(environment or {})},
                 agent={"seed": seed, "outside": outside, **agent},
-                folders=[Path(folder)],
+                folders=[Path(folder), *([] if kept is None else [kept.parent])],
                 made=self.made,
                 deadlines=deadlines,
                 is_enough=is_enough,
@@ -77,6 +78,11 @@ class Command:
         """Know again what earlier runs made, by a file in the study's folder."""
         self._memory = folder / "made.json"
         self.made = remembered(self._memory)
+
+
+def _compilers_cache() -> dict[str, str]:
+    """Where torch keeps what it compiled, which is beside TMPDIR and so gone with each run, unless told otherwise."""
+    return {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}"))}
 
 
 def _free_port() -> int:

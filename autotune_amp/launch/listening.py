@@ -7,11 +7,12 @@ import queue
 import selectors
 import socket
 import threading
+import time
 from typing import NamedTuple
 
 import msgspec
 
-from autotune_amp.launch.messages import Message
+from autotune_amp.launch.messages import Error, Message
 
 
 class Gone(NamedTuple):
@@ -67,6 +68,21 @@ class Listener:
                     key.data.connection.close()
 
 
+def _unreadable(pid: int, line: bytes, error: Exception) -> Error:
+    """What a process said and cannot be read, as an error of its."""
+    return Error(
+        pid=pid,
+        time=time.monotonic(),
+        rank=0,
+        world=1,
+        local_rank=0,
+        type="MessageError",
+        message=f"a message of the agent cannot be read: {error}",
+        traceback=line.decode(errors="replace"),
+        is_oom=False,
+    )
+
+
 class _Speaker:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -81,7 +97,10 @@ class _Speaker:
             chunk = b""
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         for line in lines:
-            message = _DECODER.decode(line)
+            try:
+                message = _DECODER.decode(line)
+            except msgspec.MsgspecError as error:  # the others are heard nevertheless
+                message = _unreadable(self._pid or 0, line, error)
             self._pid = message.pid
             heard.put(message)
         if not chunk and self._pid is not None:

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from autotune_amp.core.recommendation import write_atomically
+
 MAX_NAMED = 3  # of one folder; beyond them they are counted
 
 
@@ -27,7 +29,7 @@ def read(file: Path) -> tuple[str, ...]:
 def remember(path: Path, made: Iterable[str]) -> None:
     """Write down what was made, with what tells whether it is still what a run of ours left."""
     files = {str(file): _state(file) for each in made for file in (Path(each), *sorted(Path(each).rglob("*")))}
-    path.write_text(json.dumps(files, indent=1))
+    write_atomically(path, json.dumps(files, indent=1))
 
 
 def remembered(path: Path) -> tuple[str, ...]:

@@ -113,10 +113,14 @@ def training_loader(rank: Rank) -> Loader | None:
 
 
 def samples_per_step(rank: Rank) -> float | None:
-    """Samples behind a mean optimizer step of one rank, None where too few steps were seen."""
+    """Samples behind an optimizer step of one rank: most steps' own number, an epoch's last batch being smaller, else
+    the mean. None where too few steps were seen."""
     intervals = list(rank.intervals())
     if not intervals:
         return None
+    usual, num = Counter(one.num_samples / one.num_steps for one in intervals).most_common(1)[0]
+    if 2 * num >= len(intervals):
+        return usual
     return sum(one.num_samples for one in intervals) / sum(one.num_steps for one in intervals)
 
 

@@ -59,7 +59,9 @@ def to_start(
     outside = {
         name: getattr(config, name)
         for name in ("precision", "batch_size", "accumulation_steps")
-        if name not in says_itself and getattr(config, name) != getattr(today, name)
+        # What a placeholder of the search stood for today is not what the script does without it.
+        if name not in says_itself
+        and (getattr(config, name) != getattr(today, name) or (searched and name in searched.placeholders))
     }
     if "batch_size" in outside and found and found.loader:
         outside["maker"] = found.loader

@@ -179,6 +179,8 @@ class _Command:
             found = verdict(
                 self._heard, seen, deadlines, is_enough=is_enough(self._heard), memory_limit_bytes=memory_limit_bytes
             )
+            if found is None:
+                since = None  # what looked like an end was a pause
             if isinstance(found, Failure) and self._popen.poll() is None:
                 since = since or now
                 if found.kind == "timeout" and not has_asked:

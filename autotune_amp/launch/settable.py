@@ -58,9 +58,14 @@ def probing_setting(today: Setting, cannot: Mapping[str, str]) -> Setting | None
     return Setting(
         precision=others[0] if others else today.precision,
         batch_size=sizes[0] if sizes else today.batch_size,
-        accumulation_steps=today.accumulation_steps,
+        accumulation_steps=today.accumulation_steps if "accumulation_steps" in cannot else _other_steps(today),
         num_workers=today.num_workers,
     )
+
+
+def _other_steps(today: Setting) -> int:
+    """Accumulation steps with which half the batch makes another number of samples than today's."""
+    return today.accumulation_steps + (1 if today.accumulation_steps == 2 else 2)
 
 
 def batches_in(num_samples: float, batch_size: int) -> int:
@@ -83,6 +88,10 @@ def deviation(line: LaunchLine, setting: Setting, rank: Rank) -> Failure | None:
             why += "; no DataLoader was seen, so that the leading dimension of what enters the model is counted"
         message = f"an optimizer step took {seen:g} samples on each rank, where {asked}{passes} were asked for{why}"
         return Failure(kind="workload_error", message=message)
+    loader = training_loader(rank)
+    if setting.num_workers is not None and loader is not None and loader.num_workers != setting.num_workers:
+        message = f"its loader has {loader.num_workers} workers, where {setting.num_workers} were asked for"
+        return Failure(kind="workload_error", message=f"{message}: {{num_workers}} does not reach it")
     precision = precision_of(rank)
     alike = ({"fp32", "tf32"}, {setting.precision})  # TF32 shows in no autocast region
     if precision is not None and not any({precision, setting.precision} <= each for each in alike):

@@ -162,7 +162,9 @@ def uses(recommendation: Recommendation, path: str | None = None) -> list[tuple[
 def answered_command(recommendation: Recommendation, line: LaunchLine, study: Path) -> tuple[str, bool]:
     """The command to run; where it is not the plain one, `autotune-amp run` sets what has no placeholder, and the
     variables."""
-    arguments, _ = line.of_setting(recommendation.config, study.as_posix())
+    others = {"trial_dir": "OUTPUT_DIR", "seed": 0, "port": 29500}  # where today's are not said
+    of_trial = {name: value for name, value in others.items() if line.today(name) is None}
+    arguments, _ = line.of_setting(recommendation.config, study.as_posix(), **of_trial)
     workload = recommendation.workload
     assert workload is not None  # a search of a command describes it
     today = Setting(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,27 @@ if TYPE_CHECKING:
 
 
 MAX_FILES_NAMED = 5
+MAX_SOURCES, MAX_FOLDERS = 500, 500
+_NO_SOURCES = {"site-packages", "dist-packages", "node_modules", "studies", "__pycache__"}
+
+
+def sources(arguments: Sequence[str]) -> tuple[list[Path], bool]:
+    """The files that a command names, and every Python file and shell script beside and below its scripts (of
+    ``python -m``, the working directory), since what it may run is not known before; and whether that is all of them.
+    """
+    values = [value for argument in arguments for value in (argument, argument.partition("=")[2]) if value]
+    found = dict.fromkeys(Path(value) for value in values if Path(value).is_file())
+    folders = {path.parent for path in found if path.suffix in (".py", ".sh")}
+    folders |= {Path()} if "-m" in arguments else set()
+    num_folders = 0
+    for folder in sorted(folders):
+        for inside, below, names in os.walk(folder):
+            below[:] = sorted(name for name in below if name not in _NO_SOURCES and not name.startswith("."))
+            found |= dict.fromkeys(Path(inside, name) for name in sorted(names) if name.endswith((".py", ".sh")))
+            num_folders += 1
+            if len(found) > MAX_SOURCES or num_folders > MAX_FOLDERS:
+                return list(found)[:MAX_SOURCES], False
+    return list(found), True
 
 
 class CommandSource(Source):
@@ -67,8 +90,9 @@ class CommandSource(Source):
     ) -> Fingerprint:
         """Of the command too, and of the files that it names."""
         found = super().fingerprint_by_child(options, identity, backend, state)
-        files = [Path(argument) for argument in self._line.arguments if Path(argument).is_file()]
+        files, are_all = sources(self._line.arguments)
         parts = {"command": f"={self._line}"}
         parts |= {f"file {file}": hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files}
         digest = hashlib.sha256(repr((found.digest, sorted(parts.items()))).encode()).hexdigest()
-        return Fingerprint(digest=digest, parts={**found.parts, **parts}, unknown=found.unknown)
+        unknown = () if are_all else (f"beside the script lie more than {MAX_SOURCES} files that it may run",)
+        return Fingerprint(digest=digest, parts={**found.parts, **parts}, unknown=(*found.unknown, *unknown))

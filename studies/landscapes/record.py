@@ -132,7 +132,7 @@ class Recorder:
         self._device = device
         self._path = path
         self._ears = Ears()
-        self._payload = target(f"{HERE / 'workloads.py'}:{name}").payload()
+        self._payload = target(f"{HERE / 'workloads.py'}:{name}").payload
 
     def record(self, num_processes: int) -> None:
         if self._path.exists() and not to_record(whole_lines(self._path), num_processes):

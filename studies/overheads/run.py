@@ -50,7 +50,7 @@ def trials() -> list[dict[str, Any]]:
     lines = []
     with LocalBackend(payload, "forked", Watcher()) as runner:
         runner.load(60)
-        state, _ = runner.open("cpu", None, 60)
+        state, *_ = runner.open("cpu", None, 60)
         for number in range(NUM_TRIALS):
             spec = Trial(
                 candidate=Setting(precision="fp32", batch_size=4), device="cpu", torch_state=state, num_steps=(8, 8)

@@ -53,13 +53,13 @@ class Measuring:
     """Runs settings of one workload in processes, and writes a line for each."""
 
     def __init__(self, name: str, measure_seconds: float) -> None:
-        self._payload = target(f"{HERE.parent / 'landscapes' / 'workloads.py'}:{name}").payload()
+        self._payload = target(f"{HERE.parent / 'landscapes' / 'workloads.py'}:{name}").payload
         self._environment = recommended_environment("cpu")
         self._measure_seconds = measure_seconds
         self.lines: list[Line] = []
         with self._runner("kept") as runner:
             runner.load(DEADLINE_SECONDS)
-            self._state, _ = runner.open("cpu", None, DEADLINE_SECONDS)
+            self._state, *_ = runner.open("cpu", None, DEADLINE_SECONDS)
 
     def _runner(self, isolation: Isolation) -> LocalBackend:
         return LocalBackend(self._payload, isolation, Watcher(), self._environment)

@@ -101,6 +101,11 @@ def test_a_settings_file_is_copied_and_the_copy_named(tmp_path: Path) -> None:
         ("python t.py {batch_size=0}", {}, "'0'"),
         ("python t.py {precision=bf16-mixed}", {}, "bf16-mixed"),
         ("python t.py {precision:half=--half|fp32=}", {}, "half"),
+        ("python t.py '{precision:half=--half|fp32=}'", {"values": {"bf16": "half"}}, "half"),
+        ("python t.py '{precision:bf16=--bf16|fp16=--fp16}'", {}, "today"),
+        ("python t.py --workers {num_workers}", {}, "today"),
+        (["python", "t.py", "{precision:bf16=--bf16"], {}, "Quote|begins"),
+        ("python t.py {batch_size=8", {}, "begins"),
         ("python t.py {precision}", {"values": {"bfloat": "x"}}, "bfloat"),
     ],
 )

@@ -77,7 +77,8 @@ class Clinging:
     @property
     def is_up(self) -> bool:
         """Whether all that could stay is there; once true, it is for good."""
-        if len(self.pids) < 4 or not (self._folder / "facts.json").read_text():
+        facts = self._folder / "facts.json"
+        if len(self.pids) < 4 or not facts.exists() or not facts.read_text():
             return False
         self.facts = json.loads((self._folder / "facts.json").read_text())
         assert shared_memory().keys() - self._shared

@@ -3,12 +3,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autotune_amp.core.dimensions import Precision
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.setting import Setting
 from autotune_amp.launch import messages
+from autotune_amp.launch.measure import samples_per_step
 from autotune_amp.launch.ranks import Rank
 from autotune_amp.launch.settable import batches_in, deviation, probing_setting, unsettable
 
@@ -90,6 +93,32 @@ def test_what_cannot_be_set(command: str, about: dict[str, Any], expected: set[s
 def test_a_probe_changes_all_that_can_be_changed(cannot: dict[str, str], expected: tuple[str, int] | None) -> None:
     found = probing_setting(TODAY, cannot)
     assert (found and (found.precision, found.batch_size)) == expected
+
+
+@given(st.integers(1, 64), st.integers(1, 16))
+def test_a_probe_makes_another_number_of_samples_than_today_whatever_is_ignored(batch: int, steps: int) -> None:
+    today = Setting(precision="fp32", batch_size=batch, accumulation_steps=steps)
+    found = probing_setting(today, {})
+    assert found is not None
+    ignored = {batch * steps, batch * found.accumulation_steps, found.batch_size * steps}
+    assert found.effective_batch_size not in ignored
+
+
+def test_the_last_batch_of_an_epoch_is_no_deviation() -> None:
+    rank = seen()
+    for number in range(4, 10):
+        step = rank.steps[number]
+        values = {name: getattr(step, name) for name in step.__struct_fields__}
+        rank.steps[number] = messages.Step(**{**values, "num_samples": {"0": 8 * (number + 1) - 5}})  # one of three
+    assert samples_per_step(rank) == 8
+    assert deviation(BOTH, TODAY, rank) is None
+
+
+def test_loader_workers_that_were_not_started() -> None:
+    asked = Setting(precision="fp32", batch_size=8, num_workers=2)
+    found = deviation(LaunchLine.of("t {num_workers=0}"), asked, seen())
+    assert found is not None
+    assert "0 workers, where 2" in found.message
 
 
 def test_a_batch_of_one_is_doubled() -> None:

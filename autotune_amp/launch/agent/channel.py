@@ -85,7 +85,7 @@ class Channel:
             try:
                 if self._socket is None:
                     self._socket = self._connected()
-                lines = "".join(json.dumps(message, ensure_ascii=False) + "\n" for message in messages)
+                lines = "".join(json.dumps(message, ensure_ascii=False, default=str) + "\n" for message in messages)
                 self._socket.sendall(lines.encode(errors="replace"))  # paths may hold what is no text
             except OSError:
                 os._exit(PARENT_GONE)  # nothing of a trial may run on, its handlers at exit neither

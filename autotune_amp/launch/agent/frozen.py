@@ -46,10 +46,12 @@ class Frozen:
     def _capture(self, optimizer: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         number = self._observer.num_steps
-        if number < self._num_steps:
+        found_inf, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
+        is_skipped = found_inf is not None and bool(found_inf)  # a fused optimizer finds so out by itself
+        if number < self._num_steps and not is_skipped:
             index, rank = self._observer.index_of(optimizer), where.rank()["rank"]
             path = os.path.join(self._folder, f"gradient_{rank}_{index}_{number}.float32")
-            sizes = self._write(path, parameters)
+            sizes = self._write(path, parameters, 1.0 if scale is None else 1.0 / float(scale))
             batch = first_tensor(self._observer.loaders.latest)
             if batch is None:  # without a DataLoader
                 batch = self._observer.passes.latest
@@ -66,14 +68,14 @@ class Frozen:
         for parameter in parameters:
             parameter.grad = None  # with which no optimizer moves it
 
-    def _write(self, path: str, parameters: list[Any]) -> list[int]:
+    def _write(self, path: str, parameters: list[Any], factor: float) -> list[int]:
         total = sum(parameter.numel() for parameter in parameters)
         distance = max(1, -(-total // self._max_entries))
         sizes = []
         with open(path, "wb") as file:
             for parameter in parameters:
                 entries = torch.zeros_like(_local(parameter)) if parameter.grad is None else _local(parameter.grad)
-                kept = entries.detach().flatten()[::distance].float().cpu()
+                kept = entries.detach().flatten()[::distance].float().cpu() * factor
                 file.write(kept.numpy().tobytes())
                 sizes.append(kept.numel())
         return sizes

@@ -54,10 +54,10 @@ def arm(channel: Channel, free: list[str], made: str) -> None:
     file `made`, to which whatever is made elsewhere is added."""
     guard = _Guard(channel, free, made)
     sys.addaudithook(guard.hear)
-    after_import("torch", guard.watch_torch)
-    after_import("safetensors", guard.watch_safetensors)
-    after_import("huggingface_hub.hf_api", guard.watch_hub)
-    after_import("sqlite3.dbapi2", guard.watch_sqlite)
+    after_import("torch", channel.shield(guard.watch_torch))
+    after_import("safetensors", channel.shield(guard.watch_safetensors))
+    after_import("huggingface_hub.hf_api", channel.shield(guard.watch_hub))
+    after_import("sqlite3.dbapi2", channel.shield(guard.watch_sqlite))
 
 
 class _Guard:

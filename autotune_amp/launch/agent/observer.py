@@ -21,7 +21,6 @@ from . import batches, passes, where
 from .channel import Channel
 from .imports import after_import
 
-NUM_FULLY_WATCHED = 3  # steps in which modules are watched too: nothing is patched around them after that
 NUM_SENT_AT_ONCE = 8
 MEMORY_SECONDS = 0.1  # between two looks at the process's own
 NUM_STEPS_PER_SYNC = 4  # an accelerator runs ahead of the host: steps between two synchronisations are timed together
@@ -97,7 +96,7 @@ class Observer:
         after_import("torch._dynamo", self.channel.shield(with_dynamo))
         _watch_scaler(self)
 
-    def _compiled(self, _: Any) -> None:
+    def _compiled(self, *_: Any) -> None:
         """Something was compiled, a backward pass that was put off too: counters of dynamo can be cleared by others."""
         self._num_compilations += 1
 
@@ -162,11 +161,15 @@ class Observer:
                 "time": time.monotonic(),
             }
         )
-        if self.num_steps == NUM_FULLY_WATCHED:
+        if self.num_steps == passes.NUM_FULLY_WATCHED and self.frozen is None:
             self.passes.unwatch_modules()
         for action in self.on_step:
             action(self.num_steps)
-        if self._device == "cpu" or self.num_steps <= NUM_FULLY_WATCHED or self.num_steps % NUM_STEPS_PER_SYNC == 0:
+        if (
+            self._device == "cpu"
+            or self.num_steps <= passes.NUM_FULLY_WATCHED
+            or self.num_steps % NUM_STEPS_PER_SYNC == 0
+        ):
             self._settle()
         self.passes.overhead_seconds += time.perf_counter() - began
 

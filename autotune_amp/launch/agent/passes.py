@@ -14,6 +14,7 @@ from . import where
 from .batches import first_tensor, leading
 from .channel import Channel
 
+NUM_FULLY_WATCHED = 3  # steps in which modules are watched too: nothing is patched around them after that
 MAX_BACKWARD_WITHOUT_STEP = 512  # more passes than anybody accumulates
 MAX_FORWARDS = 64  # told of one step
 

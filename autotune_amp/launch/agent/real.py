@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from . import where
 from .imports import after_import
 from .outside import Outside
-from .passes import Passes
+from .passes import NUM_FULLY_WATCHED, Passes
 
 _WORDS = {"batch_size": "batch size", "accumulation_steps": "accumulation"}
 
@@ -33,10 +33,15 @@ def install(settings: dict[str, Any]) -> None:
     if "precision" in outside.values:
         passes.watch_modules()
 
+    num_steps = 0
+
     def stepped(*_: Any) -> None:
-        hooks.pop().remove()
-        passes.unwatch_modules()
-        said.say()
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == NUM_FULLY_WATCHED:  # as in a trial: of several models the second may train later
+            hooks.pop().remove()
+            passes.unwatch_modules()
+            said.say()
 
     hooks = [register_optimizer_step_post_hook(stepped)]
 
