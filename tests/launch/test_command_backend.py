@@ -143,7 +143,7 @@ def test_without_placeholders_it_is_set_from_outside(script: str, local: LocalBa
 @pytest.mark.slow
 def test_a_precision_that_the_command_refuses_cannot_be_set(script: str, local: LocalBackend) -> None:
     _, found = described(
-        [sys.executable, script, *BATCH, "--precision", "{precision:fp32=fp32|bf16=--nonsense}"], local
+        [sys.executable, script, *BATCH, "--precision", "{precision=fp32:fp32=fp32|bf16=--nonsense}"], local
     )
     assert isinstance(found, Description), found
     assert "did not run in it" in found.unsettable["bf16"]
