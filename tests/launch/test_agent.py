@@ -346,3 +346,20 @@ for x, y in torch.utils.data.DataLoader(data, batch_size=8) if {data == "loader"
     assert len({each.weights for each in told}) == 1, "no step was taken"
     assert len({each.batch for each in told} - {None}) == 3
     assert {sum(each.sizes) for each in told} == {8 * 8 + 8 + 8 + 1}
+
+
+def test_no_thread_of_ours_lives_while_python_is_torn_down(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("""
+import atexit, threading
+from pathlib import Path
+atexit.register(lambda: Path("threads").write_text(" ".join(each.name for each in threading.enumerate())))
+import torch
+weight = torch.ones(1, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for number in range(3):
+    (weight * 2).sum().backward()
+    optimizer.step()
+assert "autotune-amp" in [each.name for each in threading.enumerate()]
+""")
+    assert len(only(run([sys.executable, "train.py"], tmp_path)).steps) == 3
+    assert (tmp_path / "threads").read_text() == "MainThread"

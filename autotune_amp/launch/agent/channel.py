@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -28,6 +29,8 @@ class Channel:
 
     def _reset(self) -> None:
         self._socket: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+        self._is_ending = False
         self._messages: list[dict[str, Any]] = []
         self._lock = threading.RLock()  # a file's finalizer may speak of it while we do
 
@@ -37,6 +40,14 @@ class Channel:
         self._listens = True
         if self._socket is not None:
             self._start_listening(self._socket)
+
+    def end(self) -> None:
+        """End the thread: one that lives while Python is torn down can take the process with it."""
+        self._is_ending = True
+        if self._socket is not None and self._thread is not None:
+            with contextlib.suppress(OSError):  # the parent is gone
+                self._socket.shutdown(socket.SHUT_RD)
+            self._thread.join(1.0)
 
     def shield(self, action: Callable[..., Any]) -> Callable[..., Any]:
         """`action` that raises nothing into the user's program: the parent hears of it in place of that."""
@@ -98,7 +109,8 @@ class Channel:
         return connection
 
     def _start_listening(self, connection: socket.socket) -> None:
-        threading.Thread(target=self._listen, args=(connection,), daemon=True, name="autotune-amp").start()
+        self._thread = threading.Thread(target=self._listen, args=(connection,), daemon=True, name="autotune-amp")
+        self._thread.start()
 
     def _listen(self, connection: socket.socket) -> None:
         asked = b""
@@ -110,6 +122,8 @@ class Channel:
                 heard = connection.recv(4096)
             except OSError:
                 heard = b""
+            if self._is_ending:
+                return
             if not heard:
                 os._exit(PARENT_GONE)
             asked += heard

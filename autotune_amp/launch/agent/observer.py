@@ -280,7 +280,12 @@ def _tell_of_this_process(channel: Channel) -> None:
         hook(kind, value, trace)
 
     sys.excepthook = excepthook
-    atexit.register(lambda: channel.send("exit", **where.rank()))
+
+    def leaving() -> None:
+        channel.send("exit", **where.rank())
+        channel.end()
+
+    atexit.register(leaving)
     is_started_by_another = multiprocessing.parent_process() is not None
     channel.send(
         "torch",
