@@ -288,3 +288,12 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     checks: tuple[str, ...] = ("fidelity", "calibration", "accumulation")
     check_batch_size: int = 16
     loader: str | None = None
+
+    @property
+    def today(self) -> Setting:
+        """What the training does as it is."""
+        return Setting(
+            precision=self.as_found_precision,
+            batch_size=self.batch_size or 1,
+            accumulation_steps=self.accumulation_steps,
+        )

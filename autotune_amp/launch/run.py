@@ -51,11 +51,7 @@ def to_start(
     searched = recommendation.launch_line
     answered = None if searched is None else searched.of_setting(config, str(path.parent))[0]
     says_itself = {*given.placeholders, *(searched.placeholders if searched and arguments == answered else ())}
-    today = Setting(
-        precision=found.as_found_precision if found else "fp32",
-        batch_size=(found and found.batch_size) or 1,
-        accumulation_steps=found.accumulation_steps if found else 1,
-    )
+    today = found.today if found else Setting(precision="fp32", batch_size=1)
     outside = {
         name: getattr(config, name)
         for name in ("precision", "batch_size", "accumulation_steps")

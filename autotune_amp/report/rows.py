@@ -167,12 +167,7 @@ def answered_command(recommendation: Recommendation, line: LaunchLine, study: Pa
     arguments, _ = line.of_setting(recommendation.config, study.as_posix(), **of_trial)
     workload = recommendation.workload
     assert workload is not None  # a search of a command describes it
-    today = Setting(
-        precision=workload.as_found_precision,
-        batch_size=workload.batch_size or 1,
-        accumulation_steps=workload.accumulation_steps,
-    )
-    if not line.outside(recommendation.config, today):
+    if not line.outside(recommendation.config, workload.today):
         return shlex.join(arguments), True
     return f"autotune-amp run {shlex.quote(study.as_posix())} -- {shlex.join(arguments)}", False
 

@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=list(CASES), metavar="NAME")
     parser.add_argument("--budget", type=int, default=150)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "studies_launch")
-    parser.add_argument("--mirrors", type=Path, default=Path("/work/.mirror"), help="git mirrors, OWNER+NAME/repo")
+    parser.add_argument("--mirrors", type=Path, help="git mirrors, OWNER+NAME/repo; cloned where they are not")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args()
     for name in options.names:
@@ -128,7 +128,7 @@ def main() -> None:
         if result.exists():
             continue
         case = CASES[name]
-        folder = prepared(name, case, options.work, options.mirrors)
+        folder = prepared(name, case, options.work, options.mirrors or options.work / "mirrors")
         found = search(name, case, folder, options.budget, options.work / "found")
         paces = []
         if found["status"] == 0:

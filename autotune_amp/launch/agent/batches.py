@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import deque
 from typing import Any
@@ -35,19 +34,8 @@ class Loaders:
 
     def watch(self) -> None:
         """Hook into DataLoader."""
-        self._watch_making()
+        self._channel.after_init(dataloader.DataLoader, self._made)
         self._watch_iterating()
-
-    def _watch_making(self) -> None:
-        loader_class: Any = dataloader.DataLoader
-        make, made = loader_class.__init__, self._channel.shield(self._made)
-
-        @functools.wraps(make)
-        def __init__(loader: Any, *args: Any, **kwargs: Any) -> None:
-            make(loader, *args, **kwargs)
-            made(loader)
-
-        loader_class.__init__ = __init__
 
     def _made(self, loader: Any) -> None:
         if "_autotune_amp_index" in loader.__dict__:

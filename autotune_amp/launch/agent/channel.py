@@ -61,6 +61,17 @@ class Channel:
 
         return shielded
 
+    def after_init(self, owner: Any, action: Callable[[Any], None]) -> None:
+        """Have `action` called with every object of the class `owner` that was made, shielded."""
+        original, made = owner.__init__, self.shield(action)
+
+        @functools.wraps(original)
+        def __init__(self_: Any, *args: Any, **kwargs: Any) -> None:
+            original(self_, *args, **kwargs)
+            made(self_)
+
+        owner.__init__ = __init__
+
     def send_error(self, error: BaseException, *, is_oom: bool) -> None:
         """Send an exception, and who this process is."""
         import traceback  # takes longer than the rest of this module, in every Python that a command starts

@@ -59,7 +59,7 @@ class Passes:
     def watch(self) -> None:
         """Hook into torch."""
         self._watch_losses()
-        self._watch_scalers()
+        self._channel.after_init(GradScaler, self._made_scaler)
         self._watch_regions()
         self.watch_modules()
 
@@ -101,17 +101,6 @@ class Passes:
         if self.num_backward == MAX_BACKWARD_WITHOUT_STEP and not self.has_stepped:
             self._channel.send("unstepped", num_backward=self.num_backward)
         self.overhead_seconds += time.perf_counter() - began
-
-    def _watch_scalers(self) -> None:
-        scaler_class: Any = GradScaler
-        make, made = scaler_class.__init__, self._channel.shield(self._made_scaler)
-
-        @functools.wraps(make)
-        def __init__(scaler: Any, *args: Any, **kwargs: Any) -> None:
-            make(scaler, *args, **kwargs)
-            made(scaler)
-
-        scaler_class.__init__ = __init__
 
     def _made_scaler(self, scaler: Any) -> None:
         line, maker = where.user_line(), where.maker()

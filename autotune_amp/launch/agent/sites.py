@@ -138,15 +138,7 @@ class _Sites:
     def watch_loaders(self) -> None:
         """A loader is told of when it is made, with what tells others over the same data from it."""
         self.note_made(BatchSampler)
-        loader_class: Any = dataloader.DataLoader
-        original, made = loader_class.__init__, self._channel.shield(self._made_loader)
-
-        @functools.wraps(original)
-        def __init__(loader: Any, *args: Any, **kwargs: Any) -> None:
-            original(loader, *args, **kwargs)
-            made(loader)
-
-        loader_class.__init__ = __init__
+        self._channel.after_init(dataloader.DataLoader, self._made_loader)
 
     def _made_loader(self, loader: Any) -> None:
         call, sampler = _call(loader), self._calls.get(id(loader.batch_sampler))
