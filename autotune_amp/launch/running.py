@@ -132,7 +132,6 @@ class _Command:
         self._watcher = watcher
         self._heard = Heard()
         self._tail: deque[str] = deque(maxlen=_NUM_KEPT_CHUNKS)
-        self._printed: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._mark = uuid.uuid4().hex
         self._listener = Listener(agent["socket"])
         self._memory_bytes, self._memory_at = 0, 0.0
@@ -205,9 +204,6 @@ class _Command:
                 else:
                     self._heard.hear(message)
                 message = self._listener.heard.get_nowait()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._watcher.output(self._printed.get_nowait())
         if self._heard.num_steps > num_before:
             self._watcher.step(self._heard.num_steps, self._heard.step_seconds or 0.0)
 
@@ -262,9 +258,7 @@ class _Command:
     def _read(self) -> None:
         assert self._popen.stdout is not None
         while chunk := os.read(self._popen.stdout.fileno(), 1 << 16):
-            text = chunk.decode(errors="replace")
-            self._tail.append(text)
-            self._printed.put(text)
+            self._tail.append(chunk.decode(errors="replace"))
 
 
 def _resident_bytes(processes: Sequence[psutil.Process]) -> int:

@@ -48,7 +48,7 @@ def verdict(
     """What became of it, None while it goes on. `is_enough`: its steps are measured."""
     if heard.refused is not None:
         return _of_refused(heard.refused)
-    if heard.errors:
+    if _is_fatal(heard, seen):
         return _of_errors(heard, seen)
     for rank in heard.ranks.values():
         if num_ooms := max((step.num_ooms for step in rank.steps), default=0):
@@ -88,6 +88,13 @@ def _of_refused(refused: Refused) -> Failure:
             "there: bash -c 'cd {trial_dir} && python /path/to/train.py'."
         )
     return Failure(kind="workload_error", message=message, details=step)
+
+
+def _is_fatal(heard: Heard, seen: Seen) -> bool:
+    """Whether an error is the end of it: a rank's is, that of a helper only where the command ended by it."""
+    if seen.status is not None and (seen.status != 0 or not heard.ranks):
+        return bool(heard.errors)
+    return any(error.pid in heard.rank_by_pid for error in heard.errors)
 
 
 def _of_errors(heard: Heard, seen: Seen) -> Failure:
@@ -154,6 +161,8 @@ def _overdue(heard: Heard, seen: Seen, deadlines: Deadlines) -> Failure | None:
         message = f"no step for {step:.0f} s, after step {heard.num_steps}"
     else:
         return None
+    if heard.errors:
+        return _of_errors(heard, seen)
     if not heard.ranks:
         message += f": {_unseen(heard)}"
     elif not heard.is_whole:

@@ -16,7 +16,8 @@ TIMM = "huggingface/pytorch-image-models@aa4b5850c1543fa488abf260f18390eda46cf85
 
 class Case(NamedTuple):
     """`source` is REPOSITORY@COMMIT or an installed package; `paths` of it are copied into the case's folder, and
-    `command` runs in `folder` of that. `options` go to `autotune-amp search`."""
+    `command` runs in `folder` of that. `options` go to `autotune-amp search`, and `in_process` to that of the same
+    training as a Workload, None where in_process.py has none."""
 
     source: str
     paths: tuple[str, ...]
@@ -25,6 +26,7 @@ class Case(NamedTuple):
     make: Callable[[Path], None]
     options: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
+    in_process: tuple[str, ...] | None = None
 
 
 def _nothing(_: Path) -> None:
@@ -52,6 +54,7 @@ CASES = {
         "mnist",
         "python main.py --no-accel --batch-size {batch_size=64}",
         lambda folder: made.mnist(folder.parent / "data"),
+        in_process=(),
     ),
     "mnist_rnn": Case(
         EXAMPLES,
@@ -59,6 +62,7 @@ CASES = {
         "mnist_rnn",
         "python main.py --batch-size {batch_size=64} --seed {seed}",
         lambda folder: made.mnist(folder.parent / "data"),
+        in_process=(),
     ),
     "vae": Case(
         EXAMPLES,
@@ -66,6 +70,7 @@ CASES = {
         "vae",
         "python main.py --no-accel",
         lambda folder: made.mnist(folder.parent / "data"),
+        in_process=(),
     ),
     "dcgan": Case(
         EXAMPLES,
@@ -89,6 +94,7 @@ CASES = {
         " --n_layer=4 --n_head=4 --n_embd=128 --dropout=0.0 --batch_size={batch_size=12}"
         " --gradient_accumulation_steps={accumulation_steps=1}",
         lambda folder: made.characters(folder / "data" / "shakespeare_char"),
+        in_process=("--baseline", "fp32:12", "--effective-batch-size", "12"),
     ),
     "mingpt": Case(
         MINGPT,

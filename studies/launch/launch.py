@@ -1,7 +1,9 @@
 """Searches a script by its command, then runs the answered command without autotune_amp: `python launch.py NAME…`.
 
 Of each case: results/NAME.json, which holds the recommendation and NUM_RUNS paces of pace.py, of today's command and of
-the answer in turn. A case that has its file is not run again. --work says where scripts are copied and data is made.
+the answer in turn. What the answered command has no argument for is written into a copy of the script by
+`autotune-amp apply --write`. A case that has its file is not run again. --work says where scripts are copied and data
+is made.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from cases import CASES, Case
@@ -57,27 +60,64 @@ def _copy(case: Case, folder: Path, mirrors: Path) -> None:
 
 
 def search(name: str, case: Case, folder: Path, budget: int, out: Path) -> dict:
-    """The document of `autotune-amp search -- COMMAND`: a recommendation or an error."""
-    command = [sys.executable, "-m", "autotune_amp", "search", "--budget", str(budget), "--out", str(out)]
-    command += ["--study", name, "--fresh", *case.options, "--json", "--", *shlex.split(case.command)]
+    """What became of `autotune-amp search -- COMMAND`."""
+    options = ["--budget", str(budget), "--out", str(out), "--study", name, "--fresh", *case.options]
+    return ours(case, folder, "search", *options, command=shlex.split(case.command))
+
+
+def search_in_process(name: str, case: Case, folder: Path, budget: int, out: Path) -> dict:
+    """What became of the search of in_process.py's workload, the same training."""
+    options = ["--budget", str(budget), "--out", str(out), "--study", f"{name}_in_process", "--fresh"]
+    return ours(case, folder, "search", f"{HERE / 'in_process.py'}:{name}", *options, *case.in_process)
+
+
+def ours(case: Case, folder: Path, *words: str, command: Sequence[str] = ()) -> dict:
+    """How long a command of autotune_amp took, its status, and the document that it printed: an error's too."""
     began = time.monotonic()
-    done = subprocess.run(command, cwd=folder, env=_environment(case), stdout=subprocess.PIPE, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "autotune_amp", *words, "--json", *(["--", *command] if command else [])],
+        cwd=folder,
+        env=_environment(case),
+        stdout=subprocess.PIPE,
+        check=False,
+    )
     document = json.loads(done.stdout) if done.stdout.strip() else {}
     return {"seconds": time.monotonic() - began, "status": done.returncode, "document": document}
 
 
-def pace(case: Case, folder: Path, setting: dict) -> dict:
-    """The command filled with `setting`, run by pace.py in place of what would run the script."""
+def attain(case: Case, folder: Path, study: Path, document: dict) -> dict:
+    """The paces of today's command and of the answer in turn; what `apply` did where the answer needs an edit."""
     line = LaunchLine.of(case.command, values=_values(case))
+    today, answer = (
+        convert(each, Setting) for each in (document["evidence"]["baseline"]["config"], document["config"])
+    )
+    answers = document["config"]["environment"]
+    runs, found = {"today": (folder, line, today, {}), "answer": (folder, line, answer, answers)}, {}
+    if line.outside(answer, today):
+        copy = study.with_name(f"{study.name}_applied")
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(study.parents[1] / study.name, copy)
+        edited = copy / case.folder
+        with tempfile.TemporaryDirectory() as trial_dir:
+            command, _ = _filled(line, answer, trial_dir)
+            found["applied"] = ours(case, edited, "apply", "--write", str(study), command=command)
+        henceforth = found["applied"]["document"].get("command") or command
+        runs["answer"] = (edited, LaunchLine.of(shlex.join(henceforth)), answer, answers)
+        if found["applied"]["status"]:
+            del runs["answer"]
+    paces = [{"of": of, **pace(case, *each)} for _ in range(NUM_RUNS) for of, each in runs.items()]
+    return {**found, "paces": paces}
+
+
+def pace(case: Case, folder: Path, line: LaunchLine, setting: Setting, environment: dict[str, str]) -> dict:
+    """The command filled with `setting`, run by pace.py in place of what would run the script."""
     with tempfile.TemporaryDirectory() as trial_dir:
-        filled, _ = line.of_setting(
-            convert(setting, Setting), trial_dir, seed=0, trial_dir=trial_dir, port=_free_port()
-        )
+        filled, _ = _filled(line, setting, trial_dir)
         measured = Path(trial_dir, "pace.json")
         done = subprocess.run(
             timed(filled),
             cwd=folder,
-            env={**_environment(case), "PACE": str(measured)},
+            env={**_environment(case), **environment, "PACE": str(measured)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             timeout=RUN_SECONDS,
@@ -87,6 +127,10 @@ def pace(case: Case, folder: Path, setting: dict) -> dict:
         if not measured.exists():
             return {"command": shlex.join(filled), "error": done.stderr[-2000:]}
         return {"command": shlex.join(filled), **json.loads(measured.read_text())}
+
+
+def _filled(line: LaunchLine, setting: Setting, trial_dir: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    return line.of_setting(setting, trial_dir, seed=0, trial_dir=trial_dir, port=_free_port())
 
 
 def timed(arguments: tuple[str, ...]) -> list[str]:
@@ -130,16 +174,12 @@ def main() -> None:
         case = CASES[name]
         folder = prepared(name, case, options.work, options.mirrors or options.work / "mirrors")
         found = search(name, case, folder, options.budget, options.work / "found")
-        paces = []
         if found["status"] == 0:
-            document = found["document"]
-            settings = {"today": document["evidence"]["baseline"]["config"], "answer": document["config"]}
-            for _ in range(NUM_RUNS):
-                paces += [{"of": of, **pace(case, folder, setting)} for of, setting in settings.items()]
+            found |= attain(case, folder, options.work / "found" / name, found["document"])
+        if case.in_process is not None:
+            found["in_process"] = search_in_process(name, case, folder, options.budget, options.work / "found")
         result.parent.mkdir(parents=True, exist_ok=True)
-        result.write_text(
-            json.dumps({"command": case.command, "source": case.source, **found, "paces": paces}, indent=1)
-        )
+        result.write_text(json.dumps({"command": case.command, "source": case.source, **found}, indent=1))
         print(name, found["status"], f"{found['seconds']:.0f} s", flush=True)
 
 

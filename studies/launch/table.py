@@ -5,26 +5,55 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- results: table.py -->", "<!-- end of results -->"
-HEAD = "| script | answer | promised samples/s (95 %) | attained, each run | within | today, each run | search s |"
+HEAD = (
+    "| script | answer | promised samples/s (95 %) | attained, each run | within | today, promised (95 %) "
+    "| today, each run | within | as a Workload: answer, today | search s |"
+)
 
 
 def row(path: Path) -> str:
     """Of one script; where its search or a run failed, what it said."""
     found = json.loads(path.read_text())
     document = found["document"]
+    name = path.stem
     if found["status"]:
-        said = document.get("error", {}).get("message", "no document")
-        return f"| {path.stem} | failed: {said} | | | | | {found['seconds']:.0f} |"
+        return f"| {name} | failed: {_said(document)} | | | | | | | | {found['seconds']:.0f} |"
     config, evidence = document["config"], document["evidence"]
+    cells = [name, _setting(config)]
+    for of, promised in (("answer", evidence), ("today", evidence["baseline"])):
+        attained = rates(found["paces"], of, document)
+        low, high = promised["samples_per_second_interval"]
+        num_within = sum(isinstance(rate, float) and low <= rate <= high for rate in attained)
+        shown = ", ".join(f"{rate:.4g}" if isinstance(rate, float) else rate for rate in attained)
+        if not attained:
+            shown = f"not applied: {_said(found['applied']['document'])}"
+        cells += [_promised(promised), shown, f"{num_within} of {len(attained)}"]
+    cells += [_in_process(found.get("in_process")), f"{found['seconds']:.0f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def _in_process(found: dict | None) -> str:
+    """What the search of the same training as a Workload recommends and promises."""
+    if found is None:
+        return "-"
+    if found["status"]:
+        return f"failed: {_said(found['document'])}"
+    config, evidence = found["document"]["config"], found["document"]["evidence"]
+    return f"{_setting(config)}: {_promised(evidence)}; {_promised(evidence['baseline'])}"
+
+
+def _setting(config: dict) -> str:
+    return f"{config['precision']} {config['batch_size']} x {config['accumulation_steps']}"
+
+
+def _promised(evidence: dict) -> str:
     low, high = evidence["samples_per_second_interval"]
-    attained = {of: rates(found["paces"], of, document) for of in ("answer", "today")}
-    num_within = sum(isinstance(rate, float) and low <= rate <= high for rate in attained["answer"])
-    shown = {of: ", ".join(f"{r:.1f}" if isinstance(r, float) else r for r in all_) for of, all_ in attained.items()}
-    return (
-        f"| {path.stem} | {config['precision']} {config['batch_size']} x {config['accumulation_steps']} "
-        f"| {evidence['samples_per_second']:.1f} ({low:.1f} to {high:.1f}) | {shown['answer']} "
-        f"| {num_within} of {len(attained['answer'])} | {shown['today']} | {found['seconds']:.0f} |"
-    )
+    return f"{evidence['samples_per_second']:.4g} ({low:.4g} to {high:.4g})"
+
+
+def _said(document: dict) -> str:
+    said = document.get("error", {}).get("message", "no document")
+    return " ".join(said.split())[:300].replace("|", "\\|")
 
 
 def rates(paces: list[dict], of: str, document: dict) -> list[float | str]:
@@ -34,7 +63,7 @@ def rates(paces: list[dict], of: str, document: dict) -> list[float | str]:
     return [
         each["num_ranks"] * samples * each["num_steps"] / each["seconds"]
         if "seconds" in each
-        else each["error"].strip().splitlines()[-1]
+        else (each["error"].strip() or "no word").splitlines()[-1]
         for each in paces
         if each["of"] == of
     ]

@@ -95,7 +95,17 @@ def test_what_torch_multiprocessing_raises_is_the_error_of_its_process() -> None
         "\n\n-- Process 1 terminated with the following error:\nTraceback (most recent call last):\nValueError: wrong\n"
     )
     heard.hear(said.error(1, "ProcessRaisedException", text))
-    assert of(heard) == ("workload_error", "rank 1: ValueError: wrong")
+    assert of(heard, status=1) == ("workload_error", "rank 1: ValueError: wrong")
+
+
+def test_an_error_of_a_helper_that_the_script_survives_ends_nothing() -> None:
+    heard = said.trained([8])
+    heard.hear(said.error(7, "ImportError", "no module named flash_attn"))
+    assert of(heard) == ("", "")
+    assert of(heard, is_enough=True) == ("measured", "")
+    assert of(heard, status=0) == ("measured", "")
+    for ended in ({"status": 1}, {"seconds": 101.0}):
+        assert of(heard, **ended) == ("workload_error", "ImportError: no module named flash_attn")
 
 
 def test_a_rank_that_hangs_is_named_with_its_stack_first() -> None:
