@@ -45,6 +45,9 @@ OF_RANKS = (
     "Each rank is taken to train on samples of its own: where several share them (tensor parallel), samples are "
     "counted once for each, which changes no comparison."
 )
+OF_SECOND_DIM = (
+    "Samples are counted along the second dimension of what enters the model, which is the batch size asked for."
+)
 
 
 class Answered(NamedTuple):
@@ -121,7 +124,7 @@ class CommandBackend(WorkloadBackend):
         first = self._observe(today, job.deadlines)
         if isinstance(first, Failure):
             return first
-        rank, started = first
+        rank, started = self._of_samples(today, first, job.deadlines)
         self._require_device(job.device, rank)
         loader = measure.training_loader(rank)
         per_step = measure.samples_per_step(rank) or 1
@@ -153,6 +156,7 @@ class CommandBackend(WorkloadBackend):
                 *NOTES,
                 *([] if "accumulation_steps" in cannot else [OF_ACCUMULATION]),
                 *([OF_RANKS] if rank.world > 1 else []),
+                *([OF_SECOND_DIM] if command.sample_dim == 1 else []),
                 *([OF_SHELLS] if any(word in ("bash", "sh", "zsh") for word in command.line.arguments[:2]) else []),
             ),
             loader=command.maker,
@@ -176,6 +180,20 @@ class CommandBackend(WorkloadBackend):
                 kind="workload_error", message=f"it ended after {ran.heard.num_steps} steps, too few to measure"
             )
         return found[0], ran.began
+
+    def _of_samples(self, today: Setting, first: tuple[Rank, float], deadlines: Deadlines) -> tuple[Rank, float]:
+        """What was observed, again where the model takes its samples along the second dimension, as recurrent ones do:
+        nothing but the batch size that was asked for tells so."""
+        line, rank = self._command.line, first[0]
+        is_asked = "batch_size" in line.placeholders and measure.training_loader(rank) is None
+        if not is_asked or deviation(line, today, rank) is None:
+            return first
+        self._command.sample_dim = 1
+        again = self._observe(today, deadlines)
+        if not isinstance(again, Failure) and deviation(line, today, again[0]) is None:
+            return again
+        self._command.sample_dim = 0
+        return first
 
     def _follow(self, other: Setting, today: Setting, job: Describe, began: float) -> tuple[dict[str, str], Rank]:
         """Whether another batch size and precision show in what is observed; what the command does not run in,

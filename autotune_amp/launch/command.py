@@ -24,7 +24,8 @@ class Command:
     """A launch line that is run many times.
 
     Once it was observed, `today` is what it does, `maker` what makes its training loader, and `unsettable` as in
-    `Description`. `made` are the files that its runs left outside of their own folders.
+    `Description`. `sample_dim` is the dimension of what enters its model along which samples are counted where there
+    is no DataLoader. `made` are the files that its runs left outside of their own folders.
     """
 
     def __init__(self, line: LaunchLine) -> None:
@@ -32,6 +33,7 @@ class Command:
         self.today: Setting | None = None
         self.maker: str | None = None
         self.unsettable: dict[str, str] = {}
+        self.sample_dim = 0
         self.made: tuple[str, ...] = ()
         self._memory: Path | None = None
 
@@ -57,10 +59,10 @@ class Command:
             arguments, files = self.line.of_setting(setting, folder, **of_trial)
             for path, text in files.items():
                 Path(path).write_text(text)
-            ran = run(
+            return run(
                 arguments,
                 environment={**_compilers_cache(), **os.environ, **TRIAL_ENVIRONMENT, **(environment or {})},
-                agent={"seed": seed, "outside": outside, **agent},
+                agent={"seed": seed, "outside": outside, "sample_dim": self.sample_dim, **agent},
                 folders=[Path(folder), *([] if kept is None else [kept.parent])],
                 made=self.made,
                 deadlines=deadlines,
@@ -68,16 +70,18 @@ class Command:
                 watcher=watcher,
                 memory_limit_bytes=memory_limit_bytes,
                 kept=kept,
+                remember=self._remember,
             )
-        self.made = ran.made
-        if self._memory is not None:
-            remember(self._memory, self.made)
-        return ran
 
     def keep_in(self, folder: Path) -> None:
         """Know again what earlier runs made, by a file in the study's folder."""
         self._memory = folder / "made.json"
         self.made = remembered(self._memory)
+
+    def _remember(self, made: tuple[str, ...]) -> None:
+        self.made = made
+        if self._memory is not None:
+            remember(self._memory, made)
 
 
 def _compilers_cache() -> dict[str, str]:

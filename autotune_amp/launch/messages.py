@@ -96,7 +96,7 @@ class Site(_Message, frozen=True, kw_only=True, tag="site"):
 class Step(_Message, frozen=True, kw_only=True, tag="step"):
     """An optimizer step. Samples by loader, batches, waits, backward passes and compilations are counted from the
     beginning; losses (None: not finite), forwards and autocast regions are since the step before. A forward is the
-    class of an outermost module, the leading dimension of what entered it, the dtype that its weights were used in.
+    class of an outermost module, the size of what entered it, the dtype that its weights were used in.
     `is_settled`: the device was waited for, so that intervals between such steps are true."""
 
     optimizer: int

@@ -69,12 +69,14 @@ def run(
     kept: Path | None = None,
     folders: Sequence[Path] = (),
     made: Sequence[str] = (),
+    remember: Callable[[tuple[str, ...]], object] = lambda _: None,
 ) -> Ran:
     """Start the command in the working directory, hear its processes, and kill them all once the verdict stands.
 
     `agent` are the settings of the agent beside its socket; what it writes goes to the folder `kept`, else it is
     removed. Nothing that was there may be changed by the command but what is in `folders` and what runs before it have
-    `made`; should this process be killed, `folders` are removed. Raises `WorkloadError` where it cannot be started.
+    `made`; `remember` is told what is made by then, also of a run that is interrupted. Should this process be killed,
+    `folders` are removed. Raises `WorkloadError` where it cannot be started.
     """
     _require_startable(arguments, environment.get("PATH"))
     own = Path(tempfile.mkdtemp(prefix="autotune_amp-", dir=_parent_folder(tempfile.gettempdir())))
@@ -92,7 +94,8 @@ def run(
             ran = command.until(deadlines, is_enough, memory_limit_bytes)
         finally:
             command.end()
-        return ran._replace(made=read(noted))
+            remember(left := read(noted))
+        return ran._replace(made=left)
     finally:
         shutil.rmtree(own, ignore_errors=True)
 

@@ -241,8 +241,8 @@ class _Search:
     def _cannot_be_built(self, failure: Failure) -> NothingWorksError:
         reason = f"{failure.kind}: {failure.message}" + (f"\n{failure.details.rstrip()}" if failure.details else "")
         return NothingWorksError(
-            f"The workload cannot be built, so no candidate can run: {reason}",
-            "Mend what the traceback shows; the model, data and optimizer must work on their own.",
+            f"The training does not run as it is today, so no candidate can: {reason}",
+            "Mend what is said above: it must run on its own.",
             tuple(
                 Exclusion(precision=p, batch_size=None, reason=reason) for p in self._options.precisions or PRECISIONS
             ),

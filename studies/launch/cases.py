@@ -13,6 +13,11 @@ ACCELERATE = "huggingface/accelerate@16cb6eb80dd9aa8b4df1a63ef57863e455d53b83"
 LIGHTNING = "Lightning-AI/pytorch-lightning@7f0c3436cd3f6ad3753125672024fc415cbcb414"
 TIMM = "huggingface/pytorch-image-models@aa4b5850c1543fa488abf260f18390eda46cf85d"
 
+SFT = (
+    "-m trl.scripts.sft --model_name_or_path model --dataset_name lines --output_dir out --use_cpu --report_to none"
+    " --max_length 64 --per_device_train_batch_size {batch_size=8} --gradient_accumulation_steps {accumulation_steps=1}"
+)
+
 
 class Case(NamedTuple):
     """`source` is REPOSITORY@COMMIT or an installed package; `paths` of it are copied into the case's folder, and
@@ -76,7 +81,8 @@ CASES = {
         EXAMPLES,
         ("dcgan/main.py",),
         "dcgan",
-        "python main.py --dataset fake --ngf 8 --ndf 8 --workers 0 --manualSeed {seed} --batchSize {batch_size=16}",
+        "python main.py --dataset fake --ngf 8 --ndf 8 --workers 0 --manualSeed {seed} --outf {trial_dir}"
+        " --batchSize {batch_size=16}",
         _nothing,
     ),
     "word_language_model": Case(
@@ -118,9 +124,14 @@ CASES = {
         "trl",
         (),
         ".",
-        "python -m trl.scripts.sft --model_name_or_path model --dataset_name lines --output_dir out --use_cpu"
-        " --report_to none --max_length 64 --per_device_train_batch_size {batch_size=8}"
-        " --gradient_accumulation_steps {accumulation_steps=1} --bf16 {precision=fp32:bf16=True|fp32=False}",
+        f"python {SFT} --bf16 {{precision=fp32:bf16=True|fp32=False}}",
+        _sft,
+    ),
+    "trl_sft_torchrun": Case(
+        "trl",
+        (),
+        ".",
+        f"torchrun --nproc_per_node 2 --master_port {{port}} {SFT} --ddp_backend gloo",
         _sft,
     ),
     "lightning_autoencoder": Case(

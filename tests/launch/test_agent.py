@@ -122,6 +122,21 @@ for number in range(8):
     assert passes <= {3, 4}
 
 
+@pytest.mark.parametrize("sample_dim", [0, 1])
+def test_what_enters_a_model_in_the_passes_of_a_step(
+    script: Callable[[str], list[str]], tmp_path: Path, sample_dim: int
+) -> None:
+    text = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for number in range(24):
+    model(torch.randn(5, 3, 8)).square().mean().backward()
+    if number % 3 == 2:
+        optimizer.step()
+"""
+    rank = only(run(script(text), tmp_path, sample_dim=sample_dim))
+    assert per_step(rank) == {(3 * (5, 3)[sample_dim], 3)}
+
+
 def test_what_is_compiled_the_step_too(script: Callable[[str], list[str]], tmp_path: Path) -> None:
     """Once more in the middle, where batches get smaller; the autocast region is inside."""
     text = """

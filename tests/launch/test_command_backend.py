@@ -130,6 +130,31 @@ def test_a_command_with_placeholders_is_described_followed_and_measured(script: 
     assert (judged.noise_ratio or 0) > 0
 
 
+RECURRENT = """
+import argparse, torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch", type=int)
+model = torch.nn.RNN(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+torch.manual_seed(0)
+words = torch.randn(7, parser.parse_args().batch, 4)
+while True:
+    model(words)[0].square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_samples_are_found_along_the_second_dimension(tmp_path: Path, local: LocalBackend) -> None:
+    (tmp_path / "train.py").write_text(RECURRENT)
+    backend, found = described([sys.executable, str(tmp_path / "train.py"), *BATCH], local)
+    assert isinstance(found, Description), found
+    assert found.batch_size == 8
+    assert any("second dimension" in note for note in found.notes)
+    measured = backend.submit(trial(Setting(precision="fp32", batch_size=4))).result()
+    assert isinstance(measured, Measurement), measured
+    assert measured.samples_per_second * measured.step_seconds == pytest.approx(4)
+
+
 def test_without_placeholders_it_is_set_from_outside(script: str, local: LocalBackend) -> None:
     backend, found = described([sys.executable, script], local)
     assert isinstance(found, Description), found

@@ -69,7 +69,7 @@ def test_the_rank_that_fails_is_named(tmp_path: Path, number: int, fault: str, k
 def test_the_rank_that_hangs_is_named_with_its_stack(tmp_path: Path, model: str, number: int) -> None:
     script = tmp_path / "train.py"
     script.write_text(RANKS.format(number=number, fault="time.sleep(1000)"))
-    deadlines = Deadlines(whole_seconds=250, first_step_seconds=60, step_seconds=20)
+    deadlines = Deadlines(whole_seconds=250, first_step_seconds=200, step_seconds=20)
     found = failure(ran([*TORCHRUN, str(script), model], deadlines=deadlines))
     assert found.kind == "timeout"
     assert "rank 1 hangs" in found.message

@@ -100,7 +100,7 @@ class Loaders:
         fetched = time.perf_counter()
         drawn = iterator._autotune_amp_drawn
         num = drawn.popleft() if drawn else None
-        num = leading(batch) if num is None else num
+        num = size_of(batch) if num is None else num
         self._use(iterator._autotune_amp_index, num or 0)
         self.num_batches += 1
         if self.keeps_latest:
@@ -118,10 +118,10 @@ class Loaders:
         self.num_samples[index] = self.num_samples.get(index, 0) + num
 
 
-def leading(batch: Any, depth: int = 0) -> int | None:
-    """The leading dimension of the first tensor in a batch."""
-    tensor = first_tensor(batch, depth)
-    return None if tensor is None or not tensor.dim() else int(tensor.shape[0])
+def size_of(batch: Any, dim: int = 0) -> int | None:
+    """The size of the first tensor in a batch along `dim`, None where it has none."""
+    tensor = first_tensor(batch)
+    return None if tensor is None or tensor.dim() <= dim else int(tensor.shape[dim])
 
 
 def first_tensor(batch: Any, depth: int = 0) -> Any:

@@ -36,6 +36,7 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
         random.seed(settings["seed"])
         torch.manual_seed(settings["seed"])
     observer = Observer(channel)
+    observer.passes.sample_dim = settings.get("sample_dim", 0)
     if settings.get("frozen"):
         from .frozen import Frozen
 

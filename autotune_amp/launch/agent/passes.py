@@ -11,7 +11,7 @@ from torch.amp.autocast_mode import autocast
 from torch.amp.grad_scaler import GradScaler
 
 from . import where
-from .batches import first_tensor, leading
+from .batches import first_tensor, size_of
 from .channel import Channel
 
 NUM_FULLY_WATCHED = 3  # steps in which modules are watched too: nothing is patched around them after that
@@ -28,6 +28,7 @@ class Passes:
         self.latest: Any = None  # the first tensor that entered the outermost module, where `keeps_latest`
         self.keeps_latest = False
         self.overhead_seconds = 0.0
+        self.sample_dim = 0  # of what enters a module, along which its samples are counted
         self.on_outermost: list[Any] = []  # called with each outermost module, before its forward
         self._channel = channel
         self._losses: list[Any] = []
@@ -43,8 +44,8 @@ class Passes:
         return losses
 
     def take_forwards(self) -> list[Any]:
-        """Of each outermost module that ran in training its class, the leading dimension of what entered it, and the
-        dtype that its weights were used in."""
+        """Of each outermost module that ran in training its class, the size of what entered it along `sample_dim`, and
+        the dtype that its weights were used in."""
         forwards, self._forwards = self._forwards[:MAX_FORWARDS], []
         return forwards
 
@@ -141,7 +142,8 @@ class Passes:
         def outermost(module: Any, *args: Any, **kwargs: Any) -> Any:
             module_class.__call__ = original
             try:
-                entering(module, args, kwargs)
+                if self._watches_modules:
+                    entering(module, args, kwargs)
                 return original(module, *args, **kwargs)
             finally:
                 if self._watches_modules:
@@ -150,7 +152,7 @@ class Passes:
         module_class.__call__ = outermost
 
     def unwatch_modules(self) -> None:
-        """From the next call on."""
+        """From now on; the patch goes with the next call."""
         self._watches_modules = False
 
     def _entering_outermost(self, module: Any, args: Any, kwargs: Any) -> None:
@@ -159,7 +161,7 @@ class Passes:
             for action in self.on_outermost:
                 action(module)
             given = [*args, *kwargs.values()]
-            size = leading(given)
+            size = size_of(given, self.sample_dim)
             if self.keeps_latest:
                 self.latest = first_tensor(given)
             self._forwards.append((type(module).__name__, size, _used_dtype(module)))
