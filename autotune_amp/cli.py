@@ -346,9 +346,10 @@ def apply(
     from autotune_amp.launch.editing.apply import apply as applied_to
     from autotune_amp.report.files import latest
 
-    config = Recommendation.load(latest(folder, "recommendation.json")).config
+    found = latest(folder, "recommendation.json")
+    config = Recommendation.load(found).config
     with Console(stderr=True).status("") as status:
-        applied = applied_to(config, LaunchLine.of(training), write=write, phase=status.update)
+        applied = applied_to(config, LaunchLine.of(training), study=found.parent, write=write, phase=status.update)
     _write(_document(applied) if as_json else applied.diff.encode())
     with _reader_may_leave(sys.stdout):
         sys.stdout.flush()

@@ -85,8 +85,9 @@ def ours(case: Case, folder: Path, *words: str, command: Sequence[str] = ()) -> 
     return {"seconds": time.monotonic() - began, "status": done.returncode, "document": document}
 
 
-def attain(case: Case, folder: Path, study: Path, document: dict) -> dict:
-    """The paces of today's command and of the answer in turn; what `apply` did where the answer needs an edit."""
+def attain(case: Case, folder: Path, other: Path, study: Path, document: dict) -> dict:
+    """The paces of today's command and of the answer in turn; what `apply` did to the script in the folder `other`
+    where the answer needs an edit."""
     line = LaunchLine.of(case.command, values=_values(case))
     today, answer = (
         convert(each, Setting) for each in (document["evidence"]["baseline"]["config"], document["config"])
@@ -94,15 +95,11 @@ def attain(case: Case, folder: Path, study: Path, document: dict) -> dict:
     answers = document["config"]["environment"]
     runs, found = {"today": (folder, line, today, {}), "answer": (folder, line, answer, answers)}, {}
     if line.outside(answer, today):
-        copy = study.with_name(f"{study.name}_applied")
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(study.parents[1] / study.name, copy)
-        edited = copy / case.folder
         with tempfile.TemporaryDirectory() as trial_dir:
             command, _ = _filled(line, answer, trial_dir)
-            found["applied"] = ours(case, edited, "apply", "--write", str(study), command=command)
+            found["applied"] = ours(case, other, "apply", "--write", str(study), command=command)
         henceforth = found["applied"]["document"].get("command") or command
-        runs["answer"] = (edited, LaunchLine.of(shlex.join(henceforth)), answer, answers)
+        runs["answer"] = (other, LaunchLine.of(shlex.join(henceforth)), answer, answers)
         if found["applied"]["status"]:
             del runs["answer"]
     paces = [{"of": of, **pace(case, *each)} for _ in range(NUM_RUNS) for of, each in runs.items()]
@@ -175,7 +172,9 @@ def main() -> None:
         folder = prepared(name, case, options.work, options.mirrors or options.work / "mirrors")
         found = search(name, case, folder, options.budget, options.work / "found")
         if found["status"] == 0:
-            found |= attain(case, folder, options.work / "found" / name, found["document"])
+            shutil.rmtree(options.work / "applied" / name, ignore_errors=True)
+            other = prepared(name, case, options.work / "applied", options.mirrors or options.work / "mirrors")
+            found |= attain(case, folder, other, options.work / "found" / name, found["document"])
         if case.in_process is not None:
             found["in_process"] = search_in_process(name, case, folder, options.budget, options.work / "found")
         result.parent.mkdir(parents=True, exist_ok=True)

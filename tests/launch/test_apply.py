@@ -81,6 +81,14 @@ def test_a_plain_loop_is_shown_tried_and_written(apply: Apply, tmp_path: Path) -
     assert (other / "train.py").read_text() == script.read_text() != PLAIN
 
 
+def test_what_the_command_makes_in_one_run_is_its_own_in_the_next(apply: Apply, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("open('log', 'w').close()\n" + PLAIN)
+    for _ in range(2):
+        assert apply([sys.executable, "train.py"])["verified"]
+    (tmp_path / "log").write_text("the user's")
+    assert "log" in apply([sys.executable, "train.py"], fails=True)["error"]["message"]
+
+
 def test_a_copy_that_does_something_else_is_not_written(apply: Apply, tmp_path: Path) -> None:
     stubborn = PREAMBLE + "size = 32\nglobals()['size'] = 8\nloader = torch.utils.data.DataLoader(data, size)\n" + LOOP
     (tmp_path / "train.py").write_text(stubborn)

@@ -83,9 +83,10 @@ class _Source(NamedTuple):
         return self.content.decode(self.encoding)
 
 
-def apply(config: AmpConfig, line: LaunchLine, *, write: bool, phase: Callable[[str], Any]) -> Applied:
+def apply(config: AmpConfig, line: LaunchLine, *, study: Path, write: bool, phase: Callable[[str], Any]) -> Applied:
     """Run the command to see what it does, edit a copy of its files to do what `config` says, and run that.
 
+    What the command makes in both runs is its own, as is what the trials of the search in the folder `study` made.
     With `write` the edits are written, if the copy did what they say; else `WorkloadError` is raised, and nothing is
     changed. `phase` is told what is being done. Raises `WorkloadError` too for a command whose steps cannot be seen.
     """
@@ -96,7 +97,7 @@ def apply(config: AmpConfig, line: LaunchLine, *, write: bool, phase: Callable[[
             "Run the command that `autotune-amp show` prints, or give the command without them.",
         )
     phase("Running the command, to see what it does today")
-    observed = _observed(line)
+    observed = _observed(line, study)
     if isinstance(observed, Failure):
         details = f"\n{observed.details.rstrip()}" if observed.details else ""
         raise WorkloadError(
@@ -117,7 +118,7 @@ def apply(config: AmpConfig, line: LaunchLine, *, write: bool, phase: Callable[[
     )
     if applied.diff or applied.command:
         phase("Running an edited copy")
-        applied = _verified(applied, line, edited, sources)
+        applied = _verified(applied, line, study, edited, sources)
     if write and applied.diff:
         if not applied.verified:
             raise WorkloadError(
@@ -129,9 +130,11 @@ def apply(config: AmpConfig, line: LaunchLine, *, write: bool, phase: Callable[[
     return applied
 
 
-def _observed(line: LaunchLine, overlay: Mapping[str, str] | None = None) -> tuple[Heard, Rank] | Failure:
+def _observed(line: LaunchLine, study: Path, overlay: Mapping[str, str] | None = None) -> tuple[Heard, Rank] | Failure:
     """A few steps of the command, and its slowest rank."""
-    ran = Command(line).run(
+    command = Command(line)
+    command.keep_in(study)
+    ran = command.run(
         Setting(**{"precision": "fp32", "batch_size": 1, **line.today_values}),
         _PATIENCE,
         lambda heard: heard.num_steps >= NUM_STEPS and measure.slowest(heard) is not None,
@@ -200,14 +203,14 @@ def _read(paths: Iterable[str]) -> dict[str, _Source]:
     return found
 
 
-def _verified(applied: Applied, line: LaunchLine, edited: Edit, sources: Mapping[str, _Source]) -> Applied:
+def _verified(applied: Applied, line: LaunchLine, study: Path, edited: Edit, sources: Mapping[str, _Source]) -> Applied:
     """Run the copy, in the place of the original's files, under the command as it is henceforth."""
     with tempfile.TemporaryDirectory(prefix="autotune_amp-") as folder:
         overlay = {}
         for number, (path, text) in enumerate(edited.texts.items()):
             overlay[path] = str(Path(folder, f"{number}.py"))
             Path(overlay[path]).write_bytes(text.encode(sources[path].encoding))
-        found = _observed(msgspec.structs.replace(line, arguments=edited.command), overlay)
+        found = _observed(msgspec.structs.replace(line, arguments=edited.command), study, overlay)
     if isinstance(found, Failure):
         return msgspec.structs.replace(applied, verified=False, problem=f"of the copy, {found.message.rstrip('.')}")
     observed, expected = _behaviour(found[1]), edited.expected
