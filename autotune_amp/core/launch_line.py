@@ -18,7 +18,11 @@ from autotune_amp.core.setting import Setting
 OF_TRIAL = ("seed", "trial_dir", "port")
 _NUMBERS = ("batch_size", "accumulation_steps", "num_workers")
 _NAMES = ("precision", *_NUMBERS, *OF_TRIAL)
-_PLACEHOLDER = re.compile(r"\{(?P<name>" + "|".join(_NAMES) + r")(?:=(?P<today>[^{}:|]*))?(?::(?P<choices>[^{}]*))?\}")
+# Choices are the precision's alone.
+_PLACEHOLDER = re.compile(
+    r"\{(?P<name>(?P<precision>precision)|" + "|".join(_NAMES[1:]) + r")"
+    r"(?:=(?P<today>[^{}:|]*))?(?(precision)(?::(?P<choices>[^{}=]*=[^{}]*))?)\}"
+)
 
 _BEGINNING = re.compile(r"\{(?:" + "|".join(_NAMES) + r")[=:}]")
 
@@ -81,7 +85,8 @@ class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
             if len(_BEGINNING.findall(argument)) != len(_PLACEHOLDER.findall(argument)):
                 raise InvalidRequestError(
                     f"{argument!r} begins a placeholder that does not end as one.",
-                    "Quote it: the shell takes | for a pipe, and a blank for the end.",
+                    "Quote it: the shell takes | for a pipe, and a blank for the end. Choices, as in "
+                    "{precision:bf16=--bf16|fp32=}, are the precision's alone.",
                 )
         return line
 
@@ -117,6 +122,10 @@ class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
         if name != "precision":
             return placeholder.today
         return next((ours for ours, theirs in self.values.items() if theirs == placeholder.today), placeholder.today)
+
+    def is_assumed(self, name: str) -> bool:
+        """Whether it has a placeholder that does not say what is run today."""
+        return name in self.placeholders and self.today(name) is None
 
     @property
     def today_values(self) -> dict[str, Any]:

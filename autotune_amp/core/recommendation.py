@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -127,7 +128,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
 
     `objective` is what the config was chosen for; `job` is there where the length of the training was given. `workload`
     and `options` (a `SearchOptions`) are what a finished search is ranked again with. `launch_line` is the command that
-    was searched, where it was one.
+    was searched, where it was one, and `command` what to type in its place.
     """
 
     format: int = FORMAT
@@ -140,6 +141,20 @@ class Recommendation(Decision, frozen=True, kw_only=True):
     objective: Objective = "speed"
     job: Job | None = None
     launch_line: LaunchLine | None = None
+    command: str | None = None
+
+    def answered_command(self, study: Path) -> tuple[bool, str]:
+        """The `launch_line` to run with what the folder `study` holds, and whether by `autotune-amp run`, which sets
+        the variables and what has no placeholder."""
+        assert self.launch_line is not None
+        assert self.workload is not None  # a search of a command describes it
+        line = self.launch_line
+        others = {"trial_dir": "OUTPUT_DIR", "seed": 0, "port": 29500}  # where today's are not said
+        of_trial = {name: value for name, value in others.items() if line.today(name) is None}
+        command = shlex.join(line.of_setting(self.config, study.as_posix(), **of_trial)[0])
+        if not line.outside(self.config, self.workload.today):
+            return False, command
+        return True, f"autotune-amp run {shlex.quote(study.as_posix())} -- {command}"
 
     def to_json(self) -> str:
         """The document; a missing number is null, never NaN."""

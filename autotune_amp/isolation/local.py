@@ -23,9 +23,10 @@ Found = TypeVar("Found")
 Found_co = TypeVar("Found_co", covariant=True)
 Isolation: TypeAlias = Literal["forked", "kept", "fresh"]
 # fidelity, calibration, accumulation, profile: it answers such jobs. share_build: it can build the model once for all.
-Ability: TypeAlias = Literal["fidelity", "calibration", "accumulation", "profile", "share_build"]
+# energy: its trials say what the device drew.
+Ability: TypeAlias = Literal["fidelity", "calibration", "accumulation", "profile", "share_build", "energy"]
 
-_JOBS: frozenset[Ability] = frozenset({"fidelity", "calibration", "accumulation", "profile"})
+_LOCAL: frozenset[Ability] = frozenset({"fidelity", "calibration", "accumulation", "profile", "energy"})
 TRIAL_ENVIRONMENT = {
     "AUTOTUNE_AMP_TRIAL": "1",
     # User code asks torch.cuda.is_available() on import; answered by the CUDA runtime, no forked child could use it.
@@ -166,7 +167,7 @@ class LocalBackend(WorkloadBackend):
     @property
     def abilities(self) -> frozenset[Ability]:  # noqa: D102 - see Backend
         # Only a process that others are forked from builds for them.
-        return _JOBS | {"share_build"} if self.isolation == "forked" else _JOBS
+        return _LOCAL | {"share_build"} if self.isolation == "forked" else _LOCAL
 
     @property
     def slots(self) -> Sequence[Slot]:  # noqa: D102 - see Backend

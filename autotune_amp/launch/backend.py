@@ -45,6 +45,8 @@ OF_RANKS = (
     "Each rank is taken to train on samples of its own: where several share them (tensor parallel), samples are "
     "counted once for each, which changes no comparison."
 )
+OF_SHARING = "The ranks divide {batch_size} among them: batch sizes are those of all ranks together."
+OF_ASSUMED = "{{batch_size}} does not say what is run today: {0} is taken for it. {{batch_size=N}} says yours."
 OF_SECOND_DIM = (
     "Samples are counted along the second dimension of what enters the model, which is the batch size asked for."
 )
@@ -102,7 +104,7 @@ class CommandBackend(WorkloadBackend):
         if isinstance(job, Check):
             return Answered(self._check(job))
         if isinstance(job, Trial):
-            return Answered(self._measure(job), 0.0)
+            return Answered(self._measure(job))
         return self._local.submit(job)
 
     def share_build(self, job: Job[Any], deadline_seconds: float) -> str | None:  # noqa: ARG002 - Backend's signature
@@ -156,7 +158,9 @@ class CommandBackend(WorkloadBackend):
                 *NOTES,
                 *([] if "accumulation_steps" in cannot else [OF_ACCUMULATION]),
                 *([OF_RANKS] if rank.world > 1 else []),
+                *([OF_SHARING] if command.num_sharing > 1 else []),
                 *([OF_SECOND_DIM] if command.sample_dim == 1 else []),
+                *([OF_ASSUMED.format(today.batch_size)] if command.line.is_assumed("batch_size") else []),
                 *([OF_SHELLS] if any(word in ("bash", "sh", "zsh") for word in command.line.arguments[:2]) else []),
             ),
             loader=command.maker,
@@ -182,18 +186,23 @@ class CommandBackend(WorkloadBackend):
         return found[0], ran.began
 
     def _of_samples(self, today: Setting, first: tuple[Rank, float], deadlines: Deadlines) -> tuple[Rank, float]:
-        """What was observed, again where the model takes its samples along the second dimension, as recurrent ones do:
-        nothing but the batch size that was asked for tells so."""
-        line, rank = self._command.line, first[0]
-        is_asked = "batch_size" in line.placeholders and measure.training_loader(rank) is None
-        if not is_asked or deviation(line, today, rank) is None:
+        """What was observed, again where the model takes its samples along the second dimension, as recurrent ones do.
+        Nothing but the batch size that was asked for tells so, nor whether the ranks divide it among them."""
+        command, rank = self._command, first[0]
+        if "batch_size" not in command.line.placeholders or self._deviation(today, rank) is None:
             return first
-        self._command.sample_dim = 1
-        again = self._observe(today, deadlines)
-        if not isinstance(again, Failure) and deviation(line, today, again[0]) is None:
-            return again
-        self._command.sample_dim = 0
+        if deviation(command.line, today, rank, rank.world) is None:
+            command.num_sharing = rank.world
+        elif measure.training_loader(rank) is None:
+            command.sample_dim = 1
+            again = self._observe(today, deadlines)
+            if not isinstance(again, Failure) and self._deviation(today, again[0]) is None:
+                return again
+            command.sample_dim = 0
         return first
+
+    def _deviation(self, setting: Setting, rank: Rank) -> Failure | None:
+        return deviation(self._command.line, setting, rank, self._command.num_sharing)
 
     def _follow(self, other: Setting, today: Setting, job: Describe, began: float) -> tuple[dict[str, str], Rank]:
         """Whether another batch size and precision show in what is observed; what the command does not run in,
@@ -213,6 +222,12 @@ class CommandBackend(WorkloadBackend):
             other = replace(other, precision=today.precision)
             found = run(other)
         if isinstance(found, Failure):
+            if found.kind == "timeout" and job.deadline_seconds is not None:
+                raise BudgetTooSmallError(
+                    f"The command ran as {today}, and as {other} the {job.deadline_seconds:.0f} s of the budget were "
+                    f"up: {found.message}.",
+                    f"Give --budget {math.ceil(3 * job.deadline_seconds / 10) * 10} or more.",
+                )
             raise WorkloadError(
                 f"The command ran as {today}, and not as {other}: {found.message}.\n{found.details or ''}".rstrip(),
                 "See that its arguments are what the placeholders put there; --dry-run prints them.",
@@ -231,7 +246,7 @@ class CommandBackend(WorkloadBackend):
         return f"it was set from outside, and the steps ran in {seen}"
 
     def _refuse_ignored(self, setting: Setting, rank: Rank) -> None:
-        problem = deviation(self._command.line, setting, rank)
+        problem = self._deviation(setting, rank)
         if problem is not None:
             raise WorkloadError(
                 f"The command does not follow: {problem.message}.",
@@ -270,14 +285,18 @@ class CommandBackend(WorkloadBackend):
             self._watcher,
             seed=trial.seed,
             environment={**(self._environment or {}), **trial.environment},
-            memory_limit_bytes=trial.memory_limit_bytes,
+            memory_limit_bytes=trial.memory_limit_bytes if trial.device == "cpu" else None,
         )
         found = measure.slowest(ran.heard)
         is_paused = isinstance(ran.ending, Failure) and ran.ending.kind == "timeout" and ran.heard.world == 1
         if isinstance(ran.ending, Failure) and not (is_paused and found is not None):
             return ran.ending
         measured = measure.measurement(ran.heard, trial, ran.began, ran.seen.memory_bytes)
-        problem = None if found is None else deviation(self._command.line, trial.candidate, found[0])
+        if isinstance(measured, Measurement) and trial.device != "cpu":
+            taken, limit = measured.reserved_memory_bytes or 0, trial.memory_limit_bytes
+            if limit is not None and taken > limit:
+                return Failure(kind="oom", message=f"it took {taken >> 20} MiB, over the limit of {limit >> 20} MiB")
+        problem = None if found is None else self._deviation(trial.candidate, found[0])
         return measured if problem is None else problem
 
     def _check(self, check: Check) -> Fidelity | Failure:

@@ -15,7 +15,7 @@ from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import TRIAL_ENVIRONMENT
 from autotune_amp.isolation.process import Watcher
-from autotune_amp.launch.made import remember, remembered
+from autotune_amp.launch.made import remembered
 from autotune_amp.launch.ranks import Heard
 from autotune_amp.launch.running import Ran, run
 
@@ -24,8 +24,9 @@ class Command:
     """A launch line that is run many times.
 
     Once it was observed, `today` is what it does, `maker` what makes its training loader, and `unsettable` as in
-    `Description`. `sample_dim` is the dimension of what enters its model along which samples are counted where there
-    is no DataLoader. `made` are the files that its runs left outside of their own folders.
+    `Description`; `sample_dim` is the dimension of what enters its model along which samples are counted where there
+    is no DataLoader, `num_sharing` how many ranks divide the batch size among them. `made` are the files that its runs
+    left outside of their own folders.
     """
 
     def __init__(self, line: LaunchLine) -> None:
@@ -34,6 +35,7 @@ class Command:
         self.maker: str | None = None
         self.unsettable: dict[str, str] = {}
         self.sample_dim = 0
+        self.num_sharing = 1
         self.made: tuple[str, ...] = ()
         self._memory: Path | None = None
 
@@ -59,7 +61,7 @@ class Command:
             arguments, files = self.line.of_setting(setting, folder, **of_trial)
             for path, text in files.items():
                 Path(path).write_text(text)
-            return run(
+            ran = run(
                 arguments,
                 environment={**_compilers_cache(), **os.environ, **TRIAL_ENVIRONMENT, **(environment or {})},
                 agent={"seed": seed, "outside": outside, "sample_dim": self.sample_dim, **agent},
@@ -70,18 +72,15 @@ class Command:
                 watcher=watcher,
                 memory_limit_bytes=memory_limit_bytes,
                 kept=kept,
-                remember=self._remember,
+                memory=self._memory,
             )
+        self.made = ran.made
+        return ran
 
     def keep_in(self, folder: Path) -> None:
         """Know again what earlier runs made, by a file in the study's folder."""
         self._memory = folder / "made.json"
         self.made = remembered(self._memory)
-
-    def _remember(self, made: tuple[str, ...]) -> None:
-        self.made = made
-        if self._memory is not None:
-            remember(self._memory, made)
 
 
 def _compilers_cache() -> dict[str, str]:

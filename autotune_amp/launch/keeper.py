@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 CANNOT_START = 126  # exit status, as a shell has it
@@ -26,10 +27,11 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LOOK_SECONDS = 1.0  # between two looks whether the parent is there, should its pipe be held open by another process
 
 
-def keep(mark: str, parent: int, folders: Sequence[str], arguments: Sequence[str]) -> int:
+def keep(mark: str, parent: int, folders: Sequence[str], notes: Sequence[str] | None, arguments: Sequence[str]) -> int:
     """Run the command until it ends or is to end; returns its status, negative for a signal's, 0 where it was ended.
 
-    `folders` are removed where the parent is gone and cannot do so itself.
+    Where the parent is gone and cannot do so itself, what the first file of `notes` says that trials made is remembered
+    in the second, and `folders` are removed.
     """
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
@@ -55,6 +57,11 @@ def keep(mark: str, parent: int, folders: Sequence[str], arguments: Sequence[str
         status = _reaped(command)
     _end(marks, mark, shared_before)
     if not is_parent_there:
+        if notes is not None:
+            from autotune_amp.launch.made import read, remember
+
+            noted, memory = map(Path, notes)
+            remember(memory, read(noted))
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
     return status or 0
@@ -121,7 +128,7 @@ def main(settings: str, *arguments: str) -> None:
     """Keep a command, and end as it did."""
     known = json.loads(settings)
     sys.path[:] = known["path"]
-    status = keep(known["mark"], known["parent"], known["folders"], arguments)
+    status = keep(known["mark"], known["parent"], known["folders"], known["notes"], arguments)
     if status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with suppress(OSError):  # SIGKILL has no handler

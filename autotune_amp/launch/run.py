@@ -40,7 +40,9 @@ def to_start(
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
     """The command with its placeholders filled, and what of the recommendation it does not say itself."""
     config, found = recommendation.config, recommendation.workload
-    given = LaunchLine.of(command)
+    searched = recommendation.launch_line
+    files = [file for file in (searched.files if searched else ()) if any(file in argument for argument in command)]
+    given = LaunchLine.of(command, values=searched.values if searched else {}, files=files)
     arguments, _ = given.of_setting(config, str(path.parent))
     left = [name for name in given.placeholders if f"{{{name}}}" in " ".join(arguments)]
     if left:
@@ -48,7 +50,6 @@ def to_start(
             f"The command has {{{left[0]}}}, which no recommendation fills.",
             f"Write a value in place of {{{left[0]}}}.",
         )
-    searched = recommendation.launch_line
     answered = None if searched is None else searched.of_setting(config, str(path.parent))[0]
     says_itself = {*given.placeholders, *(searched.placeholders if searched and arguments == answered else ())}
     today = found.today if found else Setting(precision="fp32", batch_size=1)

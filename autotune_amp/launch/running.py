@@ -30,7 +30,7 @@ from autotune_amp.isolation.process import TICK_SECONDS, Watcher
 from autotune_amp.launch import keeper
 from autotune_amp.launch.advice import advised
 from autotune_amp.launch.listening import Gone, Listener
-from autotune_amp.launch.made import read, write
+from autotune_amp.launch.made import read, remember, write
 from autotune_amp.launch.ranks import Heard
 from autotune_amp.launch.verdict import Seen, verdict
 
@@ -69,14 +69,14 @@ def run(
     kept: Path | None = None,
     folders: Sequence[Path] = (),
     made: Sequence[str] = (),
-    remember: Callable[[tuple[str, ...]], object] = lambda _: None,
+    memory: Path | None = None,
 ) -> Ran:
     """Start the command in the working directory, hear its processes, and kill them all once the verdict stands.
 
     `agent` are the settings of the agent beside its socket; what it writes goes to the folder `kept`, else it is
     removed. Nothing that was there may be changed by the command but what is in `folders` and what runs before it have
-    `made`; `remember` is told what is made by then, also of a run that is interrupted. Should this process be killed,
-    `folders` are removed. Raises `WorkloadError` where it cannot be started.
+    `made`; what is made by the end is written to the file `memory`, of a run that is interrupted or killed too. Should
+    this process be killed, `folders` are removed. Raises `WorkloadError` where it cannot be started.
     """
     _require_startable(arguments, environment.get("PATH"))
     own = Path(tempfile.mkdtemp(prefix="autotune_amp-", dir=_parent_folder(tempfile.gettempdir())))
@@ -89,12 +89,18 @@ def run(
             "guard": {"free": [str(own), *map(str, folders)], "made": str(noted)},
             **agent,
         }
-        command = _Command(arguments, environment, settings, own, [*folders, *([kept] if kept else [])], watcher)
+        for_keeper = {
+            "folders": [str(own), *map(str, folders), *([str(kept)] if kept else [])],
+            "notes": None if memory is None else [str(noted), str(memory)],
+        }
+        command = _Command(arguments, environment, settings, own, for_keeper, watcher)
         try:
             ran = command.until(deadlines, is_enough, memory_limit_bytes)
         finally:
             command.end()
-            remember(left := read(noted))
+            left = read(noted)
+            if memory is not None:
+                remember(memory, left)
         return ran._replace(made=left)
     finally:
         shutil.rmtree(own, ignore_errors=True)
@@ -129,7 +135,7 @@ class _Command:
         environment: Mapping[str, str],
         agent: Mapping[str, Any],
         folder: Path,
-        others: Sequence[Path],
+        for_keeper: Mapping[str, Any],
         watcher: Watcher,
     ) -> None:
         self._watcher = watcher
@@ -142,8 +148,8 @@ class _Command:
         settings = {
             "mark": self._mark,
             "parent": os.getpid(),
-            "folders": [str(folder), *map(str, others)],
             "path": sys.path,
+            **for_keeper,
         }
         path = os.pathsep.join(filter(None, [str(INJECTED), environment.get("PYTHONPATH")]))
         self._began = time.monotonic()

@@ -78,15 +78,18 @@ def _is_close(seen: float, asked: int) -> bool:
     return abs(seen - asked) <= 0.02 * asked
 
 
-def deviation(line: LaunchLine, setting: Setting, rank: Rank) -> Failure | None:
-    """Where a run of `setting` did something else, in words that name both; None where it did what it was asked for."""
-    asked, seen = setting.effective_batch_size, samples_per_step(rank)
+def deviation(line: LaunchLine, setting: Setting, rank: Rank, num_sharing: int = 1) -> Failure | None:
+    """Where a run of `setting` did something else, in words that name both; None where it did what it was asked for.
+
+    `num_sharing` ranks divide a batch among them.
+    """
+    asked, seen = setting.effective_batch_size / num_sharing, samples_per_step(rank)
     if seen is not None and not _is_close(seen, asked):
         passes = f" ({setting.batch_size} x {setting.accumulation_steps})" if setting.accumulation_steps > 1 else ""
         why = ": {batch_size} does not reach its loader, or it adapts it" if "batch_size" in line.placeholders else ""
         if training_loader(rank) is None:
             why += "; no DataLoader was seen, so that the leading dimension of what enters the model is counted"
-        message = f"an optimizer step took {seen:g} samples on each rank, where {asked}{passes} were asked for{why}"
+        message = f"an optimizer step took {seen:g} samples on each rank, where {asked:g}{passes} were asked for{why}"
         return Failure(kind="workload_error", message=message)
     loader = training_loader(rank)
     if setting.num_workers is not None and loader is not None and loader.num_workers != setting.num_workers:

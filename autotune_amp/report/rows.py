@@ -13,7 +13,6 @@ from autotune_amp.core import evidence as explain
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.dimensions import PRECISION
 from autotune_amp.core.hardware import Hardware
-from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Accumulation, Calibration, Failure, Fidelity, Measurement
 from autotune_amp.core.recommendation import CandidateRow, Exclusion, Recommendation
 from autotune_amp.core.setting import VARIANTS, Setting
@@ -153,23 +152,10 @@ def uses(recommendation: Recommendation, path: str | None = None) -> list[tuple[
     exports = explain.export_lines(recommendation.config)
     shell = [("In the shell, before Python starts", exports)] if exports else []
     if recommendation.launch_line is not None:
-        command, is_plain = answered_command(recommendation, recommendation.launch_line, Path(path).parent)
-        return [*(shell if is_plain else []), ("The command", [command])]
+        by_run, command = recommendation.answered_command(Path(path).parent)
+        return [*([] if by_run else shell), ("The command", [command])]
     title, command = export_command(path)
     return [*shell, ("In Python", python_lines(recommendation, path)), (title, [command])]
-
-
-def answered_command(recommendation: Recommendation, line: LaunchLine, study: Path) -> tuple[str, bool]:
-    """The command to run; where it is not the plain one, `autotune-amp run` sets what has no placeholder, and the
-    variables."""
-    others = {"trial_dir": "OUTPUT_DIR", "seed": 0, "port": 29500}  # where today's are not said
-    of_trial = {name: value for name, value in others.items() if line.today(name) is None}
-    arguments, _ = line.of_setting(recommendation.config, study.as_posix(), **of_trial)
-    workload = recommendation.workload
-    assert workload is not None  # a search of a command describes it
-    if not line.outside(recommendation.config, workload.today):
-        return shlex.join(arguments), True
-    return f"autotune-amp run {shlex.quote(study.as_posix())} -- {shlex.join(arguments)}", False
 
 
 def python_lines(recommendation: Recommendation, path: str) -> list[str]:

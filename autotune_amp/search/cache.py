@@ -59,7 +59,6 @@ def cached_answer(
         return cached
     from autotune_amp.search.answer.decide import rerank  # not needed for a plain answer, which has 50 ms
 
-    answer = rerank(cached, options, folder)
-    folder.save(answer)
+    answer = folder.save(rerank(cached, options, folder))
     progress.note(f"Ranked again for {options.objective} from what this search measured before; nothing was run.")
     return answer

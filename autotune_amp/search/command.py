@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 MAX_FILES_NAMED = 5
+MAX_READ_BYTES = 1 << 24  # of what is larger (data, checkpoints) the size and the time of change tell
 MAX_SOURCES, MAX_FOLDERS = 500, 500
 _NO_SOURCES = {"site-packages", "dist-packages", "node_modules", "studies", "__pycache__"}
 
@@ -31,18 +32,33 @@ def sources(arguments: Sequence[str]) -> tuple[list[Path], bool]:
     ``python -m``, the working directory), since what it may run is not known before; and whether that is all of them.
     """
     values = [value for argument in arguments for value in (argument, argument.partition("=")[2]) if value]
-    found = dict.fromkeys(Path(value) for value in values if Path(value).is_file())
+    found = dict.fromkeys(Path(value) for value in values if _is_file(value))
     folders = {path.parent for path in found if path.suffix in (".py", ".sh")}
     folders |= {Path()} if "-m" in arguments else set()
     num_folders = 0
     for folder in sorted(folders):
         for inside, below, names in os.walk(folder):
             below[:] = sorted(name for name in below if name not in _NO_SOURCES and not name.startswith("."))
-            found |= dict.fromkeys(Path(inside, name) for name in sorted(names) if name.endswith((".py", ".sh")))
+            own = (Path(inside, name) for name in sorted(names) if name.endswith((".py", ".sh")))
+            found |= dict.fromkeys(path for path in own if path.is_file())
             num_folders += 1
             if len(found) > MAX_SOURCES or num_folders > MAX_FOLDERS:
                 return list(found)[:MAX_SOURCES], False
     return list(found), True
+
+
+def _is_file(value: str) -> bool:
+    try:
+        return Path(value).is_file()
+    except (OSError, ValueError):  # a text that is no path
+        return False
+
+
+def _digest(file: Path) -> str:
+    found = file.stat()
+    if found.st_size > MAX_READ_BYTES:
+        return f"{found.st_size} bytes of {found.st_mtime_ns}"
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 class CommandSource(Source):
@@ -92,7 +108,7 @@ class CommandSource(Source):
         found = super().fingerprint_by_child(options, identity, backend, state)
         files, are_all = sources(self._line.arguments)
         parts = {"command": f"={self._line}"}
-        parts |= {f"file {file}": hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files}
+        parts |= {f"file {file}": _digest(file) for file in files}
         digest = hashlib.sha256(repr((found.digest, sorted(parts.items()))).encode()).hexdigest()
         unknown = () if are_all else (f"beside the script lie more than {MAX_SOURCES} files that it may run",)
         return Fingerprint(digest=digest, parts={**found.parts, **parts}, unknown=(*found.unknown, *unknown))

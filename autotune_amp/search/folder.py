@@ -117,10 +117,15 @@ class StudyFolder:
                 "Free some space, or choose another folder with --out; what is there stays valid.",
             ) from error
 
-    def save(self, recommendation: Recommendation) -> None:
-        """Write recommendation.json in one step, and of a command the settings files that the answer names."""
-        recommendation.save(self.recommendation_path)
-        if recommendation.launch_line is not None:
-            _, files = recommendation.launch_line.of_setting(recommendation.config, str(self.path))
+    def save(self, recommendation: Recommendation) -> Recommendation:
+        """Write recommendation.json in one step, and of a command the settings files that the answer names; returned is
+        what was written."""
+        line = recommendation.launch_line
+        if line is not None:
+            _, command = recommendation.answered_command(self.path)
+            recommendation = msgspec.structs.replace(recommendation, command=command)
+            _, files = line.of_setting(recommendation.config, str(self.path))
             for path, text in files.items():
                 write_atomically(Path(path), text)
+        recommendation.save(self.recommendation_path)
+        return recommendation

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from autotune_amp.core.dimensions import PRECISIONS
-from autotune_amp.core.errors import AutotuneAmpError
+from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import (
     Exclusion,
@@ -123,6 +123,9 @@ class _Search:
             seed=self._options.seed,
             ready_seconds=opened.ready_seconds,
             max_trials=self._options.max_trials,
+            # One that is forked from a process that builds for all takes no time to set up.
+            min_trial_seconds=MIN_TRIAL_SECONDS
+            + (0.0 if "share_build" in backend.abilities else opened.description.build_seconds),
         )
         was_interrupted = False
         try:
@@ -160,7 +163,7 @@ class _Search:
             versions=versions(),
             launch_line=self._source.launch_line,
         )
-        self.folder.save(recommendation)
+        recommendation = self.folder.save(recommendation)
         if was_interrupted:
             raise SearchInterruptedError(
                 f"Interrupted after {len(ledger.trials)} trials; the best so far is in "
@@ -190,7 +193,7 @@ class _Search:
             checks, scales, fallbacks = Checks(conditions), LossScales(study), Fallbacks(conditions)
             # A check at the end may come too late, and what it rules out leaves its place to others.
             go(seeds, Checks(conditions, EARLY_SHARE), seeds, looks, suggestions)
-            self._is_spent = left_to_explore(conditions, ledger, self.budget) <= MIN_TRIAL_SECONDS
+            self._is_spent = left_to_explore(conditions, ledger, self.budget) <= conditions.min_trial_seconds
             go(checks, scales, Variants(conditions, checks), LoaderWorkers(conditions, checks))
             # A fallback may turn out faster than what it is one of: then it is a contender, and checked like any other.
             go(fallbacks, checks, scales, fallbacks)
@@ -213,6 +216,11 @@ class _Search:
                     pass
 
     def _open(self, backend: WorkloadBackend) -> Opened:
+        if self._options.objective == "energy" and "energy" not in backend.abilities:
+            raise InvalidRequestError(
+                "--objective is 'energy', and what a trial of a command draws is not metered.",
+                "Use --objective speed or memory.",
+            )
         opened = open_workload(
             backend,
             self._source,

@@ -140,7 +140,7 @@ CASES = {
         "examples/pytorch/basics",
         "python autoencoder.py --trainer.accelerator=cpu --trainer.precision={precision=32-true}"
         " --data.batch_size={batch_size=32}",
-        lambda folder: made.mnist(folder / "data"),
+        lambda folder: made.mnist(folder.parent.parent / "Datasets"),
         options=("--value", "fp32=32-true", "--value", "bf16=bf16-mixed"),
     ),
     "fabric_image_classifier": Case(
@@ -159,7 +159,7 @@ CASES = {
         ".",
         "python train.py --data-dir images --model resnet10t --num-classes 4 --img-size 64"
         " --device cpu --workers 1 --seed {seed} --batch-size {batch_size=16}"
-        " {precision:bf16=--amp --amp-dtype bfloat16|fp32=}",
+        " '{precision:bf16=--amp --amp-dtype bfloat16|fp32=}'",
         lambda folder: made.images(folder / "images"),
     ),
 }

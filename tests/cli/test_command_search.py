@@ -69,6 +69,7 @@ def test_the_document(found: Searched) -> None:
     assert document["evidence"]["speedup"] > 1.5
     assert document["evidence"]["baseline"]["config"]["batch_size"] == 4
     assert document["launch_line"]["arguments"][-1] == "{batch_size=4}"
+    assert document["command"] == f"{sys.executable} train.py --batch 16"
     assert any("first steps" in warning for warning in document["warnings"]), "what a command cannot tell is said"
     assert {record["outcome"]["outcome"] for record in found.records} == {"measurement"}
     assert {path.name for path in found.folder.iterdir()} == {"train.py", "studies"}, "trials leave nothing"
@@ -96,7 +97,7 @@ def test_the_same_command_is_answered_from_the_cache_and_an_edited_script_is_not
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_interrupted_or_killed_it_leaves_nothing_and_goes_on(cli: CommandLine, number: signal.Signals) -> None:
-    (cli.folder / "train.py").write_text(SCRIPT)
+    (cli.folder / "train.py").write_text("open('log', 'w').close()\n" + SCRIPT)
     outcomes = cli.folder / "studies/train/outcomes.jsonl"
     arguments = (*OPTIONS, "--budget", "600", *COMMAND)
     process = cli.start("search", *arguments)
@@ -107,7 +108,7 @@ def test_interrupted_or_killed_it_leaves_nothing_and_goes_on(cli: CommandLine, n
     process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode == (130 if number == signal.SIGINT else -number)
-    assert cli.wait_until_alone(20) == []
+    assert cli.wait_until_alone(60) == []
     known = outcomes.read_text()
     again = cli.start("search", *arguments)
     until = time.monotonic() + 150
@@ -129,6 +130,7 @@ def test_interrupted_or_killed_it_leaves_nothing_and_goes_on(cli: CommandLine, n
         (("search", "--file", "cfg.yaml", *COMMAND), "cfg.yaml"),
         (("search", "--dry-run"), "--dry-run"),
         (("search", "--"), "empty"),
+        (("search", "--objective", "energy", *COMMAND), "energy"),
     ],
 )
 def test_a_request_that_cannot_be_meant_names_what_was_given(

@@ -287,7 +287,7 @@ def test_an_error_of_the_agent_is_told_and_raises_nothing(script: Callable[[str]
 import sys
 def broken(*_):
     raise LookupError("a fault of the agent")
-sys.modules["autotune_amp_agent.batches"].leading = broken
+sys.modules["autotune_amp_agent.batches"].size_of = broken
 for _ in torch.utils.data.DataLoader(data, batch_size=None):
     break
 """

@@ -15,6 +15,7 @@ from autotune_amp.core.outcome import Description, Failure, Fidelity, Measuremen
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.local import LocalBackend, Payload
 from autotune_amp.isolation.process import Watcher
+from autotune_amp.launch import backend as command_backend
 from autotune_amp.launch.backend import CommandBackend
 from autotune_amp.launch.command import Command
 from autotune_amp.trial.jobs import Check, Describe, Trial
@@ -210,14 +211,12 @@ def test_what_is_not_seen_to_train_says_why(script: str, local: LocalBackend, co
     assert named in f"{found.message} {found.details}"
 
 
-def test_a_budget_for_less_than_a_search_says_what_would_do(script: str, local: LocalBackend) -> None:
-    slow = [
-        sys.executable,
-        "-c",
-        f"import time; time.sleep(8); import sys; sys.argv[1:] = []; exec(open({script!r}).read())",
-    ]
+def test_a_budget_for_less_than_a_search_says_what_would_do(
+    script: str, local: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_backend, "MIN_NUM_RUNS", 1000)
     with pytest.raises(BudgetTooSmallError, match="to its first step") as raised:
-        described(slow, local, 30.0)
+        described([sys.executable, script], local)
     assert "--budget" in raised.value.next_step
 
 

@@ -13,6 +13,7 @@ import pytest
 from running_commands import run_command
 
 from autotune_amp.core.outcome import Failure
+from autotune_amp.launch.made import remembered
 from autotune_amp.launch.ranks import Heard
 from autotune_amp.launch.running import Ran
 
@@ -182,16 +183,18 @@ def test_what_is_its_own_is_free_and_what_it_made_elsewhere_is_listed(
     assert train(again).heard.refused is not None, "of a run that is none of ours"
 
 
-def test_what_an_interrupted_run_made_is_known(mine: Path, train: Callable[..., Ran]) -> None:
+def test_what_an_interrupted_run_made_is_known(
+    mine: Path, train: Callable[..., Ran], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     def interrupted(_: Heard) -> bool:
         if (mine / "kept").exists():
             raise KeyboardInterrupt
         return False
 
-    left: list[tuple[str, ...]] = []
+    memory = tmp_path_factory.mktemp("study") / "made.json"
     with pytest.raises(KeyboardInterrupt):
-        train("open('kept', 'w').close(); import time; time.sleep(1000)", is_enough=interrupted, remember=left.append)
-    assert left == [(str(mine / "kept"),)]
+        train("open('kept', 'w').close(); import time; time.sleep(1000)", is_enough=interrupted, memory=memory)
+    assert remembered(memory) == (str(mine / "kept"),)
 
 
 def test_a_script_that_writes_where_it_is_runs_in_a_folder_of_its_own(

@@ -26,7 +26,8 @@ model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
 model = fully_shard(model) if sys.argv[1] == "fsdp" else nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 sampler = torch.utils.data.DistributedSampler(data)
-for number, (x, y) in enumerate(torch.utils.data.DataLoader(data, batch_size=8, sampler=sampler)):
+workers = {{"num_workers": 2}} if "workers" in sys.argv else {{}}
+for number, (x, y) in enumerate(torch.utils.data.DataLoader(data, batch_size=8, sampler=sampler, **workers)):
     if torch.distributed.get_rank() == 1 and number == {number}:
         {fault}
     optimizer.zero_grad()
@@ -61,6 +62,13 @@ def test_the_rank_that_fails_is_named(tmp_path: Path, number: int, fault: str, k
     found = failure(ran([*TORCHRUN, str(script), "ddp"]))
     assert found.kind == kind
     assert says in found.message
+
+
+def test_the_rank_that_is_killed_is_named_while_its_workers_live(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(RANKS.format(number=5, fault="os.kill(os.getpid(), signal.SIGKILL)"))
+    found = failure(ran([*TORCHRUN, str(script), "ddp", "workers"]))
+    assert "rank 1 died of SIGKILL" in found.message
 
 
 @pytest.mark.slow

@@ -171,7 +171,9 @@ with torch.no_grad():
     assert average(x, y)["outputs"][0].abs().max() == 0, "a copy has its own weights"
     assert whole(x, y)["outputs"][0].abs().max() > 0
 import pickle
-again = pickle.loads(pickle.dumps(model.__class__(*[nn.Linear(1, 1)])))
+again = pickle.loads(pickle.dumps(whole))
+assert again(x, y)["outputs"][0].dtype == torch.float32
+assert "InRegion" not in type(again.forward).__name__, "a pickled model is as the script wrote it"
 """
     rank = ran(tmp_path, LOADER + text, precision="bf16")
     assert precision_of(rank) == "bf16"

@@ -194,6 +194,10 @@ def test_what_the_command_says_itself_is_not_set_from_outside() -> None:
         ("python", "train.py", "--bs", "16"),
         {"precision": "bf16"},
     )
+    words = recommendation(
+        line=LaunchLine.of("python train.py {precision=32-true}", values={"bf16": "bf16-mixed", "fp32": "32-true"})
+    )
+    assert to_start(["python", "train.py", "{precision=32-true}"], words, path)[0][-1] == "bf16-mixed"
     assert to_start(["python", "train.py", "--bs", "16"], found, path)[1] == {"precision": "bf16"}
     plain, outside = to_start(["python", "train.py"], found, path)
     assert (plain, outside) == (("python", "train.py"), {"precision": "bf16", "batch_size": 16})

@@ -153,6 +153,13 @@ def test_what_ran_is_held_against_what_was_asked_for(
     assert found is None or (isinstance(found, Failure) and all(word in found.message for word in named))
 
 
+def test_ranks_may_divide_a_batch_among_them() -> None:
+    asked = Setting(precision="fp32", batch_size=16)
+    assert deviation(BOTH, asked, seen()) is not None
+    assert deviation(BOTH, asked, seen(), num_sharing=2) is None
+    assert deviation(BOTH, TODAY, seen(), num_sharing=2) is not None
+
+
 def test_without_a_loader_it_is_said_what_was_counted() -> None:
     asked = Setting(precision="fp32", batch_size=4)
     counted = [deviation(BOTH, asked, seen(has_loader=has_loader)) for has_loader in (True, False)]

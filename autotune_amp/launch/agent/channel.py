@@ -24,11 +24,14 @@ class Channel:
     def __init__(self, path: str) -> None:
         self._path = path
         self._listens = False
+        self._socket: socket.socket | None = None
         self._reset()
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        self._socket: socket.socket | None = None
+        if self._socket is not None:  # of the process that this one was forked from, whose end must be heard of
+            self._socket.close()
+        self._socket = None
         self._thread: threading.Thread | None = None
         self._is_ending = False
         self._messages: list[dict[str, Any]] = []

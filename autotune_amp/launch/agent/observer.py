@@ -64,12 +64,14 @@ class Observer:
         self.num_steps = 0
         self.on_step: list[Any] = []
         self._optimizers: list[Any] = []  # weak references, in the order of their first steps
+        self._num_steps_of: list[int] = []
         self._stepping: Any = None  # the frame of the outermost `step` that runs
         self._num_nested = 0
         self.has_stepped = False
         self.in_scaler = 0
         self._pending: list[dict[str, Any]] = []
-        self._device = "cpu"
+        self._device = torch.device("cpu")
+        self._which: tuple[Any, ...] = ()
         self._num_compilations = 0
         self._memory_at = 0.0
         os.register_at_fork(after_in_child=self._reset)
@@ -77,6 +79,7 @@ class Observer:
     def _reset(self) -> None:
         self.num_steps = 0
         self._optimizers = []
+        self._num_steps_of = []
         self._stepping = None
         self._pending = []
 
@@ -146,6 +149,7 @@ class Observer:
         began = time.perf_counter()
         index = self.index_of(optimizer)
         self.num_steps += 1
+        self._num_steps_of[index] += 1
         self.passes.has_stepped = True
         self._pending.append(
             {
@@ -167,9 +171,9 @@ class Observer:
         for action in self.on_step:
             action(self.num_steps)
         if (
-            self._device == "cpu"
+            self._device.type == "cpu"
             or self.num_steps <= passes.NUM_FULLY_WATCHED
-            or self.num_steps % NUM_STEPS_PER_SYNC == 0
+            or self._num_steps_of[index] % NUM_STEPS_PER_SYNC == 0
         ):
             self._settle()
         self.passes.overhead_seconds += time.perf_counter() - began
@@ -177,8 +181,8 @@ class Observer:
     def _settle(self) -> None:
         """Read what is on the device, and have the steps since the last time told."""
         memory = self._memory()
-        if self._device != "cpu":
-            getattr(torch, self._device).synchronize()
+        if self._device.type != "cpu":
+            getattr(torch, self._device.type).synchronize(*self._which)
             self._pending[-1]["time"] = time.monotonic()
         for step in self._pending:
             losses = [float(loss) for loss in step["losses"]]
@@ -193,14 +197,14 @@ class Observer:
             self.channel.flush()
 
     def _memory(self) -> dict[str, Any]:
-        if self._device == "cpu":
+        if self._device.type == "cpu":
             now = time.monotonic()
             if self.num_steps > NUM_SENT_AT_ONCE and now - self._memory_at < MEMORY_SECONDS:
                 return {}
             self._memory_at = now
             return {"peak_memory_bytes": _peak_resident_bytes()}
-        module = getattr(torch, self._device)
-        stats = module.memory_stats() if hasattr(module, "memory_stats") else {}
+        module = getattr(torch, self._device.type)
+        stats = module.memory_stats(*self._which) if hasattr(module, "memory_stats") else {}
         return {
             "peak_memory_bytes": stats.get("allocated_bytes.all.peak", 0),
             "reserved_memory_bytes": stats.get("reserved_bytes.all.peak", 0),
@@ -210,7 +214,9 @@ class Observer:
     def _introduce(self, optimizer: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._optimizers.append(weakref.ref(optimizer))
-        self._device = next((p.device.type for p in parameters if p.device.type != "cpu"), "cpu")
+        self._num_steps_of.append(0)
+        self._device = next((p.device for p in parameters if p.device.type != "cpu"), torch.device("cpu"))
+        self._which = () if self._device.type == "mps" else (self._device,)  # there is one, which has no number
         num_by_dtype: dict[str, int] = {}
         for parameter in parameters:
             dtype = str(parameter.dtype).replace("torch.", "")
@@ -223,7 +229,8 @@ class Observer:
             devices=sorted({str(p.device) for p in parameters}),
             is_fused=any(group.get("fused") for group in optimizer.param_groups),
             line=where.user_line(),
-            uses_tf32=self._device == "cuda" and getattr(torch.backends.cuda.matmul, "fp32_precision", "") == "tf32",
+            uses_tf32=self._device.type == "cuda"
+            and getattr(torch.backends.cuda.matmul, "fp32_precision", "") == "tf32",
             num_threads=torch.get_num_threads(),
             host=socket.gethostname(),
             **where.rank(),

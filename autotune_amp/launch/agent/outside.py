@@ -227,8 +227,7 @@ class _InRegion:
         return _InRegion(self._outside, copied, types.MethodType(self._forward.__func__, copied), self._device)
 
     def __reduce__(self) -> Any:  # a pickled model is as the script wrote it
-        function = getattr(self._forward, "__func__", type(self._module).forward)
-        return types.MethodType, (function, self._module)
+        return getattr, (self._module, "forward")
 
 
 def _is_usable(device: str) -> bool:

@@ -42,6 +42,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     ready_seconds: float = 0.0
     max_trials: int | None = None
+    min_trial_seconds: float = MIN_TRIAL_SECONDS
 
     @property
     def setup_seconds(self) -> float:
@@ -65,7 +66,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     def may_try(self, ledger: Ledger, left_seconds: float) -> bool:
         """Whether the time that is left and the number of trials allow another one."""
         num_tried = sum(record.purpose == "search" for record in ledger.records)
-        return left_seconds > MIN_TRIAL_SECONDS and (self.max_trials is None or num_tried < self.max_trials)
+        return left_seconds > self.min_trial_seconds and (self.max_trials is None or num_tried < self.max_trials)
 
     def trial(self, ledger: Ledger, setting: Setting, **fields: Any) -> Trial:
         """A trial of `setting`."""

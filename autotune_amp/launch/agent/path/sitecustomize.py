@@ -1,5 +1,6 @@
-"""Runs in every Python that a trial's command starts: brings the agent in, then the sitecustomize that it shadows.
+"""Runs in every Python that a trial's command starts: the sitecustomize that it shadows, then brings the agent in.
 
+In this order, so that what the other one puts before Python's import does not hide torch from the agent.
 Nothing of it stays on ``sys.path``; Pythons that are started from here find it by ``PYTHONPATH`` again.
 """
 
@@ -34,12 +35,14 @@ def _run_the_shadowed_one() -> None:
         spec.loader.exec_module(module)
 
 
-if "AUTOTUNE_AMP_AGENT" in os.environ and sys.version_info >= (3, 8):
-    try:
-        _arm()
-    except Exception:  # the user's program runs, whatever becomes of us; the parent hears of no step
-        import traceback
+try:
+    _run_the_shadowed_one()
+finally:
+    if "AUTOTUNE_AMP_AGENT" in os.environ and sys.version_info >= (3, 8):
+        try:
+            _arm()
+        except Exception:  # the user's program runs, whatever becomes of us; the parent hears of no step
+            import traceback
 
-        sys.stderr.write("autotune-amp: its agent could not be started in this process\n")
-        traceback.print_exc()
-_run_the_shadowed_one()
+            sys.stderr.write("autotune-amp: its agent could not be started in this process\n")
+            traceback.print_exc()
