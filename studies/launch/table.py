@@ -24,12 +24,37 @@ def row(path: Path) -> str:
         attained = rates(found["paces"], of, document)
         low, high = promised["samples_per_second_interval"]
         num_within = sum(isinstance(rate, float) and low <= rate <= high for rate in attained)
-        shown = ", ".join(f"{rate:.4g}" if isinstance(rate, float) else rate for rate in attained)
+        shown = ", ".join(_number(rate) if isinstance(rate, float) else rate for rate in attained)
         if not attained:
             shown = f"not applied: {_said(found['applied']['document'])}"
         cells += [_promised(promised), shown, f"{num_within} of {len(attained)}"]
     cells += [_in_process(found.get("in_process")), f"{found['seconds']:.0f}"]
     return f"| {' | '.join(cells)} |"
+
+
+def summary(paths: list[Path]) -> list[str]:
+    """Of all scripts: the runs that lie in what was promised, and the promises that a Workload agrees with."""
+    all_found = [json.loads(path.read_text()) for path in paths]
+    answered = [found for found in all_found if not found["status"]]
+    held: dict[str, list[bool]] = {"answer": [], "today": []}
+    agree = []
+    for found in answered:
+        document = found["document"]
+        for of, promised in (("answer", document["evidence"]), ("today", document["evidence"]["baseline"])):
+            low, high = promised["samples_per_second_interval"]
+            rates_of = rates(found["paces"], of, document)
+            held[of] += [isinstance(rate, float) and low <= rate <= high for rate in rates_of]
+        other = found.get("in_process")
+        if other is not None and not other["status"]:
+            baselines = [each["evidence"]["baseline"] for each in (document, other["document"])]
+            (low, high), (other_low, other_high) = (each["samples_per_second_interval"] for each in baselines)
+            agree.append(low <= other_high and other_low <= high)
+    return [
+        f"- Scripts answered: {len(answered)} of {len(all_found)}.",
+        f"- Runs within the promised interval: {sum(held['answer'])} of {len(held['answer'])} of the answers, "
+        f"{sum(held['today'])} of {len(held['today'])} of today's commands.",
+        f"- Today's command, and the same as a Workload: their intervals overlap in {sum(agree)} of {len(agree)}.",
+    ]
 
 
 def _in_process(found: dict | None) -> str:
@@ -48,7 +73,11 @@ def _setting(config: dict) -> str:
 
 def _promised(evidence: dict) -> str:
     low, high = evidence["samples_per_second_interval"]
-    return f"{evidence['samples_per_second']:.4g} ({low:.4g} to {high:.4g})"
+    return f"{_number(evidence['samples_per_second'])} ({_number(low)} to {_number(high)})"
+
+
+def _number(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
 
 
 def _said(document: dict) -> str:
@@ -73,7 +102,8 @@ def main() -> None:
     readme = HERE / "README.md"
     before, _, rest = readme.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
-    lines = [HEAD, "|" + "---|" * (HEAD.count("|") - 1), *map(row, sorted((HERE / "results").glob("*.json")))]
+    paths = sorted((HERE / "results").glob("*.json"))
+    lines = [*summary(paths), "", HEAD, "|" + "---|" * (HEAD.count("|") - 1), *map(row, paths)]
     readme.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}")
 
 

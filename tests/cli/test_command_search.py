@@ -12,6 +12,8 @@ import pytest
 from conftest import CommandLine, SharedOnce
 from real_searches import Searched, searched
 
+from autotune_amp import LaunchLine, recommend_config
+
 # A step takes as long for any batch, so that the largest is the fastest on any machine.
 SCRIPT = """
 import argparse, time
@@ -92,6 +94,25 @@ def test_the_same_command_is_answered_from_the_cache_and_an_edited_script_is_not
     (copied.folder / "train.py").write_text(SCRIPT.replace("0.02", "0.01"))
     edited = copied.search(*OPTIONS, "--budget", "20", *COMMAND)
     assert "train.py" in edited.err, "what changed is named"
+
+
+@pytest.mark.slow
+def test_in_python_it_is_the_same_search(copied: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(copied.folder)
+    before = (copied.folder / "studies/train/outcomes.jsonl").read_bytes()
+    answer = recommend_config(
+        LaunchLine.of(COMMAND[1:]),
+        device="cpu",
+        precision="fp32",
+        effective_batch_size="free",
+        batch_size="4:16",
+        trials=4,
+        budget=600,
+        quiet=True,
+    )
+    assert answer.config.batch_size == 16
+    assert answer.command == f"{sys.executable} train.py --batch 16"
+    assert (copied.folder / "studies/train/outcomes.jsonl").read_bytes() == before
 
 
 @pytest.mark.slow

@@ -322,6 +322,28 @@ def test_the_users_own_sitecustomize_runs(
     assert len(heard.pythons) == 1
 
 
+HOOK = """
+import sys
+from importlib.machinery import PathFinder
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        return PathFinder.find_spec(name) if name == "torch" else None
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_what_the_users_own_sitecustomize_does_to_imports_hides_nothing(
+    script: Callable[[str], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "sitecustomize.py").write_text(HOOK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "theirs"))
+    rank = only(run(script(LOOP.format(optimizer=SGD, scales=False, epochs=1, accumulates=1)), tmp_path))
+    assert len(rank.pace) == 32
+
+
 def test_the_agent_is_for_python_3_8_and_needs_nothing_but_torch() -> None:
     for path in [INJECTED / "sitecustomize.py", *INJECTED.parent.glob("*.py")]:
         tree = ast.parse(path.read_text(), feature_version=(3, 8))
