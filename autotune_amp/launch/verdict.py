@@ -161,7 +161,7 @@ def _overdue(heard: Heard, seen: Seen, deadlines: Deadlines) -> Failure | None:
         message = f"no step for {step:.0f} s, after step {heard.num_steps}"
     else:
         return None
-    if heard.errors:
+    if heard.errors and not heard.ranks:
         return _of_errors(heard, seen)
     if not heard.ranks:
         message += f": {_unseen(heard)}"

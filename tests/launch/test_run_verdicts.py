@@ -104,8 +104,10 @@ def test_an_error_of_a_helper_that_the_script_survives_ends_nothing() -> None:
     assert of(heard) == ("", "")
     assert of(heard, is_enough=True) == ("measured", "")
     assert of(heard, status=0) == ("measured", "")
-    for ended in ({"status": 1}, {"seconds": 101.0}):
-        assert of(heard, **ended) == ("workload_error", "ImportError: no module named flash_attn")
+    assert of(heard, seconds=101.0)[0] == "timeout"
+    assert of(heard, status=1) == ("workload_error", "ImportError: no module named flash_attn")
+    unstepped = said.heard([said.hello(7), said.torch(7), said.error(7, "KeyError", "the moon")])
+    assert of(unstepped, seconds=101.0) == ("workload_error", "KeyError: the moon")
 
 
 def test_a_rank_that_hangs_is_named_with_its_stack_first() -> None:
