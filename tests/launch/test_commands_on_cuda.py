@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conftest import command_line
 from running_commands import run_command
 
 from autotune_amp.core.launch_line import LaunchLine
@@ -82,6 +83,19 @@ def test_a_command_is_described_measured_judged_and_held_to_its_memory(tmp_path:
     judged = backend.submit(check).result()
     assert isinstance(judged, Fidelity)
     assert judged.verdict != "unchecked", judged.reason
+
+
+@pytest.mark.real_time
+def test_a_search_of_a_command_confirms_what_it_recommends(tmp_path: Path) -> None:
+    with command_line(tmp_path) as cli:
+        (tmp_path / "train.py").write_text(SCRIPT)
+        line = (sys.executable, "train.py", "--batch", "{batch_size=64}", "--precision", "{precision=fp32}")
+        done = cli.search("--device", "cuda", "--trials", "3", "--budget", "100", "--", *line)
+    assert done.code == 0, done.err
+    document = done.document
+    assert document["hardware"]["device"].startswith("cuda:")
+    assert document["evidence"]["is_confirmed"]
+    assert document["command"].startswith(f"{sys.executable} train.py --batch 64")
 
 
 TWO = """
