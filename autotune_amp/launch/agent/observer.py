@@ -215,7 +215,7 @@ class Observer:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._optimizers.append(weakref.ref(optimizer))
         self._num_steps_of.append(0)
-        self._device = next((p.device for p in parameters if p.device.type != "cpu"), torch.device("cpu"))
+        self._device = next((p.device for p in parameters if p.device.type != "cpu"), self._device)
         self._which = () if self._device.type == "mps" else (self._device,)  # there is one, which has no number
         num_by_dtype: dict[str, int] = {}
         for parameter in parameters:
