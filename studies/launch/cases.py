@@ -48,6 +48,11 @@ def _sft(folder: Path) -> None:
     made.chat_lines(folder / "lines")
 
 
+def _lightning(folder: Path) -> None:
+    made.mnist(folder / "data")  # which its demos ask for first
+    made.mnist(folder.parent.parent / "Datasets")
+
+
 def _characters(folder: Path) -> None:
     (folder / "input.txt").write_text("O God, O God!\n" + made.text(5000))
 
@@ -131,7 +136,7 @@ CASES = {
         "trl",
         (),
         ".",
-        f"torchrun --nproc_per_node 2 --master_port {{port}} {SFT} --ddp_backend gloo",
+        f"python -m torch.distributed.run --nproc_per_node 2 --master_port {{port}} {SFT} --ddp_backend gloo",
         _sft,
     ),
     "lightning_autoencoder": Case(
@@ -140,7 +145,7 @@ CASES = {
         "examples/pytorch/basics",
         "python autoencoder.py --trainer.accelerator=cpu --trainer.precision={precision=32-true}"
         " --data.batch_size={batch_size=32}",
-        lambda folder: made.mnist(folder.parent.parent / "Datasets"),
+        _lightning,
         options=("--value", "fp32=32-true", "--value", "bf16=bf16-mixed"),
     ),
     "fabric_image_classifier": Case(

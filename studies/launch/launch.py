@@ -100,7 +100,7 @@ def attain(case: Case, folder: Path, other: Path, study: Path, document: dict) -
             found["applied"] = ours(case, other, "apply", "--write", str(study), command=command)
         henceforth = found["applied"]["document"].get("command") or command
         runs["answer"] = (other, LaunchLine.of(shlex.join(henceforth)), answer, answers)
-        if found["applied"]["status"]:
+        if not found["applied"]["document"].get("verified"):  # what is left to do by hand nobody did
             del runs["answer"]
     paces = [{"of": of, **pace(case, *each)} for _ in range(NUM_RUNS) for of, each in runs.items()]
     return {**found, "paces": paces}
@@ -133,7 +133,7 @@ def _filled(line: LaunchLine, setting: Setting, trial_dir: str) -> tuple[tuple[s
 def timed(arguments: tuple[str, ...]) -> list[str]:
     """pace.py before the script, whatever starts it."""
     scripts = [number for number, argument in enumerate(arguments) if argument.endswith(".py")]
-    at = scripts[0] if scripts else arguments.index("-m")
+    at = scripts[0] if scripts else max(number for number, argument in enumerate(arguments) if argument == "-m")
     return [*arguments[:at], str(HERE / "pace.py"), *arguments[at:]]
 
 

@@ -21,12 +21,12 @@ def row(path: Path) -> str:
     config, evidence = document["config"], document["evidence"]
     cells = [name, _setting(config)]
     for of, promised in (("answer", evidence), ("today", evidence["baseline"])):
-        attained = rates(found["paces"], of, document)
+        attained = rates(found, of)
         low, high = promised["samples_per_second_interval"]
         num_within = sum(isinstance(rate, float) and low <= rate <= high for rate in attained)
         shown = ", ".join(_number(rate) if isinstance(rate, float) else rate for rate in attained)
         if not attained:
-            shown = f"not applied: {_said(found['applied']['document'])}"
+            shown = "the edit is left to do by hand"
         cells += [_promised(promised), shown, f"{num_within} of {len(attained)}"]
     cells += [_in_process(found.get("in_process")), f"{found['seconds']:.0f}"]
     return f"| {' | '.join(cells)} |"
@@ -42,7 +42,7 @@ def summary(paths: list[Path]) -> list[str]:
         document = found["document"]
         for of, promised in (("answer", document["evidence"]), ("today", document["evidence"]["baseline"])):
             low, high = promised["samples_per_second_interval"]
-            rates_of = rates(found["paces"], of, document)
+            rates_of = rates(found, of)
             held[of] += [isinstance(rate, float) and low <= rate <= high for rate in rates_of]
         other = found.get("in_process")
         if other is not None and not other["status"]:
@@ -85,16 +85,18 @@ def _said(document: dict) -> str:
     return " ".join(said.split())[:300].replace("|", "\\|")
 
 
-def rates(paces: list[dict], of: str, document: dict) -> list[float | str]:
+def rates(found: dict, of: str) -> list[float | str]:
     """Samples a second of every run, those of all ranks together; what ended a run that has none."""
+    document = found["document"]
+    is_applied = "applied" not in found or found["applied"]["document"].get("verified")
     config = document["config"] if of == "answer" else document["evidence"]["baseline"]["config"]
     samples = config["batch_size"] * config["accumulation_steps"]
     return [
         each["num_ranks"] * samples * each["num_steps"] / each["seconds"]
         if "seconds" in each
         else (each["error"].strip() or "no word").splitlines()[-1]
-        for each in paces
-        if each["of"] == of
+        for each in found["paces"]
+        if each["of"] == of and (of == "today" or is_applied)
     ]
 
 
