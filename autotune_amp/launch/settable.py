@@ -74,7 +74,7 @@ def batches_in(num_samples: float, batch_size: int) -> int:
     return num if num and _is_close(num_samples, num * batch_size) else 1
 
 
-def _is_close(seen: float, asked: int) -> bool:
+def _is_close(seen: float, asked: float) -> bool:
     return abs(seen - asked) <= 0.02 * asked
 
 
