@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import re
@@ -36,6 +37,7 @@ from autotune_amp.launch.verdict import Seen, verdict
 
 INJECTED = Path(__file__).parent / "agent" / "path"
 _MEMORY_SECONDS = 0.5  # between two looks at all its processes and their memory
+_GROWTH = 1.1  # of what is resident, from which on it is looked at closely again
 _GRACE_SECONDS = 2.0  # after the first error: the rank that is its cause may say so later
 _STACK_SECONDS = 2.0  # for the stacks of ranks that hang
 _NUM_KEPT_CHUNKS = 256
@@ -143,7 +145,7 @@ class _Command:
         self._tail: deque[str] = deque(maxlen=_NUM_KEPT_CHUNKS)
         self._mark = uuid.uuid4().hex
         self._listener = Listener(agent["socket"])
-        self._memory_bytes, self._memory_at = 0, 0.0
+        self._memory_bytes, self._looked_at_bytes, self._memory_at = 0, 0, 0.0
         self._unobserved_seconds = 0.0
         settings = {
             "mark": self._mark,
@@ -183,7 +185,7 @@ class _Command:
         while True:
             self._take_in()
             now = time.monotonic()
-            seen = self._look(now)
+            seen = self._look(now, memory_limit_bytes)
             found = verdict(
                 self._heard, seen, deadlines, is_enough=is_enough(self._heard), memory_limit_bytes=memory_limit_bytes
             )
@@ -216,12 +218,15 @@ class _Command:
         if self._heard.num_steps > num_before:
             self._watcher.step(self._heard.num_steps, self._heard.step_seconds or 0.0)
 
-    def _look(self, now: float) -> Seen:
+    def _look(self, now: float, memory_limit_bytes: int | None) -> Seen:
         if now - self._memory_at > _MEMORY_SECONDS:
             self._memory_at = now
             with contextlib.suppress(psutil.NoSuchProcess):
                 processes = psutil.Process(self._popen.pid).children(recursive=True)
-                self._memory_bytes = _resident_bytes(processes)
+                resident_bytes = _resident_bytes(processes)
+                limit_bytes = math.inf if memory_limit_bytes is None else memory_limit_bytes
+                if resident_bytes > min(limit_bytes, _GROWTH * self._looked_at_bytes):
+                    self._looked_at_bytes, self._memory_bytes = resident_bytes, _own_bytes(processes)
                 self._unobserved_seconds = 0.0 if self._heard.pythons else _python_seconds(processes)
         status = self._popen.poll()
         if status is not None:
@@ -271,7 +276,17 @@ class _Command:
 
 
 def _resident_bytes(processes: Sequence[psutil.Process]) -> int:
-    """Their memory, pages that several of them map counted once for each share."""
+    """Their memory, pages that several of them map counted for each: at least what it is."""
+    total = 0
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            total += process.memory_info().rss
+    return total
+
+
+def _own_bytes(processes: Sequence[psutil.Process]) -> int:
+    """Their memory, pages that several of them map counted once for each share. The kernel goes through all pages for
+    that, and a training whose memory it looks at waits: every half second made one a third slower."""
     total = 0
     for process in processes:
         with contextlib.suppress(psutil.Error):

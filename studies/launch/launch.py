@@ -178,7 +178,8 @@ def main() -> None:
         if case.in_process is not None:
             found["in_process"] = search_in_process(name, case, folder, options.budget, options.work / "found")
         result.parent.mkdir(parents=True, exist_ok=True)
-        result.write_text(json.dumps({"command": case.command, "source": case.source, **found}, indent=1))
+        said = json.dumps({"command": case.command, "source": case.source, **found}, indent=1)
+        result.write_text(said.replace(f"{options.work}/", ""))  # where it was run says nothing
         print(name, found["status"], f"{found['seconds']:.0f} s", flush=True)
 
 
