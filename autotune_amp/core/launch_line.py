@@ -123,10 +123,6 @@ class LaunchLine(msgspec.Struct, frozen=True, kw_only=True):
             return placeholder.today
         return next((ours for ours, theirs in self.values.items() if theirs == placeholder.today), placeholder.today)
 
-    def is_assumed(self, name: str) -> bool:
-        """Whether it has a placeholder that does not say what is run today."""
-        return name in self.placeholders and self.today(name) is None
-
     @property
     def today_values(self) -> dict[str, Any]:
         """What the command runs today, as far as it says so, by the names of a setting's fields."""

@@ -23,6 +23,7 @@ from autotune_amp.launch.frozen_pair import FrozenPair, pair
 from autotune_amp.launch.known_arguments import with_placeholders
 from autotune_amp.launch.ranks import Rank
 from autotune_amp.launch.settable import batches_in, deviation, probing_setting, set_from_outside, unsettable
+from autotune_amp.trial.failures import of_memory
 from autotune_amp.trial.jobs import Check, Describe, Trial
 
 NUM_DESCRIBED_STEPS = 8
@@ -123,6 +124,7 @@ class CommandBackend(WorkloadBackend):
         command, began = self._command, time.monotonic()
         assumed = {"precision": "fp32", "batch_size": job.baseline_batch_size or 1}
         today = Setting(**{**assumed, **command.line.today_values})
+        is_assumed = "batch_size" in command.line.placeholders and "batch_size" not in command.line.today_values
         first = self._observe(today, job.deadlines)
         if isinstance(first, Failure):
             return first
@@ -160,7 +162,7 @@ class CommandBackend(WorkloadBackend):
                 *([OF_RANKS] if rank.world > 1 else []),
                 *([OF_SHARING] if command.num_sharing > 1 else []),
                 *([OF_SECOND_DIM] if command.sample_dim == 1 else []),
-                *([OF_ASSUMED.format(today.batch_size)] if command.line.is_assumed("batch_size") else []),
+                *([OF_ASSUMED.format(today.batch_size)] if is_assumed else []),
                 *([OF_SHELLS] if any(word in ("bash", "sh", "zsh") for word in command.line.arguments[:2]) else []),
             ),
             loader=command.maker,
@@ -293,9 +295,9 @@ class CommandBackend(WorkloadBackend):
             return ran.ending
         measured = measure.measurement(ran.heard, trial, ran.began, ran.seen.memory_bytes)
         if isinstance(measured, Measurement) and trial.device != "cpu":
-            taken, limit = measured.reserved_memory_bytes or 0, trial.memory_limit_bytes
-            if limit is not None and taken > limit:
-                return Failure(kind="oom", message=f"it took {taken >> 20} MiB, over the limit of {limit >> 20} MiB")
+            full = of_memory(measured.reserved_memory_bytes, trial.memory_limit_bytes, has_flushed=False)
+            if full is not None:
+                return full
         problem = None if found is None else self._deviation(trial.candidate, found[0])
         return measured if problem is None else problem
 

@@ -223,10 +223,10 @@ class _Command:
             self._memory_at = now
             with contextlib.suppress(psutil.NoSuchProcess):
                 processes = psutil.Process(self._popen.pid).children(recursive=True)
-                resident_bytes = _resident_bytes(processes)
+                resident_bytes = _total(processes, _resident_bytes)
                 limit_bytes = math.inf if memory_limit_bytes is None else memory_limit_bytes
                 if resident_bytes > min(limit_bytes, _GROWTH * self._looked_at_bytes):
-                    self._looked_at_bytes, self._memory_bytes = resident_bytes, _own_bytes(processes)
+                    self._looked_at_bytes, self._memory_bytes = resident_bytes, _total(processes, _own_bytes)
                 self._unobserved_seconds = 0.0 if self._heard.pythons else _python_seconds(processes)
         status = self._popen.poll()
         if status is not None:
@@ -275,24 +275,25 @@ class _Command:
             self._tail.append(chunk.decode(errors="replace"))
 
 
-def _resident_bytes(processes: Sequence[psutil.Process]) -> int:
-    """Their memory, pages that several of them map counted for each: at least what it is."""
+def _total(processes: Sequence[psutil.Process], bytes_of: Callable[[psutil.Process], int]) -> int:
+    """Of those that are still there."""
     total = 0
     for process in processes:
         with contextlib.suppress(psutil.Error):
-            total += process.memory_info().rss
+            total += bytes_of(process)
     return total
 
 
-def _own_bytes(processes: Sequence[psutil.Process]) -> int:
-    """Their memory, pages that several of them map counted once for each share. The kernel goes through all pages for
-    that, and a training whose memory it looks at waits: every half second made one a third slower."""
-    total = 0
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            found = process.memory_full_info()
-            total += getattr(found, "pss", found.rss)
-    return total
+def _resident_bytes(process: psutil.Process) -> int:
+    """Its memory with pages that others map too: at least what it is."""
+    return int(process.memory_info().rss)
+
+
+def _own_bytes(process: psutil.Process) -> int:
+    """Its memory, pages that several map counted as its share. The kernel goes through all pages for that, and a
+    training whose memory it looks at waits: every half second made one a third slower."""
+    found = process.memory_full_info()
+    return int(getattr(found, "pss", found.rss))
 
 
 def _python_seconds(processes: Sequence[psutil.Process]) -> float:

@@ -61,14 +61,18 @@ def _copy(case: Case, folder: Path, mirrors: Path) -> None:
 
 def search(name: str, case: Case, folder: Path, budget: int, out: Path) -> dict:
     """What became of `autotune-amp search -- COMMAND`."""
-    options = ["--budget", str(budget), "--out", str(out), "--study", name, "--fresh", *case.options]
-    return ours(case, folder, "search", *options, command=shlex.split(case.command))
+    words = _search_words(name, budget, out)
+    return ours(case, folder, *words, *case.options, command=shlex.split(case.command))
 
 
 def search_in_process(name: str, case: Case, folder: Path, budget: int, out: Path) -> dict:
     """What became of the search of in_process.py's workload, the same training."""
-    options = ["--budget", str(budget), "--out", str(out), "--study", f"{name}_in_process", "--fresh"]
-    return ours(case, folder, "search", f"{HERE / 'in_process.py'}:{name}", *options, *case.in_process)
+    words = _search_words(f"{name}_in_process", budget, out)
+    return ours(case, folder, *words, *case.in_process, f"{HERE / 'in_process.py'}:{name}")
+
+
+def _search_words(study: str, budget: int, out: Path) -> list[str]:
+    return ["search", "--budget", str(budget), "--out", str(out), "--study", study, "--fresh"]
 
 
 def ours(case: Case, folder: Path, *words: str, command: Sequence[str] = ()) -> dict:

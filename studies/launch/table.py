@@ -22,12 +22,10 @@ def row(path: Path) -> str:
     cells = [name, _setting(config)]
     for of, promised in (("answer", evidence), ("today", evidence["baseline"])):
         attained = rates(found, of)
-        low, high = promised["samples_per_second_interval"]
-        num_within = sum(isinstance(rate, float) and low <= rate <= high for rate in attained)
         shown = ", ".join(_number(rate) if isinstance(rate, float) else rate for rate in attained)
         if not attained:
             shown = "the edit is left to do by hand"
-        cells += [_promised(promised), shown, f"{num_within} of {len(attained)}"]
+        cells += [_promised(promised), shown, f"{sum(held(found, of))} of {len(attained)}"]
     cells += [_in_process(found.get("in_process")), f"{found['seconds']:.0f}"]
     return f"| {' | '.join(cells)} |"
 
@@ -36,23 +34,18 @@ def summary(paths: list[Path]) -> list[str]:
     """Of all scripts: the runs that lie in what was promised, and the promises that a Workload agrees with."""
     all_found = [json.loads(path.read_text()) for path in paths]
     answered = [found for found in all_found if not found["status"]]
-    held: dict[str, list[bool]] = {"answer": [], "today": []}
+    all_held = {of: [each for found in answered for each in held(found, of)] for of in ("answer", "today")}
     agree = []
     for found in answered:
-        document = found["document"]
-        for of, promised in (("answer", document["evidence"]), ("today", document["evidence"]["baseline"])):
-            low, high = promised["samples_per_second_interval"]
-            rates_of = rates(found, of)
-            held[of] += [isinstance(rate, float) and low <= rate <= high for rate in rates_of]
         other = found.get("in_process")
         if other is not None and not other["status"]:
-            baselines = [each["evidence"]["baseline"] for each in (document, other["document"])]
+            baselines = [each["evidence"]["baseline"] for each in (found["document"], other["document"])]
             (low, high), (other_low, other_high) = (each["samples_per_second_interval"] for each in baselines)
             agree.append(low <= other_high and other_low <= high)
     return [
         f"- Scripts answered: {len(answered)} of {len(all_found)}.",
-        f"- Runs within the promised interval: {sum(held['answer'])} of {len(held['answer'])} of the answers, "
-        f"{sum(held['today'])} of {len(held['today'])} of today's commands.",
+        f"- Runs within the promised interval: {sum(all_held['answer'])} of {len(all_held['answer'])} of the answers, "
+        f"{sum(all_held['today'])} of {len(all_held['today'])} of today's commands.",
         f"- Today's command, and the same as a Workload: their intervals overlap in {sum(agree)} of {len(agree)}.",
     ]
 
@@ -88,7 +81,6 @@ def _said(document: dict) -> str:
 def rates(found: dict, of: str) -> list[float | str]:
     """Samples a second of every run, those of all ranks together; what ended a run that has none."""
     document = found["document"]
-    is_applied = "applied" not in found or found["applied"]["document"].get("verified")
     config = document["config"] if of == "answer" else document["evidence"]["baseline"]["config"]
     samples = config["batch_size"] * config["accumulation_steps"]
     return [
@@ -96,8 +88,15 @@ def rates(found: dict, of: str) -> list[float | str]:
         if "seconds" in each
         else (each["error"].strip() or "no word").splitlines()[-1]
         for each in found["paces"]
-        if each["of"] == of and (of == "today" or is_applied)
+        if each["of"] == of
     ]
+
+
+def held(found: dict, of: str) -> list[bool]:
+    """Whether each run lies in the promised interval."""
+    evidence = found["document"]["evidence"]
+    low, high = (evidence if of == "answer" else evidence["baseline"])["samples_per_second_interval"]
+    return [isinstance(rate, float) and low <= rate <= high for rate in rates(found, of)]
 
 
 def main() -> None:

@@ -71,7 +71,6 @@ class Observer:
         self.in_scaler = 0
         self._pending: list[dict[str, Any]] = []
         self._device = torch.device("cpu")
-        self._which: tuple[Any, ...] = ()
         self._num_compilations = 0
         self._memory_at = 0.0
         os.register_at_fork(after_in_child=self._reset)
@@ -196,6 +195,11 @@ class Observer:
         if self.num_steps <= NUM_SENT_AT_ONCE:
             self.channel.flush()
 
+    @property
+    def _which(self) -> tuple[Any, ...]:
+        """What functions of the device's module are to be told; of MPS there is one, which has no number."""
+        return () if self._device.type == "mps" else (self._device,)
+
     def _memory(self) -> dict[str, Any]:
         if self._device.type == "cpu":
             now = time.monotonic()
@@ -216,7 +220,6 @@ class Observer:
         self._optimizers.append(weakref.ref(optimizer))
         self._num_steps_of.append(0)
         self._device = next((p.device for p in parameters if p.device.type != "cpu"), self._device)
-        self._which = () if self._device.type == "mps" else (self._device,)  # there is one, which has no number
         num_by_dtype: dict[str, int] = {}
         for parameter in parameters:
             dtype = str(parameter.dtype).replace("torch.", "")
