@@ -210,6 +210,34 @@ if __name__ == "__main__":
     assert all(per_step(rank) == {(8, 1)} for rank in heard.ranks.values())
 
 
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_modules_of_a_loaders_worker_are_not_watched(
+    script: Callable[[str], list[str]], tmp_path: Path, context: str
+) -> None:
+    command = script(f"""
+class Augmented(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        x = model[1](inputs[index])
+        if nn.Module.__call__.__name__ == "outermost":
+            raise RuntimeError("patched for each sample")
+        return x, targets[index]
+
+if __name__ == "__main__":
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = torch.utils.data.DataLoader(Augmented(), batch_size=8, num_workers=1, multiprocessing_context="{context}")
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+""")
+    rank = only(run(command, tmp_path))
+    assert len(rank.pace) == 8
+    assert per_step(rank) == {(8, 1)}
+
+
 RANKS = """
 import os, time
 import torch.distributed

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.amp.autocast_mode import autocast
 from torch.amp.grad_scaler import GradScaler
+from torch.utils.data import get_worker_info
 
 from . import where
 from .batches import first_tensor, size_of
@@ -141,6 +142,8 @@ class Passes:
 
         def outermost(module: Any, *args: Any, **kwargs: Any) -> Any:
             module_class.__call__ = original
+            if get_worker_info() is not None:  # it makes batches: a dozen modules for each of its samples, and with
+                self.unwatch_modules()  # every patch Python goes through all subclasses
             try:
                 if self._watches_modules:
                     entering(module, args, kwargs)
