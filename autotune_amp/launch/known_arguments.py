@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import PurePath
 
 import msgspec
@@ -24,7 +25,8 @@ _KNOWN = {
     "HfArgumentParser": _Known(
         {"batch_size": "--per_device_train_batch_size", "accumulation_steps": "--gradient_accumulation_steps"},
         ("--bf16", "--fp16", "--tf32"),
-        {"fp32": "", "tf32": "--tf32 True", "bf16": "--bf16", "fp16": "--fp16"},
+        # fp32 in so many words: there are arguments whose default is bf16, TRL's among them.
+        {"fp32": "--bf16 False", "tf32": "--bf16 False --tf32 True", "bf16": "--bf16", "fp16": "--fp16"},
     ),
     "LightningCLI": _Known(
         {"accumulation_steps": "--trainer.accumulate_grad_batches"},
@@ -83,7 +85,7 @@ def _starts(arguments: list[str], switch: Switch) -> bool:
     script = PurePath(switch.script)
     if any(PurePath(argument).name == script.name for argument in arguments):
         return True
-    return "-m" in arguments[:-1] and arguments[arguments.index("-m") + 1].rpartition(".")[2] == script.stem
+    return any(flag == "-m" and module.rpartition(".")[2] == script.stem for flag, module in pairwise(arguments))
 
 
 def _spellings(flag: str) -> tuple[str, str]:

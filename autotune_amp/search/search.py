@@ -9,7 +9,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from autotune_amp.core.dimensions import PRECISIONS
 from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import (
@@ -251,9 +250,7 @@ class _Search:
         return NothingWorksError(
             f"The training does not run as it is today, so no candidate can: {reason}",
             "Mend what is said above: it must run on its own.",
-            tuple(
-                Exclusion(precision=p, batch_size=None, reason=reason) for p in self._options.precisions or PRECISIONS
-            ),
+            (),
         )
 
     def _ledger(self, space: Space, search_id: str) -> Ledger:

@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -49,32 +48,41 @@ def train() -> None:
 
 
 def measured(variant: str) -> dict[str, float | str]:
-    """Run the training once, and say what it printed, and what the agent says of itself."""
-    from autotune_amp.launch.listening import Gone, Listener
-    from autotune_amp.launch.messages import Step
-    from autotune_amp.launch.running import INJECTED
+    """Run the training once; says what it printed, and of a run that is heard, what the agent says of itself and what
+    this process took in the meantime: to hear it, and to look at its processes and their memory."""
+    command = [sys.executable, __file__, "train"]
+    if variant == "bare":
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return {"variant": variant, **json.loads(done.stdout)}
+    from autotune_amp.core.job import Deadlines
+    from autotune_amp.isolation.process import Watcher
+    from autotune_amp.launch.ranks import Heard
+    from autotune_amp.launch.running import run
 
-    with tempfile.TemporaryDirectory() as folder:
-        listener = Listener(f"{folder}/socket")
-        environment = dict(os.environ)
-        if variant != "bare":
-            settings = {"socket": f"{folder}/socket", "folder": folder, "observes": variant == "observing"}
-            environment |= {"AUTOTUNE_AMP_AGENT": json.dumps(settings), "PYTHONPATH": str(INJECTED)}
-        done = subprocess.run(
-            [sys.executable, __file__, "train"], env=environment, capture_output=True, text=True, check=True
-        )
-        listener.close()
-        found: dict[str, float | str] = {"variant": variant, **json.loads(done.stdout)}
-        steps = []
-        while not listener.heard.empty():
-            message = listener.heard.get()
-            if not isinstance(message, Gone) and isinstance(message, Step) and message.overhead_seconds:
-                steps.append(message)
-        if variant == "observing":
-            first, last = steps[NUM_WARMUP_STEPS], steps[-1]
-            num = len(steps) - NUM_WARMUP_STEPS - 1
-            found["own_us"] = 1e6 * (last.overhead_seconds - first.overhead_seconds) / num
-        return found
+    marks: list[tuple[int, float]] = []
+
+    def goes_on(heard: Heard) -> bool:
+        if heard.num_steps > NUM_WARMUP_STEPS:
+            marks.append((heard.num_steps, time.process_time()))
+        return False
+
+    ran = run(
+        command,
+        environment=os.environ,
+        agent={"observes": variant == "observing"},
+        deadlines=Deadlines(whole_seconds=120),
+        is_enough=goes_on,
+        watcher=Watcher(),
+    )
+    printed = json.loads(ran.seen.printed.splitlines()[-1])
+    if variant != "observing":
+        return {"variant": variant, **printed}
+    (rank,) = ran.heard.ranks.values()
+    first, last = (rank.steps[at].overhead_seconds or 0.0 for at in (NUM_WARMUP_STEPS, -1))
+    own = (last - first) / (len(rank.steps) - 1 - NUM_WARMUP_STEPS)
+    (num_before, began), (num_after, ended) = marks[0], marks[-1]
+    parents = (ended - began) / (num_after - num_before)
+    return {"variant": variant, **printed, "own_us": 1e6 * own, "parents_us": 1e6 * parents}
 
 
 def main() -> None:
@@ -88,8 +96,11 @@ def main() -> None:
     bare = median(run["cpu_us"] for run in runs if run["variant"] == "bare")
     for variant in VARIANTS:
         cpu = [run["cpu_us"] for run in runs if run["variant"] == variant]
-        own = [run["own_us"] for run in runs if "own_us" in run and run["variant"] == variant]
-        says = f", says {median(own):.0f} of itself" if own else ""
+        says = ""
+        if variant == "observing":
+            heard = [run for run in runs if "own_us" in run]
+            own, parents = (median(run[key] for run in heard) for key in ("own_us", "parents_us"))
+            says = f"; says {own:.0f} of itself; the search's process took {parents:.0f} beside it"
         print(
             f"{variant:14} {median(cpu):6.0f} us a step ({min(cpu):.0f} to {max(cpu):.0f}), "
             f"{median(cpu) - bare:+5.0f} = {1e-4 * (median(cpu) - bare) / STEP_SECONDS:.2f} % of 20 ms{says}"

@@ -31,7 +31,11 @@ NUMBERS = "--per_device_train_batch_size 4 --gradient_accumulation_steps 2"
     ("command", "found", "filled"),
     [
         ("python train.py --lr 1", TRANSFORMERS, f"python train.py --lr 1 {NUMBERS} --bf16"),
-        ("python -m train --lr 1", TRANSFORMERS, f"python -m train --lr 1 {NUMBERS} --bf16"),
+        (
+            "python -m torch.distributed.run -m train --lr 1",
+            TRANSFORMERS,
+            f"python -m torch.distributed.run -m train --lr 1 {NUMBERS} --bf16",
+        ),
         (
             "torchrun train.py --fp16 True --per-device-train-batch-size=8 --lr 1",
             TRANSFORMERS,
@@ -59,7 +63,8 @@ def test_known_flags_are_set(command: str, found: Switch, filled: str) -> None:
 def test_today_is_what_was_seen() -> None:
     line, _ = with_placeholders(LaunchLine.of("python train.py --bf16"), [IN_BF16])
     assert line.today_values == {"batch_size": 16, "accumulation_steps": 1, "precision": "bf16"}
-    assert "--bf16" not in line.of_setting(Setting(precision="fp32", batch_size=1), "")[0]
+    arguments, _ = line.of_setting(Setting(precision="fp32", batch_size=1), "")
+    assert arguments[2:4] == ("--bf16", "False"), "by default some take bf16"
 
 
 @pytest.mark.parametrize("command", ["bash train.sh", "bash -c 'python train.py'", "python other.py"])
