@@ -347,9 +347,9 @@ def apply(
     from autotune_amp.report.files import latest
 
     found = latest(folder, "recommendation.json")
-    config = Recommendation.load(found).config
+    recommended = Recommendation.load(found)
     with Console(stderr=True).status("") as status:
-        applied = applied_to(config, LaunchLine.of(training), study=found.parent, write=write, phase=status.update)
+        applied = applied_to(recommended, LaunchLine.of(training), study=found.parent, write=write, phase=status.update)
     _write(_document(applied) if as_json else applied.diff.encode())
     with _reader_may_leave(sys.stdout):
         sys.stdout.flush()

@@ -197,8 +197,13 @@ def _check(placeholder: Placeholder, words: Mapping[str, str]) -> None:
     """Raises `InvalidRequestError` where its values are none of its kind."""
     name, given = placeholder.name, [*(placeholder.choices or {}), *filter(None, [placeholder.today])]
     if placeholder.today is None and (placeholder.choices is not None or name == "num_workers"):
-        example = f"{{{name}={next(iter(placeholder.choices or ['2']))}{':…' if placeholder.choices else ''}}}"
-        raise InvalidRequestError(f"{{{name}}} does not say what is run today.", f"Write it so: {example}.")
+        choices = placeholder.choices or {}
+        example = "fp32" if "fp32" in choices else next(iter(choices), "2")
+        if choices:
+            example += ":" + "|".join(f"{value}={arguments}" for value, arguments in choices.items())
+        raise InvalidRequestError(
+            f"{{{name}}} does not say what is run today.", f"Write it so, if that is what is: {{{name}={example}}}."
+        )
     for value in placeholder.choices or {}:
         if name == "precision" and value not in PRECISIONS:
             raise InvalidRequestError(

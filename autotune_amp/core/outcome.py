@@ -258,7 +258,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     today; `notes` what the user is to know of the measurements. Throughput is that of all its `num_ranks` together.
     `checks` are the kinds of check that can be answered, at a batch size of `check_batch_size` at most: what rounding
     does hardly moves with it (studies/README.md). `loader` is what makes a command's training loader:
-    ``file:function:line``.
+    ``file:function:line``; without one, samples are counted along `sample_dim` of what enters its model.
     """
 
     name: str
@@ -288,6 +288,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     checks: tuple[str, ...] = ("fidelity", "calibration", "accumulation")
     check_batch_size: int = 16
     loader: str | None = None
+    sample_dim: int = 0
 
     @property
     def today(self) -> Setting:

@@ -35,13 +35,13 @@ PAUSE_SECONDS = 60.0  # an evaluation, a checkpoint or the start of loader worke
 NOTES = (
     "Measured on the command's first steps: what later steps, longer samples, an evaluation or a checkpoint take in "
     "time and memory is not known.",
-    "Fidelity is judged by gradients of the command's first weights, not by training on; fp16's loss scale is the "
-    "command's own.",
+    "Fidelity is judged by gradients of the command's first weights, not by training on.",
 )
+OF_FP16 = "fp16's loss scale is the command's own."
 OF_SHELLS = (
     "What a shell script itself writes or removes (rm, tee, >) cannot be seen, and is not kept from changing files."
 )
-OF_ACCUMULATION = "How the command weighs what it accumulates is its own, and was not checked."
+OF_EACH_RANK = "Batch sizes are those of each rank."
 OF_RANKS = (
     "Each rank is taken to train on samples of its own: where several share them (tensor parallel), samples are "
     "counted once for each, which changes no comparison."
@@ -146,6 +146,7 @@ class CommandBackend(WorkloadBackend):
         self._require_time(job, description.build_seconds, time.monotonic() - began)
         cannot = unsettable(command.line, rank)
         other = probing_setting(today, cannot)
+        more: dict[str, str] = {}
         if other is not None:
             more, followed = self._follow(other, today, job, began)
             cannot |= more
@@ -156,16 +157,17 @@ class CommandBackend(WorkloadBackend):
             num_workers=loader.num_workers if loader and "num_workers" in command.line.placeholders else None,
             unsettable=cannot,
             notes=(
+                *(f"{each} could not be tried: {why}. Mend that and search again." for each, why in more.items()),
                 *known,
                 *NOTES,
-                *([] if "accumulation_steps" in cannot else [OF_ACCUMULATION]),
-                *([OF_RANKS] if rank.world > 1 else []),
-                *([OF_SHARING] if command.num_sharing > 1 else []),
+                *([] if "fp16" in cannot else [OF_FP16]),
+                *([OF_SHARING if command.num_sharing > 1 else OF_EACH_RANK, OF_RANKS] if rank.world > 1 else []),
                 *([OF_SECOND_DIM] if command.sample_dim == 1 else []),
                 *([OF_ASSUMED.format(today.batch_size)] if is_assumed else []),
                 *([OF_SHELLS] if any(word in ("bash", "sh", "zsh") for word in command.line.arguments[:2]) else []),
             ),
             loader=command.maker,
+            sample_dim=command.sample_dim,
             check_batch_size=today.batch_size,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -61,6 +62,14 @@ def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
+def fingerprint_parts(line: LaunchLine) -> tuple[dict[str, str], bool]:
+    """What an answer for the command depends on beside the machine, and whether that is all of its `sources`."""
+    files, are_all = sources(line.arguments)
+    parts = {"command": f"={shlex.join(line.arguments)}"}
+    parts |= {f"--value {name}": f"={word}" for name, word in line.values.items()}
+    return parts | {f"file {file}": _digest(Path(file)) for file in (*files, *line.files)}, are_all
+
+
 class CommandSource(Source):
     """Runs a `LaunchLine` for every trial."""
 
@@ -106,9 +115,7 @@ class CommandSource(Source):
     ) -> Fingerprint:
         """Of the command too, and of the files that it names."""
         found = super().fingerprint_by_child(options, identity, backend, state)
-        files, are_all = sources(self._line.arguments)
-        parts = {"command": f"={self._line}"}
-        parts |= {f"file {file}": _digest(file) for file in files}
+        parts, are_all = fingerprint_parts(self._line)
         digest = hashlib.sha256(repr((found.digest, sorted(parts.items()))).encode()).hexdigest()
         unknown = () if are_all else (f"beside the script lie more than {MAX_SOURCES} files that it may run",)
         return Fingerprint(digest=digest, parts={**found.parts, **parts}, unknown=(*found.unknown, *unknown))

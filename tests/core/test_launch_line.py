@@ -114,6 +114,14 @@ def test_what_cannot_be_meant_is_refused_by_name(command: str, options: dict[str
         LaunchLine.of(command, **options)
 
 
+def test_what_is_suggested_as_todays_is_fp32_and_can_be_meant() -> None:
+    with pytest.raises(InvalidRequestError) as raised:
+        LaunchLine.of("python t.py '{precision:bf16=--dtype bf16|fp32=--dtype fp32}'")
+    suggested = "{precision=fp32:bf16=--dtype bf16|fp32=--dtype fp32}"
+    assert suggested in raised.value.next_step
+    assert LaunchLine.of(["python", "t.py", suggested]).today("precision") == "fp32"
+
+
 @pytest.mark.parametrize(
     ("command", "name"),
     [

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import INJECTED, TORCHRUN, run
+from coverage import CoverageData
 
 from autotune_amp.launch.measure import precision_of
 from autotune_amp.launch.ranks import Heard, Rank
@@ -370,6 +371,23 @@ def test_what_the_users_own_sitecustomize_does_to_imports_hides_nothing(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "theirs"))
     rank = only(run(script(LOOP.format(optimizer=SGD, scales=False, epochs=1, accumulates=1)), tmp_path))
     assert len(rank.pace) == 32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "tool", [["coverage", "run", "--branch"], ["debugpy", "--listen", "127.0.0.1:0"]], ids=lambda tool: tool[0]
+)
+def test_what_else_looks_into_the_interpreter_goes_on(
+    script: Callable[[str], list[str]], tmp_path: Path, tool: list[str]
+) -> None:
+    loop = LOOP.format(optimizer=SGD, scales=False, epochs=1, accumulates=1)
+    heard = run([sys.executable, "-m", *tool, *script(loop)[1:]], tmp_path)
+    assert [len(rank.pace) for rank in heard.ranks.values()] == [32]
+    if tool[0] == "coverage":
+        data = CoverageData(str(tmp_path / ".coverage"))
+        data.read()
+        written = (PREAMBLE + loop).split("\n")
+        assert data.lines(str(tmp_path / "train.py")) == [number for number, text in enumerate(written, 1) if text]
 
 
 def test_the_agent_is_for_python_3_8_and_needs_nothing_but_torch() -> None:

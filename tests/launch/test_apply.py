@@ -17,6 +17,7 @@ from commands import INJECTED, TORCHRUN
 
 from autotune_amp.cli import run
 from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.outcome import Description
 from autotune_amp.core.recommendation import Recommendation
 
 SAMPLE = Path(__file__).parents[1] / "golden/study/recommendation.json"
@@ -47,12 +48,19 @@ def apply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.C
     """`autotune-amp apply --json -- COMMAND` in a folder whose study recommends bf16 and batch 16; its document."""
     monkeypatch.chdir(tmp_path)
 
-    def applied(command: list[str], *options: str, fails: bool = False, **config: Any) -> dict[str, Any]:
+    def applied(
+        command: list[str],
+        *options: str,
+        fails: bool = False,
+        description: Description | None = None,
+        **config: Any,
+    ) -> dict[str, Any]:
         study = tmp_path / "studies" / "it"
         study.mkdir(parents=True, exist_ok=True)
         wanted: dict[str, Any] = {"precision": "bf16", "batch_size": 16} | config
         sample = Recommendation.load(SAMPLE)
-        msgspec.structs.replace(sample, config=AmpConfig(**wanted)).save(study / "recommendation.json")
+        recommended = msgspec.structs.replace(sample, config=AmpConfig(**wanted), workload=description)
+        recommended.save(study / "recommendation.json")
         assert (run(["apply", *options, "--json", "--", *command]) != 0) is fails
         document: dict[str, Any] = json.loads(capfdbinary.readouterr().out)
         return document
@@ -104,6 +112,31 @@ def test_a_copy_that_fails_is_said_with_its_error(apply: Apply, tmp_path: Path) 
     assert (found["verified"], found["observed"]) == (False, None)
     assert "not sixteen" in found["problem"]
     assert (tmp_path / "train.py").read_text() == picky
+
+
+RECURRENT = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.RNN(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+words = torch.randn(7, 16, 4)
+while True:
+    loss = model(words)[0].square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_samples_are_counted_along_the_dimension_that_the_search_found(apply: Apply, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RECURRENT)
+    description = Recommendation.load(SAMPLE).workload
+    assert description is not None
+    description = msgspec.structs.replace(description, sample_dim=1)
+    found = apply([sys.executable, "train.py"], description=description)
+    assert (found["verified"], found["by_hand"]) == (True, [])
+    assert seen(found["today"]) == ("fp32", 16, 1)
+    assert seen(found["observed"]) == ("bf16", 16, 1)
 
 
 # What must be the original's in an edited copy: its name, its folder, what it imports and what it is given.

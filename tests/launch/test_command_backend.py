@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -73,9 +73,9 @@ def local() -> Iterator[LocalBackend]:
 
 
 def described(
-    command: list[str], local: LocalBackend, seconds: float = SECONDS
+    command: list[str], local: LocalBackend, seconds: float = SECONDS, files: Sequence[str] = ()
 ) -> tuple[CommandBackend, Description | Failure]:
-    backend = CommandBackend(Command(LaunchLine.of(command)), local, Watcher())
+    backend = CommandBackend(Command(LaunchLine.of(command, files=files)), local, Watcher())
     found = backend.submit(Describe(device="cpu", baseline_batch_size=8, deadline_seconds=seconds)).result()
     return backend, found
 
@@ -156,6 +156,34 @@ def test_samples_are_found_along_the_second_dimension(tmp_path: Path, local: Loc
     assert measured.samples_per_second * measured.step_seconds == pytest.approx(4)
 
 
+def test_each_trial_has_a_settings_file_of_its_own(tmp_path: Path, local: LocalBackend) -> None:
+    own, train = tmp_path / "batch.txt", tmp_path / "train.py"
+    own.write_text("{batch_size=8}")
+    train.write_text(SCRIPT.replace("parse_args()", "parse_args(['--batch', open(sys.argv[1]).read()])"))
+    backend, found = described([sys.executable, str(train), str(own)], local, files=[str(own)])
+    assert isinstance(found, Description), found
+    assert found.batch_size == 8
+    measured = backend.submit(trial(Setting(precision="fp32", batch_size=4))).result()
+    assert isinstance(measured, Measurement), measured
+    assert measured.samples_per_second * measured.step_seconds == pytest.approx(4)
+    assert own.read_text() == "{batch_size=8}"
+
+
+@pytest.mark.slow
+def test_each_trial_of_several_ranks_has_a_port_of_its_own(tmp_path: Path, local: LocalBackend) -> None:
+    ranks = """optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+assert os.environ["MASTER_PORT"] != "29500"  # torchrun's own
+torch.distributed.init_process_group("gloo")
+model = nn.parallel.DistributedDataParallel(model)
+"""
+    (tmp_path / "train.py").write_text(SCRIPT.replace(ranks.partition("\n")[0], ranks))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "{port}"]
+    backend, found = described([*torchrun, str(tmp_path / "train.py"), *BATCH], local)
+    assert isinstance(found, Description), found
+    assert (found.batch_size, found.num_ranks) == (8, 2)
+    assert isinstance(backend.submit(trial(Setting(precision="fp32", batch_size=4))).result(), Measurement)
+
+
 def test_without_placeholders_it_is_set_from_outside(script: str, local: LocalBackend) -> None:
     backend, found = described([sys.executable, script], local)
     assert isinstance(found, Description), found
@@ -173,6 +201,7 @@ def test_a_precision_that_the_command_refuses_cannot_be_set(script: str, local: 
     )
     assert isinstance(found, Description), found
     assert "did not run in it" in found.unsettable["bf16"]
+    assert found.notes[0].startswith("bf16 could not be tried: ")
     assert "no arguments" in found.unsettable["fp16"]
 
 

@@ -85,6 +85,21 @@ def test_a_command_is_described_measured_judged_and_held_to_its_memory(tmp_path:
     assert judged.verdict != "unchecked", judged.reason
 
 
+def test_a_script_that_catches_its_running_out_of_memory_is_no_measurement(tmp_path: Path, local: LocalBackend) -> None:
+    catching = """
+        try:
+            torch.empty(1 << 50, device="cuda")
+        except torch.OutOfMemoryError:
+            pass
+        optimizer.step()
+"""
+    (tmp_path / "train.py").write_text(SCRIPT.replace("\n        optimizer.step()\n", catching))
+    backend = CommandBackend(Command(LaunchLine.of([sys.executable, str(tmp_path / "train.py")])), local, Watcher())
+    found = backend.submit(Describe(device="cuda:0", baseline_batch_size=8, deadline_seconds=SECONDS)).result()
+    assert isinstance(found, Failure)
+    assert found.kind == "oom"
+
+
 @pytest.mark.real_time
 def test_a_search_of_a_command_confirms_what_it_recommends(tmp_path: Path) -> None:
     with command_line(tmp_path) as cli:

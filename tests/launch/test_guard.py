@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import sqlite3
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +124,19 @@ def test_what_was_there_stays_and_path_and_line_are_said(mine: Path, train: Call
         assert refused.path.endswith("me/model")
     else:
         assert Path(refused.path).is_relative_to(mine)
+    assert snapshot(mine) == before
+
+
+@pytest.mark.parametrize("version", ["3.8", "3.9", "3.10", "3.11", "3.12", "3.13"])
+def test_in_a_python_of_that_version(mine: Path, version: str) -> None:
+    python = shutil.which(f"python{version}")
+    if python is None or subprocess.run([python, "-c", ""], check=False, capture_output=True).returncode:
+        pytest.skip(f"there is no python{version} here")
+    before = snapshot(mine)
+    ran = run_command([python, "-c", f"{PREAMBLE}open('mine', 'w').close()\nopen('old/file', 'w')"])
+    assert {hello.python.rpartition(".")[0] for hello in ran.heard.pythons.values()} == {version}
+    assert ran.heard.refused is not None, ran.seen.printed
+    assert not ran.heard.errors
     assert snapshot(mine) == before
 
 

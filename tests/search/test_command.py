@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from autotune_amp.core.launch_line import LaunchLine
+from autotune_amp.core.recommendation import Fingerprint
 from autotune_amp.search import command
-from autotune_amp.search.command import sources
+from autotune_amp.search.command import fingerprint_parts, sources
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +29,19 @@ def test_what_it_names_and_what_lies_beside_it(folder: Path) -> None:
     found, are_all = sources(["python", "train.py", "--config=cfg.yaml", "bash -c '" + 300 * "x" + "/y'", "a\0b"])
     assert are_all
     assert {path.name for path in found} == {"train.py", "part.py", "cfg.yaml"}
+
+
+def test_a_changed_command_is_told_as_it_was_typed(folder: Path) -> None:
+    line = LaunchLine.of("python train.py --bs {batch_size=8} '{precision:bf16=--half x|fp32=}'")
+    other = LaunchLine.of("python train.py --bs {batch_size=16} {precision=fp32}", values={"bf16": "bfloat16"})
+    before, after = (Fingerprint(digest="", parts=fingerprint_parts(each)[0]) for each in (line, other))
+    typed = "command changed from python train.py --bs '{batch_size=8}' '{precision:bf16=--half x|fp32=}' to "
+    assert before.differences(after) == (
+        f"{typed}python train.py --bs '{{batch_size=16}}' '{{precision=fp32}}'", "--value bf16 is new"
+    )  # fmt: skip
+    (folder / "part.py").write_text("x = 1")
+    changed = Fingerprint(digest="", parts=fingerprint_parts(other)[0])
+    assert after.differences(changed) == ("file part.py changed",)
 
 
 def test_a_large_file_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import InvalidRequestError, StudyError, WorkloadError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.launch_line import LaunchLine
 from autotune_amp.core.outcome import Failure
+from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.setting import Setting
 from autotune_amp.isolation.process import Watcher
 from autotune_amp.launch import measure
@@ -83,8 +83,10 @@ class _Source(NamedTuple):
         return self.content.decode(self.encoding)
 
 
-def apply(config: AmpConfig, line: LaunchLine, *, study: Path, write: bool, phase: Callable[[str], Any]) -> Applied:
-    """Run the command to see what it does, edit a copy of its files to do what `config` says, and run that.
+def apply(
+    recommended: Recommendation, line: LaunchLine, *, study: Path, write: bool, phase: Callable[[str], Any]
+) -> Applied:
+    """Run the command to see what it does, edit a copy of its files to do what is `recommended`, and run that.
 
     What the command makes in both runs is its own, as is what the trials of the search in the folder `study` made.
     With `write` the edits are written, if the copy did what they say; else `WorkloadError` is raised, and nothing is
@@ -97,7 +99,11 @@ def apply(config: AmpConfig, line: LaunchLine, *, study: Path, write: bool, phas
             "Run the command that `autotune-amp show` prints, or give the command without them.",
         )
     phase("Running the command, to see what it does today")
-    observed = _observed(line, study)
+    command = Command(line)
+    command.keep_in(study)
+    if recommended.workload is not None:
+        command.sample_dim = recommended.workload.sample_dim
+    observed = _observed(command)
     if isinstance(observed, Failure):
         details = f"\n{observed.details.rstrip()}" if observed.details else ""
         raise WorkloadError(
@@ -108,7 +114,7 @@ def apply(config: AmpConfig, line: LaunchLine, *, study: Path, write: bool, phas
     sources = _read(
         {line.rpartition(":")[0] for line in (seen.step_line, *(s.line for s in seen.sites if not s.maker))}
     )
-    edited = edit({path: source.text for path, source in sources.items()}, seen, config, line.arguments)
+    edited = edit({path: source.text for path, source in sources.items()}, seen, recommended.config, line.arguments)
     applied = Applied(
         diff="".join(_diff(path, sources[path].text, text) for path, text in edited.texts.items()),
         command=None if edited.command == line.arguments else edited.command,
@@ -118,7 +124,8 @@ def apply(config: AmpConfig, line: LaunchLine, *, study: Path, write: bool, phas
     )
     if applied.diff or applied.command:
         phase("Running an edited copy")
-        applied = _verified(applied, line, study, edited, sources)
+        command.line = msgspec.structs.replace(line, arguments=edited.command)
+        applied = _verified(applied, command, edited, sources)
     if write and applied.diff:
         if not applied.verified:
             raise WorkloadError(
@@ -130,12 +137,10 @@ def apply(config: AmpConfig, line: LaunchLine, *, study: Path, write: bool, phas
     return applied
 
 
-def _observed(line: LaunchLine, study: Path, overlay: Mapping[str, str] | None = None) -> tuple[Heard, Rank] | Failure:
+def _observed(command: Command, overlay: Mapping[str, str] | None = None) -> tuple[Heard, Rank] | Failure:
     """A few steps of the command, and its slowest rank."""
-    command = Command(line)
-    command.keep_in(study)
     ran = command.run(
-        Setting(**{"precision": "fp32", "batch_size": 1, **line.today_values}),
+        Setting(**{"precision": "fp32", "batch_size": 1, **command.line.today_values}),
         _PATIENCE,
         lambda heard: heard.num_steps >= NUM_STEPS and measure.slowest(heard) is not None,
         Watcher(),
@@ -203,14 +208,14 @@ def _read(paths: Iterable[str]) -> dict[str, _Source]:
     return found
 
 
-def _verified(applied: Applied, line: LaunchLine, study: Path, edited: Edit, sources: Mapping[str, _Source]) -> Applied:
+def _verified(applied: Applied, command: Command, edited: Edit, sources: Mapping[str, _Source]) -> Applied:
     """Run the copy, in the place of the original's files, under the command as it is henceforth."""
     with tempfile.TemporaryDirectory(prefix="autotune_amp-") as folder:
         overlay = {}
         for number, (path, text) in enumerate(edited.texts.items()):
             overlay[path] = str(Path(folder, f"{number}.py"))
             Path(overlay[path]).write_bytes(text.encode(sources[path].encoding))
-        found = _observed(msgspec.structs.replace(line, arguments=edited.command), study, overlay)
+        found = _observed(command, overlay)
     if isinstance(found, Failure):
         return msgspec.structs.replace(applied, verified=False, problem=f"of the copy, {found.message.rstrip('.')}")
     observed, expected = _behaviour(found[1]), edited.expected

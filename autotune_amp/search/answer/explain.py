@@ -285,9 +285,13 @@ def accumulation_warnings(space: Space, chosen: Setting, config: AmpConfig, foun
             f"the learning rate may need another look. --effective-batch-size {before * space.num_ranks} keeps them."
         )
     num_steps = [config.accumulation_steps, *(plan.accumulation_steps for plan in config.plans)]
+    if max(num_steps) == 1:
+        return said
     asking = ("sum",) if space.weighs_passes else ("sum", "weighted")
-    if max(num_steps) > 1 and found is not None and found.verdict in asking:
+    if found is not None and found.verdict in asking:
         said.append(f"{sentence(found.reason)} {sentence(found.next_step)}")
+    if found is None and not space.weighs_passes:
+        said.append("How the training weighs what it accumulates was not checked.")
     return said
 
 
