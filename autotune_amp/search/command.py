@@ -67,7 +67,7 @@ def fingerprint_parts(line: LaunchLine) -> tuple[dict[str, str], bool]:
     files, are_all = sources(line.arguments)
     parts = {"command": f"={shlex.join(line.arguments)}"}
     parts |= {f"--value {name}": f"={word}" for name, word in line.values.items()}
-    return parts | {f"file {file}": _digest(Path(file)) for file in (*files, *line.files)}, are_all
+    return parts | {f"file {file}": _digest(file) for file in (*files, *map(Path, line.files))}, are_all
 
 
 class CommandSource(Source):

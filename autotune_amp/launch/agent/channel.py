@@ -25,6 +25,7 @@ class Channel:
         self._path = path
         self._listens = False
         self._socket: socket.socket | None = None
+        self.now_and_then: Callable[[], Any] = lambda: None  # called by the thread, before it sends
         self._reset()
         os.register_at_fork(after_in_child=self._reset)
 
@@ -131,6 +132,7 @@ class Channel:
         while True:
             try:
                 if not select.select([connection], [], [], SEND_SECONDS)[0]:
+                    self.now_and_then()
                     self.flush()
                     continue
                 heard = connection.recv(4096)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import math
 import multiprocessing
 import os
 import socket
@@ -22,9 +21,7 @@ from .channel import Channel
 from .imports import after_import
 
 NUM_SENT_AT_ONCE = 8
-MEMORY_SECONDS = 0.1  # between two looks at the process's own
 NUM_STEPS_PER_SYNC = 4  # an accelerator runs ahead of the host: steps between two synchronisations are timed together
-MAX_LOSSES = 8  # of one step
 
 
 def install(channel: Channel, settings: dict[str, Any]) -> None:
@@ -72,7 +69,8 @@ class Observer:
         self._pending: list[dict[str, Any]] = []
         self._device = torch.device("cpu")
         self._num_compilations = 0
-        self._memory_at = 0.0
+        self._peak_bytes: int | None = None
+        channel.now_and_then = channel.shield(self._look)
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
@@ -89,12 +87,17 @@ class Observer:
         before, after = self.channel.shield(self._before), self.channel.shield(self._after)
         hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
-        def with_dynamo(dynamo: Any) -> None:  # where `optimizer.step` is compiled, these are called between two graphs
-            for hook in hooks:
-                hook.remove()
-            register_optimizer_step_pre_hook(dynamo.disable(before))
-            register_optimizer_step_post_hook(dynamo.disable(after))
-            dynamo.callback.callback_handler.register_end_callback(self._compiled)
+        def with_dynamo(dynamo: Any) -> None:
+            def starts(*_: Any) -> None:  # where `optimizer.step` is compiled, these are called between two graphs
+                while hooks:
+                    hooks.pop().remove()
+                    if not hooks:
+                        register_optimizer_step_pre_hook(dynamo.disable(before))
+                        register_optimizer_step_post_hook(dynamo.disable(after))
+
+            callbacks = dynamo.callback.callback_handler
+            callbacks.register_start_callback(self.channel.shield(starts))
+            callbacks.register_end_callback(self._compiled)
 
         after_import("torch._dynamo", self.channel.shield(with_dynamo))
         _watch_scaler(self)
@@ -150,21 +153,17 @@ class Observer:
         self.num_steps += 1
         self._num_steps_of[index] += 1
         self.passes.has_stepped = True
-        self._pending.append(
-            {
-                "optimizer": index,
-                "is_skipped": is_skipped if found_inf is None else found_inf,
-                "losses": self.passes.take_losses()[-MAX_LOSSES:],
-                "num_backward": self.passes.num_backward,
-                "forwards": self.passes.take_forwards(),
-                "regions": self.passes.take_regions(),
-                "num_samples": dict(self.loaders.num_samples),
-                "num_batches": self.loaders.num_batches,
-                "wait_seconds": self.loaders.wait_seconds,
-                "num_compilations": self._num_compilations,
-                "time": time.monotonic(),
-            }
-        )
+        step = {
+            "optimizer": index,
+            "is_skipped": is_skipped if found_inf is None else found_inf,
+            **self.passes.taken(),
+            "num_samples": dict(self.loaders.num_samples),
+            "num_batches": self.loaders.num_batches,
+            "wait_seconds": self.loaders.wait_seconds,
+            "num_compilations": self._num_compilations,
+            "time": time.monotonic(),
+        }
+        self._pending.append(step)
         if self.num_steps == passes.NUM_FULLY_WATCHED and self.frozen is None:
             self.passes.unwatch_modules()
         for action in self.on_step:
@@ -179,17 +178,16 @@ class Observer:
 
     def _settle(self) -> None:
         """Read what is on the device, and have the steps since the last time told."""
-        memory = self._memory()
+        last = self._pending[-1]
+        last.update(self._memory())
         if self._device.type != "cpu":
             getattr(torch, self._device.type).synchronize(*self._which)
-            self._pending[-1]["time"] = time.monotonic()
+            last["time"] = time.monotonic()
+        last["is_settled"] = True
+        last["overhead_seconds"] = self.passes.overhead_seconds + self.loaders.overhead_seconds
         for step in self._pending:
-            losses = [float(loss) for loss in step["losses"]]
-            step["losses"] = [loss if math.isfinite(loss) else None for loss in losses]  # JSON has no other numbers
+            step["losses"] = [passes.read(loss) for loss in step["losses"]]
             step["is_skipped"] = bool(step["is_skipped"])
-        overhead = {"overhead_seconds": self.passes.overhead_seconds + self.loaders.overhead_seconds}
-        self._pending[-1].update(is_settled=True, **memory, **overhead)
-        for step in self._pending:
             self.channel.add("step", **step)
         self._pending = []
         if self.num_steps <= NUM_SENT_AT_ONCE:
@@ -200,13 +198,16 @@ class Observer:
         """What functions of the device's module are to be told; of MPS there is one, which has no number."""
         return () if self._device.type == "mps" else (self._device,)
 
+    def _look(self) -> None:
+        """Look at the memory of a process that trains on a CPU: more work for the kernel than a step's messages are."""
+        if self._optimizers:
+            self._peak_bytes = _peak_resident_bytes()
+
     def _memory(self) -> dict[str, Any]:
         if self._device.type == "cpu":
-            now = time.monotonic()
-            if self.num_steps > NUM_SENT_AT_ONCE and now - self._memory_at < MEMORY_SECONDS:
-                return {}
-            self._memory_at = now
-            return {"peak_memory_bytes": _peak_resident_bytes()}
+            if self.num_steps <= NUM_SENT_AT_ONCE:
+                self._look()
+            return {"peak_memory_bytes": self._peak_bytes}
         module = getattr(torch, self._device.type)
         stats = module.memory_stats(*self._which) if hasattr(module, "memory_stats") else {}
         return {

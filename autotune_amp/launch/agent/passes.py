@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from typing import Any
 
@@ -17,7 +18,7 @@ from .channel import Channel
 
 NUM_FULLY_WATCHED = 3  # steps in which modules are watched too: nothing is patched around them after that
 MAX_BACKWARD_WITHOUT_STEP = 512  # more passes than anybody accumulates
-MAX_FORWARDS = 64  # told of one step
+MAX_FORWARDS, MAX_LOSSES = 64, 8  # told of one step
 
 
 class Passes:
@@ -39,24 +40,22 @@ class Passes:
         self._regions: dict[str, None] = {}
         self._watches_modules = False
 
-    def take_losses(self) -> list[Any]:
-        """Of every backward pass, as the device has them."""
-        losses, self._losses = self._losses, []
-        return losses
+    def taken(self) -> dict[str, Any]:
+        """What was seen since the last time.
 
-    def take_forwards(self) -> list[Any]:
-        """Of each outermost module that ran in training its class, the size of what entered it along `sample_dim`, and
-        the dtype that its weights were used in."""
-        forwards, self._forwards = self._forwards[:MAX_FORWARDS], []
-        return forwards
-
-    def take_regions(self) -> list[str]:
-        """``device:dtype`` of the autocast regions that were entered, ``device:off`` of one that is not enabled.
-
-        Those in a compiled function are seen when it is traced, which it is even where its code is cached.
+        Of every backward pass its loss, as `read` takes it; of each outermost module that ran in training its class,
+        the size of what entered it along `sample_dim`, and the dtype that its weights were used in; ``device:dtype`` of
+        the autocast regions that were entered, ``device:off`` of one that is not enabled. Regions in a compiled
+        function are seen when it is traced, which it is even where its code is cached.
         """
-        regions, self._regions = list(self._regions), {}
-        return regions
+        found = {
+            "losses": self._losses[-MAX_LOSSES:],
+            "num_backward": self.num_backward,
+            "forwards": self._forwards[:MAX_FORWARDS],
+            "regions": list(self._regions),
+        }
+        self._losses, self._forwards, self._regions = [], [], {}
+        return found
 
     def watch(self) -> None:
         """Hook into torch."""
@@ -90,7 +89,7 @@ class Passes:
 
     def _scaling(self, outputs: Any) -> None:
         if isinstance(outputs, torch.Tensor) and outputs.numel() == 1:
-            self._losses.append(outputs.detach().clone())
+            self._losses.append(_kept(outputs))
             self._is_scaled = True
 
     def _passing_back(self, tensors: Any) -> None:
@@ -98,7 +97,7 @@ class Passes:
         self.num_backward += 1
         first = tensors[0] if isinstance(tensors, (tuple, list)) else tensors
         if not self._is_scaled and isinstance(first, torch.Tensor) and first.numel() == 1:
-            self._losses.append(first.detach().clone())
+            self._losses.append(_kept(first))
         self._is_scaled = False
         if self.num_backward == MAX_BACKWARD_WITHOUT_STEP and not self.has_stepped:
             self._channel.send("unstepped", num_backward=self.num_backward)
@@ -169,6 +168,17 @@ class Passes:
                 self.latest = first_tensor(given)
             self._forwards.append((type(module).__name__, size, _used_dtype(module)))
         self.overhead_seconds += time.perf_counter() - began
+
+
+def _kept(loss: Any) -> Any:
+    """A loss for later: its value where it is to be had at once, else what the device has of it, to be read in time."""
+    return loss.item() if loss.device.type == "cpu" else loss.detach().clone()
+
+
+def read(loss: Any) -> float | None:
+    """The value of a loss that was kept, None where it is not finite: JSON has no other numbers."""
+    value = float(loss)
+    return value if math.isfinite(value) else None
 
 
 def _used_dtype(module: Any) -> str:
