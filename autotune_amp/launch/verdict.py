@@ -104,6 +104,8 @@ def _of_errors(heard: Heard, seen: Seen) -> Failure:
     if worst is None and heard.lost:
         return _of_lost(heard, seen)
     error = worst or heard.errors[0]
+    if error.type == "ChildFailedError" and seen.status:  # the rank's own words are in what was printed
+        return _of_status(heard, seen, seen.status)
     lines = [line for line in error.message.splitlines() if line.strip()]
     if error.type == "ProcessRaisedException":  # of torch.multiprocessing: it holds the traceback of the process
         rank = re.search(r"Process (\d+) terminated", error.message)
@@ -130,15 +132,18 @@ def _of_lost(heard: Heard, seen: Seen) -> Failure:
     return Failure(kind="crash", message=f"rank {heard.rank_by_pid[pid]} {how}, without a word", details=_tail(seen))
 
 
+def _of_status(heard: Heard, seen: Seen, status: int) -> Failure:
+    if _OUT_OF_MEMORY.search(seen.printed[-_TAIL_CHARACTERS:]):
+        return Failure(kind="oom", message="its output says that memory ran out", details=_tail(seen))
+    if heard.lost and heard.world > 1:
+        return _of_lost(heard, seen)
+    how = f"died of {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+    return Failure(kind="crash", message=f"the command {how}", details=_tail(seen))
+
+
 def _of_exit(heard: Heard, seen: Seen) -> Literal["measured"] | Failure:
-    assert seen.status is not None
-    if seen.status != 0:
-        if _OUT_OF_MEMORY.search(seen.printed[-_TAIL_CHARACTERS:]):
-            return Failure(kind="oom", message="its output says that memory ran out", details=_tail(seen))
-        if heard.lost and heard.world > 1:
-            return _of_lost(heard, seen)
-        how = f"died of {signal.Signals(-seen.status).name}" if seen.status < 0 else f"exited with status {seen.status}"
-        return Failure(kind="crash", message=f"the command {how}", details=_tail(seen))
+    if seen.status:
+        return _of_status(heard, seen, seen.status)
     if heard.num_steps > NUM_WARMUP_STEPS + 1:
         return "measured"
     if heard.ranks and not heard.is_whole:

@@ -442,7 +442,7 @@ def test_lightning_and_accelerate(kind: str, call: str, values: dict[str, Any], 
 @pytest.mark.parametrize(
     ("given", "henceforth"),
     [
-        ((), ("--per_device_train_batch_size", "16", "--bf16")),
+        ((), ("--per_device_train_batch_size", "16", "--bf16", "True")),
         (
             ("--bf16", "False", "--per_device_train_batch_size", "8"),
             ("--bf16", "True", "--per_device_train_batch_size", "16"),

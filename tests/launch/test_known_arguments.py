@@ -30,16 +30,16 @@ NUMBERS = "--per_device_train_batch_size 4 --gradient_accumulation_steps 2"
 @pytest.mark.parametrize(
     ("command", "found", "filled"),
     [
-        ("python train.py --lr 1", TRANSFORMERS, f"python train.py --lr 1 {NUMBERS} --bf16"),
+        ("python train.py --lr 1", TRANSFORMERS, f"python train.py --lr 1 {NUMBERS} --bf16 True"),
         (
             "python -m torch.distributed.run -m train --lr 1",
             TRANSFORMERS,
-            f"python -m torch.distributed.run -m train --lr 1 {NUMBERS} --bf16",
+            f"python -m torch.distributed.run -m train --lr 1 {NUMBERS} --bf16 True",
         ),
         (
             "torchrun train.py --fp16 True --per-device-train-batch-size=8 --lr 1",
             TRANSFORMERS,
-            "torchrun train.py --bf16 --per-device-train-batch-size=4 --lr 1 --gradient_accumulation_steps 2",
+            "torchrun train.py --bf16 True --per-device-train-batch-size=4 --lr 1 --gradient_accumulation_steps 2",
         ),
         ("accelerate launch train.py --lr 1", LAUNCHED, "accelerate launch --mixed_precision=bf16 train.py --lr 1"),
         (

@@ -64,6 +64,14 @@ def test_the_rank_that_fails_is_named(tmp_path: Path, number: int, fault: str, k
     assert says in found.message
 
 
+def test_ranks_that_end_by_an_argument_are_quoted(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import argparse, torch\nargparse.ArgumentParser().parse_args()\n")
+    found = failure(ran([*TORCHRUN, str(script), "--wrong"]))
+    assert found.kind == "crash"
+    assert "unrecognized arguments: --wrong" in found.message
+
+
 def test_the_rank_that_is_killed_is_named_while_its_workers_live(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(RANKS.format(number=5, fault="os.kill(os.getpid(), signal.SIGKILL)"))

@@ -337,7 +337,7 @@ def with_flag(command: Sequence[str], flag: Flag, arguments: Sequence[str]) -> t
             return None
         if not flag.is_on:
             return tuple(command)
-        return (*command, option) if value in (None, "True") else (*command, option, str(value))
+        return (*command, option) if value is None else (*command, option, value)
     changed: list[str] = []
     words = iter(enumerate(command))
     for place, word in words:
