@@ -92,7 +92,7 @@ def ours(case: Case, folder: Path, *words: str, command: Sequence[str] = ()) -> 
 def attain(case: Case, folder: Path, other: Path, study: Path, document: dict) -> dict:
     """The paces of today's command and of the answer in turn; what `apply` did to the script in the folder `other`
     where the answer needs an edit."""
-    line = LaunchLine.of(case.command, values=_values(case))
+    line = convert(document["launch_line"], LaunchLine)  # with what the parser behind it is known to take
     today, answer = (
         convert(each, Setting) for each in (document["evidence"]["baseline"]["config"], document["config"])
     )
@@ -145,11 +145,6 @@ def timed(arguments: tuple[str, ...]) -> list[str]:
     scripts = [number for number, argument in enumerate(arguments) if argument.endswith(".py")]
     at = scripts[0] if scripts else max(number for number, argument in enumerate(arguments) if argument == "-m")
     return [*arguments[:at], str(HERE / "pace.py"), *arguments[at:]]
-
-
-def _values(case: Case) -> dict[str, str]:
-    pairs = [each for option, each in zip(case.options, case.options[1:], strict=False) if option == "--value"]
-    return dict(each.split("=", 1) for each in pairs)
 
 
 def _environment(case: Case) -> dict[str, str]:
