@@ -31,6 +31,8 @@ NUM_FROZEN_STEPS, MAX_SKIPS = 6, 4
 MAX_FROZEN_ENTRIES = 2_000_000
 # With less than a follow check and two trials there is nothing to choose from; three rounds confirm a choice.
 MIN_NUM_RUNS, NUM_RUNS_OF_A_CONFIRMED_SEARCH = 3, 12
+# Another precision may take so many times what today's took for the same steps; bf16 takes a CPU without it a hundred.
+FOLLOWING_TIMES, MIN_FOLLOWING_SECONDS = 5.0, 30.0
 PAUSE_SECONDS = 60.0  # an evaluation, a checkpoint or the start of loader workers is no hang
 NOTES = (
     "Measured on the command's first steps: what later steps, longer samples, an evaluation or a checkpoint take in "
@@ -157,7 +159,7 @@ class CommandBackend(WorkloadBackend):
             num_workers=loader.num_workers if loader and "num_workers" in command.line.placeholders else None,
             unsettable=cannot,
             notes=(
-                *(f"{each} could not be tried: {why}. Mend that and search again." for each, why in more.items()),
+                *(f"{each} is not tried: {why}. Where that can be mended, search again." for each, why in more.items()),
                 *known,
                 *NOTES,
                 *([] if "fp16" in cannot else [OF_FP16]),
@@ -214,13 +216,17 @@ class CommandBackend(WorkloadBackend):
 
         Raises `WorkloadError` where what shows is still today's."""
 
-        def run(setting: Setting) -> Rank | Failure:
-            left = None if job.deadline_seconds is None else job.deadline_seconds - (time.monotonic() - began)
-            found = self._observe(setting, Deadlines(whole_seconds=left))
+        def left() -> float:
+            return math.inf if job.deadline_seconds is None else job.deadline_seconds - (time.monotonic() - began)
+
+        def run(setting: Setting, at_most: float = math.inf) -> Rank | Failure:
+            seconds = min(left(), at_most)
+            found = self._observe(setting, Deadlines(whole_seconds=None if seconds == math.inf else seconds))
             return found if isinstance(found, Failure) else found[0]
 
-        found, cannot = run(other), dict[str, str]()
-        why = self._why_not(other.precision, found)
+        patience = max(FOLLOWING_TIMES * (time.monotonic() - began), MIN_FOLLOWING_SECONDS)
+        found, cannot = run(other, patience if other.precision != today.precision else math.inf), dict[str, str]()
+        why = self._why_not(other.precision, found, has_time=left() > 0)
         if why is not None and other.precision != today.precision:
             cannot[other.precision] = why
             other = replace(other, precision=today.precision)
@@ -239,11 +245,13 @@ class CommandBackend(WorkloadBackend):
         self._refuse_ignored(other, found)
         return cannot, found
 
-    def _why_not(self, precision: str, found: Rank | Failure) -> str | None:
+    def _why_not(self, precision: str, found: Rank | Failure, *, has_time: bool) -> str | None:
         """Why a precision cannot be set, from a run that was to be in it; None where it ran so, or was told to and did
-        not follow, or had no time."""
+        not follow, or all time was up."""
+        if isinstance(found, Failure) and found.kind == "timeout":
+            return f"the command is too slow in it: {found.message}" if has_time else None
         if isinstance(found, Failure):
-            return None if found.kind == "timeout" else f"the command did not run in it: {found.message}"
+            return f"the command did not run in it: {found.message}"
         seen = measure.precision_of(found)
         if seen in (None, precision) or "precision" in self._command.line.placeholders:
             return None

@@ -45,6 +45,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 batch = 8 if options.be == "ignoring" else options.batch
 for epoch in range(1000):
     for number, (x, y) in enumerate(torch.utils.data.DataLoader(data, batch_size=batch, shuffle=True)):
+        if options.be == "slow in bf16" and options.precision == "bf16":
+            time.sleep(600)
         if len(x) == 3:
             raise ValueError("three")
         with torch.autocast("cpu", torch.bfloat16, enabled=options.precision == "bf16"):
@@ -201,8 +203,19 @@ def test_a_precision_that_the_command_refuses_cannot_be_set(script: str, local: 
     )
     assert isinstance(found, Description), found
     assert "did not run in it" in found.unsettable["bf16"]
-    assert found.notes[0].startswith("bf16 could not be tried: ")
+    assert found.notes[0].startswith("bf16 is not tried: ")
     assert "no arguments" in found.unsettable["fp16"]
+
+
+def test_a_precision_that_takes_for_ever_costs_the_search_little(
+    script: str, local: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_backend, "MIN_FOLLOWING_SECONDS", 1.0)
+    monkeypatch.setattr(command_backend, "FOLLOWING_TIMES", 2.0)
+    _, found = described([sys.executable, script, "--be", "slow in bf16", *BATCH, *PRECISION], local)
+    assert isinstance(found, Description), found
+    assert "too slow" in found.unsettable["bf16"]
+    assert found.notes[0].startswith("bf16 is not tried: ")
 
 
 @pytest.mark.slow
