@@ -32,7 +32,7 @@ MAX_FROZEN_ENTRIES = 2_000_000
 # With less than a follow check and two trials there is nothing to choose from; three rounds confirm a choice.
 MIN_NUM_RUNS, NUM_RUNS_OF_A_CONFIRMED_SEARCH = 3, 12
 # Another precision may take so many times what today's took for the same steps; bf16 takes a CPU without it a hundred.
-FOLLOWING_TIMES, MIN_FOLLOWING_SECONDS = 5.0, 30.0
+FOLLOWING_TIMES, MIN_FOLLOWING_SECONDS = 3.0, 30.0
 PAUSE_SECONDS = 60.0  # an evaluation, a checkpoint or the start of loader workers is no hang
 NOTES = (
     "Measured on the command's first steps: what later steps, longer samples, an evaluation or a checkpoint take in "

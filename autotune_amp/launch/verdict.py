@@ -10,6 +10,7 @@ import msgspec
 
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
+from autotune_amp.core.text import count
 from autotune_amp.launch.messages import Error, Refused
 from autotune_amp.launch.ranks import NUM_WARMUP_STEPS, Heard
 
@@ -158,7 +159,7 @@ def _of_exit(heard: Heard, seen: Seen) -> Literal["measured"] | Failure:
 def _overdue(heard: Heard, seen: Seen, deadlines: Deadlines) -> Failure | None:
     whole, first, step = deadlines.whole_seconds, deadlines.first_step_seconds, deadlines.step_seconds
     if whole is not None and seen.seconds > whole:
-        state = f"still running, with {heard.num_steps} steps," if heard.torches else "still starting"
+        state = f"still running, with {count(heard.num_steps, 'step')}," if heard.torches else "still starting"
         message = f"it was {state} when its time of {whole:.0f} s was up"
     elif not heard.num_steps and first is not None and seen.seconds > first:
         message = "no optimizer step was seen in time"
