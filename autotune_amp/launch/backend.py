@@ -31,8 +31,9 @@ NUM_FROZEN_STEPS, MAX_SKIPS = 6, 4
 MAX_FROZEN_ENTRIES = 2_000_000
 # With less than a follow check and two trials there is nothing to choose from; three rounds confirm a choice.
 MIN_NUM_RUNS, NUM_RUNS_OF_A_CONFIRMED_SEARCH = 3, 12
-# Another precision may take so many times what today's took for the same steps; bf16 takes a CPU without it a hundred.
-FOLLOWING_TIMES, MIN_FOLLOWING_SECONDS = 3.0, 30.0
+# What a run in another precision may take: a share of the time left, which a first compilation needs, and some times
+# what today's took. On a CPU without bf16 it takes a hundred times as long.
+FOLLOWING_SHARE, FOLLOWING_TIMES = 0.5, 2.0
 PAUSE_SECONDS = 60.0  # an evaluation, a checkpoint or the start of loader workers is no hang
 NOTES = (
     "Measured on the command's first steps: what later steps, longer samples, an evaluation or a checkpoint take in "
@@ -159,7 +160,10 @@ class CommandBackend(WorkloadBackend):
             num_workers=loader.num_workers if loader and "num_workers" in command.line.placeholders else None,
             unsettable=cannot,
             notes=(
-                *(f"{each} is not tried: {why}. Where that can be mended, search again." for each, why in more.items()),
+                *(
+                    f"{each} is not tried: {why.rstrip('.')}. If that can be mended, search again."
+                    for each, why in more.items()
+                ),
                 *known,
                 *NOTES,
                 *([] if "fp16" in cannot else [OF_FP16]),
@@ -224,7 +228,7 @@ class CommandBackend(WorkloadBackend):
             found = self._observe(setting, Deadlines(whole_seconds=None if seconds == math.inf else seconds))
             return found if isinstance(found, Failure) else found[0]
 
-        patience = max(FOLLOWING_TIMES * (time.monotonic() - began), MIN_FOLLOWING_SECONDS)
+        patience = max(FOLLOWING_SHARE * left(), FOLLOWING_TIMES * (time.monotonic() - began))
         found, cannot = run(other, patience if other.precision != today.precision else math.inf), dict[str, str]()
         why = self._why_not(other.precision, found, has_time=left() > 0)
         if why is not None and other.precision != today.precision:

@@ -26,7 +26,12 @@ _KNOWN = {
         {"batch_size": "--per_device_train_batch_size", "accumulation_steps": "--gradient_accumulation_steps"},
         ("--bf16", "--fp16", "--tf32"),
         # In so many words: TRL's arguments are in bf16 by default, and take no flag without a value.
-        {"fp32": "--bf16 False", "tf32": "--bf16 False --tf32 True", "bf16": "--bf16 True", "fp16": "--fp16 True"},
+        {
+            "fp32": "--bf16 False",
+            "tf32": "--bf16 False --tf32 True",
+            "bf16": "--bf16 True",
+            "fp16": "--bf16 False --fp16 True",
+        },
     ),
     "LightningCLI": _Known(
         {"accumulation_steps": "--trainer.accumulate_grad_batches"},

@@ -27,7 +27,7 @@ _OF_OTHERS = re.compile(
 )
 # What a launcher says of its ranks: the cause only where no rank says one.
 _LAUNCHERS_ERRORS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException")
-_TAIL_CHARACTERS = 4000
+_TAIL_CHARACTERS = 8000
 UNOBSERVED_SECONDS = 10.0  # a Python says hello before it does anything
 
 

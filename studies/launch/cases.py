@@ -17,14 +17,12 @@ SFT = (
     "-m trl.scripts.sft --model_name_or_path model --dataset_name lines --output_dir out --use_cpu --report_to none"
     " --max_length 64 --per_device_train_batch_size {batch_size=8} --gradient_accumulation_steps {accumulation_steps=1}"
 )
-FORWARD = "output, hidden = model(data, hidden)"  # in word_language_model's loop
 
 
 class Case(NamedTuple):
     """`source` is REPOSITORY@COMMIT or an installed package; `paths` of it are copied into the case's folder, and
     `command` runs in `folder` of that. `options` go to `autotune-amp search`, and `in_process` to that of the same
-    training as a Workload, None where in_process.py has none. `by_hand` is a file, and text in it and what is written
-    in its place, where `apply` names the line and leaves the edit to the user."""
+    training as a Workload, None where in_process.py has none."""
 
     source: str
     paths: tuple[str, ...]
@@ -34,7 +32,6 @@ class Case(NamedTuple):
     options: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
     in_process: tuple[str, ...] | None = None
-    by_hand: tuple[str, str, str] | None = None
 
 
 def _nothing(_: Path) -> None:
@@ -99,11 +96,6 @@ CASES = {
         "word_language_model",
         "python main.py --data corpus --use-optimizer --lr 0.001 --batch_size {batch_size=20}",
         lambda folder: made.corpus(folder / "corpus"),
-        by_hand=(
-            "main.py",
-            f"            {FORWARD}\n        loss",
-            f"            with torch.autocast('cpu', torch.bfloat16):\n                {FORWARD}\n        loss",
-        ),
     ),
     "nanogpt": Case(
         NANOGPT,

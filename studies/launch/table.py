@@ -42,8 +42,12 @@ def summary(paths: list[Path]) -> list[str]:
             baselines = [each["evidence"]["baseline"] for each in (found["document"], other["document"])]
             (low, high), (other_low, other_high) = (each["samples_per_second_interval"] for each in baselines)
             agree.append(low <= other_high and other_low <= high)
+    num_other = sum(
+        _setting(each["document"]["config"]) != _setting(each["document"]["evidence"]["baseline"]["config"])
+        for each in answered
+    )
     return [
-        f"- Scripts answered: {len(answered)} of {len(all_found)}.",
+        f"- Scripts answered: {len(answered)} of {len(all_found)}; {num_other} with another setting than today's.",
         f"- Runs within the promised interval: {sum(all_held['answer'])} of {len(all_held['answer'])} of the answers, "
         f"{sum(all_held['today'])} of {len(all_held['today'])} of today's commands.",
         f"- Today's command, and the same as a Workload: their intervals overlap in {sum(agree)} of {len(agree)}.",

@@ -210,8 +210,7 @@ def test_a_precision_that_the_command_refuses_cannot_be_set(script: str, local: 
 def test_a_precision_that_takes_for_ever_costs_the_search_little(
     script: str, local: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command_backend, "MIN_FOLLOWING_SECONDS", 1.0)
-    monkeypatch.setattr(command_backend, "FOLLOWING_TIMES", 2.0)
+    monkeypatch.setattr(command_backend, "FOLLOWING_SHARE", 0.01)
     _, found = described([sys.executable, script, "--be", "slow in bf16", *BATCH, *PRECISION], local)
     assert isinstance(found, Description), found
     assert "too slow" in found.unsettable["bf16"]

@@ -122,8 +122,9 @@ def test_the_weighting_is_said_where_the_config_or_a_plan_accumulates(
     config = AmpConfig(precision="bf16", batch_size=chosen.batch_size, accumulation_steps=num_steps, fallback=(plan,))
     said = accumulation_warnings(built(**KEPT), chosen, config, accumulation(verdict))
     assert said == ([f"The micro-batches are {verdict}. Do as {verdict} asks."] if is_said else [])
-    unchecked = accumulation_warnings(built(**KEPT), chosen, config, None)
-    assert len(unchecked) == (max(num_steps, plan_steps) > 1)
+    assert accumulation_warnings(built(**KEPT), chosen, config, None) == []
+    a_commands = msgspec.structs.replace(built(**KEPT), weighs_passes=True, checks=frozenset({"fidelity"}))
+    assert len(accumulation_warnings(a_commands, chosen, config, None)) == (max(num_steps, plan_steps) > 1)
     is_done = verdict == "weighted"
     weighing = msgspec.structs.replace(built(**KEPT), weighs_passes=True)
     assert accumulation_warnings(weighing, chosen, config, accumulation(verdict)) == ([] if is_done else said)

@@ -96,8 +96,18 @@ class Observer:
                         register_optimizer_step_post_hook(dynamo.disable(after))
 
             callbacks = dynamo.callback.callback_handler
-            callbacks.register_start_callback(self.channel.shield(starts))
-            callbacks.register_end_callback(self._compiled)
+            clear, started = callbacks.clear, self.channel.shield(starts)
+
+            def register() -> None:
+                callbacks.register_start_callback(started)
+                callbacks.register_end_callback(self._compiled)
+
+            def cleared() -> None:  # by torch.compiler.reset
+                clear()
+                register()
+
+            callbacks.clear = cleared
+            register()
 
         after_import("torch._dynamo", self.channel.shield(with_dynamo))
         _watch_scaler(self)
@@ -200,7 +210,7 @@ class Observer:
 
     def _look(self) -> None:
         """Look at the memory of a process that trains on a CPU: more work for the kernel than a step's messages are."""
-        if self._optimizers:
+        if self._optimizers and self._device.type == "cpu":
             self._peak_bytes = _peak_resident_bytes()
 
     def _memory(self) -> dict[str, Any]:

@@ -172,7 +172,8 @@ class Passes:
 
 def _kept(loss: Any) -> Any:
     """A loss for later: its value where it is to be had at once, else what the device has of it, to be read in time."""
-    return loss.item() if loss.device.type == "cpu" else loss.detach().clone()
+    is_at_hand = loss.device.type == "cpu" and not torch.compiler.is_compiling()
+    return loss.item() if is_at_hand else loss.detach().clone()
 
 
 def read(loss: Any) -> float | None:

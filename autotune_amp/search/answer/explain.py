@@ -290,7 +290,7 @@ def accumulation_warnings(space: Space, chosen: Setting, config: AmpConfig, foun
     asking = ("sum",) if space.weighs_passes else ("sum", "weighted")
     if found is not None and found.verdict in asking:
         said.append(f"{sentence(found.reason)} {sentence(found.next_step)}")
-    if found is None and not space.weighs_passes:
+    if "accumulation" not in space.checks:
         said.append("How the training weighs what it accumulates was not checked.")
     return said
 
